@@ -1,0 +1,40 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
+
+.PHONY: demo test check lint format bench clean
+
+# Installed afresh whenever a source that the build reads is newer than the last install.
+$(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt 'scikit-build-core' 'nanobind' 'cmake' 'ninja'
+	PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+demo: $(VENV)/.installed-plot  ## install, replay a generated chat workload with every byte verified, show the report
+	$(BIN)/fdcache replay --workload chat
+
+test: $(VENV)/.installed-test  ## all tests but the long ones
+	$(BIN)/pytest -n 2 -m 'not slow'
+
+check: $(VENV)/.installed-test  ## the longer property, fault and stress runs
+	$(BIN)/pytest -n 2 -m slow --timeout 1800
+
+lint: $(VENV)/.installed-dev  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, with the machine they ran on
+	$(BIN)/python -m benchmarks.scheduler
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,13 @@
+// What each concept adds to the extension module.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace fdcache {
+
+void bind_hashing(nanobind::module_ &module);
+void bind_tier(nanobind::module_ &module);
+void bind_copy(nanobind::module_ &module);
+void bind_pattern(nanobind::module_ &module);
+
+}  // namespace fdcache

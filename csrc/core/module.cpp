@@ -1,0 +1,11 @@
+// The extension module fdcache._core: one bind function per concept, each defined beside its concept.
+#include <nanobind/nanobind.h>
+
+#include "core/bindings.hpp"
+
+NB_MODULE(_core, module) {
+    fdcache::bind_hashing(module);
+    fdcache::bind_tier(module);
+    fdcache::bind_copy(module);
+    fdcache::bind_pattern(module);
+}

@@ -1,0 +1,57 @@
+"""The exception family. Every error names what was wrong, where, and what to do about it.
+
+Failures of the data path (a load that failed, a pool that is full) are values, not exceptions; what stands
+here is raised for a caller's mistake or for a machine that cannot do what was asked.
+"""
+
+
+class FdcacheError(Exception):
+    """The base of every error that fdcache raises on purpose."""
+
+
+class ConfigurationError(FdcacheError):
+    """A setting is missing, malformed or contradicts another."""
+
+
+class LayoutError(FdcacheError, ValueError):
+    """A KV layout field is out of range or inconsistent with another."""
+
+
+class UnsupportedLayoutError(LayoutError):
+    """A layout that fdcache does not support yet, such as sliding-window or hybrid cache groups."""
+
+
+class HashingError(FdcacheError, ValueError):
+    """Tokens or extra keys that cannot be hashed."""
+
+
+class RequestStateError(FdcacheError):
+    """A call that the request's state does not admit, such as committing a finished request."""
+
+
+class StaleLeaseError(FdcacheError):
+    """A lease from before a reset was asked to match, reserve or commit."""
+
+
+class IntegrityError(FdcacheError):
+    """An invariant of a tier does not hold; the message says which."""
+
+
+class PlanError(FdcacheError, ValueError):
+    """A transfer plan that the worker cannot carry out: slots out of range, unequal lengths, an unknown layer."""
+
+
+class CacheNotReadyError(FdcacheError):
+    """A worker call that needs device or host memory which is not there yet."""
+
+
+class ForkedProcessError(FdcacheError):
+    """An object that owns threads or memory was used in a forked child; start workers with 'spawn'."""
+
+
+class LayerSwapTimeoutError(FdcacheError, TimeoutError):
+    """A layer's load did not end within the caller's timeout."""
+
+
+class TraceError(FdcacheError, ValueError):
+    """A trace line that cannot be read; the message names file, line and field."""

@@ -1,0 +1,166 @@
+"""Enums and records that travel between rooms and processes.
+
+Plans and reports are plain data: they hold no handle, pointer or lock, pickle and pack with msgpack
+(``encode``/``decode_plan``/``decode_report``), and mean the same on every rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+UInt32Array = NDArray[np.uint32]
+UInt64Array = NDArray[np.uint64]
+HashArray = NDArray[np.uint8]
+"""Block hashes, shape (blocks, 32)."""
+
+
+class CacheLevel(str, Enum):
+    """A tier."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORAGE = "storage"
+
+
+class CacheStatus(str, Enum):
+    """Where one block is, or is going."""
+
+    DEVICE = "device"
+    HOST = "host"
+    SWAP_TO_HOST = "swap_to_host"
+    SWAP_TO_DEVICE = "swap_to_device"
+
+
+class TransferStatus(str, Enum):
+    """How far a transfer has come."""
+
+    PENDING = "pending"
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class SwapPurpose(str, Enum):
+    """Why blocks are copied; loads go first, backups last."""
+
+    LOAD = "load"
+    EVICT = "evict"
+    BACKUP = "backup"
+
+
+class CacheSwapMetadata(msgspec.Struct, kw_only=True):
+    """One batch of block copies in one direction. Array fields are parallel: element i is one block.
+
+    ``success`` and ``error_message`` are set from the workers' results; until then a transfer maps nothing.
+    """
+
+    purpose: SwapPurpose
+    src_type: CacheLevel
+    dst_type: CacheLevel
+    src_block_ids: Int32Array
+    dst_block_ids: Int32Array
+    src_generations: UInt32Array
+    dst_generations: UInt32Array
+    hash_values: HashArray
+    parent_hashes: HashArray
+    success: bool = False
+    error_message: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.src_block_ids)
+
+    @property
+    def mapping(self) -> dict[int, int]:
+        """Source slot to destination slot; empty unless the transfer succeeded."""
+        if not self.success:
+            return {}
+        return dict(zip(self.src_block_ids.tolist(), self.dst_block_ids.tolist(), strict=True))
+
+
+class TransferPlan(msgspec.Struct, kw_only=True, frozen=True):
+    """What every rank copies for one scheduler step.
+
+    Evictions empty device slots that loads and the step itself then write, so a worker orders loads and the
+    step's compute after them. Backups only read the device and are ordered after nothing but the compute
+    that wrote their blocks.
+    """
+
+    plan_id: int
+    evictions: CacheSwapMetadata | None = None
+    loads: CacheSwapMetadata | None = None
+    backups: CacheSwapMetadata | None = None
+
+    def swaps(self) -> tuple[CacheSwapMetadata, ...]:
+        """The non-empty transfers in the order of execution: evictions, loads, backups."""
+        return tuple(swap for swap in (self.evictions, self.loads, self.backups) if swap is not None)
+
+
+class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
+    """What one rank says of one transfer of a plan.
+
+    ``failed`` holds the positions (indices into the transfer's arrays) that were not copied; ``checksums``
+    has one record checksum per position for copies to the host and is empty for loads.
+    """
+
+    purpose: SwapPurpose
+    failed: Int32Array
+    checksums: UInt64Array
+    copied_bytes: int
+    seconds: float
+    error_message: str | None = None
+
+    @property
+    def success(self) -> bool:
+        """Whether every block was copied."""
+        return len(self.failed) == 0
+
+
+class TransferReport(msgspec.Struct, kw_only=True, frozen=True):
+    """One rank's report of one finished plan: a result for each transfer that the plan has."""
+
+    plan_id: int
+    rank: int
+    results: tuple[TransferResult, ...]
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, value.tobytes())
+    raise TypeError(f"cannot encode {type(value).__name__}")
+
+
+def _decode_array(_type: type, value: Any) -> Any:
+    dtype, shape, data = value
+    if dtype not in {"|u1", "<i4", "<u4", "<u8"}:
+        raise ValueError(f"array dtype {dtype!r} is not one that plans and reports use")
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_plan_decoder = msgspec.msgpack.Decoder(TransferPlan, dec_hook=_decode_array)
+_report_decoder = msgspec.msgpack.Decoder(TransferReport, dec_hook=_decode_array)
+
+
+def encode(record: TransferPlan | TransferReport) -> bytes:
+    """Pack a plan or a report with msgpack."""
+    return _encoder.encode(record)
+
+
+def decode_plan(data: bytes) -> TransferPlan:
+    """Unpack a plan. Raises ``msgspec.DecodeError`` for anything else."""
+    return _plan_decoder.decode(data)
+
+
+def decode_report(data: bytes) -> TransferReport:
+    """Unpack a report. Raises ``msgspec.DecodeError`` for anything else."""
+    return _report_decoder.decode(data)

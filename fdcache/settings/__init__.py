@@ -1,0 +1,1 @@
+"""The typed settings: one description of everything configurable."""
