@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from fdcache.errors import ConfigurationError, FdcacheError
 
@@ -23,7 +24,8 @@ def guard(command: Callable[[], object]) -> None:
         sys.exit(INTERRUPTED)
 
 
-def fail(message: str, status: int) -> None:
-    """Print ``message`` on standard error and end with ``status``."""
-    sys.stderr.write(f"error: {message}\n")
+def fail(message: str, status: int) -> NoReturn:
+    """Print each line of ``message`` on standard error and end with ``status``."""
+    for line in message.splitlines():
+        sys.stderr.write(f"error: {line}\n")
     sys.exit(status)

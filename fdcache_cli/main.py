@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from fdcache_cli import errors
+from fdcache_cli.app import new_app
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +54,6 @@ class LazyGroup(TyperGroup):
             formatter.write_dl([(command.name, command.help) for command in COMMANDS])
 
 
-def new_app(**options: Any) -> typer.Typer:
-    """Make a Typer application as every command module wants it: plain help, no traceback of its own."""
-    return typer.Typer(
-        rich_markup_mode=None,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"]},
-        **options,
-    )
-
-
 app = new_app(cls=LazyGroup, help="fdcache: the KV-cache layer of an LLM serving engine.")
 
 
@@ -88,4 +77,5 @@ def main(
 
 def run() -> None:
     """Run the command line; the exit status is 0, 1 (failed), 2 (wrong usage) or 78 (bad configuration)."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     errors.guard(app)

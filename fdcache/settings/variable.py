@@ -117,6 +117,11 @@ class Variable:
         return self.kind.secret
 
     @property
+    def type(self) -> str:
+        """The name of its type."""
+        return self.kind.name
+
+    @property
     def range(self) -> str:
         """The admitted range in words, empty where there is none."""
         if self.minimum is not None and self.maximum is not None:
@@ -157,6 +162,16 @@ class Variable:
             return str(value.value)
         text = self.kind.render(value)
         return mask_url(text) if self.kind is URL else text
+
+    def to_json(self, value: Any) -> Any:
+        """Give a value as JSON has it, a secret masked."""
+        if value is None or (self.secret and not value):
+            return [] if self.secret and value is not None else None
+        if self.secret:
+            return MASK
+        if isinstance(value, tuple):
+            return list(value)
+        return value if isinstance(value, int | float) else self.render(value)
 
     def show(self, text: object) -> str:
         """Quote a text that someone set, so that no secret is in it and it fits a line."""
