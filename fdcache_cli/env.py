@@ -12,12 +12,26 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from fdcache_cli import errors, output
-from fdcache_cli.app import new_app
+from fdcache_cli.app import Command, new_group
 
 if TYPE_CHECKING:
     from fdcache.settings import Problem, Settings
 
-app = new_app(help="Show, check and convert the settings.")
+COMMANDS = (
+    Command("show", __name__, "show", "Show the settings in force and where they come from."),
+    Command("check", __name__, "check", "Check every setting and list all problems at once."),
+    Command("diff", __name__, "diff", "Compare two dotenv files, or one with the environment."),
+    Command("template", __name__, "template", "Write every setting as a file to start from."),
+    Command("migrate", __name__, "migrate", "Rewrite deprecated names in a dotenv file."),
+)
+
+app = new_group(COMMANDS, help="Show, check and convert the settings.")
+
+
+@app.callback()
+def env() -> None:
+    """Hold the commands together."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
@@ -32,7 +46,6 @@ class Format(StrEnum):
     JSON_SCHEMA = "json-schema"
 
 
-@app.command()
 def show(
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Tell all of these.")] = None,
     *,
@@ -69,7 +82,6 @@ def show(
         raise typer.Exit(errors.BAD_CONFIGURATION)
 
 
-@app.command()
 def check(
     strict: Annotated[bool, typer.Option("--strict", help="Take warnings for errors.")] = False,
     json: Json = False,
@@ -93,7 +105,6 @@ def check(
         raise typer.Exit(errors.BAD_CONFIGURATION)
 
 
-@app.command()
 def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A dotenv file.", exists=True, dir_okay=False)],
     second: Annotated[
@@ -120,7 +131,6 @@ def diff(
         raise typer.Exit(errors.FAILED)
 
 
-@app.command()
 def template(
     template_format: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.DOTENV,
     output_file: Annotated[Path | None, typer.Option("--output", help="Write this file.")] = None,
@@ -145,7 +155,6 @@ def template(
         )
 
 
-@app.command()
 def migrate(
     file: Annotated[Path, typer.Argument(help="A dotenv file.", exists=True, dir_okay=False)],
     write: Annotated[bool, typer.Option("--write", help="Change the file instead of showing how.")] = False,

@@ -108,10 +108,10 @@ def render_markdown() -> str:
         "",
         "Written by `fdcache env template --format markdown`; do not edit.",
         "",
-        "Every variable can also be given as `NAME_FILE`, which names a file that holds the value. An empty",
-        "variable counts as unset. Flags take 0/1, true/false, yes/no and on/off. Sizes take a unit (`512MiB`,",
-        "`8GiB`, `4GB`), durations too (`500ms`, `30s`, `2m`). *Effect* says whether a change is seen at the next",
-        "start or live.",
+        "Every variable can also be given as `NAME_FILE`, which names a file that holds the value.",
+        "An empty variable counts as unset. Flags take 0/1, true/false, yes/no and on/off. Sizes take a unit",
+        "(`512MiB`, `8GiB`, `4GB`), durations too (`500ms`, `30s`, `2m`). *Effect* says whether a change is",
+        "seen at the next start or live.",
     ]
     for group, members in _groups():
         lines += [
