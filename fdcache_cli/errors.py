@@ -1,6 +1,7 @@
 """What a failed command prints and which status it ends with."""
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ INTERRUPTED = 130
 
 def guard(command: Callable[[], object]) -> None:
     """Run ``command``; an error that fdcache raised on purpose is printed without a traceback."""
+    warnings.formatwarning = _format_warning
     try:
         command()
     except ConfigurationError as error:
@@ -22,6 +24,10 @@ def guard(command: Callable[[], object]) -> None:
         fail(str(error), FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
+    return f"warning: {message}\n"
 
 
 def fail(message: str, status: int) -> NoReturn:

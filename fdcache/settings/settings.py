@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from pydantic import Field, PrivateAttr
 
@@ -71,24 +72,29 @@ class Settings(Group):
     _candidates: Mapping[str, tuple[Candidate, ...]] = PrivateAttr(default_factory=dict)
     _warnings: tuple[Problem, ...] = PrivateAttr(default=())
 
-    @classmethod
+    @staticmethod
     def load(
-        cls, *, environ: Mapping[str, str] | None = None, arguments: Mapping[str, object] | None = None
-    ) -> Self:
+        *,
+        environ: Mapping[str, str] | None = None,
+        arguments: Mapping[str, object] | None = None,
+        defaults: Mapping[str, object] | None = None,
+    ) -> Settings:
         """Read every source: arguments > environment > secrets directory > dotenv file > defaults.
 
         ``environ`` stands for the process environment; ``arguments`` maps variable names to explicit values,
-        of which None counts as not given.
+        of which None counts as not given; ``defaults`` are a caller's own, in place of those described.
 
         Raises:
             SettingsError: the configuration is wrong; its ``problems`` name every variable concerned.
         """
         from fdcache.settings.survey import survey
 
-        found = survey(environ, arguments)
+        found = survey(environ, arguments, defaults)
         if found.errors:
             raise SettingsError(found.errors)
-        return cls.model_validate(found.settings)
+        for deprecated in found.deprecations:
+            warnings.warn(str(deprecated), FutureWarning, stacklevel=2)
+        return found.settings
 
     @property
     def warnings(self) -> tuple[Problem, ...]:

@@ -54,11 +54,11 @@ class Layer:
     given: Mapping[str, Given]
 
 
-def argument_layer(arguments: Mapping[str, object]) -> Layer:
-    """Make the layer of explicit arguments, keyed by variable name; None counts as not given."""
+def explicit_layer(source: Source, values: Mapping[str, object]) -> Layer:
+    """Make a layer of values that a caller passes, keyed by variable name; None counts as not given."""
     return Layer(
-        Source.ARGUMENT,
-        {name: Given("argument", value) for name, value in arguments.items() if value not in (None, "")},
+        source,
+        {name: Given(source.value, value) for name, value in values.items() if value not in (None, "")},
     )
 
 

@@ -16,10 +16,11 @@ from fdcache.settings.sources import (
     SECRETS_DIRECTORY,
     Candidate,
     Layer,
-    argument_layer,
+    Source,
     candidates,
     dotenv_layer,
     environment_layer,
+    explicit_layer,
     secrets_layer,
 )
 from fdcache.settings.variable import Variable
@@ -33,6 +34,7 @@ class Survey:
 
     settings: Settings
     problems: tuple[Problem, ...]
+    deprecations: tuple[Problem, ...]
     rejected: frozenset[str]
 
     @property
@@ -46,32 +48,40 @@ class Survey:
         return tuple(problem for problem in self.problems if problem.severity is Severity.WARNING)
 
 
-def survey(environ: Mapping[str, str] | None = None, arguments: Mapping[str, object] | None = None) -> Survey:
+def survey(
+    environ: Mapping[str, str] | None = None,
+    arguments: Mapping[str, object] | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> Survey:
     """Read every source and check everything; wrong values become problems, never exceptions."""
     problems: list[Problem] = []
     layers = find_layers(os.environ if environ is None else environ, arguments or {}, problems)
+    layers.append(explicit_layer(Source.DEFAULT, _known(defaults or {})))
     found = {
         name: tuple(candidates(variable, layers_of(name, layers), problems))
         for name, variable in VARIABLES.items()
     }
     settings, rejected = _build(found, problems)
-    warnings = [*_deprecations(found), *names.unknown_names(layers, VARIABLES.values())]
+    deprecations = tuple(_deprecations(found))
     settings._candidates = found
-    settings._warnings = tuple(warnings)
-    problems += [
-        problem for problem in cross_checks(settings, memory()) if rejected.isdisjoint(problem.variables)
-    ]
-    return Survey(settings, tuple(problems + warnings), frozenset(rejected))
+    settings._warnings = (*deprecations, *names.unknown_names(layers, VARIABLES.values()))
+    crossed = cross_checks(settings, memory())
+    problems += [problem for problem in crossed if rejected.isdisjoint(problem.variables)]
+    return Survey(settings, (*problems, *settings.warnings), deprecations, frozenset(rejected))
+
+
+def _known(values: Mapping[str, object]) -> Mapping[str, object]:
+    unknown = sorted(set(values) - set(VARIABLES))
+    if unknown:
+        raise TypeError(f"no such variable: {', '.join(unknown)}")
+    return values
 
 
 def find_layers(
     environ: Mapping[str, str], arguments: Mapping[str, object], problems: list[Problem]
 ) -> list[Layer]:
     """Open every source there is, the strongest first."""
-    unknown = sorted(set(arguments) - set(VARIABLES))
-    if unknown:
-        raise TypeError(f"no such variable: {', '.join(unknown)}")
-    layers = [argument_layer(arguments), environment_layer(environ)]
+    layers = [explicit_layer(Source.ARGUMENT, _known(arguments)), environment_layer(environ)]
     chosen = {}
     for name in _FILE_VARIABLES:
         winner = next(candidates(VARIABLES[name], layers, []), None)

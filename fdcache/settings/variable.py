@@ -136,7 +136,8 @@ class Variable:
         """What a value must be, to stand behind "is not"."""
         if self.choices:
             return f"one of {', '.join(self.choices)}" if len(self.choices) > 1 else self.choices[0]
-        return " ".join(part for part in (self.kind.expects, self.range) if part)
+        separator = " " if self.range.startswith("from") else ", "
+        return separator.join(part for part in (self.kind.expects, self.range) if part)
 
     def parse(self, value: object) -> Any:
         """Validate one value as its group would.
