@@ -118,7 +118,8 @@ def diff(
 
     left = _settings_of(first)
     right = _settings_of(second) if second else Settings.load()
-    differing = [name for name in VARIABLES if left.value(name) != right.value(name)]
+    comparable = [name for name, variable in VARIABLES.items() if variable.group != "files"]
+    differing = [name for name in comparable if left.value(name) != right.value(name)]
     if json:
         pairs = [(VARIABLES[name], left.value(name), right.value(name)) for name in differing]
         differences = [{"name": v.name, "a": v.to_json(a), "b": v.to_json(b)} for v, a, b in pairs]

@@ -57,8 +57,8 @@ def parse_number(value: object) -> float:
 
 
 def parse_text(value: object) -> str:
-    """Take a text without NUL characters."""
-    if not isinstance(value, str) or "\0" in value:
+    """Take a text that UTF-8 can write and that has no NUL characters."""
+    if not isinstance(value, str) or b"\0" in value.encode():
         raise ValueError("not a text")
     return value
 

