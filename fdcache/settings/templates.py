@@ -10,10 +10,11 @@ from fdcache.settings import dotenv
 from fdcache.settings.settings import VARIABLES
 from fdcache.settings.variable import User, Variable
 
-Groups = Iterator[tuple[str, list[Variable]]]
+_GIVEN = "FDCACHE_PREFIX_CACHING"
+"""The one variable that YAML templates set, so that their mapping is not empty."""
 
 
-def _groups() -> Groups:
+def _groups() -> Iterator[tuple[str, list[Variable]]]:
     for group, members in groupby(VARIABLES.values(), key=lambda variable: variable.group):
         yield group, list(members)
 
@@ -59,22 +60,19 @@ def _yaml_entries(indent: str) -> Iterator[str]:
         yield f"{indent}# --- {heading(group)} ---"
         for variable in members:
             yield from _comments(variable, indent)
-            yield f"{indent}# {variable.name}: {json.dumps(default_text(variable))}"
+            mark = "" if variable.name == _GIVEN else "# "
+            yield f"{indent}{mark}{variable.name}: {json.dumps(default_text(variable))}"
 
 
 def render_compose() -> str:
-    """Write the environment of a compose service, every variable commented out at its default."""
-    head = ["services:", "  fdcache:", "    environment:", '      FDCACHE_PREFIX_CACHING: "1"']
+    """Write the environment of a compose service, all but one variable commented out."""
+    head = ["services:", "  fdcache:", "    environment:"]
     return "\n".join([*head, *_yaml_entries("      ")]) + "\n"
 
 
 def render_helm() -> str:
-    """Write Helm values with an ``env`` map, every variable commented out at its default."""
-    head = [
-        "# Values of a chart that passes `env` to its container.",
-        "env:",
-        '  FDCACHE_PREFIX_CACHING: "1"',
-    ]
+    """Write Helm values with an ``env`` map, all but one variable commented out."""
+    head = ["# Values of a chart that passes `env` to its container.", "env:"]
     return "\n".join([*head, *_yaml_entries("  ")]) + "\n"
 
 

@@ -182,7 +182,7 @@ def test_secrets_are_shown_on_a_terminal_only() -> None:
     assert done.returncode == 2
     assert SECRET not in everything(done)
     leader, follower = pty.openpty()
-    command = [FDCACHE, "env", "show", "FD_API_KEY", "--show-secrets"]
+    command = [str(FDCACHE), "env", "show", "FD_API_KEY", "--show-secrets"]
     with subprocess.Popen(command, stdout=follower, env={"FD_API_KEY": SECRET, "TERM": "dumb"}) as process:
         os.close(follower)
         told = b""
