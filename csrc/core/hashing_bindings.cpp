@@ -116,10 +116,14 @@ void bind_token_blocks(nb::module_ &module) {
         .def_prop_ro("num_blocks", [](const TokenBlocks &self) { return self.hashes().size(); })
         .def_prop_ro(
             "hashes",
-            [](const TokenBlocks &self) { return hash_rows(self.hashes().share(), self.hashes().size()); })
-        .def_prop_ro("tokens", [](const TokenBlocks &self) {
-            return TokenRow(self.tokens().data(), {self.tokens().size()}, keeper(self.tokens().share()));
-        });
+            [](const TokenBlocks &self) { return hash_rows(self.hashes().share(), self.hashes().size()); },
+            nb::rv_policy::automatic)
+        .def_prop_ro(
+            "tokens",
+            [](const TokenBlocks &self) {
+                return TokenRow(self.tokens().data(), {self.tokens().size()}, keeper(self.tokens().share()));
+            },
+            nb::rv_policy::automatic);
 }
 
 }  // namespace
