@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -16,10 +17,12 @@ constexpr std::uint8_t adapter_entry = 2, text_item_entry = 3, bytes_item_entry 
 // Blocks whose token chunks are hashed side by side; more would not run faster.
 constexpr std::size_t batch_blocks = 16;
 
+static_assert(std::endian::native == std::endian::little, "the format's integers are little-endian");
+
 template <typename Int>
 void put(std::vector<std::uint8_t> &out, Int value) {
-    for (std::size_t byte = 0; byte < sizeof value; ++byte)
-        out.push_back(static_cast<std::uint8_t>(static_cast<std::uint64_t>(value) >> (8 * byte)));
+    const auto bytes = std::bit_cast<std::array<std::uint8_t, sizeof value>>(value);
+    out.insert(out.end(), bytes.begin(), bytes.end());
 }
 
 void put_string(std::vector<std::uint8_t> &out, std::string_view text) {
@@ -109,6 +112,10 @@ void BlockChain::extend(const std::int32_t *tokens, std::span<Digest> out) {
     const std::size_t chunks = block_bytes / sha256::chunk_bytes;
     const std::size_t chunked_bytes = chunks * sha256::chunk_bytes;
     std::array<sha256::State, batch_blocks> states;
+    // A block's message ends with the same bytes whichever block it is.
+    std::vector<std::uint8_t> trailer;
+    put(trailer, static_cast<std::uint32_t>(block_size_));
+    trailer.push_back(block_message);
     for (std::size_t done = 0; done < out.size(); done += batch_blocks) {
         const std::size_t count = std::min(batch_blocks, out.size() - done);
         const auto *data = reinterpret_cast<const std::uint8_t *>(tokens + done * block_size_);
@@ -119,8 +126,7 @@ void BlockChain::extend(const std::int32_t *tokens, std::span<Digest> out) {
             put_digest(tail_, parent_);
             const std::int64_t end = position_ + static_cast<std::int64_t>(block_size_);
             if (!extra_keys_.empty()) extra_keys_.encode(position_, end, item_index_, tail_);
-            put(tail_, static_cast<std::uint32_t>(block_size_));
-            tail_.push_back(block_message);
+            tail_.insert(tail_.end(), trailer.begin(), trailer.end());
             parent_ = sha256::finish(*backend_, states[i], tail_, chunked_bytes + tail_.size());
             out[done + i] = parent_;
             position_ = end;

@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <cstring>
 #include <memory>
 
@@ -59,12 +58,17 @@ const sha256::Backend &backend_of(const std::optional<std::string> &name) {
 HashRows hash_blocks(nb::handle tokens, std::int64_t block_size, const nb::bytes &parent, std::int64_t start,
                      const ExtraKeys &extra_keys, const std::optional<std::string> &backend) {
     BlockChain chain(block_size, digest_of("parent", parent), start, extra_keys, backend_of(backend));
-    const std::vector<std::int32_t> values = read_tokens(tokens);
-    const std::size_t blocks = values.size() / chain.block_size();
+    std::unique_ptr<std::int32_t[]> values;
+    std::size_t blocks = 0;
+    read_tokens(tokens, [&](std::size_t count) {
+        blocks = count / chain.block_size();
+        values = std::make_unique_for_overwrite<std::int32_t[]>(count);
+        return values.get();
+    });
     auto store = std::make_shared_for_overwrite<Digest[]>(blocks);
     {
         nb::gil_scoped_release release;
-        chain.extend(values.data(), {store.get(), blocks});
+        chain.extend(values.get(), {store.get(), blocks});
     }
     return hash_rows(std::move(store), blocks);
 }
@@ -74,9 +78,18 @@ void append(TokenBlocks &self, nb::handle tokens) {
         *self.extend(1) = token_from(tokens.ptr(), 0);
         return self.commit(1);
     }
-    const std::vector<std::int32_t> values = read_tokens(tokens);
-    std::copy(values.begin(), values.end(), self.extend(values.size()));
-    self.commit(values.size());
+    const std::size_t before = self.tokens().size();
+    std::size_t count = 0;
+    std::shared_ptr<std::int32_t[]> written;
+    read_tokens(tokens, [&](std::size_t size) {
+        std::int32_t *out = self.extend(count = size);
+        written = self.tokens().share();
+        return out;
+    });
+    // An element's __index__ may have appended to this very object.
+    if (self.tokens().size() != before || self.tokens().share() != written)
+        throw HashingError("tokens were appended while others were being read");
+    self.commit(count);
 }
 
 void bind_extra_keys(nb::module_ &module) {
@@ -84,7 +97,9 @@ void bind_extra_keys(nb::module_ &module) {
     nb::class_<ExtraKeys>(module, "ExtraKeys")
         .def(
             "__init__",
-            [](ExtraKeys *self, std::optional<std::string> adapter, const nb::list &items) {
+            [](ExtraKeys *self, const std::optional<nb::bytes> &adapter_id, const nb::list &items) {
+                std::optional<std::string> adapter;
+                if (adapter_id) adapter.emplace(adapter_id->c_str(), adapter_id->size());
                 std::vector<MultimodalItem> converted;
                 for (nb::handle item : items) {
                     const auto [offset, length, hash, is_text] = nb::cast<Item>(item);
@@ -150,8 +165,10 @@ void bind_hashing(nb::module_ &module) {
         "message"_a, "backend"_a.none() = nb::none());
     module.def(
         "root_hash",
-        [](const nb::bytes &fingerprint, const std::optional<std::string> &tenant) {
-            return to_bytes(root_hash(digest_of("fingerprint", fingerprint), tenant));
+        [](const nb::bytes &fingerprint, const std::optional<nb::bytes> &tenant) {
+            std::optional<std::string_view> salt;
+            if (tenant) salt.emplace(tenant->c_str(), tenant->size());
+            return to_bytes(root_hash(digest_of("fingerprint", fingerprint), salt));
         },
         "fingerprint"_a, "tenant"_a.none());
     bind_extra_keys(module);

@@ -222,7 +222,7 @@ std::span<const Backend> backends() {
 Digest finish(const Backend &backend, State state, std::span<const std::uint8_t> tail,
               std::uint64_t total_bytes) {
     const std::size_t whole = tail.size() / chunk_bytes;
-    backend.compress(state, tail.data(), whole);
+    if (whole > 0) backend.compress(state, tail.data(), whole);
     const auto rest = tail.subspan(whole * chunk_bytes);
     std::array<std::uint8_t, 2 * chunk_bytes> padded{};
     std::copy(rest.begin(), rest.end(), padded.begin());

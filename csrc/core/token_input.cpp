@@ -13,6 +13,8 @@ namespace nb = nanobind;
 namespace fdcache {
 namespace {
 
+using Allocate = std::function<std::int32_t *(std::size_t)>;
+
 [[noreturn]] void refuse(Py_ssize_t position, nb::handle value, const char *why) {
     throw HashingError("tokens[" + std::to_string(position) + "] is " + nb::repr(value).c_str() + ": " + why);
 }
@@ -37,17 +39,16 @@ std::int32_t token_from_index(PyObject *value, Py_ssize_t position) {
 }
 
 template <typename Int>
-std::vector<std::int32_t> narrow_all(const Py_buffer &buffer) {
+void narrow_all(const Py_buffer &buffer, const Allocate &allocate) {
     const Py_ssize_t size = buffer.ndim == 0 ? 1 : buffer.shape[0];
     const Py_ssize_t stride = buffer.ndim == 0 ? 0 : buffer.strides[0];
     const auto *data = static_cast<const std::uint8_t *>(buffer.buf);
-    std::vector<std::int32_t> tokens(static_cast<std::size_t>(size));
+    std::int32_t *out = allocate(static_cast<std::size_t>(size));
     for (Py_ssize_t i = 0; i < size; ++i) {
         Int value;
         std::memcpy(&value, data + i * stride, sizeof value);
-        tokens[static_cast<std::size_t>(i)] = narrow(value, i);
+        out[i] = narrow(value, i);
     }
-    return tokens;
 }
 
 bool is_signed_integer(const Py_buffer &buffer) {
@@ -58,7 +59,7 @@ bool is_signed_integer(const Py_buffer &buffer) {
            (buffer.itemsize == 4 || buffer.itemsize == 8);
 }
 
-std::vector<std::int32_t> read_buffer(nb::handle tokens) {
+void read_buffer(nb::handle tokens, const Allocate &allocate) {
     const auto release = [](Py_buffer *buffer) { PyBuffer_Release(buffer); };
     Py_buffer buffer;
     if (PyObject_GetBuffer(tokens.ptr(), &buffer, PyBUF_RECORDS_RO)) nb::raise_python_error();
@@ -67,20 +68,20 @@ std::vector<std::int32_t> read_buffer(nb::handle tokens) {
         throw HashingError("tokens must be a one-dimensional int32 or int64 array, got " +
                            std::to_string(buffer.ndim) + " dimensions of format '" +
                            (buffer.format ? buffer.format : "B") + "'");
-    return buffer.itemsize == 8 ? narrow_all<std::int64_t>(buffer) : narrow_all<std::int32_t>(buffer);
+    if (buffer.itemsize == 8) return narrow_all<std::int64_t>(buffer, allocate);
+    narrow_all<std::int32_t>(buffer, allocate);
 }
 
-std::vector<std::int32_t> read_sequence(const nb::object &sequence) {
+void read_sequence(const nb::object &sequence, const Allocate &allocate) {
     PyObject *fast = sequence.ptr();
     const auto size = PySequence_Fast_GET_SIZE(fast);
-    std::vector<std::int32_t> tokens(static_cast<std::size_t>(size));
+    std::int32_t *out = allocate(static_cast<std::size_t>(size));
     for (Py_ssize_t i = 0; i < size; ++i) {
         // An __index__ may run any code, even shorten the list that is being read.
         if (i >= PySequence_Fast_GET_SIZE(fast))
             throw HashingError("tokens became fewer while they were read");
-        tokens[static_cast<std::size_t>(i)] = token_from(PySequence_Fast_GET_ITEM(fast, i), i);
+        out[i] = token_from(PySequence_Fast_GET_ITEM(fast, i), i);
     }
-    return tokens;
 }
 
 }  // namespace
@@ -98,10 +99,10 @@ std::int32_t token_from(PyObject *value, Py_ssize_t position) {
     return narrow(number_or_overflow, position);
 }
 
-std::vector<std::int32_t> read_tokens(nb::handle tokens) {
-    if (PyList_Check(tokens.ptr()) || PyTuple_Check(tokens.ptr())) return read_sequence(nb::borrow(tokens));
-    if (PyObject_CheckBuffer(tokens.ptr())) return read_buffer(tokens);
-    if (PyLong_Check(tokens.ptr())) return {token_from(tokens.ptr(), 0)};
+void read_tokens(nb::handle tokens, const Allocate &allocate) {
+    if (PyList_Check(tokens.ptr()) || PyTuple_Check(tokens.ptr()))
+        return read_sequence(nb::borrow(tokens), allocate);
+    if (PyObject_CheckBuffer(tokens.ptr())) return read_buffer(tokens, allocate);
     throw HashingError("tokens must be an int32 or int64 array or a list of int, got " +
                        std::string(nb::type_name(tokens.type()).c_str()));
 }
