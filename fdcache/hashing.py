@@ -18,8 +18,8 @@ from fdcache import _core
 from fdcache.errors import HashingError
 from fdcache.metadata import HashArray
 
-Tokens: TypeAlias = Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | array[int]
-"""Token ids: list or tuple of int, or a one-dimensional signed 32- or 64-bit array; each must fit an int32."""
+Tokens: TypeAlias = "Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | array[int]"
+"""Token ids: list or tuple of int, or a one-dimensional int32 or int64 array; each must fit an int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ def hash_blocks(
 ) -> HashArray:
     """The hashes of the full blocks in ``tokens``, shape (blocks, 32).
 
-    ``tokens`` begin at token ``start`` of the request, a multiple of ``block_size``; ``parent`` is the hash of
-    the block before them, or the root when ``start`` is 0. Tokens that fill no block are left out. Raises
+    ``tokens`` begin at token ``start`` of the request, a multiple of ``block_size``; ``parent`` is the hash
+    of the block before them, or the root when ``start`` is 0. Tokens that fill no block are left out. Raises
     ``HashingError`` naming the first token that is not an integer of 32 bits.
     """
     return _core.hash_blocks(tokens, block_size, parent, start, _extra_keys(adapter_id, multimodal))
@@ -92,8 +92,8 @@ def get_block_hash_extra_keys(
 ) -> tuple[int, list[str | bytes]]:
     """The keys of the items that the block of tokens [start, end) meets, searching from item ``mm_idx`` on.
 
-    Also returns the index from which to search for the next block. An item that crosses ``end`` is met again by
-    the next block; one that ends at ``start``, or starts at ``end``, is outside.
+    Also returns the index from which to search for the next block. An item that crosses ``end`` is met again
+    by the next block; one that ends at ``start``, or starts at ``end``, is outside.
     """
     if not items:
         return mm_idx, []
