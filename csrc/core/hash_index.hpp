@@ -55,8 +55,8 @@ class HashIndex {
 
     // Room for `slots` entries; what was in the index stays in it.
     void rebuild(std::uint32_t slots) {
-        std::vector<Cell> old = std::move(cells_);
-        cells_.assign(std::bit_ceil(std::max<std::size_t>(2 * std::size_t{slots}, 8)), Cell{});
+        std::vector<Cell> old(std::bit_ceil(std::max<std::size_t>(2 * std::size_t{slots}, 8)));
+        old.swap(cells_);
         mask_ = cells_.size() - 1;
         size_ = 0;
         for (const Cell &cell : old)
