@@ -6,7 +6,13 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from fdcache import _core
 from tests.property.tier_oracle import EVENT_LOST, ROOT, StaleLeaseError, TierOracle
@@ -350,10 +356,10 @@ def bounded(examples: int, steps: int) -> settings:
     )
 
 
-class TestTierHistory(TierHistory.TestCase):
-    settings = bounded(examples=200, steps=50)
+def test_short_histories() -> None:
+    run_state_machine_as_test(TierHistory, settings=bounded(examples=200, steps=50))
 
 
 @pytest.mark.slow
-class TestLongTierHistory(TierHistory.TestCase):
-    settings = bounded(examples=1500, steps=80)
+def test_long_histories() -> None:
+    run_state_machine_as_test(TierHistory, settings=bounded(examples=2000, steps=100))

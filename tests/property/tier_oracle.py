@@ -1,7 +1,7 @@
 """What a tier must do, in plain dictionaries and lists: simple, slow, nothing kept that can be recomputed.
 
-Which free slot is taken, and its new generation, are the tier's own choice; the oracle is told them, checks that the
-choice was allowed, and goes on from there.
+Which free slot is taken, and its new generation, are the tier's own choice; the oracle is told them, checks
+that the choice was allowed, and goes on from there.
 """
 
 from collections.abc import Iterable, Sequence
