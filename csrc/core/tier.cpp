@@ -171,17 +171,16 @@ std::uint32_t Tier::missing(std::size_t count, const SlotSet &kept) const {
 // Ascending, so that blocks of one path lie in runs where the free slots allow it. With a block everything
 // above it is kept, so what is passed over never leaves a child without its parent.
 void Tier::take_slots(std::uint32_t count, const SlotSet &kept, Reservation &out) {
-    if (count > free_.size()) out.evicted.reserve(count - free_.size());
+    const std::size_t short_of = count > free_.size() ? count - free_.size() : 0;
+    out.evicted.reserve(short_of);
     out.slots.reserve(count);
     out.generations.reserve(count);
-    for (Slot slot = order_->coldest(); free_.size() < count;) {
-        const Slot next = order_->after(slot);
-        if (!kept.contains(slot)) {
-            append(out.evicted, slot);
-            evict(slot);
-        }
-        slot = next;
+    for (Slot slot = order_->coldest(); out.evicted.slots.size() < short_of; slot = order_->after(slot)) {
+        if (kept.contains(slot)) continue;
+        append(out.evicted, slot);
+        index_.prefetch(digests_[slot]);
     }
+    for (const Slot slot : out.evicted.slots) evict(slot);
     out.slots.assign(free_.end() - count, free_.end());
     free_.resize(free_.size() - count);
     std::sort(out.slots.begin(), out.slots.end());
