@@ -1,4 +1,4 @@
-"""docs/format.md in plain Python over hashlib and struct, and the vectors in it; shares no code with fdcache."""
+"""docs/format.md in plain Python, sharing no code with fdcache, and the test vectors in it."""
 
 from __future__ import annotations
 

@@ -28,14 +28,15 @@ dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 @st.composite
 def layouts(draw: st.DrawFn) -> KVLayout:
     options: dict[str, Any] = draw(common)
+    head_options: dict[str, Any] = draw(heads)
     match draw(st.sampled_from(["uniform", "mla", "block_fp8"])):
         case "uniform":
-            return KVLayout.uniform(**options, **draw(heads), dtype=draw(dtypes))
+            return KVLayout.uniform(**options, **head_options, dtype=draw(dtypes))
         case "mla":
             dims = draw(st.tuples(st.integers(1, 600), st.integers(0, 140)))
             return KVLayout.mla(**options, latent_dim=dims[0], indexer_dim=dims[1], dtype=draw(dtypes))
         case _:
-            return KVLayout.block_fp8(**options, **draw(heads))
+            return KVLayout.block_fp8(**options, **head_options)
 
 
 @given(layouts())
@@ -80,8 +81,7 @@ def test_every_field_that_matters_changes_the_fingerprint(layout: KVLayout, data
 
     position = data.draw(st.integers(0, layout.num_planes - 1), label="plane")
     plane = layout.planes[position]
-    room = {"record_bytes": layout.record_bytes + 2 * RECORD_ALIGNMENT}
-    roomy = dataclasses.replace(layout, **room)
+    roomy = dataclasses.replace(layout, record_bytes=layout.record_bytes + 2 * RECORD_ALIGNMENT)
     later = tuple(dataclasses.replace(p, offset=p.offset + 4096) for p in layout.planes[position:])
     flat = dataclasses.replace(plane, shape=(*plane.shape, 1))
     same_size = {"int8": "uint8", "uint8": "int8", "float16": "bfloat16", "bfloat16": "float16"}
