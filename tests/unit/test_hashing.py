@@ -246,6 +246,7 @@ def test_elements_that_change_what_is_read_are_refused() -> None:
             "start must be a multiple of block_size 4, got 6",
         ),
         (lambda: hash_blocks([1], 4, parent=ROOT, start=-4), "start must be"),
+        (lambda: hash_blocks([1], 4, parent=ROOT, start=2**62), r"start must be .* below 2\*\*62"),
         (lambda: TokenBlocks(4, b""), "root must have 32 bytes, got 0"),
         (lambda: TokenBlocks(-1, ROOT), "block_size must be at least 1"),
         (lambda: root_hash(b"short"), "fingerprint must have 32 bytes, got 5"),
