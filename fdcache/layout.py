@@ -15,7 +15,16 @@ from typing import Any, Required, TypedDict, TypeVar, Unpack
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
 from fdcache.fingerprint import layout_fingerprint
-from fdcache.planes import KIND_ORDER, PLANE_ALIGNMENT, Plane, PlaneKind, PlaneSpec, require_int, require_text
+from fdcache.planes import (
+    KIND_ORDER,
+    PLANE_ALIGNMENT,
+    SCALES_OF,
+    Plane,
+    PlaneKind,
+    PlaneSpec,
+    require_int,
+    require_text,
+)
 
 __all__ = ["PLANE_ALIGNMENT", "RECORD_ALIGNMENT", "KVLayout", "Plane", "PlaneKind", "PlaneSpec"]
 
@@ -23,9 +32,6 @@ RECORD_ALIGNMENT = 4096
 """A record's size is a multiple of this many bytes."""
 
 _Record = TypeVar("_Record", "Plane", "KVLayout")
-
-
-_SCALES = ((PlaneKind.KEY_SCALE, PlaneKind.KEY), (PlaneKind.VALUE_SCALE, PlaneKind.VALUE))
 
 
 def _align(value: int, alignment: int) -> int:
@@ -97,7 +103,7 @@ class KVLayout:
                     f"planes: layer {layer} has no key plane; hybrid caches with layers of another sort are "
                     "not supported"
                 )
-            for scale, scaled in _SCALES:
+            for scale, scaled in SCALES_OF:
                 if scale in kinds and scaled not in kinds:
                     raise LayoutError(
                         f"planes: layer {layer} has a {scale.value} but no {scaled.value} plane"

@@ -36,6 +36,9 @@ class PlaneKind(StrEnum):
 
 KIND_ORDER = {kind: position for position, kind in enumerate(PlaneKind)}
 
+SCALES_OF = ((PlaneKind.KEY_SCALE, PlaneKind.KEY), (PlaneKind.VALUE_SCALE, PlaneKind.VALUE))
+"""Each kind of scale and the kind that it scales."""
+
 
 class PlaneSpec(NamedTuple):
     """A plane of every layer, before it has a layer and an offset. ``shape`` is that of one block."""

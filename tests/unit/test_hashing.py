@@ -243,7 +243,7 @@ def test_elements_that_change_what_is_read_are_refused() -> None:
         (lambda: hash_blocks([1], 4, parent=ROOT[:31]), "parent must have 32 bytes, got 31"),
         (
             lambda: hash_blocks([1], 4, parent=ROOT, start=6),
-            "start must be a multiple of block_size 4, got 6",
+            r"multiple of block_size 4 .*, got 6",
         ),
         (lambda: hash_blocks([1], 4, parent=ROOT, start=-4), "start must be"),
         (lambda: hash_blocks([1], 4, parent=ROOT, start=2**62), r"start must be .* below 2\*\*62"),
