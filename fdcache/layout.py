@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Required, TypedDict, TypeVar, Unpack
+from typing import Required, TypedDict, Unpack
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
 from fdcache.fingerprint import layout_fingerprint
@@ -22,6 +22,8 @@ from fdcache.planes import (
     Plane,
     PlaneKind,
     PlaneSpec,
+    from_fields,
+    plane_from_json,
     require_int,
     require_text,
 )
@@ -30,8 +32,6 @@ __all__ = ["PLANE_ALIGNMENT", "RECORD_ALIGNMENT", "KVLayout", "Plane", "PlaneKin
 
 RECORD_ALIGNMENT = 4096
 """A record's size is a multiple of this many bytes."""
-
-_Record = TypeVar("_Record", "Plane", "KVLayout")
 
 
 def _align(value: int, alignment: int) -> int:
@@ -184,9 +184,9 @@ class KVLayout:
             raise LayoutError(f"layout: not JSON: {error}") from error
         if isinstance(data, dict) and isinstance(data.get("planes"), list):
             data["planes"] = tuple(
-                _plane_from(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
+                plane_from_json(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
             )
-        return _from_fields(cls, data, "layout")
+        return from_fields(cls, data, "layout")
 
     @classmethod
     def build(
@@ -284,23 +284,3 @@ class KVLayout:
             PlaneSpec(PlaneKind.VALUE_SCALE, "float32", scales),
         ]
         return cls.build(specs, block_size=block_size, **options)
-
-
-def _plane_from(data: Any, where: str) -> Plane:
-    if isinstance(data, dict):
-        if data.get("kind") in [kind.value for kind in PlaneKind]:
-            data["kind"] = PlaneKind(data["kind"])
-        if isinstance(data.get("shape"), list):
-            data["shape"] = tuple(data["shape"])
-    return _from_fields(Plane, data, where)
-
-
-def _from_fields(record: type[_Record], data: Any, where: str) -> _Record:
-    if not isinstance(data, dict):
-        raise LayoutError(f"{where}: must be an object with the fields of {record.__name__}")
-    names = {field.name for field in fields(record)}
-    if missing := sorted(names - data.keys()):
-        raise LayoutError(f"{where}: missing {', '.join(missing)}")
-    if unknown := sorted(data.keys() - names):
-        raise LayoutError(f"{where}: unknown {', '.join(unknown)}")
-    return record(**data)
