@@ -260,14 +260,14 @@ void bind_header(nb::module_ &module) {
                 new (self) SlotHeader();
                 self->state = static_cast<SlotState>(state);
                 self->generation = generation;
-                self->hash = digest_of(hash, "hash");
+                self->hash = digest_of(hash, "block_hash");
                 self->parent = digest_of(parent, "parent");
                 self->fingerprint = fingerprint_of(fingerprint);
                 self->payload_bytes = payload_bytes;
                 self->payload_checksum = payload_checksum;
                 self->seal();
             },
-            "state"_a, "generation"_a, "hash"_a, "parent"_a, "fingerprint"_a, "payload_bytes"_a,
+            "state"_a, "generation"_a, "block_hash"_a, "parent"_a, "fingerprint"_a, "payload_bytes"_a,
             "payload_checksum"_a)
         .def_static(
             "from_bytes",
