@@ -98,9 +98,7 @@ class Worker:
     ) -> None:
         self.layout = layout or uniform_layout()
         options = {"drain_timeout": 5.0, "layer_timeout": 5.0} | settings
-        self.controller = CacheController(
-            TransferSettings(**options), self.layout, rank=rank, device=device
-        )
+        self.controller = CacheController(TransferSettings(**options), self.layout, rank=rank, device=device)
         self.tensors = self.controller.initialize_kv_cache(device_blocks)
         self.controller.initialize_host_cache(host_blocks)
         self.rng = np.random.default_rng(seed)

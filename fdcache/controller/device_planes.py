@@ -28,7 +28,9 @@ def bind_tensors(device: Device, layout: KVLayout, tensors: Sequence[Any]) -> li
     """One binding for each plane. Raises ``TensorError`` naming the tensor that is not its plane."""
     if len(tensors) != len(layout.planes):
         raise TensorError(f"{len(tensors)} tensors for the {len(layout.planes)} planes of the layout")
-    views = [device.inspect_tensor(tensor) for tensor in tensors]
+    views = [_inspect(device, plane, tensor) for plane, tensor in zip(layout.planes, tensors, strict=True)]
+    if len({view.address for view in views}) < len(views):
+        raise TensorError("the same memory was passed for two planes")
     num_blocks = views[0].shape[0] if views[0].shape else 0
     return [
         _bind(plane, view, plane_blocks(layout, plane, num_blocks))
@@ -36,8 +38,19 @@ def bind_tensors(device: Device, layout: KVLayout, tensors: Sequence[Any]) -> li
     ]
 
 
+def _name(plane: Plane) -> str:
+    return f"tensor of plane {plane.kind.value} of layer {plane.layer}"
+
+
+def _inspect(device: Device, plane: Plane, tensor: Any) -> TensorView:
+    try:
+        return device.inspect_tensor(tensor)
+    except TensorError as error:
+        raise TensorError(f"{_name(plane)}: {error}") from error
+
+
 def _bind(plane: Plane, view: TensorView, num_blocks: int) -> PlaneBinding:
-    where = f"tensor of plane {plane.kind.value} of layer {plane.layer}"
+    where = _name(plane)
     if not view.shape or num_blocks < 1 or view.shape[0] != num_blocks:
         raise TensorError(f"{where}: shape {view.shape} must begin with {max(num_blocks, 1)} blocks")
     block_bytes = math.prod(view.shape[1:]) * view.itemsize

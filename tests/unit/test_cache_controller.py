@@ -152,7 +152,11 @@ class TestRoundTrip:
         with Worker(device_blocks=64, host_blocks=64, copy_threads=4) as worker:
             before = [worker.block(slot) for slot in range(64)]
             assert worker.run(plan(1, backup=pairs)).results[0].success
-            assert worker.run(plan(2, load=[(host, (device + 1) % 64) for device, host in pairs])).results[0].success
+            assert (
+                worker.run(plan(2, load=[(host, (device + 1) % 64) for device, host in pairs]))
+                .results[0]
+                .success
+            )
             assert [worker.block((slot + 1) % 64) for slot in range(64)] == before
 
 
@@ -284,7 +288,9 @@ class TestFailedLoads:
         (result,) = loaded.run(plan(2, load=[(7, 5)])).results
         assert result.failed.tolist() == [0]
 
-    def test_a_plan_that_evicts_into_the_slot_it_loads_from_serves_no_foreign_bytes(self, loaded: Worker) -> None:
+    def test_a_plan_that_evicts_into_the_slot_it_loads_from_serves_no_foreign_bytes(
+        self, loaded: Worker
+    ) -> None:
         """The eviction runs first; the slot then has another generation than the load names."""
         evictions = swap(SwapPurpose.EVICT, [(3, 1)], generation=5)
         loads = swap(SwapPurpose.LOAD, [(1, 3)], generation=4)
@@ -350,7 +356,9 @@ class TestRefusedPlans:
             (TransferPlan(plan_id=1, loads=swap(SwapPurpose.EVICT, [(0, 1)])), "the transfer is a evict"),
         ],
     )
-    def test_names_the_pair_and_launches_nothing(self, worker: Worker, bad: TransferPlan, message: str) -> None:
+    def test_names_the_pair_and_launches_nothing(
+        self, worker: Worker, bad: TransferPlan, message: str
+    ) -> None:
         before = [worker.block(slot) for slot in range(8)]
         with pytest.raises(PlanError, match=message):
             worker.controller.submit_swap_tasks(bad)

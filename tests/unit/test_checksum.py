@@ -44,7 +44,9 @@ def words(values: list[int]) -> NDArray[np.uint8]:
 WORDS = st.lists(st.integers(0, MASK), min_size=2, max_size=40)
 
 
-@pytest.mark.parametrize("planes", [[(0, 1)], [(0, 8)], [(0, 37), (128, 8)], [(128, 1000), (2048, 7), (2176, 15)]])
+@pytest.mark.parametrize(
+    "planes", [[(0, 1)], [(0, 8)], [(0, 37), (128, 8)], [(128, 1000), (2048, 7), (2176, 15)]]
+)
 def test_equals_the_written_definition(planes: list[tuple[int, int]]) -> None:
     record = np.random.default_rng(3).integers(0, 256, 4096, dtype=np.uint8)
     expected = reference(record.tobytes(), planes)
