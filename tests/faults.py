@@ -1,4 +1,7 @@
-"""A CPU device whose loads fail: real copies against generations that the slots do not have."""
+"""CPU devices for tests: loads that fail, and copies that pause before a layer group.
+
+A load fails for real: it is copied under a generation that its slot does not have.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from fdcache.devices.base import (
     HostArena,
     Stream,
 )
-from fdcache.devices.cpu import CpuDevice
+from fdcache.devices.cpu import CpuDevice, CpuEvent
 
 Choose = Callable[[BlockPairs], Sequence[int]]
 
@@ -30,7 +33,7 @@ class FailingLoadsDevice(CpuDevice):
         self._choose = choose
         self._plane = plane
 
-    def copy_blocks(  # type: ignore[override]
+    def copy_blocks(
         self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
     ) -> BlockCopy:
         sound = super().copy_blocks(planes, arena, pairs, direction)
@@ -69,3 +72,47 @@ class _FailsFrom:
 
     def outcome(self) -> CopyOutcome:
         return self._failing.outcome()
+
+
+class PausingDevice(CpuDevice):
+    """Holds each copy before its group ``pause_at`` until ``resume`` is set; ``ranges`` has all groups."""
+
+    def __init__(self, pause_at: int) -> None:
+        super().__init__()
+        self.resume = CpuEvent()
+        self.ranges: list[tuple[int, int]] = []
+        self._pause_at = pause_at
+
+    def copy_blocks(
+        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
+    ) -> BlockCopy:
+        return _Paused(super().copy_blocks(planes, arena, pairs, direction), self, self._pause_at)
+
+
+class _Paused:
+    def __init__(self, copy: BlockCopy, device: PausingDevice, pause_at: int) -> None:
+        self._copy = copy
+        self._device = device
+        self._pause_at = pause_at
+        self._groups = 0
+
+    @property
+    def done(self) -> Event:
+        return self._copy.done
+
+    @property
+    def started(self) -> bool:
+        return self._copy.started
+
+    def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
+        if self._groups == self._pause_at:
+            stream.wait_event(self._device.resume)
+        self._groups += 1
+        self._device.ranges.append((first_plane, last_plane))
+        self._copy.enqueue(stream, first_plane, last_plane)
+
+    def cancel(self) -> bool:
+        return self._copy.cancel()
+
+    def outcome(self) -> CopyOutcome:
+        return self._copy.outcome()

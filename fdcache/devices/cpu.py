@@ -13,6 +13,7 @@ import numpy as np
 
 from fdcache import _core
 from fdcache.devices.base import (
+    BlockCopy,
     BlockPairs,
     CopyOutcome,
     DevicePlanes,
@@ -206,7 +207,7 @@ class CpuDevice:
 
     def copy_blocks(
         self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> CpuBlockCopy:
+    ) -> BlockCopy:
         """A batch of copies, not enqueued yet. Raises ``PlanError`` naming the pair that cannot be copied."""
         if not isinstance(planes, CpuPlanes):
             raise TypeError(f"expected planes of the CPU device, got {type(planes).__name__}")

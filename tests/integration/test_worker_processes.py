@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import psutil
@@ -59,9 +60,8 @@ def test_two_ranks_carry_out_the_same_plans() -> None:
 
 
 def use_after_fork(worker: Worker) -> list[str]:
-    counter = worker.controller.submit_swap_tasks
-    uses = {
-        "submit": lambda: counter(plan(9, evict=[(1, 1)])),
+    uses: dict[str, Callable[[], object]] = {
+        "submit": lambda: worker.controller.submit_swap_tasks(plan(9, evict=[(1, 1)])),
         "poll": worker.controller.poll,
         "wait_reports": lambda: worker.controller.wait_reports(1),
         "handler": lambda: worker.controller.handler(1),

@@ -50,7 +50,7 @@ def test_blocks_come_back_as_they_went(name: str, data: st.DataObject) -> None:
     slots = st.permutations(range(BLOCKS))
     out, host, back = data.draw(slots), data.draw(slots), data.draw(slots)
     count = data.draw(st.integers(0, BLOCKS))
-    options = {
+    options: dict[str, Any] = {
         "copy_threads": data.draw(st.integers(1, 3)),
         "first_group_layers": data.draw(st.integers(1, 3)),
         "group_layers": data.draw(st.integers(1, 3)),

@@ -38,13 +38,17 @@ class Download:
         return self._value
 
 
+def status_of(handler: AsyncTaskHandler[str]) -> TransferStatus:
+    return handler.status
+
+
 def test_gives_the_result_when_it_is_there() -> None:
     task = Download()
     handler = AsyncTaskHandler(task)
-    assert handler.status is TransferStatus.PENDING
+    assert status_of(handler) is TransferStatus.PENDING
     threading.Timer(0.01, task.finish, ["bytes"]).start()
     assert handler.get_result(30) == "bytes"
-    assert handler.status is TransferStatus.COMPLETED
+    assert status_of(handler) is TransferStatus.COMPLETED
 
 
 def test_says_when_the_result_is_late() -> None:
@@ -59,7 +63,7 @@ def test_a_result_after_a_cancel_changes_nothing() -> None:
     handler = AsyncTaskHandler(task)
     assert handler.cancel()
     task.finish("too late")
-    assert handler.status is TransferStatus.CANCELLED
+    assert status_of(handler) is TransferStatus.CANCELLED
     assert handler.wait(0)
     with pytest.raises(TaskCancelledError):
         handler.get_result(0)
@@ -70,6 +74,6 @@ def test_what_has_started_is_not_cancelled() -> None:
     handler = AsyncTaskHandler(task)
     task.started = True
     assert not handler.cancel()
-    assert handler.status is TransferStatus.IN_PROGRESS
+    assert status_of(handler) is TransferStatus.IN_PROGRESS
     task.finish("bytes")
     assert handler.get_result() == "bytes"

@@ -19,14 +19,17 @@ from fdcache.errors import (
     TransferTimeoutError,
 )
 from fdcache.metadata import (
+    AsyncTaskHandler,
     SwapPurpose,
     TransferPlan,
+    TransferReport,
     TransferStatus,
     decode_plan,
     decode_report,
     encode,
 )
 from fdcache.settings.transfer import TransferSettings
+from tests.faults import PausingDevice
 from tests.swaps import Worker, block_hash, host_slot_hash, plan, swap, uniform_layout
 
 
@@ -47,6 +50,10 @@ class Gate:
 
     def open(self) -> None:
         self._event.set()
+
+
+def status_of(handler: AsyncTaskHandler[TransferReport]) -> TransferStatus:
+    return handler.status
 
 
 def header_of(worker: Worker, slot: int) -> _core.SlotHeader:
@@ -190,25 +197,12 @@ class TestOrder:
         assert worker.block(1) == worker.block(0)
 
     def test_layers_of_one_group_are_done_together_and_groups_in_order(self) -> None:
-        groups: list[tuple[int, int]] = []
-
-        class Watching(CpuDevice):
-            def copy_blocks(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-                copy = super().copy_blocks(*args, **kwargs)
-                enqueue = copy.enqueue
-
-                def watched(stream, first, last):  # type: ignore[no-untyped-def]
-                    groups.append((first, last))
-                    enqueue(stream, first, last)
-
-                copy.enqueue = watched  # type: ignore[method-assign]
-                return copy
-
+        device = PausingDevice(pause_at=99)
         layout = uniform_layout(num_layers=6, num_draft_layers=1)
-        with Worker(layout, device=Watching(), first_group_layers=2, group_layers=3) as worker:
+        with Worker(layout, device=device, first_group_layers=2, group_layers=3) as worker:
             worker.run(plan(1, evict=[(1, 1)]))
             worker.run(plan(2, load=[(1, 2)]))
-        assert groups == [(0, 14), (0, 4), (4, 10), (10, 14)]
+        assert device.ranges == [(0, 14), (0, 4), (4, 10), (10, 14)]
 
     def test_a_stream_can_wait_for_a_layer_without_the_thread(self, worker: Worker) -> None:
         gate = Gate()
@@ -300,11 +294,10 @@ class TestFailedLoads:
         assert loaded.block(3) == before
 
     def test_a_slot_that_changes_between_two_layer_groups(self) -> None:
-        """Layer 0 arrives, then the slot is given away: the block fails and its later layers are not touched."""
-        with Worker(device=PausingDevice(pause_at=1), first_group_layers=1, group_layers=3) as worker:
+        """Layer 0 arrives, then the slot is given away: the block fails, later layers are not touched."""
+        device = PausingDevice(pause_at=1)
+        with Worker(device=device, first_group_layers=1, group_layers=3) as worker:
             worker.run(plan(1, backup=[(0, 0), (1, 1)]))
-            device = worker.controller.device
-            assert isinstance(device, PausingDevice)
             before = worker.block(5)
             counter = worker.controller.submit_swap_tasks(plan(2, load=[(0, 5), (1, 6)]))
             counter.wait_for_layer(0)
@@ -317,28 +310,6 @@ class TestFailedLoads:
             assert worker.block(5)[:2] == worker.block(0)[:2]
             assert worker.block(5)[2:] == before[2:]
             assert worker.block(6) == worker.block(1)
-
-
-class PausingDevice(CpuDevice):
-    """Holds loads before group ``pause_at`` until ``resume`` is set."""
-
-    def __init__(self, pause_at: int) -> None:
-        super().__init__()
-        self.resume = CpuEvent()
-        self._pause_at = pause_at
-
-    def copy_blocks(self, planes, arena, pairs, direction):  # type: ignore[no-untyped-def]
-        copy = super().copy_blocks(planes, arena, pairs, direction)
-        enqueue, seen = copy.enqueue, []
-
-        def paused(stream, first, last):  # type: ignore[no-untyped-def]
-            if len(seen) == self._pause_at:
-                stream.wait_event(self.resume)
-            seen.append(first)
-            enqueue(stream, first, last)
-
-        copy.enqueue = paused  # type: ignore[method-assign]
-        return copy
 
 
 class TestRefusedPlans:
@@ -392,7 +363,7 @@ class TestCancel:
         gate = Gate()
         worker.controller.submit_swap_tasks(plan(1, backup=[(1, 1), (2, 2)]), gate.stream)
         handler = worker.controller.handler(1)
-        assert handler.status is TransferStatus.PENDING
+        assert status_of(handler) is TransferStatus.PENDING
         assert not handler.wait(0.01)
         with pytest.raises(TransferTimeoutError):
             handler.get_result(0.01)
@@ -405,7 +376,7 @@ class TestCancel:
         assert result.copied_bytes == 0
         gate.open()
         worker.run(plan(2, backup=[(3, 3)]))
-        assert handler.status is TransferStatus.CANCELLED
+        assert status_of(handler) is TransferStatus.CANCELLED
         with pytest.raises(TaskCancelledError):
             handler.get_result()
         assert not worker.record(1).any()
@@ -415,21 +386,20 @@ class TestCancel:
         handler = worker.controller.handler(1)
         report = handler.get_result(5.0)
         assert not handler.cancel()
-        assert handler.status is TransferStatus.COMPLETED
+        assert status_of(handler) is TransferStatus.COMPLETED
         assert handler.get_result(0) is report
         assert worker.controller.poll() == [report]
         with pytest.raises(PlanError, match="plan 1 is not in flight"):
             worker.controller.handler(1)
 
     def test_a_plan_under_way_loses_only_what_has_not_started(self) -> None:
-        with Worker(device=PausingDevice(pause_at=1), first_group_layers=1) as worker:
+        device = PausingDevice(pause_at=1)
+        with Worker(device=device, first_group_layers=1) as worker:
             worker.run(plan(1, backup=[(0, 0)]))
-            device = worker.controller.device
-            assert isinstance(device, PausingDevice)
             counter = worker.controller.submit_swap_tasks(plan(2, load=[(0, 5)]))
             counter.wait_for_layer(0)
             handler = worker.controller.handler(2)
-            assert handler.status is TransferStatus.IN_PROGRESS
+            assert status_of(handler) is TransferStatus.IN_PROGRESS
             assert not handler.cancel()
             device.resume.set()
             assert handler.get_result(5.0).results[0].success
@@ -438,7 +408,7 @@ class TestCancel:
         worker.controller.submit_swap_tasks(plan(1, load=[(1, 1)]))
         handler = worker.controller.handler(1)
         assert handler.get_result(5.0).results[0].failed.tolist() == [0]
-        assert handler.status is TransferStatus.FAILED
+        assert status_of(handler) is TransferStatus.FAILED
 
     def test_a_waiting_thread_learns_of_a_cancel(self, worker: Worker) -> None:
         gate = Gate()

@@ -146,7 +146,7 @@ class TestRefused:
 
 
 def test_registered_tensors_live_until_the_cache_is_freed() -> None:
-    class Array(np.ndarray):  # type: ignore[type-arg]
+    class Array(np.ndarray):
         """An array that can be watched."""
 
     layout = uniform_layout()
