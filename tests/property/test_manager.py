@@ -25,7 +25,9 @@ _prompts = st.builds(
     st.lists(st.integers(0, 1), max_size=5),
     st.lists(st.integers(0, 1), min_size=1, max_size=BLOCK),
 )
-_fails: st.SearchStrategy[frozenset[int]] = st.frozensets(st.integers(0, 7), max_size=1) | st.just(frozenset())
+_fails: st.SearchStrategy[frozenset[int]] = st.frozensets(st.integers(0, 7), max_size=1) | st.just(
+    frozenset()
+)
 
 
 class ManagerMachine(RuleBasedStateMachine):
