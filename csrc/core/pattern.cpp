@@ -149,7 +149,7 @@ std::int64_t PatternModel::prepare(const PatternStep &step, std::int32_t every) 
         sequence.table.insert(sequence.table.end(), blocks, blocks + step.grow[i]);
         blocks += step.grow[i];
         const std::int32_t verify = every > 0 ? step.verify[i] : 0;
-        if (verify > 0) sequence.poison = 0;
+        if (verify > 0 || step.starts[i] == 0) sequence.poison = 0;
         for (std::int32_t block = 0; block < verify; ++block) comparisons += compared(block, verify);
         segments_.push_back({&sequence, step.starts[i], step.ends[i], verify});
     }

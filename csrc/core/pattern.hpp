@@ -46,7 +46,7 @@ class PatternModel {
 
     // Compares, then writes, one layer of the prepared step; layers go in order. Returns (segment, block of
     // the sequence) for each block that differs. A sequence with a differing block computes garbage from then
-    // on, as a model would, until a later comparison of its prefix succeeds.
+    // on, as a model would, until a later comparison of its prefix succeeds or it starts over.
     std::vector<std::pair<std::int32_t, std::int32_t>> run_layer(std::int32_t layer);
 
   private:

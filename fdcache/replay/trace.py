@@ -36,8 +36,8 @@ _FIELD_MISSING = re.compile(r"missing required field `(\w+)`")
 def read_trace(path: Path, limit: int | None = None) -> Iterator[WorkItem]:
     """Requests of a Mooncake JSONL file, read as they are asked for; blank lines are skipped.
 
-    A prompt longer than its ``hash_ids`` cover (512 tokens each) is clipped to them (``clipped_tokens``). Raises
-    ``TraceError`` naming file, line and field for a line that cannot be read, and for a missing file.
+    A prompt longer than its ``hash_ids`` cover (512 tokens each) is clipped to them (``clipped_tokens``).
+    Raises ``TraceError`` naming file, line and field for a line that cannot be read, and for a missing file.
     """
     try:
         with path.open("rb") as lines:
