@@ -31,11 +31,15 @@ class StepOrder:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of one step: blocks compared, the (segment, block) pairs that differ, finished transfers."""
+    """What came of one step: blocks compared, the (segment, block) pairs that differ, finished transfers.
+
+    ``peak_rss_bytes`` is that of the process that computed it.
+    """
 
     verified: int
     differing: list[tuple[int, int]]
     reports: list[TransferReport]
+    peak_rss_bytes: int
 
 
 class _OrderWire(msgspec.Struct, frozen=True, array_like=True):
@@ -50,6 +54,7 @@ class _ResultWire(msgspec.Struct, frozen=True, array_like=True):
     verified: int
     differing: list[tuple[int, int]]
     reports: list[bytes]
+    peak_rss_bytes: int
     error: str | None = None
 
 
@@ -86,12 +91,13 @@ def decode_order(data: bytes) -> StepOrder:
 def encode_result(result: StepResult) -> bytes:
     """Pack a result with msgpack."""
     reports = [encode(report) for report in result.reports]
-    return _encoder.encode(_ResultWire(result.verified, result.differing, reports))
+    wire = _ResultWire(result.verified, result.differing, reports, result.peak_rss_bytes)
+    return _encoder.encode(wire)
 
 
 def encode_failure(message: str) -> bytes:
     """Pack the answer of a rank that cannot go on."""
-    return _encoder.encode(_ResultWire(0, [], [], message))
+    return _encoder.encode(_ResultWire(0, [], [], 0, message))
 
 
 def decode_result(data: bytes) -> StepResult:
@@ -99,4 +105,5 @@ def decode_result(data: bytes) -> StepResult:
     wire = _result_decoder.decode(data)
     if wire.error is not None:
         raise RankError(wire.error)
-    return StepResult(wire.verified, wire.differing, [decode_report(report) for report in wire.reports])
+    reports = [decode_report(report) for report in wire.reports]
+    return StepResult(wire.verified, wire.differing, reports, wire.peak_rss_bytes)

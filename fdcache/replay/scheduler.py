@@ -41,12 +41,14 @@ class Scheduler:
         """Whether every request of the workload has ended."""
         return not self.running and not self._waiting and self._arrivals.exhausted
 
-    def plan(self, now: float, copies_in_flight: bool) -> tuple[Step, StepOrder] | None:
-        """The next step; None when there is nothing to compute, copy or forget."""
+    def plan(
+        self, now: float, copies_in_flight: bool, *, admit: bool = True
+    ) -> tuple[Step, StepOrder] | None:
+        """The next step, without new requests unless ``admit``; None when there is nothing to do."""
         step = Step()
         preemptions = self._tally.preemptions
         budget = self._schedule_running(step, copies_in_flight)
-        if self._tally.preemptions == preemptions:
+        if admit and self._tally.preemptions == preemptions:
             self._admit(step, budget, now)
         since = self._watch.now()
         plan = self._manager.take_plan()

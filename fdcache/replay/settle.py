@@ -38,13 +38,13 @@ class Settlement:
 
     def settle(self, step: Step, results: list[StepResult], now: float) -> None:
         """Apply one step's results, one of each rank."""
+        self._tally.count_results(results)
         ended = self._settle_loads(results)
         segments = list(step.segments.values())
         for position, block in {pair for result in results for pair in result.differing}:
             if segments[position].epoch == segments[position].job.epoch:
                 segments[position].job.suspects.add(block)
         ended += self._settle_tokens(segments)
-        self._tally.verified_blocks += sum(result.verified for result in results)
         if ended:
             self._scheduler.finish(ended, now)
 
@@ -52,7 +52,6 @@ class Settlement:
         """Carry the reports to the manager; returns the jobs that only waited for their load."""
         reports = [report for result in results for report in result.reports]
         for report in reports:
-            self._tally.count_traffic(report)
             self._plans[report.plan_id] -= 1
             if not self._plans[report.plan_id]:
                 del self._plans[report.plan_id]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fdcache.manager import MatchResult
 from fdcache.metadata import SwapPurpose, TransferReport
 from fdcache.replay.job import Job
+from fdcache.replay.messages import StepResult
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class Tally:
     overdue_loads: int = 0
     recomputed_tokens: int = 0
     steps: int = 0
+    other_rss_bytes: int = 0
     h2d: Traffic = field(default_factory=Traffic)
     d2h: Traffic = field(default_factory=Traffic)
 
@@ -52,8 +54,16 @@ class Tally:
         self.hit_tokens["host"] += match.num_host_blocks * job.block_size
         self.hit_tokens["storage"] += match.num_storage_blocks * job.block_size
 
-    def count_traffic(self, report: TransferReport) -> None:
-        """Count one rank's finished copies."""
+    def count_results(self, results: list[StepResult]) -> None:
+        """Count what every rank compared, copied, and needed of memory (this process counts for itself)."""
+        self.verified_blocks += sum(result.verified for result in results)
+        if len(results) > 1:
+            self.other_rss_bytes = sum(result.peak_rss_bytes for result in results)
+        for result in results:
+            for report in result.reports:
+                self._count_traffic(report)
+
+    def _count_traffic(self, report: TransferReport) -> None:
         for result in report.results:
             traffic = self.h2d if result.purpose is SwapPurpose.LOAD else self.d2h
             traffic.bytes += result.copied_bytes

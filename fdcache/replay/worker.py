@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,11 @@ from fdcache.layout import KVLayout
 from fdcache.replay.faults import FaultyDevice, LoadFaults
 from fdcache.replay.messages import StepOrder, StepResult
 from fdcache.settings.transfer import TransferSettings
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class RankWorker:
 
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
         layout = spec.layout
-        device = FaultyDevice(spec.faults, layout, rank) if spec.faults.rate else None
+        device = FaultyDevice(spec.faults, layout, rank, copy_threads=spec.transfer.copy_threads) if spec.faults.rate else None
         self._verify_every = spec.verify_every
         self._layers = layout.total_layers
         self._controller = CacheController(spec.transfer, layout, rank=rank, device=device)
@@ -65,7 +71,7 @@ class RankWorker:
             differing += model.run_layer(layer)
         for sequence in order.ends:
             model.end(sequence)
-        return StepResult(verified, differing, self._controller.poll())
+        return StepResult(verified, differing, self._controller.poll(), peak_rss_bytes())
 
     def close(self) -> None:
         """Wait for the copies in flight and give all memory back."""
