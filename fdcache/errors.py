@@ -62,8 +62,9 @@ class ReplayError(FdcacheError):
 
 
 class ReplayOptionError(ConfigurationError, ValueError):
-    """A replay option that this machine or another option does not admit; ``option`` is its name."""
+    """A replay option that this machine or another option does not admit: ``option`` and ``reason``."""
 
-    def __init__(self, option: str, message: str) -> None:
-        super().__init__(f"{option}: {message}")
+    def __init__(self, option: str, reason: str) -> None:
+        super().__init__(f"{option}: {reason}")
         self.option = option
+        self.reason = reason

@@ -48,7 +48,9 @@ class FaultyDevice(CpuDevice):
         layer = int(self._random.integers(self._layers[-1] + 1))
         failing, sound = np.flatnonzero(fails), np.flatnonzero(~fails)
         return _StoppingCopy(
-            whole=super().copy_blocks(planes, arena, _select(pairs, sound), direction) if len(sound) else None,
+            whole=super().copy_blocks(planes, arena, _select(pairs, sound), direction)
+            if len(sound)
+            else None,
             stopped=super().copy_blocks(planes, arena, _select(pairs, failing), direction),
             failed=failing.astype(np.int32),
             layer=layer,

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from fdcache.errors import ReplayOptionError
 from fdcache.replay.config import ReplayConfig
+from fdcache.settings.machine import memory
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def format_size(size: float) -> str:
+def readable_size(size: float) -> str:
     """A number of bytes in words, as 1.5GiB."""
     unit = 0
     while size >= 1024 and unit < len(_UNITS) - 1:
@@ -23,11 +24,8 @@ def available_bytes() -> int:
     """Memory that can still be had, by the kernel's estimate and the control group's limit."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    group = Path("/sys/fs/cgroup")
-    limit, used = group / "memory.max", group / "memory.current"
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return max(free, 0)
+    limit = memory().cgroup
+    return free if limit is None else min(free, limit)
 
 
 def require_memory(config: ReplayConfig, host_blocks: int) -> None:
@@ -40,18 +38,20 @@ def require_memory(config: ReplayConfig, host_blocks: int) -> None:
         fits = free // (block_bytes * ranks)
         raise ReplayOptionError(
             "--device-blocks",
-            f"{config.cache.device_blocks} blocks of {format_size(block_bytes)} on {ranks} ranks take "
-            f"{format_size(device)}, but {format_size(free)} are free; at most {fits} would fit",
+            f"{config.cache.device_blocks} blocks of {readable_size(block_bytes)} on {ranks} ranks take "
+            f"{readable_size(device)}, but {readable_size(free)} are free; at most {fits} would fit",
         )
     host = config.cache.host_memory * ranks
     if host > free - device:
         raise ReplayOptionError(
             "--host-memory",
-            f"{format_size(config.cache.host_memory)} on each of {ranks} ranks, beside {format_size(device)} of "
-            f"device blocks, do not fit into the {format_size(free)} that are free; "
-            f"at most {format_size((free - device) // ranks)} would fit",
+            f"{readable_size(config.cache.host_memory)} on each of {ranks} ranks, beside {readable_size(device)} of "
+            f"device blocks, do not fit into the {readable_size(free)} that are free; "
+            f"at most {readable_size((free - device) // ranks)} would fit",
         )
     if config.cache.host_memory and not host_blocks:
         raise ReplayOptionError(
-            "--host-memory", f"{format_size(config.cache.host_memory)} hold no block of {format_size(layout.record_bytes)}"
+            "--host-memory",
+            f"{readable_size(config.cache.host_memory)} hold no block of {readable_size(layout.record_bytes)}; "
+            f"give more, or 0 to do without a host tier",
         )

@@ -40,7 +40,11 @@ class RankWorker:
 
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
         layout = spec.layout
-        device = FaultyDevice(spec.faults, layout, rank, copy_threads=spec.transfer.copy_threads) if spec.faults.rate else None
+        device = (
+            FaultyDevice(spec.faults, layout, rank, copy_threads=spec.transfer.copy_threads)
+            if spec.faults.rate
+            else None
+        )
         self._verify_every = spec.verify_every
         self._layers = layout.total_layers
         self._controller = CacheController(spec.transfer, layout, rank=rank, device=device)
