@@ -51,6 +51,7 @@ Requests = Annotated[
 
 def replay(
     trace: Trace = None,
+    *,
     workload: Annotated[
         WorkloadName, typer.Option(help="What to generate without a TRACE.")
     ] = WorkloadName.CHAT,

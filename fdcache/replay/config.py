@@ -51,7 +51,7 @@ class ReplayConfig:
         if self.chunk_tokens < self.concurrency:
             raise ReplayOptionError(
                 "--chunk-tokens",
-                f"{self.chunk_tokens} cannot give each of {self.concurrency} running requests a token a step; "
+                f"{self.chunk_tokens} cannot give {self.concurrency} running requests a token each step; "
                 f"use at least {self.concurrency} or a lower --concurrency",
             )
         if self.speed is not None and self.speed <= 0:

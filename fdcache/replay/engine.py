@@ -47,8 +47,8 @@ def replay(
     """Run a workload to its end, or until ``should_stop``; returns the report of what was done by then.
 
     Raises ``ReplayOptionError`` when the machine has not the memory, ``ReplayError`` when a rank is lost or
-    nothing can make progress, ``TraceError`` for a bad trace line. Whatever happens, ranks and memory are gone
-    afterwards.
+    nothing can make progress, ``TraceError`` for a bad trace line. Ranks and their memory are gone
+    afterwards, whatever happens.
     """
     manager = CacheManager(config.cache, config.layout)
     require_memory(config, manager.num_host_blocks)
@@ -124,9 +124,14 @@ class _Run:
 
     def report(self, config: ReplayConfig, interrupted: bool) -> Report:
         """What was found; to be asked for when drained."""
-        seconds = self.now()
         return build_report(
-            config, self._manager, self.tally, self.watch, self.timeline, seconds, interrupted
+            config,
+            self._manager,
+            self.tally,
+            self.watch,
+            self.timeline,
+            wall_seconds=self.now(),
+            interrupted=interrupted,
         )
 
     def _send_next(self, now: float, *, admit: bool = True) -> bool:

@@ -29,7 +29,7 @@ def available_bytes() -> int:
 
 
 def require_memory(config: ReplayConfig, host_blocks: int) -> None:
-    """Raise ``ReplayOptionError`` naming the option, and what would fit, when the tiers do not fit in memory."""
+    """Raise ``ReplayOptionError``, naming the option and what would fit, when the tiers do not fit."""
     layout, ranks = config.layout, config.layout.tp_size
     free = available_bytes()
     block_bytes = sum(plane.device_stride for plane in layout.planes)
@@ -45,13 +45,13 @@ def require_memory(config: ReplayConfig, host_blocks: int) -> None:
     if host > free - device:
         raise ReplayOptionError(
             "--host-memory",
-            f"{readable_size(config.cache.host_memory)} on each of {ranks} ranks, beside {readable_size(device)} of "
-            f"device blocks, do not fit into the {readable_size(free)} that are free; "
-            f"at most {readable_size((free - device) // ranks)} would fit",
+            f"{readable_size(config.cache.host_memory)} on each of {ranks} ranks, beside "
+            f"{readable_size(device)} of device blocks, do not fit into the {readable_size(free)} that "
+            f"are free; at most {readable_size((free - device) // ranks)} would fit",
         )
     if config.cache.host_memory and not host_blocks:
         raise ReplayOptionError(
             "--host-memory",
-            f"{readable_size(config.cache.host_memory)} hold no block of {readable_size(layout.record_bytes)}; "
-            f"give more, or 0 to do without a host tier",
+            f"{readable_size(config.cache.host_memory)} hold no block of "
+            f"{readable_size(layout.record_bytes)}; give more, or 0 to do without a host tier",
         )

@@ -36,7 +36,7 @@ class Ranks(Protocol):
         """Hand every rank the next step without waiting for it."""
 
     def receive(self) -> list[StepResult]:
-        """The answers to the oldest unanswered order, by rank. Raises ``ReplayError`` for a rank that is lost."""
+        """The answers to the oldest unanswered order, by rank. Raises ``ReplayError`` for a lost rank."""
 
     def close(self) -> None:
         """End the ranks and give their memory back; harmless when done before."""
@@ -48,7 +48,7 @@ def start_ranks(spec: WorkerSpec, count: int) -> Ranks:
 
 
 class LocalRank:
-    """A single rank whose steps run when their answer is asked for, that is after the next one was planned."""
+    """A single rank, whose steps run when their answer is asked for: after the next one was planned."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._worker: RankWorker | None = RankWorker(spec, 0)

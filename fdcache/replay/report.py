@@ -20,9 +20,9 @@ MANAGER_CALLS = ("match", "allocate", "plan", "apply", "commit", "finish")
 class Report:
     """One replay. Bytes and seconds of ``h2d`` and ``d2h`` are summed over ranks.
 
-    ``manager_us`` has microseconds per request of each manager call: a call's time divided by the requests (for
-    ``apply``: reports) of its batch. ``leaked_slots`` and ``leaked_pins`` are what the manager still holds
-    after every request ended and every copy was reported.
+    ``manager_us`` has microseconds per request of each manager call: a call's time divided by the requests
+    (for ``apply``: reports) of its batch. ``leaked_slots`` and ``leaked_pins`` are what the manager still
+    holds after every request ended and every copy was reported.
     """
 
     tally: Tally
@@ -84,6 +84,7 @@ def build_report(
     tally: Tally,
     watch: Stopwatch,
     timeline: Timeline,
+    *,
     wall_seconds: float,
     interrupted: bool,
 ) -> Report:

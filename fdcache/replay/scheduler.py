@@ -156,7 +156,7 @@ class Scheduler:
         self._waiting.extendleft(reversed(put_back))
 
     def _next_jobs(self, budget: int, places: int, now: float) -> list[Job]:
-        """Requests in order whose tokens fit the budget if nothing is cached; at least one if there is any."""
+        """Requests in order whose tokens fit the budget if nothing is cached; at least one if any waits."""
         batch: list[Job] = []
         while len(batch) < places and budget > 0:
             job = self._waiting.popleft() if self._waiting else self._arrive(now)
@@ -208,7 +208,7 @@ class Scheduler:
         return budget, put_back
 
     def _has_room(self, missing: int) -> bool:
-        """Whether a whole prompt can be held now; a lone request is let in regardless and preempted if not."""
+        """Whether a whole prompt can be held now; a lone request is let in regardless."""
         if not self.running or self._manager.can_allocate_device_blocks(missing):
             return True
         self._room_may_have_come = False

@@ -12,7 +12,7 @@ _MOST_SAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment: seconds since the start, hit rate so far and since the sample before, used share by tier."""
+    """Seconds since the start, hit rate so far and since the sample before, used share by tier."""
 
     seconds: float
     hit_rate: float

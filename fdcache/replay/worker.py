@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fdcache._core import PatternModel
-from fdcache.controller import CacheController
+from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.replay.faults import FaultyDevice, LoadFaults
 from fdcache.replay.messages import StepOrder, StepResult
