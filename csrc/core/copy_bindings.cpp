@@ -1,7 +1,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -89,6 +88,11 @@ struct BoundPlanes {
 struct BoundRecords {
     RecordTable table;
     nb::object owner;
+};
+
+// nanobind's own shared pointers would take the GIL when a copy thread drops the last of them.
+struct BoundEvent {
+    std::shared_ptr<Event> event = std::make_shared<Event>();
 };
 
 struct BoundCopy {
@@ -260,14 +264,14 @@ void bind_header(nb::module_ &module) {
                 new (self) SlotHeader();
                 self->state = static_cast<SlotState>(state);
                 self->generation = generation;
-                self->hash = digest_of(hash, "hash");
+                self->hash = digest_of(hash, "block_hash");
                 self->parent = digest_of(parent, "parent");
                 self->fingerprint = fingerprint_of(fingerprint);
                 self->payload_bytes = payload_bytes;
                 self->payload_checksum = payload_checksum;
                 self->seal();
             },
-            "state"_a, "generation"_a, "hash"_a, "parent"_a, "fingerprint"_a, "payload_bytes"_a,
+            "state"_a, "generation"_a, "block_hash"_a, "parent"_a, "fingerprint"_a, "payload_bytes"_a,
             "payload_checksum"_a)
         .def_static(
             "from_bytes",
@@ -359,22 +363,25 @@ void bind_memory(nb::module_ &module) {
 }
 
 void bind_streams(nb::module_ &module) {
-    nb::class_<Event>(module, "Event")
-        .def(nb::new_([] { return std::make_shared<Event>(); }))
-        .def("set", &Event::set, nb::call_guard<nb::gil_scoped_release>())
-        .def("query", &Event::is_set)
+    nb::class_<BoundEvent>(module, "Event")
+        .def(nb::init<>())
+        .def(
+            "set", [](BoundEvent &self) { self.event->set(); }, nb::call_guard<nb::gil_scoped_release>())
+        .def("query", [](const BoundEvent &self) { return self.event->is_set(); })
         .def(
             "wait",
-            [](Event &self, std::optional<double> timeout) {
-                return wait_interruptibly(timeout,
-                                          [&](Deadline deadline) { return self.wait_until(deadline); });
+            [](BoundEvent &self, std::optional<double> timeout) {
+                const auto wait_until = [&](Deadline deadline) { return self.event->wait_until(deadline); };
+                return wait_interruptibly(timeout, wait_until);
             },
             "timeout"_a = nb::none());
     module.def(
         "wait_any",
-        [](const std::vector<std::shared_ptr<Event>> &events, std::optional<double> timeout) {
-            return wait_interruptibly(timeout,
-                                      [&](Deadline deadline) { return Event::wait_any(events, deadline); });
+        [](const nb::sequence &sequence, std::optional<double> timeout) {
+            std::vector<std::shared_ptr<Event>> events;
+            for (nb::handle each : sequence) events.push_back(nb::cast<BoundEvent &>(each).event);
+            const auto wait_until = [&](Deadline deadline) { return Event::wait_any(events, deadline); };
+            return wait_interruptibly(timeout, wait_until);
         },
         "events"_a, "timeout"_a = nb::none());
     nb::class_<BoundCopy>(module, "BlockCopy")
@@ -392,7 +399,7 @@ void bind_streams(nb::module_ &module) {
         .def(
             "cancel", [](BoundCopy &self) { return self.copy->cancel(); },
             nb::call_guard<nb::gil_scoped_release>())
-        .def_prop_ro("done", [](const BoundCopy &self) { return self.copy->done(); })
+        .def_prop_ro("done", [](const BoundCopy &self) { return BoundEvent{self.copy->done()}; })
         .def_prop_ro("started", [](const BoundCopy &self) { return self.copy->started(); })
         .def_prop_ro("copied_bytes", [](const BoundCopy &self) { return self.copy->copied_bytes(); })
         .def_prop_ro("seconds", [](const BoundCopy &self) { return self.copy->seconds(); })
@@ -412,12 +419,10 @@ void bind_streams(nb::module_ &module) {
         .def(nb::init<unsigned, bool>(), "threads"_a, "background"_a = false)
         .def("copy", &BoundStream::copy, "copy"_a, "first_plane"_a, "last_plane"_a)
         .def(
-            "record",
-            [](BoundStream &self, std::shared_ptr<Event> event) { self.stream().record(std::move(event)); },
+            "record", [](BoundStream &self, const BoundEvent &event) { self.stream().record(event.event); },
             "event"_a)
         .def(
-            "wait",
-            [](BoundStream &self, std::shared_ptr<Event> event) { self.stream().wait(std::move(event)); },
+            "wait", [](BoundStream &self, const BoundEvent &event) { self.stream().wait(event.event); },
             "event"_a)
         .def("retire", &BoundStream::retire)
         .def("close", &BoundStream::close);
