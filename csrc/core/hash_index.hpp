@@ -11,16 +11,16 @@
 
 namespace fdcache {
 
-// The digests themselves stay with the tier (one per slot); a cell keeps the slot and 32 bits of its digest,
-// so that a probe rarely touches a digest that is not the one looked for. At most half full: 16 bytes per
-// slot.
+// The digests themselves stay with the tier (one per slot); a cell keeps the slot and 32 bits of its digest:
+// they say where the cell belongs, and a probe rarely touches a digest that is not the one looked for. At
+// most half full: 16 bytes per slot.
 class HashIndex {
   public:
     explicit HashIndex(const std::vector<Digest> &digests) : digests_(digests) {}
 
     Slot find(const Digest &digest) const {
         const std::uint32_t tag = tag_of(digest);
-        for (std::size_t i = home(digest);; i = next(i)) {
+        for (std::size_t i = tag & mask_;; i = next(i)) {
             const Cell &cell = cells_[i];
             if (cell.slot == kNoSlot) return kNoSlot;
             if (cell.tag == tag && digests_[cell.slot] == digest) return cell.slot;
@@ -28,18 +28,18 @@ class HashIndex {
     }
 
     void insert(Slot slot) {
-        std::size_t i = home(digests_[slot]);
-        while (cells_[i].slot != kNoSlot) i = next(i);
-        cells_[i] = {slot, tag_of(digests_[slot])};
+        place({slot, tag_of(digests_[slot])});
         ++size_;
     }
 
+    // Asks for the cells that a look-up of `digest` will read.
+    void prefetch(const Digest &digest) const { __builtin_prefetch(&cells_[tag_of(digest) & mask_], 1); }
+
     void erase(Slot slot) {
-        std::size_t hole = home(digests_[slot]);
+        std::size_t hole = tag_of(digests_[slot]) & mask_;
         while (cells_[hole].slot != slot) hole = next(hole);
         for (std::size_t i = next(hole); cells_[i].slot != kNoSlot; i = next(i)) {
-            const std::size_t wanted = home(digests_[cells_[i].slot]);
-            if (((i - wanted) & mask_) >= ((i - hole) & mask_)) {
+            if (((i - cells_[i].tag) & mask_) >= ((i - hole) & mask_)) {
                 cells_[hole] = cells_[i];
                 hole = i;
             }
@@ -55,12 +55,11 @@ class HashIndex {
 
     // Room for `slots` entries; what was in the index stays in it.
     void rebuild(std::uint32_t slots) {
-        std::vector<Cell> old = std::move(cells_);
-        cells_.assign(std::bit_ceil(std::max<std::size_t>(2 * std::size_t{slots}, 8)), Cell{});
+        std::vector<Cell> old(std::bit_ceil(std::max<std::size_t>(2 * std::size_t{slots}, 8)));
+        old.swap(cells_);
         mask_ = cells_.size() - 1;
-        size_ = 0;
         for (const Cell &cell : old)
-            if (cell.slot != kNoSlot) insert(cell.slot);
+            if (cell.slot != kNoSlot) place(cell);
     }
 
     std::uint32_t size() const { return size_; }
@@ -72,9 +71,14 @@ class HashIndex {
         std::uint32_t tag = 0;
     };
 
-    std::size_t home(const Digest &digest) const { return digest.word(0) & mask_; }
+    void place(const Cell &cell) {
+        std::size_t i = cell.tag & mask_;
+        while (cells_[i].slot != kNoSlot) i = next(i);
+        cells_[i] = cell;
+    }
+
     std::size_t next(std::size_t i) const { return (i + 1) & mask_; }
-    static std::uint32_t tag_of(const Digest &digest) { return static_cast<std::uint32_t>(digest.word(1)); }
+    static std::uint32_t tag_of(const Digest &digest) { return static_cast<std::uint32_t>(digest.word(0)); }
 
     const std::vector<Digest> &digests_;
     std::vector<Cell> cells_;

@@ -7,8 +7,11 @@
 // Two counts keep a slot in place: pins belong to leases, holds belong to copies from plan to report. An
 // entry is *busy* while it is pinned, held or pending, or has a busy child. What is not busy stands in the
 // eviction order.
+//
+// Every operation is all or nothing: what can fail (bad input, memory) comes before the first change.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -17,6 +20,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "core/digest.hpp"
@@ -40,6 +44,14 @@ struct BlockList {
     std::vector<Digest> hashes;
     std::vector<Digest> parents;
     std::vector<std::uint32_t> hits;
+
+    void reserve(std::size_t count) {
+        slots.reserve(count);
+        generations.reserve(count);
+        hashes.reserve(count);
+        parents.reserve(count);
+        hits.reserve(count);
+    }
 };
 
 struct MatchRun {
@@ -103,18 +115,20 @@ class Tier {
     // `count` anonymous slots for computing, all or nothing.
     Reservation reserve(LeaseId lease, std::uint32_t count);
     // Pending slots, each held by one copy, for those hashes that are absent and whose parent is READY or
-    // reserved before them in the same call; all of these or nothing. Lease 0: they belong to nobody.
+    // reserved before them in the same call; all of these or nothing. Lease 0: they belong to nobody. No
+    // block that the answer calls READY, and no parent, is evicted to make the room.
     CopyReservation reserve_copies(LeaseId lease, std::span<const Digest> parents,
                                    std::span<const Digest> hashes);
-    // Anonymous slots become entries, in path order below `parent`. Stops at the first hash that is pending
-    // or whose parent is not READY; the result has one status per block done.
+    // Anonymous slots of this lease become entries, in path order below `parent`. Stops at the first block
+    // whose parent is not READY, whose hash is pending or stands below another parent, or whose slot a copy
+    // still uses; the result has one status per block done.
     std::vector<CommitStatus> commit(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                                      std::span<const Slot> slots);
 
     // The report of a copy into pending slots, parents first. Returns which became READY.
     std::vector<std::uint8_t> complete(std::span<const Slot> slots, std::span<const std::uint8_t> copied,
                                        std::span<const std::uint64_t> checksums);
-    // A copy out of these slots begins, ends.
+    // A copy out of these slots begins, ends. What pending slots wait for ends with `complete` alone.
     void hold(std::span<const Slot> slots);
     void unhold(std::span<const Slot> slots);
 
@@ -144,6 +158,7 @@ class Tier {
 
     struct Entry {
         std::uint64_t checksum = 0;
+        LeaseId owner = 0;  // who took the slot; it alone may commit it
         std::uint32_t generation = 0;
         Slot parent = kNoSlot;
         std::uint32_t children = 0;
@@ -161,11 +176,20 @@ class Tier {
     struct Lease {
         std::uint64_t epoch;
         std::vector<Slot> slots;  // one pin each, in the order taken
+
+        void make_room(std::size_t pins) {
+            if (slots.capacity() - slots.size() < pins)
+                slots.reserve(std::max(slots.size() + pins, 2 * slots.capacity()));
+        }
     };
+    using SlotSet = std::unordered_set<Slot>;
 
     Lease &lease_of(LeaseId lease);
     Lease &current_lease(LeaseId lease);
     void check_slot(Slot slot) const;
+    static void check_hashes(std::span<const Digest> hashes);
+    void check_computed(LeaseId lease, std::span<const Slot> slots) const;
+    void check_held(std::span<const Slot> slots, bool arriving);
     std::uint32_t now_ms() const;
 
     Slot find_ready(const Digest &digest) const;
@@ -178,9 +202,15 @@ class Tier {
     void link(Slot slot, const Digest &digest, Slot parent);
     void make_ready(Slot slot);
     void forget(Slot slot);
+    void end_hold(Slot slot);
+    bool settle(Slot slot, bool copied, std::uint64_t checksum);
     void drop_pending(Slot slot);
-    void evict_coldest(BlockList &evicted);
-    void take_slots(std::uint32_t count, Reservation &out);
+    void evict(Slot slot);
+    void make_room(std::uint32_t slots);
+    void evict_above(std::uint32_t slots);
+    void keep(Slot slot, SlotSet &kept) const;
+    std::uint32_t missing(std::size_t count, const SlotSet &kept) const;
+    void take_slots(std::uint32_t count, const SlotSet &kept, Reservation &out);
     void append(BlockList &list, Slot slot) const;
     void note(TierEvent::Kind kind, Slot slot);
 
@@ -200,6 +230,7 @@ class Tier {
     std::uint64_t holds_ = 0;
     std::uint32_t writing_ = 0;
     std::uint32_t ready_ = 0;
+    std::uint32_t first_generation_ = 0;  // of slots added by a resize: above any that was taken away
     mutable std::uint64_t lookups_ = 0;
     const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };

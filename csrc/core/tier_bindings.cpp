@@ -24,6 +24,10 @@ nb::bytes digest_to_bytes(const Digest &digest) {
     return nb::bytes(digest.bytes.data(), digest.bytes.size());
 }
 
+// For calls that walk the whole tier. The others keep the GIL: they are short, and nobody may change the
+// arrays that they read.
+using LetOthersRun = nb::call_guard<nb::gil_scoped_release>;
+
 void require_equal(std::size_t left, std::size_t right) {
     if (left != right) throw std::invalid_argument("parallel arrays differ in length");
 }
@@ -194,14 +198,14 @@ void bind_tier(nb::module_ &module) {
             },
             nb::arg("slots"))
         .def("coldest", &Tier::coldest, nb::arg("count"))
-        .def("reset", &Tier::reset)
-        .def("resize", &Tier::resize, nb::arg("slots"))
+        .def("reset", &Tier::reset, LetOthersRun())
+        .def("resize", &Tier::resize, nb::arg("slots"), LetOthersRun())
         .def("record_events", &Tier::record_events, nb::arg("capacity"))
         .def("take_events", &take_events)
         .def("stats", &Tier::stats)
         .def("node", &Tier::node, nb::arg("slot"))
         .def_prop_ro("available", &Tier::available)
-        .def("check_integrity", &Tier::check_integrity);
+        .def("check_integrity", &Tier::check_integrity, LetOthersRun());
 }
 
 }  // namespace fdcache

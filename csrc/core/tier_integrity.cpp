@@ -32,6 +32,8 @@ std::vector<std::string> Tier::check_integrity() const {
                name + "free list disagrees with state");
         expect(entry.state != SlotState::kFree || (!entry.pins && !entry.holds), name + "freed while in use");
         expect(entry.state != SlotState::kReady || entry.findable, name + "ready but not in the table");
+        expect(entry.state != SlotState::kWriting || !entry.findable || entry.holds,
+               name + "pending but no copy is to complete it");
         if (!entry.findable) {
             expect(!order_->holds(slot), name + "evictable but not in the table");
             expect(entry.state == SlotState::kFree || entry.pins || entry.holds || entry.children,
