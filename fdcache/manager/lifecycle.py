@@ -165,7 +165,9 @@ class RequestLifecycle:
         if fresh:
             taken = self._device.reserve(request._lease, fresh)
             if taken.missing:
-                raise IntegrityError(f"request {request.request_id!r}: {taken.missing} available blocks are gone")
+                raise IntegrityError(
+                    f"request {request.request_id!r}: {taken.missing} available blocks are gone"
+                )
             request._table.extend(taken.slots)
             evicted.append(taken.evicted)
         if self._backups:
@@ -203,10 +205,14 @@ class RequestLifecycle:
         assert self._host and request._blocks
         stop = run.start + len(run)
         hashes = request._blocks.hashes
-        source = Blocks(run.slots, run.generations, hashes[run.start : stop], parents_of(hashes, run.start, stop))
+        source = Blocks(
+            run.slots, run.generations, hashes[run.start : stop], parents_of(hashes, run.start, stop)
+        )
         taken = self._device.reserve_copies(request._lease, source.parents, source.hashes)
         if len(taken) != len(run):
-            raise IntegrityError(f"request {request.request_id!r}: {len(run)} loads got {len(taken)} device blocks")
+            raise IntegrityError(
+                f"request {request.request_id!r}: {len(run)} loads got {len(taken)} device blocks"
+            )
         self._host.hold(run.slots)
         self._drop_host_run(request)
         offset = self.plan.add(SwapPurpose.LOAD, source, taken.slots, taken.generations)
@@ -222,7 +228,7 @@ class RequestLifecycle:
             request._host_lease = 0
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """Publish the full blocks among the first ``num_tokens`` tokens, unless they stand above an unconfirmed load."""
+        """Publish the full blocks among the first ``num_tokens`` tokens, but none above an unconfirmed load."""
         limit = min(request.num_tokens, len(request._table) * self._block_size)
         if not request._lease or num_tokens > limit:
             raise RequestStateError(
@@ -238,7 +244,9 @@ class RequestLifecycle:
             return
         hashes = request._blocks.hashes
         parent = hashes[start - 1].tobytes() if start else ROOT
-        status = self._device.commit(request._lease, parent, hashes[start:stop], request._table.slots[start:stop])
+        status = self._device.commit(
+            request._lease, parent, hashes[start:stop], request._table.slots[start:stop]
+        )
         request._committed_blocks = start + len(status)
         if self._backups and len(status):
             self._backups.on_commit(hashes[start : start + len(status)][status == _STORED])
@@ -263,7 +271,9 @@ class RequestLifecycle:
             request._reported_tokens = 0
             request.num_cached_tokens = request._committed_blocks * self._block_size
             self._counters.loads_failed += 1
-            return self._outcome(load, LoadStatus.FAILED, good, "; ".join(flight.errors) or "the cache was reset")
+            return self._outcome(
+                load, LoadStatus.FAILED, good, "; ".join(flight.errors) or "the cache was reset"
+            )
         self._counters.loads_confirmed += 1
         if request._publishes:
             self._publish(request)

@@ -5,20 +5,29 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.property.engine_model import BLOCK, Engine, Job
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager
 from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from tests.property.engine_model import BLOCK, Engine, Job
 
 _prompts = st.builds(
     lambda blocks, tail: tuple(token for block in blocks for token in [block] * BLOCK) + tuple(tail),
     st.lists(st.integers(0, 1), max_size=5),
     st.lists(st.integers(0, 1), min_size=1, max_size=BLOCK),
 )
-_fails = st.frozensets(st.integers(0, 7), max_size=1) | st.just(frozenset())
+_fails: st.SearchStrategy[frozenset[int]] = st.frozensets(st.integers(0, 7), max_size=1) | st.just(
+    frozenset()
+)
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -183,13 +192,20 @@ class ManagerMachine(RuleBasedStateMachine):
         engine.manager.check_integrity()
 
 
-_checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+def bounded(examples: int, steps: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
 
 
-class TestManager(ManagerMachine.TestCase):
-    settings = settings(max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=_checks)
+def test_bytes_are_right_and_nothing_leaks_in_short_histories() -> None:
+    run_state_machine_as_test(ManagerMachine, settings=bounded(examples=400, steps=30))
 
 
 @pytest.mark.slow
-class TestManagerAtLength(ManagerMachine.TestCase):
-    settings = settings(max_examples=5000, stateful_step_count=50, deadline=None, suppress_health_check=_checks)
+def test_bytes_are_right_and_nothing_leaks_in_long_histories() -> None:
+    run_state_machine_as_test(ManagerMachine, settings=bounded(examples=6000, steps=60))

@@ -15,7 +15,8 @@ from hypothesis.stateful import (
 )
 
 from fdcache import _core
-from tests.property.tier_oracle import EVENT_LOST, ROOT, StaleLeaseError, TierOracle
+from fdcache.errors import StaleLeaseError
+from tests.property.tier_oracle import EVENT_LOST, ROOT, TierOracle
 from tests.tier_help import (
     ROOT_HASH,
     chain,
@@ -34,11 +35,6 @@ Path = tuple[int, ...]
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
 PICK = st.integers(0, 15)
 ANY_SLOTS = st.lists(st.integers(-1, 13), max_size=4)
-RAISED: dict[type[Exception], type[Exception]] = {
-    _core.StaleLease: StaleLeaseError,
-    IndexError: IndexError,
-    ValueError: ValueError,
-}
 
 
 def given(taken: _core.Reservation) -> list[tuple[int, int]]:
@@ -58,8 +54,8 @@ class TierHistory(RuleBasedStateMachine):
         """The result of `act`, or nothing when it failed as `expect` did."""
         try:
             return act()
-        except tuple(RAISED) as error:
-            with pytest.raises(RAISED[type(error)]):
+        except (StaleLeaseError, IndexError, ValueError) as error:
+            with pytest.raises(type(error)):
                 expect()
             return None
 
@@ -67,8 +63,8 @@ class TierHistory(RuleBasedStateMachine):
         """Either both succeed or both fail in the same way."""
         try:
             act()
-        except tuple(RAISED) as error:
-            with pytest.raises(RAISED[type(error)]):
+        except (StaleLeaseError, IndexError, ValueError) as error:
+            with pytest.raises(type(error)):
                 expect()
         else:
             expect()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fdcache import _core
+from fdcache.errors import StaleLeaseError
 from tests.tier_help import (
     ROOT_HASH,
     assert_all_given_back,
@@ -95,7 +96,7 @@ class TestLeases:
         lease = tier.open_lease()
         tier.release(lease)
         for stale in (lease, 0, 77):
-            with pytest.raises(_core.StaleLease, match="released"):
+            with pytest.raises(StaleLeaseError, match="released"):
                 tier.reserve(stale, 1)
         assert tier.stats().free == 8
 
@@ -103,11 +104,11 @@ class TestLeases:
         lease = tier.open_lease()
         taken = tier.reserve(lease, 4).slots
         tier.reset()
-        with pytest.raises(_core.StaleLease, match="before a reset"):
+        with pytest.raises(StaleLeaseError, match="before a reset"):
             tier.match(lease, hashes(PATH))
-        with pytest.raises(_core.StaleLease, match="before a reset"):
+        with pytest.raises(StaleLeaseError, match="before a reset"):
             tier.commit(lease, ROOT_HASH, hashes(PATH), taken)
-        with pytest.raises(_core.StaleLease, match="before a reset"):
+        with pytest.raises(StaleLeaseError, match="before a reset"):
             tier.reserve_copies(lease, hashes([ROOT_HASH]), hashes(PATH[:1]))
         assert tier.stats().writing == 4
         assert tier.release(lease)

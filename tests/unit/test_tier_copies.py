@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from fdcache import _core
+from fdcache.errors import StaleLeaseError
 from tests.tier_help import (
     assert_all_given_back,
     assert_sound,
@@ -160,7 +161,7 @@ class TestHeldUp:
 def test_no_plan_is_made_for_a_request_that_is_gone(operation: Callable[[HeldUpCopy], None]) -> None:
     copy = HeldUpCopy()
     operation(copy)
-    with pytest.raises(_core.StaleLease):
+    with pytest.raises(StaleLeaseError):
         copy.plan()
     copy.release()
     for tier in copy.tiers:
