@@ -325,23 +325,13 @@ class PatternModel:
     def end(self, sequence: int) -> None:
         """Forget a sequence."""
 
-    def prepare(
-        self,
-        sequences: NDArray[np.int32],
-        starts: NDArray[np.int32],
-        ends: NDArray[np.int32],
-        keep: NDArray[np.int32],
-        grow: NDArray[np.int32],
-        verify: NDArray[np.int32],
-        blocks: NDArray[np.int32],
-        every: int,
-    ) -> int:
-        """Take a step's segments: tokens ``[starts[i], ends[i])`` of ``sequences[i]``.
+    def prepare(self, segments: Int32s, blocks: Int32s, every: int) -> int:
+        """Take a step's segments, shape (6, n), with the rows sequence, start, end, keep, grow, verify.
 
-        The sequence's block table keeps ``keep[i]`` entries and grows by the next ``grow[i]`` of ``blocks``; its
-        ``verify[i]`` leading blocks (every ``every``-th and the last; none if 0) are compared before anything
-        is written. Returns how many blocks will be compared. Raises ``ValueError``, with nothing changed, for
-        anything out of range.
+        Tokens [start, end) of the sequence will be computed. Its block table keeps ``keep`` entries and grows by
+        the next ``grow`` of ``blocks``; its ``verify`` leading blocks (every ``every``-th and the last; none if
+        0) are compared before anything is written. Returns how many blocks will be compared. Raises
+        ``ValueError``, with nothing changed, for anything out of range.
         """
 
     def run_layer(self, layer: int) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ namespace fdcache {
 namespace {
 
 using Int32Array = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using SegmentRows = nb::ndarray<const std::int32_t, nb::shape<6, -1>, nb::c_contig, nb::device::cpu>;
 using ByteMatrix = nb::ndarray<std::uint8_t, nb::ndim<2>, nb::device::cpu>;
 
 std::span<const std::int32_t> span_of(const Int32Array &array) {
@@ -53,16 +54,15 @@ void bind_pattern(nb::module_ &module) {
         .def("end", &PatternModel::end, nb::arg("sequence"))
         .def(
             "prepare",
-            [](PatternModel &self, const Int32Array &sequences, const Int32Array &starts,
-               const Int32Array &ends, const Int32Array &keep, const Int32Array &grow,
-               const Int32Array &verify, const Int32Array &blocks, std::int32_t every) {
+            [](PatternModel &self, const SegmentRows &rows, const Int32Array &blocks, std::int32_t every) {
+                const std::size_t count = rows.shape(1);
+                const auto row = [&](std::size_t index) {
+                    return std::span(rows.data() + index * count, count);
+                };
                 const nb::gil_scoped_release unlocked;
-                return self.prepare({span_of(sequences), span_of(starts), span_of(ends), span_of(keep),
-                                     span_of(grow), span_of(verify), span_of(blocks)},
-                                    every);
+                return self.prepare({row(0), row(1), row(2), row(3), row(4), row(5), span_of(blocks)}, every);
             },
-            nb::arg("sequences"), nb::arg("starts"), nb::arg("ends"), nb::arg("keep"), nb::arg("grow"),
-            nb::arg("verify"), nb::arg("blocks"), nb::arg("every"))
+            nb::arg("segments"), nb::arg("blocks"), nb::arg("every"))
         .def("run_layer", &PatternModel::run_layer, nb::arg("layer"),
              nb::call_guard<nb::gil_scoped_release>());
 }

@@ -50,8 +50,8 @@ def replay(
     nothing can make progress, ``TraceError`` for a bad trace line. Ranks and their memory are gone
     afterwards, whatever happens.
     """
+    require_memory(config)
     manager = CacheManager(config.cache, config.layout)
-    require_memory(config, manager.num_host_blocks)
     spec = WorkerSpec(
         layout=config.layout,
         transfer=config.transfer,

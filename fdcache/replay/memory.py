@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fdcache.errors import ReplayOptionError
+from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.replay.config import ReplayConfig
 from fdcache.settings.machine import memory
 
@@ -28,7 +29,7 @@ def available_bytes() -> int:
     return free if limit is None else min(free, limit)
 
 
-def require_memory(config: ReplayConfig, host_blocks: int) -> None:
+def require_memory(config: ReplayConfig) -> None:
     """Raise ``ReplayOptionError``, naming the option and what would fit, when the tiers do not fit."""
     layout, ranks = config.layout, config.layout.tp_size
     free = available_bytes()
@@ -49,9 +50,10 @@ def require_memory(config: ReplayConfig, host_blocks: int) -> None:
             f"{readable_size(device)} of device blocks, do not fit into the {readable_size(free)} that "
             f"are free; at most {readable_size((free - device) // ranks)} would fit",
         )
-    if config.cache.host_memory and not host_blocks:
+    record_bytes = layout.record_bytes + SLOT_HEADER_BYTES
+    if 0 < config.cache.host_memory < record_bytes:
         raise ReplayOptionError(
             "--host-memory",
-            f"{readable_size(config.cache.host_memory)} hold no block of "
-            f"{readable_size(layout.record_bytes)}; give more, or 0 to do without a host tier",
+            f"{readable_size(config.cache.host_memory)} hold no block of {readable_size(record_bytes)}; "
+            f"give at least {record_bytes} bytes, or 0 to do without a host tier",
         )

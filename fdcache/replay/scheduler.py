@@ -145,7 +145,9 @@ class Scheduler:
         """Match and start waiting requests while there are places, tokens and blocks for them."""
         put_back: list[Job] = []
         while budget > 0 and (self._room_may_have_come or not self.running):
-            batch = self._next_jobs(budget, self._config.concurrency - len(self.running), now)
+            # Matches pin blocks: the first request must not be kept out by what its fellows in the batch pin.
+            places = self._config.concurrency - len(self.running) if self.running else 1
+            batch = self._next_jobs(budget, places, now)
             if not batch:
                 break
             since = self._watch.now()

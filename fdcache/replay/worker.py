@@ -67,7 +67,7 @@ class RankWorker:
         counter = None
         if order.plan is not None:
             counter = self._controller.submit_swap_tasks(order.plan)
-        verified = model.prepare(*order.segments, order.blocks, self._verify_every)
+        verified = model.prepare(order.segments, order.blocks, self._verify_every)
         differing: list[tuple[int, int]] = []
         for layer in range(self._layers):
             if counter is not None:

@@ -34,16 +34,8 @@ class Rig:
         blocks: Sequence[int] = (),
         every: int = 1,
     ) -> list[tuple[int, int]]:
-        self.model.prepare(
-            int32([0]),
-            int32([start]),
-            int32([end]),
-            int32([keep]),
-            int32([len(blocks)]),
-            int32([verify]),
-            int32(blocks),
-            every,
-        )
+        segment = int32([0, start, end, keep, len(blocks), verify]).reshape(6, 1)
+        self.model.prepare(segment, int32(blocks), every)
         return [pair for layer in range(2) for pair in self.model.run_layer(layer)]
 
     def compute(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
