@@ -28,7 +28,8 @@ ROUNDS = 7
 def machine() -> str:
     rows = Path("/proc/cpuinfo").read_text().splitlines()
     models = [row.split(":", 1)[1].strip() for row in rows if row.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    model = models[0] if models else platform.machine()
+    return f"{model}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
 
 
 def rate(nbytes: int, work: Callable[[], object]) -> float:
@@ -59,7 +60,7 @@ def checksum_rates(label: str, size: int) -> None:
     )
 
 
-def swap(purpose: SwapPurpose, device: np.ndarray, host: np.ndarray) -> CacheSwapMetadata:  # type: ignore[type-arg]
+def swap(purpose: SwapPurpose, device: np.ndarray, host: np.ndarray) -> CacheSwapMetadata:
     levels = (CacheLevel.HOST, CacheLevel.DEVICE)
     source, target = (host, device) if purpose is SwapPurpose.LOAD else (device, host)
     if purpose is not SwapPurpose.LOAD:
@@ -115,7 +116,8 @@ def swap_rates(plane_bytes: int, threads: int) -> None:
             rates[direction] = rate(blocks * layout.payload_bytes, run)
     print(
         f"{plane_bytes >> 10:6d} KiB planes, {threads} threads: D2H {rates['D2H']:6.1f} GB/s with checksum   "
-        f"H2D {rates['H2D']:6.1f} GB/s   submission of {blocks} blocks {1e6 * statistics.median(submit):7.0f} us"
+        f"H2D {rates['H2D']:6.1f} GB/s   "
+        f"submission of {blocks} blocks {1e6 * statistics.median(submit):7.0f} us"
     )
 
 
