@@ -1,40 +1,60 @@
-"""KVLayout: what one block is made of, on the device and as a record."""
+"""KVLayout: what one block is made of, on the device and as a record.
+
+A record is a block's bytes outside the device: every plane at a fixed offset, zero bytes between planes and
+up to ``record_bytes``. The record and the fingerprint are written down byte by byte in docs/format.md.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, Required, TypedDict, TypeVar, Unpack
+
+from fdcache.errors import LayoutError, UnsupportedLayoutError
+from fdcache.fingerprint import layout_fingerprint
+from fdcache.planes import KIND_ORDER, PLANE_ALIGNMENT, Plane, PlaneKind, PlaneSpec, require_int, require_text
+
+__all__ = ["PLANE_ALIGNMENT", "RECORD_ALIGNMENT", "KVLayout", "Plane", "PlaneKind", "PlaneSpec"]
+
+RECORD_ALIGNMENT = 4096
+"""A record's size is a multiple of this many bytes."""
+
+_Record = TypeVar("_Record", "Plane", "KVLayout")
 
 
-class PlaneKind(str, Enum):
-    """What a plane holds; the order of members is the order of planes within a layer."""
-
-    KEY = "key"
-    VALUE = "value"
-    KEY_SCALE = "key_scale"
-    VALUE_SCALE = "value_scale"
-    INDEXER = "indexer"
+_SCALES = ((PlaneKind.KEY_SCALE, PlaneKind.KEY), (PlaneKind.VALUE_SCALE, PlaneKind.VALUE))
 
 
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """One layer x kind of a block: ``nbytes`` bytes at ``offset`` of the record.
-
-    On the device a plane is a tensor whose block ``b`` starts at ``b * device_stride`` bytes.
-    """
-
-    layer: int
-    kind: PlaneKind
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    offset: int
-    device_stride: int
+def _align(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
 
 
-@dataclass(frozen=True, slots=True)
+class LayoutOptions(TypedDict, total=False):
+    """What the constructors of ``KVLayout`` have in common; ``build`` has the defaults."""
+
+    model: Required[str]
+    revision: Required[str]
+    num_layers: Required[int]
+    num_draft_layers: int
+    tp_size: int
+    draft_block_ratio: float
+    group: int
+    sliding_window: int | None
+
+
+@dataclass(frozen=True)
 class KVLayout:
-    """Planes of one block on one rank, main layers first, draft layers after them."""
+    """Planes of one block on one rank, main layers first, draft layers after them.
+
+    ``planes`` are ordered by layer, then kind, and lie in the record in that order. ``draft_block_ratio`` is
+    the number of blocks of a draft layer's device plane for each block of a main layer's. ``tp_size`` ranks
+    hold equal layouts. ``group`` is kept for hybrid caches and is 0.
+
+    Raises ``LayoutError`` naming the field, ``UnsupportedLayoutError`` for sliding-window or hybrid groups.
+    """
 
     model: str
     revision: str
@@ -46,3 +66,235 @@ class KVLayout:
     tp_size: int = 1
     draft_block_ratio: float = 1.0
     group: int = 0
+
+    def __post_init__(self) -> None:
+        require_text("model", self.model)
+        require_text("revision", self.revision)
+        require_int("block_size", self.block_size, least=1)
+        require_int("num_layers", self.num_layers, least=1)
+        require_int("num_draft_layers", self.num_draft_layers, least=0)
+        require_int("record_bytes", self.record_bytes, least=1)
+        require_int("tp_size", self.tp_size, least=1)
+        if require_int("group", self.group, least=0):
+            raise UnsupportedLayoutError(f"group {self.group}: hybrid cache groups are not supported; use 0")
+        ratio = self.draft_block_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 <= ratio < math.inf:
+            raise LayoutError(f"draft_block_ratio must be a finite number of at least 1, got {ratio!r}")
+        self._check_planes()
+
+    def _check_planes(self) -> None:
+        if not isinstance(self.planes, tuple) or not all(isinstance(plane, Plane) for plane in self.planes):
+            raise LayoutError("planes must be a tuple of Plane")
+        order = [(plane.layer, KIND_ORDER[plane.kind]) for plane in self.planes]
+        if order != sorted(set(order)):
+            raise LayoutError("planes must be ordered by layer, then kind, each layer and kind once")
+        if order and order[-1][0] >= self.total_layers:
+            raise LayoutError(f"planes name layer {order[-1][0]}, but there are {self.total_layers} layers")
+        for layer in range(self.total_layers):
+            kinds = {plane.kind for plane in self.layer_planes(layer)}
+            if PlaneKind.KEY not in kinds:
+                raise UnsupportedLayoutError(
+                    f"planes: layer {layer} has no key plane; hybrid caches with layers of another sort are "
+                    "not supported"
+                )
+            for scale, scaled in _SCALES:
+                if scale in kinds and scaled not in kinds:
+                    raise LayoutError(
+                        f"planes: layer {layer} has a {scale.value} but no {scaled.value} plane"
+                    )
+        end = 0
+        for plane in self.planes:
+            if plane.offset < end:
+                raise LayoutError(
+                    f"planes: offset {plane.offset} of {plane.kind.value} of layer {plane.layer} overlaps "
+                    f"the plane before it, which ends at {end}"
+                )
+            end = plane.offset + plane.nbytes
+        if self.record_bytes % RECORD_ALIGNMENT or self.record_bytes < end:
+            raise LayoutError(
+                f"record_bytes must be a multiple of {RECORD_ALIGNMENT} and at least {end}, "
+                f"got {self.record_bytes}"
+            )
+
+    @property
+    def total_layers(self) -> int:
+        """Main and draft layers together."""
+        return self.num_layers + self.num_draft_layers
+
+    @property
+    def num_planes(self) -> int:
+        """Planes of all layers."""
+        return len(self.planes)
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of all planes of one block, without padding."""
+        return sum(plane.nbytes for plane in self.planes)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """``payload_bytes`` per token."""
+        return self.payload_bytes / self.block_size
+
+    @cached_property
+    def _planes_by_layer(self) -> dict[int, tuple[Plane, ...]]:
+        layers: dict[int, list[Plane]] = {}
+        for plane in self.planes:
+            layers.setdefault(plane.layer, []).append(plane)
+        return {layer: tuple(planes) for layer, planes in layers.items()}
+
+    def layer_planes(self, layer: int) -> tuple[Plane, ...]:
+        """The planes of a layer, in record order. Raises ``LayoutError`` when there is no such layer."""
+        if not 0 <= layer < self.total_layers:
+            raise LayoutError(f"layer {layer} is not one of the {self.total_layers} layers")
+        return self._planes_by_layer.get(layer, ())
+
+    def is_draft(self, layer: int) -> bool:
+        """Whether a layer is a draft layer."""
+        return layer >= self.num_layers
+
+    def draft_blocks(self, num_blocks: int) -> int:
+        """Blocks of a draft layer's device plane when a main layer's has ``num_blocks``; never fewer."""
+        return int(num_blocks * self.draft_block_ratio)
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """SHA-256 (32 bytes) over what decides a record's content and meaning: the namespace of every key.
+
+        Ranks of one engine share it; device strides and the number of draft blocks are not part of it.
+        """
+        return layout_fingerprint(self)
+
+    def to_json(self) -> str:
+        """The layout as one JSON object, fields as here."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> KVLayout:
+        """The layout that ``to_json`` wrote. Raises ``LayoutError`` for unknown, missing or wrong fields."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise LayoutError(f"layout: not JSON: {error}") from error
+        if isinstance(data, dict) and isinstance(data.get("planes"), list):
+            data["planes"] = tuple(
+                _plane_from(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
+            )
+        return _from_fields(cls, data, "layout")
+
+    @classmethod
+    def build(
+        cls,
+        specs: Sequence[PlaneSpec],
+        *,
+        model: str,
+        revision: str,
+        block_size: int,
+        num_layers: int,
+        num_draft_layers: int = 0,
+        tp_size: int = 1,
+        draft_block_ratio: float = 1.0,
+        group: int = 0,
+        sliding_window: int | None = None,
+    ) -> KVLayout:
+        """A layout whose layers, draft layers too, all have the planes ``specs``, packed on the device."""
+        if sliding_window is not None:
+            raise UnsupportedLayoutError(
+                f"sliding_window {sliding_window}: sliding-window caches are not supported; use None"
+            )
+        layers = require_int("num_layers", num_layers, least=1)
+        layers += require_int("num_draft_layers", num_draft_layers, least=0)
+        planes: list[Plane] = []
+        end = 0
+        for layer in range(layers):
+            for spec in specs:
+                offset = _align(end, PLANE_ALIGNMENT)
+                planes.append(Plane(layer, *spec, spec.nbytes, offset, spec.nbytes))
+                end = offset + spec.nbytes
+        return cls(
+            model=model,
+            revision=revision,
+            block_size=block_size,
+            num_layers=num_layers,
+            num_draft_layers=num_draft_layers,
+            planes=tuple(planes),
+            record_bytes=_align(end, RECORD_ALIGNMENT),
+            tp_size=tp_size,
+            draft_block_ratio=draft_block_ratio,
+            group=group,
+        )
+
+    @classmethod
+    def uniform(
+        cls, *, block_size: int, kv_heads: int, head_dim: int, dtype: str, **options: Unpack[LayoutOptions]
+    ) -> KVLayout:
+        """GQA or MHA: key and value of shape [kv_heads, block_size, head_dim] in every layer.
+
+        ``kv_heads`` are those of one rank. ``options`` are the other arguments of ``build``.
+        """
+        shape = (kv_heads, block_size, head_dim)
+        specs = [PlaneSpec(kind, dtype, shape) for kind in (PlaneKind.KEY, PlaneKind.VALUE)]
+        return cls.build(specs, block_size=block_size, **options)
+
+    @classmethod
+    def mla(
+        cls,
+        *,
+        block_size: int,
+        latent_dim: int,
+        dtype: str,
+        indexer_dim: int = 0,
+        indexer_dtype: str = "uint8",
+        **options: Unpack[LayoutOptions],
+    ) -> KVLayout:
+        """Multi-head latent attention: one key plane [1, block_size, latent_dim] per layer, no value plane.
+
+        ``latent_dim`` is the compressed latent and the rotary part together. A sparse-attention indexer adds
+        a plane [block_size, indexer_dim].
+        """
+        specs = [PlaneSpec(PlaneKind.KEY, dtype, (1, block_size, latent_dim))]
+        if indexer_dim:
+            specs.append(PlaneSpec(PlaneKind.INDEXER, indexer_dtype, (block_size, indexer_dim)))
+        return cls.build(specs, block_size=block_size, **options)
+
+    @classmethod
+    def block_fp8(
+        cls,
+        *,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str = "float8_e4m3fn",
+        **options: Unpack[LayoutOptions],
+    ) -> KVLayout:
+        """Block-wise fp8: as ``uniform``, with a float32 scale [kv_heads, block_size] of key and of value."""
+        if dtype not in {"float8_e4m3fn", "float8_e5m2"}:
+            raise LayoutError(f"dtype {dtype!r} is not an fp8 one; use float8_e4m3fn or float8_e5m2")
+        shape, scales = (kv_heads, block_size, head_dim), (kv_heads, block_size)
+        specs = [
+            PlaneSpec(PlaneKind.KEY, dtype, shape),
+            PlaneSpec(PlaneKind.VALUE, dtype, shape),
+            PlaneSpec(PlaneKind.KEY_SCALE, "float32", scales),
+            PlaneSpec(PlaneKind.VALUE_SCALE, "float32", scales),
+        ]
+        return cls.build(specs, block_size=block_size, **options)
+
+
+def _plane_from(data: Any, where: str) -> Plane:
+    if isinstance(data, dict):
+        if data.get("kind") in [kind.value for kind in PlaneKind]:
+            data["kind"] = PlaneKind(data["kind"])
+        if isinstance(data.get("shape"), list):
+            data["shape"] = tuple(data["shape"])
+    return _from_fields(Plane, data, where)
+
+
+def _from_fields(record: type[_Record], data: Any, where: str) -> _Record:
+    if not isinstance(data, dict):
+        raise LayoutError(f"{where}: must be an object with the fields of {record.__name__}")
+    names = {field.name for field in fields(record)}
+    if missing := sorted(names - data.keys()):
+        raise LayoutError(f"{where}: missing {', '.join(missing)}")
+    if unknown := sorted(data.keys() - names):
+        raise LayoutError(f"{where}: unknown {', '.join(unknown)}")
+    return record(**data)

@@ -132,8 +132,8 @@ class Tier {
     void hold(std::span<const Slot> slots);
     void unhold(std::span<const Slot> slots);
 
-    // Those of `slots` that are READY under the given generation.
-    BlockList describe(std::span<const Slot> slots, std::span<const std::uint32_t> generations) const;
+    // Those of `hashes` that are READY, in the order given.
+    BlockList find(std::span<const Digest> hashes) const;
     // The entries `slots` and all above them, each once, parents first.
     BlockList ancestry(std::span<const Slot> slots) const;
     // The next `count` entries to be evicted, in that order.

@@ -129,7 +129,17 @@ nb::tuple take_events(Tier &tier) {
 }  // namespace
 
 void bind_tier(nb::module_ &module) {
-    nb::exception<StaleLease>(module, "StaleLease");
+    nb::register_exception_translator([](const std::exception_ptr &error, void *) {
+        try {
+            std::rethrow_exception(error);
+        } catch (const StaleLease &stale) {
+            PyErr_SetString(nb::module_::import_("fdcache.errors").attr("StaleLeaseError").ptr(),
+                            stale.what());
+        }
+    });
+    module.attr("SLOT_FREE") = static_cast<int>(SlotState::kFree);
+    module.attr("SLOT_WRITING") = static_cast<int>(SlotState::kWriting);
+    module.attr("SLOT_READY") = static_cast<int>(SlotState::kReady);
     bind_records(module);
     nb::class_<Tier>(module, "Tier")
         .def(nb::init<std::uint32_t>(), nb::arg("slots"))
@@ -180,13 +190,8 @@ void bind_tier(nb::module_ &module) {
             "unhold", [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.unhold(slots_of(slots)); },
             nb::arg("slots"))
         .def(
-            "describe",
-            [](const Tier &tier, const VectorIn<std::int32_t> &slots,
-               const VectorIn<std::uint32_t> &generations) {
-                require_equal(slots.shape(0), generations.shape(0));
-                return tier.describe(slots_of(slots), span_of(generations));
-            },
-            nb::arg("slots"), nb::arg("generations"))
+            "find", [](const Tier &tier, const HashesIn &hashes) { return tier.find(digests_of(hashes)); },
+            nb::arg("hashes"))
         .def(
             "ancestry",
             [](const Tier &tier, const VectorIn<std::int32_t> &slots) {

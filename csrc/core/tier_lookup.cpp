@@ -63,14 +63,11 @@ std::vector<Presence> Tier::contains(std::span<const Digest> hashes) const {
     return presence;
 }
 
-BlockList Tier::describe(std::span<const Slot> slots, std::span<const std::uint32_t> generations) const {
+BlockList Tier::find(std::span<const Digest> hashes) const {
     std::lock_guard lock(mutex_);
     BlockList list;
-    for (std::size_t i = 0; i < slots.size(); ++i) {
-        if (slots[i] >= entries_.size()) continue;
-        const Entry &entry = entries_[slots[i]];
-        if (entry.state == SlotState::kReady && entry.generation == generations[i]) append(list, slots[i]);
-    }
+    for (const Digest &hash : hashes)
+        if (const Slot slot = find_ready(hash); slot != kNoSlot) append(list, slot);
     return list;
 }
 

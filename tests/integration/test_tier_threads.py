@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fdcache import _core
+from fdcache.errors import StaleLeaseError
 from tests.tier_help import (
     ROOT_HASH,
     assert_all_given_back,
@@ -57,7 +58,7 @@ class Crowd:
         mine: list[int] = []
         try:
             return self.use(lease, path, mine, rng)
-        except _core.StaleLease:
+        except StaleLeaseError:
             return "stale"
         finally:
             for slot in mine:

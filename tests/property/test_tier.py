@@ -15,7 +15,9 @@ from hypothesis.stateful import (
 )
 
 from fdcache import _core
-from tests.property.tier_oracle import EVENT_LOST, ROOT, StaleLeaseError, TierOracle
+from fdcache.errors import StaleLeaseError
+from tests.property import tier_oracle as model
+from tests.property.tier_oracle import EVENT_LOST, ROOT, TierOracle
 from tests.tier_help import (
     ROOT_HASH,
     chain,
@@ -35,7 +37,7 @@ PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
 PICK = st.integers(0, 15)
 ANY_SLOTS = st.lists(st.integers(-1, 13), max_size=4)
 RAISED: dict[type[Exception], type[Exception]] = {
-    _core.StaleLease: StaleLeaseError,
+    StaleLeaseError: model.StaleLeaseError,
     IndexError: IndexError,
     ValueError: ValueError,
 }
@@ -53,6 +55,8 @@ class TierHistory(RuleBasedStateMachine):
         self.oracle = TierOracle(size)
         self.tier.record_events(events)
         self.oracle.record_events(events)
+        for _ in range(2):
+            self.open_lease()
 
     def same_error(self, act: Callable[[], Result], expect: Callable[[], object]) -> Result | None:
         """The result of `act`, or nothing when it failed as `expect` did."""
@@ -113,17 +117,13 @@ class TierHistory(RuleBasedStateMachine):
         wanted = [digest(path) for path in paths]
         assert self.tier.contains(hashes(wanted)).tolist() == self.oracle.contains(wanted)
 
-    @rule(wanted=ANY_SLOTS, generation=st.integers(0, 9))
-    def describe(self, wanted: list[int], generation: int) -> None:
-        listed = self.tier.describe(slots(wanted), slots([generation] * len(wanted)).astype("uint32"))
-        expected = [
-            slot
-            for slot in wanted
-            if slot in self.oracle.used
-            and self.oracle.used[slot].ready
-            and self.oracle.used[slot].generation == generation
-        ]
-        assert listed.slots.tolist() == expected
+    @rule(paths=st.lists(PATHS, max_size=6))
+    def find(self, paths: list[Path]) -> None:
+        wanted = [digest(path) for path in paths]
+        found = self.tier.find(hashes(wanted))
+        ready = [slot for h in wanted if (slot := self.oracle.find_ready(h)) is not None]
+        assert found.slots.tolist() == ready
+        assert found.hits.tolist() == [self.oracle.used[slot].hits for slot in ready]
 
     @rule(wanted=st.lists(st.integers(0, 11), max_size=3))
     def ancestry(self, wanted: list[int]) -> None:
@@ -329,10 +329,10 @@ class TierHistory(RuleBasedStateMachine):
         for slot in range(self.oracle.slots):
             node, block = self.tier.node(slot), self.oracle.used.get(slot)
             if block is None:
-                assert (node.state, node.findable, node.pins, node.holds) == (0, False, 0, 0)
+                assert (node.state, node.findable, node.pins, node.holds) == (_core.SLOT_FREE, False, 0, 0)
                 continue
-            assert (node.state == 2, node.findable) == (block.ready, block.hash is not None)
-            assert node.state != 0
+            assert (node.state == _core.SLOT_READY, node.findable) == (block.ready, block.hash is not None)
+            assert node.state != _core.SLOT_FREE
             assert (node.generation, node.holds) == (block.generation, block.holds)
             assert node.pins == self.oracle.pins(slot)
             assert node.children == len(self.oracle.children(slot))

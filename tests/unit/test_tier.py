@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fdcache import _core
+from fdcache.errors import StaleLeaseError
 from tests.tier_help import (
     ROOT_HASH,
     assert_all_given_back,
@@ -59,8 +60,7 @@ class TestSizes:
 
     def test_a_slot_taken_away_and_added_again_never_repeats_a_generation(self, tier: _core.Tier) -> None:
         store(tier, PATH)
-        before = tier.describe(slots([3]), np.array([1], np.uint32))
-        assert before.slots.tolist() == [3]
+        assert [tier.node(slot).generation for slot in range(4)] == [1, 1, 1, 1]
         assert tier.resize(3) == 0
         assert tier.resize(8) == 0
         lease = tier.open_lease()
@@ -95,7 +95,7 @@ class TestLeases:
         lease = tier.open_lease()
         tier.release(lease)
         for stale in (lease, 0, 77):
-            with pytest.raises(_core.StaleLease, match="released"):
+            with pytest.raises(StaleLeaseError, match="released"):
                 tier.reserve(stale, 1)
         assert tier.stats().free == 8
 
@@ -103,11 +103,11 @@ class TestLeases:
         lease = tier.open_lease()
         taken = tier.reserve(lease, 4).slots
         tier.reset()
-        with pytest.raises(_core.StaleLease, match="before a reset"):
+        with pytest.raises(StaleLeaseError, match="before a reset"):
             tier.match(lease, hashes(PATH))
-        with pytest.raises(_core.StaleLease, match="before a reset"):
+        with pytest.raises(StaleLeaseError, match="before a reset"):
             tier.commit(lease, ROOT_HASH, hashes(PATH), taken)
-        with pytest.raises(_core.StaleLease, match="before a reset"):
+        with pytest.raises(StaleLeaseError, match="before a reset"):
             tier.reserve_copies(lease, hashes([ROOT_HASH]), hashes(PATH[:1]))
         assert tier.stats().writing == 4
         assert tier.release(lease)
@@ -414,7 +414,7 @@ class TestEvictionOrder:
         stored = store(tier, PATH)
         tier.contains(hashes(PATH))
         tier.ancestry(slots(stored))
-        tier.describe(slots(stored), np.ones(4, np.uint32))
+        tier.find(hashes(PATH))
         assert eviction_order(tier) == stored[::-1]
 
 
@@ -428,17 +428,18 @@ class TestListings:
         with pytest.raises(IndexError, match="slot 7 is not in use"):
             tier.ancestry(slots([7]))
 
-    def test_describe_leaves_out_what_has_changed_since(self, tier: _core.Tier) -> None:
+    def test_find_lists_the_ready_ones_in_the_order_asked(self, tier: _core.Tier) -> None:
         stored = store(tier, PATH)
-        wanted = slots([*stored, 6, 99, -1])
-        listed = tier.describe(wanted, np.array([1, 2, 1, 1, 1, 1, 1], np.uint32))
-        assert listed.slots.tolist() == [stored[0], stored[2], stored[3]]
+        copy_in(tier, OTHER)
+        found = tier.find(hashes([PATH[2], OTHER[0], PATH[0], chain(7)[0]]))
+        assert found.slots.tolist() == [stored[2], stored[0]]
+        assert hash_list(found.parents) == [PATH[1], ROOT_HASH]
 
     def test_a_node_shows_where_it_stands(self, tier: _core.Tier) -> None:
         stored = store(tier, PATH)
         node = tier.node(stored[1])
         assert (node.slot, node.parent, node.depth, node.children) == (stored[1], stored[0], 1, 1)
-        assert (node.state, node.findable, node.hash, node.hits) == (2, True, PATH[1], 1)
+        assert (node.state, node.findable, node.hash, node.hits) == (_core.SLOT_READY, True, PATH[1], 1)
         assert node.idle_seconds >= 0
         with pytest.raises(IndexError, match="out of range"):
             tier.node(8)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from fdcache import _core
+from fdcache.errors import StaleLeaseError
 from tests.tier_help import (
     assert_all_given_back,
     assert_sound,
@@ -112,7 +113,7 @@ def assert_kept(copy: HeldUpCopy, generations: dict[tuple[int, int], int]) -> No
         assert not set(held) & set(taken.slots.tolist())
         assert not set(held) & set(taken.evicted.slots.tolist())
         for slot in held:
-            assert tier.node(slot).state != 0
+            assert tier.node(slot).state != _core.SLOT_FREE
             assert tier.node(slot).holds == 1
             assert tier.node(slot).generation == generations[index, slot]
         assert_sound(tier)
@@ -160,7 +161,7 @@ class TestHeldUp:
 def test_no_plan_is_made_for_a_request_that_is_gone(operation: Callable[[HeldUpCopy], None]) -> None:
     copy = HeldUpCopy()
     operation(copy)
-    with pytest.raises(_core.StaleLease):
+    with pytest.raises(StaleLeaseError):
         copy.plan()
     copy.release()
     for tier in copy.tiers:
