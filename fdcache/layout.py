@@ -9,23 +9,29 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Required, TypedDict, TypeVar, Unpack
+from typing import Required, TypedDict, Unpack
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
 from fdcache.fingerprint import layout_fingerprint
-from fdcache.planes import KIND_ORDER, PLANE_ALIGNMENT, Plane, PlaneKind, PlaneSpec, require_int, require_text
+from fdcache.planes import (
+    KIND_ORDER,
+    PLANE_ALIGNMENT,
+    SCALES_OF,
+    Plane,
+    PlaneKind,
+    PlaneSpec,
+    from_fields,
+    plane_from_json,
+    require_int,
+    require_text,
+)
 
 __all__ = ["PLANE_ALIGNMENT", "RECORD_ALIGNMENT", "KVLayout", "Plane", "PlaneKind", "PlaneSpec"]
 
 RECORD_ALIGNMENT = 4096
 """A record's size is a multiple of this many bytes."""
-
-_Record = TypeVar("_Record", "Plane", "KVLayout")
-
-
-_SCALES = ((PlaneKind.KEY_SCALE, PlaneKind.KEY), (PlaneKind.VALUE_SCALE, PlaneKind.VALUE))
 
 
 def _align(value: int, alignment: int) -> int:
@@ -97,7 +103,7 @@ class KVLayout:
                     f"planes: layer {layer} has no key plane; hybrid caches with layers of another sort are "
                     "not supported"
                 )
-            for scale, scaled in _SCALES:
+            for scale, scaled in SCALES_OF:
                 if scale in kinds and scaled not in kinds:
                     raise LayoutError(
                         f"planes: layer {layer} has a {scale.value} but no {scaled.value} plane"
@@ -178,9 +184,9 @@ class KVLayout:
             raise LayoutError(f"layout: not JSON: {error}") from error
         if isinstance(data, dict) and isinstance(data.get("planes"), list):
             data["planes"] = tuple(
-                _plane_from(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
+                plane_from_json(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
             )
-        return _from_fields(cls, data, "layout")
+        return from_fields(cls, data, "layout")
 
     @classmethod
     def build(
@@ -278,23 +284,3 @@ class KVLayout:
             PlaneSpec(PlaneKind.VALUE_SCALE, "float32", scales),
         ]
         return cls.build(specs, block_size=block_size, **options)
-
-
-def _plane_from(data: Any, where: str) -> Plane:
-    if isinstance(data, dict):
-        if data.get("kind") in [kind.value for kind in PlaneKind]:
-            data["kind"] = PlaneKind(data["kind"])
-        if isinstance(data.get("shape"), list):
-            data["shape"] = tuple(data["shape"])
-    return _from_fields(Plane, data, where)
-
-
-def _from_fields(record: type[_Record], data: Any, where: str) -> _Record:
-    if not isinstance(data, dict):
-        raise LayoutError(f"{where}: must be an object with the fields of {record.__name__}")
-    names = {field.name for field in fields(record)}
-    if missing := sorted(names - data.keys()):
-        raise LayoutError(f"{where}: missing {', '.join(missing)}")
-    if unknown := sorted(data.keys() - names):
-        raise LayoutError(f"{where}: unknown {', '.join(unknown)}")
-    return record(**data)

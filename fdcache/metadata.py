@@ -6,7 +6,7 @@ Plans and reports are plain data: they hold no handle, pointer or lock, pickle a
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ SLOT_HEADER_BYTES = 128
 """Bytes of the header that stands beside each record."""
 
 
-class CacheLevel(str, Enum):
+class CacheLevel(StrEnum):
     """A tier."""
 
     DEVICE = "device"
@@ -31,7 +31,7 @@ class CacheLevel(str, Enum):
     STORAGE = "storage"
 
 
-class CacheStatus(str, Enum):
+class CacheStatus(StrEnum):
     """Where one block is, or is going."""
 
     DEVICE = "device"
@@ -40,7 +40,7 @@ class CacheStatus(str, Enum):
     SWAP_TO_DEVICE = "swap_to_device"
 
 
-class TransferStatus(str, Enum):
+class TransferStatus(StrEnum):
     """How far a transfer has come."""
 
     PENDING = "pending"
@@ -50,7 +50,7 @@ class TransferStatus(str, Enum):
     CANCELLED = "cancelled"
 
 
-class SwapPurpose(str, Enum):
+class SwapPurpose(StrEnum):
     """Why blocks are copied; loads go first, backups last."""
 
     LOAD = "load"

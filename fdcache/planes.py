@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fdcache.errors import LayoutError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 PLANE_ALIGNMENT = 128
 """Every plane of a record starts at a multiple of this many bytes."""
@@ -24,6 +27,9 @@ DTYPE_BYTES = {
 """Bytes of one element, by dtype name."""
 
 
+_Record = TypeVar("_Record", bound="DataclassInstance")
+
+
 class PlaneKind(StrEnum):
     """What a plane holds; the order of members is the order of planes within a layer."""
 
@@ -35,6 +41,9 @@ class PlaneKind(StrEnum):
 
 
 KIND_ORDER = {kind: position for position, kind in enumerate(PlaneKind)}
+
+SCALES_OF = ((PlaneKind.KEY_SCALE, PlaneKind.KEY), (PlaneKind.VALUE_SCALE, PlaneKind.VALUE))
+"""Each kind of scale and the kind that it scales."""
 
 
 class PlaneSpec(NamedTuple):
@@ -109,3 +118,25 @@ def require_text(name: str, value: object) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise LayoutError(f"{name} must be text that UTF-8 can encode, got {value!r}") from error
+
+
+def plane_from_json(data: Any, where: str) -> Plane:
+    """The plane that a JSON object describes. Raises ``LayoutError``, saying ``where`` it stands."""
+    if isinstance(data, dict):
+        if data.get("kind") in [kind.value for kind in PlaneKind]:
+            data["kind"] = PlaneKind(data["kind"])
+        if isinstance(data.get("shape"), list):
+            data["shape"] = tuple(data["shape"])
+    return from_fields(Plane, data, where)
+
+
+def from_fields(record: type[_Record], data: Any, where: str) -> _Record:
+    """A record made from exactly its fields. Raises ``LayoutError`` for unknown or missing ones."""
+    if not isinstance(data, dict):
+        raise LayoutError(f"{where}: must be an object with the fields of {record.__name__}")
+    names = {field.name for field in fields(record)}
+    if missing := sorted(names - data.keys()):
+        raise LayoutError(f"{where}: missing {', '.join(missing)}")
+    if unknown := sorted(data.keys() - names):
+        raise LayoutError(f"{where}: unknown {', '.join(unknown)}")
+    return record(**data)

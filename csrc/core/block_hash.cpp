@@ -102,9 +102,9 @@ BlockChain::BlockChain(std::int64_t block_size, const Digest &parent, std::int64
     if (block_size < 1 || block_size > std::numeric_limits<std::int32_t>::max())
         throw HashingError("block_size must be at least 1 and below 2**31, got " +
                            std::to_string(block_size));
-    if (start < 0 || start % block_size != 0)
-        throw HashingError("start must be a multiple of block_size " + std::to_string(block_size) + ", got " +
-                           std::to_string(start));
+    if (start < 0 || start >= std::int64_t{1} << 62 || start % block_size != 0)
+        throw HashingError("start must be a multiple of block_size " + std::to_string(block_size) +
+                           " and below 2**62, got " + std::to_string(start));
 }
 
 void BlockChain::extend(const std::int32_t *tokens, std::span<Digest> out) {

@@ -125,7 +125,7 @@ void bind_token_blocks(nb::module_ &module) {
                 new (self) TokenBlocks(block_size, digest_of("root", root), extra_keys);
             },
             "block_size"_a, "root"_a, "extra_keys"_a)
-        .def("append", &append, "tokens"_a)
+        .def("append", &append, "tokens"_a.none())
         .def("__len__", [](const TokenBlocks &self) { return self.tokens().size(); })
         .def_prop_ro("block_size", &TokenBlocks::block_size)
         .def_prop_ro("num_tokens", [](const TokenBlocks &self) { return self.tokens().size(); })
@@ -173,8 +173,8 @@ void bind_hashing(nb::module_ &module) {
         },
         "fingerprint"_a, "tenant"_a.none());
     bind_extra_keys(module);
-    module.def("hash_blocks", &hash_blocks, "tokens"_a, "block_size"_a, "parent"_a, "start"_a, "extra_keys"_a,
-               "backend"_a.none() = nb::none());
+    module.def("hash_blocks", &hash_blocks, "tokens"_a.none(), "block_size"_a, "parent"_a, "start"_a,
+               "extra_keys"_a, "backend"_a.none() = nb::none());
     bind_token_blocks(module);
 }
 

@@ -70,19 +70,26 @@ FDCACHE_INLINE void compress_lanes(State *states, const std::uint8_t *data, std:
             for (std::size_t lane = 0; lane < Lanes; ++lane) variables[v][lane] = states[lane][v];
     }
     auto [a, b, c, d, e, f, g, h] = variables;
-#pragma GCC unroll 64
-    for (int t = 0; t < 64; ++t) {
-        Word &w = schedule[t & 15];
-        if (t >= 16) {
-            const Word w15 = schedule[(t - 15) & 15], w2 = schedule[(t - 2) & 15];
-            w += (rotate_right(w15, 7) ^ rotate_right(w15, 18) ^ (w15 >> 3)) + schedule[(t - 7) & 15] +
-                 (rotate_right(w2, 17) ^ rotate_right(w2, 19) ^ (w2 >> 10));
+    // Sixteen rounds a turn: all 64 unrolled are too much code to stay beside a caller's other loops.
+#pragma GCC unroll 1
+    for (int turn = 0; turn < 64; turn += 16) {
+        if (turn > 0) {
+#pragma GCC unroll 16
+            for (int t = 0; t < 16; ++t) {
+                const Word w15 = schedule[(t + 1) & 15], w2 = schedule[(t + 14) & 15];
+                schedule[t] += (rotate_right(w15, 7) ^ rotate_right(w15, 18) ^ (w15 >> 3)) +
+                               schedule[(t + 9) & 15] +
+                               (rotate_right(w2, 17) ^ rotate_right(w2, 19) ^ (w2 >> 10));
+            }
         }
-        const Word t1 = h + (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25)) +
-                        (g ^ (e & (f ^ g))) + round_constants[t] + w;
-        const Word t2 =
-            (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22)) + ((a & b) | (c & (a | b)));
-        h = g, g = f, f = e, e = d + t1, d = c, c = b, b = a, a = t1 + t2;
+#pragma GCC unroll 16
+        for (int t = 0; t < 16; ++t) {
+            const Word t1 = h + (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25)) +
+                            (g ^ (e & (f ^ g))) + round_constants[turn + t] + schedule[t];
+            const Word t2 =
+                (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22)) + ((a & b) | (c & (a | b)));
+            h = g, g = f, f = e, e = d + t1, d = c, c = b, b = a, a = t1 + t2;
+        }
     }
     const Word result[8] = {a, b, c, d, e, f, g, h};
     for (int v = 0; v < 8; ++v) {

@@ -100,11 +100,14 @@ std::int32_t token_from(PyObject *value, Py_ssize_t position) {
 }
 
 void read_tokens(nb::handle tokens, const Allocate &allocate) {
-    if (PyList_Check(tokens.ptr()) || PyTuple_Check(tokens.ptr()))
-        return read_sequence(nb::borrow(tokens), allocate);
+    if (PyList_Check(tokens.ptr())) return read_sequence(nb::borrow(tokens), allocate);
     if (PyObject_CheckBuffer(tokens.ptr())) return read_buffer(tokens, allocate);
-    throw HashingError("tokens must be an int32 or int64 array or a list of int, got " +
-                       std::string(nb::type_name(tokens.type()).c_str()));
+    if (!PySequence_Check(tokens.ptr()) || PyUnicode_Check(tokens.ptr()))
+        throw HashingError("tokens must be an int32 or int64 array or a sequence of int, got " +
+                           std::string(nb::type_name(tokens.type()).c_str()));
+    const nb::object sequence = nb::steal(PySequence_Fast(tokens.ptr(), "tokens must be a sequence of int"));
+    if (!sequence.is_valid()) nb::raise_python_error();
+    read_sequence(sequence, allocate);
 }
 
 }  // namespace fdcache

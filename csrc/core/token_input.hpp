@@ -1,4 +1,4 @@
-// Tokens as Python gives them: an int, a list or tuple of them, or an int32 or int64 buffer.
+// Tokens as Python gives them: an int, a sequence of ints, or a one-dimensional int32 or int64 buffer.
 #pragma once
 
 #include <nanobind/nanobind.h>

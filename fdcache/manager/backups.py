@@ -128,7 +128,9 @@ class BackupPlanner:
         own = {row.tobytes() for row in blocks.hashes}
         covered = self._host.contains(blocks.parents) != _ABSENT
         missing = [
-            i for i in np.flatnonzero(~covered).tolist() if (p := blocks.parents[i].tobytes()) not in own and any(p)
+            i
+            for i in np.flatnonzero(~covered).tolist()
+            if (p := blocks.parents[i].tobytes()) not in own and any(p)
         ]
         if not missing:
             return blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from enum import Enum
+from enum import StrEnum
 from threading import RLock
 
 from fdcache.errors import ConfigurationError, RequestStateError
@@ -22,7 +22,7 @@ from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import BlockPool
 
 
-class ManagerState(str, Enum):
+class ManagerState(StrEnum):
     """Whether the manager plans anything new."""
 
     RUNNING = "running"
@@ -160,7 +160,9 @@ class CacheManager:
     def worker_lost(self, rank: int) -> list[LoadOutcome]:
         """A rank's process is proved gone, and its part of every block with it: both tiers are reset."""
         with self._lock:
-            outcomes = [outcome for flight in self._ledger.lose_rank(rank) for outcome in self._settle(flight)]
+            outcomes = [
+                outcome for flight in self._ledger.lose_rank(rank) for outcome in self._settle(flight)
+            ]
             self.reset_cache()
             return outcomes
 
@@ -222,7 +224,9 @@ class CacheManager:
             return CacheStats(
                 device=TierUsage.of(self._device),
                 host=TierUsage.of(self._host) if self._host else None,
-                counters=Counters(**{name: getattr(self._counters, name) for name in Counters.__struct_fields__}),
+                counters=Counters(
+                    **{name: getattr(self._counters, name) for name in Counters.__struct_fields__}
+                ),
                 live_requests=len(self._requests.live),
                 plans_in_flight=len(self._ledger),
                 queued_backups=self._backups.queued if self._backups else 0,

@@ -133,12 +133,16 @@ class InFlightPlan:
         """Count one rank's report. Raises ``PlanError`` when it does not fit the plan."""
         expected = [(swap.purpose, len(swap)) for swap in self.plan.swaps()]
         if [result.purpose for result in report.results] != [purpose for purpose, _ in expected]:
-            raise PlanError(f"report of plan {report.plan_id} by rank {report.rank} has other transfers than the plan")
-        for result, (purpose, size) in zip(report.results, expected, strict=True):
+            raise PlanError(
+                f"report of plan {report.plan_id} by rank {report.rank} has other transfers than the plan"
+            )
+        for result, (_, size) in zip(report.results, expected, strict=True):
             if len(result.failed) and not 0 <= int(result.failed.min()) <= int(result.failed.max()) < size:
                 raise PlanError(f"report of plan {report.plan_id}: failed positions must be below {size}")
             if len(result.checksums) not in (0, size):
-                raise PlanError(f"report of plan {report.plan_id}: {len(result.checksums)} checksums for {size} blocks")
+                raise PlanError(
+                    f"report of plan {report.plan_id}: {len(result.checksums)} checksums for {size} blocks"
+                )
         for result in report.results:
             self.copied[result.purpose][result.failed] = False
             if report.rank == 0:
@@ -175,7 +179,9 @@ class PlanLedger:
     def expects(self, report: TransferReport) -> bool:
         """Whether this rank's report of this plan is still out."""
         if report.rank not in self._ranks:
-            raise PlanError(f"report of plan {report.plan_id}: rank {report.rank} is not below {len(self._ranks)}")
+            raise PlanError(
+                f"report of plan {report.plan_id}: rank {report.rank} is not below {len(self._ranks)}"
+            )
         flight = self._plans.get(report.plan_id)
         return flight is not None and report.rank in flight.waiting_for
 

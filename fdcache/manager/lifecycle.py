@@ -159,13 +159,20 @@ class RequestLifecycle:
             return Allocation(request.request_id, _NO_BLOCKS, AllocationFailure.NO_BLOCKS, missing)
         if not request._counted:
             self._count_hits(request)
-        if request._host_run:
-            self._plan_loads(request, request._host_run)
+        # Copies out hold blocks that were evictable, so every slot is taken before the first of them is planned.
+        evicted = [self._plan_loads(request, request._host_run)] if request._host_run else []
         fresh = before + wanted - len(request._table)
         if fresh:
             taken = self._device.reserve(request._lease, fresh)
+            if taken.missing:
+                raise IntegrityError(
+                    f"request {request.request_id!r}: {taken.missing} available blocks are gone"
+                )
             request._table.extend(taken.slots)
-            self._copy_out(taken.evicted)
+            evicted.append(taken.evicted)
+        if self._backups:
+            for dropped in evicted:
+                self._backups.on_evict(dropped, self.plan)
         return Allocation(request.request_id, request._table.slots[before:])
 
     def _count_hits(self, request: Request) -> None:
@@ -193,25 +200,26 @@ class RequestLifecycle:
             request._host_run = run.without(len(found)) if len(found) < len(run) else None
         return not found.pending
 
-    def _plan_loads(self, request: Request, run: HostRun) -> None:
+    def _plan_loads(self, request: Request, run: HostRun) -> BlockList:
+        """Reserve device blocks for the run and plan its copies; returns what was evicted for them."""
         assert self._host and request._blocks
         stop = run.start + len(run)
         hashes = request._blocks.hashes
-        source = Blocks(run.slots, run.generations, hashes[run.start : stop], parents_of(hashes, run.start, stop))
+        source = Blocks(
+            run.slots, run.generations, hashes[run.start : stop], parents_of(hashes, run.start, stop)
+        )
         taken = self._device.reserve_copies(request._lease, source.parents, source.hashes)
         if len(taken) != len(run):
-            raise IntegrityError(f"request {request.request_id!r}: {len(run)} loads got {len(taken)} device blocks")
+            raise IntegrityError(
+                f"request {request.request_id!r}: {len(run)} loads got {len(taken)} device blocks"
+            )
         self._host.hold(run.slots)
         self._drop_host_run(request)
-        self._copy_out(taken.evicted)
         offset = self.plan.add(SwapPurpose.LOAD, source, taken.slots, taken.generations)
         self.plan.loads.append(LoadRange(request, request._incarnation, offset, len(run), run.start))
         request._loading = True
         request._table.extend(taken.slots)
-
-    def _copy_out(self, evicted: BlockList) -> None:
-        if self._backups and len(evicted):
-            self._backups.on_evict(evicted, self.plan)
+        return taken.evicted
 
     def _drop_host_run(self, request: Request) -> None:
         request._host_run = None
@@ -236,7 +244,9 @@ class RequestLifecycle:
             return
         hashes = request._blocks.hashes
         parent = hashes[start - 1].tobytes() if start else ROOT
-        status = self._device.commit(request._lease, parent, hashes[start:stop], request._table.slots[start:stop])
+        status = self._device.commit(
+            request._lease, parent, hashes[start:stop], request._table.slots[start:stop]
+        )
         request._committed_blocks = start + len(status)
         if self._backups and len(status):
             self._backups.on_commit(hashes[start : start + len(status)][status == _STORED])
@@ -259,8 +269,11 @@ class RequestLifecycle:
         request._committed_blocks += good
         if good < load.count:
             request._reported_tokens = 0
+            request.num_cached_tokens = request._committed_blocks * self._block_size
             self._counters.loads_failed += 1
-            return self._outcome(load, LoadStatus.FAILED, good, "; ".join(flight.errors) or "the cache was reset")
+            return self._outcome(
+                load, LoadStatus.FAILED, good, "; ".join(flight.errors) or "the cache was reset"
+            )
         self._counters.loads_confirmed += 1
         if request._publishes:
             self._publish(request)

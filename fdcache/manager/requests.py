@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fdcache.hashing import TokenBlocks, MultimodalItem, Tokens, root_hash
+from fdcache.hashing import MultimodalItem, TokenBlocks, Tokens, root_hash
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from fdcache.metadata import Int32Array
 
 
-class MatchStatus(str, Enum):
+class MatchStatus(StrEnum):
     """What became of a look-up."""
 
     MATCHED = "matched"
@@ -36,7 +36,7 @@ class MatchResult:
         return self.num_device_blocks + self.num_host_blocks + self.num_storage_blocks
 
 
-class AllocationFailure(str, Enum):
+class AllocationFailure(StrEnum):
     """Why a request got no blocks."""
 
     NO_BLOCKS = "no_blocks"
@@ -64,7 +64,7 @@ class Allocation:
         return self.failure is None
 
 
-class LoadStatus(str, Enum):
+class LoadStatus(StrEnum):
     """What became of the blocks that a request loads."""
 
     CONFIRMED = "confirmed"

@@ -12,4 +12,6 @@ class TransferSettings(BaseModel):
     group_layers: int = Field(default=4, ge=1, description="Layers in each later group of a load.")
     copy_threads: int = Field(default=1, ge=1, le=64, description="CPU copy threads per direction.")
     layer_timeout: float = Field(default=30.0, gt=0, description="Seconds wait_for_layer waits by default.")
-    drain_timeout: float = Field(default=30.0, gt=0, description="Seconds shutdown waits for copies in flight.")
+    drain_timeout: float = Field(
+        default=30.0, gt=0, description="Seconds shutdown waits for copies in flight."
+    )

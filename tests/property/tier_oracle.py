@@ -7,6 +7,8 @@ that the choice was allowed, and goes on from there.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fdcache.errors import StaleLeaseError
+
 ROOT = -1
 ROOT_HASH = bytes(32)
 
@@ -15,10 +17,6 @@ STORED, DUPLICATE = range(2)
 EVENT_STORED, EVENT_REMOVED, EVENT_CLEARED, EVENT_LOST = range(4)
 
 Event = tuple[int, bytes, bytes]
-
-
-class StaleLeaseError(Exception):
-    """The lease is unknown, was released, or is from before a reset."""
 
 
 @dataclass

@@ -60,7 +60,8 @@ class TestSizes:
 
     def test_a_slot_taken_away_and_added_again_never_repeats_a_generation(self, tier: _core.Tier) -> None:
         store(tier, PATH)
-        assert [tier.node(slot).generation for slot in range(4)] == [1, 1, 1, 1]
+        before = tier.find(hashes(PATH[3:4]))
+        assert (before.slots.tolist(), before.generations.tolist()) == ([3], [1])
         assert tier.resize(3) == 0
         assert tier.resize(8) == 0
         lease = tier.open_lease()
@@ -428,12 +429,13 @@ class TestListings:
         with pytest.raises(IndexError, match="slot 7 is not in use"):
             tier.ancestry(slots([7]))
 
-    def test_find_lists_the_ready_ones_in_the_order_asked(self, tier: _core.Tier) -> None:
+    def test_find_lists_what_is_ready_in_the_order_asked(self, tier: _core.Tier) -> None:
         stored = store(tier, PATH)
-        copy_in(tier, OTHER)
-        found = tier.find(hashes([PATH[2], OTHER[0], PATH[0], chain(7)[0]]))
-        assert found.slots.tolist() == [stored[2], stored[0]]
-        assert hash_list(found.parents) == [PATH[1], ROOT_HASH]
+        taken = tier.reserve_copies(0, hashes([ROOT_HASH]), hashes(OTHER[:1]))
+        assert len(taken) == 1
+        listed = tier.find(hashes([PATH[2], OTHER[0], PATH[0], OTHER[1]]))
+        assert listed.slots.tolist() == [stored[2], stored[0]]
+        assert hash_list(listed.parents) == [PATH[1], ROOT_HASH]
 
     def test_a_node_shows_where_it_stands(self, tier: _core.Tier) -> None:
         stored = store(tier, PATH)

@@ -1,0 +1,219 @@
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fdcache import _core
+from fdcache.hashing import (
+    MultimodalItem,
+    TokenBlocks,
+    get_block_hash_extra_keys,
+    hash_blocks,
+    root_hash,
+)
+from fdcache.metadata import HashArray
+from tests.format_oracle import Item, doc_vectors, oracle_hashes, oracle_root
+
+BACKENDS = _core.sha_backends()
+
+# FIPS 180-4 example messages and those of the NIST test suite's long form.
+NIST = [
+    (b"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"),
+    (b"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
+    (
+        b"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
+        "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1",
+    ),
+    (
+        b"abcdefghbcdefghicdefghijdefghijkefghijklfghijklmghijklmn"
+        b"hijklmnoijklmnopjklmnopqklmnopqrlmnopqrsmnopqrstnopqrstu",
+        "cf5b16a778af8380036ce59e7b0492370b249b11e8f07a51afac45037afee9d1",
+    ),
+    (b"a" * 1_000_000, "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"),
+]
+
+digests = st.binary(min_size=32, max_size=32)
+token_ids = st.integers(-(2**31), 2**31 - 1)
+block_sizes = st.one_of(st.integers(1, 40), st.sampled_from([16, 32, 48, 64]))
+keys: st.SearchStrategy[str | bytes] = st.one_of(
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=70), st.binary(min_size=1, max_size=40)
+)
+optional_names = st.none() | st.text(st.characters(codec="utf-8"), max_size=30)
+
+
+@st.composite
+def item_lists(draw: st.DrawFn) -> list[Item]:
+    items: list[Item] = []
+    end = 0
+    for gap, length, key in draw(
+        st.lists(st.tuples(st.integers(0, 20), st.integers(1, 60), keys), max_size=6)
+    ):
+        items.append((end + gap, length, key))
+        end += gap + length
+    return items
+
+
+def as_items(items: list[Item]) -> list[MultimodalItem]:
+    return [MultimodalItem(*item) for item in items]
+
+
+def rows(hashes: HashArray) -> list[bytes]:
+    return [row.tobytes() for row in hashes]
+
+
+def test_the_portable_backend_is_always_there_and_last() -> None:
+    assert BACKENDS[-1] == "portable"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("message", "expected"), NIST, ids=lambda value: str(len(value)))
+def test_standard_vectors(backend: str, message: bytes, expected: str) -> None:
+    assert _core.sha256(message, backend).hex() == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(message=st.binary(max_size=400))
+def test_sha256_is_hashlibs(backend: str, message: bytes) -> None:
+    assert _core.sha256(message, backend) == hashlib.sha256(message).digest()
+
+
+@pytest.mark.parametrize("vector", doc_vectors("hashes"), ids=lambda vector: vector["name"])
+def test_documented_vectors(vector: dict[str, Any]) -> None:
+    fingerprint, tenant, adapter_id = (
+        bytes.fromhex(vector["fingerprint"]),
+        vector["tenant"],
+        vector["adapter_id"],
+    )
+    items: list[Item] = [
+        (item["offset"], item["length"], item["text"] if "text" in item else bytes.fromhex(item["bytes"]))
+        for item in vector["multimodal"]
+    ]
+    tokens, block_size = vector["tokens"], vector["block_size"]
+    root, expected = bytes.fromhex(vector["root"]), [bytes.fromhex(row) for row in vector["hashes"]]
+    assert oracle_root(fingerprint, tenant) == root == root_hash(fingerprint, tenant)
+    assert oracle_hashes(tokens, block_size, root, adapter_id=adapter_id, items=items) == expected
+    options: dict[str, Any] = {"adapter_id": adapter_id, "multimodal": as_items(items)}
+    assert rows(hash_blocks(tokens, block_size, parent=root, **options)) == expected
+
+
+@given(fingerprint=digests, tenant=optional_names)
+def test_roots_are_the_oracles(fingerprint: bytes, tenant: str | None) -> None:
+    assert root_hash(fingerprint, tenant) == oracle_root(fingerprint, tenant)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    tokens=st.lists(token_ids, max_size=20),
+    repeat=st.integers(1, 60),
+    block_size=block_sizes,
+    parent=digests,
+)
+def test_hashes_without_extra_keys_are_the_oracles(
+    backend: str, tokens: list[int], repeat: int, block_size: int, parent: bytes
+) -> None:
+    tokens = tokens * repeat
+    none = _core.ExtraKeys(None, [])
+    hashes = _core.hash_blocks(tokens, block_size, parent, 0, none, backend)
+    assert rows(hashes) == oracle_hashes(tokens, block_size, parent)
+
+
+@given(
+    tokens=st.lists(token_ids, max_size=120),
+    block_size=block_sizes,
+    parent=digests,
+    start_block=st.integers(0, 4),
+    adapter_id=optional_names,
+    items=item_lists(),
+)
+def test_hashes_with_extra_keys_are_the_oracles(
+    *,
+    tokens: list[int],
+    block_size: int,
+    parent: bytes,
+    start_block: int,
+    adapter_id: str | None,
+    items: list[Item],
+) -> None:
+    start = start_block * block_size
+    hashes = hash_blocks(
+        tokens, block_size, parent=parent, start=start, adapter_id=adapter_id, multimodal=as_items(items)
+    )
+    assert rows(hashes) == oracle_hashes(
+        tokens, block_size, parent, start=start, adapter_id=adapter_id, items=items
+    )
+
+
+@given(
+    pieces=st.lists(st.lists(token_ids, max_size=50), max_size=8),
+    block_size=block_sizes,
+    root=digests,
+    adapter_id=optional_names,
+    items=item_lists(),
+    as_array=st.booleans(),
+)
+def test_a_growing_request_has_the_hashes_of_the_whole(
+    *,
+    pieces: list[list[int]],
+    block_size: int,
+    root: bytes,
+    adapter_id: str | None,
+    items: list[Item],
+    as_array: bool,
+) -> None:
+    blocks = TokenBlocks(block_size, root, adapter_id=adapter_id, multimodal=as_items(items))
+    tokens: list[int] = []
+    for piece in pieces:
+        if len(piece) == 1:
+            blocks.append(piece[0])
+        else:
+            blocks.append(np.array(piece, np.int32) if as_array else piece)
+        tokens += piece
+        assert blocks.tokens.tolist() == tokens
+        assert blocks.num_blocks == len(tokens) // block_size
+    assert rows(blocks.hashes) == oracle_hashes(tokens, block_size, root, adapter_id=adapter_id, items=items)
+
+
+@given(
+    tokens=st.lists(token_ids, min_size=8, max_size=200),
+    block_size=st.integers(1, 20),
+    root=digests,
+    items=item_lists(),
+    data=st.data(),
+)
+def test_hashing_continues_from_any_block(
+    tokens: list[int], block_size: int, root: bytes, items: list[Item], data: st.DataObject
+) -> None:
+    whole = hash_blocks(tokens, block_size, parent=root, multimodal=as_items(items))
+    done = data.draw(st.integers(0, len(whole)), label="blocks hashed before")
+    parent = whole[done - 1].tobytes() if done else root
+    start = done * block_size
+    rest = hash_blocks(tokens[start:], block_size, parent=parent, start=start, multimodal=as_items(items))
+    assert np.array_equal(rest, whole[done:])
+
+
+@given(items=item_lists(), block_size=st.integers(1, 40), blocks=st.integers(1, 12))
+def test_the_running_index_loses_no_item(items: list[Item], block_size: int, blocks: int) -> None:
+    index = 0
+    for start in range(0, blocks * block_size, block_size):
+        end = start + block_size
+        index, found = get_block_hash_extra_keys(as_items(items), start, end, index)
+        assert found == [key for offset, length, key in items if offset < end and offset + length > start]
+        assert 0 <= index < max(1, len(items))
+
+
+@given(
+    block_size=st.integers(1, 12),
+    tokens=st.lists(st.integers(0, 3), min_size=24, max_size=24),
+    position=st.integers(0, 23),
+)
+def test_one_token_changes_its_block_and_all_after_it(
+    block_size: int, tokens: list[int], position: int
+) -> None:
+    other = tokens.copy()
+    other[position] += 1
+    before, after = (rows(hash_blocks(t, block_size, parent=bytes(32))) for t in (tokens, other))
+    changed = [a != b for a, b in zip(before, after, strict=True)]
+    assert changed == [i >= position // block_size for i in range(len(before))]
