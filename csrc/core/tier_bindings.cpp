@@ -133,7 +133,8 @@ void bind_tier(nb::module_ &module) {
         try {
             std::rethrow_exception(error);
         } catch (const StaleLease &stale) {
-            PyErr_SetString(nb::module_::import_("fdcache.errors").attr("StaleLeaseError").ptr(), stale.what());
+            PyErr_SetString(nb::module_::import_("fdcache.errors").attr("StaleLeaseError").ptr(),
+                            stale.what());
         }
     });
     module.attr("SLOT_FREE") = static_cast<int>(SlotState::kFree);
