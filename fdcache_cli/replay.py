@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ from fdcache.replay.plot import require_plotting, write_plot
 from fdcache.replay.report import Report
 from fdcache.replay.trace import read_trace
 from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.settings import Settings, SettingsError
 from fdcache.settings.cache import EvictionPolicy, WritePolicy
 from fdcache.settings.parsing import parse_size
 from fdcache_cli import errors
@@ -39,7 +40,7 @@ def _size(text: str) -> int:
 
 Trace = Annotated[
     Path | None,
-    typer.Argument(metavar="[TRACE]", help="Mooncake JSONL file; without it a workload is generated."),
+    typer.Argument(metavar="TRACE", help="Mooncake JSONL file; without it a workload is generated."),
 ]
 Requests = Annotated[
     int | None,
@@ -123,15 +124,15 @@ def replay(
     Ends with status 1 when a block was corrupt or anything leaked, and with 130 after Ctrl-C, which stops the
     run and still prints the report of what was done by then.
     """
-    settings = load_settings(
+    settings = _settings(
         {
-            "FDCACHE_DEVICE_BLOCKS": device_blocks,
-            "FDCACHE_BLOCK_SIZE": block_size,
-            "FDCACHE_HOST_MEMORY": host_memory,
-            "FDCACHE_RANKS": ranks,
-            "FDCACHE_WRITE_POLICY": write_policy,
-            "FDCACHE_WRITE_THROUGH_THRESHOLD": write_through_threshold,
-            "FDCACHE_EVICTION": eviction,
+            "--device-blocks": device_blocks,
+            "--block-size": block_size,
+            "--host-memory": host_memory,
+            "--ranks": ranks,
+            "--write-policy": write_policy,
+            "--write-through-threshold": write_through_threshold,
+            "--eviction": eviction,
         }
     )
     shape = Shape(layout, layers, draft_layers, kv_heads, head_dim, dtype)
@@ -161,6 +162,24 @@ def replay(
     if plot is not None:
         write_plot(report, plot)
     sys.exit(_status(report))
+
+
+def _settings(options: Mapping[str, object]) -> Settings:
+    """The settings in force; what is wrong with an option is said in terms of options."""
+    names = {f"FDCACHE_{option[2:].replace('-', '_').upper()}": option for option in options}
+    try:
+        return load_settings({name: options[option] for name, option in names.items()})
+    except SettingsError as error:
+        concerned = {name for problem in error.problems for name in problem.variables}
+        given = [
+            option for name, option in names.items() if name in concerned and options[option] is not None
+        ]
+        if not given:
+            raise
+        text = str(error)
+        for name, option in names.items():
+            text = text.replace(name, option)
+        raise typer.BadParameter(text, param_hint=given[0]) from error
 
 
 def _run(items: Iterator[WorkItem], config: ReplayConfig, total: int | None) -> Report:

@@ -49,6 +49,8 @@ class TierHistory(RuleBasedStateMachine):
         self.oracle = TierOracle(size)
         self.tier.record_events(events)
         self.oracle.record_events(events)
+        for _ in range(2):
+            self.open_lease()
 
     def same_error(self, act: Callable[[], Result], expect: Callable[[], object]) -> Result | None:
         """The result of `act`, or nothing when it failed as `expect` did."""
@@ -319,10 +321,10 @@ class TierHistory(RuleBasedStateMachine):
         for slot in range(self.oracle.slots):
             node, block = self.tier.node(slot), self.oracle.used.get(slot)
             if block is None:
-                assert (node.state, node.findable, node.pins, node.holds) == (0, False, 0, 0)
+                assert (node.state, node.findable, node.pins, node.holds) == (_core.SLOT_FREE, False, 0, 0)
                 continue
-            assert (node.state == 2, node.findable) == (block.ready, block.hash is not None)
-            assert node.state != 0
+            assert (node.state == _core.SLOT_READY, node.findable) == (block.ready, block.hash is not None)
+            assert node.state != _core.SLOT_FREE
             assert (node.generation, node.holds) == (block.generation, block.holds)
             assert node.pins == self.oracle.pins(slot)
             assert node.children == len(self.oracle.children(slot))

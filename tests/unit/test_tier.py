@@ -441,7 +441,7 @@ class TestListings:
         stored = store(tier, PATH)
         node = tier.node(stored[1])
         assert (node.slot, node.parent, node.depth, node.children) == (stored[1], stored[0], 1, 1)
-        assert (node.state, node.findable, node.hash, node.hits) == (2, True, PATH[1], 1)
+        assert (node.state, node.findable, node.hash, node.hits) == (_core.SLOT_READY, True, PATH[1], 1)
         assert node.idle_seconds >= 0
         with pytest.raises(IndexError, match="out of range"):
             tier.node(8)
@@ -520,3 +520,9 @@ class TestArguments:
             tier.contains(np.zeros((2, 31), np.uint8))
         with pytest.raises(ValueError, match="32 bytes"):
             tier.commit(tier.open_lease(), b"short", hashes([]), slots([]))
+
+
+def test_an_unknown_eviction_order_is_refused() -> None:
+    assert _core.Tier(4, eviction="lru").stats().slots == 4
+    with pytest.raises(ValueError, match="no eviction order is called fifo; there is lru"):
+        _core.Tier(4, eviction="fifo")
