@@ -7,5 +7,6 @@ NB_MODULE(_core, module) {
     fdcache::bind_hashing(module);
     fdcache::bind_tier(module);
     fdcache::bind_copy(module);
+    fdcache::bind_slab(module);
     fdcache::bind_pattern(module);
 }

@@ -79,6 +79,16 @@ struct CopyReservation : Reservation {
 
 enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
 
+// Blocks whose bytes are there already, as a scan found them, in any order.
+struct FoundEntries {
+    std::span<const Slot> slots;
+    std::span<const std::uint32_t> generations;
+    std::span<const Digest> hashes;
+    std::span<const Digest> parents;
+    std::span<const std::uint64_t> checksums;
+    std::span<const std::uint64_t> times;  // when each was written
+};
+
 struct TierEvent {
     enum class Kind : std::uint8_t { kStored, kRemoved, kCleared, kLost };
     Kind kind;
@@ -139,6 +149,14 @@ class Tier {
     BlockList ancestry(std::span<const Slot> slots) const;
     // The next `count` entries to be evicted, in that order.
     BlockList coldest(std::uint32_t count) const;
+
+    // Entries from a scan, in free slots; says which they became. Not those without a parent, nor a hash
+    // that is there already. New content of any slot gets a generation above all those found.
+    std::vector<std::uint8_t> restore(const FoundEntries &found);
+    // READY entries turned out bad: they and all below them leave, in use or not, and are listed. With
+    // `quarantine` the slots themselves (not those below) are never given to anything again until a resize
+    // or the end of the tier.
+    BlockList discard(std::span<const Slot> slots, bool quarantine);
 
     // Forgets every entry. Slots in use stay with their leases and copies until those end.
     void reset();
