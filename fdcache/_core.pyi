@@ -196,6 +196,20 @@ class Tier:
     def coldest(self, count: int) -> BlockList:
         """What would be evicted next, in that order."""
 
+    def restore(
+        self,
+        slots: Int32s,
+        generations: UInt32s,
+        hashes: Bytes,
+        parents: Bytes,
+        checksums: UInt64s,
+        times: UInt64s,
+    ) -> Bytes:
+        """Make entries of blocks that are there already, in free slots; says which they became."""
+
+    def discard(self, slots: Int32s, quarantine: bool = False) -> BlockList:
+        """Cut READY entries and all below them out; ``quarantine`` keeps the slots themselves out of use."""
+
     def reset(self) -> None:
         """Forget every entry; slots in use stay with their leases and copies until those end."""
 
@@ -378,7 +392,7 @@ class CancelFlag:
     def is_set(self) -> bool: ...
 
 class SlabFile:
-    """Records and slot headers of an open slab file; reads, writes and checks give (faults, checksums, bytes, errno)."""
+    """Records and headers of an open slab file; reads, writes, checks give (faults, checksums, bytes, errno)."""
 
     def __init__(
         self,

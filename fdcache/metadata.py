@@ -184,7 +184,7 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
 
     ``failed`` holds the positions (indices into the transfer's arrays) that were not copied; ``checksums``
     has one record checksum per position for copies to the host and is empty for loads. ``lost`` are those of the
-    failed whose source is not there any more, or was refused for its checksum.
+    failed whose source is not there any more, ``corrupt`` those that were refused for their checksum.
     """
 
     purpose: SwapPurpose
@@ -194,6 +194,7 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
     seconds: float
     error_message: str | None = None
     lost: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    corrupt: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def success(self) -> bool:

@@ -12,8 +12,9 @@ import numpy as np
 from fdcache import _core
 from fdcache.controller.host_arena import HostArena
 from fdcache.layout import KVLayout
+from fdcache.settings.storage_tier import FsyncPolicy
 from fdcache.storage.connector import RecordBatch
-from fdcache.storage.slab import FsyncPolicy, SlabStore
+from fdcache.storage.slab import SlabStore
 from tests.swaps import uniform_layout
 
 ROOT = bytes(32)

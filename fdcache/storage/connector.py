@@ -94,7 +94,7 @@ class BatchResult:
     @property
     def ok(self) -> NDArray[np.bool_]:
         """Which blocks were moved."""
-        return self.outcomes == Outcome.OK
+        return np.asarray(self.outcomes == Outcome.OK)
 
 
 @dataclass(frozen=True, slots=True)

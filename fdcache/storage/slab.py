@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from fdcache.errors import (
 )
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, StorageScan, UInt32Array
+from fdcache.settings.storage_tier import FsyncPolicy
 from fdcache.storage.connector import BatchResult, Outcome, RecordBatch, StorageState, StorageStats
 from fdcache.storage.slab_format import (
     Superblock,
@@ -47,14 +47,6 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 ScanProgress = Callable[[int, int], None]
 """Called with slots scanned so far and in all."""
-
-
-class FsyncPolicy(StrEnum):
-    """When written blocks are made to survive power loss; all of them survive the end of the process."""
-
-    NEVER = "never"
-    INTERVAL = "interval"
-    ALWAYS = "always"
 
 
 def storage_error(number: int, path: Path) -> StorageError:

@@ -166,14 +166,14 @@ def test_one_damaged_superblock_is_survived_two_are_not(tmp_path: Path) -> None:
     slots = store.num_slots
     store.close()
     with store.path.open("r+b") as file:
-        os.pwrite(file.fileno(), b"\xff" * 512, 1 * PAGE)
+        os.pwrite(file.fileno(), b"\xff" * 512, 1 * PAGE + 8)
     store = open_store(tmp_path, LAYOUT, size=4 * MIB)
     assert store.num_slots == slots
     store.close()
     with store.path.open("r+b") as file:
         os.pwrite(file.fileno(), b"\xff" * 64, 0 * PAGE + 100)
         os.pwrite(file.fileno(), b"\xff" * 64, 1 * PAGE + 100)
-    with pytest.raises(StorageFormatError, match="both superblocks|not a slab file"):
+    with pytest.raises(StorageFormatError, match="both superblocks are damaged"):
         open_store(tmp_path, LAYOUT, size=4 * MIB)
 
 

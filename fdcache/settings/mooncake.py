@@ -1,0 +1,58 @@
+"""Mooncake Store, by the variables that its users know."""
+
+from fdcache.settings.kinds import FilePath, Flag, Integer, Size, Text, TextList
+from fdcache.settings.variable import Group, User, variable
+
+
+class MooncakeSettings(Group):
+    """The client of Mooncake Store. A file at ``MOONCAKE_CONFIG_PATH`` comes before the variables."""
+
+    config_path: FilePath | None = variable(
+        "MOONCAKE_CONFIG_PATH", None, "A JSON file with the settings below.", used_by=User.FDCACHE
+    )
+    local_hostname: Text = variable(
+        "MOONCAKE_LOCAL_HOSTNAME",
+        "127.0.0.1",
+        "The name or address by which other nodes reach this one.",
+        used_by=User.FDCACHE,
+    )
+    metadata_server: Text = variable(
+        "MOONCAKE_METADATA_SERVER",
+        "P2PHANDSHAKE",
+        "The metadata server; P2PHANDSHAKE needs none.",
+        used_by=User.FDCACHE,
+    )
+    master: Text | None = variable(
+        "MOONCAKE_MASTER_SERVER_ADDR", None, "Host and port of the master.", used_by=User.FDCACHE
+    )
+    global_segment_size: Size = variable(
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE",
+        2**30,
+        "Memory that each rank gives to the store.",
+        ge=0,
+        unit="bytes",
+        used_by=User.FDCACHE,
+    )
+    local_buffer_size: Size = variable(
+        "MOONCAKE_LOCAL_BUFFER_SIZE",
+        16 * 2**20,
+        "The client's own buffer.",
+        ge=0,
+        unit="bytes",
+        used_by=User.FDCACHE,
+    )
+    protocol: Text = variable("MOONCAKE_PROTOCOL", "rdma", "rdma or tcp.", used_by=User.FDCACHE)
+    rdma_devices: TextList = variable(
+        "MOONCAKE_RDMA_DEVICES",
+        (),
+        "Network devices; rank r takes the one at r modulo their number.",
+        used_by=User.FDCACHE,
+    )
+    replicas: Integer = variable(
+        "FDCACHE_MOONCAKE_REPLICAS", 1, "Copies that the store keeps of each record.", ge=1, unit="copies"
+    )
+    allow_loopback: Flag = variable(
+        "FDCACHE_MOONCAKE_LOOPBACK",
+        False,
+        "Admit a loopback address as local name, for a store on one machine.",
+    )
