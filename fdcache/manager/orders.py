@@ -29,6 +29,7 @@ class Swap:
         self.size = 0
 
     def add(self, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
+        """Copy ``source`` into ``slots``; returns their offset within the transfer."""
         offset = self.size
         self.sources.append(source)
         self.slots.append(slots)
@@ -37,6 +38,7 @@ class Swap:
         return offset
 
     def build(self) -> CacheSwapMetadata | None:
+        """The transfer, None when it has no blocks."""
         if not self.size:
             return None
         source = Blocks.concat(self.sources)

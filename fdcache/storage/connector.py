@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache._core import CancelFlag, RecordTable
-from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.metadata import HashArray, Int32Array, StorageScan, UInt32Array, UInt64Array
 
 
 class Outcome(IntEnum):
@@ -135,9 +135,8 @@ class StorageStats(msgspec.Struct, frozen=True, kw_only=True):
     written_bytes: int = 0
 
 
-@runtime_checkable
-class StorageConnector(Protocol):
-    """A storage of blocks, as one rank of one layout sees it. Calls may come from several threads.
+class BlockStorage(Protocol):
+    """What a worker needs of its rank's storage. Calls may come from several threads.
 
     ``timeout`` is in seconds; a call returns within it, but for requests that the system has begun and cannot
     take back, whose memory is in use till they end. ``cancel`` takes back what has not begun.
@@ -145,22 +144,16 @@ class StorageConnector(Protocol):
 
     @property
     def name(self) -> str:
-        """The connector in one word."""
+        """The storage in one word."""
 
     def register(self, records: RecordTable) -> None:
         """Make known the host records that later batches use. Raises ``StorageError`` when that fails."""
-
-    def exists(self, hashes: HashArray, timeout: float) -> RunResult:
-        """How many of the first blocks are stored, by every rank of the layout."""
 
     def get(self, batch: RecordBatch, timeout: float, cancel: CancelFlag | None = None) -> BatchResult:
         """Read blocks into their host records, check them, and stamp the records' headers."""
 
     def put(self, batch: RecordBatch, timeout: float, cancel: CancelFlag | None = None) -> BatchResult:
-        """Store blocks from their host records; one that is stored already is OK as well."""
-
-    def delete(self, hashes: HashArray, timeout: float) -> BatchResult:
-        """Remove blocks of this rank; MISS for those that were not there."""
+        """Store blocks from their host records."""
 
     def clear(self, timeout: float) -> int:
         """Remove every block of this layout and rank, and nothing else; returns how many.
@@ -173,3 +166,22 @@ class StorageConnector(Protocol):
 
     def close(self) -> None:
         """Let go of everything. Calling it again is harmless."""
+
+
+@runtime_checkable
+class PlacedStorage(BlockStorage, Protocol):
+    """A storage whose places the scheduler hands out: every batch names its slots."""
+
+    def scan(self) -> StorageScan:
+        """What it holds, for the scheduler's index."""
+
+
+@runtime_checkable
+class StorageConnector(BlockStorage, Protocol):
+    """A storage that goes by hash, as one rank of one layout sees it. A put of what is stored already is OK."""
+
+    def exists(self, hashes: HashArray, timeout: float) -> RunResult:
+        """How many of the first blocks are stored, by every rank of the layout."""
+
+    def delete(self, hashes: HashArray, timeout: float) -> BatchResult:
+        """Remove blocks of this rank; MISS for those that were not there."""
