@@ -143,7 +143,7 @@ class Tier:
     released, never opened or (where noted) opened before a reset raises ``StaleLeaseError``.
     """
 
-    def __init__(self, slots: int) -> None: ...
+    def __init__(self, slots: int, eviction: str = "lru") -> None: ...
     def open_lease(self) -> int: ...
     def release(self, lease: int) -> bool:
         """Give back all that the lease has; False when that was done before."""
@@ -222,4 +222,180 @@ class Tier:
 
 # --- copy ------------------------------------------------------------------------------------------
 
+class Event:
+    """A one-shot event between streams and the host."""
+
+    def __init__(self) -> None: ...
+    def set(self) -> None: ...
+    def query(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+class BlockCopy:
+    """One batch of block copies in one direction; ``faults()`` and ``checksums()`` once ``done`` is set."""
+
+    def __init__(
+        self,
+        to_host: bool,
+        planes: PlaneTable,
+        records: RecordTable,
+        device_slots: NDArray[np.int32],
+        host_slots: NDArray[np.int32],
+        generations: NDArray[np.uint32],
+        hashes: NDArray[np.uint8],
+        parents: NDArray[np.uint8],
+        fingerprint: bytes,
+    ) -> None: ...
+    @property
+    def done(self) -> Event: ...
+    @property
+    def started(self) -> bool: ...
+    @property
+    def copied_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    def cancel(self) -> bool: ...
+    def faults(self) -> bytes: ...
+    def checksums(self) -> bytes: ...
+
+class CopyStream:
+    """A FIFO of operations, run by its own threads without the GIL."""
+
+    def __init__(self, threads: int, background: bool = False) -> None: ...
+    def copy(self, copy: BlockCopy, first_plane: int, last_plane: int) -> None: ...
+    def record(self, event: Event) -> None: ...
+    def wait(self, event: Event) -> None: ...
+    def retire(self) -> None: ...
+    def close(self) -> None: ...
+
+class HostMemory:
+    """Page-aligned anonymous memory, zero filled."""
+
+    def __init__(self, nbytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def populate(self, threads: int) -> None: ...
+
+class Tensor:
+    """A tensor of any framework, held through DLPack; strides are in bytes."""
+
+    def __init__(self, tensor: object) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def strides(self) -> tuple[int, ...]: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def device_type(self) -> int: ...
+    @property
+    def device_id(self) -> int: ...
+
+class PlaneTable:
+    """Where the planes of every device block are; ``owner`` keeps that memory alive."""
+
+    def __init__(
+        self,
+        addresses: Sequence[int],
+        strides: Sequence[int],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        owner: object,
+    ) -> None: ...
+
+class SlotHeader:
+    """The 128-byte header of a slot outside the device; sealed with magic, version and checksum."""
+
+    def __init__(
+        self,
+        state: int,
+        generation: int,
+        block_hash: bytes,
+        parent: bytes,
+        fingerprint: bytes,
+        payload_bytes: int,
+        payload_checksum: int,
+    ) -> None: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> SlotHeader: ...
+    def to_bytes(self) -> bytes: ...
+    @property
+    def is_valid(self) -> bool: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def state(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def payload_checksum(self) -> int: ...
+    @property
+    def hash(self) -> bytes: ...
+    @property
+    def parent(self) -> bytes: ...
+    @property
+    def fingerprint(self) -> bytes: ...
+
+class RecordTable:
+    """Records in equal extents with their slot headers; ``owner`` keeps that memory alive."""
+
+    def __init__(
+        self,
+        extents: Sequence[int],
+        records_per_extent: int,
+        record_bytes: int,
+        headers: int,
+        num_slots: int,
+        owner: object,
+    ) -> None: ...
+    @property
+    def num_slots(self) -> int: ...
+    def record(self, slot: int) -> NDArray[np.uint8]: ...
+    def header(self, slot: int) -> SlotHeader: ...
+    def set_header(self, slot: int, header: SlotHeader) -> None: ...
+
+def wait_any(events: Sequence[Event], timeout: float | None = None) -> bool: ...
+def record_checksum(record: NDArray[np.uint8], offsets: Sequence[int], sizes: Sequence[int]) -> int: ...
+def copy_with_checksum(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> int: ...
+
 # --- pattern ---------------------------------------------------------------------------------------
+
+class PatternModel:
+    """The stand-in for a model: computing a token writes bytes derived from its whole prefix."""
+
+    def __init__(
+        self,
+        planes: list[NDArray[np.uint8]],
+        layers: NDArray[np.int32],
+        num_layers: int,
+        block_size: int,
+        rank: int,
+    ) -> None:
+        """``planes[i]``, shape (device blocks, bytes of a block), rows contiguous, is of layer ``layers[i]``."""
+
+    def begin(self, sequence: int, tokens: NDArray[np.int32]) -> None:
+        """Give a sequence its tokens, shape (tokens,), replacing what it had."""
+
+    def end(self, sequence: int) -> None:
+        """Forget a sequence."""
+
+    def prepare(self, segments: Int32s, blocks: Int32s, every: int) -> int:
+        """Take a step's segments, shape (6, n), with the rows sequence, start, end, keep, grow, verify.
+
+        Tokens [start, end) of the sequence will be computed. Its block table keeps ``keep`` entries and grows by
+        the next ``grow`` of ``blocks``; its ``verify`` leading blocks (every ``every``-th and the last; none if
+        0) are compared before anything is written. Returns how many blocks will be compared. Raises
+        ``ValueError``, with nothing changed, for anything out of range.
+        """
+
+    def run_layer(self, layer: int) -> list[tuple[int, int]]:
+        """Compare, then write, one layer; layers go in order.
+
+        Returns (segment, block of the sequence) of each block that differs; such a sequence computes garbage
+        until a later comparison of its prefix succeeds.
+        """

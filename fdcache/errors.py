@@ -38,11 +38,27 @@ class IntegrityError(FdcacheError):
 
 
 class PlanError(FdcacheError, ValueError):
-    """A transfer plan that the worker cannot carry out: slots out of range, unequal lengths, an unknown layer."""
+    """A transfer plan that a worker cannot carry out: slots out of range, unequal lengths, no such layer."""
 
 
 class CacheNotReadyError(FdcacheError):
     """A worker call that needs device or host memory which is not there yet."""
+
+
+class HostMemoryError(FdcacheError, MemoryError):
+    """Host memory that was asked for is not there; the message says what would fit."""
+
+
+class TensorError(FdcacheError, ValueError):
+    """A tensor that is not a plane of the layout: wrong device, shape, bytes or strides."""
+
+
+class TransferTimeoutError(FdcacheError, TimeoutError):
+    """Copies in flight did not end within the caller's timeout; nothing that they touch was freed."""
+
+
+class TaskCancelledError(FdcacheError):
+    """The result of a cancelled task was asked for."""
 
 
 class ForkedProcessError(FdcacheError):
@@ -55,3 +71,16 @@ class LayerSwapTimeoutError(FdcacheError, TimeoutError):
 
 class TraceError(FdcacheError, ValueError):
     """A trace line that cannot be read; the message names file, line and field."""
+
+
+class ReplayError(FdcacheError):
+    """A replay that cannot go on: a rank that failed or died, or requests that can make no progress."""
+
+
+class ReplayOptionError(ConfigurationError, ValueError):
+    """A replay option that this machine or another option does not admit: ``option`` and ``reason``."""
+
+    def __init__(self, option: str, reason: str) -> None:
+        super().__init__(f"{option}: {reason}")
+        self.option = option
+        self.reason = reason

@@ -1,0 +1,1 @@
+"""The worker side: transfers, layer counters, the host arena."""

@@ -228,7 +228,7 @@ class RequestLifecycle:
             request._host_lease = 0
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """Publish the full blocks among the first ``num_tokens`` tokens, unless they stand above an unconfirmed load."""
+        """Publish the full blocks among the first ``num_tokens`` tokens, but none above an unconfirmed load."""
         limit = min(request.num_tokens, len(request._table) * self._block_size)
         if not request._lease or num_tokens > limit:
             raise RequestStateError(

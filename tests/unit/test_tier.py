@@ -528,3 +528,9 @@ class TestArguments:
             tier.contains(np.zeros((2, 31), np.uint8))
         with pytest.raises(ValueError, match="32 bytes"):
             tier.commit(tier.open_lease(), b"short", hashes([]), slots([]))
+
+
+def test_an_unknown_eviction_order_is_refused() -> None:
+    assert _core.Tier(4, eviction="lru").stats().slots == 4
+    with pytest.raises(ValueError, match="no eviction order is called fifo; there is lru"):
+        _core.Tier(4, eviction="fifo")

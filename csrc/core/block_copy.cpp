@@ -1,0 +1,143 @@
+#include "core/block_copy.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "core/checksum.hpp"
+
+namespace fdcache {
+
+BlockCopy::BlockCopy(Direction direction, std::vector<Plane> planes, RecordTable records,
+                     std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint)
+    : direction_(direction),
+      planes_(std::move(planes)),
+      records_(std::move(records)),
+      pairs_(std::move(pairs)),
+      fingerprint_(fingerprint),
+      payload_bytes_(
+          std::accumulate(planes_.begin(), planes_.end(), std::uint64_t{0},
+                          [](std::uint64_t sum, const Plane &plane) { return sum + plane.nbytes; })),
+      faults_(pairs_.size(), BlockFault::kNone),
+      sums_(direction == Direction::kToHost ? pairs_.size() : 0, 0) {}
+
+bool BlockCopy::cancel() {
+    Phase expected = Phase::kPending;
+    if (!phase_.compare_exchange_strong(expected, Phase::kCancelled)) return false;
+    std::fill(faults_.begin(), faults_.end(), BlockFault::kCancelled);
+    done_->set();
+    return true;
+}
+
+bool BlockCopy::begin() {
+    Phase expected = Phase::kPending;
+    if (!phase_.compare_exchange_strong(expected, Phase::kRunning) && expected == Phase::kCancelled)
+        return false;
+    range_start_ = std::chrono::steady_clock::now();
+    return true;
+}
+
+void BlockCopy::copy_block(std::size_t index, PlaneRange range) {
+    if (faults_[index] != BlockFault::kNone) return;
+    if (direction_ == Direction::kToHost) {
+        copy_out(index, range);
+    } else {
+        copy_in(index, range);
+    }
+}
+
+void BlockCopy::end(PlaneRange range) {
+    seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - range_start_).count();
+    if (range.last == planes_.size()) done_->set();
+}
+
+void BlockCopy::abandon() {
+    Phase expected = Phase::kPending;
+    phase_.compare_exchange_strong(expected, Phase::kRunning);
+    if (expected == Phase::kCancelled || done_->is_set()) return;
+    for (auto &fault : faults_) {
+        if (fault == BlockFault::kNone) fault = BlockFault::kAbandoned;
+    }
+    done_->set();
+}
+
+std::uint64_t BlockCopy::copied_bytes() const {
+    return payload_bytes_ *
+           static_cast<std::uint64_t>(std::count(faults_.begin(), faults_.end(), BlockFault::kNone));
+}
+
+SlotHeader BlockCopy::header_of(const BlockPair &pair) const {
+    SlotHeader header;
+    header.state = SlotState::kWriting;
+    header.generation = pair.generation;
+    header.payload_bytes = payload_bytes_;
+    header.hash = pair.hash;
+    header.parent = pair.parent;
+    header.fingerprint = fingerprint_;
+    header.seal();
+    return header;
+}
+
+void BlockCopy::copy_out(std::size_t index, PlaneRange range) {
+    const BlockPair &pair = pairs_[index];
+    SlotHeader *shared = records_.headers + pair.host_slot;
+    SlotHeader header = header_of(pair);
+    if (range.first == 0) {
+        store_header(shared, header);
+        // No byte of the record may become visible before the header says that it is being written.
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+    }
+    std::uint8_t *record = records_.record(pair.host_slot);
+    for (std::size_t i = range.first; i < range.last; ++i) {
+        const Plane &plane = planes_[i];
+        sums_[index] += copy_with_checksum(record + plane.offset, plane.block(pair.device_slot), plane.nbytes,
+                                           plane.offset / 8);
+    }
+    if (range.last != planes_.size()) return;
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (load_header(shared) != header) {
+        faults_[index] = BlockFault::kChanged;
+        return;
+    }
+    sums_[index] = finish_checksum(sums_[index], payload_bytes_);
+    header.state = SlotState::kReady;
+    header.payload_checksum = sums_[index];
+    header.seal();
+    store_header(shared, header);
+}
+
+void BlockCopy::copy_in(std::size_t index, PlaneRange range) {
+    const BlockPair &pair = pairs_[index];
+    const SlotHeader *shared = records_.headers + pair.host_slot;
+    const SlotHeader before = load_header(shared);
+    if (const BlockFault fault = check_source(before, pair); fault != BlockFault::kNone) {
+        faults_[index] = fault;
+        return;
+    }
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const std::uint8_t *record = records_.record(pair.host_slot);
+    for (std::size_t i = range.first; i < range.last; ++i) {
+        const Plane &plane = planes_[i];
+        std::memcpy(plane.block(pair.device_slot), record + plane.offset, plane.nbytes);
+    }
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (load_header(shared) != before) faults_[index] = BlockFault::kChanged;
+}
+
+BlockFault BlockCopy::check_source(const SlotHeader &header, const BlockPair &pair) const {
+    // A table fresh from the system holds zeros: a slot never written is empty rather than broken.
+    if (header == SlotHeader{}) return BlockFault::kNotReady;
+    if (header.magic != SlotHeader::kMagic || header.version != SlotHeader::kVersion ||
+        header.header_checksum != header.computed_checksum()) {
+        return BlockFault::kNoHeader;
+    }
+    if (header.generation != pair.generation) return BlockFault::kOtherGeneration;
+    if (header.hash != pair.hash) return BlockFault::kOtherHash;
+    if (header.fingerprint != fingerprint_ || header.payload_bytes != payload_bytes_)
+        return BlockFault::kOtherLayout;
+    if (header.state != SlotState::kReady) return BlockFault::kNotReady;
+    return BlockFault::kNone;
+}
+
+}  // namespace fdcache

@@ -1,0 +1,90 @@
+// One batch of block copies in one direction: the blocks, how far each has come, and what went wrong.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/event.hpp"
+#include "core/record.hpp"
+
+namespace fdcache {
+
+enum class Direction : std::uint8_t { kToHost, kToDevice };
+
+enum class BlockFault : std::uint8_t {
+    kNone,
+    kNoHeader,         // magic, version or header checksum is wrong
+    kNotReady,         // empty, or being written
+    kOtherGeneration,  // the slot was given to new content
+    kOtherHash,
+    kOtherLayout,  // fingerprint or payload length
+    kChanged,      // the header changed during the copy
+    kCancelled,
+    kAbandoned,  // the stream was closed first
+};
+
+struct BlockPair {
+    std::int32_t device_slot;
+    std::int32_t host_slot;
+    std::uint32_t generation;  // of the host slot
+    Digest hash;
+    Digest parent;
+};
+
+// A batch is enqueued plane range by plane range, in order; a copy to the host computes the record checksum
+// over the ranges and stamps the slot ready with the last. It owns none of the memory it names.
+class BlockCopy {
+  public:
+    BlockCopy(Direction direction, std::vector<Plane> planes, RecordTable records,
+              std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint);
+
+    std::size_t num_blocks() const { return pairs_.size(); }
+    std::size_t num_planes() const { return planes_.size(); }
+
+    // Takes the batch back if none of it has begun; it then touches no memory ever.
+    bool cancel();
+    bool started() const { return phase_.load() != Phase::kPending; }
+    bool cancelled() const { return phase_.load() == Phase::kCancelled; }
+    // Set once no block will be touched any more.
+    const std::shared_ptr<Event> &done() const { return done_; }
+
+    // For the stream. A range is begun once, its blocks are copied by any threads, and then it is ended.
+    bool begin();
+    void copy_block(std::size_t index, PlaneRange range);
+    void end(PlaneRange range);
+    void abandon();
+
+    // Valid once done is set.
+    BlockFault fault(std::size_t index) const { return faults_[index]; }
+    // One per block for copies to the host, none for loads.
+    const std::vector<std::uint64_t> &checksums() const { return sums_; }
+    std::uint64_t copied_bytes() const;
+    double seconds() const { return seconds_; }
+
+  private:
+    enum class Phase : std::uint8_t { kPending, kRunning, kCancelled };
+
+    void copy_out(std::size_t index, PlaneRange range);
+    void copy_in(std::size_t index, PlaneRange range);
+    BlockFault check_source(const SlotHeader &header, const BlockPair &pair) const;
+    SlotHeader header_of(const BlockPair &pair) const;
+
+    const Direction direction_;
+    const std::vector<Plane> planes_;
+    const RecordTable records_;
+    const std::vector<BlockPair> pairs_;
+    const std::array<std::uint8_t, 16> fingerprint_;
+    const std::uint64_t payload_bytes_;
+    std::atomic<Phase> phase_{Phase::kPending};
+    std::vector<BlockFault> faults_;
+    std::vector<std::uint64_t> sums_;
+    double seconds_ = 0;
+    std::chrono::steady_clock::time_point range_start_{};
+    std::shared_ptr<Event> done_ = std::make_shared<Event>();
+};
+
+}  // namespace fdcache

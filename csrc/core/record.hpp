@@ -1,0 +1,41 @@
+// Where a block's bytes are: planes on the device, records on the host.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/slot_header.hpp"
+
+namespace fdcache {
+
+// One plane of every device block: block b starts at base + b * stride.
+struct Plane {
+    std::uint8_t *base;
+    std::int64_t stride;
+    std::size_t nbytes;
+    std::size_t offset;  // within the record; a multiple of 8, so that no checksum word spans two planes
+
+    std::uint8_t *block(std::int32_t slot) const { return base + stride * slot; }
+};
+
+// Records in equal extents, headers beside them. It owns nothing.
+struct RecordTable {
+    std::vector<std::uint8_t *> extents;
+    std::size_t records_per_extent = 1;
+    std::size_t record_bytes = 0;
+    SlotHeader *headers = nullptr;
+    std::int32_t num_slots = 0;
+
+    std::uint8_t *record(std::int32_t slot) const {
+        const auto index = static_cast<std::size_t>(slot);
+        return extents[index / records_per_extent] + (index % records_per_extent) * record_bytes;
+    }
+};
+
+struct PlaneRange {
+    std::size_t first;
+    std::size_t last;
+};
+
+}  // namespace fdcache

@@ -1,0 +1,69 @@
+// The header of a slot outside the device: one form for arena and slab file (docs/format-record.md).
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+#include "core/checksum.hpp"
+#include "core/digest.hpp"
+
+namespace fdcache {
+
+enum class SlotState : std::uint16_t { kEmpty = 0, kWriting = 1, kReady = 2 };
+
+struct SlotHeader {
+    static constexpr std::uint32_t kMagic = 0x4C534446;  // "FDSL"
+    static constexpr std::uint16_t kVersion = 1;
+
+    std::uint32_t magic = 0;
+    std::uint16_t version = 0;
+    SlotState state = SlotState::kEmpty;
+    std::uint32_t generation = 0;
+    std::uint32_t reserved = 0;
+    std::uint64_t payload_bytes = 0;
+    std::uint64_t payload_checksum = 0;
+    Digest hash{};
+    Digest parent{};
+    std::array<std::uint8_t, 16> fingerprint{};
+    std::uint64_t reserved_tail = 0;
+    std::uint64_t header_checksum = 0;
+
+    friend bool operator==(const SlotHeader &, const SlotHeader &) = default;
+
+    std::uint64_t computed_checksum() const {
+        constexpr std::size_t kCovered = 120;
+        std::uint8_t bytes[kCovered];
+        std::memcpy(bytes, this, kCovered);
+        return finish_checksum(checksum_part(bytes, kCovered, 0), kCovered);
+    }
+
+    void seal() {
+        magic = kMagic;
+        version = kVersion;
+        header_checksum = computed_checksum();
+    }
+};
+
+static_assert(sizeof(SlotHeader) == 128);
+
+// Headers are read and written while other threads and processes do the same. Single words are never torn,
+// and a header of mixed words fails its checksum, so no lock is needed.
+inline SlotHeader load_header(const SlotHeader *shared) {
+    std::array<std::uint64_t, sizeof(SlotHeader) / 8> words;
+    const auto *from = reinterpret_cast<const std::uint64_t *>(shared);
+    for (std::size_t i = 0; i < words.size(); ++i) words[i] = __atomic_load_n(from + i, __ATOMIC_RELAXED);
+    SlotHeader header;
+    std::memcpy(&header, words.data(), sizeof header);
+    return header;
+}
+
+inline void store_header(SlotHeader *shared, const SlotHeader &header) {
+    std::array<std::uint64_t, sizeof(SlotHeader) / 8> words;
+    std::memcpy(words.data(), &header, sizeof header);
+    auto *to = reinterpret_cast<std::uint64_t *>(shared);
+    for (std::size_t i = 0; i < words.size(); ++i) __atomic_store_n(to + i, words[i], __ATOMIC_RELAXED);
+}
+
+}  // namespace fdcache

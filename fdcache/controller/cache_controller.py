@@ -1,0 +1,249 @@
+"""The worker side: carries plans out, confirms them, owns the memory they move."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from fdcache.controller.device_planes import allocate_planes, bind_tensors
+from fdcache.controller.host_arena import HostArena
+from fdcache.controller.layer_counter import LayerDoneCounter
+from fdcache.controller.process_guard import ProcessGuard
+from fdcache.controller.transfers import PlanExecution, TransferQueue
+from fdcache.devices.base import Device, DevicePlanes, Stream
+from fdcache.devices.cpu import CpuDevice
+from fdcache.errors import CacheNotReadyError, PlanError, TransferTimeoutError
+from fdcache.layout import KVLayout
+from fdcache.metadata import AsyncTaskHandler, TransferPlan, TransferReport
+from fdcache.settings.transfer import TransferSettings
+
+
+class CacheController:
+    """One rank's copies. Its calls may come from several threads; none holds a thread up but those that wait.
+
+    Use after a fork raises ``ForkedProcessError``, use after ``shutdown`` raises ``CacheNotReadyError``. As a
+    context manager it shuts down at the end.
+    """
+
+    def __init__(
+        self, settings: TransferSettings, layout: KVLayout, *, rank: int = 0, device: Device | None = None
+    ) -> None:
+        self.settings = settings
+        self.layout = layout
+        self.rank = rank
+        self.device: Device = device or CpuDevice(copy_threads=settings.copy_threads)
+        self._guard = ProcessGuard("CacheController")
+        self._lock = threading.RLock()
+        self._queue = TransferQueue(
+            self.device,
+            layout,
+            first_group_layers=settings.first_group_layers,
+            group_layers=settings.group_layers,
+        )
+        self._planes: DevicePlanes | None = None
+        self._allocated_blocks: int | None = None
+        self._arena: HostArena | None = None
+        self._in_flight: dict[int, PlanExecution] = {}
+        self._handlers: dict[int, AsyncTaskHandler[TransferReport]] = {}
+        self._is_shut_down = False
+
+    def __enter__(self) -> CacheController:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    @property
+    def host_arena(self) -> HostArena | None:
+        """The host arena, once there is one."""
+        return self._arena
+
+    def initialize_kv_cache(self, num_blocks: int) -> list[Any]:
+        """Allocate the device planes, zero filled: one tensor for each of ``layout.planes``, in that order.
+
+        Shapes are (blocks, *plane.shape); a draft layer has ``layout.draft_blocks(num_blocks)`` blocks.
+        """
+        with self._lock:
+            self._check_usable()
+            self._check_no_planes()
+            tensors = allocate_planes(self.device, self.layout, num_blocks)
+            self._bind(tensors)
+            self._allocated_blocks = num_blocks
+            return tensors
+
+    def register_kv_cache(self, tensors: Sequence[Any]) -> None:
+        """Use the engine's own tensors, one for each of ``layout.planes``, in that order.
+
+        Any tensor that DLPack can pass on will do, of shape (blocks, *plane.shape), or (blocks, bytes) with
+        one-byte elements. A block is contiguous; blocks may be any distance apart. Tensors are kept alive
+        until ``free_cache``, ``sleep`` or ``shutdown``. Raises ``TensorError`` naming the plane.
+        """
+        with self._lock:
+            self._check_usable()
+            self._check_no_planes()
+            self._bind(tensors)
+
+    def initialize_host_cache(self, num_blocks: int) -> None:
+        """Make the host arena: records and slot headers for ``num_blocks`` blocks, all or nothing.
+
+        Raises ``HostMemoryError`` when the memory is not there.
+        """
+        with self._lock:
+            self._check_usable()
+            if self._arena is not None:
+                raise CacheNotReadyError("there is a host cache already; call free_cache first")
+            self._arena = HostArena(self.layout, num_blocks)
+
+    def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Stream | None = None) -> LayerDoneCounter:
+        """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now.
+
+        Raises ``PlanError`` for a plan that cannot be carried out and ``CacheNotReadyError`` when memory is
+        missing, in both cases with nothing launched. What fails later stands in the report.
+        """
+        with self._lock:
+            self._check_usable()
+            if plan.plan_id in self._in_flight:
+                raise PlanError(f"plan {plan.plan_id} is in flight already; its report was not polled yet")
+            if any(len(swap) for swap in plan.swaps()):
+                self._check_memory()
+            execution, layer_events = self._queue.launch(
+                plan, self.rank, self._planes, self._arena, compute_stream
+            )
+            self._in_flight[plan.plan_id] = execution
+            self._handlers[plan.plan_id] = AsyncTaskHandler(execution)
+        return LayerDoneCounter(plan.plan_id, layer_events, default_timeout=self.settings.layer_timeout)
+
+    def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
+        """The handler of a plan whose report was not polled yet. Raises ``PlanError`` for any other.
+
+        Cancelling takes back those of its transfers that have not started; the report then names all their
+        positions as failed.
+        """
+        self._guard.check()
+        with self._lock:
+            if plan_id not in self._handlers:
+                raise PlanError(f"plan {plan_id} is not in flight")
+            return self._handlers[plan_id]
+
+    def poll(self) -> list[TransferReport]:
+        """The reports of all plans that ended since the last call, one for each, in order of submission."""
+        self._guard.check()
+        with self._lock:
+            ended = [each for each in self._in_flight.values() if each.pending_event() is None]
+            for execution in ended:
+                del self._in_flight[execution.plan_id], self._handlers[execution.plan_id]
+            reports = [execution.result() for execution in ended]
+            if reports:
+                self._queue.retire()
+            return reports
+
+    def wait_reports(self, timeout: float | None = None) -> list[TransferReport]:
+        """As ``poll``, after waiting up to ``timeout`` seconds, None for ever, for a plan to end.
+
+        Empty when none ended in time, and at once when none is in flight.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not (reports := self.poll()):
+            with self._lock:
+                pending = [each.pending_event() for each in self._in_flight.values()]
+            if not pending:
+                break
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            events = [event for event in pending if event is not None]
+            if len(events) == len(pending) and not self.device.wait_any(events, left):
+                break
+        return reports
+
+    def sleep(self) -> None:
+        """Give up the device planes, after the copies in flight; the host arena stays.
+
+        Raises ``TransferTimeoutError`` when they do not end within ``drain_timeout``; then nothing is freed.
+        """
+        with self._drained(self.settings.drain_timeout):
+            self._planes = None
+
+    def wakeup(self) -> list[Any]:
+        """Allocate again, zero filled, the device planes that ``sleep`` gave up.
+
+        Raises ``CacheNotReadyError`` when they were the engine's: it registers them again.
+        """
+        with self._lock:
+            self._check_usable()
+            if self._allocated_blocks is None:
+                raise CacheNotReadyError("the planes were registered by the engine; call register_kv_cache")
+            return self.initialize_kv_cache(self._allocated_blocks)
+
+    def free_cache(self) -> None:
+        """Give up device planes and host arena, after the copies in flight. Both may be made again.
+
+        Raises ``TransferTimeoutError`` when they do not end within ``drain_timeout``; then nothing is freed.
+        """
+        with self._drained(self.settings.drain_timeout):
+            self._free()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End: wait for the copies in flight, then free everything once. Reports may still be polled.
+
+        Raises ``TransferTimeoutError`` when the copies do not end within ``timeout`` seconds (default:
+        ``drain_timeout``); then nothing is freed and the call may be repeated.
+        """
+        self._guard.check()
+        if self._is_shut_down:
+            return
+        with self._drained(self.settings.drain_timeout if timeout is None else timeout):
+            self._is_shut_down = True
+            self._queue.close()
+            self._free()
+
+    @contextmanager
+    def _drained(self, timeout: float) -> Iterator[None]:
+        """Holds the lock at a moment when no copy is in flight; the copies let go of their memory."""
+        self._check_usable()
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                running = [each for each in self._in_flight.values() if each.pending_event() is not None]
+                if not running:
+                    for execution in self._in_flight.values():
+                        execution.result()
+                    self._queue.retire()
+                    yield
+                    return
+            # Without the lock: others may poll and cancel meanwhile.
+            if not running[0].wait(max(deadline - time.monotonic(), 0.0)):
+                raise TransferTimeoutError(
+                    f"plan {running[0].plan_id} is still in flight after {timeout} s, so nothing was freed; "
+                    "try again, or give a longer timeout"
+                )
+
+    def _free(self) -> None:
+        self._planes = None
+        self._allocated_blocks = None
+        self._arena = None
+
+    def _bind(self, tensors: Sequence[Any]) -> None:
+        self._planes = self.device.bind_planes(bind_tensors(self.device, self.layout, tensors))
+        self._allocated_blocks = None
+
+    def _check_usable(self) -> None:
+        self._guard.check()
+        if self._is_shut_down:
+            raise CacheNotReadyError("the controller is shut down; make a new one")
+
+    def _check_no_planes(self) -> None:
+        if self._planes is not None:
+            raise CacheNotReadyError("there are device planes already; call free_cache or sleep first")
+
+    def _check_memory(self) -> None:
+        if self._planes is None:
+            raise CacheNotReadyError(
+                "no device planes: call initialize_kv_cache or register_kv_cache, after sleep wakeup"
+            )
+        if self._arena is None:
+            raise CacheNotReadyError("no host cache: call initialize_host_cache")

@@ -1,0 +1,80 @@
+"""The engine's KV tensors as the planes of a layout: allocated here, or registered by the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from fdcache.devices.base import Device, PlaneBinding, TensorView
+from fdcache.errors import TensorError
+from fdcache.layout import KVLayout, Plane
+
+
+def plane_blocks(layout: KVLayout, plane: Plane, num_blocks: int) -> int:
+    """Blocks of a plane's tensor when a main layer's has ``num_blocks``."""
+    return layout.draft_blocks(num_blocks) if plane.layer >= layout.num_layers else num_blocks
+
+
+def allocate_planes(device: Device, layout: KVLayout, num_blocks: int) -> list[Any]:
+    """A zero-filled tensor for each plane, in the layout's order."""
+    if num_blocks < 1:
+        raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+    return [device.allocate_plane(plane, plane_blocks(layout, plane, num_blocks)) for plane in layout.planes]
+
+
+def bind_tensors(device: Device, layout: KVLayout, tensors: Sequence[Any]) -> list[PlaneBinding]:
+    """One binding for each plane. Raises ``TensorError`` naming the tensor that is not its plane."""
+    if len(tensors) != len(layout.planes):
+        raise TensorError(f"{len(tensors)} tensors for the {len(layout.planes)} planes of the layout")
+    views = [_inspect(device, plane, tensor) for plane, tensor in zip(layout.planes, tensors, strict=True)]
+    if len({view.address for view in views}) < len(views):
+        raise TensorError("the same memory was passed for two planes")
+    num_blocks = views[0].shape[0] if views[0].shape else 0
+    return [
+        _bind(plane, view, plane_blocks(layout, plane, num_blocks))
+        for plane, view in zip(layout.planes, views, strict=True)
+    ]
+
+
+def _name(plane: Plane) -> str:
+    return f"tensor of plane {plane.kind.value} of layer {plane.layer}"
+
+
+def _inspect(device: Device, plane: Plane, tensor: Any) -> TensorView:
+    try:
+        return device.inspect_tensor(tensor)
+    except TensorError as error:
+        raise TensorError(f"{_name(plane)}: {error}") from error
+
+
+def _bind(plane: Plane, view: TensorView, num_blocks: int) -> PlaneBinding:
+    where = _name(plane)
+    if not view.shape or num_blocks < 1 or view.shape[0] != num_blocks:
+        raise TensorError(f"{where}: shape {view.shape} must begin with {max(num_blocks, 1)} blocks")
+    block_bytes = math.prod(view.shape[1:]) * view.itemsize
+    if block_bytes != plane.nbytes:
+        raise TensorError(f"{where}: a block has {block_bytes} bytes, the layout says {plane.nbytes}")
+    raw_bytes = view.itemsize == 1 and len(view.shape) == 2
+    if view.shape[1:] != plane.shape and not raw_bytes:
+        raise TensorError(
+            f"{where}: a block has shape {view.shape[1:]}, the layout says {plane.shape}; "
+            f"pass that shape, or bytes of shape ({num_blocks}, {plane.nbytes})"
+        )
+    if not _is_contiguous(view):
+        raise TensorError(f"{where}: strides {view.strides} leave gaps or turn axes within a block")
+    stride = view.strides[0] if num_blocks > 1 else plane.nbytes
+    if stride < plane.nbytes:
+        raise TensorError(f"{where}: blocks {stride} bytes apart overlap; a block has {plane.nbytes} bytes")
+    return PlaneBinding(plane, view.address, stride, num_blocks, view.owner)
+
+
+def _is_contiguous(view: TensorView) -> bool:
+    """Whether a block is one run of bytes in row-major order; an axis of one may have any stride."""
+    inner = [
+        (size, stride) for size, stride in zip(view.shape[1:], view.strides[1:], strict=True) if size > 1
+    ]
+    if inner and inner[-1][1] != view.itemsize:
+        return False
+    return all(stride == size_in * stride_in for (_, stride), (size_in, stride_in) in pairwise(inner))

@@ -1,0 +1,183 @@
+"""What the data plane needs of a device: memory, streams, events, block copies.
+
+A stream runs its operations in order; an event orders streams among each other and with the host. Copies move
+whole blocks between the device's planes and host records (``Direction``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from fdcache._core import RecordTable
+from fdcache.layout import Plane
+from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+
+
+class Direction(Enum):
+    """Which way blocks are copied."""
+
+    TO_HOST = "device to host"
+    TO_DEVICE = "host to device"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPairs:
+    """Blocks to copy; element i of each array is one block. ``hashes`` and ``parents`` have shape (n, 32).
+
+    ``generations`` are those of the host slots: a copy to the host writes them into the slot headers, a load
+    requires them there.
+    """
+
+    device_slots: Int32Array
+    host_slots: Int32Array
+    generations: UInt32Array
+    hashes: HashArray
+    parents: HashArray
+
+    def __len__(self) -> int:
+        return len(self.device_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOutcome:
+    """What came of a copy: failed positions, checksums (one per position, none for loads), bytes, seconds."""
+
+    failed: Int32Array
+    checksums: UInt64Array
+    copied_bytes: int
+    seconds: float
+    error_message: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """Where a tensor lies; ``strides`` in bytes. ``owner`` keeps its memory alive."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    owner: object
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneBinding:
+    """One plane's place on the device: block ``b`` starts at ``address + b * stride``."""
+
+    plane: Plane
+    address: int
+    stride: int
+    num_blocks: int
+    owner: object
+
+
+class HostArena(Protocol):
+    """Host records with their slot headers."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Slots in the arena."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The layout's fingerprint; its first 16 bytes stand in every slot header."""
+
+    @property
+    def table(self) -> RecordTable:
+        """Where records and headers are."""
+
+
+class DevicePlanes(Protocol):
+    """The planes of a layout on a device, as ``Device.bind_planes`` made them."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Device slots for which every plane has a block."""
+
+    @property
+    def num_planes(self) -> int:
+        """Planes of a block."""
+
+
+class Event(Protocol):
+    """A point in a stream. It is recorded once."""
+
+    def record(self, stream: Stream) -> None:
+        """Let it be reached when the stream has done everything enqueued so far."""
+
+    def query(self) -> bool:
+        """Whether it was reached."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait on the host up to ``timeout`` seconds, None for ever; whether it was reached."""
+
+
+class Stream(Protocol):
+    """Operations in order."""
+
+    def wait_event(self, event: Event) -> None:
+        """Hold later operations until the event is reached."""
+
+    def retire(self) -> None:
+        """Let go of the memory that finished copies kept alive."""
+
+    def close(self) -> None:
+        """End the stream; what is still queued is abandoned and its events are reached."""
+
+
+class BlockCopy(Protocol):
+    """A batch of block copies, validated and ready to be enqueued."""
+
+    @property
+    def done(self) -> Event:
+        """Reached once no block of the batch will be touched any more."""
+
+    @property
+    def started(self) -> bool:
+        """Whether a copy has begun."""
+
+    def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
+        """Copy planes ``first_plane`` up to, not including, ``last_plane`` on the stream.
+
+        The ranges of one batch are enqueued in order, on one stream, and together cover all planes.
+        """
+
+    def cancel(self) -> bool:
+        """Take the batch back if none of it has begun: it touches no memory and all its positions fail."""
+
+    def outcome(self) -> CopyOutcome:
+        """What came of it, once ``done`` is reached."""
+
+
+class Device(Protocol):
+    """A device that holds planes."""
+
+    @property
+    def name(self) -> str:
+        """The device in words."""
+
+    def create_stream(self, *, background: bool = False) -> Stream:
+        """A new stream; a background one gives way to the others."""
+
+    def create_event(self) -> Event:
+        """A new event, not recorded."""
+
+    def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
+        """Wait on the host until one of the events is reached; whether one was."""
+
+    def allocate_plane(self, plane: Plane, num_blocks: int) -> Any:
+        """A zero-filled tensor of shape (num_blocks, *plane.shape) with the plane's device stride."""
+
+    def inspect_tensor(self, tensor: Any) -> TensorView:
+        """Where a tensor of any framework lies. Raises ``TensorError`` when it is not on this device."""
+
+    def bind_planes(self, bindings: Sequence[PlaneBinding]) -> DevicePlanes:
+        """The planes of a layout, in its order, for ``copy_blocks``."""
+
+    def copy_blocks(
+        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
+    ) -> BlockCopy:
+        """A batch of copies, not enqueued yet. Raises ``PlanError`` naming the pair that cannot be copied."""

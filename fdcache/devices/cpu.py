@@ -1,0 +1,238 @@
+"""The CPU device: planes in ordinary memory, streams run by C++ threads.
+
+Unlike CUDA, a stream that waits for an event not recorded yet is held until it is recorded or set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from fdcache import _core
+from fdcache.devices.base import (
+    BlockCopy,
+    BlockPairs,
+    CopyOutcome,
+    DevicePlanes,
+    Direction,
+    Event,
+    HostArena,
+    PlaneBinding,
+    Stream,
+    TensorView,
+)
+from fdcache.devices.validation import check_pairs
+from fdcache.errors import TensorError
+from fdcache.layout import Plane
+
+_DLPACK_CPU = 1
+_NUMPY_DTYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+
+
+class _Fault(IntEnum):
+    """Why a block was not copied; the values are those of the core."""
+
+    NONE = 0
+    NO_HEADER = 1
+    NOT_READY = 2
+    OTHER_GENERATION = 3
+    OTHER_HASH = 4
+    OTHER_LAYOUT = 5
+    CHANGED = 6
+    CANCELLED = 7
+    ABANDONED = 8
+
+
+_FAULT_TEXT = {
+    _Fault.NO_HEADER: "host slot {slot} has no valid header",
+    _Fault.NOT_READY: "host slot {slot} is not ready",
+    _Fault.OTHER_GENERATION: "host slot {slot} was given to new content",
+    _Fault.OTHER_HASH: "host slot {slot} holds another block",
+    _Fault.OTHER_LAYOUT: "host slot {slot} holds a record of another layout",
+    _Fault.CHANGED: "host slot {slot} changed during the copy",
+    _Fault.CANCELLED: "cancelled",
+    _Fault.ABANDONED: "abandoned, its stream was closed",
+}
+
+
+class CpuEvent:
+    """A one-shot event; ``set`` reaches it from the host."""
+
+    def __init__(self, core: _core.Event | None = None) -> None:
+        self.core = core or _core.Event()
+
+    def record(self, stream: Stream) -> None:
+        """Let it be reached when the stream has done everything enqueued so far."""
+        _cpu_stream(stream).core.record(self.core)
+
+    def set(self) -> None:
+        """Reach it now."""
+        self.core.set()
+
+    def query(self) -> bool:
+        """Whether it was reached."""
+        return self.core.query()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to ``timeout`` seconds, None for ever; whether it was reached."""
+        return self.core.wait(timeout)
+
+
+class CpuStream:
+    """Operations in order, run by ``threads`` threads that share the blocks of a copy."""
+
+    def __init__(self, threads: int, *, background: bool = False) -> None:
+        self.core = _core.CopyStream(threads, background)
+
+    def wait_event(self, event: Event) -> None:
+        """Hold later operations until the event is reached, be it recorded later."""
+        self.core.wait(_cpu_event(event).core)
+
+    def retire(self) -> None:
+        """Let go of the memory that finished copies kept alive."""
+        self.core.retire()
+
+    def close(self) -> None:
+        """Join the threads; what is still queued is abandoned and its events are reached."""
+        self.core.close()
+
+
+class CpuPlanes:
+    """The planes of a layout in ordinary memory."""
+
+    def __init__(self, bindings: Sequence[PlaneBinding]) -> None:
+        self.num_planes = len(bindings)
+        self.num_blocks = min(binding.num_blocks for binding in bindings)
+        self.table = _core.PlaneTable(
+            [binding.address for binding in bindings],
+            [binding.stride for binding in bindings],
+            [binding.plane.nbytes for binding in bindings],
+            [binding.plane.offset for binding in bindings],
+            [binding.owner for binding in bindings],
+        )
+
+
+class CpuBlockCopy:
+    """A batch of block copies on the CPU."""
+
+    def __init__(self, core: _core.BlockCopy, pairs: BlockPairs) -> None:
+        self._core = core
+        self._pairs = pairs
+        self.done = CpuEvent(core.done)
+
+    @property
+    def started(self) -> bool:
+        """Whether a copy has begun."""
+        return self._core.started
+
+    def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
+        """Copy a range of planes on the stream."""
+        _cpu_stream(stream).core.copy(self._core, first_plane, last_plane)
+
+    def cancel(self) -> bool:
+        """Take the batch back if none of it has begun."""
+        return self._core.cancel()
+
+    def outcome(self) -> CopyOutcome:
+        """What came of it, once ``done`` is reached."""
+        faults = np.frombuffer(self._core.faults(), dtype=np.uint8)
+        failed = np.flatnonzero(faults).astype(np.int32)
+        return CopyOutcome(
+            failed=failed,
+            checksums=np.frombuffer(self._core.checksums(), dtype=np.uint64),
+            copied_bytes=self._core.copied_bytes,
+            seconds=self._core.seconds,
+            error_message=self._explain(int(failed[0]), faults, len(failed)) if len(failed) else None,
+        )
+
+    def _explain(self, position: int, faults: np.ndarray[Any, Any], count: int) -> str:
+        reason = _FAULT_TEXT[_Fault(faults[position])].format(slot=self._pairs.host_slots[position])
+        return f"{count} of {len(faults)} blocks failed; position {position}: {reason}"
+
+
+class CpuDevice:
+    """Ordinary memory as a device. ``copy_threads`` threads serve each stream but the background ones."""
+
+    name = "cpu"
+
+    def __init__(self, *, copy_threads: int = 1) -> None:
+        self._copy_threads = copy_threads
+
+    def create_stream(self, *, background: bool = False) -> CpuStream:
+        """A new stream; a background one has one thread of low priority."""
+        return CpuStream(1 if background else self._copy_threads, background=background)
+
+    def create_event(self) -> CpuEvent:
+        """A new event, not recorded."""
+        return CpuEvent()
+
+    def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
+        """Wait until one of the events is reached; whether one was."""
+        return _core.wait_any([_cpu_event(event).core for event in events], timeout)
+
+    def allocate_plane(self, plane: Plane, num_blocks: int) -> np.ndarray[Any, Any]:
+        """A zero-filled array; bfloat16 comes as uint16 and fp8 as uint8, which NumPy has."""
+        dtype = np.dtype(_NUMPY_DTYPES.get(plane.dtype, plane.dtype))
+        if plane.device_stride % dtype.itemsize:
+            raise TensorError(
+                f"plane {plane.kind.value} of layer {plane.layer}: device_stride {plane.device_stride} is "
+                f"not a multiple of the {dtype.itemsize} bytes of {plane.dtype}"
+            )
+        memory = np.zeros(num_blocks * plane.device_stride, dtype=np.uint8)
+        block = np.ndarray(plane.shape, dtype, memory)
+        strides = (plane.device_stride, *block.strides)
+        return np.ndarray((num_blocks, *plane.shape), dtype, memory, strides=strides)
+
+    def inspect_tensor(self, tensor: Any) -> TensorView:
+        """Where a tensor lies, through DLPack."""
+        try:
+            held = _core.Tensor(tensor)
+        except TypeError as error:
+            raise TensorError(
+                f"a {type(tensor).__name__} is not a writable tensor that can be passed on by DLPack"
+            ) from error
+        if held.device_type != _DLPACK_CPU:
+            raise TensorError(
+                f"the tensor is on DLPack device type {held.device_type}, not in CPU memory; "
+                "use the device that holds it"
+            )
+        return TensorView(held.address, held.shape, held.strides, held.itemsize, held)
+
+    def bind_planes(self, bindings: Sequence[PlaneBinding]) -> CpuPlanes:
+        """The planes of a layout, in its order."""
+        return CpuPlanes(bindings)
+
+    def copy_blocks(
+        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
+    ) -> BlockCopy:
+        """A batch of copies, not enqueued yet. Raises ``PlanError`` naming the pair that cannot be copied."""
+        if not isinstance(planes, CpuPlanes):
+            raise TypeError(f"expected planes of the CPU device, got {type(planes).__name__}")
+        check_pairs(pairs, direction, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
+        core = _core.BlockCopy(
+            direction is Direction.TO_HOST,
+            planes.table,
+            arena.table,
+            pairs.device_slots,
+            pairs.host_slots,
+            pairs.generations,
+            pairs.hashes,
+            pairs.parents,
+            arena.fingerprint,
+        )
+        return CpuBlockCopy(core, pairs)
+
+
+def _cpu_stream(stream: Stream) -> CpuStream:
+    if not isinstance(stream, CpuStream):
+        raise TypeError(f"expected a stream of the CPU device, got {type(stream).__name__}")
+    return stream
+
+
+def _cpu_event(event: Event) -> CpuEvent:
+    if not isinstance(event, CpuEvent):
+        raise TypeError(f"expected an event of the CPU device, got {type(event).__name__}")
+    return event

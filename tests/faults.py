@@ -1,0 +1,118 @@
+"""CPU devices for tests: loads that fail, and copies that pause before a layer group.
+
+A load fails for real: it is copied under a generation that its slot does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from fdcache.devices.base import (
+    BlockCopy,
+    BlockPairs,
+    CopyOutcome,
+    DevicePlanes,
+    Direction,
+    Event,
+    HostArena,
+    Stream,
+)
+from fdcache.devices.cpu import CpuDevice, CpuEvent
+
+Choose = Callable[[BlockPairs], Sequence[int]]
+
+
+class FailingLoadsDevice(CpuDevice):
+    """The positions that ``choose`` picks of a load fail from the group on that holds ``plane``."""
+
+    def __init__(self, choose: Choose, *, plane: int = 0, copy_threads: int = 1) -> None:
+        super().__init__(copy_threads=copy_threads)
+        self._choose = choose
+        self._plane = plane
+
+    def copy_blocks(
+        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
+    ) -> BlockCopy:
+        sound = super().copy_blocks(planes, arena, pairs, direction)
+        chosen = list(self._choose(pairs)) if direction is Direction.TO_DEVICE else []
+        if not chosen:
+            return sound
+        generations = pairs.generations.copy()
+        generations[chosen] += np.uint32(1)
+        failing = super().copy_blocks(planes, arena, replace(pairs, generations=generations), direction)
+        return _FailsFrom(self._plane, sound, failing, planes.num_planes)
+
+
+class _FailsFrom:
+    """Groups before ``plane`` go to one copy, the others to another, which fails."""
+
+    def __init__(self, plane: int, sound: BlockCopy, failing: BlockCopy, num_planes: int) -> None:
+        self._plane = plane
+        self._sound = sound
+        self._failing = failing
+        self._num_planes = num_planes
+
+    @property
+    def done(self) -> Event:
+        return self._failing.done
+
+    @property
+    def started(self) -> bool:
+        return self._sound.started or self._failing.started
+
+    def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
+        copy = self._sound if last_plane <= self._plane else self._failing
+        copy.enqueue(stream, first_plane, last_plane)
+
+    def cancel(self) -> bool:
+        return not self.started and self._sound.cancel() and self._failing.cancel()
+
+    def outcome(self) -> CopyOutcome:
+        return self._failing.outcome()
+
+
+class PausingDevice(CpuDevice):
+    """Holds each copy before its group ``pause_at`` until ``resume`` is set; ``ranges`` has all groups."""
+
+    def __init__(self, pause_at: int) -> None:
+        super().__init__()
+        self.resume = CpuEvent()
+        self.ranges: list[tuple[int, int]] = []
+        self._pause_at = pause_at
+
+    def copy_blocks(
+        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
+    ) -> BlockCopy:
+        return _Paused(super().copy_blocks(planes, arena, pairs, direction), self, self._pause_at)
+
+
+class _Paused:
+    def __init__(self, copy: BlockCopy, device: PausingDevice, pause_at: int) -> None:
+        self._copy = copy
+        self._device = device
+        self._pause_at = pause_at
+        self._groups = 0
+
+    @property
+    def done(self) -> Event:
+        return self._copy.done
+
+    @property
+    def started(self) -> bool:
+        return self._copy.started
+
+    def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
+        if self._groups == self._pause_at:
+            stream.wait_event(self._device.resume)
+        self._groups += 1
+        self._device.ranges.append((first_plane, last_plane))
+        self._copy.enqueue(stream, first_plane, last_plane)
+
+    def cancel(self) -> bool:
+        return self._copy.cancel()
+
+    def outcome(self) -> CopyOutcome:
+        return self._copy.outcome()

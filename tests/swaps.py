@@ -1,0 +1,137 @@
+"""Layouts, plans and a worker with device and host memory, for the tests of the worker side."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import Device, Stream
+from fdcache.layout import KVLayout
+from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
+from fdcache.settings.transfer import TransferSettings
+
+Pairs = Sequence[tuple[int, int]]
+
+
+def uniform_layout(**changes: Any) -> KVLayout:
+    options: dict[str, Any] = {
+        "model": "m",
+        "revision": "r",
+        "num_layers": 4,
+        "block_size": 4,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "dtype": "bfloat16",
+    }
+    return KVLayout.uniform(**(options | changes))
+
+
+def block_hash(name: object) -> NDArray[np.uint8]:
+    return np.frombuffer(hashlib.sha256(repr(name).encode()).digest(), np.uint8)
+
+
+def host_slot_hash(slot: int) -> NDArray[np.uint8]:
+    """The hash that ``swap`` gives to a block whose host slot is ``slot``."""
+    return block_hash(("host", slot))
+
+
+def swap(purpose: SwapPurpose, pairs: Pairs, *, generation: int | Sequence[int] = 1) -> CacheSwapMetadata:
+    """Pairs are (source, destination); the hash of a block follows from its host slot."""
+    source = np.array([pair[0] for pair in pairs], np.int32)
+    target = np.array([pair[1] for pair in pairs], np.int32)
+    levels = (CacheLevel.HOST, CacheLevel.DEVICE)
+    if purpose is not SwapPurpose.LOAD:
+        levels = (CacheLevel.DEVICE, CacheLevel.HOST)
+    host = source if purpose is SwapPurpose.LOAD else target
+    generations = np.empty(len(pairs), np.uint32)
+    generations[:] = generation
+    hashes = np.array([host_slot_hash(slot) for slot in host.tolist()], np.uint8).reshape(-1, 32)
+    return CacheSwapMetadata(
+        purpose=purpose,
+        src_type=levels[0],
+        dst_type=levels[1],
+        src_block_ids=source,
+        dst_block_ids=target,
+        src_generations=generations,
+        dst_generations=generations,
+        hash_values=hashes,
+        parent_hashes=np.zeros_like(hashes),
+    )
+
+
+def plan(
+    plan_id: int = 1,
+    *,
+    evict: Pairs | None = None,
+    load: Pairs | None = None,
+    backup: Pairs | None = None,
+    generation: int = 1,
+) -> TransferPlan:
+    def made(purpose: SwapPurpose, pairs: Pairs | None) -> CacheSwapMetadata | None:
+        return None if pairs is None else swap(purpose, pairs, generation=generation)
+
+    return TransferPlan(
+        plan_id=plan_id,
+        evictions=made(SwapPurpose.EVICT, evict),
+        loads=made(SwapPurpose.LOAD, load),
+        backups=made(SwapPurpose.BACKUP, backup),
+    )
+
+
+class Worker:
+    """A controller with memory; device blocks hold random bytes."""
+
+    def __init__(
+        self,
+        layout: KVLayout | None = None,
+        *,
+        device_blocks: int = 8,
+        host_blocks: int = 8,
+        device: Device | None = None,
+        rank: int = 0,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.layout = layout or uniform_layout()
+        options = {"drain_timeout": 5.0, "layer_timeout": 5.0} | settings
+        self.controller = CacheController(TransferSettings(**options), self.layout, rank=rank, device=device)
+        self.tensors = self.controller.initialize_kv_cache(device_blocks)
+        self.controller.initialize_host_cache(host_blocks)
+        self.rng = np.random.default_rng(seed)
+        for slot in range(device_blocks):
+            self.scramble(slot)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.controller.shutdown()
+
+    def scramble(self, slot: int) -> list[bytes]:
+        """Overwrite a device block with random bytes, which are returned by plane."""
+        for tensor, plane in zip(self.tensors, self.layout.planes, strict=True):
+            data = self.rng.integers(0, 256, plane.nbytes, dtype=np.uint8)
+            tensor[slot] = data.view(tensor.dtype).reshape(plane.shape)
+        return self.block(slot)
+
+    def block(self, slot: int) -> list[bytes]:
+        return [np.ascontiguousarray(tensor[slot]).tobytes() for tensor in self.tensors]
+
+    def record(self, slot: int) -> NDArray[np.uint8]:
+        assert self.controller.host_arena is not None
+        return self.controller.host_arena.table.record(slot)
+
+    def run(self, submitted: TransferPlan, compute_stream: Stream | None = None) -> TransferReport:
+        """Submit a plan, wait for its layers and return its report."""
+        self.controller.submit_swap_tasks(submitted, compute_stream).wait_all()
+        return self.report()
+
+    def report(self) -> TransferReport:
+        reports = self.controller.wait_reports(5.0)
+        assert len(reports) == 1
+        return reports[0]

@@ -1,0 +1,169 @@
+"""Streams and events of the CPU device."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import psutil
+import pytest
+
+from fdcache import _core
+from fdcache.devices.cpu import CpuDevice, CpuEvent, CpuStream
+
+
+def threads_of_process() -> int:
+    return int(psutil.Process().num_threads())
+
+
+class Memory:
+    """Two planes of two blocks and a host arena of two records."""
+
+    def __init__(self) -> None:
+        self.planes = [np.arange(2 * 64, dtype=np.uint8).reshape(2, 64) for _ in range(2)]
+        self.records = np.zeros((2, 4096), np.uint8)
+        self.headers = np.zeros((2, 128), np.uint8)
+
+    def copy(self) -> _core.BlockCopy:
+        slots = np.array([0, 1], np.int32)
+        hashes = np.ones((2, 32), np.uint8)
+        planes = _core.PlaneTable([p.ctypes.data for p in self.planes], [64, 64], [64, 64], [0, 128], self)
+        records = _core.RecordTable([self.records.ctypes.data], 2, 4096, self.headers.ctypes.data, 2, self)
+        generations = np.ones(2, np.uint32)
+        return _core.BlockCopy(True, planes, records, slots, slots, generations, hashes, hashes, bytes(32))
+
+
+def test_operations_run_in_order() -> None:
+    memory, stream, event = Memory(), _core.CopyStream(2), _core.Event()
+    copy = memory.copy()
+    stream.copy(copy, 0, 1)
+    stream.copy(copy, 1, 2)
+    stream.record(event)
+    assert event.wait(5)
+    assert copy.done.query()
+    assert copy.faults() == bytes(2)
+    assert np.array_equal(memory.records[1, 128:192], memory.planes[1][1])
+
+
+def test_an_event_not_recorded_holds_the_stream() -> None:
+    device = CpuDevice()
+    stream, gate, passed = device.create_stream(), device.create_event(), device.create_event()
+    stream.wait_event(gate)
+    passed.record(stream)
+    assert not passed.wait(0.01)
+    assert not passed.query()
+    gate.set()
+    assert passed.wait(5)
+
+
+def test_one_stream_waits_for_another() -> None:
+    device = CpuDevice()
+    first, second, gate = device.create_stream(), device.create_stream(), device.create_event()
+    first.wait_event(gate)
+    between, passed = device.create_event(), device.create_event()
+    second.wait_event(between)
+    passed.record(second)
+    between.record(first)
+    assert not passed.wait(0.01)
+    gate.set()
+    assert passed.wait(5)
+
+
+def test_wait_any_returns_for_whichever_comes_first() -> None:
+    device = CpuDevice()
+    events = [device.create_event() for _ in range(3)]
+    assert not device.wait_any(events, 0.01)
+    timer = threading.Timer(0.02, events[1].set)
+    timer.start()
+    assert device.wait_any(events, 30)
+    timer.join()
+    assert [event.query() for event in events] == [False, True, False]
+    assert device.wait_any(events, 0)
+
+
+def test_closing_a_held_stream_fails_its_copies_and_reaches_its_events() -> None:
+    memory, stream, passed = Memory(), _core.CopyStream(1), _core.Event()
+    copy = memory.copy()
+    stream.wait(_core.Event())
+    stream.copy(copy, 0, 2)
+    stream.record(passed)
+    stream.close()
+    assert passed.query()
+    assert copy.done.query()
+    assert 0 not in copy.faults()
+    assert not memory.records.any()
+    with pytest.raises(RuntimeError, match="closed"):
+        stream.record(_core.Event())
+
+
+def test_a_cancelled_copy_touches_nothing() -> None:
+    memory, stream, gate, passed = Memory(), _core.CopyStream(1), _core.Event(), _core.Event()
+    copy = memory.copy()
+    stream.wait(gate)
+    stream.copy(copy, 0, 2)
+    stream.record(passed)
+    assert copy.cancel()
+    assert not copy.cancel()
+    gate.set()
+    assert passed.wait(5)
+    assert not memory.records.any()
+    assert not memory.headers.any()
+
+
+def test_a_finished_copy_cannot_be_cancelled() -> None:
+    memory, stream = Memory(), _core.CopyStream(1)
+    copy = memory.copy()
+    stream.copy(copy, 0, 2)
+    assert copy.done.wait(5)
+    assert not copy.cancel()
+    assert copy.copied_bytes == 256
+
+
+def test_a_copy_keeps_its_memory_until_it_is_done() -> None:
+    memory, stream, gate = Memory(), _core.CopyStream(1), _core.Event()
+    alive = weakref.ref(memory)
+    copy = memory.copy()
+    done = copy.done
+    stream.wait(gate)
+    stream.copy(copy, 0, 2)
+    del memory, copy
+    gc.collect()
+    assert alive() is not None
+    gate.set()
+    assert done.wait(5)
+    stream.retire()
+    gc.collect()
+    assert alive() is None
+
+
+def test_dropping_everything_under_a_held_copy_leaves_no_thread_and_no_memory() -> None:
+    before = threads_of_process()
+    memory = Memory()
+    alive = weakref.ref(memory)
+    stream = _core.CopyStream(3)
+    stream.wait(_core.Event())
+    stream.copy(memory.copy(), 0, 2)
+    assert threads_of_process() == before + 3
+    del memory, stream
+    gc.collect()
+    assert alive() is None
+    assert threads_of_process() == before
+
+
+def test_refuses_planes_that_are_not_there() -> None:
+    stream, copy = _core.CopyStream(1), Memory().copy()
+    for first, last in ((0, 3), (1, 1), (2, 1)):
+        with pytest.raises(IndexError):
+            stream.copy(copy, first, last)
+
+
+def test_refuses_streams_and_events_of_another_device() -> None:
+    class Foreign:
+        pass
+
+    with pytest.raises(TypeError, match="stream of the CPU device"):
+        CpuEvent().record(Foreign())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="event of the CPU device"):
+        CpuStream(1).wait_event(Foreign())  # type: ignore[arg-type]
