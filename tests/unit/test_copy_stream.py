@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 
@@ -81,6 +82,23 @@ def test_wait_any_returns_for_whichever_comes_first() -> None:
     timer.join()
     assert [event.query() for event in events] == [False, True, False]
     assert device.wait_any(events, 0)
+
+
+def test_a_signal_ends_a_wait() -> None:
+    class InterruptError(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise InterruptError
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    try:
+        with pytest.raises(InterruptError):
+            CpuEvent().wait(60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_closing_a_held_stream_fails_its_copies_and_reaches_its_events() -> None:
