@@ -130,6 +130,22 @@ def test_a_cancelled_copy_touches_nothing() -> None:
     assert not memory.headers.any()
 
 
+def test_a_slot_that_another_writer_took_is_not_stamped_ready() -> None:
+    memory, stream, first, gate = Memory(), _core.CopyStream(1), _core.Event(), _core.Event()
+    copy = memory.copy()
+    stream.copy(copy, 0, 1)
+    stream.record(first)
+    stream.wait(gate)
+    stream.copy(copy, 1, 2)
+    assert first.wait(5)
+    other = _core.SlotHeader(1, 2, bytes(32), bytes(32), bytes(32), 128, 0).to_bytes()
+    memory.headers[1] = np.frombuffer(other, np.uint8)
+    gate.set()
+    assert copy.done.wait(5)
+    assert [fault != 0 for fault in copy.faults()] == [False, True]
+    assert memory.headers[1].tobytes() == other
+
+
 def test_a_finished_copy_cannot_be_cancelled() -> None:
     memory, stream = Memory(), _core.CopyStream(1)
     copy = memory.copy()
