@@ -68,8 +68,10 @@ class BoundStream {
     void copy(const nb::object &object, std::size_t first, std::size_t last) {
         auto &bound = nb::cast<BoundCopy &>(object);
         if (first >= last || last > bound.copy->num_planes()) throw nb::index_error("plane range");
-        retire();
-        held_.emplace_back(bound.copy, object);
+        if (held_.empty() || held_.back().first != bound.copy) {
+            retire();
+            held_.emplace_back(bound.copy, object);
+        }
         stream_->copy(bound.copy, {first, last});
     }
 
