@@ -1,7 +1,9 @@
 """What a failed command prints and which status it ends with."""
 
 import sys
+import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
 from fdcache.errors import ConfigurationError, FdcacheError
 
@@ -13,6 +15,7 @@ INTERRUPTED = 130
 
 def guard(command: Callable[[], object]) -> None:
     """Run ``command``; an error that fdcache raised on purpose is printed without a traceback."""
+    warnings.formatwarning = _format_warning
     try:
         command()
     except ConfigurationError as error:
@@ -23,7 +26,12 @@ def guard(command: Callable[[], object]) -> None:
         sys.exit(INTERRUPTED)
 
 
-def fail(message: str, status: int) -> None:
-    """Print ``message`` on standard error and end with ``status``."""
-    sys.stderr.write(f"error: {message}\n")
+def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
+    return f"warning: {message}\n"
+
+
+def fail(message: str, status: int) -> NoReturn:
+    """Print each line of ``message`` on standard error and end with ``status``."""
+    for line in message.splitlines():
+        sys.stderr.write(f"error: {line}\n")
     sys.exit(status)

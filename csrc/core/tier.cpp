@@ -5,7 +5,7 @@
 
 namespace fdcache {
 
-Tier::Tier(std::uint32_t slots) {
+Tier::Tier(std::uint32_t slots, std::string_view eviction) : order_(make_eviction_order(eviction)) {
     resize(slots);
 }
 

@@ -49,8 +49,9 @@ class CacheManager:
         self._clock = clock
         self._lock = RLock()
         self._state = ManagerState.RUNNING
-        self._device = BlockPool(CacheLevel.DEVICE, settings.device_blocks)
-        self._host = BlockPool(CacheLevel.HOST, blocks) if (blocks := self.num_host_blocks) else None
+        self._device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
+        blocks = self.num_host_blocks
+        self._host = BlockPool(CacheLevel.HOST, blocks, settings.eviction) if blocks else None
         self._backups = BackupPlanner(settings, self._device, self._host) if self._host else None
         self._counters = Counters()
         self._requests = RequestLifecycle(

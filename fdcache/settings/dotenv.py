@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 _LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*(.*?)\s*", re.DOTALL)
@@ -64,18 +64,26 @@ def quote(text: str) -> str:
     return '"' + escaped.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t") + '"'
 
 
-def rename(content: str, names: dict[str, str]) -> str:
-    """Give the file with variables renamed, old name to new; everything else stays byte for byte.
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """One line that ``rename`` changes; it is dropped where the new name is assigned in the file already."""
 
-    A line whose new name is assigned in the file already is dropped: it had no effect.
-    """
+    line: int
+    old: str
+    new: str
+    dropped: bool
+
+
+def rename(content: str, names: Mapping[str, str]) -> tuple[str, list[Renaming]]:
+    """Give the file with variables renamed, old name to new; everything else stays byte for byte."""
     assigned = {entry.name for entry in parse(content) if isinstance(entry, Entry)}
-    lines = []
-    for line in re.split(r"(?<=\n)", content):
+    lines, done = [], []
+    for number, line in enumerate(re.split(r"(?<=\n)", content), start=1):
         match = _LINE.match(line)
-        old = match[1] if match and not line.lstrip().startswith("#") else None
-        new = names.get(old) if old else None
-        if new in assigned:
-            continue
-        lines.append(line.replace(old, new, 1) if old and new else line)
-    return "".join(lines)
+        old = match[1] if match else ""
+        if old in names:
+            change = Renaming(number, old, names[old], dropped=names[old] in assigned)
+            done.append(change)
+            line = "" if change.dropped else line.replace(old, change.new, 1)  # noqa: PLW2901
+        lines.append(line)
+    return "".join(lines), done

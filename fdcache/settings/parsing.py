@@ -57,8 +57,8 @@ def parse_number(value: object) -> float:
 
 
 def parse_text(value: object) -> str:
-    """Take a text without NUL characters."""
-    if not isinstance(value, str) or "\0" in value:
+    """Take a text that UTF-8 can write and that has no NUL characters."""
+    if not isinstance(value, str) or b"\0" in value.encode():
         raise ValueError("not a text")
     return value
 
@@ -112,6 +112,18 @@ def parse_size(value: object) -> int:
     unit = match[2].lower()
     factor = _BINARY.get(unit) or _DECIMAL[unit]
     return parse_integer(int(Decimal(match[1]) * factor))
+
+
+def parse_megabytes(value: object) -> int:
+    """Read a size as a whole number of MiB: a plain number is that number, others have a unit."""
+    if isinstance(value, str) and value.strip().isdigit():
+        return parse_integer(value)
+    if isinstance(value, int):
+        return parse_integer(value)
+    size = parse_size(value)
+    if size % 2**20:
+        raise ValueError("not a whole number of MiB")
+    return size >> 20
 
 
 def format_size(size: int) -> str:

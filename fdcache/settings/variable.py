@@ -117,6 +117,11 @@ class Variable:
         return self.kind.secret
 
     @property
+    def type(self) -> str:
+        """The name of its type."""
+        return self.kind.name
+
+    @property
     def range(self) -> str:
         """The admitted range in words, empty where there is none."""
         if self.minimum is not None and self.maximum is not None:
@@ -131,7 +136,8 @@ class Variable:
         """What a value must be, to stand behind "is not"."""
         if self.choices:
             return f"one of {', '.join(self.choices)}" if len(self.choices) > 1 else self.choices[0]
-        return " ".join(part for part in (self.kind.expects, self.range) if part)
+        separator = " " if self.range.startswith("from") else ", "
+        return separator.join(part for part in (self.kind.expects, self.range) if part)
 
     def parse(self, value: object) -> Any:
         """Validate one value as its group would.
@@ -157,6 +163,16 @@ class Variable:
             return str(value.value)
         text = self.kind.render(value)
         return mask_url(text) if self.kind is URL else text
+
+    def to_json(self, value: Any) -> Any:
+        """Give a value as JSON has it, a secret masked."""
+        if value is None or (self.secret and not value):
+            return [] if self.secret and value is not None else None
+        if self.secret:
+            return MASK
+        if isinstance(value, tuple):
+            return list(value)
+        return value if isinstance(value, int | float) else self.render(value)
 
     def show(self, text: object) -> str:
         """Quote a text that someone set, so that no secret is in it and it fits a line."""
