@@ -32,7 +32,7 @@ def write_plot(report: Report, path: Path) -> None:
     rates, tiers = figure.subplots(2, sharex=True)
     rates.plot(seconds, [sample.hit_rate for sample in samples], label="so far")
     recent = [sample.recent_hit_rate for sample in samples]
-    rates.plot(seconds, recent, label="since the sample before", linewidth=0.6, alpha=0.6)
+    rates.plot(seconds, recent, label="recently", linewidth=0.6, alpha=0.6)
     rates.set_ylabel("hit rate (tokens)")
     for tier in samples[-1].occupancy if samples else ():
         tiers.plot(seconds, [sample.occupancy[tier] for sample in samples], label=tier)
