@@ -28,7 +28,7 @@ from fdcache.settings.parsing import parse_size
 from fdcache_cli import errors
 from fdcache_cli.replay_view import print_report, progress
 
-GENERATED_REQUESTS = 300
+GENERATED_REQUESTS = 1000
 
 
 def _size(text: str) -> int:

@@ -90,8 +90,6 @@ def _traffic(traffic: Traffic) -> str:
 
 
 def _calls(report: Report) -> str:
-    times = (
-        f"{name} {report.manager_us[name]['p50']:.1f} ({report.manager_us[name]['p99']:.1f})"
-        for name in MANAGER_CALLS
-    )
+    calls = ((name, report.manager_us[name]) for name in MANAGER_CALLS)
+    times = (f"{name} {us['p50']:.1f} ({us['p99']:.1f})" for name, us in calls)
     return "p50 (p99): " + ", ".join(times)
