@@ -62,6 +62,13 @@ SIZE = Kind(
     parsing.parse_size,
     parsing.format_size,
 )
+MEMORY = Kind(
+    "size or share",
+    "a size or a share of the memory there is",
+    "a size such as 40GiB, or a share such as 0.9 or 90%",
+    parsing.parse_memory,
+    parsing.format_memory,
+)
 MEGABYTES = Kind(
     "size",
     "a size in whole MiB",
@@ -120,6 +127,7 @@ HomePath = Annotated[Path, HOME_PATH]
 FilePathOrNone = Annotated[Path | None, PATH_OR_NONE]
 Url = Annotated[str, URL]
 Size = Annotated[int, SIZE]
+Memory = Annotated[int | float, MEMORY]
 Megabytes = Annotated[int, MEGABYTES]
 Seconds = Annotated[float, SECONDS]
 WholeSeconds = Annotated[int, WHOLE_SECONDS]
