@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from fdcache import CacheController, CacheManager, CacheSettings, KVLayout, MatchStatus, Request, TransferSettings
+from fdcache import (
+    CacheController,
+    CacheManager,
+    CacheSettings,
+    KVLayout,
+    MatchStatus,
+    Request,
+    TransferSettings,
+)
 
 LAYOUT = KVLayout.uniform(
     model="example", revision="1", block_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float16"
@@ -19,7 +27,9 @@ class Engine:
     """Schedules one request at a time: match, allocate, submit the plan, compute, report, commit, finish."""
 
     def __init__(self, device_blocks: int, host_memory: int) -> None:
-        settings = CacheSettings(device_blocks=device_blocks, host_memory=host_memory, write_policy="write_through")
+        settings = CacheSettings(
+            device_blocks=device_blocks, host_memory=host_memory, write_policy="write_through"
+        )
         self.manager = CacheManager(settings, LAYOUT)
         self.controller = CacheController(TransferSettings(), LAYOUT)
         self.planes = self.controller.initialize_kv_cache(device_blocks)

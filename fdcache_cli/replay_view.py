@@ -50,7 +50,9 @@ def progress(total: int | None) -> Iterator[Callable[[Tally], None] | None]:
 def print_report(report: Report) -> None:
     """The report as a table on standard output."""
     tally = report.tally
-    table = Table(title="fdcache replay" + (" (interrupted)" if report.interrupted else ""), show_header=False)
+    table = Table(
+        title="fdcache replay" + (" (interrupted)" if report.interrupted else ""), show_header=False
+    )
     table.add_column(style="bold")
     table.add_column()
     rows = {
@@ -61,12 +63,15 @@ def print_report(report: Report) -> None:
         "blocks compared": f"{tally.verified_blocks:,}",
         "corrupt blocks": _judged(tally.corrupt_blocks),
         "leaked": f"{_judged(report.leaked_slots)} slots, {_judged(report.leaked_pins)} pins",
-        "invariants": "[green]hold[/]" if report.integrity_error is None else f"[red]{report.integrity_error}[/]",
+        "invariants": "[green]hold[/]"
+        if report.integrity_error is None
+        else f"[red]{report.integrity_error}[/]",
         "preemptions": f"{tally.preemptions:,}",
         "evictions": f"device {report.evictions:,}, host {report.host_evictions:,}",
         "loads that failed": f"{tally.failed_loads:,} ({tally.recomputed_tokens:,} tokens computed again)",
         "host to device": _traffic(tally.h2d),
         "device to host": _traffic(tally.d2h),
+        **_storage_rows(report),
         "manager, us a request": _calls(report),
         "time": f"{report.wall_seconds:.1f} s, {tally.steps:,} steps",
         "peak memory": readable_size(report.peak_rss_bytes),
@@ -74,6 +79,18 @@ def print_report(report: Report) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)
+
+
+def _storage_rows(report: Report) -> dict[str, str]:
+    storage = report.to_dict()["storage"]
+    if storage is None:
+        return {}
+    tally = report.tally
+    return {
+        "storage": f"{storage['connector']}, {', '.join(storage['states'])}; {storage['restored_blocks']:,} blocks "
+        f"from earlier, {storage['stored']:,} stored, {storage['hits']:,} read, {storage['corrupt']:,} refused",
+        "from and to storage": f"{_traffic(tally.from_storage)}, {_traffic(tally.to_storage)}",
+    }
 
 
 def _judged(count: int) -> str:
@@ -86,5 +103,6 @@ def _traffic(traffic: Traffic) -> str:
 
 
 def _calls(report: Report) -> str:
-    times = (f"{name} {report.manager_us[name]['p50']:.1f} ({report.manager_us[name]['p99']:.1f})" for name in MANAGER_CALLS)
+    calls = ((name, report.manager_us[name]) for name in MANAGER_CALLS)
+    times = (f"{name} {us['p50']:.1f} ({us['p99']:.1f})" for name, us in calls)
     return "p50 (p99): " + ", ".join(times)

@@ -8,13 +8,16 @@ from enum import StrEnum
 
 from fdcache.errors import LayoutError, ReplayOptionError
 from fdcache.layout import KVLayout, LayoutOptions
-from fdcache.settings import Settings, Source
-from fdcache.settings.survey import survey
+from fdcache.settings import Settings
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
 """Short names of element types; the full names of ``KVLayout`` serve as well."""
 
-LAPTOP_DEFAULTS: Mapping[str, int | str] = {"FDCACHE_DEVICE_BLOCKS": 1024, "FDCACHE_HOST_MEMORY": "64MiB"}
+LAPTOP_DEFAULTS: Mapping[str, int | str] = {
+    "FDCACHE_DEVICE_BLOCKS": 1024,
+    "FDCACHE_HOST_MEMORY": "64MiB",
+    "FDCACHE_STORAGE_SIZE": "1GiB",
+}
 """What holds for a replay where neither an option nor the environment says otherwise."""
 
 
@@ -68,6 +71,4 @@ def load_settings(given: Mapping[str, object]) -> Settings:
     ``given`` maps variable names to the options' values, None where an option was left out. Raises
     ``SettingsError`` for values out of range.
     """
-    found = survey(arguments=given).settings
-    laptop = {name: value for name, value in LAPTOP_DEFAULTS.items() if found.source(name) is Source.DEFAULT}
-    return Settings.load(arguments={**given, **laptop})
+    return Settings.load(arguments=given, defaults=LAPTOP_DEFAULTS)

@@ -20,7 +20,7 @@ SUFFIX = ".slab"
 
 _FIELDS = struct.Struct("<8sIIIIIIQQQQQQQ32s32s")
 _COPIES = 2
-_SPARE_SLOTS = 16
+_SPARE_SLOTS = 4
 """Room for slot headers in a new file, as a multiple of its slots: so much it can grow later."""
 
 
@@ -199,10 +199,16 @@ def check_fits(superblock: Superblock, layout: KVLayout, rank: int, path: Path) 
 
 def slots_for(size: int, layout: KVLayout) -> int:
     """Slots of a file of at most ``size`` bytes. Raises ``StorageError`` when not one fits."""
-    slots = (size - 64 * PAGE) // (layout.record_bytes + SLOT_HEADER_BYTES)
+    slot_bytes = layout.record_bytes + _SPARE_SLOTS * SLOT_HEADER_BYTES
+    slots = (size - _most_overhead(layout)) // slot_bytes
     if slots < 1:
         raise StorageError(
             f"FDCACHE_STORAGE_SIZE: {size} bytes hold not one block of {layout.record_bytes} bytes; "
-            f"give at least {64 * PAGE + layout.record_bytes + SLOT_HEADER_BYTES}"
+            f"give at least {_most_overhead(layout) + slot_bytes}"
         )
-    return int(min(slots, 2**31 - 1))
+    return int(min(slots, (2**31 - 1) // _SPARE_SLOTS))
+
+
+def _most_overhead(layout: KVLayout) -> int:
+    """Bytes before the records beside the slot headers: superblocks, layout, rounding."""
+    return _COPIES * PAGE + _page_up(len(layout.to_json().encode())) + PAGE
