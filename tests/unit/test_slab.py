@@ -198,7 +198,7 @@ def test_the_file_is_bounded_sparse_and_resized(tmp_path: Path, records: Records
     hashes = path_hashes(10)
     store.put(records.full_batch(hashes, slots=range(10)), 10)
     store.close()
-    store = open_store(tmp_path, LAYOUT, size=64 * 1024)
+    store = open_store(tmp_path, LAYOUT, size=48 * 1024)
     few = store.num_slots
     assert 1 <= few < 10
     assert store.scan().slots.tolist() == list(range(few))
