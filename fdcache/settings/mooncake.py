@@ -1,6 +1,6 @@
 """Mooncake Store, by the variables that its users know."""
 
-from fdcache.settings.kinds import FilePath, Flag, Integer, Size, Text, TextList
+from fdcache.settings.kinds import FilePath, Size, Text, TextList
 from fdcache.settings.variable import Group, User, variable
 
 
@@ -10,10 +10,10 @@ class MooncakeSettings(Group):
     config_path: FilePath | None = variable(
         "MOONCAKE_CONFIG_PATH", None, "A JSON file with the settings below.", used_by=User.FDCACHE
     )
-    local_hostname: Text = variable(
+    local_hostname: Text | None = variable(
         "MOONCAKE_LOCAL_HOSTNAME",
-        "127.0.0.1",
-        "The name or address by which other nodes reach this one.",
+        None,
+        "The name or address by which other nodes reach this one; unset, its address towards the master.",
         used_by=User.FDCACHE,
     )
     metadata_server: Text = variable(
@@ -47,12 +47,4 @@ class MooncakeSettings(Group):
         (),
         "Network devices; rank r takes the one at r modulo their number.",
         used_by=User.FDCACHE,
-    )
-    replicas: Integer = variable(
-        "FDCACHE_MOONCAKE_REPLICAS", 1, "Copies that the store keeps of each record.", ge=1, unit="copies"
-    )
-    allow_loopback: Flag = variable(
-        "FDCACHE_MOONCAKE_LOOPBACK",
-        False,
-        "Admit a loopback address as local name, for a store on one machine.",
     )
