@@ -112,6 +112,7 @@ class TierStats:
     ready: int
     pending: int
     evictable: int
+    quarantined: int
     pins: int
     holds: int
     leases: int

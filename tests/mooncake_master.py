@@ -15,7 +15,7 @@ import pytest
 from fdcache.layout import KVLayout
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.storage_tier import StorageTierSettings
-from fdcache.storage.factory import ConnectorContext
+from fdcache.storage.context import ConnectorContext
 from fdcache.storage.mooncake import MooncakeConnector
 
 

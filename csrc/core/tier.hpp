@@ -97,7 +97,7 @@ struct TierEvent {
 };
 
 struct TierStats {
-    std::uint32_t slots, free, writing, ready, pending, evictable;
+    std::uint32_t slots, free, writing, ready, pending, evictable, quarantined;
     std::uint64_t pins, holds, leases, epoch, evictions, lookups, memory_bytes;
 };
 
@@ -248,6 +248,7 @@ class Tier {
     std::uint64_t pins_ = 0;
     std::uint64_t holds_ = 0;
     std::uint32_t writing_ = 0;
+    std::uint32_t quarantined_ = 0;  // slots that `discard` keeps out of use, each by a hold
     std::uint32_t ready_ = 0;
     std::uint32_t first_generation_ = 0;  // of slots added by a resize: above any that was taken away
     mutable std::uint64_t lookups_ = 0;

@@ -87,6 +87,7 @@ void bind_records(nb::module_ &module) {
         .def_ro("ready", &TierStats::ready)
         .def_ro("pending", &TierStats::pending)
         .def_ro("evictable", &TierStats::evictable)
+        .def_ro("quarantined", &TierStats::quarantined)
         .def_ro("pins", &TierStats::pins)
         .def_ro("holds", &TierStats::holds)
         .def_ro("leases", &TierStats::leases)

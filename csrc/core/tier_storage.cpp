@@ -159,6 +159,7 @@ BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
         for (const Slot slot : named) {
             ++entries_[slot].holds;
             ++holds_;
+            ++quarantined_;
         }
     }
     for (const Slot slot : doomed) free_if_unused(slot);

@@ -8,7 +8,10 @@ from fdcache.tiers import BlockPool
 
 
 class TierUsage(msgspec.Struct, frozen=True):
-    """One tier at one moment. ``writing`` includes ``pending``; ``evictable`` is part of ``ready``."""
+    """One tier at one moment. ``writing`` includes ``pending`` and ``quarantined``; ``evictable`` is part of ``ready``.
+
+    ``quarantined`` slots held a record that turned out corrupt and are not used again.
+    """
 
     blocks: int
     free: int
@@ -16,6 +19,7 @@ class TierUsage(msgspec.Struct, frozen=True):
     pending: int
     ready: int
     evictable: int
+    quarantined: int
     pins: int
     holds: int
     leases: int
@@ -33,6 +37,7 @@ class TierUsage(msgspec.Struct, frozen=True):
             pending=stats.pending,
             ready=stats.ready,
             evictable=stats.evictable,
+            quarantined=stats.quarantined,
             pins=stats.pins,
             holds=stats.holds,
             leases=stats.leases,

@@ -25,7 +25,7 @@ class StorageTier:
     def __init__(
         self,
         settings: CacheSettings,
-        storage: StorageTierSettings,
+        storage_tier: StorageTierSettings,
         layout: KVLayout,
         device: BlockPool,
         host: BlockPool,
@@ -35,12 +35,12 @@ class StorageTier:
     ) -> None:
         self._host = host
         self.index: LocalIndex | RemoteIndex = (
-            LocalIndex.make(slots_for(storage.size, layout))
+            LocalIndex.make(slots_for(storage_tier.size, layout))
             if lookup is None
-            else RemoteIndex(lookup, timeout=storage.timeout, clock=clock)
+            else RemoteIndex(lookup, timeout=storage_tier.timeout, clock=clock)
         )
-        self.prefetcher = Prefetcher(storage, layout, device, host, self.index, counters, clock)
-        self.stores = StorePlanner(settings, storage, host, self.index)
+        self.prefetcher = Prefetcher(storage_tier, layout, device, host, self.index, counters, clock)
+        self.stores = StorePlanner(settings, storage_tier, host, self.index)
 
     @property
     def pool(self) -> BlockPool | None:

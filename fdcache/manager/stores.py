@@ -30,13 +30,13 @@ class StorePlanner:
     """
 
     def __init__(
-        self, settings: CacheSettings, storage: StorageTierSettings, host: BlockPool, index: StorageIndex
+        self, settings: CacheSettings, storage_tier: StorageTierSettings, host: BlockPool, index: StorageIndex
     ) -> None:
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
         self._clean_reserve = settings.clean_reserve
-        self._timeout = storage.timeout
+        self._timeout = storage_tier.timeout
         # What is being written cannot be evicted: most of the host tier must stay free to move.
-        self._most_in_flight = max(1, min(storage.write_blocks, host.stats().slots // 4))
+        self._most_in_flight = max(1, min(storage_tier.write_blocks, host.stats().slots // 4))
         self._host = host
         self._index = index
         self._queue: deque[HashArray] = deque()

@@ -24,7 +24,8 @@ from fdcache.replay.stopwatch import Stopwatch
 from fdcache.replay.tally import Tally
 from fdcache.replay.timeline import Timeline
 from fdcache.replay.worker import WorkerSpec
-from fdcache.storage.factory import ConnectorContext, open_lookup
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.factory import open_lookup
 
 STEPS_AHEAD = 2
 """Steps sent and not yet answered, at most: the one being computed and the one planned ahead of it."""

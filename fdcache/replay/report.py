@@ -123,7 +123,7 @@ def build_report(
         evictions=stats.device.evictions,
         host_evictions=stats.host.evictions if stats.host else 0,
         stores_dropped=stats.counters.stores_dropped,
-        leaked_slots=sum(tier.blocks - tier.free - tier.ready for tier in tiers),
+        leaked_slots=sum(tier.blocks - tier.free - tier.ready - tier.quarantined for tier in tiers),
         leaked_pins=sum(tier.pins + tier.holds + tier.leases for tier in tiers),
         integrity_error=_integrity_error(manager),
         manager_us={name: watch.microseconds(name) for name in MANAGER_CALLS},

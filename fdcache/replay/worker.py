@@ -15,7 +15,8 @@ from fdcache.replay.messages import StepOrder, StepResult
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings
-from fdcache.storage.factory import ConnectorContext, open_storage
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.factory import open_storage
 
 
 def peak_rss_bytes() -> int:

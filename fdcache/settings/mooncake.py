@@ -1,6 +1,6 @@
 """Mooncake Store, by the variables that its users know."""
 
-from fdcache.settings.kinds import FilePath, Size, Text, TextList
+from fdcache.settings.kinds import FilePath, Flag, Integer, Size, Text, TextList
 from fdcache.settings.variable import Group, User, variable
 
 
@@ -41,10 +41,25 @@ class MooncakeSettings(Group):
         unit="bytes",
         used_by=User.FDCACHE,
     )
-    protocol: Text = variable("MOONCAKE_PROTOCOL", "rdma", "rdma or tcp.", used_by=User.FDCACHE)
+    protocol: Text = variable(
+        "MOONCAKE_PROTOCOL", "rdma", "How records travel: rdma or tcp.", used_by=User.FDCACHE
+    )
     rdma_devices: TextList = variable(
         "MOONCAKE_RDMA_DEVICES",
         (),
         "Network devices; rank r takes the one at r modulo their number.",
         used_by=User.FDCACHE,
+    )
+    tcp_connection_pool: Flag = variable(
+        "MC_TCP_ENABLE_CONNECTION_POOL",
+        True,
+        "Keep connections open with the protocol tcp.",
+        used_by=User.FDCACHE,
+    )
+    log_level: Integer = variable(
+        "FDCACHE_MOONCAKE_LOG_LEVEL",
+        2,
+        "What the client writes to standard error: 0 all, 1 warnings, 2 errors, 3 fatal errors.",
+        ge=0,
+        le=3,
     )

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from fdcache.errors import ConnectorNotFoundError
-from fdcache.layout import KVLayout
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings, Verify
 from fdcache.storage.connector import BlockStorage, StorageConnector
+from fdcache.storage.context import ConnectorContext
 
 ENTRY_POINTS = "fdcache.storage_connectors"
 """The group in which an installed package names its connectors: a ``ConnectorFactory`` each."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorContext:
-    """What a connector is made from. ``rank`` None: for the scheduler, which only asks what exists."""
-
-    layout: KVLayout
-    rank: int | None
-    settings: StorageTierSettings
-    mooncake: MooncakeSettings
-
-    @property
-    def verify(self) -> bool:
-        """Whether every read is compared with its checksum."""
-        return self.settings.verify is not Verify.OFF
 
 
 ConnectorFactory = Callable[[ConnectorContext], StorageConnector]

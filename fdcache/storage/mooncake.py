@@ -29,7 +29,7 @@ from fdcache.storage.connector import (
     StorageState,
     StorageStats,
 )
-from fdcache.storage.factory import ConnectorContext
+from fdcache.storage.context import ConnectorContext
 from fdcache.storage.mooncake_client import (
     ClientOptions,
     connect,

@@ -16,16 +16,6 @@ from fdcache.settings.parsing import parse_list, parse_size
 from fdcache.storage.connector import Outcome
 
 _LOCAL_NAMES = ("localhost", "127.", "::1")
-_FILE_NAMES = {
-    "local_hostname": ("local_hostname",),
-    "metadata_server": ("metadata_server",),
-    "master": ("master_server_addr", "master_server_address"),
-    "global_segment_size": ("global_segment_size",),
-    "local_buffer_size": ("local_buffer_size",),
-    "protocol": ("protocol",),
-    "rdma_devices": ("rdma_devices", "device_name"),
-}
-
 _NO_SPACE, _BAD_SIZE, _NOT_READY, _NOT_FOUND, _EXISTS, _TRANSFER, _RPC = (
     -200,
     -600,
@@ -75,35 +65,39 @@ class ClientOptions:
     buffer_bytes: int
     protocol: str
     device: str
+    tcp_connection_pool: bool
+    log_level: int
 
     @classmethod
     def resolve(cls, settings: MooncakeSettings, rank: int | None) -> ClientOptions:
         """Take the file at ``config_path`` before the variables. Raises ``StorageError`` naming what is wrong."""
         given = _read_file(settings.config_path) if settings.config_path else {}
 
-        def value(field: str) -> Any:
-            named = (given[name] for name in _FILE_NAMES[field] if name in given)
-            return next(named, getattr(settings, field))
+        def value(otherwise: object, *names: str) -> Any:
+            return next((given[name] for name in names if name in given), otherwise)
 
-        master = str(value("master") or "")
+        master = str(value(settings.master, "master_server_addr", "master_server_address") or "")
         if not master:
             raise StorageError(
                 "FDCACHE_STORAGE=mooncake needs MOONCAKE_MASTER_SERVER_ADDR, such as master:50051"
             )
-        devices = value("rdma_devices")
+        devices = value(settings.rdma_devices, "rdma_devices", "device_name")
         devices = parse_list(devices) if isinstance(devices, str) else tuple(devices)
         try:
-            segment, buffer = parse_size(value("global_segment_size")), parse_size(value("local_buffer_size"))
+            segment = parse_size(value(settings.global_segment_size, "global_segment_size"))
+            buffer = parse_size(value(settings.local_buffer_size, "local_buffer_size"))
         except ValueError as error:
             raise StorageError(f"{settings.config_path}: a size is not one: {error}") from error
         return cls(
-            local_hostname=_local_name(str(value("local_hostname") or ""), master),
-            metadata_server=str(value("metadata_server")),
+            local_hostname=_local_name(str(value(settings.local_hostname, "local_hostname") or ""), master),
+            metadata_server=str(value(settings.metadata_server, "metadata_server")),
             master=master,
             segment_bytes=segment if rank is not None else 0,
             buffer_bytes=buffer,
-            protocol=str(value("protocol")),
+            protocol=str(value(settings.protocol, "protocol")),
             device=devices[(rank or 0) % len(devices)] if devices else "",
+            tcp_connection_pool=settings.tcp_connection_pool,
+            log_level=settings.log_level,
         )
 
 
@@ -155,8 +149,9 @@ def connect(options: ClientOptions, timeout: float) -> Any:
         raise StorageGoneError(
             f"mooncake: the master at {options.master} does not answer: {error}"
         ) from error
-    if options.protocol == "tcp":
-        os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
+    # The client is a C++ library that knows no other way to be told.
+    os.putenv("GLOG_minloglevel", str(options.log_level))
+    os.putenv("MC_TCP_ENABLE_CONNECTION_POOL", str(int(options.tcp_connection_pool)))
     client = _module().MooncakeDistributedStore()
     code = client.setup(
         options.local_hostname,
