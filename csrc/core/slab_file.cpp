@@ -357,12 +357,14 @@ SlabOutcome SlabFile::write(std::span<const SlabBlock> blocks, const SlabLimits 
     out.faults.resize(blocks.size(), SlabFault::kNone);
     out.checksums.resize(blocks.size(), 0);
     std::vector<SlotHeader> sources(blocks.size());
-    std::vector<std::uint32_t> reused;
+    std::vector<std::uint32_t> targets;
+    bool reused = false;
     for (std::size_t i = 0; i < blocks.size(); ++i) {
         out.faults[i] = check_source(blocks[i], sources[i]);
         if (out.faults[i] != SlabFault::kNone) continue;
         out.checksums[i] = sources[i].payload_checksum;
-        if (header(blocks[i].slot).state == SlotState::kReady) reused.push_back(blocks[i].slot);
+        reused = reused || header(blocks[i].slot).state == SlotState::kReady;
+        targets.push_back(blocks[i].slot);
     }
     const auto fail_all = [&](int error) {
         for (SlabFault &fault : out.faults)
@@ -371,9 +373,10 @@ SlabOutcome SlabFile::write(std::span<const SlabBlock> blocks, const SlabLimits 
         return out;
     };
     const bool every_batch = policy == SyncPolicy::kEveryBatch;
-    // The slot is empty before the first byte of the new record, and full after its last one.
-    if (const int error = erase(reused)) return fail_all(error);
-    if (every_batch && !reused.empty())
+    // The slot is empty before the first byte of the new record, and full after its last one. Slots never
+    // used are emptied as well, which gives their headers room on the disk before the records fill it.
+    if (const int error = erase(targets)) return fail_all(error);
+    if (every_batch && reused)
         if (const int error = sync()) return fail_all(error);
     unsynced_ = true;
     move_all(blocks, limits, true, out);
