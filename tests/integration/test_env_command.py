@@ -74,7 +74,9 @@ def test_check_says_power_of_two() -> None:
 def test_check_suggests_and_only_strict_fails() -> None:
     done = fdcache("env", "check", FD_LOG_DRI="x")
     assert (done.returncode, "FD_LOG_DIR" in done.stdout) == (0, True)
-    assert fdcache("env", "check", "--strict", FD_LOG_DRI="x").returncode == 78
+    strict = fdcache("env", "check", "--strict", FD_LOG_DRI="x")
+    assert strict.returncode == 78
+    assert strict.stdout.startswith("error: FD_LOG_DRI")
 
 
 def test_check_leaves_service_links_alone() -> None:

@@ -238,7 +238,7 @@ def _reads(paths: list[Path], group: str) -> Iterator[str]:
 )
 def test_each_own_field_is_read_by_the_room_it_configures(variable: Variable) -> None:
     if variable.group == "files":
-        loader = ast.parse((ROOT / "fdcache/settings/settings.py").read_text())
+        loader = ast.parse((ROOT / "fdcache/settings/reading.py").read_text())
         used = {node.id for node in ast.walk(loader) if isinstance(node, ast.Name)}
         assert FILE_FIELDS[variable.field] in used
         return
