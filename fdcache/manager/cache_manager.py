@@ -17,7 +17,14 @@ from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, LoadOutcome, MatchResult
 from fdcache.manager.settlement import settle
 from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
-from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, SwapPurpose, TransferPlan, TransferReport
+from fdcache.metadata import (
+    SLOT_HEADER_BYTES,
+    BlockNode,
+    CacheLevel,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+)
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import BlockPool
 
@@ -246,6 +253,12 @@ class CacheManager:
         if self._host:
             usage[CacheLevel.HOST] = MemoryUsage.of(self._host, self.layout.record_bytes)
         return usage
+
+    def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
+        """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing."""
+        with self._lock:
+            hashes = request._bind(self.layout.block_size, self.layout.fingerprint).hashes
+            return {pool.level: pool.nodes(pool.find(hashes).slots.tolist()) for pool in self._pools()}
 
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
