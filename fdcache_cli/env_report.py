@@ -27,6 +27,8 @@ def choose(
     Raises:
         typer.BadParameter: a name or the group does not exist.
     """
+    renamed = {alias: variable.name for variable in VARIABLES.values() for alias in variable.aliases}
+    names = [renamed.get(name, name) for name in names]
     for name in names:
         if name not in VARIABLES:
             raise typer.BadParameter(f"there is no setting {name}{_hint(name, VARIABLES)}")

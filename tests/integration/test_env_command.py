@@ -114,6 +114,17 @@ def test_any_other_command_meets_a_bad_configuration_the_same_way() -> None:
     assert "Traceback" not in everything(done)
 
 
+def test_show_knows_a_deprecated_name() -> None:
+    done = fdcache("env", "show", "FD_NVFP4_MOE_BACKEND", FD_NVFP4_MOE_BACKEND="flashinfer-cudnn")
+    assert done.returncode == 0
+    assert done.stdout.startswith("FD_NVFP4_GEMM_BACKEND\n")
+    assert "'flashinfer-cudnn' as FD_NVFP4_MOE_BACKEND" in done.stdout
+
+
+def test_usage_line_names_the_arguments_once() -> None:
+    assert "[[" not in fdcache("env", "show", "--help").stdout + fdcache("env", "diff", "--help").stdout
+
+
 def test_show_gives_every_setting_as_json() -> None:
     settings = shown(FD_LOG_DIR="/x")
     assert set(settings) == set(VARIABLES)
