@@ -1,3 +1,115 @@
-"""fdcache: the KV-cache layer of an LLM serving engine."""
+"""fdcache: the KV-cache layer of an LLM serving engine.
+
+Importing the package loads nothing else; each public name brings its module when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fdcache.controller.cache_controller import CacheController
+    from fdcache.controller.layer_counter import LayerDoneCounter
+    from fdcache.errors import FdcacheError, LayerSwapTimeoutError
+    from fdcache.hashing import MultimodalItem
+    from fdcache.layout import KVLayout, Plane, PlaneKind
+    from fdcache.manager import (
+        Allocation,
+        CacheManager,
+        LoadOutcome,
+        LoadStatus,
+        MatchResult,
+        MatchStatus,
+        Request,
+    )
+    from fdcache.metadata import (
+        AsyncTaskHandler,
+        BlockNode,
+        CacheLevel,
+        CacheStatus,
+        CacheSwapMetadata,
+        TransferPlan,
+        TransferReport,
+        TransferResult,
+    )
+    from fdcache.settings.cache import CacheSettings, EvictionPolicy, WritePolicy
+    from fdcache.settings.transfer import TransferSettings
+    from fdcache.tiers import BlockPool
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "fdcache.controller.cache_controller": ("CacheController",),
+    "fdcache.controller.layer_counter": ("LayerDoneCounter",),
+    "fdcache.errors": ("FdcacheError", "LayerSwapTimeoutError"),
+    "fdcache.hashing": ("MultimodalItem",),
+    "fdcache.layout": ("KVLayout", "Plane", "PlaneKind"),
+    "fdcache.manager": (
+        "Allocation",
+        "CacheManager",
+        "LoadOutcome",
+        "LoadStatus",
+        "MatchResult",
+        "MatchStatus",
+        "Request",
+    ),
+    "fdcache.metadata": (
+        "AsyncTaskHandler",
+        "BlockNode",
+        "CacheLevel",
+        "CacheStatus",
+        "CacheSwapMetadata",
+        "TransferPlan",
+        "TransferReport",
+        "TransferResult",
+    ),
+    "fdcache.settings.cache": ("CacheSettings", "EvictionPolicy", "WritePolicy"),
+    "fdcache.settings.transfer": ("TransferSettings",),
+    "fdcache.tiers": ("BlockPool",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Allocation",
+    "AsyncTaskHandler",
+    "BlockNode",
+    "BlockPool",
+    "CacheController",
+    "CacheLevel",
+    "CacheManager",
+    "CacheSettings",
+    "CacheStatus",
+    "CacheSwapMetadata",
+    "EvictionPolicy",
+    "FdcacheError",
+    "KVLayout",
+    "LayerDoneCounter",
+    "LayerSwapTimeoutError",
+    "LoadOutcome",
+    "LoadStatus",
+    "MatchResult",
+    "MatchStatus",
+    "MultimodalItem",
+    "Plane",
+    "PlaneKind",
+    "Request",
+    "TransferPlan",
+    "TransferReport",
+    "TransferResult",
+    "TransferSettings",
+    "WritePolicy",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'fdcache' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
-if TYPE_CHECKING:
-    from fdcache.layout import KVLayout
+from fdcache.planes import Plane
 
 FINGERPRINT_TAG = b"fdcache.layout.1"
 
 
-def layout_fingerprint(layout: KVLayout) -> bytes:
-    """SHA-256 (32 bytes) over the canonical encoding of a layout that docs/format.md writes down."""
-    return hashlib.sha256(b"".join(_canonical(layout))).digest()
+def layout_fingerprint(model: str, revision: str, figures: Sequence[int], planes: Sequence[Plane]) -> bytes:
+    """SHA-256 (32 bytes) over the canonical encoding of a layout that docs/format.md writes down.
+
+    ``figures``: block size, layers, draft layers, TP size, group, record bytes.
+    """
+    return hashlib.sha256(b"".join(_canonical(model, revision, figures, planes))).digest()
 
 
-def _canonical(layout: KVLayout) -> Iterator[bytes]:
+def _canonical(model: str, revision: str, figures: Sequence[int], planes: Sequence[Plane]) -> Iterator[bytes]:
     def number(value: int) -> bytes:
         return value.to_bytes(8, "little")
 
@@ -26,18 +27,9 @@ def _canonical(layout: KVLayout) -> Iterator[bytes]:
         return number(len(data)) + data
 
     yield FINGERPRINT_TAG
-    yield text(layout.model) + text(layout.revision)
-    for value in (
-        layout.block_size,
-        layout.num_layers,
-        layout.num_draft_layers,
-        layout.tp_size,
-        layout.group,
-        layout.record_bytes,
-        len(layout.planes),
-    ):
-        yield number(value)
-    for plane in layout.planes:
+    yield text(model) + text(revision)
+    yield from map(number, (*figures, len(planes)))
+    for plane in planes:
         yield number(plane.layer) + text(plane.kind.value) + text(plane.dtype)
         yield number(len(plane.shape)) + b"".join(map(number, plane.shape))
         yield number(plane.nbytes) + number(plane.offset)

@@ -169,7 +169,15 @@ class KVLayout:
 
         Ranks of one engine share it; device strides and the number of draft blocks are not part of it.
         """
-        return layout_fingerprint(self)
+        figures = (
+            self.block_size,
+            self.num_layers,
+            self.num_draft_layers,
+            self.tp_size,
+            self.group,
+            self.record_bytes,
+        )
+        return layout_fingerprint(self.model, self.revision, figures, self.planes)
 
     def to_json(self) -> str:
         """The layout as one JSON object, fields as here."""

@@ -24,6 +24,9 @@ UInt64Array = NDArray[np.uint64]
 HashArray = NDArray[np.uint8]
 """Block hashes, shape (blocks, 32)."""
 
+SLOT_HEADER_BYTES = 128
+"""Bytes of the header that stands beside each record."""
+
 
 class CacheLevel(StrEnum):
     """A tier."""
@@ -58,6 +61,31 @@ class SwapPurpose(StrEnum):
     LOAD = "load"
     EVICT = "evict"
     BACKUP = "backup"
+
+
+class BlockNode(msgspec.Struct, kw_only=True, frozen=True):
+    """One findable block of one tier at one moment. Hashable; ``parent`` is the slot above it, None at the root."""
+
+    block_id: int
+    generation: int
+    hash_value: bytes
+    parent: int | None
+    depth: int
+    cache_status: CacheStatus
+    ref_count: int
+    children: int
+    hit_count: int
+    idle_seconds: float
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether no block of this tier continues it."""
+        return self.children == 0
+
+    @property
+    def is_swapping(self) -> bool:
+        """Whether a copy into its slot is under way."""
+        return self.cache_status in (CacheStatus.SWAP_TO_HOST, CacheStatus.SWAP_TO_DEVICE)
 
 
 class CacheSwapMetadata(msgspec.Struct, kw_only=True):

@@ -1,0 +1,268 @@
+#include "core/tier.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace fdcache {
+
+Tier::Tier(std::uint32_t slots, std::string_view eviction) : order_(make_eviction_order(eviction)) {
+    resize(slots);
+}
+
+// --- leases ------------------------------------------------------------------------------------------------
+
+LeaseId Tier::open_lease() {
+    std::lock_guard lock(mutex_);
+    const LeaseId id = next_lease_++;
+    leases_.emplace(id, Lease{epoch_, {}});
+    return id;
+}
+
+bool Tier::release(LeaseId lease) {
+    std::lock_guard lock(mutex_);
+    const auto found = leases_.find(lease);
+    if (found == leases_.end()) return false;
+    const std::vector<Slot> slots = std::move(found->second.slots);
+    leases_.erase(found);
+    // The end of the path first: so the deepest block is the first to be evicted.
+    for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) unpin(*slot);
+    return true;
+}
+
+Tier::Lease &Tier::lease_of(LeaseId lease) {
+    const auto found = leases_.find(lease);
+    if (found == leases_.end()) throw StaleLease("lease " + std::to_string(lease) + " was released");
+    return found->second;
+}
+
+Tier::Lease &Tier::current_lease(LeaseId lease) {
+    Lease &found = lease_of(lease);
+    if (found.epoch != epoch_) throw StaleLease("lease " + std::to_string(lease) + " is from before a reset");
+    return found;
+}
+
+void Tier::check_slot(Slot slot) const {
+    if (slot >= entries_.size() || entries_[slot].state == SlotState::kFree)
+        throw std::out_of_range("slot " + std::to_string(static_cast<std::int32_t>(slot)) + " is not in use");
+}
+
+void Tier::check_hashes(std::span<const Digest> hashes) {
+    if (std::any_of(hashes.begin(), hashes.end(), [](const Digest &hash) { return hash.is_zero(); }))
+        throw std::invalid_argument("a block hash is all zero, which stands for the root");
+}
+
+std::uint32_t Tier::now_ms() const {
+    using std::chrono::duration_cast, std::chrono::milliseconds, std::chrono::steady_clock;
+    return static_cast<std::uint32_t>(duration_cast<milliseconds>(steady_clock::now() - start_).count());
+}
+
+// --- the life of a slot ------------------------------------------------------------------------------------
+
+Slot Tier::find_ready(const Digest &digest) const {
+    const Slot slot = index_.find(digest);
+    return slot != kNoSlot && entries_[slot].state == SlotState::kReady ? slot : kNoSlot;
+}
+
+Slot Tier::resolve_parent(const Digest &parent) const {
+    return parent.is_zero() ? kRoot : find_ready(parent);
+}
+
+// Follows a change of pins, holds, state or busy children up the path, as far as it changes anything.
+void Tier::refresh_busy(Slot slot) {
+    while (slot != kRoot && entries_[slot].findable) {
+        Entry &entry = entries_[slot];
+        const bool busy =
+            entry.pins || entry.holds || entry.busy_children || entry.state != SlotState::kReady;
+        if (busy == entry.busy) return;
+        entry.busy = busy;
+        if (!busy)
+            order_->add(slot);
+        else if (order_->holds(slot))
+            order_->remove(slot);
+        if (entry.parent == kRoot) return;
+        entries_[entry.parent].busy_children += busy ? 1 : -1;
+        slot = entry.parent;
+    }
+}
+
+void Tier::pin(Lease &lease, Slot slot) {
+    ++entries_[slot].pins;
+    ++pins_;
+    lease.slots.push_back(slot);
+    refresh_busy(slot);
+}
+
+void Tier::unpin(Slot slot) {
+    --entries_[slot].pins;
+    --pins_;
+    refresh_busy(slot);
+    free_if_unused(slot);
+}
+
+void Tier::free_slot(Slot slot) {
+    Entry &entry = entries_[slot];
+    --(entry.state == SlotState::kReady ? ready_ : writing_);
+    entry.state = SlotState::kFree;
+    entry.parent = kNoSlot;
+    free_.push_back(slot);
+}
+
+void Tier::free_if_unused(Slot slot) {
+    const Entry &entry = entries_[slot];
+    if (entry.state == SlotState::kWriting && !entry.findable && !entry.pins && !entry.holds &&
+        !entry.children)
+        free_slot(slot);
+}
+
+// Makes a WRITING slot findable below `parent`; the caller sets what keeps it busy before the refresh.
+void Tier::link(Slot slot, const Digest &digest, Slot parent) {
+    Entry &entry = entries_[slot];
+    digests_[slot] = digest;
+    index_.insert(slot);
+    entry.findable = true;
+    entry.busy = false;
+    entry.parent = parent;
+    entry.depth = parent == kRoot ? 0 : entries_[parent].depth + 1;
+    if (parent != kRoot) ++entries_[parent].children;
+    refresh_busy(slot);
+}
+
+void Tier::make_ready(Slot slot) {
+    Entry &entry = entries_[slot];
+    entry.state = SlotState::kReady;
+    entry.hits = 1;
+    entry.touched_ms = now_ms();
+    --writing_;
+    ++ready_;
+    note(TierEvent::Kind::kStored, slot);
+    refresh_busy(slot);
+}
+
+// Takes an entry that is not busy out of the table; its slot is still READY and the caller frees it.
+void Tier::forget(Slot slot) {
+    Entry &entry = entries_[slot];
+    note(TierEvent::Kind::kRemoved, slot);
+    index_.erase(slot);
+    order_->remove(slot);
+    entry.findable = false;
+    if (entry.parent != kRoot) --entries_[entry.parent].children;
+}
+
+void Tier::append(BlockList &list, Slot slot) const {
+    const Entry &entry = entries_[slot];
+    list.slots.push_back(slot);
+    list.generations.push_back(entry.generation);
+    list.hashes.push_back(digests_[slot]);
+    list.parents.push_back(entry.parent == kRoot ? Digest{} : digests_[entry.parent]);
+    list.hits.push_back(entry.hits);
+}
+
+void Tier::evict(Slot slot) {
+    forget(slot);
+    free_slot(slot);
+    ++evictions_;
+}
+
+std::uint32_t Tier::missing(std::size_t count, const SlotSet &kept) const {
+    const std::size_t room = free_.size() + order_->size() - kept.size();
+    return static_cast<std::uint32_t>(count > room ? count - room : 0);
+}
+
+// Ascending, so that blocks of one path lie in runs where the free slots allow it. With a block everything
+// above it is kept, so what is passed over never leaves a child without its parent.
+void Tier::take_slots(std::uint32_t count, const SlotSet &kept, Reservation &out) {
+    const std::size_t short_of = count > free_.size() ? count - free_.size() : 0;
+    std::vector<Slot> victims;
+    victims.reserve(short_of);
+    out.evicted.reserve(short_of);
+    out.slots.reserve(count);
+    out.generations.reserve(count);
+    // In three rounds, each fetching what the next one reads: a large tier costs cache misses, not steps.
+    for (Slot slot = order_->coldest(); victims.size() < short_of; slot = order_->after(slot)) {
+        if (kept.contains(slot)) continue;
+        victims.push_back(slot);
+        __builtin_prefetch(&entries_[slot], 1);
+        __builtin_prefetch(&digests_[slot]);
+    }
+    for (const Slot slot : victims) {
+        append(out.evicted, slot);
+        index_.prefetch(digests_[slot]);
+    }
+    for (const Slot slot : victims) evict(slot);
+    out.slots.assign(free_.end() - count, free_.end());
+    free_.resize(free_.size() - count);
+    std::sort(out.slots.begin(), out.slots.end());
+    writing_ += count;
+    for (const Slot slot : out.slots) {
+        Entry &entry = entries_[slot];
+        const std::uint32_t generation = entry.generation + 1;
+        entry = Entry{};
+        entry.generation = generation;
+        entry.state = SlotState::kWriting;
+        out.generations.push_back(generation);
+    }
+}
+
+// --- computing ---------------------------------------------------------------------------------------------
+
+Reservation Tier::reserve(LeaseId lease_id, std::uint32_t count) {
+    std::lock_guard lock(mutex_);
+    Lease &lease = lease_of(lease_id);
+    Reservation out;
+    out.missing = missing(count, {});
+    if (out.missing) return out;
+    lease.make_room(count);
+    take_slots(count, {}, out);
+    for (const Slot slot : out.slots) {
+        entries_[slot].owner = lease_id;
+        pin(lease, slot);
+    }
+    return out;
+}
+
+void Tier::check_computed(LeaseId lease, std::span<const Slot> slots) const {
+    for (const Slot slot : slots) {
+        check_slot(slot);
+        const Entry &entry = entries_[slot];
+        if (entry.state != SlotState::kWriting || entry.findable || entry.owner != lease)
+            throw std::invalid_argument("slot " + std::to_string(slot) +
+                                        " is not one that this lease reserved and has yet to commit");
+    }
+    std::vector<Slot> sorted(slots.begin(), slots.end());
+    std::sort(sorted.begin(), sorted.end());
+    if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
+        throw std::invalid_argument("a slot is committed twice in one call");
+}
+
+std::vector<CommitStatus> Tier::commit(LeaseId lease_id, const Digest &parent_hash,
+                                       std::span<const Digest> hashes, std::span<const Slot> slots) {
+    std::lock_guard lock(mutex_);
+    Lease &lease = current_lease(lease_id);
+    check_computed(lease_id, slots);
+    check_hashes(hashes);
+    lease.make_room(hashes.size());
+    std::vector<CommitStatus> status;
+    status.reserve(hashes.size());
+    Slot parent = resolve_parent(parent_hash);
+    for (std::size_t i = 0; i < hashes.size() && parent != kNoSlot; ++i) {
+        const Entry &entry = entries_[slots[i]];
+        if (entry.children || entry.holds)
+            break;  // of a copy that is, or whose children are, still under way
+        const Slot present = index_.find(hashes[i]);
+        if (present == kNoSlot) {
+            link(slots[i], hashes[i], parent);
+            make_ready(slots[i]);
+            parent = slots[i];
+            status.push_back(CommitStatus::kStored);
+        } else if (entries_[present].state == SlotState::kReady && entries_[present].parent == parent) {
+            pin(lease, present);
+            parent = present;
+            status.push_back(CommitStatus::kDuplicate);
+        } else {
+            break;
+        }
+    }
+    return status;
+}
+
+}  // namespace fdcache

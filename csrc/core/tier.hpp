@@ -1,0 +1,239 @@
+// A tier: fixed-size slots, a prefix-closed hash table over them, an eviction order, and leases.
+//
+// A slot is FREE, WRITING or READY. A READY slot is an entry: findable by its block hash, below a READY
+// parent (or the root). A WRITING slot is pending (findable, a copy into it is under way) or anonymous
+// (nobody can find it: it is being computed, it duplicates an entry, or a reset cut it off).
+//
+// Two counts keep a slot in place: pins belong to leases, holds belong to copies from plan to report. An
+// entry is *busy* while it is pinned, held or pending, or has a busy child. What is not busy stands in the
+// eviction order.
+//
+// Every operation is all or nothing: what can fail (bad input, memory) comes before the first change.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "core/digest.hpp"
+#include "core/eviction.hpp"
+#include "core/hash_index.hpp"
+
+namespace fdcache {
+
+using LeaseId = std::uint64_t;
+
+enum class SlotState : std::uint8_t { kFree, kWriting, kReady };
+
+struct StaleLease : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+// Parallel arrays that describe blocks; a zero parent digest stands for the root.
+struct BlockList {
+    std::vector<Slot> slots;
+    std::vector<std::uint32_t> generations;
+    std::vector<Digest> hashes;
+    std::vector<Digest> parents;
+    std::vector<std::uint32_t> hits;
+
+    void reserve(std::size_t count) {
+        slots.reserve(count);
+        generations.reserve(count);
+        hashes.reserve(count);
+        parents.reserve(count);
+        hits.reserve(count);
+    }
+};
+
+struct MatchRun {
+    std::vector<Slot> slots;
+    std::vector<std::uint32_t> generations;
+    std::vector<std::uint32_t> hits;
+    bool pending = false;  // the block after the run is being copied into this tier
+};
+
+struct Reservation {
+    std::vector<Slot> slots;
+    std::vector<std::uint32_t> generations;
+    BlockList evicted;          // what was dropped to make room, children before parents
+    std::uint32_t missing = 0;  // slots that could not be had; nothing is reserved then
+};
+
+enum class Presence : std::uint8_t { kAbsent, kReady, kPending };
+
+enum class ReserveStatus : std::uint8_t { kReserved, kReady, kPending, kNoParent };
+
+struct CopyReservation : Reservation {
+    std::vector<ReserveStatus> status;  // per hash; `slots` holds the reserved ones, in order
+};
+
+enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
+
+struct TierEvent {
+    enum class Kind : std::uint8_t { kStored, kRemoved, kCleared, kLost };
+    Kind kind;
+    Digest hash;
+    Digest parent;
+};
+
+struct TierStats {
+    std::uint32_t slots, free, writing, ready, pending, evictable;
+    std::uint64_t pins, holds, leases, epoch, evictions, lookups, memory_bytes;
+};
+
+struct NodeView {
+    Slot slot, parent;
+    std::uint32_t generation, children, pins, holds, hits, depth;
+    SlotState state;
+    bool findable;
+    Digest hash;
+    std::uint64_t checksum;
+    double idle_seconds;
+};
+
+class Tier {
+  public:
+    explicit Tier(std::uint32_t slots, std::string_view eviction = "lru");
+
+    LeaseId open_lease();
+    // False when the lease is unknown or was released before.
+    bool release(LeaseId lease);
+
+    // Pins under `lease` the leading run of `hashes` that is READY, from index `start` on.
+    MatchRun match(LeaseId lease, std::span<const Digest> hashes, std::size_t start);
+    std::vector<Presence> contains(std::span<const Digest> hashes) const;
+
+    // `count` anonymous slots for computing, all or nothing.
+    Reservation reserve(LeaseId lease, std::uint32_t count);
+    // Pending slots, each held by one copy, for those hashes that are absent and whose parent is READY or
+    // reserved before them in the same call; all of these or nothing. Lease 0: they belong to nobody. No
+    // block that the answer calls READY, and no parent, is evicted to make the room.
+    CopyReservation reserve_copies(LeaseId lease, std::span<const Digest> parents,
+                                   std::span<const Digest> hashes);
+    // Anonymous slots of this lease become entries, in path order below `parent`. Stops at the first block
+    // whose parent is not READY, whose hash is pending or stands below another parent, or whose slot a copy
+    // still uses; the result has one status per block done.
+    std::vector<CommitStatus> commit(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
+                                     std::span<const Slot> slots);
+
+    // The report of a copy into pending slots, parents first. Returns which became READY.
+    std::vector<std::uint8_t> complete(std::span<const Slot> slots, std::span<const std::uint8_t> copied,
+                                       std::span<const std::uint64_t> checksums);
+    // A copy out of these slots begins, ends. What pending slots wait for ends with `complete` alone.
+    void hold(std::span<const Slot> slots);
+    void unhold(std::span<const Slot> slots);
+
+    // Those of `hashes` that are READY, in the order given.
+    BlockList find(std::span<const Digest> hashes) const;
+    // The entries `slots` and all above them, each once, parents first.
+    BlockList ancestry(std::span<const Slot> slots) const;
+    // The next `count` entries to be evicted, in that order.
+    BlockList coldest(std::uint32_t count) const;
+
+    // Forgets every entry. Slots in use stay with their leases and copies until those end.
+    void reset();
+    // The number of slots from `slots` on that are in use and stand against the change; 0 when done.
+    std::uint32_t resize(std::uint32_t slots);
+
+    void record_events(std::size_t capacity);
+    std::vector<TierEvent> take_events();
+
+    TierStats stats() const;
+    NodeView node(Slot slot) const;
+    std::uint32_t available() const;
+    // Every invariant that does not hold, in words; empty when all do.
+    std::vector<std::string> check_integrity() const;
+
+  private:
+    static constexpr Slot kRoot = kNoSlot - 1;
+
+    struct Entry {
+        std::uint64_t checksum = 0;
+        LeaseId owner = 0;  // who took the slot; it alone may commit it
+        std::uint32_t generation = 0;
+        Slot parent = kNoSlot;
+        std::uint32_t children = 0;
+        std::uint32_t busy_children = 0;
+        std::uint32_t pins = 0;
+        std::uint32_t holds = 0;
+        std::uint32_t hits = 0;
+        std::uint32_t depth = 0;
+        std::uint32_t touched_ms = 0;
+        SlotState state = SlotState::kFree;
+        bool findable = false;
+        bool busy = false;
+    };
+
+    struct Lease {
+        std::uint64_t epoch;
+        std::vector<Slot> slots;  // one pin each, in the order taken
+
+        void make_room(std::size_t pins) {
+            if (slots.capacity() - slots.size() < pins)
+                slots.reserve(std::max(slots.size() + pins, 2 * slots.capacity()));
+        }
+    };
+    using SlotSet = std::unordered_set<Slot>;
+
+    Lease &lease_of(LeaseId lease);
+    Lease &current_lease(LeaseId lease);
+    void check_slot(Slot slot) const;
+    static void check_hashes(std::span<const Digest> hashes);
+    void check_computed(LeaseId lease, std::span<const Slot> slots) const;
+    void check_held(std::span<const Slot> slots, bool arriving);
+    std::uint32_t now_ms() const;
+
+    Slot find_ready(const Digest &digest) const;
+    Slot resolve_parent(const Digest &parent) const;
+    void refresh_busy(Slot slot);
+    void pin(Lease &lease, Slot slot);
+    void unpin(Slot slot);
+    void free_slot(Slot slot);
+    void free_if_unused(Slot slot);
+    void link(Slot slot, const Digest &digest, Slot parent);
+    void make_ready(Slot slot);
+    void forget(Slot slot);
+    void end_hold(Slot slot);
+    bool settle(Slot slot, bool copied, std::uint64_t checksum);
+    void drop_pending(Slot slot);
+    void evict(Slot slot);
+    void make_room(std::uint32_t slots);
+    void evict_above(std::uint32_t slots);
+    void keep(Slot slot, SlotSet &kept) const;
+    std::uint32_t missing(std::size_t count, const SlotSet &kept) const;
+    void take_slots(std::uint32_t count, const SlotSet &kept, Reservation &out);
+    void append(BlockList &list, Slot slot) const;
+    void note(TierEvent::Kind kind, Slot slot);
+
+    mutable std::mutex mutex_;
+    std::vector<Entry> entries_;
+    std::vector<Digest> digests_;
+    HashIndex index_{digests_};
+    std::unique_ptr<EvictionOrder> order_;
+    std::vector<Slot> free_;
+    std::unordered_map<LeaseId, Lease> leases_;
+    std::vector<TierEvent> events_;
+    std::size_t event_capacity_ = 0;
+    std::uint64_t next_lease_ = 1;
+    std::uint64_t epoch_ = 0;
+    std::uint64_t evictions_ = 0;
+    std::uint64_t pins_ = 0;
+    std::uint64_t holds_ = 0;
+    std::uint32_t writing_ = 0;
+    std::uint32_t ready_ = 0;
+    std::uint32_t first_generation_ = 0;  // of slots added by a resize: above any that was taken away
+    mutable std::uint64_t lookups_ = 0;
+    const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace fdcache

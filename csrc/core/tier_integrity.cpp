@@ -1,0 +1,87 @@
+// The invariants of a tier, checked one by one.
+#include <numeric>
+
+#include "core/tier.hpp"
+
+namespace fdcache {
+
+std::vector<std::string> Tier::check_integrity() const {
+    std::lock_guard lock(mutex_);
+    std::vector<std::string> broken;
+    const auto expect = [&broken](bool holds, const std::string &what) {
+        if (!holds) broken.push_back(what);
+    };
+    const std::size_t slots = entries_.size();
+    std::vector<std::uint32_t> pins(slots), children(slots), busy_children(slots), listed(slots);
+    for (const auto &[id, lease] : leases_)
+        for (const Slot slot : lease.slots) ++pins[slot];
+    for (const Slot slot : free_) ++listed[slot];
+
+    std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, evictable = 0;
+    std::uint64_t holds = 0;
+    for (Slot slot = 0; slot < slots; ++slot) {
+        const Entry &entry = entries_[slot];
+        const std::string name = "slot " + std::to_string(slot) + ": ";
+        free += entry.state == SlotState::kFree;
+        writing += entry.state == SlotState::kWriting;
+        ready += entry.state == SlotState::kReady;
+        findable += entry.findable;
+        holds += entry.holds;
+        expect(entry.pins == pins[slot], name + "pins differ from what the leases hold");
+        expect(listed[slot] == (entry.state == SlotState::kFree ? 1u : 0u),
+               name + "free list disagrees with state");
+        expect(entry.state != SlotState::kFree || (!entry.pins && !entry.holds), name + "freed while in use");
+        expect(entry.state != SlotState::kReady || entry.findable, name + "ready but not in the table");
+        expect(entry.state != SlotState::kWriting || !entry.findable || entry.holds,
+               name + "pending but no copy is to complete it");
+        if (!entry.findable) {
+            expect(!order_->holds(slot), name + "evictable but not in the table");
+            expect(entry.state == SlotState::kFree || entry.pins || entry.holds || entry.children,
+                   name + "neither free nor owned");
+            continue;
+        }
+        expect(index_.find(digests_[slot]) == slot, name + "its hash leads elsewhere");
+        if (entry.parent != kRoot) {
+            const Entry &parent = entries_[entry.parent];
+            ++children[entry.parent];
+            busy_children[entry.parent] += entry.busy;
+            expect(entry.state != SlotState::kReady || (parent.findable && parent.state == SlotState::kReady),
+                   name + "ready below a parent that is not");
+            expect(!parent.findable || entry.depth == parent.depth + 1,
+                   name + "depth is not its parent's plus one");
+        } else {
+            expect(entry.depth == 0, name + "below the root but not at depth 0");
+        }
+    }
+    for (Slot slot = 0; slot < slots; ++slot) {
+        const Entry &entry = entries_[slot];
+        if (entry.state == SlotState::kFree) continue;
+        const std::string name = "slot " + std::to_string(slot) + ": ";
+        expect(entry.children == children[slot], name + "child count is wrong");
+        if (!entry.findable) continue;
+        expect(entry.busy_children == busy_children[slot], name + "busy child count is wrong");
+        const bool busy =
+            entry.pins || entry.holds || entry.busy_children || entry.state != SlotState::kReady;
+        expect(entry.busy == busy, name + "busy flag is wrong");
+        expect(order_->holds(slot) == !busy, name + "eviction order disagrees with its use");
+        evictable += !busy;
+    }
+    std::vector<bool> seen(slots, false);
+    std::uint32_t chained = 0;
+    for (Slot slot = order_->coldest(); slot != kNoSlot && chained <= slots;
+         slot = order_->after(slot), ++chained) {
+        const Slot parent = entries_[slot].parent;
+        expect(parent == kRoot || !seen[parent],
+               "slot " + std::to_string(slot) + ": evicted after its parent");
+        seen[slot] = true;
+    }
+    expect(chained == evictable && order_->size() == evictable, "eviction order has lost or gained entries");
+    expect(free + writing + ready == slots, "slots are not conserved");
+    expect(free == free_.size() && writing == writing_ && ready == ready_, "slot counters are wrong");
+    expect(findable == index_.size(), "hash table and entries disagree");
+    expect(holds == holds_, "hold counter is wrong");
+    expect(std::accumulate(pins.begin(), pins.end(), std::uint64_t{0}) == pins_, "pin counter is wrong");
+    return broken;
+}
+
+}  // namespace fdcache

@@ -1,0 +1,145 @@
+// Reading a tier: matches, listings, figures.
+#include "core/tier.hpp"
+
+namespace fdcache {
+
+MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start) {
+    std::lock_guard lock(mutex_);
+    Lease &lease = current_lease(lease_id);
+    MatchRun run;
+    // READY entries are closed under prefixes, so the end of the run is found by bisection.
+    std::size_t low = start, high = hashes.size();
+    Slot last = kNoSlot;
+    while (low < high) {
+        const std::size_t middle = low + (high - low) / 2;
+        ++lookups_;
+        const Slot slot = find_ready(hashes[middle]);
+        if (slot == kNoSlot) {
+            high = middle;
+        } else {
+            last = slot;
+            low = middle + 1;
+        }
+    }
+    if (low < hashes.size()) {
+        const Slot next = index_.find(hashes[low]);
+        run.pending = next != kNoSlot && entries_[next].state == SlotState::kWriting;
+    }
+    if (last == kNoSlot) return run;
+    // Whatever the hashes are, only blocks that carry them are handed out.
+    bool one_path = entries_[last].depth == low - 1;
+    run.slots.resize(low - start);
+    for (std::size_t i = run.slots.size(); one_path && i-- > 0; last = entries_[last].parent) {
+        run.slots[i] = last;
+        one_path = digests_[last] == hashes[start + i];
+    }
+    if (!one_path) throw std::invalid_argument("hashes are not one path from the root");
+    const std::uint32_t now = now_ms();
+    lease.make_room(run.slots.size());
+    run.generations.reserve(run.slots.size());
+    run.hits.reserve(run.slots.size());
+    for (const Slot slot : run.slots) {
+        Entry &entry = entries_[slot];
+        entry.touched_ms = now;
+        if (entry.hits != UINT32_MAX) ++entry.hits;
+        run.generations.push_back(entry.generation);
+        run.hits.push_back(entry.hits);
+        pin(lease, slot);
+    }
+    return run;
+}
+
+std::vector<Presence> Tier::contains(std::span<const Digest> hashes) const {
+    std::lock_guard lock(mutex_);
+    std::vector<Presence> presence;
+    presence.reserve(hashes.size());
+    for (const Digest &hash : hashes) {
+        const Slot slot = index_.find(hash);
+        presence.push_back(slot == kNoSlot                             ? Presence::kAbsent
+                           : entries_[slot].state == SlotState::kReady ? Presence::kReady
+                                                                       : Presence::kPending);
+    }
+    lookups_ += hashes.size();
+    return presence;
+}
+
+BlockList Tier::find(std::span<const Digest> hashes) const {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    for (const Digest &hash : hashes)
+        if (const Slot slot = find_ready(hash); slot != kNoSlot) append(list, slot);
+    return list;
+}
+
+BlockList Tier::ancestry(std::span<const Slot> slots) const {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    std::unordered_set<Slot> seen;
+    std::vector<Slot> path;
+    for (Slot slot : slots) {
+        check_slot(slot);
+        path.clear();
+        for (; slot != kRoot && entries_[slot].findable && seen.insert(slot).second;
+             slot = entries_[slot].parent)
+            path.push_back(slot);
+        for (auto up = path.rbegin(); up != path.rend(); ++up) append(list, *up);
+    }
+    return list;
+}
+
+std::uint32_t Tier::available() const {
+    std::lock_guard lock(mutex_);
+    return static_cast<std::uint32_t>(free_.size()) + order_->size();
+}
+
+BlockList Tier::coldest(std::uint32_t count) const {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    for (Slot slot = order_->coldest(); slot != kNoSlot && list.slots.size() < count;
+         slot = order_->after(slot))
+        append(list, slot);
+    return list;
+}
+
+TierStats Tier::stats() const {
+    std::lock_guard lock(mutex_);
+    TierStats stats{};
+    stats.slots = static_cast<std::uint32_t>(entries_.size());
+    stats.free = static_cast<std::uint32_t>(free_.size());
+    stats.writing = writing_;
+    stats.ready = ready_;
+    stats.pending = index_.size() - ready_;
+    stats.evictable = order_->size();
+    stats.pins = pins_;
+    stats.holds = holds_;
+    stats.leases = leases_.size();
+    stats.epoch = epoch_;
+    stats.evictions = evictions_;
+    stats.lookups = lookups_;
+    stats.memory_bytes = entries_.capacity() * sizeof(Entry) + digests_.capacity() * sizeof(Digest) +
+                         index_.bytes() + order_->bytes() + free_.capacity() * sizeof(Slot);
+    return stats;
+}
+
+NodeView Tier::node(Slot slot) const {
+    std::lock_guard lock(mutex_);
+    if (slot >= entries_.size()) throw std::out_of_range("slot " + std::to_string(slot) + " is out of range");
+    const Entry &entry = entries_[slot];
+    NodeView view{};
+    view.slot = slot;
+    view.parent = entry.findable && entry.parent != kRoot ? entry.parent : kNoSlot;
+    view.generation = entry.generation;
+    view.children = entry.children;
+    view.pins = entry.pins;
+    view.holds = entry.holds;
+    view.hits = entry.hits;
+    view.depth = entry.depth;
+    view.state = entry.state;
+    view.findable = entry.findable;
+    view.hash = entry.findable ? digests_[slot] : Digest{};
+    view.checksum = entry.checksum;
+    view.idle_seconds = (now_ms() - entry.touched_ms) / 1000.0;
+    return view;
+}
+
+}  // namespace fdcache

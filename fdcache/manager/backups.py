@@ -1,0 +1,143 @@
+"""Which device blocks are copied to the host, and when: the write policies.
+
+The host tier is closed under prefixes, so whatever is copied takes its uncovered ancestors along, parents first.
+Backups never make anybody wait: what finds no room is dropped and counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from fdcache._core import BlockList
+from fdcache.manager.blocks import Blocks
+from fdcache.manager.ledger import OpenPlan
+from fdcache.metadata import HashArray, SwapPurpose, UInt32Array
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers import BlockPool
+
+_ABSENT = 0
+_RESERVED = 0
+_MOST_PER_PLAN = 1024
+_MOST_QUEUED = 16384
+
+
+class BackupPlanner:
+    """Copies from the device tier to the host tier, by the write policy of ``settings``."""
+
+    def __init__(self, settings: CacheSettings, device: BlockPool, host: BlockPool) -> None:
+        self._device = device
+        self._host = host
+        self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
+        selective = settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        self._threshold = settings.write_through_threshold if selective else 1
+        self._clean_reserve = settings.clean_reserve
+        self._queue: deque[HashArray] = deque()
+        self._queued = 0
+        self.dropped = 0
+
+    def on_commit(self, stored: HashArray) -> None:
+        """Blocks became entries of the device tier."""
+        if not self._writes_back and self._threshold == 1:
+            self._enqueue(stored)
+
+    def on_match(self, hashes: HashArray, hits: UInt32Array) -> None:
+        """Blocks were hit; those that reach the threshold now are backed up."""
+        if not self._writes_back and self._threshold > 1:
+            reached = hits == self._threshold
+            if reached.any():
+                self._enqueue(hashes[reached])
+
+    def on_evict(self, evicted: BlockList, plan: OpenPlan) -> None:
+        """The device tier dropped blocks whose slots have new owners: copy out first what is worth it."""
+        if not len(evicted):
+            return
+        worth = evicted.hits >= (0 if self._writes_back else self._threshold)
+        if not worth.any():
+            return
+        blocks = Blocks.of(evicted).select(np.flatnonzero(worth)[::-1])  # parents first
+        dirty = blocks.select(self._host.contains(blocks.hashes) == _ABSENT)
+        if len(dirty):
+            self._copy(dirty, SwapPurpose.EVICT, plan)
+
+    def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
+        """What may be copied in this step without anybody waiting; ``in_flight``: backups under way."""
+        if self._writes_back:
+            self._refill_clean_reserve(plan, in_flight)
+        else:
+            self._flush_queue(plan)
+
+    def forget(self) -> None:
+        """Drop the queue: its blocks are gone."""
+        self._queue.clear()
+        self._queued = 0
+
+    @property
+    def queued(self) -> int:
+        """Blocks that wait for the next plan."""
+        return self._queued
+
+    def _enqueue(self, hashes: HashArray) -> None:
+        self._queue.append(hashes)
+        self._queued += len(hashes)
+        while self._queued > _MOST_QUEUED:
+            oldest = self._queue.popleft()
+            self._queued -= len(oldest)
+            self.dropped += len(oldest)
+
+    def _flush_queue(self, plan: OpenPlan) -> None:
+        room = _MOST_PER_PLAN
+        while self._queue and room > 0:
+            hashes = self._queue.popleft()
+            now, later = hashes[:room], hashes[room:]
+            if len(later):
+                self._queue.appendleft(later)
+            self._queued -= len(now)
+            room -= len(now)
+            absent = now[self._host.contains(now) == _ABSENT]
+            blocks = Blocks.of(self._device.find(absent))
+            if len(blocks):
+                self._copy(blocks, SwapPurpose.BACKUP, plan)
+
+    def _refill_clean_reserve(self, plan: OpenPlan, in_flight: int) -> None:
+        wanted = self._clean_reserve - in_flight - plan.size(SwapPurpose.BACKUP)
+        if wanted <= 0:
+            return
+        cold = Blocks.of(self._device.coldest(wanted))
+        dirty = cold.select(np.flatnonzero(self._host.contains(cold.hashes) == _ABSENT)[::-1])
+        if len(dirty):
+            self._copy(dirty, SwapPurpose.BACKUP, plan)
+
+    def _copy(self, blocks: Blocks, purpose: SwapPurpose, plan: OpenPlan) -> None:
+        """Reserve host slots for ``blocks`` (parents first) as far as there is room, and plan the copies."""
+        blocks = self._with_uncovered_ancestors(blocks)
+        while len(blocks):
+            taken = self._host.reserve_copies(0, blocks.parents, blocks.hashes)
+            if taken.missing:
+                self.dropped += min(taken.missing, len(blocks))
+                blocks = blocks.select(slice(0, max(0, len(blocks) - taken.missing)))
+                continue
+            source = blocks.select(taken.status == _RESERVED)
+            if len(source):
+                self._device.hold(source.slots)
+                plan.add(purpose, source, taken.slots, taken.generations)
+            return
+
+    def _with_uncovered_ancestors(self, blocks: Blocks) -> Blocks:
+        own = {row.tobytes() for row in blocks.hashes}
+        covered = self._host.contains(blocks.parents) != _ABSENT
+        missing = [
+            i
+            for i in np.flatnonzero(~covered).tolist()
+            if (p := blocks.parents[i].tobytes()) not in own and any(p)
+        ]
+        if not missing:
+            return blocks
+        parents = self._device.find(blocks.parents[missing])
+        if not len(parents):
+            return blocks
+        above = Blocks.of(self._device.ancestry(parents.slots))
+        fresh = np.array([row.tobytes() not in own for row in above.hashes], np.bool_)
+        above = above.select(fresh & (self._host.contains(above.hashes) == _ABSENT))
+        return Blocks.concat((above, blocks)) if len(above) else blocks

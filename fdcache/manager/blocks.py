@@ -1,0 +1,57 @@
+"""Parallel arrays that describe blocks of one tier, and the hash arrays they are cut from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from fdcache._core import BlockList
+from fdcache.metadata import HashArray, Int32Array, UInt32Array
+
+ROOT = bytes(32)
+"""As a parent hash: the block is the first of its path."""
+
+_ROOT_ROW = np.zeros((1, 32), np.uint8)
+
+
+def parents_of(hashes: HashArray, start: int, stop: int) -> HashArray:
+    """The parent hashes of blocks ``start`` to ``stop`` of one path."""
+    if start > 0:
+        return hashes[start - 1 : stop - 1]
+    return np.concatenate((_ROOT_ROW, hashes[: stop - 1])) if stop > 0 else hashes[:0]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Element i of each array is one block: its slot, the slot's generation, its hash, its parent's hash."""
+
+    slots: Int32Array
+    generations: UInt32Array
+    hashes: HashArray
+    parents: HashArray
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @classmethod
+    def of(cls, found: BlockList) -> Self:
+        """The arrays of what a tier returned."""
+        return cls(found.slots, found.generations, found.hashes, found.parents)
+
+    @classmethod
+    def concat(cls, parts: Iterable[Self]) -> Self:
+        """One after the other."""
+        parts = list(parts)
+        return cls(
+            np.concatenate([part.slots for part in parts]),
+            np.concatenate([part.generations for part in parts]),
+            np.concatenate([part.hashes for part in parts]),
+            np.concatenate([part.parents for part in parts]),
+        )
+
+    def select(self, index: slice | np.ndarray) -> Blocks:
+        """Those that a slice, a mask or an index array names."""
+        return Blocks(self.slots[index], self.generations[index], self.hashes[index], self.parents[index])

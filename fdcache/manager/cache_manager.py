@@ -1,0 +1,257 @@
+"""CacheManager: the scheduler side. It decides; workers copy; reports change what is known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from threading import RLock
+
+from fdcache.errors import ConfigurationError, RequestStateError
+from fdcache.layout import KVLayout
+from fdcache.manager.backups import BackupPlanner
+from fdcache.manager.events import CacheEvent, events_of
+from fdcache.manager.ledger import InFlightPlan, PlanLedger
+from fdcache.manager.lifecycle import RequestLifecycle
+from fdcache.manager.requests import Request
+from fdcache.manager.results import Allocation, LoadOutcome, MatchResult
+from fdcache.manager.settlement import settle
+from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
+from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, SwapPurpose, TransferPlan, TransferReport
+from fdcache.settings.cache import CacheSettings
+from fdcache.tiers import BlockPool
+
+
+class ManagerState(StrEnum):
+    """Whether the manager plans anything new."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    ASLEEP = "asleep"
+
+
+class CacheManager:
+    """Device and host tier of one engine, for all its ranks.
+
+    One scheduler step: ``match_prefix`` the new requests, ``allocate_device_blocks`` for everything scheduled,
+    ``take_plan`` and send it to every rank with the step; then ``apply`` the ranks' reports, ``commit`` the tokens
+    the engine accepted, ``request_finish`` what ended. Any number of steps may be under way. Calls are thread-safe.
+
+    ``settings`` and ``layout`` are all it is told; every rank of ``layout.tp_size`` has to report each plan.
+    Raises ``ConfigurationError`` when the host memory holds not one block.
+    """
+
+    def __init__(
+        self, settings: CacheSettings, layout: KVLayout, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.settings = settings
+        self.layout = layout
+        self._clock = clock
+        self._lock = RLock()
+        self._state = ManagerState.RUNNING
+        self._device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
+        blocks = self.num_host_blocks
+        self._host = BlockPool(CacheLevel.HOST, blocks, settings.eviction) if blocks else None
+        self._backups = BackupPlanner(settings, self._device, self._host) if self._host else None
+        self._counters = Counters()
+        self._requests = RequestLifecycle(
+            settings, layout, self._device, self._host, self._backups, self._counters, clock
+        )
+        self._ledger = PlanLedger(layout.tp_size, settings.plan_timeout)
+        for pool in self._pools():
+            pool.record_events(settings.event_buffer)
+
+    def _pools(self) -> Iterable[BlockPool]:
+        return (self._device, self._host) if self._host else (self._device,)
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier; every rank's controller makes room for as many."""
+        memory = self.settings.host_memory
+        block_bytes = self.layout.record_bytes + SLOT_HEADER_BYTES
+        if memory and memory < block_bytes:
+            raise ConfigurationError(
+                f"host_memory: {memory} bytes hold not one block of {block_bytes} bytes; give at least that, or 0"
+            )
+        return memory // block_bytes
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Blocks of the device tier."""
+        return self._device.stats().slots
+
+    # --- a scheduler step ---------------------------------------------------------------------------------
+
+    def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
+        """Find and pin the longest cached prefix of each request, short of its last token.
+
+        Raises ``RequestStateError`` for a request that is matched or running already.
+        """
+        with self._lock:
+            if self._state is not ManagerState.RUNNING:
+                return [self._requests.refuse_match(request) for request in requests]
+            return [self._requests.match(request) for request in requests]
+
+    def can_allocate_device_blocks(self, num_blocks: int) -> bool:
+        """Whether that many blocks are free or can be made free now."""
+        return self._device.available >= num_blocks
+
+    def allocate_device_blocks(self, demands: Iterable[tuple[Request, int]]) -> list[Allocation]:
+        """Let each request's block table cover ``num_tokens`` tokens, all or nothing per request.
+
+        The first call after a match also plans the loads of its host blocks. Raises ``RequestStateError`` when a
+        request asks for fewer tokens than its match found.
+        """
+        with self._lock:
+            if self._state is not ManagerState.RUNNING:
+                return [self._requests.refuse_allocation(request) for request, _ in demands]
+            return [self._requests.allocate(request, num_tokens) for request, num_tokens in demands]
+
+    def take_plan(self) -> TransferPlan | None:
+        """Close the step: what every rank has to copy, or None. Submit it before the step computes."""
+        with self._lock:
+            if self._backups and self._state is ManagerState.RUNNING:
+                in_flight = self._ledger.blocks_in_flight(SwapPurpose.BACKUP)
+                self._backups.plan_background(self._requests.plan, in_flight)
+            plan = self._requests.close_plan()
+            return None if plan.is_empty else self._ledger.close(plan, self._clock())
+
+    def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
+        """Tell how many tokens of each request are accepted and have their KV on every rank.
+
+        Full blocks become matchable, those above an unconfirmed load once it is confirmed. Raises
+        ``RequestStateError`` for more tokens than the request or its block table has.
+        """
+        with self._lock:
+            for request, num_tokens in progress:
+                self._requests.commit(request, num_tokens)
+
+    def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
+        """Take the ranks' reports; returns the loads that ended with them.
+
+        Raises ``PlanError`` for a report that does not fit its plan. One that came before is counted, no more.
+        """
+        with self._lock:
+            outcomes: list[LoadOutcome] = []
+            for report in reports:
+                if not self._ledger.expects(report):
+                    self._counters.unexpected_reports += 1
+                elif flight := self._ledger.record(report):
+                    outcomes += self._settle(flight)
+            return outcomes
+
+    def expire(self) -> list[LoadOutcome]:
+        """The loads of plans whose deadline has passed; each is told once. Their slots wait for the reports."""
+        with self._lock:
+            return [
+                self._requests.overdue(load)
+                for flight in self._ledger.newly_overdue(self._clock())
+                for load in flight.loads
+                if load.is_current
+            ]
+
+    def request_finish(self, requests: Iterable[Request]) -> None:
+        """End, abort or preempt requests: their blocks stay cached, their pins go. Idempotent."""
+        with self._lock:
+            for request in requests:
+                self._requests.finish(request)
+
+    # --- the whole cache ----------------------------------------------------------------------------------
+
+    def worker_lost(self, rank: int) -> list[LoadOutcome]:
+        """A rank's process is proved gone, and its part of every block with it: both tiers are reset."""
+        with self._lock:
+            outcomes = [
+                outcome for flight in self._ledger.lose_rank(rank) for outcome in self._settle(flight)
+            ]
+            self.reset_cache()
+            return outcomes
+
+    def reset_cache(self) -> int:
+        """Forget every block of both tiers; returns how many. Running requests keep theirs and publish no more."""
+        with self._lock:
+            forgotten = sum(pool.stats().ready for pool in self._pools())
+            for pool in self._pools():
+                pool.reset()
+            if self._backups:
+                self._backups.forget()
+            self._requests.stop_publishing()
+            return forgotten
+
+    def resize_device_pool(self, num_blocks: int) -> bool:
+        """Change the number of device blocks. False, and nothing changed, while a block beyond it is in use."""
+        with self._lock:
+            return self._device.resize(num_blocks) == 0
+
+    def pause(self) -> int:
+        """Plan nothing new until ``wakeup``: matches are deferred, allocations refused, backups stop.
+
+        Commits, reports and finishes go on. Returns the number of plans whose reports are still out.
+        """
+        with self._lock:
+            if self._state is ManagerState.RUNNING:
+                self._state = ManagerState.PAUSED
+            return len(self._ledger)
+
+    def sleep(self) -> None:
+        """Pause and forget the device tier, whose memory the workers may then give back.
+
+        Raises ``RequestStateError`` while requests are running or copies are under way.
+        """
+        with self._lock:
+            if self._requests.live or len(self._ledger) or not self._requests.plan.is_empty:
+                raise RequestStateError(
+                    f"cannot sleep with {len(self._requests.live)} requests and {len(self._ledger)} plans under way; "
+                    "pause, finish the requests, apply the reports, then sleep"
+                )
+            self._state = ManagerState.ASLEEP
+            self._device.reset()
+
+    def wakeup(self) -> None:
+        """Go on after ``pause`` or ``sleep``."""
+        with self._lock:
+            self._state = ManagerState.RUNNING
+
+    @property
+    def state(self) -> ManagerState:
+        """Whether the manager plans anything new."""
+        return self._state
+
+    def get_stats(self) -> CacheStats:
+        """Tiers and totals at this moment."""
+        with self._lock:
+            if self._backups:
+                self._counters.backups_dropped = self._backups.dropped
+            return CacheStats(
+                device=TierUsage.of(self._device),
+                host=TierUsage.of(self._host) if self._host else None,
+                counters=Counters(
+                    **{name: getattr(self._counters, name) for name in Counters.__struct_fields__}
+                ),
+                live_requests=len(self._requests.live),
+                plans_in_flight=len(self._ledger),
+                queued_backups=self._backups.queued if self._backups else 0,
+            )
+
+    def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
+        """Bytes per rank of each tier."""
+        device_bytes = sum(plane.nbytes for plane in self.layout.planes)
+        usage = {CacheLevel.DEVICE: MemoryUsage.of(self._device, device_bytes)}
+        if self._host:
+            usage[CacheLevel.HOST] = MemoryUsage.of(self._host, self.layout.record_bytes)
+        return usage
+
+    def take_events(self) -> list[CacheEvent]:
+        """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
+        with self._lock:
+            return [event for pool in self._pools() for event in events_of(pool, self.layout.block_size)]
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` naming every invariant that does not hold."""
+        with self._lock:
+            for pool in self._pools():
+                pool.verify()
+
+    def _settle(self, flight: InFlightPlan) -> list[LoadOutcome]:
+        settle(flight, self._device, self._host, self._counters)
+        return [self._requests.confirm(load, flight) for load in flight.loads if load.is_current]

@@ -1,0 +1,289 @@
+"""The life of a request: match, allocate, commit, finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fdcache._core import BlockList
+from fdcache.errors import IntegrityError, RequestStateError
+from fdcache.layout import KVLayout
+from fdcache.manager.backups import BackupPlanner
+from fdcache.manager.blocks import ROOT, Blocks, parents_of
+from fdcache.manager.ledger import InFlightPlan, LoadRange, OpenPlan
+from fdcache.manager.requests import HostRun, Request
+from fdcache.manager.results import (
+    Allocation,
+    AllocationFailure,
+    LoadOutcome,
+    LoadStatus,
+    MatchResult,
+    MatchStatus,
+)
+from fdcache.manager.stats import Counters
+from fdcache.metadata import SwapPurpose
+from fdcache.settings.cache import CacheSettings
+from fdcache.tiers import BlockPool
+
+_NO_BLOCKS = np.empty(0, np.int32)
+_STORED = 0
+
+
+class RequestLifecycle:
+    """What happens to one request at a time, and the plan of the present step."""
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        layout: KVLayout,
+        device: BlockPool,
+        host: BlockPool | None,
+        backups: BackupPlanner | None,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._block_size = layout.block_size
+        self._fingerprint = layout.fingerprint
+        self._device = device
+        self._host = host
+        self._backups = backups
+        self._counters = counters
+        self._clock = clock
+        self.live: dict[str, Request] = {}
+        self.plan = OpenPlan()
+
+    def close_plan(self) -> OpenPlan:
+        """What this step has planned; the next step starts with nothing."""
+        closed, self.plan = self.plan, OpenPlan()
+        return closed
+
+    def stop_publishing(self) -> None:
+        """After a reset: running requests keep their blocks, nobody will find them any more."""
+        for request in self.live.values():
+            request._publishes = False
+
+    def refuse_match(self, request: Request) -> MatchResult:
+        """The manager is paused."""
+        return MatchResult(request.request_id, MatchStatus.DEFERRED)
+
+    def refuse_allocation(self, request: Request) -> Allocation:
+        """The manager is paused."""
+        return Allocation(request.request_id, _NO_BLOCKS, AllocationFailure.PAUSED)
+
+    def match(self, request: Request) -> MatchResult:
+        """Pin the longest prefix that is cached, device blocks first, short of the last token."""
+        if request._lease:
+            raise RequestStateError(
+                f"request {request.request_id!r} is matched or running; finish it before it is matched again"
+            )
+        tokens = request._bind(self._block_size, self._fingerprint)
+        self._adopt(request)
+        request._matched = True
+        if not (request._publishes and self._settings.enable_prefix_caching):
+            request._publishes = False
+            return MatchResult(request.request_id, MatchStatus.MATCHED)
+        hashes = tokens.hashes[: (request.num_tokens - 1) // self._block_size]
+        run = self._device.match(request._lease, hashes)
+        pending = run.pending
+        on_device = len(run)
+        on_host = 0
+        if self._host and on_device < len(hashes):
+            request._host_lease = self._host.open_lease()
+            host_run = self._host.match(request._host_lease, hashes, on_device)
+            pending = pending or host_run.pending
+            on_host = len(host_run)
+            if on_host:
+                request._host_run = HostRun(on_device, host_run.slots, host_run.generations)
+        if pending:
+            if self._must_wait(request):
+                return self._defer(request)
+            if run.pending:
+                self._drop_host_run(request)
+                on_host = 0
+        if on_device:
+            request._table.extend(run.slots)
+            request._committed_blocks = on_device
+            if self._backups:
+                self._backups.on_match(hashes[:on_device], run.hits)
+        return self._matched(request, on_device, on_host)
+
+    def _matched(self, request: Request, on_device: int, on_host: int) -> MatchResult:
+        request._deferred_since = None
+        request.num_cached_tokens = (on_device + on_host) * self._block_size
+        return MatchResult(
+            request.request_id,
+            MatchStatus.MATCHED,
+            num_device_blocks=on_device,
+            num_host_blocks=on_host,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _must_wait(self, request: Request) -> bool:
+        now = self._clock()
+        if request._deferred_since is None:
+            request._deferred_since = now
+        return now - request._deferred_since < self._settings.defer_timeout
+
+    def _defer(self, request: Request) -> MatchResult:
+        since = request._deferred_since
+        self.finish(request)
+        request._deferred_since = since
+        self._counters.deferred_lookups += 1
+        return MatchResult(request.request_id, MatchStatus.DEFERRED)
+
+    def _adopt(self, request: Request) -> None:
+        known = self.live.setdefault(request.request_id, request)
+        if known is not request:
+            raise RequestStateError(f"another request with the id {request.request_id!r} is running")
+        request._lease = self._device.open_lease()
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation:
+        """Grow the block table to ``num_tokens`` tokens; the first time, plan the loads as well."""
+        if not request._matched:
+            raise RequestStateError(f"request {request.request_id!r} has to be matched before it gets blocks")
+        if num_tokens < request.num_cached_tokens:
+            raise RequestStateError(
+                f"request {request.request_id!r}: {num_tokens} tokens are fewer than the "
+                f"{request.num_cached_tokens} that its match found"
+            )
+        if request._host_run and not self._host_run_is_loadable(request):
+            self._defer(request)
+            return Allocation(request.request_id, _NO_BLOCKS, AllocationFailure.DEFERRED)
+        before = len(request._table)
+        wanted = max(0, -(-num_tokens // self._block_size) - before)
+        missing = wanted - self._device.available
+        if missing > 0:
+            self._counters.allocation_failures += 1
+            return Allocation(request.request_id, _NO_BLOCKS, AllocationFailure.NO_BLOCKS, missing)
+        if not request._counted:
+            self._count_hits(request)
+        # Copies out hold blocks that were evictable, so every slot is taken before the first of them is planned.
+        evicted = [self._plan_loads(request, request._host_run)] if request._host_run else []
+        fresh = before + wanted - len(request._table)
+        if fresh:
+            taken = self._device.reserve(request._lease, fresh)
+            if taken.missing:
+                raise IntegrityError(
+                    f"request {request.request_id!r}: {taken.missing} available blocks are gone"
+                )
+            request._table.extend(taken.slots)
+            evicted.append(taken.evicted)
+        if self._backups:
+            for dropped in evicted:
+                self._backups.on_evict(dropped, self.plan)
+        return Allocation(request.request_id, request._table.slots[before:])
+
+    def _count_hits(self, request: Request) -> None:
+        request._counted = True
+        on_host = len(request._host_run or ())
+        counters = self._counters
+        counters.lookups += 1
+        counters.lookup_tokens += request.num_tokens
+        counters.device_hit_tokens += request._committed_blocks * self._block_size
+        counters.host_hit_tokens += on_host * self._block_size
+
+    def _host_run_is_loadable(self, request: Request) -> bool:
+        """Since the match, others may have brought blocks of the run to the device: those are device hits now.
+
+        False: another request is loading the next one, or a reset took the run away; match again later.
+        """
+        run = request._host_run
+        tokens = request._blocks
+        if run is None or tokens is None or not request._publishes:
+            return False
+        found = self._device.match(request._lease, tokens.hashes[: run.start + len(run)], run.start)
+        if len(found):
+            request._table.extend(found.slots)
+            request._committed_blocks += len(found)
+            request._host_run = run.without(len(found)) if len(found) < len(run) else None
+        return not found.pending
+
+    def _plan_loads(self, request: Request, run: HostRun) -> BlockList:
+        """Reserve device blocks for the run and plan its copies; returns what was evicted for them."""
+        assert self._host and request._blocks
+        stop = run.start + len(run)
+        hashes = request._blocks.hashes
+        source = Blocks(
+            run.slots, run.generations, hashes[run.start : stop], parents_of(hashes, run.start, stop)
+        )
+        taken = self._device.reserve_copies(request._lease, source.parents, source.hashes)
+        if len(taken) != len(run):
+            raise IntegrityError(
+                f"request {request.request_id!r}: {len(run)} loads got {len(taken)} device blocks"
+            )
+        self._host.hold(run.slots)
+        self._drop_host_run(request)
+        offset = self.plan.add(SwapPurpose.LOAD, source, taken.slots, taken.generations)
+        self.plan.loads.append(LoadRange(request, request._incarnation, offset, len(run), run.start))
+        request._loading = True
+        request._table.extend(taken.slots)
+        return taken.evicted
+
+    def _drop_host_run(self, request: Request) -> None:
+        request._host_run = None
+        if self._host and request._host_lease:
+            self._host.release(request._host_lease)
+            request._host_lease = 0
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """Publish the full blocks among the first ``num_tokens`` tokens, but none above an unconfirmed load."""
+        limit = min(request.num_tokens, len(request._table) * self._block_size)
+        if not request._lease or num_tokens > limit:
+            raise RequestStateError(
+                f"request {request.request_id!r}: cannot commit {num_tokens} tokens, it has blocks for {limit}"
+            )
+        request._reported_tokens = num_tokens
+        if request._publishes and not request._loading:
+            self._publish(request)
+
+    def _publish(self, request: Request) -> None:
+        start, stop = request._committed_blocks, request._reported_tokens // self._block_size
+        if start >= stop or request._blocks is None:
+            return
+        hashes = request._blocks.hashes
+        parent = hashes[start - 1].tobytes() if start else ROOT
+        status = self._device.commit(
+            request._lease, parent, hashes[start:stop], request._table.slots[start:stop]
+        )
+        request._committed_blocks = start + len(status)
+        if self._backups and len(status):
+            self._backups.on_commit(hashes[start : start + len(status)][status == _STORED])
+
+    def finish(self, request: Request) -> None:
+        """Give back everything the request holds; copies under way keep their slots until they are reported."""
+        if not request._lease:
+            return
+        self._drop_host_run(request)
+        self._device.release(request._lease)
+        self.live.pop(request.request_id, None)
+        request._reset()
+
+    def confirm(self, load: LoadRange, flight: InFlightPlan) -> LoadOutcome:
+        """Every rank has reported the request's load."""
+        request = load.request
+        request._loading = False
+        copied = flight.copied[SwapPurpose.LOAD][load.offset : load.offset + load.count]
+        good = load.count if copied.all() else int(np.argmin(copied))
+        request._committed_blocks += good
+        if good < load.count:
+            request._reported_tokens = 0
+            request.num_cached_tokens = request._committed_blocks * self._block_size
+            self._counters.loads_failed += 1
+            return self._outcome(
+                load, LoadStatus.FAILED, good, "; ".join(flight.errors) or "the cache was reset"
+            )
+        self._counters.loads_confirmed += 1
+        if request._publishes:
+            self._publish(request)
+        return self._outcome(load, LoadStatus.CONFIRMED, good, None)
+
+    def overdue(self, load: LoadRange) -> LoadOutcome:
+        """The load's deadline has passed; its slots wait for the report all the same."""
+        self._counters.loads_overdue += 1
+        return self._outcome(load, LoadStatus.OVERDUE, 0, "no report within the plan's deadline")
+
+    def _outcome(self, load: LoadRange, status: LoadStatus, good: int, message: str | None) -> LoadOutcome:
+        recompute_from = (load.first_block + good) * self._block_size
+        return LoadOutcome(load.request.request_id, status, recompute_from, message)

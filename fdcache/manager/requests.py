@@ -1,0 +1,132 @@
+"""Request: the cache's view of one engine request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fdcache.hashing import MultimodalItem, TokenBlocks, Tokens, root_hash
+from fdcache.metadata import HashArray, Int32Array, UInt32Array
+
+
+class BlockTable:
+    """A growing int32 array of device slots."""
+
+    __slots__ = ("_buffer", "_size")
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(64, np.int32)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def extend(self, slots: Int32Array) -> None:
+        """Append slots."""
+        size = self._size + len(slots)
+        if size > len(self._buffer):
+            grown = np.empty(max(size, 2 * len(self._buffer)), np.int32)
+            grown[: self._size] = self._buffer[: self._size]
+            self._buffer = grown
+        self._buffer[self._size : size] = slots
+        self._size = size
+
+    @property
+    def slots(self) -> Int32Array:
+        """The slots so far; a view that later growth does not change."""
+        return self._buffer[: self._size]
+
+
+@dataclass(slots=True)
+class HostRun:
+    """Host blocks of a match that wait to be loaded: ``slots[i]`` holds block ``start + i`` of the path."""
+
+    start: int
+    slots: Int32Array
+    generations: UInt32Array
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def without(self, count: int) -> HostRun:
+        """The run less its first ``count`` blocks."""
+        return HostRun(self.start + count, self.slots[count:], self.generations[count:])
+
+
+class Request:
+    """Tokens, block hashes and device blocks of one request.
+
+    ``prompt``: token ids. ``multimodal``: items whose content the token ids do not tell. ``adapter_id`` and ``tenant``
+    keep their blocks apart from all others. ``use_cache=False``: neither reuses blocks nor leaves any behind.
+    The underscored fields belong to the manager.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Tokens,
+        *,
+        multimodal: Sequence[MultimodalItem] = (),
+        adapter_id: str | None = None,
+        tenant: str | None = None,
+        use_cache: bool = True,
+    ) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = len(prompt)
+        self.use_cache = use_cache
+        self.num_cached_tokens = 0
+        self._prompt: Tokens = prompt
+        self._multimodal = tuple(multimodal)
+        self._adapter_id = adapter_id
+        self._tenant = tenant
+        self._blocks: TokenBlocks | None = None
+        self._incarnation = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        """Back to a request that holds nothing; what it held must have been released."""
+        self.num_cached_tokens = 0
+        self._table = BlockTable()
+        self._lease = 0
+        self._host_lease = 0
+        self._host_run: HostRun | None = None
+        self._matched = False
+        self._counted = False
+        self._publishes = self.use_cache
+        self._committed_blocks = 0
+        self._reported_tokens = 0
+        self._loading = False
+        self._deferred_since: float | None = None
+        self._incarnation += 1
+
+    def _bind(self, block_size: int, fingerprint: bytes) -> TokenBlocks:
+        """The tokens, made at first use: the keys depend on the layout."""
+        if self._blocks is None:
+            root = root_hash(fingerprint, self._tenant)
+            tokens = TokenBlocks(block_size, root, multimodal=self._multimodal, adapter_id=self._adapter_id)
+            tokens.append(self._prompt)
+            self._blocks = tokens
+        return self._blocks
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and appended tokens."""
+        return self.num_prompt_tokens if self._blocks is None else self._blocks.num_tokens
+
+    @property
+    def block_table(self) -> Int32Array:
+        """Device slots in path order."""
+        return self._table.slots
+
+    @property
+    def block_hashes(self) -> HashArray:
+        """Hashes of the full blocks so far, shape (blocks, 32); empty before the first match."""
+        return np.empty((0, 32), np.uint8) if self._blocks is None else self._blocks.hashes
+
+    def append_tokens(self, tokens: Tokens) -> None:
+        """Add accepted generated tokens. The request must have been matched or allocated before."""
+        if self._blocks is None:
+            raise RuntimeError(f"request {self.request_id!r} was never matched or allocated")
+        self._blocks.append(tokens)

@@ -1,0 +1,94 @@
+"""What the manager counts, and what its tiers hold."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fdcache.tiers import BlockPool
+
+
+class TierUsage(msgspec.Struct, frozen=True):
+    """One tier at one moment. ``writing`` includes ``pending``; ``evictable`` is part of ``ready``."""
+
+    blocks: int
+    free: int
+    writing: int
+    pending: int
+    ready: int
+    evictable: int
+    pins: int
+    holds: int
+    leases: int
+    epoch: int
+    evictions: int
+
+    @classmethod
+    def of(cls, pool: BlockPool) -> TierUsage:
+        """The present state of a tier."""
+        stats = pool.stats()
+        return cls(
+            blocks=stats.slots,
+            free=stats.free,
+            writing=stats.writing,
+            pending=stats.pending,
+            ready=stats.ready,
+            evictable=stats.evictable,
+            pins=stats.pins,
+            holds=stats.holds,
+            leases=stats.leases,
+            epoch=stats.epoch,
+            evictions=stats.evictions,
+        )
+
+
+class MemoryUsage(msgspec.Struct, frozen=True):
+    """Bytes of one tier on one rank; used = not free."""
+
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+
+    @classmethod
+    def of(cls, pool: BlockPool, block_bytes: int) -> MemoryUsage:
+        """The tier's blocks times ``block_bytes``."""
+        stats = pool.stats()
+        free = stats.free * block_bytes
+        total = stats.slots * block_bytes
+        return cls(total_bytes=total, used_bytes=total - free, free_bytes=free)
+
+    @property
+    def usage(self) -> float:
+        """Used share, 0 to 1."""
+        return self.used_bytes / self.total_bytes
+
+
+class Counters(msgspec.Struct):
+    """Totals since the manager was made."""
+
+    lookups: int = 0
+    lookup_tokens: int = 0
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    storage_hit_tokens: int = 0
+    deferred_lookups: int = 0
+    allocation_failures: int = 0
+    loads_confirmed: int = 0
+    loads_failed: int = 0
+    loads_overdue: int = 0
+    blocks_loaded: int = 0
+    blocks_evicted_to_host: int = 0
+    blocks_backed_up: int = 0
+    copies_failed: int = 0
+    backups_dropped: int = 0
+    unexpected_reports: int = 0
+
+
+class CacheStats(msgspec.Struct, frozen=True):
+    """A snapshot of the manager. ``host`` is None without a host tier."""
+
+    device: TierUsage
+    host: TierUsage | None
+    counters: Counters
+    live_requests: int
+    plans_in_flight: int
+    queued_backups: int

@@ -1,0 +1,216 @@
+"""A model of an engine and its ranks for the manager's property tests.
+
+Blocks hold values instead of bytes: the whole token prefix that they stand for. Ranks execute what they are
+sent in order, as a stream does, at moments the test chooses; before each step they check that every block
+the step would read holds exactly the prefix it must.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, MatchStatus, Request
+from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport, TransferResult
+
+BLOCK = 4
+Prefix = tuple[int, ...]
+GARBAGE: Prefix = (-1,)
+
+
+@dataclass(eq=False)
+class Step:
+    """Tokens [start, stop) of one request, computed by every rank."""
+
+    job: Job
+    incarnation: int
+    start: int
+    stop: int
+    tokens: Prefix
+    table: list[int]
+    executed_by: set[int] = field(default_factory=set)
+    poisoned: bool = False
+
+    @property
+    def is_current(self) -> bool:
+        return self.job.incarnation == self.incarnation
+
+
+@dataclass(eq=False)
+class Job:
+    """A request as the engine sees it; ``incarnation`` changes when its steps in flight become void."""
+
+    request: Request
+    tokens: Prefix
+    scheduled: int = 0
+    running: bool = False
+    incarnation: int = 0
+
+
+class Rank:
+    """One worker: device and host blocks, and a queue of plans and steps."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.device: dict[int, Prefix] = {}
+        self.host: dict[int, tuple[int, Prefix]] = {}
+        self.queue: deque[TransferPlan | Step] = deque()
+
+    def execute_next(self, fails: frozenset[int]) -> TransferReport | None:
+        """Run the oldest plan or step; copies at the positions ``fails`` (modulo the size) fail."""
+        work = self.queue.popleft()
+        if isinstance(work, Step):
+            self._compute(work)
+            return None
+        results = []
+        for swap in work.swaps():
+            failed = sorted({position % len(swap) for position in fails})
+            for i in range(len(swap)):
+                source, target = int(swap.src_block_ids[i]), int(swap.dst_block_ids[i])
+                if swap.purpose is SwapPurpose.LOAD:
+                    generation, value = self.host.get(source, (-1, GARBAGE))
+                    if generation != int(swap.src_generations[i]):
+                        failed = sorted({*failed, i})
+                    self.device[target] = GARBAGE if i in failed else value
+                else:
+                    value = GARBAGE if i in failed else self.device.get(source, GARBAGE)
+                    self.host[target] = (int(swap.dst_generations[i]), value)
+            results.append(
+                TransferResult(
+                    purpose=swap.purpose,
+                    failed=np.array(failed, np.int32),
+                    checksums=np.empty(0, np.uint64),
+                    copied_bytes=0,
+                    seconds=0.0,
+                    error_message="injected" if failed else None,
+                )
+            )
+        return TransferReport(plan_id=work.plan_id, rank=self.index, results=tuple(results))
+
+    def _compute(self, step: Step) -> None:
+        for block in range(-(-step.start // BLOCK)):
+            must_hold = step.tokens[: min(step.start, (block + 1) * BLOCK)]
+            holds = self.device.get(step.table[block], GARBAGE)
+            if holds == GARBAGE:
+                step.poisoned = True
+            elif step.is_current and not step.poisoned:
+                assert holds == must_hold, f"rank {self.index} reads {holds} instead of {must_hold}"
+        for block in range(step.start // BLOCK, -(-step.stop // BLOCK)):
+            value = GARBAGE if step.poisoned else step.tokens[: min(step.stop, (block + 1) * BLOCK)]
+            self.device[step.table[block]] = value
+        step.executed_by.add(self.index)
+
+
+class Engine:
+    """Schedules jobs against a manager and its ranks, any number of steps ahead of them."""
+
+    def __init__(self, manager: CacheManager, num_ranks: int) -> None:
+        self.manager = manager
+        self.ranks = [Rank(index) for index in range(num_ranks)]
+        self.jobs: list[Job] = []
+        self.steps: deque[Step] = deque()
+        self.reports: list[TransferReport] = []
+        self._named = 0
+
+    def submit(self, tokens: Prefix, use_cache: bool = True) -> None:
+        self._named += 1
+        request = Request(f"r{self._named}", list(tokens), use_cache=use_cache)
+        self.jobs.append(Job(request, tokens))
+
+    def schedule(self, jobs: list[Job], chunk: int) -> None:
+        """One scheduler step for these jobs."""
+        steps = []
+        for job in jobs:
+            if not job.running:
+                result = self.manager.match_prefix([job.request])[0]
+                if result.status is MatchStatus.DEFERRED:
+                    continue
+                assert result.num_cached_tokens < len(job.tokens)
+                job.scheduled = result.num_cached_tokens
+            stop = min(len(job.tokens), job.scheduled + chunk)
+            allocation = self.manager.allocate_device_blocks([(job.request, stop)])[0]
+            if not allocation.ok:
+                if not job.running:
+                    self.manager.request_finish([job.request])
+                continue
+            job.running = True
+            if stop > job.scheduled:
+                table = job.request.block_table.tolist()
+                steps.append(Step(job, job.incarnation, job.scheduled, stop, job.tokens, table))
+                job.scheduled = stop
+        plan = self.manager.take_plan()
+        for rank in self.ranks:
+            if plan is not None:
+                rank.queue.append(plan)
+            rank.queue.extend(steps)
+        self.steps.extend(steps)
+
+    def generate(self, job: Job, token: int) -> None:
+        """The model sampled a token for a job whose tokens are all scheduled."""
+        job.request.append_tokens([token])
+        job.tokens = (*job.tokens, token)
+
+    def execute(self, rank: Rank, fails: frozenset[int]) -> None:
+        report = rank.execute_next(fails)
+        if report is not None:
+            self.reports.append(report)
+
+    def deliver(self, index: int) -> None:
+        self.handle(self.manager.apply([self.reports.pop(index % len(self.reports))]))
+
+    def handle(self, outcomes: list[LoadOutcome]) -> None:
+        for outcome in outcomes:
+            job = next(job for job in self.jobs if job.request.request_id == outcome.request_id)
+            assert job.running
+            if outcome.status is LoadStatus.CONFIRMED:
+                waiting = [step for step in self.steps if step.job is job and step.is_current]
+                assert not any(step.poisoned for step in waiting), "a confirmed load left garbage behind"
+            elif outcome.status is LoadStatus.FAILED:
+                job.incarnation += 1
+                job.scheduled = outcome.recompute_from
+            else:
+                self.stop(job)
+
+    def accept_oldest(self) -> None:
+        """Take the results of the oldest step that every rank has executed."""
+        step = self.steps[0]
+        if len(step.executed_by) < len(self.ranks):
+            return
+        self.steps.popleft()
+        if step.is_current and step.job.running:
+            self.manager.commit([(step.job.request, step.stop)])
+
+    def stop(self, job: Job) -> None:
+        """Preempt: what the job holds goes back; it can be scheduled again from the start."""
+        self.manager.request_finish([job.request])
+        job.running = False
+        job.scheduled = 0
+        job.incarnation += 1
+
+    def finish(self, job: Job) -> None:
+        self.stop(job)
+        self.jobs.remove(job)
+
+    def lose(self, rank: Rank) -> None:
+        """The rank's process dies; the engine starts another and every job over."""
+        outcomes = self.manager.worker_lost(rank.index)
+        self.ranks[rank.index] = Rank(rank.index)
+        self.reports = [report for report in self.reports if report.rank != rank.index]
+        for step in self.steps:
+            step.executed_by.add(rank.index)
+        self.handle(outcomes)
+        for job in self.jobs:
+            self.stop(job)
+
+    def drain(self) -> None:
+        """Everything that is under way comes to its end."""
+        for rank in self.ranks:
+            while rank.queue:
+                self.execute(rank, frozenset())
+        while self.reports:
+            self.deliver(0)
+        for _ in range(len(self.steps)):
+            self.accept_oldest()
+        assert not self.steps

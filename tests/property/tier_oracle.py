@@ -1,0 +1,359 @@
+"""What a tier must do, in plain dictionaries and lists: simple, slow, nothing kept that can be recomputed.
+
+Which free slot is taken, and its new generation, are the tier's own choice; the oracle is told them, checks
+that the choice was allowed, and goes on from there.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fdcache.errors import StaleLeaseError
+
+ROOT = -1
+ROOT_HASH = bytes(32)
+
+RESERVED, READY, PENDING, NO_PARENT = range(4)
+STORED, DUPLICATE = range(2)
+EVENT_STORED, EVENT_REMOVED, EVENT_CLEARED, EVENT_LOST = range(4)
+
+Event = tuple[int, bytes, bytes]
+
+
+@dataclass
+class Block:
+    """A slot in use. Anonymous when it has no hash; pending when it has one but is not ready."""
+
+    generation: int
+    owner: int
+    hash: bytes | None = None
+    parent: int = ROOT
+    ready: bool = False
+    hits: int = 0
+    checksum: int = 0
+    holds: int = 0
+
+
+@dataclass
+class Lease:
+    epoch: int
+    pins: list[int] = field(default_factory=list)
+
+
+class TierOracle:
+    """`used` maps slots to blocks; a slot that is not in it is free."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.used: dict[int, Block] = {}
+        self.leases: dict[int, Lease] = {}
+        self.opened = 0
+        self.epoch = 0
+        self.evictions = 0
+        self.idle_since: dict[int, int] = {}
+        self.ticks = 0
+        self.seen_generations: set[tuple[int, int]] = set()
+        self.events: list[Event] = []
+        self.event_capacity = 0
+
+    # --- what can be read off the state ---
+
+    def pins(self, slot: int) -> int:
+        return sum(lease.pins.count(slot) for lease in self.leases.values())
+
+    def children(self, slot: int) -> list[int]:
+        return [s for s, block in self.used.items() if block.hash is not None and block.parent == slot]
+
+    def find(self, digest: bytes) -> int | None:
+        return next((s for s, block in self.used.items() if block.hash == digest), None)
+
+    def find_ready(self, digest: bytes) -> int | None:
+        slot = self.find(digest)
+        return slot if slot is not None and self.used[slot].ready else None
+
+    def hash_of(self, slot: int) -> bytes:
+        return ROOT_HASH if slot == ROOT else self.used[slot].hash or ROOT_HASH
+
+    def path(self, slot: int) -> list[int]:
+        """The entries from the root down to `slot`."""
+        path: list[int] = []
+        while slot != ROOT and self.used[slot].hash is not None:
+            path.insert(0, slot)
+            slot = self.used[slot].parent
+        return path
+
+    def is_idle(self, slot: int) -> bool:
+        block = self.used[slot]
+        unused = block.ready and not self.pins(slot) and not block.holds
+        return unused and all(self.is_idle(child) for child in self.children(slot))
+
+    def free(self) -> int:
+        return self.slots - len(self.used)
+
+    def eviction_order(self, kept: Iterable[int] = ()) -> list[int]:
+        """Again and again the leaf that has been idle longest, but nothing of `kept`."""
+        left = {slot for slot in self.used if self.is_idle(slot)}
+        order: list[int] = []
+        while True:
+            leaves = [s for s in left if s not in kept and not left & set(self.children(s))]
+            if not leaves:
+                return order
+            order.append(min(leaves, key=self.idle_since.__getitem__))
+            left.remove(order[-1])
+
+    # --- what every change ends with ---
+
+    def _settle(self) -> None:
+        """Unused anonymous slots become free; what has just become idle gets its place in the order."""
+        while unused := [s for s, block in self.used.items() if self._is_abandoned(s, block)]:
+            del self.used[unused[0]]
+        idle = [slot for slot in self.used if self.is_idle(slot)]
+        self.idle_since = {s: tick for s, tick in self.idle_since.items() if s in idle}
+        for slot in sorted(idle, key=lambda s: -len(self.path(s))):
+            if slot not in self.idle_since:
+                self.ticks += 1
+                self.idle_since[slot] = self.ticks
+
+    def _is_abandoned(self, slot: int, block: Block) -> bool:
+        return block.hash is None and not block.holds and not self.pins(slot) and not self.children(slot)
+
+    def _note(self, kind: int, slot: int) -> None:
+        if not self.event_capacity:
+            return
+        if len(self.events) >= self.event_capacity:
+            self.events = [(EVENT_LOST, ROOT_HASH, ROOT_HASH)]
+        self.events.append((kind, self.hash_of(slot), self.hash_of(self.used[slot].parent)))
+
+    def _pin(self, lease: int, slot: int) -> None:
+        self.leases[lease].pins.append(slot)
+        self._settle()
+
+    def _evict(self, slot: int) -> None:
+        self._note(EVENT_REMOVED, slot)
+        del self.used[slot]
+        self.evictions += 1
+        self._settle()
+
+    def _become_ready(self, slot: int, checksum: int = 0) -> None:
+        block = self.used[slot]
+        block.ready, block.hits, block.checksum = True, 1, checksum
+        self._note(EVENT_STORED, slot)
+
+    def _take(self, owner: int, count: int, given: Sequence[tuple[int, int]], kept: set[int]) -> list[int]:
+        assert len(given) == count
+        evicted: list[int] = []
+        while self.free() < count:
+            evicted.append(self.eviction_order(kept)[0])
+            self._evict(evicted[-1])
+        for slot, generation in given:
+            assert 0 <= slot < self.slots
+            assert slot not in self.used
+            assert (slot, generation) not in self.seen_generations
+            self.seen_generations.add((slot, generation))
+            self.used[slot] = Block(generation, owner, holds=1)  # held until its owner has pinned it
+        return evicted
+
+    def _live(self, lease: int) -> Lease:
+        if lease not in self.leases:
+            raise StaleLeaseError
+        return self.leases[lease]
+
+    def _current(self, lease: int) -> None:
+        if self._live(lease).epoch != self.epoch:
+            raise StaleLeaseError
+
+    def _in_use(self, slot: int) -> Block:
+        if slot not in self.used:
+            raise IndexError(slot)
+        return self.used[slot]
+
+    # --- leases and look-up ---
+
+    def open_lease(self) -> int:
+        self.opened += 1
+        self.leases[self.opened] = Lease(self.epoch)
+        return self.opened
+
+    def release(self, lease: int) -> bool:
+        if lease not in self.leases:
+            return False
+        pins = self.leases[lease].pins
+        while pins:
+            pins.pop()
+            self._settle()
+        del self.leases[lease]
+        return True
+
+    def match(self, lease: int, hashes: Sequence[bytes], start: int) -> tuple[list[int], bool]:
+        self._current(lease)
+        run: list[int] = []
+        for digest in hashes[start:]:
+            slot = self.find_ready(digest)
+            if slot is None:
+                break
+            run.append(slot)
+        if run and self.path(run[-1])[start:] != run:
+            raise ValueError("not one path")
+        for slot in run:
+            self.used[slot].hits += 1
+            self._pin(lease, slot)
+        end = start + len(run)
+        return run, end < len(hashes) and self.find(hashes[end]) is not None
+
+    def contains(self, hashes: Sequence[bytes]) -> list[int]:
+        presence = {(False, False): 0, (True, True): 1, (True, False): 2}
+        return [presence[self.find(h) is not None, self.find_ready(h) is not None] for h in hashes]
+
+    def ancestry(self, slots: Sequence[int]) -> list[int]:
+        listed: list[int] = []
+        for slot in slots:
+            self._in_use(slot)
+            listed += [above for above in self.path(slot) if above not in listed]
+        return listed
+
+    # --- reserve, commit ---
+
+    def reserve(self, lease: int, count: int, given: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
+        self._live(lease)
+        missing = count - self.free() - len(self.eviction_order())
+        if missing > 0:
+            return missing, []
+        evicted = self._take(lease, count, given, set())
+        for slot, _ in given:
+            self.used[slot].holds = 0
+            self.leases[lease].pins.append(slot)
+        return 0, evicted
+
+    def commit(self, lease: int, parent: bytes, hashes: Sequence[bytes], slots: Sequence[int]) -> list[int]:
+        self._current(lease)
+        for slot in slots:
+            block = self._in_use(slot)
+            if block.hash is not None or block.ready or block.owner != lease:
+                raise ValueError("not reserved by this lease for computing")
+        if len(set(slots)) < len(slots) or ROOT_HASH in hashes:
+            raise ValueError("twice the same slot, or a hash that means the root")
+        status: list[int] = []
+        above = ROOT if parent == ROOT_HASH else self.find_ready(parent)
+        for digest, slot in zip(hashes, slots, strict=True):
+            present = self.find(digest)
+            if above is None or self.used[slot].holds or self.children(slot):
+                break
+            if present is None:
+                self.used[slot].hash, self.used[slot].parent = digest, above
+                self._become_ready(slot)
+                above = slot
+                status.append(STORED)
+            elif self.used[present].ready and self.used[present].parent == above:
+                self.leases[lease].pins.append(present)
+                above = present
+                status.append(DUPLICATE)
+            else:
+                break
+            self._settle()
+        return status
+
+    # --- copies ---
+
+    def reserve_copies(
+        self, lease: int, parents: Sequence[bytes], hashes: Sequence[bytes], given: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], int, list[int]]:
+        if lease:
+            self._current(lease)
+        if ROOT_HASH in hashes:
+            raise ValueError("a hash that means the root")
+        status: list[int] = []
+        wanted: dict[bytes, bytes] = {}
+        named: list[int] = []
+        for parent, digest in zip(parents, hashes, strict=True):
+            present, above = self.find_ready(digest), self.find_ready(parent)
+            if present is not None:
+                status.append(READY)
+                named.append(present)
+            elif digest in wanted or self.find(digest) is not None:
+                status.append(PENDING)
+            elif parent in wanted or parent == ROOT_HASH or above is not None:
+                status.append(RESERVED)
+                wanted[digest] = parent
+                named += [above] if above is not None else []
+            else:
+                status.append(NO_PARENT)
+        kept = {slot for entry in named for slot in self.path(entry)}
+        missing = len(wanted) - self.free() - len(self.eviction_order(kept))
+        if missing > 0:
+            return status, missing, []
+        evicted = self._take(lease, len(wanted), given, kept)
+        for (slot, _), (digest, parent) in zip(given, wanted.items(), strict=True):
+            found = self.find(parent)
+            self.used[slot].hash = digest
+            self.used[slot].parent = ROOT if found is None else found
+            self._settle()
+            if lease:
+                self._pin(lease, slot)
+        return status, 0, evicted
+
+    def _check_held(self, slots: Sequence[int], arriving: bool) -> None:
+        for index, slot in enumerate(slots):
+            block = self._in_use(slot)
+            pending = block.hash is not None and not block.ready
+            left = block.holds - slots[: index + 1].count(slot)
+            if left < (1 if pending and not arriving else 0):
+                raise ValueError("no copy holds the slot")
+
+    def complete(self, slots: Sequence[int], copied: Sequence[bool], checksums: Sequence[int]) -> list[int]:
+        self._check_held(slots, arriving=True)
+        ready: list[int] = []
+        for index, slot in enumerate(slots):
+            block = self.used[slot]
+            block.holds -= 1
+            pending = block.hash is not None and not block.ready
+            parent_ready = block.parent == ROOT or self.used[block.parent].ready
+            becomes_ready = pending and copied[index] and parent_ready
+            if becomes_ready:
+                self._become_ready(slot, checksums[index] if checksums else 0)
+            elif pending:
+                block.hash, block.parent = None, ROOT
+            ready.append(int(becomes_ready))
+            self._settle()
+        return ready
+
+    def hold(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._in_use(slot)
+        for slot in slots:
+            self.used[slot].holds += 1
+        self._settle()
+
+    def unhold(self, slots: Sequence[int]) -> None:
+        self._check_held(slots, arriving=False)
+        for slot in slots:
+            self.used[slot].holds -= 1
+            self._settle()
+
+    # --- the whole tier ---
+
+    def reset(self) -> None:
+        self.epoch += 1
+        for block in self.used.values():
+            block.hash, block.parent, block.ready = None, ROOT, False
+        self._settle()
+        if self.event_capacity:
+            self.events = [(EVENT_CLEARED, ROOT_HASH, ROOT_HASH)]
+
+    def resize(self, slots: int) -> int:
+        if slots < 1:
+            raise ValueError("no slots")
+        standing = [s for s in self.used if s >= slots and not self.is_idle(s)]
+        if standing:
+            return len(standing)
+        gone = [s for s in self.eviction_order() if any(above >= slots for above in self.path(s))]
+        for slot in gone:
+            self._evict(slot)
+        self.slots = slots
+        return 0
+
+    def record_events(self, capacity: int) -> None:
+        self.event_capacity = capacity
+        self.events = []
+
+    def take_events(self) -> list[Event]:
+        taken, self.events = self.events, []
+        return taken

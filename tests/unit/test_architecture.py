@@ -1,0 +1,116 @@
+"""The rooms of the house: who may import whom, and what importing the package costs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fdcache
+
+ROOT = Path(fdcache.__file__ or "").parent.parent
+FOUNDATION = {"_core", "errors", "fingerprint", "hashing", "layout", "metadata", "planes", "settings"}
+MAY_IMPORT = {
+    **dict.fromkeys(FOUNDATION, FOUNDATION),
+    "envs": FOUNDATION,
+    "tiers": FOUNDATION,
+    "devices": FOUNDATION,
+    "storage": FOUNDATION | {"tiers"},
+    "manager": FOUNDATION | {"tiers", "devices", "storage"},
+    "controller": FOUNDATION | {"tiers", "devices", "storage"},
+    "client": FOUNDATION | {"tiers", "devices", "storage", "manager", "controller"},
+    **{
+        room: FOUNDATION | {"tiers", "devices", "storage", "manager", "controller", "client"}
+        for room in ("server", "replay", "integrations")
+    },
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in ("fdcache", "fdcache_cli"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """The project's modules that a module imports anywhere in its text, types included."""
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} uses a relative import"
+            base = node.module or ""
+            imported.update(
+                f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names
+            )
+    return {one for one in imported if one.split(".")[0] in ("fdcache", "fdcache_cli")}
+
+
+MODULES = modules()
+GRAPH = {name: imports_of(name, path, MODULES) for name, path in MODULES.items()}
+
+
+def room(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("fdcache.")])
+def test_a_room_imports_only_what_stands_below_it(name: str) -> None:
+    assert room(name) in MAY_IMPORT, f"{name} is in a room that the design does not have"
+    allowed = MAY_IMPORT[room(name)] | {room(name), ""}
+    beyond = {one for one in GRAPH[name] if room(one) not in allowed or one.startswith("fdcache_cli")}
+    assert not beyond, f"{name} imports {sorted(beyond)}"
+
+
+def test_no_module_reaches_itself() -> None:
+    edges = {name: {one for one in GRAPH[name] if one in MODULES and one != "fdcache"} for name in MODULES}
+    finished: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path[path.index(name) :], name))
+        if name not in finished:
+            for one in edges[name]:
+                visit(one, (*path, name))
+            finished.add(name)
+
+    for name in edges:
+        if name != "fdcache":
+            visit(name, ())
+
+
+def test_importing_the_package_starts_nothing_and_loads_no_framework() -> None:
+    script = (
+        "import sys, json; before = set(sys.modules); import fdcache, threading;"
+        "print(json.dumps([sorted(set(sys.modules) - before), threading.active_count()]))"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded, threads = json.loads(answer.stdout)
+    assert threads == 1
+    heavy = {"numpy", "pydantic", "msgspec", "rich", "typer", "paddle", "torch", "cupy", "fdcache._core"}
+    assert not heavy & set(loaded)
+
+
+def test_the_public_rooms_load_no_framework() -> None:
+    script = (
+        "import sys, fdcache; [getattr(fdcache, name) for name in fdcache.__all__];"
+        "print([m for m in ('paddle', 'torch', 'cupy', 'jax', 'matplotlib') if m in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there_and_unknown_ones_are_refused() -> None:
+    for name in fdcache.__all__:
+        assert getattr(fdcache, name) is not None
+        assert name in dir(fdcache)
+    with pytest.raises(AttributeError, match="no attribute 'CacheManger'"):
+        _ = fdcache.CacheManger
