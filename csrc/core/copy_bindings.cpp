@@ -16,6 +16,7 @@
 #include "core/bindings.hpp"
 #include "core/block_copy.hpp"
 #include "core/checksum.hpp"
+#include "core/copy_bindings.hpp"
 #include "core/copy_stream.hpp"
 #include "core/event.hpp"
 #include "core/host_memory.hpp"
@@ -23,41 +24,9 @@
 namespace fdcache {
 namespace {
 
-namespace nb = nanobind;
 using namespace nb::literals;
 
-template <typename T>
-using InputArray = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using HashArray = nb::ndarray<const std::uint8_t, nb::shape<-1, 32>, nb::c_contig, nb::device::cpu>;
 using ByteView = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
-
-std::uint8_t *pointer(std::uintptr_t address) {
-    return reinterpret_cast<std::uint8_t *>(address);
-}
-
-// Waits without the GIL, in slices, so that a signal such as Ctrl-C is handled soon.
-template <typename Wait>
-bool wait_interruptibly(std::optional<double> timeout, Wait wait_until) {
-    using Clock = std::chrono::steady_clock;
-    constexpr auto kSlice = std::chrono::milliseconds(200);
-    constexpr double kLongest = 1e9;
-    const auto start = Clock::now();
-    Deadline deadline;
-    if (timeout) {
-        const auto span = std::chrono::duration<double>(std::clamp(*timeout, 0.0, kLongest));
-        deadline = start + std::chrono::duration_cast<Clock::duration>(span);
-    }
-    while (true) {
-        const auto slice = Clock::now() + kSlice;
-        const bool last = deadline && *deadline <= slice;
-        {
-            const nb::gil_scoped_release release;
-            if (wait_until(last ? *deadline : slice)) return true;
-        }
-        if (last) return false;
-        if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    }
-}
 
 Digest digest_of(const nb::bytes &value, const char *field) {
     if (value.size() != sizeof(Digest))
@@ -67,28 +36,10 @@ Digest digest_of(const nb::bytes &value, const char *field) {
     return digest;
 }
 
-std::array<std::uint8_t, 16> fingerprint_of(const nb::bytes &value) {
-    std::array<std::uint8_t, 16> prefix;
-    if (value.size() < prefix.size()) throw std::invalid_argument("fingerprint must have at least 16 bytes");
-    std::memcpy(prefix.data(), value.c_str(), prefix.size());
-    return prefix;
-}
-
 template <typename T>
 nb::bytes as_bytes(const T &value) {
     return nb::bytes(reinterpret_cast<const char *>(&value), sizeof value);
 }
-
-// Memory that someone else owns, with the Python object that keeps it alive.
-struct BoundPlanes {
-    std::vector<Plane> planes;
-    nb::object owner;
-};
-
-struct BoundRecords {
-    RecordTable table;
-    nb::object owner;
-};
 
 // nanobind's own shared pointers would take the GIL when a copy thread drops the last of them.
 struct BoundEvent {
@@ -190,32 +141,15 @@ BoundRecords make_records(const std::vector<std::uintptr_t> &extents, std::size_
     return {std::move(table), std::move(owner)};
 }
 
-void check_slot(const RecordTable &table, std::int32_t slot) {
-    if (slot < 0 || slot >= table.num_slots) throw nb::index_error("host slot out of range");
-}
-
 BoundCopy make_copy(bool to_host, const nb::object &planes, const nb::object &records,
-                    InputArray<std::int32_t> device_slots, InputArray<std::int32_t> host_slots,
-                    InputArray<std::uint32_t> generations, HashArray hashes, HashArray parents,
-                    const nb::bytes &fingerprint) {
+                    const InputArray<std::int32_t> &device_slots, const InputArray<std::int32_t> &host_slots,
+                    const InputArray<std::uint32_t> &generations, const HashArray &hashes,
+                    const HashArray &parents, const nb::bytes &fingerprint) {
     const auto &table = nb::cast<BoundRecords &>(records).table;
-    const std::size_t count = device_slots.shape(0);
-    if (host_slots.shape(0) != count || generations.shape(0) != count || hashes.shape(0) != count ||
-        parents.shape(0) != count) {
-        throw std::invalid_argument("the arrays of a copy differ in length");
-    }
-    std::vector<BlockPair> pairs(count);
-    for (std::size_t i = 0; i < count; ++i) {
-        check_slot(table, host_slots.data()[i]);
-        pairs[i].device_slot = device_slots.data()[i];
-        pairs[i].host_slot = host_slots.data()[i];
-        pairs[i].generation = generations.data()[i];
-        std::memcpy(pairs[i].hash.bytes.data(), hashes.data() + 32 * i, 32);
-        std::memcpy(pairs[i].parent.bytes.data(), parents.data() + 32 * i, 32);
-    }
-    auto copy = std::make_shared<BlockCopy>(to_host ? Direction::kToHost : Direction::kToDevice,
-                                            nb::cast<BoundPlanes &>(planes).planes, table, std::move(pairs),
-                                            fingerprint_of(fingerprint));
+    auto copy = std::make_shared<BlockCopy>(
+        to_host ? Direction::kToHost : Direction::kToDevice, nb::cast<BoundPlanes &>(planes).planes, table,
+        make_pairs(table, device_slots, host_slots, generations, hashes, parents),
+        fingerprint_of(fingerprint));
     return {std::move(copy), planes, records};
 }
 

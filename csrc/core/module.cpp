@@ -8,4 +8,5 @@ NB_MODULE(_core, module) {
     fdcache::bind_tier(module);
     fdcache::bind_copy(module);
     fdcache::bind_pattern(module);
+    fdcache::bind_swap(module);
 }
