@@ -14,6 +14,7 @@ from fdcache.settings.kinds import HOME_PATH
 from fdcache.settings.legacy import OLD_VARIABLES, old_default, old_value, to_text
 from fdcache.settings.names import suggest
 from fdcache.settings.problems import Problem, SettingsError
+from fdcache.settings.settings import find_layers
 from fdcache.settings.sources import (
     ENV_FILE,
     FILE_SUFFIX,
@@ -22,7 +23,6 @@ from fdcache.settings.sources import (
     candidates,
     environment_layer,
 )
-from fdcache.settings.survey import find_layers
 from fdcache.settings.variable import OldType, Variable
 
 

@@ -62,6 +62,12 @@ SIZE = Kind(
     parsing.parse_size,
     parsing.format_size,
 )
+MEGABYTES = Kind(
+    "size",
+    "a size in whole MiB",
+    "a number of MiB, or one with a unit, such as 8, 8MiB or 1GiB",
+    parsing.parse_megabytes,
+)
 SECONDS = Kind("duration", "a duration", _TIME, parsing.parse_duration, parsing.render_number)
 WHOLE_SECONDS = Kind(
     "duration", "a duration in parsing.whole seconds", _TIME, parsing.whole(parsing.parse_duration)
@@ -116,6 +122,7 @@ HomePath = Annotated[Path, HOME_PATH]
 FilePathOrNone = Annotated[Path | None, PATH_OR_NONE]
 Url = Annotated[str, URL]
 Size = Annotated[int, SIZE]
+Megabytes = Annotated[int, MEGABYTES]
 Seconds = Annotated[float, SECONDS]
 WholeSeconds = Annotated[int, WHOLE_SECONDS]
 Milliseconds = Annotated[int, MILLISECONDS]

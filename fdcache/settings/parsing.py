@@ -114,6 +114,18 @@ def parse_size(value: object) -> int:
     return parse_integer(int(Decimal(match[1]) * factor))
 
 
+def parse_megabytes(value: object) -> int:
+    """Read a size as a whole number of MiB: a plain number is that number, others have a unit."""
+    if isinstance(value, str) and value.strip().isdigit():
+        return parse_integer(value)
+    if isinstance(value, int):
+        return parse_integer(value)
+    size = parse_size(value)
+    if size % 2**20:
+        raise ValueError("not a whole number of MiB")
+    return size >> 20
+
+
 def format_size(size: int) -> str:
     """Write a number of bytes with the largest binary unit that keeps it exact."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
