@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from enum import Enum
 from typing import final
 
 import numpy as np
@@ -275,6 +276,7 @@ class HostMemory:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def prefer_node(self, node: int) -> None: ...
     def populate(self, threads: int) -> None: ...
 
 class Tensor:
@@ -399,3 +401,134 @@ class PatternModel:
         Returns (segment, block of the sequence) of each block that differs; such a sequence computes garbage
         until a later comparison of its prefix succeeds.
         """
+
+# --- swap ------------------------------------------------------------------------------------------
+
+class SwapMethod(Enum):
+    """How a plane range of a batch is copied."""
+
+    DIRECT = ...
+    STAGED = ...
+    KERNEL = ...
+
+class SwapChoice(Enum):
+    """Which method is wanted."""
+
+    AUTO = ...
+    DIRECT = ...
+    STAGED = ...
+    KERNEL = ...
+
+class SwapPolicy:
+    """What is fastest on a machine; thresholds are direct_plane, staged_column, run_copy, in bytes."""
+
+    def __init__(
+        self,
+        choice: SwapChoice,
+        to_host: Sequence[int],
+        to_device: Sequence[int],
+        staging_bytes: int,
+        kernel_ctas: int,
+        transpose_ctas: int,
+        batched: bool,
+    ) -> None: ...
+    @property
+    def kernel_ctas(self) -> int: ...
+    @property
+    def batched(self) -> bool: ...
+
+def find_runs(host_slots: NDArray[np.int32], records_per_extent: int) -> list[tuple[int, int]]: ...
+def find_device_runs(first: int, count: int, device_slots: NDArray[np.int64]) -> list[tuple[int, int]]: ...
+def choose_method(
+    policy: SwapPolicy,
+    to_host: bool,
+    planes: PlaneTable,
+    first_plane: int,
+    last_plane: int,
+    record_bytes: int,
+    rows: int,
+    runs: int,
+) -> SwapMethod: ...
+def split_range(
+    planes: PlaneTable, first_plane: int, last_plane: int, record_bytes: int, limit: int
+) -> list[tuple[int, int]]: ...
+def swap_chunks(planes: PlaneTable, record_bytes: int) -> tuple[bytes, list[int]]: ...
+def swap_source() -> str: ...
+
+class CudaError(RuntimeError):
+    """A call of the CUDA driver failed."""
+
+class CudaContext:
+    """The primary context of one GPU."""
+
+    def __init__(self, ordinal: int) -> None: ...
+    @property
+    def lost(self) -> str | None: ...
+    def is_capturing(self, stream: int) -> bool: ...
+
+def has_batched_copies() -> bool: ...
+
+class CudaEvent:
+    """An event of a GPU; recorded once."""
+
+    def __init__(self, context: CudaContext, timing: bool = False) -> None: ...
+    def record(self, stream: int) -> None: ...
+    def hold(self, stream: int) -> None: ...
+    def query(self) -> bool: ...
+    def seconds_since(self, earlier: CudaEvent) -> float: ...
+
+def wait_cuda_events(events: Sequence[CudaEvent], timeout: float | None = None) -> bool: ...
+
+class CudaRegistration:
+    """Host memory pinned for the GPUs; ``owner`` keeps it."""
+
+    def __init__(self, context: CudaContext, address: int, nbytes: int, owner: object) -> None: ...
+    @property
+    def device_address(self) -> int: ...
+
+class CudaLane:
+    """A stream for kernels, one for the copy engine, and the ring between them."""
+
+    def __init__(
+        self, context: CudaContext, main: int, copy: int, staging: int, slot_bytes: int, slots: int
+    ) -> None: ...
+
+class CudaSwap:
+    """One batch of block copies on a GPU; ``faults()`` and ``checksums()`` after ``finish()``."""
+
+    def __init__(
+        self,
+        context: CudaContext,
+        kernels: Sequence[int],
+        policy: SwapPolicy,
+        to_host: bool,
+        planes: PlaneTable,
+        chunks: int,
+        first_chunk: Sequence[int],
+        records: RecordTable,
+        extents: Sequence[int],
+        device_slots: NDArray[np.int32],
+        host_slots: NDArray[np.int32],
+        generations: NDArray[np.uint32],
+        hashes: NDArray[np.uint8],
+        parents: NDArray[np.uint8],
+        fingerprint: bytes,
+        verify: bool,
+    ) -> None: ...
+    @property
+    def table_bytes(self) -> int: ...
+    def set_table(self, host: int, device: int) -> None: ...
+    def enqueue(self, lane: CudaLane, first_plane: int, last_plane: int) -> None: ...
+    def finish(self) -> None: ...
+    @property
+    def started(self) -> bool: ...
+    @property
+    def done(self) -> CudaEvent: ...
+    @property
+    def copied_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def error(self) -> str: ...
+    def faults(self) -> bytes: ...
+    def checksums(self) -> bytes: ...

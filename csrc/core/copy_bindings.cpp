@@ -1,3 +1,5 @@
+#include "core/copy_bindings.hpp"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -16,7 +18,6 @@
 #include "core/bindings.hpp"
 #include "core/block_copy.hpp"
 #include "core/checksum.hpp"
-#include "core/copy_bindings.hpp"
 #include "core/copy_stream.hpp"
 #include "core/event.hpp"
 #include "core/host_memory.hpp"
@@ -236,6 +237,7 @@ void bind_header(nb::module_ &module) {
 void bind_memory(nb::module_ &module) {
     nb::class_<HostMemory>(module, "HostMemory")
         .def(nb::init<std::size_t>(), "nbytes"_a)
+        .def("prefer_node", &HostMemory::prefer_node, "node"_a)
         .def("populate", &HostMemory::populate, "threads"_a, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("address",
                      [](const HostMemory &self) { return reinterpret_cast<std::uintptr_t>(self.data()); })

@@ -76,10 +76,11 @@ inline void check_slot(const RecordTable &table, std::int32_t slot) {
 }
 
 // The blocks of a batch, element i of each array being one. Throws for a host slot out of range.
-inline std::vector<BlockPair> make_pairs(const RecordTable &table, const InputArray<std::int32_t> &device_slots,
+inline std::vector<BlockPair> make_pairs(const RecordTable &table,
+                                         const InputArray<std::int32_t> &device_slots,
                                          const InputArray<std::int32_t> &host_slots,
-                                         const InputArray<std::uint32_t> &generations, const HashArray &hashes,
-                                         const HashArray &parents) {
+                                         const InputArray<std::uint32_t> &generations,
+                                         const HashArray &hashes, const HashArray &parents) {
     const std::size_t count = device_slots.shape(0);
     if (host_slots.shape(0) != count || generations.shape(0) != count || hashes.shape(0) != count ||
         parents.shape(0) != count) {

@@ -36,8 +36,8 @@ void Swap::finish_in(std::size_t row) {
     const std::size_t pair = order_[row];
     if (load_header(records_.headers + pairs_[pair].host_slot) != headers_[pair]) {
         faults_[pair] = BlockFault::kChanged;
-    } else if (verify_ &&
-               finish_checksum(host_table_[row].sum, kind_.payload_bytes) != headers_[pair].payload_checksum) {
+    } else if (verify_ && finish_checksum(host_table_[row].sum, kind_.payload_bytes) !=
+                              headers_[pair].payload_checksum) {
         faults_[pair] = BlockFault::kCorrupt;
     }
 }

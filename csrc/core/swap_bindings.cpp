@@ -43,7 +43,8 @@ Handle handle_of(std::uintptr_t value) {
 bool poll_any(const std::vector<EventPtr> &events, Deadline deadline) {
     auto pause = std::chrono::microseconds(5);
     while (true) {
-        if (std::ranges::any_of(events, [](const EventPtr &event) { return event->is_reached(); })) return true;
+        if (std::ranges::any_of(events, [](const EventPtr &event) { return event->is_reached(); }))
+            return true;
         if (deadline && std::chrono::steady_clock::now() >= *deadline) return false;
         std::this_thread::sleep_for(pause);
         pause = std::min(2 * pause, std::chrono::microseconds(200));
@@ -65,7 +66,8 @@ struct BoundRegistration {
 };
 
 SwapThresholds thresholds_of(const std::vector<std::size_t> &values) {
-    if (values.size() != 3) throw std::invalid_argument("thresholds are direct_plane, staged_column, run_copy");
+    if (values.size() != 3)
+        throw std::invalid_argument("thresholds are direct_plane, staged_column, run_copy");
     return {values[0], values[1], values[2]};
 }
 
@@ -98,8 +100,12 @@ void bind_plan(nb::module_ &module) {
             [](SwapPolicy *self, SwapChoice choice, const std::vector<std::size_t> &to_host,
                const std::vector<std::size_t> &to_device, std::size_t staging_bytes, unsigned kernel_ctas,
                unsigned transpose_ctas, bool batched) {
-                new (self) SwapPolicy{choice,        thresholds_of(to_host), thresholds_of(to_device),
-                                      staging_bytes, kernel_ctas,            transpose_ctas,
+                new (self) SwapPolicy{choice,
+                                      thresholds_of(to_host),
+                                      thresholds_of(to_device),
+                                      staging_bytes,
+                                      kernel_ctas,
+                                      transpose_ctas,
                                       batched};
             },
             "choice"_a, "to_host"_a, "to_device"_a, "staging_bytes"_a, "kernel_ctas"_a, "transpose_ctas"_a,
@@ -121,8 +127,8 @@ void bind_plan(nb::module_ &module) {
         "first"_a, "count"_a, "device_slots"_a);
     module.def(
         "choose_method",
-        [](const SwapPolicy &policy, bool to_host, const nb::object &planes, std::size_t first, std::size_t last,
-           std::size_t record_bytes, std::size_t rows, std::size_t runs) {
+        [](const SwapPolicy &policy, bool to_host, const nb::object &planes, std::size_t first,
+           std::size_t last, std::size_t record_bytes, std::size_t rows, std::size_t runs) {
             const auto &table = nb::cast<BoundPlanes &>(planes).planes;
             if (rows == 0 || runs == 0) throw std::invalid_argument("there are no rows");
             return choose_method(policy, to_host ? Direction::kToHost : Direction::kToDevice, table,
@@ -136,7 +142,8 @@ void bind_plan(nb::module_ &module) {
            std::size_t limit) {
             const auto &table = nb::cast<BoundPlanes &>(planes).planes;
             Pairs parts;
-            for (const PlaneRange part : split_range(table, range_of(table, first, last), record_bytes, limit)) {
+            for (const PlaneRange part :
+                 split_range(table, range_of(table, first, last), record_bytes, limit)) {
                 parts.emplace_back(part.first, part.last);
             }
             return parts;
@@ -181,7 +188,9 @@ void bind_context(nb::module_ &module) {
             "stream"_a)
         .def(
             "hold",
-            [](cuda::Event &self, std::uintptr_t stream) { self.hold(handle_of<cuda::StreamHandle>(stream)); },
+            [](cuda::Event &self, std::uintptr_t stream) {
+                self.hold(handle_of<cuda::StreamHandle>(stream));
+            },
             "stream"_a)
         .def("query", &cuda::Event::is_reached)
         .def("seconds_since", &cuda::Event::seconds_since, "earlier"_a);
@@ -230,8 +239,8 @@ BoundSwap make_swap(ContextPtr context, const std::vector<std::uintptr_t> &kerne
     auto swap = std::make_shared<cuda::Swap>(
         std::move(context), functions, policy, to_host ? Direction::kToHost : Direction::kToDevice, bound,
         chunks, std::move(first_chunk), table, extents,
-        make_pairs(table, device_slots, host_slots, generations, hashes, parents), fingerprint_of(fingerprint),
-        verify);
+        make_pairs(table, device_slots, host_slots, generations, hashes, parents),
+        fingerprint_of(fingerprint), verify);
     return {std::move(swap), nb::make_tuple(planes, records)};
 }
 
@@ -245,9 +254,10 @@ void bind_batch(nb::module_ &module) {
                const std::vector<cuda::Address> &extents, const InputArray<std::int32_t> &device_slots,
                const InputArray<std::int32_t> &host_slots, const InputArray<std::uint32_t> &generations,
                const HashArray &hashes, const HashArray &parents, const nb::bytes &fingerprint, bool verify) {
-                new (self) BoundSwap(make_swap(std::move(context), kernels, policy, to_host, planes, chunks,
-                                               std::move(first_chunk), records, extents, device_slots,
-                                               host_slots, generations, hashes, parents, fingerprint, verify));
+                new (self)
+                    BoundSwap(make_swap(std::move(context), kernels, policy, to_host, planes, chunks,
+                                        std::move(first_chunk), records, extents, device_slots, host_slots,
+                                        generations, hashes, parents, fingerprint, verify));
             },
             "context"_a, "kernels"_a, "policy"_a, "to_host"_a, "planes"_a, "chunks"_a, "first_chunk"_a,
             "records"_a, "extents"_a, "device_slots"_a, "host_slots"_a, "generations"_a, "hashes"_a,

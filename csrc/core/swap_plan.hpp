@@ -28,10 +28,10 @@ struct SwapPolicy {
     SwapChoice choice = SwapChoice::kAuto;
     SwapThresholds to_host;
     SwapThresholds to_device;
-    std::size_t staging_bytes;     // of one slot of the ring
-    unsigned kernel_ctas;          // of kKernel; 0 admits no kernel
-    unsigned transpose_ctas;       // of kStaged
-    bool batched;                  // whether the driver takes many small copies in one call
+    std::size_t staging_bytes;  // of one slot of the ring
+    unsigned kernel_ctas;       // of kKernel; 0 admits no kernel
+    unsigned transpose_ctas;    // of kStaged
+    bool batched;               // whether the driver takes many small copies in one call
 };
 
 // Blocks [first, first + count) of a batch in the order of their host slots.

@@ -133,8 +133,8 @@ __device__ inline void move_blocks(const Chunk *chunks, Block *blocks, Range ran
         const unsigned row = static_cast<unsigned>(item / range.num_chunks);
         const Chunk chunk = chunks[range.first_chunk + static_cast<unsigned>(item % range.num_chunks)];
         Block *block = blocks + range.first_block + row;
-        auto *plane = reinterpret_cast<unsigned char *>(
-            chunk.base + static_cast<Word>(chunk.stride * block->slot));
+        auto *plane =
+            reinterpret_cast<unsigned char *>(chunk.base + static_cast<Word>(chunk.stride * block->slot));
         const Word start = target.staging == 0 ? block->record : target.staging + row * target.pitch;
         auto *record = reinterpret_cast<unsigned char *>(start + chunk.offset - target.offset);
         if (kWay == Way::kIn) {
@@ -142,7 +142,8 @@ __device__ inline void move_blocks(const Chunk *chunks, Block *blocks, Range ran
             continue;
         }
         auto *to = kWay == Way::kOut ? record : nullptr;
-        const Word sum = move_piece<kWay == Way::kOut, kSum>({to, plane, chunk.nbytes, chunk.offset / 8}, lane);
+        const Word sum =
+            move_piece<kWay == Way::kOut, kSum>({to, plane, chunk.nbytes, chunk.offset / 8}, lane);
         // A staging row goes to the record as a whole; between planes a record holds zeros.
         if (kWay == Way::kOut && target.staging != 0) {
             for (unsigned i = lane; i < chunk.padding; i += kLanes) record[chunk.nbytes + i] = 0;

@@ -74,8 +74,20 @@ class PlaneBinding:
     owner: object
 
 
+class PinnedMemory(Protocol):
+    """Host memory that the device's copies reach, for as long as this object lives."""
+
+    @property
+    def device_address(self) -> int:
+        """Where the device sees it."""
+
+
 class HostArena(Protocol):
     """Host records with their slot headers."""
+
+    @property
+    def pinned(self) -> Sequence[PinnedMemory]:
+        """The extents, in order, as the device sees them."""
 
     @property
     def num_blocks(self) -> int:
@@ -159,6 +171,24 @@ class Device(Protocol):
     def name(self) -> str:
         """The device in words."""
 
+    @property
+    def numa_node(self) -> int | None:
+        """The node of the host memory nearest to the device, None where that is not known."""
+
+    @property
+    def min_group_bytes(self) -> int:
+        """Bytes of a record that a group of layers should have at least for loads at full speed."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why the device can no longer be used; None while it can."""
+
+    def as_stream(self, stream: Any) -> Stream:
+        """A stream of this device, or of a framework on this device, as a ``Stream``.
+
+        Raises ``StreamError`` or ``TypeError`` for anything else.
+        """
+
     def create_stream(self, *, background: bool = False) -> Stream:
         """A new stream; a background one gives way to the others."""
 
@@ -168,14 +198,23 @@ class Device(Protocol):
     def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
         """Wait on the host until one of the events is reached; whether one was."""
 
-    def allocate_plane(self, plane: Plane, num_blocks: int) -> Any:
-        """A zero-filled tensor of shape (num_blocks, *plane.shape) with the plane's device stride."""
+    def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None = None) -> Any:
+        """A zero-filled tensor of shape (num_blocks, *plane.shape) with the plane's device stride.
+
+        ``framework`` is one of ``frameworks.FRAMEWORKS``; None is the device's own. Raises ``TensorError``.
+        """
+
+    def pin_memory(self, address: int, nbytes: int, owner: object) -> PinnedMemory:
+        """Let the device's copies reach host memory, which ``owner`` keeps.
+
+        Raises ``HostMemoryError`` with the remedy when the system refuses.
+        """
 
     def inspect_tensor(self, tensor: Any) -> TensorView:
         """Where a tensor of any framework lies. Raises ``TensorError`` when it is not on this device."""
 
-    def bind_planes(self, bindings: Sequence[PlaneBinding]) -> DevicePlanes:
-        """The planes of a layout, in its order, for ``copy_blocks``."""
+    def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> DevicePlanes:
+        """The planes of a layout, in its order, for ``copy_blocks`` with records of that size."""
 
     def copy_blocks(
         self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
