@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 
-.PHONY: demo test check lint format bench clean
+.PHONY: demo test test-gpu check lint format bench clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -22,6 +22,9 @@ test: $(VENV)/.installed-test  ## all tests but the long ones
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs
 	$(BIN)/pytest -n 2 -m slow --timeout 1800
 
+test-gpu: $(VENV)/.installed-test  ## the tests that need a GPU; skipped with the reason where there is none
+	$(BIN)/pytest -m gpu tests/gpu
+
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,6 +38,10 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, with the machine they ran on
 	$(BIN)/python -m benchmarks.scheduler
+	$(BIN)/python -m benchmarks.eviction
+	$(BIN)/python -m benchmarks.hashing
+	$(BIN)/python -m benchmarks.copies
+	$(BIN)/python -m benchmarks.settings
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -2,10 +2,8 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -13,21 +11,11 @@
 #include <stdexcept>
 #include <vector>
 
+#include "core/bound_memory.hpp"
 #include "core/event.hpp"
-#include "core/record.hpp"
 #include "core/record_check.hpp"
 
 namespace fdcache {
-
-namespace nb = nanobind;
-
-template <typename T>
-using InputArray = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using HashArray = nb::ndarray<const std::uint8_t, nb::shape<-1, 32>, nb::c_contig, nb::device::cpu>;
-
-inline std::uint8_t *pointer(std::uintptr_t address) {
-    return reinterpret_cast<std::uint8_t *>(address);
-}
 
 // Waits without the GIL, in slices, so that a signal such as Ctrl-C is handled soon.
 template <typename Wait>
@@ -51,28 +39,6 @@ bool wait_interruptibly(std::optional<double> timeout, Wait wait_until) {
         if (last) return false;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
     }
-}
-
-inline std::array<std::uint8_t, 16> fingerprint_of(const nb::bytes &value) {
-    std::array<std::uint8_t, 16> prefix;
-    if (value.size() < prefix.size()) throw std::invalid_argument("fingerprint must have at least 16 bytes");
-    std::memcpy(prefix.data(), value.c_str(), prefix.size());
-    return prefix;
-}
-
-// Memory that someone else owns, with the Python object that keeps it alive.
-struct BoundPlanes {
-    std::vector<Plane> planes;
-    nb::object owner;
-};
-
-struct BoundRecords {
-    RecordTable table;
-    nb::object owner;
-};
-
-inline void check_slot(const RecordTable &table, std::int32_t slot) {
-    if (slot < 0 || slot >= table.num_slots) throw nb::index_error("host slot out of range");
 }
 
 // The blocks of a batch, element i of each array being one. Throws for a host slot out of range.

@@ -34,6 +34,10 @@ constexpr char kKernelSource[] = {
 #include "swap_source.inc"
     , 0};
 
+std::uint8_t *pointer(std::uintptr_t address) {
+    return reinterpret_cast<std::uint8_t *>(address);
+}
+
 template <typename Handle>
 Handle handle_of(std::uintptr_t value) {
     return reinterpret_cast<Handle>(value);

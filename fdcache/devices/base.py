@@ -168,10 +168,6 @@ class Device(Protocol):
     """A device that holds planes."""
 
     @property
-    def name(self) -> str:
-        """The device in words."""
-
-    @property
     def numa_node(self) -> int | None:
         """The node of the host memory nearest to the device, None where that is not known."""
 

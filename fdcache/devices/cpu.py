@@ -132,7 +132,6 @@ class CpuBlockCopy:
 class CpuDevice:
     """Ordinary memory as a device. ``copy_threads`` threads serve each stream but the background ones."""
 
-    name = "cpu"
     numa_node = None
     min_group_bytes = 0
     lost = None
