@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.swap_worker import GIB, MIB
+from benchmarks.swap_worker import GIB
 
 H2D, D2H = 1, 2
 
@@ -43,7 +43,7 @@ def timed(work: Callable[[], None], streams: list[Any], repeats: int = 3) -> flo
         end.record(streams[0])
         end.synchronize()
         seconds.append(cupy.cuda.get_elapsed_time(begin, end) / 1e3)
-    return statistics.median(seconds[1:])
+    return float(statistics.median(seconds[1:]))
 
 
 class Peers:

@@ -1,3 +1,5 @@
+#include "core/copy_bindings.hpp"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -15,7 +17,6 @@
 #include "core/bindings.hpp"
 #include "core/block_copy.hpp"
 #include "core/bound_memory.hpp"
-#include "core/copy_bindings.hpp"
 #include "core/copy_stream.hpp"
 #include "core/event.hpp"
 

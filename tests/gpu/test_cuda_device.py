@@ -16,8 +16,9 @@ from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.topology import visible_gpus
 from fdcache.errors import DeviceError, HostMemoryError, TensorError
 from fdcache.settings.transfer import TransferSettings
-from tests.gpu.test_cuda_swaps import LAYOUTS, WIDE
+from tests.gpu.test_cuda_swaps import WIDE
 from tests.gpu.workers import GpuWorker
+from tests.property.test_round_trips import LAYOUTS
 from tests.swaps import plan, uniform_layout
 
 cupy = pytest.importorskip("cupy")

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fdcache.layout import KVLayout
+from fdcache.metadata import TransferReport
 from fdcache.planes import Plane
 from tests.gpu.workers import GpuWorker
 from tests.property.test_round_trips import COMMON, LAYOUTS
@@ -185,7 +186,7 @@ def test_plans_in_flight_together_keep_apart() -> None:
         ]
         for each in plans:
             worker.controller.submit_swap_tasks(each)
-        reports = []
+        reports: list[TransferReport] = []
         while len(reports) < len(plans):
             reports += worker.controller.wait_reports(10.0)
         assert all(result.success for report in reports for result in report.results)
