@@ -95,6 +95,13 @@ void Swap::enqueue(Lane &lane, PlaneRange range) {
     }
 }
 
+void Swap::refuse(StreamHandle main, const std::string &reason) {
+    if (ended_) return;
+    started_ = ended_ = true;
+    error_ = reason;
+    done_->record(main);
+}
+
 void Swap::begin(Lane &lane) {
     started_ = true;
     if (direction_ == Direction::kToHost) {

@@ -46,6 +46,8 @@ class Swap {
 
     // Ranges come in order. A refusal by the driver ends the batch: `done` is recorded and `finish` tells.
     void enqueue(Lane &lane, PlaneRange range);
+    // Ends the batch before it began: nothing is copied, and `finish` tells the reason.
+    void refuse(StreamHandle main, const std::string &reason);
     bool started() const { return started_; }
     const std::vector<Plane> &planes() const { return planes_; }
     const std::shared_ptr<Event> &done() const { return done_; }

@@ -45,13 +45,16 @@ Handle handle_of(std::uintptr_t value) {
 
 // The driver has no wait with a deadline, so the host looks again and again, more seldom with time.
 bool poll_any(const std::vector<EventPtr> &events, Deadline deadline) {
-    auto pause = std::chrono::microseconds(5);
+    using Clock = std::chrono::steady_clock;
+    constexpr Clock::duration kShortest = std::chrono::microseconds(2);
+    constexpr Clock::duration kLongest = std::chrono::microseconds(100);
+    const auto start = Clock::now();
     while (true) {
         if (std::ranges::any_of(events, [](const EventPtr &event) { return event->is_reached(); }))
             return true;
-        if (deadline && std::chrono::steady_clock::now() >= *deadline) return false;
-        std::this_thread::sleep_for(pause);
-        pause = std::min(2 * pause, std::chrono::microseconds(200));
+        const auto now = Clock::now();
+        if (deadline && now >= *deadline) return false;
+        std::this_thread::sleep_for(std::clamp((now - start) / 16, kShortest, kLongest));
     }
 }
 
@@ -116,6 +119,12 @@ void bind_plan(nb::module_ &module) {
             "batched"_a)
         .def_ro("kernel_ctas", &SwapPolicy::kernel_ctas)
         .def_ro("batched", &SwapPolicy::batched);
+    module.def(
+        "are_sound_slots",
+        [](const InputArray<std::int32_t> &slots, std::int32_t limit, bool distinct) {
+            return are_sound_slots({slots.data(), slots.shape(0)}, limit, distinct);
+        },
+        "slots"_a, "limit"_a, "distinct"_a);
     module.def(
         "find_runs",
         [](const InputArray<std::int32_t> &slots, std::size_t records_per_extent) {
@@ -281,6 +290,25 @@ void bind_batch(nb::module_ &module) {
                 self.swap->enqueue(lane, range);
             },
             "lane"_a, "first_plane"_a, "last_plane"_a)
+        .def(
+            "enqueue_groups",
+            [](BoundSwap &self, cuda::Lane &lane, ContextPtr context, const Pairs &ranges) {
+                std::vector<EventPtr> events;
+                for (const auto &[first, last] : ranges) {
+                    const PlaneRange range = range_of(self.swap->planes(), first, last);
+                    self.swap->enqueue(lane, range);
+                    events.push_back(std::make_shared<cuda::Event>(context, false));
+                    events.back()->record(lane.main());
+                }
+                return events;
+            },
+            "lane"_a, "context"_a, "ranges"_a)
+        .def(
+            "refuse",
+            [](BoundSwap &self, std::uintptr_t stream, const std::string &reason) {
+                self.swap->refuse(handle_of<cuda::StreamHandle>(stream), reason);
+            },
+            "stream"_a, "reason"_a)
         .def("finish", [](BoundSwap &self) { self.swap->finish(); })
         .def_prop_ro("started", [](const BoundSwap &self) { return self.swap->started(); })
         .def_prop_ro("done", [](const BoundSwap &self) { return self.swap->done(); })

@@ -4,6 +4,15 @@
 
 namespace fdcache {
 
+bool are_sound_slots(std::span<const std::int32_t> slots, std::int32_t limit, bool distinct) {
+    const auto inside = [limit](std::int32_t slot) { return slot >= 0 && slot < limit; };
+    if (!std::ranges::all_of(slots, inside)) return false;
+    if (!distinct) return true;
+    std::vector<std::int32_t> sorted(slots.begin(), slots.end());
+    std::ranges::sort(sorted);
+    return std::ranges::adjacent_find(sorted) == sorted.end();
+}
+
 std::vector<Rows> find_runs(std::span<const std::int32_t> host_slots, std::size_t records_per_extent) {
     std::vector<Rows> runs;
     for (std::size_t i = 0; i < host_slots.size(); ++i) {

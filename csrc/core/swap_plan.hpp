@@ -41,6 +41,9 @@ struct Rows {
     friend bool operator==(const Rows &, const Rows &) = default;
 };
 
+// Whether all slots are in [0, limit) and, if asked, none occurs twice.
+bool are_sound_slots(std::span<const std::int32_t> slots, std::int32_t limit, bool distinct);
+
 // Maximal runs of rows whose records follow each other without crossing an extent.
 std::vector<Rows> find_runs(std::span<const std::int32_t> host_slots, std::size_t records_per_extent);
 

@@ -118,11 +118,9 @@ class TransferQueue:
         self._device = device
         self._num_layers = layout.total_layers
         starts = [layout.layer_planes(layer)[0].offset for layer in range(layout.total_layers)]
-        self._groups = widen_groups(
-            layer_groups(layout.total_layers, first_group_layers, group_layers),
-            [*starts, layout.record_bytes],
-            device.min_group_bytes,
-        )
+        self._offsets = [*starts, layout.record_bytes]
+        self._groups = layer_groups(layout.total_layers, first_group_layers, group_layers)
+        self._widened: dict[int, list[tuple[int, int]]] = {}
         planes = [len(layout.layer_planes(layer)) for layer in range(layout.total_layers)]
         self._first_plane = [0, *accumulate(planes)]
         self._loads = device.create_stream()
@@ -156,7 +154,7 @@ class TransferQueue:
         if (loads := copies.get(SwapPurpose.LOAD)) is not None:
             if evictions is not None:
                 self._loads.wait_event(evictions.done)
-            layer_events = self._enqueue_groups(loads)
+            layer_events = self._enqueue_groups(loads, len(plan.loads or ()))
         if (backups := copies.get(SwapPurpose.BACKUP)) is not None:
             backups.enqueue(self._backups, 0, self._first_plane[-1])
         return PlanExecution(plan.plan_id, rank, transfers), layer_events
@@ -193,12 +191,14 @@ class TransferQueue:
         for purpose in copies:
             streams[purpose].wait_event(computed)
 
-    def _enqueue_groups(self, loads: BlockCopy) -> list[Event | None]:
+    def _enqueue_groups(self, loads: BlockCopy, num_blocks: int) -> list[Event | None]:
+        min_bytes = self._device.min_group_bytes(num_blocks, self._offsets[-1])
+        if min_bytes not in self._widened:
+            self._widened[min_bytes] = widen_groups(self._groups, self._offsets, min_bytes)
+        groups = self._widened[min_bytes]
+        ranges = [(self._first_plane[first], self._first_plane[last]) for first, last in groups]
         events: list[Event | None] = []
-        for first, last in self._groups:
-            loads.enqueue(self._loads, self._first_plane[first], self._first_plane[last])
-            event = self._device.create_event()
-            event.record(self._loads)
+        for (first, last), event in zip(groups, loads.enqueue_groups(self._loads, ranges), strict=True):
             events += [event] * (last - first)
         return events
 

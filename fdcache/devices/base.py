@@ -6,7 +6,7 @@ whole blocks between the device's planes and host records (``Direction``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -157,11 +157,26 @@ class BlockCopy(Protocol):
         The ranges of one batch are enqueued in order, on one stream, and together cover all planes.
         """
 
+    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> Sequence[Event]:
+        """Enqueue ranges of planes one after the other; an event recorded after each."""
+
     def cancel(self) -> bool:
         """Take the batch back if none of it has begun: it touches no memory and all its positions fail."""
 
     def outcome(self) -> CopyOutcome:
         """What came of it, once ``done`` is reached."""
+
+
+def enqueue_each(
+    copy: BlockCopy, stream: Stream, ranges: Sequence[tuple[int, int]], create_event: Callable[[], Event]
+) -> list[Event]:
+    """``BlockCopy.enqueue_groups`` by its ``enqueue``."""
+    events = []
+    for first, last in ranges:
+        copy.enqueue(stream, first, last)
+        events.append(create_event())
+        events[-1].record(stream)
+    return events
 
 
 class Device(Protocol):
@@ -171,9 +186,11 @@ class Device(Protocol):
     def numa_node(self) -> int | None:
         """The node of the host memory nearest to the device, None where that is not known."""
 
-    @property
-    def min_group_bytes(self) -> int:
-        """Bytes of a record that a group of layers should have at least for loads at full speed."""
+    def min_group_bytes(self, num_blocks: int, record_bytes: int) -> int:
+        """Bytes of a record that a group of layers should have at least in a load of so many blocks.
+
+        Narrower groups cost more, in copies to submit or in speed, than an earlier layer gains.
+        """
 
     @property
     def lost(self) -> str | None:

@@ -24,6 +24,7 @@ from fdcache.devices.base import (
     PlaneBinding,
     Stream,
     TensorView,
+    enqueue_each,
 )
 from fdcache.devices.faults import make_outcome
 from fdcache.devices.frameworks import as_tensor
@@ -114,6 +115,10 @@ class CpuBlockCopy:
         """Copy a range of planes on the stream."""
         _cpu_stream(stream).core.copy(self._core, first_plane, last_plane)
 
+    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[Event]:
+        """Enqueue ranges of planes one after the other; an event recorded after each."""
+        return enqueue_each(self, stream, ranges, CpuEvent)
+
     def cancel(self) -> bool:
         """Take the batch back if none of it has begun."""
         return self._core.cancel()
@@ -133,7 +138,6 @@ class CpuDevice:
     """Ordinary memory as a device. ``copy_threads`` threads serve each stream but the background ones."""
 
     numa_node = None
-    min_group_bytes = 0
     lost = None
 
     def __init__(self, *, copy_threads: int = 1) -> None:
@@ -142,6 +146,10 @@ class CpuDevice:
     def as_stream(self, stream: Any) -> CpuStream:
         """The stream itself, if it is one of this device."""
         return _cpu_stream(stream)
+
+    def min_group_bytes(self, num_blocks: int, record_bytes: int) -> int:
+        """None: groups cost a CPU nothing."""
+        return 0
 
     def create_stream(self, *, background: bool = False) -> CpuStream:
         """A new stream; a background one has one thread of low priority."""

@@ -56,8 +56,17 @@ class CudaPlanes:
 class CudaBlockCopy:
     """A batch of block copies on a GPU."""
 
-    def __init__(self, core: _core.CudaSwap, pairs: BlockPairs, memory: CudaMemory, owners: object) -> None:
+    def __init__(
+        self,
+        core: _core.CudaSwap,
+        pairs: BlockPairs,
+        *,
+        context: _core.CudaContext,
+        memory: CudaMemory,
+        owners: object,
+    ) -> None:
         self._core = core
+        self._context = context
         self._pairs = pairs
         self._memory = memory
         self._owners = owners
@@ -73,10 +82,25 @@ class CudaBlockCopy:
 
     def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
         """Copy a range of planes on the stream."""
-        lane = cuda_stream(stream)
-        if first_plane == 0:
-            lane.hold(self)
-        self._core.enqueue(lane.lane(), first_plane, last_plane)
+        lane = self._lane(cuda_stream(stream))
+        if lane is not None:
+            self._core.enqueue(lane, first_plane, last_plane)
+
+    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[CudaEvent]:
+        """Enqueue ranges of planes one after the other; an event recorded after each."""
+        lane = self._lane(cuda_stream(stream))
+        if lane is None:
+            return [self.done] * len(ranges)
+        return [CudaEvent(event) for event in self._core.enqueue_groups(lane, self._context, ranges)]
+
+    def _lane(self, stream: CudaStream) -> _core.CudaLane | None:
+        """The lane to copy on; None once the batch is refused because there is none."""
+        stream.hold(self)
+        try:
+            return stream.lane()
+        except DeviceError as error:
+            self._core.refuse(stream.handle, str(error))
+            return None
 
     def cancel(self) -> bool:
         """Nothing that was enqueued on a GPU can be taken back."""
@@ -122,9 +146,9 @@ class CudaDevice:
         except _core.CudaError as error:
             raise DeviceError(f"{self.gpu.name} ({self.gpu.uuid}) cannot be used: {error}") from error
         self._kernels = load_kernels(self.gpu.ordinal)
+        self._chosen = chosen
         self._policy = make_policy(self.settings, chosen, batched=batched)
         self._memory = CudaMemory(self.gpu, self._context)
-        self.min_group_bytes = min_group_bytes(self.settings, chosen, batched=batched)
 
     @property
     def name(self) -> str:
@@ -140,6 +164,12 @@ class CudaDevice:
     def lost(self) -> str | None:
         """Why the GPU can no longer be used by this process; None while it can."""
         return self._context.lost
+
+    def min_group_bytes(self, num_blocks: int, record_bytes: int) -> int:
+        """What the copy engines and the submitting thread need; see ``policy.min_group_bytes``."""
+        return min_group_bytes(
+            self.settings, self._chosen, num_blocks, record_bytes, batched=self._policy.batched
+        )
 
     def as_stream(self, stream: Any) -> Stream:
         """A stream of fdcache, CuPy, torch or Paddle, one with ``__cuda_stream__``, or a handle as an int."""
@@ -204,7 +234,9 @@ class CudaDevice:
             fingerprint=arena.fingerprint,
             verify=self.settings.verify is Verify.ALL,
         )
-        return CudaBlockCopy(core, pairs, self._memory, (planes, self._kernels))
+        return CudaBlockCopy(
+            core, pairs, context=self._context, memory=self._memory, owners=(planes, self._kernels)
+        )
 
 
 def _cuda_event(event: Event) -> CudaEvent:

@@ -49,6 +49,15 @@ class CudaMemory:
             cupy.cuda.get_current_stream().synchronize()
         return memory
 
+    def reserve(self, nbytes: int) -> Any:
+        """Memory of its own, not zeroed, as a CuPy memory pointer. No pool hands it to another stream."""
+        cupy = self._cupy
+        with cupy.cuda.Device(self._gpu.ordinal):
+            try:
+                return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+            except (cupy.cuda.memory.OutOfMemoryError, cupy.cuda.runtime.CUDARuntimeError) as error:
+                raise DeviceError(f"{self._gpu.name} gave no {nbytes} bytes: {error}") from error
+
     def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None) -> Any:
         """A zero-filled tensor of ``framework``, CuPy's by default."""
         memory = self.allocate(num_blocks * plane.device_stride)
@@ -63,7 +72,7 @@ class CudaMemory:
         cupy = self._cupy
         with cupy.cuda.Device(self._gpu.ordinal):
             pinned = cupy.cuda.alloc_pinned_memory(size)
-            device = cupy.cuda.alloc(size)
+        device = self.reserve(size)
         return BlockTable(pinned.ptr, device.ptr, size, (pinned, device))
 
     def give_table(self, table: BlockTable) -> None:

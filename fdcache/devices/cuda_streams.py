@@ -89,19 +89,23 @@ class CudaStream:
         """It never is: nobody else has it."""
 
     def lane(self) -> _core.CudaLane:
-        """The streams as the core wants them; the ring is allocated at the first use."""
+        """The streams as the core wants them; the ring is allocated at the first use.
+
+        Raises ``DeviceError`` when the GPU has no memory for it, or has failed.
+        """
         if self._lane is None:
-            self._ring = self._memory.allocate(STAGING_SLOTS * STAGING_SLOT_BYTES)
+            self._ring = self._memory.reserve(STAGING_SLOTS * STAGING_SLOT_BYTES)
             main, copy = self._streams
             self._lane = _core.CudaLane(
-                self._context, main.ptr, copy.ptr, self._ring.data.ptr, STAGING_SLOT_BYTES, STAGING_SLOTS
+                self._context, main.ptr, copy.ptr, self._ring.ptr, STAGING_SLOT_BYTES, STAGING_SLOTS
             )
         return self._lane
 
     def hold(self, batch: _Batch) -> None:
         """Keep a batch, and the memory that it names, until it has ended."""
-        self.retire()
-        self._held.append(batch)
+        if not self._held or self._held[-1] is not batch:
+            self.retire()
+            self._held.append(batch)
 
     def wait_event(self, event: Event) -> None:
         """Hold later operations until the event is reached."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from fdcache import _core
-from fdcache.devices.calibration import MIB, Calibration, Thresholds
+from fdcache.devices.calibration import KIB, MIB, Calibration, Thresholds
 from fdcache.settings.transfer import SwapMethod, TransferSettings
 
 STAGING_SLOT_BYTES = 16 * MIB
 STAGING_SLOTS = 3
 """A ring has one slot being filled, one being emptied and one ready between them."""
+
+_MIN_GROUP = 1 * MIB
+_MAX_PIECES = 6144
+_GROUP_GRAIN = 64 * KIB
 
 _CHOICES = {
     SwapMethod.AUTO: _core.SwapChoice.AUTO,
@@ -35,13 +39,19 @@ def make_policy(settings: TransferSettings, calibration: Calibration, *, batched
     )
 
 
-def min_group_bytes(settings: TransferSettings, calibration: Calibration, *, batched: bool) -> int:
-    """Bytes of a record that a group of layers should have for the copy engines to run at full speed."""
-    if not batched or settings.swap_sm_budget == 0:
-        return 0
-    if settings.swap_method in (SwapMethod.AUTO, SwapMethod.STAGED):
-        return 2 * calibration.to_device.staged_column
-    return 0
+def min_group_bytes(
+    settings: TransferSettings, calibration: Calibration, num_blocks: int, record_bytes: int, *, batched: bool
+) -> int:
+    """Bytes of a record that a group of layers should have in a load of so many blocks.
+
+    Enough for the copy engines to run at full speed, for no more pieces than the submitting thread has time
+    for, and for each group to be worth its events. Rounded, so that loads of similar sizes have equal groups.
+    """
+    wanted = max(_MIN_GROUP // max(num_blocks, 1), num_blocks * record_bytes // _MAX_PIECES)
+    staged = settings.swap_method in (SwapMethod.AUTO, SwapMethod.STAGED) and settings.swap_sm_budget > 0
+    if batched and staged:
+        wanted = max(wanted, 2 * calibration.to_device.staged_column)
+    return -(-wanted // _GROUP_GRAIN) * _GROUP_GRAIN
 
 
 def _values(thresholds: Thresholds) -> list[int]:

@@ -132,7 +132,7 @@ def test_copies_do_not_follow_the_current_device() -> None:
 
 def test_memory_that_cannot_be_pinned_is_refused_with_the_remedy() -> None:
     with pytest.raises(HostMemoryError, match="could not be pinned"):
-        CudaDevice().pin_memory(4096, 1 << 20, None)
+        CudaDevice().pin_memory(4096, 1 << 20, object())
 
 
 def test_importing_fdcache_loads_no_cupy() -> None:
