@@ -87,7 +87,7 @@ class SwapWorker:
         length = max(RUN_BYTES // self.layout.record_bytes, 1)
         starts = self.random.permutation(self.blocks // length)[: -(-count // length)] * length
         host = (starts[:, None] + np.arange(length)).reshape(-1)[:count]
-        return Pick(self._sample(count), host.astype(np.int32))
+        return Pick(self._sample(len(host)), host.astype(np.int32))
 
     def _sample(self, count: int) -> np.ndarray[Any, Any]:
         return self.random.permutation(self.blocks)[:count].astype(np.int32)
