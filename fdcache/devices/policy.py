@@ -10,7 +10,7 @@ STAGING_SLOT_BYTES = 16 * MIB
 STAGING_SLOTS = 3
 """A ring has one slot being filled, one being emptied and one ready between them."""
 
-_MIN_GROUP = 1 * MIB
+_MIN_GROUP = 24 * MIB
 _MAX_PIECES = 6144
 _GROUP_GRAIN = 64 * KIB
 
