@@ -428,6 +428,7 @@ class SwapPolicy:
         staging_bytes: int,
         kernel_ctas: int,
         transpose_ctas: int,
+        direct_pieces: int,
         batched: bool,
     ) -> None: ...
     @property

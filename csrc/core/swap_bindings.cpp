@@ -106,17 +106,18 @@ void bind_plan(nb::module_ &module) {
             "__init__",
             [](SwapPolicy *self, SwapChoice choice, const std::vector<std::size_t> &to_host,
                const std::vector<std::size_t> &to_device, std::size_t staging_bytes, unsigned kernel_ctas,
-               unsigned transpose_ctas, bool batched) {
+               unsigned transpose_ctas, std::size_t direct_pieces, bool batched) {
                 new (self) SwapPolicy{choice,
                                       thresholds_of(to_host),
                                       thresholds_of(to_device),
                                       staging_bytes,
                                       kernel_ctas,
                                       transpose_ctas,
+                                      direct_pieces,
                                       batched};
             },
             "choice"_a, "to_host"_a, "to_device"_a, "staging_bytes"_a, "kernel_ctas"_a, "transpose_ctas"_a,
-            "batched"_a)
+            "direct_pieces"_a, "batched"_a)
         .def_ro("kernel_ctas", &SwapPolicy::kernel_ctas)
         .def_ro("batched", &SwapPolicy::batched);
     module.def(

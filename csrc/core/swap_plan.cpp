@@ -78,7 +78,7 @@ SwapMethod choose_method(const SwapPolicy &policy, Direction direction, std::spa
     if (policy.choice == SwapChoice::kStaged) return fits ? SwapMethod::kStaged : SwapMethod::kDirect;
     const bool large =
         std::ranges::all_of(wanted, [&](const Plane &plane) { return plane.nbytes >= limits.direct_plane; });
-    if (large && policy.batched) return SwapMethod::kDirect;
+    if (large && policy.batched && rows * planes.size() <= policy.direct_pieces) return SwapMethod::kDirect;
     // Without batches every piece is a copy of its own, with the copy engine idle before it.
     const std::size_t needed = policy.batched ? limits.staged_column : limits.run_copy / 2;
     const std::size_t piece = policy.batched ? column : column * (rows / runs);

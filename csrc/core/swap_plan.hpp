@@ -31,6 +31,7 @@ struct SwapPolicy {
     std::size_t staging_bytes;  // of one slot of the ring
     unsigned kernel_ctas;       // of kKernel; 0 admits no kernel
     unsigned transpose_ctas;    // of kStaged
+    std::size_t direct_pieces;  // most planes of a batch copied by kDirect: each costs the submitting thread
     bool batched;               // whether the driver takes many small copies in one call
 };
 

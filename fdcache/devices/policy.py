@@ -12,6 +12,7 @@ STAGING_SLOTS = 3
 
 _MIN_GROUP = 24 * MIB
 _MAX_PIECES = 6144
+_MAX_DIRECT_PIECES = 8192
 _GROUP_GRAIN = 64 * KIB
 
 _CHOICES = {
@@ -35,6 +36,7 @@ def make_policy(settings: TransferSettings, calibration: Calibration, *, batched
         staging_bytes=STAGING_SLOT_BYTES,
         kernel_ctas=min(settings.swap_ctas or calibration.kernel_ctas, budget),
         transpose_ctas=min(calibration.transpose_ctas, budget),
+        direct_pieces=_MAX_DIRECT_PIECES,
         batched=batched,
     )
 
