@@ -17,6 +17,9 @@ from examples.paddle_engine.paged_kv import PagedKV
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks."""
 
+_SHARPNESS = 4.0
+"""Random weights look at everything a little; sharper attention makes a wrong block show in the tokens."""
+
 
 class Model:
     """One rank's part of the model: its heads and its share of the feed-forward; the rest is on every rank."""
@@ -47,13 +50,13 @@ class Model:
             if c.latent_dim:
                 per_head = c.latent_dim + c.rope_dim
                 attention = {
-                    "query": matrix(c.hidden, c.heads * per_head, 1),
+                    "query": _SHARPNESS * matrix(c.hidden, c.heads * per_head, 1),
                     "key": matrix(c.hidden, per_head),
                     "expand": matrix(c.latent_dim, c.heads * c.head_dim, 1),
                 }
             else:
                 attention = {
-                    "query": matrix(c.hidden, c.heads * c.head_dim, 1),
+                    "query": _SHARPNESS * matrix(c.hidden, c.heads * c.head_dim, 1),
                     "key": matrix(c.hidden, c.kv_heads * c.head_dim, 1),
                     "value": matrix(c.hidden, c.kv_heads * c.head_dim, 1),
                 }

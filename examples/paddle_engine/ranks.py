@@ -47,6 +47,7 @@ class RankProcesses:
         context: SpawnContext = multiprocessing.get_context("spawn")
         buffers = [context.RawArray(ctypes.c_float, _MOST_ROWS * model.hidden) for _ in range(engine.ranks)]
         barrier = context.Barrier(engine.ranks)
+        self._shared = (buffers, barrier)  # a process that is starting still has to find them
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(engine.ranks):
