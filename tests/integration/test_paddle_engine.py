@@ -135,6 +135,16 @@ def test_drafts_are_accepted_and_are_those_of_an_uncached_run() -> None:
     assert_as_without_cache(server, [first, second])
 
 
+def test_a_prompt_that_goes_on_otherwise_right_after_a_block_gets_its_own_draft_kv() -> None:
+    """The draft layer is fed the next token, so the KV at the end of a block depends on what follows it."""
+    server = Server(replace(MODELS["mtp"], vocab=64))
+    shared = text(0, 96, server)
+    tasks = server.serve(prompt("one", [*shared, 1, 2, 3], max_tokens=30))
+    tasks += server.serve(prompt("two", [*shared, 4, 5, 6], max_tokens=30))
+    assert tasks[1].cached_tokens == 64
+    assert_as_without_cache(server, tasks)
+
+
 @pytest.mark.parametrize("layer", range(GQA.layers))
 def test_a_load_that_fails_at_some_layer_is_computed_instead(layer: int) -> None:
     device = FailingLoadsDevice(lambda pairs: [len(pairs) // 2], plane=2 * layer)
