@@ -115,6 +115,7 @@ class _Run:
         while self._sent:
             self._settle_oldest()
         self._scheduler.abort()
+        self._manager.pause()  # no more backups of its own accord
         deadline = self.now() + _DRAIN_SECONDS
         while self._send_next(self.now(), admit=False) or self._settlement.copies_in_flight:
             self._poll()
@@ -144,8 +145,8 @@ class _Run:
         return True
 
     def _send(self, step: Step, order: StepOrder) -> None:
-        if order.plan is not None:
-            self._settlement.expect(order.plan.plan_id, self._num_ranks)
+        for plan in order.plans:
+            self._settlement.expect(plan.plan_id, self._num_ranks)
         self._ranks.send(order)
         self._sent.append(step)
 
@@ -157,7 +158,7 @@ class _Run:
         """Ask the ranks for finished copies without computing anything."""
         if not self._sent:
             nothing = np.empty((6, 0), dtype=np.int32)
-            self._send(Step(), StepOrder(None, nothing, nothing[0]))
+            self._send(Step(), StepOrder([], nothing, nothing[0]))
         self._settle_oldest()
         time.sleep(_IDLE_SECONDS)
 

@@ -16,6 +16,7 @@ def cross_checks(settings: SettingsTree, memory: Memory) -> Iterator[Problem]:
     """Run every check; each problem names the variables that disagree and what to do."""
     yield from _deterministic_grid(settings)
     yield from _host_memory(settings, memory)
+    yield from _device_memory(settings)
     yield from _write_policy(settings)
     yield from _recovery(settings)
     yield from _ranks(settings)
@@ -53,6 +54,15 @@ def _host_memory(settings: SettingsTree, memory: Memory) -> Iterator[Problem]:
         f"{each} do not fit into the {size // 2**20}MiB that {owner} has",
         f"set FDCACHE_HOST_MEMORY below {size // ranks // 2**20}MiB or give the container more memory",
     )
+
+
+def _device_memory(settings: SettingsTree) -> Iterator[Problem]:
+    names = ("FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY")
+    sources = {settings.source(name) for name in names}
+    if len(sources) == 1 and Source.DEFAULT not in sources:
+        yield error(
+            names, _sources(settings, *names), "both say how large the device tier is", "unset one of them"
+        )
 
 
 def _write_policy(settings: SettingsTree) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr
 
@@ -31,19 +31,8 @@ from fdcache.settings.transfer import TransferSettings
 from fdcache.settings.usage import UsageSettings
 from fdcache.settings.variable import Group, Variable, describe
 
-
-class Layout(Protocol):
-    """What a KV layout has that settings must agree with."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        ...
-
-    @property
-    def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
-        ...
+if TYPE_CHECKING:
+    from fdcache.layout import KVLayout
 
 
 class SettingsTree(Group):
@@ -104,7 +93,7 @@ class SettingsTree(Group):
         values = {name: self.render(name) for name, variable in VARIABLES.items() if not variable.secret}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
-    def check_layout(self, layout: Layout) -> None:
+    def check_layout(self, layout: KVLayout) -> None:
         """Compare with the layout of the engine.
 
         Raises:
@@ -126,6 +115,35 @@ class SettingsTree(Group):
         ]
         if problems:
             raise SettingsError(problems)
+
+    def cache_for(self, layout: KVLayout, device_bytes: int | None = None) -> CacheSettings:
+        """Give the cache's settings with ``FDCACHE_DEVICE_MEMORY``, where that is set, turned into blocks.
+
+        ``device_bytes`` is the memory of one rank's device, which a share is taken of.
+
+        Raises:
+            SettingsError: the memory holds not one block, or a share is set and ``device_bytes`` is not known.
+        """
+        name, memory = "FDCACHE_DEVICE_MEMORY", self.deployment.device_memory
+        if memory is None or self._strength("FDCACHE_DEVICE_BLOCKS") < self._strength(name):
+            return self.cache
+        if isinstance(memory, float):
+            if device_bytes is None:
+                wrong = f"{memory} is a share of a device whose memory is not known"
+                raise SettingsError([error((name,), self.source(name), wrong, "give a size such as 40GiB")])
+            memory = int(memory * device_bytes)
+        block_bytes = sum(
+            plane.device_stride * (layout.draft_block_ratio if layout.is_draft(plane.layer) else 1)
+            for plane in layout.planes
+        )
+        blocks = int(memory / block_bytes)
+        if not blocks:
+            wrong = f"{memory} bytes hold not one block of {block_bytes:g} bytes"
+            raise SettingsError([error((name,), self.source(name), wrong, "give at least that")])
+        return self.cache.model_copy(update={"device_blocks": blocks})
+
+    def _strength(self, name: str) -> int:
+        return list(Source).index(self.source(name))
 
 
 VARIABLES: Mapping[str, Variable] = {

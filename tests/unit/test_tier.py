@@ -401,6 +401,14 @@ class TestEvictionOrder:
         tier.release(lease)
         assert eviction_order(tier) == [first[3], first[2], *second[::-1], first[1], first[0]]
 
+    def test_what_a_lease_took_last_goes_first(self, tier: _core.Tier) -> None:
+        first, second = store(tier, PATH), store(tier, OTHER)
+        lease = tier.open_lease()
+        tier.match(lease, hashes(PATH))
+        tier.match(lease, hashes(OTHER))
+        tier.release(lease)
+        assert eviction_order(tier) == second[::-1] + first[::-1]
+
     def test_a_parent_outlasts_its_children_whoever_releases_first(self, tier: _core.Tier) -> None:
         stored = store(tier, PATH)
         short, long = tier.open_lease(), tier.open_lease()
