@@ -63,8 +63,8 @@ class Server:
         self.accepted_drafts = 0
         self.engine = Engine(engine, self.cache, self)
 
-    def execute(self, plan: TransferPlan | None, chunks: Sequence[Chunk]) -> StepResult:
-        result = self.worker.execute(plan, chunks)
+    def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
+        result = self.worker.execute(plans, chunks)
         for chunk, answer in zip(chunks, result.chunks, strict=True):
             if answer.draft is not None:
                 self.drafts[answer.sequence, chunk.start + answer.computed] = answer.draft

@@ -21,7 +21,7 @@ from fdcache import LoadOutcome, LoadStatus, TransferPlan
 class Ranks(Protocol):
     """The workers, all of which execute every step."""
 
-    def execute(self, plan: TransferPlan | None, chunks: Sequence[Chunk]) -> StepResult:
+    def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
         """Rank 0's results and the reports of all ranks."""
 
 
@@ -82,7 +82,7 @@ class Engine:
         """Schedule, copy, compute, accept; returns the tasks that ended."""
         self.steps += 1
         chunks = self._schedule()
-        result = self._ranks.execute(self._cache.take_plan(), chunks)
+        result = self._ranks.execute(self._cache.take_plans(), chunks)
         outcomes = {outcome.request_id: outcome for outcome in self._cache.apply(result.reports)}
         results = {each.sequence: each for each in result.chunks}
         ended = []

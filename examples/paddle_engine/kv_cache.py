@@ -50,7 +50,7 @@ class KVCache(Protocol):
     def is_loading(self, name: str) -> bool:
         """Whether blocks of the sequence are on their way and might not arrive."""
 
-    def take_plan(self) -> TransferPlan | None:
+    def take_plans(self) -> list[TransferPlan]:
         """What the ranks have to copy in this step."""
 
     def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
@@ -99,9 +99,9 @@ class FdcacheBlocks:
         """Whether a load of the request is unconfirmed."""
         return self._requests[name].is_loading
 
-    def take_plan(self) -> TransferPlan | None:
+    def take_plans(self) -> list[TransferPlan]:
         """Close the step."""
-        return self.manager.take_plan()
+        return self.manager.take_plans()
 
     def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
         """Take the reports, and look for plans that are overdue."""
@@ -150,9 +150,9 @@ class FreshBlocks:
         """Nothing is ever loaded."""
         return False
 
-    def take_plan(self) -> TransferPlan | None:
+    def take_plans(self) -> list[TransferPlan]:
         """Nothing is ever copied."""
-        return None
+        return []
 
     def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
         """There are none."""

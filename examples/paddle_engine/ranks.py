@@ -59,9 +59,9 @@ class RankProcesses:
             self._pipes.append(pipe)
             self._processes.append(process)
 
-    def execute(self, plan: TransferPlan | None, chunks: Sequence[Chunk]) -> StepResult:
+    def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
         """Rank 0's results; the reports of all ranks."""
-        results: list[StepResult] = self._call("execute", plan, list(chunks))
+        results: list[StepResult] = self._call("execute", list(plans), list(chunks))
         return StepResult(results[0].chunks, tuple(report for each in results for report in each.reports))
 
     def update_weights(self, seed: int) -> None:

@@ -69,10 +69,14 @@ class Worker:
             if engine.host_blocks:
                 self.controller.initialize_host_cache(engine.host_blocks)
 
-    def execute(self, plan: TransferPlan | None, chunks: Sequence[Chunk]) -> StepResult:
-        """Copy what the plan says and compute the chunks, each layer as soon as its blocks are there."""
-        counter = self.controller.submit_swap_tasks(plan) if self.controller and plan else None
-        wait_for_layer = counter.wait_for_layer if counter else lambda layer: None
+    def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
+        """Copy what the plans say and compute the chunks, each layer as soon as its blocks are there."""
+        counters = [self.controller.submit_swap_tasks(plan) for plan in plans] if self.controller else []
+
+        def wait_for_layer(layer: int) -> None:
+            for counter in counters:
+                counter.wait_for_layer(layer)
+
         engine = self._engine
         batches = make_batches(chunks, engine.block_size, engine.grid, engine.split_kv)
         with paddle.no_grad():
