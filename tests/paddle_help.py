@@ -56,7 +56,9 @@ class Server:
     ) -> None:
         self.config = engine
         self.model = model
-        self.cache: FdcacheBlocks | FreshBlocks = FdcacheBlocks(model, engine) if cached else FreshBlocks(engine)
+        self.cache: FdcacheBlocks | FreshBlocks = (
+            FdcacheBlocks(model, engine) if cached else FreshBlocks(engine)
+        )
         self.worker = Worker(model, engine, cached=cached, device=device)
         self.worker.logits = {}
         self.drafts: dict[tuple[str, int], int] = {}
@@ -93,7 +95,10 @@ class Server:
         """Run to the end and let every copy be reported."""
         self.engine.run()
         if isinstance(self.cache, FdcacheBlocks):
-            while self.cache.manager.get_stats().plans_in_flight or self.cache.manager.get_stats().queued_backups:
+            while (
+                self.cache.manager.get_stats().plans_in_flight
+                or self.cache.manager.get_stats().queued_backups
+            ):
                 self.engine.step()
             self.cache.manager.check_integrity()
             stats = self.cache.manager.get_stats()

@@ -60,7 +60,17 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
     parser.add_argument("--ordinary", action="store_true", help="ordinary instead of deterministic mode")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     model, engine = ModelConfig(), EngineConfig()
-    for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "latent_dim", "draft_layers"):
+    for name in (
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "ffn",
+        "vocab",
+        "latent_dim",
+        "draft_layers",
+    ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(model, name))
     parser.add_argument("--kv-dtype", default=model.kv_dtype, choices=["float32", "bfloat16", "fp8"])
     for name, default in (("device_blocks", 120), ("host_blocks", 400), ("block_size", engine.block_size)):

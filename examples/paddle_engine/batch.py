@@ -84,7 +84,13 @@ def make_batches(chunks: Sequence[Chunk], block_size: int, grid: int, split_kv: 
         pieces = [(number, chunk.start, chunk.stop) for number, chunk in enumerate(chunks)]
         return [_make(chunks, pieces, block_size, 0, split_kv)] if pieces else []
     return [
-        _make(chunks, [(number, max(chunk.start, cell), min(chunk.stop, cell + grid))], block_size, grid, split_kv)
+        _make(
+            chunks,
+            [(number, max(chunk.start, cell), min(chunk.stop, cell + grid))],
+            block_size,
+            grid,
+            split_kv,
+        )
         for number, chunk in enumerate(chunks)
         for cell in range(chunk.start // grid * grid, chunk.stop, grid)
     ]
@@ -107,7 +113,9 @@ def _make(
         at = np.arange(cell, end)
         rows = row + places - cell
         keys = -(-end // split_kv) * split_kv
-        blocks = np.resize(chunk.block_table[: -(-stop // block_size)], -(-keys // block_size)).astype(np.int64)
+        blocks = np.resize(chunk.block_table[: -(-stop // block_size)], -(-keys // block_size)).astype(
+            np.int64
+        )
         visible = at[:, None] >= np.arange(len(blocks) * block_size)[None, :]
         mask = np.where(visible, np.float32(0), np.float32(-np.inf))
         spans.append(Span(number, row, row + len(own), paddle.to_tensor(blocks), paddle.to_tensor(mask)))
@@ -119,7 +127,9 @@ def _make(
         valid.append(rows)
         owner.append(np.full(len(places), number))
         column.append(places - chunk.start)
-        slots.append(chunk.block_table[places // block_size].astype(np.int64) * block_size + places % block_size)
+        slots.append(
+            chunk.block_table[places // block_size].astype(np.int64) * block_size + places % block_size
+        )
         row += len(own)
     return Batch(
         tokens=paddle.to_tensor(np.concatenate(tokens)),

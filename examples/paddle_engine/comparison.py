@@ -69,7 +69,12 @@ def show(without: Run, with_cache: Run, counters: Counters, agreement: Agreement
     rows = [
         ("TTFT, mean", "ms", without.ttft.mean() * 1e3, with_cache.ttft.mean() * 1e3),
         ("TTFT, median", "ms", np.median(without.ttft) * 1e3, np.median(with_cache.ttft) * 1e3),
-        ("TTFT, 90th percentile", "ms", np.quantile(without.ttft, 0.9) * 1e3, np.quantile(with_cache.ttft, 0.9) * 1e3),
+        (
+            "TTFT, 90th percentile",
+            "ms",
+            np.quantile(without.ttft, 0.9) * 1e3,
+            np.quantile(with_cache.ttft, 0.9) * 1e3,
+        ),
         ("throughput", "tokens/s", without.tokens / without.seconds, with_cache.tokens / with_cache.seconds),
     ]
     for name, unit, before, after in rows:
@@ -95,7 +100,10 @@ def plot(without: Run, with_cache: Run, counters: Counters, path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 1), layout="constrained")
     lengths = [len(task.prompt.tokens) for task in without.tasks]
-    for run, label, colour in ((without, "without fdcache", "#b0463c"), (with_cache, "with fdcache", "#2d6a8e")):
+    for run, label, colour in (
+        (without, "without fdcache", "#b0463c"),
+        (with_cache, "with fdcache", "#2d6a8e"),
+    ):
         left.scatter(lengths, run.ttft * 1e3, s=22, label=label, color=colour, alpha=0.8)
     left.set_xlabel("prompt tokens")
     left.set_ylabel("time to first token (ms)")
@@ -104,7 +112,9 @@ def plot(without: Run, with_cache: Run, counters: Counters, path: Path) -> None:
     bottom = 0
     computed = counters.lookup_tokens - sum(_hits(counters).values())
     colours = ("#2d6a8e", "#7fb069", "#c9a227", "#c8c8c8")
-    for (tier, tokens), colour in zip((*_hits(counters).items(), ("computed", computed)), colours, strict=True):
+    for (tier, tokens), colour in zip(
+        (*_hits(counters).items(), ("computed", computed)), colours, strict=True
+    ):
         right.bar(["prompt tokens"], [tokens], bottom=[bottom], label=tier, color=colour)
         bottom += tokens
     right.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))

@@ -36,7 +36,9 @@ class ModelConfig:
         if self.draft_layers not in (0, 1):
             raise ValueError(f"draft_layers must be 0 or 1, got {self.draft_layers}")
         if self.latent_dim and self.kv_dtype == "fp8":
-            raise ValueError("kv_dtype: fp8 is for keys and values per head; use float32 or bfloat16 with latent_dim")
+            raise ValueError(
+                "kv_dtype: fp8 is for keys and values per head; use float32 or bfloat16 with latent_dim"
+            )
 
     def layout(self, block_size: int, ranks: int) -> KVLayout:
         """What fdcache has to know of the model: the planes of one block on one rank."""

@@ -172,7 +172,10 @@ class Engine:
         self.waiting.appendleft(task)
 
     def _check_fits(self, task: Task) -> None:
-        if not self.running and -(-(len(task.tokens) + 1) // self._config.block_size) > self._config.device_blocks:
+        if (
+            not self.running
+            and -(-(len(task.tokens) + 1) // self._config.block_size) > self._config.device_blocks
+        ):
             raise RuntimeError(
                 f"{task.name} needs more than the {self._config.device_blocks} blocks there are; give the engine more"
             )

@@ -31,7 +31,9 @@ class Model:
         self._reduce = reduce
         self._heads = config.heads // ranks
         rotary = config.rope_dim if config.latent_dim else config.head_dim
-        angles = np.arange(config.max_positions)[:, None] / 10000 ** (np.arange(0, rotary, 2) / rotary)[None, :]
+        angles = (
+            np.arange(config.max_positions)[:, None] / 10000 ** (np.arange(0, rotary, 2) / rotary)[None, :]
+        )
         self._cos = paddle.to_tensor(np.cos(angles).astype(np.float32))
         self._sin = paddle.to_tensor(np.sin(angles).astype(np.float32))
         self.load_weights(config.seed)
@@ -83,7 +85,12 @@ class Model:
         return x
 
     def draft(
-        self, batch: Batch, hidden: Tensor, next_tokens: Tensor, kv: PagedKV, before_layer: Callable[[int], None]
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        next_tokens: Tensor,
+        kv: PagedKV,
+        before_layer: Callable[[int], None],
     ) -> Tensor:
         """Hidden states of the draft layer, which sees each row's hidden state and the token after it."""
         layer = self.config.layers
@@ -102,7 +109,9 @@ class Model:
         """Stands for a vision encoder: an embedding that follows from the image's hash."""
         data = name.encode() if isinstance(name, str) else name
         seed = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
-        return paddle.to_tensor(np.random.default_rng(seed).standard_normal(self.config.hidden).astype(np.float32))
+        return paddle.to_tensor(
+            np.random.default_rng(seed).standard_normal(self.config.hidden).astype(np.float32)
+        )
 
     def _layer(self, layer: int, x: Tensor, batch: Batch, kv: PagedKV) -> Tensor:
         weights = self._layers[layer]
@@ -171,6 +180,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, span: Span, scale: floa
     rows, heads, dim = query.shape
     kv_heads = keys.shape[0]
     grouped = query.transpose([1, 0, 2]).reshape([kv_heads, heads // kv_heads, rows, dim])
-    scores = paddle.matmul(grouped * scale, keys.unsqueeze(1), transpose_y=True) + span.mask
-    mixed = paddle.matmul(functional.softmax(scores, axis=-1), values.unsqueeze(1))
+    scores = (grouped * scale).matmul(keys.unsqueeze(1), transpose_y=True) + span.mask
+    mixed = functional.softmax(scores, axis=-1) @ values.unsqueeze(1)
     return mixed.reshape([heads, rows, -1]).transpose([1, 0, 2]).reshape([rows, -1])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import paddle
 from paddle import Tensor
 
 from fdcache import KVLayout, PlaneKind
 
+_FP8: Any = paddle.float8_e4m3fn
 _FP8_LIMIT = 448.0
 
 
@@ -47,9 +49,9 @@ class PagedKV:
         if scales is None:
             paddle.index_put_(plane, index, rows.astype(plane.dtype))
             return
-        scale = paddle.maximum(rows.abs().max(axis=-1), paddle.to_tensor(1e-12)) / _FP8_LIMIT
+        scale = rows.abs().max(axis=-1).clip(min=1e-12) / _FP8_LIMIT
         paddle.index_put_(scales, index, scale)
-        quantised = (rows / scale.unsqueeze(-1)).astype("float8_e4m3fn").view("uint8")
+        quantised = (rows / scale.unsqueeze(-1)).astype(_FP8).view("uint8")
         paddle.index_put_(plane, index, quantised)
 
     def _read(self, layer: int, kind: PlaneKind, scale_kind: PlaneKind, blocks: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ class PagedKV:
         if scales is None:
             rows = rows.astype("float32")
         else:
-            rows = rows.view("float8_e4m3fn").astype("float32")
+            rows = rows.view(_FP8).astype("float32")
             rows = rows * paddle.gather(scales, blocks).unsqueeze(-1)
         count, heads, block_size, dim = rows.shape
         return rows.transpose([1, 0, 2, 3]).reshape([heads, count * block_size, dim])

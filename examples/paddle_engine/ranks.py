@@ -53,7 +53,9 @@ class RankProcesses:
         for rank in range(engine.ranks):
             pipe, theirs = context.Pipe()
             reduce = SumOverRanks(rank, buffers, barrier)
-            process = context.Process(target=_serve, args=(theirs, model, engine, cached, rank, reduce), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, model, engine, cached, rank, reduce), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(pipe)

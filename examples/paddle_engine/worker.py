@@ -138,7 +138,9 @@ class Worker:
         follows = []
         for chunk, samples in zip(chunks, accepted, strict=True):
             new = [each.token for each in samples] if samples else [chunk.next_token]
-            follows.append(np.array([*chunk.tokens[1 : chunk.sample_from + 1], *new][: len(chunk.tokens)], np.int64))
+            follows.append(
+                np.array([*chunk.tokens[1 : chunk.sample_from + 1], *new][: len(chunk.tokens)], np.int64)
+            )
         narrowed = [batch.narrow([len(each) for each in follows]) for batch in batches]
         drafted = []
         for batch, states in zip(narrowed, hidden, strict=True):
@@ -146,11 +148,15 @@ class Worker:
             for row, owner, column in zip(batch.valid, batch.owner, batch.column, strict=True):
                 tokens[row] = follows[owner][column]
             if len(batch.valid):
-                drafted.append(self._model.draft(batch, states, paddle.to_tensor(tokens), self._kv, wait_for_layer))
+                drafted.append(
+                    self._model.draft(batch, states, paddle.to_tensor(tokens), self._kv, wait_for_layer)
+                )
             else:
                 drafted.append(states)
         return [
-            int(self._model.logits(_row(number, len(follows[number]) - 1, narrowed, drafted)).argmax()) if samples else None
+            int(self._model.logits(_row(number, len(follows[number]) - 1, narrowed, drafted)).argmax())
+            if samples
+            else None
             for number, samples in enumerate(accepted)
         ]
 

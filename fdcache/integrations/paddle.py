@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import paddle
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.controller.device_planes import plane_blocks
-from fdcache.layout import KVLayout
+from fdcache.layout import KVLayout, Plane
 
 
 def allocate_planes(layout: KVLayout, num_blocks: int) -> list[paddle.Tensor]:
@@ -17,12 +19,7 @@ def allocate_planes(layout: KVLayout, num_blocks: int) -> list[paddle.Tensor]:
     """
     if num_blocks < 1:
         raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
-    return [
-        paddle.zeros([plane_blocks(layout, plane, num_blocks), *plane.shape], dtype="uint8").view(plane.dtype)
-        if plane.dtype.startswith("float8")
-        else paddle.zeros([plane_blocks(layout, plane, num_blocks), *plane.shape], dtype=plane.dtype)
-        for plane in layout.planes
-    ]
+    return [_zeros(plane, plane_blocks(layout, plane, num_blocks)) for plane in layout.planes]
 
 
 def view_planes(controller: CacheController, num_blocks: int) -> list[paddle.Tensor]:
@@ -34,9 +31,19 @@ def view_planes(controller: CacheController, num_blocks: int) -> list[paddle.Ten
     """
     arrays = controller.initialize_kv_cache(num_blocks)
     planes = controller.layout.planes
-    return [_view(array, plane.dtype) for array, plane in zip(arrays, planes, strict=True)]
+    return [_view(array, plane) for array, plane in zip(arrays, planes, strict=True)]
 
 
-def _view(array: object, dtype: str) -> paddle.Tensor:
+def _zeros(plane: Plane, num_blocks: int) -> paddle.Tensor:
+    """Paddle cannot fill fp8, but bytes."""
+    dtype: Any = getattr(paddle, plane.dtype)
+    shape = [num_blocks, *plane.shape]
+    if plane.dtype.startswith("float8"):
+        return paddle.zeros(shape, dtype="uint8").view(dtype)
+    return paddle.zeros(shape, dtype=dtype)
+
+
+def _view(array: Any, plane: Plane) -> paddle.Tensor:
     tensor = paddle.from_dlpack(array)
-    return tensor if str(tensor.dtype).endswith(dtype) else tensor.view(dtype)
+    dtype: Any = getattr(paddle, plane.dtype)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)

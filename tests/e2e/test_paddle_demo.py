@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.paddle_help import FdcacheBlocks, Prompt
+from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
 
 demo = pytest.importorskip("examples.paddle_engine.__main__")
 
-TINY = "--requests 6 --scale 12 --layers 2 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --ffn 32 --vocab 64".split()
+
+TINY = [
+    *("--requests", "6", "--scale", "12", "--vocab", "64", "--layers", "2", "--hidden", "32"),
+    *("--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--ffn", "32"),
+]
 
 
 def test_the_demo_finds_all_tokens_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +42,10 @@ def test_the_demo_fails_when_a_token_differs(
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [(["--latent-dim", "8", "--kv-dtype", "fp8"], "kv_dtype"), (["--heads", "3", "--kv-heads", "2"], "kv_heads")],
+    [
+        (["--latent-dim", "8", "--kv-dtype", "fp8"], "kv_dtype"),
+        (["--heads", "3", "--kv-heads", "2"], "kv_heads"),
+    ],
 )
 def test_impossible_models_are_refused(flags: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from examples.paddle_engine.config import ModelConfig
 from fdcache import MultimodalItem
 from fdcache.devices.cpu import CpuEvent
 from tests.faults import FailingLoadsDevice, PausingDevice
@@ -33,7 +34,7 @@ def text(seed: int, count: int, server: Server) -> list[int]:
 
 
 @each_model
-def test_cold_requests(model: object) -> None:
+def test_cold_requests(model: ModelConfig) -> None:
     server = Server(model)
     tasks = server.serve(*(prompt(f"p{i}", text(i, 50 + 31 * i, server)) for i in range(3)))
     assert [task.cached_tokens for task in tasks] == [0, 0, 0]
@@ -41,7 +42,7 @@ def test_cold_requests(model: object) -> None:
 
 
 @each_model
-def test_a_second_turn_finds_the_first_on_the_device(model: object) -> None:
+def test_a_second_turn_finds_the_first_on_the_device(model: ModelConfig) -> None:
     server = Server(model)
     first = server.serve(prompt("first", text(0, 100, server), max_tokens=30))[0]
     second = server.serve(prompt("second", [*first.tokens, *text(1, 40, server)], temperature=0.7, seed=3))[0]
@@ -50,7 +51,7 @@ def test_a_second_turn_finds_the_first_on_the_device(model: object) -> None:
 
 
 @each_model
-def test_a_prompt_that_was_evicted_comes_back_from_the_host(model: object) -> None:
+def test_a_prompt_that_was_evicted_comes_back_from_the_host(model: ModelConfig) -> None:
     server = Server(model, SMALL)
     tasks = server.serve(prompt("first", text(0, 150, server)))
     tasks += server.serve(prompt("other", text(1, 150, server)))
@@ -88,7 +89,7 @@ def test_a_full_hit_computes_the_last_cell_again_beside_the_shared_block() -> No
 
 
 @each_model
-def test_preempted_requests_resume_where_their_blocks_still_are(model: object) -> None:
+def test_preempted_requests_resume_where_their_blocks_still_are(model: ModelConfig) -> None:
     server = Server(model, replace(ENGINE, device_blocks=14))
     prompts = [prompt(f"p{i}", text(i, 64, server), max_tokens=40, temperature=0.5, seed=i) for i in range(3)]
     tasks = server.serve(*prompts)
@@ -208,7 +209,9 @@ def test_ordinary_mode_says_the_same_up_to_near_ties() -> None:
     from examples.paddle_engine.comparison import Agreement, Run
 
     ordinary = replace(SMALL, device_blocks=40, grid=0)
-    prompts = [prompt(f"p{i}", [*tokens(0, 70 + 10 * (i % 3)), *tokens(i, 20)], max_tokens=16) for i in range(12)]
+    prompts = [
+        prompt(f"p{i}", [*tokens(0, 70 + 10 * (i % 3)), *tokens(i, 20)], max_tokens=16) for i in range(12)
+    ]
     with_cache = Server(GQA, ordinary)
     cached = [task for one in prompts for task in with_cache.serve(one)]
     assert sum(task.cached_tokens for task in cached) > 300
@@ -226,7 +229,7 @@ def test_each_layer_waits_for_its_own_blocks() -> None:
     tasks = server.serve(prompt("first", tokens(0, 150)))
     tasks += server.serve(prompt("other", tokens(1, 150)))
     device.resume = CpuEvent()
-    release = threading.Timer(0.3, lambda: device.resume.set())
+    release = threading.Timer(0.3, device.resume.set)
     release.start()
     tasks += server.serve(prompt("again", tokens(0, 150)))
     release.join()

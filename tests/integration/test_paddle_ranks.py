@@ -17,7 +17,11 @@ ranks = pytest.importorskip("examples.paddle_engine.ranks")
 def test_two_ranks_say_the_same_with_device_and_host_hits() -> None:
     config = replace(ENGINE, device_blocks=12, ranks=2)
     workers = ranks.RankProcesses(GQA, config, cached=True)
-    prompts = [prompt("first", tokens(0, 150)), prompt("other", tokens(1, 150)), prompt("again", tokens(0, 150))]
+    prompts = [
+        prompt("first", tokens(0, 150)),
+        prompt("other", tokens(1, 150)),
+        prompt("again", tokens(0, 150)),
+    ]
     prompts.append(prompt("on", [*tokens(0, 140), *tokens(2, 10)], temperature=0.8, seed=1))
 
     def serve(cache: FdcacheBlocks | FreshBlocks) -> list[Task]:

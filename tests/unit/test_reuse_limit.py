@@ -15,7 +15,9 @@ def found(world: World, tokens: list[int]) -> int:
     return sum(world.match(*tokens))
 
 
-@pytest.mark.parametrize(("grid", "cached"), [(0, 6), (2, 6), (BLOCK, 6), (2 * BLOCK, 6), (4 * BLOCK, 4), (8 * BLOCK, 0)])
+@pytest.mark.parametrize(
+    ("grid", "cached"), [(0, 6), (2, 6), (BLOCK, 6), (2 * BLOCK, 6), (4 * BLOCK, 4), (8 * BLOCK, 0)]
+)
 def test_a_match_ends_on_the_grid(grid: int, cached: int) -> None:
     world = World(device=16, reuse_grid=grid)
     world.serve(*PATH, 9)
