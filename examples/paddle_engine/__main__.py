@@ -54,7 +54,10 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
     parser.add_argument("--workload", default="chat", choices=["chat", "agent", "rag", "unique"])
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--users", type=int, default=4, help="requests served at a time")
-    parser.add_argument("--scale", type=int, default=4, help="by how much the workload's lengths are divided")
+    parser.add_argument(
+        "--scale", type=int, default=2, help="by how much the workload's prompts are shortened"
+    )
+    parser.add_argument("--answer-scale", type=int, default=16, help="by how much its answers are")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: seeded sampling")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ordinary", action="store_true", help="ordinary instead of deterministic mode")
@@ -73,7 +76,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(model, name))
     parser.add_argument("--kv-dtype", default=model.kv_dtype, choices=["float32", "bfloat16", "fp8"])
-    for name, default in (("device_blocks", 120), ("host_blocks", 400), ("block_size", engine.block_size)):
+    for name, default in (("device_blocks", 200), ("host_blocks", 800), ("block_size", engine.block_size)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, each a process")
     parser.add_argument("--write-policy", default=engine.write_policy)
@@ -104,6 +107,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
             flags.workload,
             flags.requests,
             scale=flags.scale,
+            answer_scale=flags.answer_scale,
             vocab=flags.vocab,
             seed=flags.seed,
             users=flags.users,

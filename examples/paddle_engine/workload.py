@@ -19,10 +19,14 @@ Answers = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Items of a workload. Lengths are divided by ``scale`` to suit a small model; ``users`` are served at a time."""
+    """Items of a workload; ``users`` are served at a time.
+
+    To suit a small model, lengths of prompts are divided by ``scale`` and those of answers by ``answer_scale``.
+    """
 
     items: tuple[WorkItem, ...]
     scale: int
+    answer_scale: int
     vocab: int
     seed: int
     users: int
@@ -30,11 +34,20 @@ class Traffic:
 
     @classmethod
     def generate(
-        cls, name: str, requests: int, *, scale: int, vocab: int, seed: int, users: int, temperature: float
+        cls,
+        name: str,
+        requests: int,
+        *,
+        scale: int,
+        answer_scale: int,
+        vocab: int,
+        seed: int,
+        users: int,
+        temperature: float,
     ) -> Traffic:
         """The first ``requests`` items of a workload."""
         items = tuple(generate(WorkloadName(name), requests, seed))
-        return cls(items, scale, vocab, seed, users, temperature)
+        return cls(items, scale, answer_scale, vocab, seed, users, temperature)
 
     def prompt(self, item: WorkItem, answers: Answers) -> Prompt:
         """The item's prompt; where it quotes an earlier answer, that answer."""
@@ -48,7 +61,7 @@ class Traffic:
         return Prompt(
             name=f"item-{item.index}",
             tokens=tokens,
-            max_tokens=max(item.output_length // self.scale, 2),
+            max_tokens=max(item.output_length // self.answer_scale, 2),
             temperature=self.temperature,
             seed=item.index,
         )
