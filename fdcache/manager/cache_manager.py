@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from threading import RLock
 
+from fdcache._core import SLOT_FREE
 from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
@@ -17,7 +18,14 @@ from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, LoadOutcome, MatchResult
 from fdcache.manager.settlement import settle
 from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
-from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, SwapPurpose, TransferPlan, TransferReport
+from fdcache.metadata import (
+    SLOT_HEADER_BYTES,
+    BlockNode,
+    CacheLevel,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+)
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import BlockPool
 
@@ -246,6 +254,17 @@ class CacheManager:
         if self._host:
             usage[CacheLevel.HOST] = MemoryUsage.of(self._host, self.layout.record_bytes)
         return usage
+
+    def nodes(self, level: CacheLevel, blocks: Iterable[int]) -> list[BlockNode]:
+        """What stands in these blocks of a tier, for people and tools; blocks nobody can find are left out."""
+        with self._lock:
+            return [node for pool in self._pools() if pool.level is level for node in pool.nodes(blocks)]
+
+    def free_device_blocks(self) -> list[int]:
+        """The ids of the free device blocks; visits every block."""
+        with self._lock:
+            slots = range(self.num_device_blocks)
+            return [slot for slot in slots if self._device.node(slot).state == SLOT_FREE]
 
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
