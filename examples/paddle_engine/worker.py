@@ -17,7 +17,7 @@ from examples.paddle_engine.paged_kv import PagedKV
 from examples.paddle_engine.sampling import Sample, sample
 from fdcache import CacheController, TransferPlan, TransferReport, TransferSettings
 from fdcache.devices.base import Device
-from fdcache.integrations.paddle import allocate_planes
+from fdcache.integrations.paddle import allocate_planes, current_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,9 @@ class Worker:
         self.logits: dict[tuple[str, int], NDArray[np.float32]] | None = None
         self.controller: CacheController | None = None
         if cached:
-            self.controller = CacheController(TransferSettings(), layout, rank=rank, device=device)
+            self.controller = CacheController(
+                TransferSettings(), layout, rank=rank, device=device or current_device()
+            )
             self.controller.register_kv_cache(planes)
             if engine.host_blocks:
                 self.controller.initialize_host_cache(engine.host_blocks)

@@ -22,7 +22,7 @@ class CacheController:
     """What FastDeploy's worker calls, under the old names; ``core`` is fdcache's own controller.
 
     ``allocate`` makes the tensors of all planes; by default Paddle does, or the attention backend where it has
-    ``create_kv_cache``. ``device`` says where they are, by default in CPU memory.
+    ``create_kv_cache``. ``device`` says where they are, by default Paddle's current device.
     """
 
     def __init__(
@@ -40,7 +40,9 @@ class CacheController:
         self.device_id = device_id
         self.layout = layout or layout_from_config(config)
         rank = local_rank % self.layout.tp_size
-        self.core = Controller(settings or TransferSettings(), self.layout, rank=rank, device=device)
+        self.core = Controller(
+            settings or TransferSettings(), self.layout, rank=rank, device=device or _paddle_device()
+        )
         self.swap_layer_done_counter: LayerDoneCounter | None = None
         self._allocate = allocate or _allocate_in_paddle
         self._tensors: list[Any] = []
@@ -100,7 +102,9 @@ class CacheController:
             self._unclaimed = self._unclaimed or list(self._allocate(self.layout, num_blocks))
             made = self._unclaimed[: len(planes)]
             if int(made[0].shape[0]) != num_blocks:
-                raise LayoutError(f"{num_blocks} blocks, but by the layout's ratio there are {made[0].shape[0]}")
+                raise LayoutError(
+                    f"{num_blocks} blocks, but by the layout's ratio there are {made[0].shape[0]}"
+                )
             del self._unclaimed[: len(planes)]
         self._tensors += made
         if len(self._tensors) == len(self.layout.planes):
@@ -203,6 +207,12 @@ def _check_shapes(attn_backend: Any, planes: Sequence[Plane], num_blocks: int) -
     expected = [(num_blocks, *plane.shape) for plane in planes if plane.layer == planes[0].layer]
     if shapes != expected[: len(shapes)]:
         raise LayoutError(f"the attention backend's cache has shapes {shapes}, the layout's {expected}")
+
+
+def _paddle_device() -> Device:
+    from fdcache.integrations.paddle import current_device
+
+    return current_device()
 
 
 def _allocate_in_paddle(layout: KVLayout, num_blocks: int) -> Sequence[Any]:

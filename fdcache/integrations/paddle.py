@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import paddle
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.controller.device_planes import plane_blocks
+from fdcache.devices.base import Device
+from fdcache.devices.cpu import CpuDevice
+from fdcache.errors import TensorError
 from fdcache.layout import KVLayout, Plane
+
+
+def current_device() -> Device:
+    """The fdcache device of Paddle's current place: CPU memory, or the GPU that ``paddle.set_device`` chose."""
+    kind, _, ordinal = paddle.device.get_device().partition(":")
+    if kind == "cpu":
+        return CpuDevice()
+    if kind == "gpu":
+        device: Device = importlib.import_module("fdcache.devices.cuda").CudaDevice(int(ordinal or 0))
+        return device
+    raise TensorError(
+        f"Paddle's device is {kind}; fdcache knows cpu and gpu, so choose one with paddle.set_device"
+    )
 
 
 def allocate_planes(layout: KVLayout, num_blocks: int) -> list[paddle.Tensor]:
@@ -26,8 +43,8 @@ def view_planes(controller: CacheController, num_blocks: int) -> list[paddle.Ten
     """Let the controller allocate its device planes and view them, without a copy, as Paddle tensors.
 
     The other way round from ``allocate_planes``: fdcache keeps the memory, ``sleep`` gives it back. Views are valid
-    until ``sleep``, ``free_cache`` or ``shutdown``. NumPy has neither bfloat16 nor fp8, so on the CPU planes of these
-    dtypes come as their bytes and are viewed as what they are.
+    until ``sleep``, ``free_cache`` or ``shutdown``. Planes are passed on as bytes and viewed as what they are, for
+    NumPy has neither bfloat16 nor fp8.
     """
     arrays = controller.initialize_kv_cache(num_blocks)
     planes = controller.layout.planes
@@ -44,6 +61,6 @@ def _zeros(plane: Plane, num_blocks: int) -> paddle.Tensor:
 
 
 def _view(array: Any, plane: Plane) -> paddle.Tensor:
-    tensor = paddle.from_dlpack(array)
+    """Bytes are what both sides have a name for."""
     dtype: Any = getattr(paddle, plane.dtype)
-    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+    return paddle.from_dlpack(array.view("uint8")).view(dtype)
