@@ -142,8 +142,9 @@ class CacheManager:
         if result.status is not MatchStatus.MATCHED:
             request._match_result = MatchedPrefix()
             return
+        found = self.core.find_blocks(served.request)[CacheLevel.DEVICE]
         request._match_result = MatchedPrefix(
-            device_nodes=self.core.nodes(CacheLevel.DEVICE, served.request.block_table.tolist()),
+            device_nodes=found[: len(served.request.block_table)],
             matched_host_nums=result.num_host_blocks,
             matched_storage_nums=result.num_storage_blocks,
         )

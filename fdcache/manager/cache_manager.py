@@ -255,16 +255,17 @@ class CacheManager:
             usage[CacheLevel.HOST] = MemoryUsage.of(self._host, self.layout.record_bytes)
         return usage
 
-    def nodes(self, level: CacheLevel, blocks: Iterable[int]) -> list[BlockNode]:
-        """What stands in these blocks of a tier, for people and tools; blocks nobody can find are left out."""
-        with self._lock:
-            return [node for pool in self._pools() if pool.level is level for node in pool.nodes(blocks)]
-
     def free_device_blocks(self) -> list[int]:
         """The ids of the free device blocks; visits every block."""
         with self._lock:
             slots = range(self.num_device_blocks)
             return [slot for slot in slots if self._device.node(slot).state == SLOT_FREE]
+
+    def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
+        """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing."""
+        with self._lock:
+            hashes = request._bind(self.layout.block_size, self.layout.fingerprint).hashes
+            return {pool.level: pool.nodes(pool.find(hashes).slots.tolist()) for pool in self._pools()}
 
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""

@@ -9,7 +9,14 @@ from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager import AllocationFailure, CacheManager, LoadStatus, ManagerState, MatchStatus, Request
 from fdcache.manager.events import BlockRemoved, BlocksCleared, BlockStored, EventsLost
-from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, SwapPurpose, TransferReport, TransferResult
+from fdcache.metadata import (
+    SLOT_HEADER_BYTES,
+    CacheLevel,
+    CacheStatus,
+    SwapPurpose,
+    TransferReport,
+    TransferResult,
+)
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from tests.property.engine_model import BLOCK, Engine, Job, Step
 
@@ -119,6 +126,17 @@ class TestMatch:
         world.engine.generate(job, 7)  # sampled, its KV never computed
         world.engine.finish(job)
         assert world.match(*A, *B, 7, 7) == (2, 0)
+
+    def test_a_path_can_be_looked_up_without_pinning_it(self) -> None:
+        world = World(host=8)
+        world.serve(*A, *B, *TAIL)
+        found = world.manager.find_blocks(Request("probe", [*A, *B, *C]))
+        device, host = found[CacheLevel.DEVICE], found[CacheLevel.HOST]
+        assert [node.depth for node in device] == [node.depth for node in host] == [0, 1]
+        assert device[1].parent == device[0].block_id
+        assert (device[0].is_leaf, device[1].is_leaf) == (False, True)
+        assert {node.cache_status for node in device + host} == {CacheStatus.DEVICE, CacheStatus.HOST}
+        world.assert_nothing_is_held()
 
     def test_opting_out_neither_reuses_nor_leaves_blocks(self) -> None:
         world = World()
