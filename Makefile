@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 
-.PHONY: demo demo-paddle test check lint format bench clean
+.PHONY: demo demo-paddle gpu-extra test check lint format bench clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -30,6 +30,9 @@ lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+gpu-extra: $(VENV)/.installed-dev  ## the extra for GPUs resolves; nothing is installed
+	$(PIP) install --quiet --dry-run --no-build-isolation --constraint constraints.txt '.[gpu]'
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
