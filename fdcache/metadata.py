@@ -122,7 +122,7 @@ class CacheSwapMetadata(msgspec.Struct, kw_only=True):
         return dict(zip(self.src_block_ids.tolist(), self.dst_block_ids.tolist(), strict=True))
 
 
-class StorageTask(msgspec.Struct, kw_only=True, frozen=True):
+class StorageTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One transfer between host and storage: a plan by itself, with its own report, for disks take their time.
 
     ``timeout``: seconds after which a rank begins nothing more of it.
@@ -137,7 +137,7 @@ class StorageTask(msgspec.Struct, kw_only=True, frozen=True):
         return (self.swap,)
 
 
-class StorageScan(msgspec.Struct, kw_only=True, frozen=True):
+class StorageScan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What one rank's storage held when it was opened: parallel arrays, element i is one block in one slot."""
 
     rank: int
@@ -150,7 +150,7 @@ class StorageScan(msgspec.Struct, kw_only=True, frozen=True):
     written_ms: UInt64Array
 
 
-class TransferPlan(msgspec.Struct, kw_only=True, frozen=True):
+class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What every rank copies for one scheduler step.
 
     Evictions empty device slots that loads and the step itself then write, so a worker orders loads and the
@@ -202,7 +202,7 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
         return len(self.failed) == 0
 
 
-class TransferReport(msgspec.Struct, kw_only=True, frozen=True):
+class TransferReport(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One rank's report of one finished plan: a result for each transfer that the plan has."""
 
     plan_id: int

@@ -22,6 +22,7 @@ from fdcache.manager.results import (
     MatchResult,
     MatchStatus,
 )
+from fdcache.manager.reuse import ReuseLimit
 from fdcache.manager.stats import Counters
 from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.settings.cache import CacheSettings
@@ -54,6 +55,7 @@ class RequestLifecycle:
         self._prefetcher = prefetcher
         self._counters = counters
         self._clock = clock
+        self._reuse = ReuseLimit(settings, layout.block_size, device, host)
         self.live: dict[str, Request] = {}
         self.plan = OpenPlan()
 
@@ -104,6 +106,7 @@ class RequestLifecycle:
             return MatchResult(request.request_id, MatchStatus.MATCHED)
         if self._prefetcher and self._prefetcher.must_wait(request, hashes, self.plan):
             return self._postpone(request)
+        hashes = self._reuse.cut(hashes)
         run = self._device.match(request._lease, hashes)
         pending = run.pending
         on_device = len(run)

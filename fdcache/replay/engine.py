@@ -124,7 +124,7 @@ class _Run:
         if not self._has_storage:
             return
         nothing = np.empty((6, 0), dtype=np.int32)
-        self._ranks.send(StepOrder(None, nothing, nothing[0]))
+        self._ranks.send(StepOrder([], nothing, nothing[0]))
         scans = [result.scan for result in self._ranks.receive() if result.scan is not None]
         if scans:
             self.tally.storage_restored = self._manager.restore_storage(scans)
@@ -164,8 +164,8 @@ class _Run:
         return True
 
     def _send(self, step: Step, order: StepOrder) -> None:
-        if order.plan is not None:
-            for plan_id in order.plan.plan_ids:
+        for plan in order.plans:
+            for plan_id in plan.plan_ids:
                 self._settlement.expect(plan_id, self._num_ranks)
         self._ranks.send(order)
         self._sent.append(step)
@@ -178,7 +178,7 @@ class _Run:
         """Ask the ranks for finished copies without computing anything."""
         if not self._sent:
             nothing = np.empty((6, 0), dtype=np.int32)
-            self._send(Step(), StepOrder(None, nothing, nothing[0]))
+            self._send(Step(), StepOrder([], nothing, nothing[0]))
         self._settle_oldest()
         time.sleep(_IDLE_SECONDS)
 

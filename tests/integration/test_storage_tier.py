@@ -70,20 +70,20 @@ class Engine:
         self.restored = self.manager.restore_storage([scan])
         self.plans: list[TransferPlan] = []
 
-    def send(self) -> TransferPlan | None:
-        plan = self.manager.take_plan()
-        if plan is not None:
+    def send(self) -> list[TransferPlan]:
+        plans = self.manager.take_plans()
+        for plan in plans:
             self.plans.append(plan)
             self.controller.submit_swap_tasks(plan)
-        return plan
+        return plans
 
     def settle(self) -> None:
         """Send and apply until nothing is left to copy."""
         for _ in range(500):
-            plan = self.send()
+            plans = self.send()
             reports = self.controller.wait_reports(30)
             self.manager.apply(reports)
-            if plan is None and not reports:
+            if not plans and not reports:
                 return
         raise AssertionError("copies never end")
 
@@ -304,8 +304,7 @@ def test_storage_without_a_host_tier_is_refused() -> None:
 def test_a_controller_without_storage_refuses_its_tasks(engine: Engine, tmp_path: Path) -> None:
     request = Request("r", tokens_of(1, 8))
     engine.manager.prefetch([request])
-    plan = engine.manager.take_plan()
-    assert plan is not None
+    (plan,) = engine.manager.take_plans()
     assert [swap.purpose for task in plan.storage for swap in task.swaps()] == [SwapPurpose.PREFETCH]
     with CacheController(TransferSettings(), LAYOUT) as other:
         other.initialize_kv_cache(30)
