@@ -186,6 +186,13 @@ void bind_context(nb::module_ &module) {
                 return cuda::is_capturing(self, handle_of<cuda::StreamHandle>(stream));
             },
             "stream"_a);
+    module.def(
+        "device_uuid",
+        [](int ordinal) {
+            const auto uuid = cuda::device_uuid(ordinal);
+            return nb::bytes(reinterpret_cast<const char *>(uuid.data()), uuid.size());
+        },
+        "ordinal"_a);
     module.def("has_batched_copies", [] { return cuda::driver().copy_batch != nullptr; });
     nb::class_<cuda::Event>(module, "CudaEvent")
         .def(
