@@ -54,12 +54,12 @@ def min_group_bytes(
     """
     wanted = max(_MIN_GROUP // max(num_blocks, 1), num_blocks * record_bytes // _MAX_PIECES)
     staged = settings.swap_method in (SwapMethod.AUTO, SwapMethod.STAGED) and settings.swap_sm_budget > 0
-    if batched and staged and calibration.to_device.staged_column < NEVER:
-        wanted = max(wanted, 2 * calibration.to_device.staged_column)
+    if batched and staged and calibration.to_device.group_column < NEVER:
+        wanted = max(wanted, calibration.to_device.group_column)
     return -(-wanted // _GROUP_GRAIN) * _GROUP_GRAIN
 
 
-_FULL_SPEED = 0.96
+_FULL_SPEED = 0.955
 """The share of the link from which on the copy engines alone, which disturb nobody, are preferred."""
 
 
@@ -88,6 +88,7 @@ def _thresholds(found: Sequence[Measurement], link: float) -> Thresholds:
     return Thresholds(
         direct_plane=_from_size(found, "direct", _FULL_SPEED * link),
         staged_column=_from_size(found, "staged", best_kernel),
+        group_column=_from_size(found, "staged", _FULL_SPEED * link),
     )
 
 
