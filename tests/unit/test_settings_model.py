@@ -10,7 +10,7 @@ import pytest
 
 from fdcache.settings import VARIABLES, Settings, SettingsError, Variable
 from fdcache.settings.names import is_service_link
-from fdcache.settings.tree import DEFAULTS
+from fdcache.settings.tree import DEFAULTS, GROUPS, KNOWN_NAMES
 from fdcache.settings.variable import User
 
 ROOT = Path(__file__).parents[2]
@@ -238,7 +238,7 @@ def _reads(paths: list[Path], group: str) -> Iterator[str]:
 )
 def test_each_own_field_is_read_by_the_room_it_configures(variable: Variable) -> None:
     if variable.group == "files":
-        loader = ast.parse((ROOT / "fdcache/settings/settings.py").read_text())
+        loader = ast.parse((ROOT / "fdcache/settings/reading.py").read_text())
         used = {node.id for node in ast.walk(loader) if isinstance(node, ast.Name)}
         assert FILE_FIELDS[variable.field] in used
         return
@@ -259,3 +259,9 @@ def test_only_the_settings_read_the_environment() -> None:
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
                 readers.add(path.relative_to(ROOT).parts[1])
     assert readers == {"settings"}
+
+
+def test_each_name_belongs_to_one_variable() -> None:
+    variables = [variable for members in GROUPS.values() for variable in members]
+    names = [name for variable in variables for name in (variable.name, *variable.aliases)]
+    assert sorted(names) == sorted(KNOWN_NAMES)
