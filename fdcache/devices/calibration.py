@@ -26,11 +26,13 @@ class Thresholds:
     """Bytes from which on a way of copying pays, in one direction.
 
     ``direct_plane``: planes go straight between record and layer by the copy engine. ``staged_column``:
-    columns of a record go through the staging ring. ``run_copy``: a run is one strided copy by itself.
+    columns of a record go through the staging ring. ``group_column``: they do so at nearly the link's speed.
+    ``run_copy``: a run is one strided copy by itself.
     """
 
     direct_plane: int
     staged_column: int
+    group_column: int = 128 * KIB
     run_copy: int = 8 * MIB
 
 
