@@ -104,7 +104,8 @@ class CacheController:
         """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now.
 
         Raises ``PlanError`` for a plan that cannot be carried out and ``CacheNotReadyError`` when memory is
-        missing, in both cases with nothing launched. What fails later stands in the report.
+        missing, in both cases with nothing launched: the manager then needs ``TransferReport.refusal``, or it
+        waits for ever. What fails later stands in the report.
         """
         with self._lock:
             self._check_usable()
