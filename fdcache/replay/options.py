@@ -16,6 +16,9 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "floa
 LAPTOP_DEFAULTS: Mapping[str, int | str] = {"FDCACHE_DEVICE_BLOCKS": 1024, "FDCACHE_HOST_MEMORY": "64MiB"}
 """What holds for a replay where neither an option nor the environment says otherwise."""
 
+MOST_LAYERS = 1024
+"""Main or draft layers of a replay; every plane of every layer is a tensor of its own."""
+
 
 class LayoutName(StrEnum):
     """The layouts that a replay can build."""
