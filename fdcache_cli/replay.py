@@ -13,11 +13,11 @@ from typing import Annotated
 
 import typer
 
+from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import ReplayOptionError
 from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.engine import replay as run_replay
 from fdcache.replay.items import WorkItem
-from fdcache.replay.memory import available_bytes
 from fdcache.replay.options import LAPTOP_DEFAULTS, MOST_LAYERS, LayoutName, Shape, load_settings
 from fdcache.replay.plot import require_plotting, write_plot
 from fdcache.replay.report import Report
@@ -144,7 +144,7 @@ def replay(
         kv_layout = shape.build(settings.deployment.block_size, ranks)
         config = ReplayConfig(
             layout=kv_layout,
-            cache=settings.cache_for(kv_layout, available_bytes() // ranks),
+            cache=settings.cache_for(kv_layout, available_memory().nbytes // ranks),
             transfer=settings.transfer,
             concurrency=concurrency,
             chunk_tokens=chunk_tokens,

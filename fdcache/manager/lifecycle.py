@@ -277,7 +277,6 @@ class RequestLifecycle:
         good = load.count if copied.all() else int(np.argmin(copied))
         request._committed_blocks += good
         if good < load.count:
-            request._reported_tokens = 0
             request.num_cached_tokens = request._committed_blocks * self._block_size
             self._counters.loads_failed += 1
             return self._outcome(

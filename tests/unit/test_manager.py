@@ -482,6 +482,21 @@ class TestFailures:
         world.engine.finish(job)
         world.assert_nothing_is_held()
 
+    def test_after_a_failed_load_the_prompt_may_be_computed_in_smaller_steps(self) -> None:
+        world = TestHostTier.with_blocks_on_the_host_only()
+        request = Request("r", [*A, *B, *C, *TAIL])
+        world.manager.match_prefix([request])
+        world.manager.allocate_device_blocks([(request, 13)])
+        (plan,) = world.manager.take_plans()
+        (outcome,) = world.manager.apply([TransferReport.refusal(plan, 0, "refused")])
+        assert (outcome.recompute_from, request.num_cached_tokens) == (0, 0)
+        (allocation,) = world.manager.allocate_device_blocks([(request, 1)])
+        assert (allocation.ok, len(allocation.block_ids)) == (True, 0)
+        world.manager.commit([(request, 4)])
+        assert world.manager.get_stats().device.ready == 1
+        world.manager.request_finish([request])
+        world.assert_nothing_is_held()
+
     def test_nothing_above_an_unconfirmed_load_is_committed(self) -> None:
         world = TestHostTier.with_blocks_on_the_host_only()
         job = world.submit(*A, *B, *C, *TAIL)
