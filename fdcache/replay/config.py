@@ -60,6 +60,8 @@ class ReplayConfig:
             )
         if self.speed is not None and self.speed <= 0:
             raise ReplayOptionError("--speed", f"{self.speed} is not above 0; leave it out for full speed")
+        if self.seed < 0:
+            raise ReplayOptionError("--seed", f"{self.seed} is below 0")
         if not 0 <= self.load_failures <= 1:
             raise ReplayOptionError("--load-failures", f"{self.load_failures} is not between 0 and 1")
 
