@@ -4,7 +4,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 
+<<<<<<< HEAD
 .PHONY: demo test test-gpu check lint format bench clean
+=======
+.PHONY: demo demo-paddle gpu-extra test check lint format bench clean
+>>>>>>> engine
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -15,6 +19,9 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 
 demo: $(VENV)/.installed-plot  ## install, replay a generated chat workload with every byte verified, show the report
 	$(BIN)/fdcache replay --workload chat
+
+demo-paddle: $(VENV)/.installed-plot,paddle  ## a model on Paddle answers the same with and without the cache; exits 1 if not
+	$(BIN)/python -W ignore -m examples.paddle_engine --workload chat --plot paddle-engine.png
 
 test: $(VENV)/.installed-test  ## all tests but the long ones
 	$(BIN)/pytest -n 2 -m 'not slow'
@@ -30,6 +37,9 @@ lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+gpu-extra: $(VENV)/.installed-dev  ## the extra for GPUs resolves; nothing is installed
+	$(PIP) install --quiet --dry-run --no-build-isolation --constraint constraints.txt '.[gpu]'
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

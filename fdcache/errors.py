@@ -29,6 +29,10 @@ class RequestStateError(FdcacheError):
     """A call that the request's state does not admit, such as committing a finished request."""
 
 
+class UnsupportedCallError(FdcacheError, NotImplementedError):
+    """A call that fdcache refuses on purpose; the message says what to call instead."""
+
+
 class StaleLeaseError(FdcacheError):
     """A lease from before a reset was asked to match, reserve or commit."""
 

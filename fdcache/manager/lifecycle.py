@@ -21,6 +21,7 @@ from fdcache.manager.results import (
     MatchResult,
     MatchStatus,
 )
+from fdcache.manager.reuse import ReuseLimit
 from fdcache.manager.stats import Counters
 from fdcache.metadata import SwapPurpose
 from fdcache.settings.cache import CacheSettings
@@ -51,6 +52,7 @@ class RequestLifecycle:
         self._backups = backups
         self._counters = counters
         self._clock = clock
+        self._reuse = ReuseLimit(settings, layout.block_size, device, host)
         self.live: dict[str, Request] = {}
         self.plan = OpenPlan()
 
@@ -84,7 +86,7 @@ class RequestLifecycle:
         if not (request._publishes and self._settings.enable_prefix_caching):
             request._publishes = False
             return MatchResult(request.request_id, MatchStatus.MATCHED)
-        hashes = tokens.hashes[: (request.num_tokens - 1) // self._block_size]
+        hashes = self._reuse.cut(tokens.hashes[: (request.num_tokens - 1) // self._block_size])
         run = self._device.match(request._lease, hashes)
         pending = run.pending
         on_device = len(run)
