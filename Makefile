@@ -4,11 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 
-<<<<<<< HEAD
-.PHONY: demo test test-gpu check lint format bench clean
-=======
-.PHONY: demo demo-paddle gpu-extra test check lint format bench clean
->>>>>>> engine
+.PHONY: demo demo-paddle gpu-extra test test-gpu check lint format bench clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
