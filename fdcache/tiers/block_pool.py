@@ -26,6 +26,8 @@ class BlockPool(_core.Tier):
     def __init__(self, level: CacheLevel, num_blocks: int, eviction: str = "lru") -> None:
         super().__init__(num_blocks, eviction)
         self.level = level
+        self.loading_from_storage: set[int] = set()
+        """Slots that blocks are on their way into from storage; whoever reads them says so."""
 
     def nodes(self, slots: Iterable[int]) -> list[BlockNode]:
         """What stands in these slots, for people and tools; slots that nobody can find are left out."""
@@ -35,6 +37,9 @@ class BlockPool(_core.Tier):
             if not view.findable:
                 continue
             ready = view.state == _core.SLOT_READY
+            pending = _PENDING[self.level]
+            if slot in self.loading_from_storage:
+                pending = CacheStatus.LOADING_FROM_STORAGE
             nodes.append(
                 BlockNode(
                     block_id=view.slot,
@@ -42,7 +47,7 @@ class BlockPool(_core.Tier):
                     hash_value=view.hash,
                     parent=view.parent,
                     depth=view.depth,
-                    cache_status=(_READY if ready else _PENDING)[self.level],
+                    cache_status=_READY[self.level] if ready else pending,
                     ref_count=view.pins + view.holds,
                     children=view.children,
                     hit_count=view.hits,

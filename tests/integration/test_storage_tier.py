@@ -14,7 +14,7 @@ from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import CacheNotReadyError, ConfigurationError, PlanError
 from fdcache.manager import Allocation, CacheManager, LoadStatus, MatchResult, MatchStatus, Request
-from fdcache.metadata import SwapPurpose, TransferPlan
+from fdcache.metadata import CacheStatus, SwapPurpose, TransferPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.settings.transfer import TransferSettings, Verify
@@ -191,6 +191,11 @@ def test_two_requests_share_one_read(engine: Engine) -> None:
     for request in requests:
         assert engine.match(request).status is MatchStatus.DEFERRED
         engine.send()
+    host = engine.manager._host
+    assert host is not None
+    assert {node.cache_status for node in host.nodes(range(HOST_BLOCKS))} == {
+        CacheStatus.LOADING_FROM_STORAGE
+    }
     engine.store.gate.set()
     engine.settle()
     for request in requests:
