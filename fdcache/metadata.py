@@ -90,7 +90,7 @@ class BlockNode(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def is_swapping(self) -> bool:
         """Whether a copy into its slot is under way."""
-        return self.cache_status in (CacheStatus.SWAP_TO_HOST, CacheStatus.SWAP_TO_DEVICE)
+        return self.cache_status not in (CacheStatus.DEVICE, CacheStatus.HOST, CacheStatus.STORAGE)
 
 
 class CacheSwapMetadata(msgspec.Struct, kw_only=True):

@@ -123,6 +123,7 @@ class Prefetcher:
 
     def _forget(self, swap: CacheSwapMetadata, *, failed: bool) -> None:
         self._in_flight -= len(swap)
+        self._host.loading_from_storage.difference_update(swap.dst_block_ids.tolist())
         for read in self._reads_of(swap):
             read.order.failed = read.order.failed or failed
             for block_hash in read.hashes:
@@ -212,6 +213,7 @@ class Prefetcher:
         read = Read([row.tobytes() for row in source.hashes], order, waiters=1)
         self._reading.update(dict.fromkeys(read.hashes, read))
         self._in_flight += count
+        self._host.loading_from_storage.update(slots.tolist())
         fetch.reads.append(read)
         fetch.stop = start + count
         fetch.deadline += count * self._record_bytes / self._settings.prefetch_bandwidth

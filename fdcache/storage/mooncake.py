@@ -37,11 +37,11 @@ from fdcache.storage.mooncake_client import (
     is_stored,
     outcome_of,
 )
+from fdcache.storage.record_check import RecordCheck
 
 _CHUNK = 64
 _LOOKUP_CHUNK = 1024
 _CONNECT_SECONDS = 1.0
-_WRITING, _READY = 1, 2
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class MooncakeConnector:
         layout = context.layout
         self._layout = layout
         self._rank = context.rank or 0
-        self._verify = context.verify
+        self._check = RecordCheck(layout, verify=context.verify)
         self._options = ClientOptions.resolve(context.mooncake, context.rank)
         self._breaker = CircuitBreaker(context.settings.retry_after)
         self._lock = threading.Lock()
@@ -204,7 +204,7 @@ class MooncakeConnector:
     def _get_chunk(self, batch: RecordBatch, memory: _core.HostMemory) -> _Moved:
         records, headers = batch.records.addresses(batch.host_slots)[0], _header_addresses(memory, len(batch))
         for i in range(len(batch)):
-            self._stamp(batch, i, _WRITING, 0)
+            self._check.stamp_writing(batch, i)
         codes = self._client.batch_get_into_multi_buffers(self._keys(batch), *self._buffers(records, headers))
         size = self._layout.record_bytes + SLOT_HEADER_BYTES
         outcomes = np.zeros(len(batch), np.uint8)
@@ -214,9 +214,9 @@ class MooncakeConnector:
                 outcomes[i] = outcome_of(code) if code < 0 else Outcome.CORRUPT
                 continue
             header = _core.SlotHeader.from_bytes(ctypes.string_at(headers[i], SLOT_HEADER_BYTES))
-            if self._intact(batch, i, header):
+            if self._check.is_intact(batch, i, header):
                 checksums[i] = header.payload_checksum
-                self._stamp(batch, i, _READY, header.payload_checksum)
+                self._check.stamp_ready(batch, i, header.payload_checksum)
             else:
                 outcomes[i] = Outcome.CORRUPT
         refused = [self.key(batch.hashes[i].tobytes()) for i in np.flatnonzero(outcomes == Outcome.CORRUPT)]
@@ -228,7 +228,7 @@ class MooncakeConnector:
         found = [batch.records.header(int(slot)) for slot in batch.host_slots]
         outcomes = np.array(
             [
-                Outcome.OK if self._is_source(batch, i, found[i]) else Outcome.SOURCE_CHANGED
+                Outcome.OK if self._check.is_source(batch, i, found[i]) else Outcome.SOURCE_CHANGED
                 for i in range(len(batch))
             ],
             np.uint8,
@@ -275,53 +275,6 @@ class MooncakeConnector:
     ) -> tuple[list[list[int]], list[list[int]]]:
         pointers = [[record, header] for record, header in zip(records.tolist(), headers, strict=True)]
         return pointers, [[self._layout.record_bytes, SLOT_HEADER_BYTES]] * len(headers)
-
-    def _is_source(self, batch: RecordBatch, i: int, header: _core.SlotHeader) -> bool:
-        return (
-            self._belongs(header, batch.hashes[i].tobytes())
-            and header.state == _READY
-            and header.generation == batch.host_generations[i]
-        )
-
-    def _belongs(self, header: _core.SlotHeader, block_hash: bytes) -> bool:
-        layout = self._layout
-        return (
-            header.is_valid
-            and header.hash == block_hash
-            and header.fingerprint == layout.fingerprint[:16]
-            and header.payload_bytes == layout.payload_bytes
-        )
-
-    def _intact(self, batch: RecordBatch, i: int, header: _core.SlotHeader) -> bool:
-        if not self._belongs(header, batch.hashes[i].tobytes()):
-            return False
-        if not self._verify:
-            return True
-        record = batch.records.record(int(batch.host_slots[i]))
-        planes = self._layout.planes
-        end = 0
-        for plane in planes:
-            if record[end : plane.offset].any():
-                return False
-            end = plane.offset + plane.nbytes
-        checksum = _core.record_checksum(
-            record, [plane.offset for plane in planes], [plane.nbytes for plane in planes]
-        )
-        return not record[end:].any() and checksum == header.payload_checksum
-
-    def _stamp(self, batch: RecordBatch, i: int, state: int, checksum: int) -> None:
-        batch.records.set_header(
-            int(batch.host_slots[i]),
-            _core.SlotHeader(
-                state,
-                int(batch.host_generations[i]),
-                batch.hashes[i].tobytes(),
-                batch.parents[i].tobytes(),
-                self._layout.fingerprint,
-                self._layout.payload_bytes,
-                checksum,
-            ),
-        )
 
     # --- the rest -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +16,11 @@ from fdcache.errors import StorageBusyError, StorageError, StorageFormatError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt64Array
 from fdcache.storage.connector import Outcome
-from fdcache.storage.slab import storage_error
 from fdcache.storage.slab_format import SUFFIX, Superblock, read_layout, read_superblock
+from fdcache.storage.slab_handle import SlabLock, open_core, storage_error
 
 _STEP = 512
+_THREADS = 4
 
 Progress = Callable[[str, int, int], None]
 """Called with a file's name, blocks checked and blocks in all."""
@@ -77,7 +77,7 @@ def read_file(
         with _direct(path) as record_fd:
             superblock = read_superblock(fd, path)
             layout = read_layout(fd, superblock, path)
-            slab = open_slab(superblock, layout, record_fd, fd)
+            slab = open_core(superblock, layout, record_fd, fd, _THREADS)
             _, bad_headers = slab.scan(0, superblock.slots)
             slots, _, hashes, parents, _, written_ms = slab.entries()
             corrupt = _check(slab, path, slots, on_progress) if verify else np.empty(0, np.int32)
@@ -88,21 +88,6 @@ def read_file(
     depths = _depths(hashes, parents)
     return SlabContents(
         path, superblock, layout, slots, hashes, parents, written_ms, depths, bad_headers, corrupt
-    )
-
-
-def open_slab(superblock: Superblock, layout: KVLayout, record_fd: int, header_fd: int) -> _core.SlabFile:
-    """The native side of an open file."""
-    return _core.SlabFile(
-        record_fd,
-        header_fd,
-        superblock.header_offset,
-        superblock.record_offset,
-        superblock.record_bytes,
-        superblock.slots,
-        superblock.fingerprint,
-        [(plane.offset, plane.nbytes) for plane in layout.planes],
-        4,
     )
 
 
@@ -242,7 +227,7 @@ def _with_descendants(
 def _erase(contents: SlabContents, slots: Int32Array) -> None:
     fd = os.open(contents.path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        slab = open_slab(contents.superblock, contents.layout, fd, fd)
+        slab = open_core(contents.superblock, contents.layout, fd, fd, _THREADS)
         slab.scan(0, contents.superblock.slots)
         number = slab.erase(slots) or slab.sync()
     finally:
@@ -254,16 +239,10 @@ def _erase(contents: SlabContents, slots: Int32Array) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     try:
-        fd = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise storage_error(error.errno or 5, path) from error
+        lock = SlabLock(path)
+    except StorageBusyError as error:
+        raise StorageBusyError(f"{path}: an engine is using it; end it first, or reset through it") from error
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StorageBusyError(
-                f"{path}: an engine is using it; end it first, or reset through it"
-            ) from error
         yield
     finally:
-        os.close(fd)
+        lock.release()

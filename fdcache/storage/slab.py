@@ -7,11 +7,8 @@ later, and comes back without a restart.
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,48 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache import _core
-from fdcache.errors import (
-    StorageBusyError,
-    StorageDeviceError,
-    StorageError,
-    StorageFullError,
-    StorageGoneError,
-    StorageReadOnlyError,
-)
+from fdcache.errors import StorageError, StorageFullError, StorageReadOnlyError
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, StorageScan, UInt32Array
 from fdcache.settings.storage_tier import FsyncPolicy
 from fdcache.storage.connector import BatchResult, Outcome, RecordBatch, StorageState, StorageStats
-from fdcache.storage.slab_format import (
-    Superblock,
-    check_fits,
-    create_file,
-    file_name,
-    read_superblock,
-    slots_for,
-)
+from fdcache.storage.slab_format import file_name, slots_for
+from fdcache.storage.slab_handle import ScanProgress, SlabHandle, SlabLock, is_same_file, storage_error
 
-_SCAN_STEP = 65536
 _LOOK_SECONDS = 1.0
-_UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-ScanProgress = Callable[[int, int], None]
-"""Called with slots scanned so far and in all."""
-
-
-def storage_error(number: int, path: Path) -> StorageError:
-    """The typed error for an errno."""
-    reason = os.strerror(number)
-    if number in _FULL:
-        return StorageFullError(
-            number, f"no room to write ({reason}); free space or lower FDCACHE_STORAGE_SIZE", str(path)
-        )
-    if number in _UNWRITABLE:
-        return StorageReadOnlyError(number, f"cannot be written ({reason}); check mount and owner", str(path))
-    if number == errno.ENOENT:
-        return StorageGoneError(number, "is gone; check the mount", str(path))
-    return StorageDeviceError(number, f"the device failed ({reason}); see the kernel log", str(path))
 
 
 class SlabStore:
@@ -103,14 +67,14 @@ class SlabStore:
         self._counts = dict.fromkeys(("hits", "misses", "corrupt", "stored", "errors", "timeouts"), 0)
         self._bytes = {"read": 0, "written": 0}
         self._closed = threading.Event()
-        self._wanted_slots = slots_for(size, layout)
+        self._slots = slots_for(size, layout)
         self.path = folder / file_name(layout.fingerprint, rank)
-        self._lock_fd = self._acquire()
+        self._file_lock = SlabLock(self.path)
         try:
-            self._open(on_progress)
+            self._file = self._open(on_progress)
             self._device = folder.stat().st_dev
         except BaseException:
-            os.close(self._lock_fd)
+            self._file_lock.release()
             raise
         self._syncer = threading.Thread(
             target=self._sync_each, args=(fsync_interval,), name="fdcache-fsync", daemon=True
@@ -118,98 +82,17 @@ class SlabStore:
         if fsync is FsyncPolicy.INTERVAL:
             self._syncer.start()
 
-    # --- opening ------------------------------------------------------------------------------------------
-
-    def _acquire(self) -> int:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise storage_error(error.errno or errno.EIO, self.path.parent) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            raise StorageBusyError(
-                f"{self.path}: another process is using it; end that one, or give each its own FDCACHE_STORAGE_DIR"
-            ) from error
-        return fd
-
-    def _open(self, on_progress: ScanProgress | None) -> None:
-        try:
-            if not self.path.exists():
-                create_file(
-                    self.path, self._layout, Superblock.plan(self._layout, self._rank, self._wanted_slots)
-                )
-            self._header_fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise storage_error(error.errno or errno.EIO, self.path) from error
-        try:
-            self._superblock = self._fit(read_superblock(self._header_fd, self.path))
-            self._record_fd = self._open_direct()
-        except OSError as error:
-            os.close(self._header_fd)
-            if isinstance(error, StorageError):
-                raise
-            raise storage_error(error.errno or errno.EIO, self.path) from error
-        except BaseException:
-            os.close(self._header_fd)
-            raise
-        self._slab = _core.SlabFile(
-            self._record_fd,
-            self._header_fd,
-            self._superblock.header_offset,
-            self._superblock.record_offset,
-            self._superblock.record_bytes,
-            self._superblock.slots,
-            self._layout.fingerprint,
-            [(plane.offset, plane.nbytes) for plane in self._layout.planes],
-            self._threads,
-        )
-        self._found = self._corrupt_found = 0
-        for first in range(0, self.num_slots, _SCAN_STEP):
-            ready, corrupt = self._slab.scan(first, min(first + _SCAN_STEP, self.num_slots))
-            self._found += ready
-            self._corrupt_found += corrupt
-            if on_progress is not None:
-                on_progress(min(first + _SCAN_STEP, self.num_slots), self.num_slots)
-        # A file cut short holds fewer records; its slots are empty now and have room again.
-        os.ftruncate(self._header_fd, self._superblock.file_bytes)
-
-    def _fit(self, superblock: Superblock) -> Superblock:
-        check_fits(superblock, self._layout, self._rank, self.path)
-        if superblock.slots == self._wanted_slots:
-            return superblock
-        if self._wanted_slots > superblock.header_capacity:
-            raise StorageError(
-                f"{self.path}: can grow to {superblock.header_capacity} blocks, not to {self._wanted_slots}; "
-                "lower FDCACHE_STORAGE_SIZE or start a new file with `fdcache reset storage --all`"
-            )
-        resized = superblock.resized(self._wanted_slots)
-        resized.write(self._header_fd)
-        return resized
-
-    def _open_direct(self) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC
-        try:
-            return os.open(self.path, flags | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return os.open(self.path, flags)
-
-    @property
-    def _lock_path(self) -> Path:
-        return self.path.with_suffix(".lock")
+    def _open(self, on_progress: ScanProgress | None) -> SlabHandle:
+        return SlabHandle(self.path, self._layout, self._rank, self._slots, self._threads, on_progress)
 
     @property
     def num_slots(self) -> int:
         """Slots of the file."""
-        return self._superblock.slots
+        return self._slots
 
     def scan(self) -> StorageScan:
         """What the file holds now, for the scheduler's index."""
-        slots, generations, hashes, parents, checksums, times = self._slab.entries()
+        slots, generations, hashes, parents, checksums, times = self._file.core.entries()
         return StorageScan(
             rank=self._rank,
             capacity=self.num_slots,
@@ -233,7 +116,7 @@ class SlabStore:
         try:
             addresses = batch.records.addresses(batch.host_slots)
             slots, generations = _places(batch)
-            result = self._slab.read(
+            result = self._file.core.read(
                 slots,
                 generations,
                 batch.host_generations,
@@ -255,7 +138,7 @@ class SlabStore:
         try:
             addresses = batch.records.addresses(batch.host_slots)
             slots, generations = _places(batch)
-            result = self._slab.write(
+            result = self._file.core.write(
                 slots,
                 generations,
                 batch.host_generations,
@@ -273,17 +156,17 @@ class SlabStore:
 
     def erase(self, slots: Int32Array) -> None:
         """Empty slots. Raises a ``StorageError`` when the file cannot be written."""
-        number = self._slab.erase(slots)
+        number = self._file.core.erase(slots)
         if number:
             self._fail(number)
             raise storage_error(number, self.path)
 
     def clear(self, timeout: float) -> int:
         """Empty every slot; returns how many held a block. Raises a ``StorageError`` when that fails."""
-        slots = self._slab.entries()[0]
+        slots = self._file.core.entries()[0]
         self.erase(slots)
         if self._fsync is not FsyncPolicy.NEVER:
-            self._slab.sync()
+            self._file.core.sync()
         return len(slots)
 
     # --- failing and coming back ----------------------------------------------------------------------------
@@ -312,11 +195,11 @@ class SlabStore:
     def _look(self) -> None:
         """Turn off when the file that is open is not the one of that name any more: its mount may be gone."""
         try:
-            there, ours = self.path.stat(), os.fstat(self._header_fd)
+            same = is_same_file(self._file.header_fd, self.path)
         except OSError as error:
             self._fail(error.errno or errno.EIO)
             return
-        if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
+        if not same:
             self._fail(errno.ENOENT)
 
     def _try_again(self) -> bool:
@@ -326,31 +209,19 @@ class SlabStore:
             return True
         if self._using:
             return False
-        old = (self._slab, self._record_fd, self._header_fd, self._superblock)
         try:
             # Never into the empty folder that a vanished mount leaves behind.
             if not self.path.exists() and self.path.parent.stat().st_dev != self._device:
                 raise storage_error(errno.ENOENT, self.path)
-            self._lock_again()
-            self._open(None)
+            self._file_lock.renew()
+            opened = self._open(None)
         except (StorageError, OSError) as error:
-            self._slab, self._record_fd, self._header_fd, self._superblock = old
             self._error = f"{type(error).__name__}: {error}"
             return False
-        os.close(old[1])
-        os.close(old[2])
+        self._file.close()
+        self._file = opened
         self._recover()
         return True
-
-    def _lock_again(self) -> None:
-        ours = os.fstat(self._lock_fd)
-        with suppress(FileNotFoundError):
-            there = self._lock_path.stat()
-            if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
-                return
-        fd = self._acquire()
-        os.close(self._lock_fd)
-        self._lock_fd = fd
 
     def _fail(self, number: int) -> None:
         with self._lock:
@@ -390,7 +261,7 @@ class SlabStore:
 
     def _sync_each(self, interval: float) -> None:
         while not self._closed.wait(interval):
-            if self._slab.unsynced and (number := self._slab.sync()):
+            if self._file.core.unsynced and (number := self._file.core.sync()):
                 self._fail(number)
 
     def stats(self) -> StorageStats:
@@ -401,8 +272,8 @@ class SlabStore:
                 state=self._state,
                 error=self._error,
                 capacity_blocks=self.num_slots,
-                blocks_found_on_start=self._found,
-                corrupt_found_on_start=self._corrupt_found,
+                blocks_found_on_start=self._file.found,
+                corrupt_found_on_start=self._file.corrupt,
                 read_bytes=self._bytes["read"],
                 written_bytes=self._bytes["written"],
                 **self._counts,
@@ -417,12 +288,11 @@ class SlabStore:
             self._idle.wait_for(lambda: self._using == 0)
         if self._syncer.is_alive():
             self._syncer.join()
-        if self._fsync is not FsyncPolicy.NEVER and self._slab.unsynced:
+        if self._fsync is not FsyncPolicy.NEVER and self._file.core.unsynced:
             with suppress(OSError):
-                self._slab.sync()
-        os.close(self._record_fd)
-        os.close(self._header_fd)
-        os.close(self._lock_fd)
+                self._file.core.sync()
+        self._file.close()
+        self._file_lock.release()
 
 
 def _places(batch: RecordBatch) -> tuple[Int32Array, UInt32Array]:

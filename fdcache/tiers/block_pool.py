@@ -34,6 +34,8 @@ class BlockPool(_core.Tier):
         _check_size(level, num_blocks)
         super().__init__(num_blocks, eviction)
         self.level = level
+        self.loading_from_storage: set[int] = set()
+        """Slots that blocks are on their way into from storage; whoever reads them says so."""
 
     def resize(self, slots: int) -> int:
         """Change the number of slots; returns how many in use stand against it, 0 when done."""
@@ -48,6 +50,9 @@ class BlockPool(_core.Tier):
             if not view.findable:
                 continue
             ready = view.state == _core.SLOT_READY
+            pending = _PENDING[self.level]
+            if slot in self.loading_from_storage:
+                pending = CacheStatus.LOADING_FROM_STORAGE
             nodes.append(
                 BlockNode(
                     block_id=view.slot,
@@ -55,7 +60,7 @@ class BlockPool(_core.Tier):
                     hash_value=view.hash,
                     parent=view.parent,
                     depth=view.depth,
-                    cache_status=(_READY if ready else _PENDING)[self.level],
+                    cache_status=_READY[self.level] if ready else pending,
                     ref_count=view.pins + view.holds,
                     children=view.children,
                     hit_count=view.hits,

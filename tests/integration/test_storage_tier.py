@@ -13,11 +13,11 @@ import pytest
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import CacheNotReadyError, ConfigurationError, PlanError
-from fdcache.manager import Allocation, CacheManager, MatchResult, MatchStatus, Request
-from fdcache.metadata import SwapPurpose, TransferPlan
+from fdcache.manager import Allocation, CacheManager, LoadStatus, MatchResult, MatchStatus, Request
+from fdcache.metadata import CacheStatus, SwapPurpose, TransferPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.transfer import TransferSettings, Verify
 from fdcache.storage.connector import BatchResult, RecordBatch
 from fdcache.storage.slab import SlabStore
 from tests.storage_help import MIB, open_store, storage_layout
@@ -45,7 +45,13 @@ class SlowStore(SlabStore):
 class Engine:
     """One rank in this process; it computes nothing, so blocks hold what the device planes held."""
 
-    def __init__(self, folder: Path, *, policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
+        verify: Verify = Verify.STORAGE,
+    ) -> None:
         self.now = 0.0
         storage = StorageTierSettings(
             connector="local",
@@ -61,7 +67,7 @@ class Engine:
             write_policy=WritePolicy.WRITE_THROUGH,
         )
         self.manager = CacheManager(cache, LAYOUT, storage=storage, clock=lambda: self.now)
-        self.controller = CacheController(TransferSettings(), LAYOUT)
+        self.controller = CacheController(TransferSettings(verify=verify), LAYOUT)
         self.tensors = self.controller.initialize_kv_cache(30)
         self.controller.initialize_host_cache(self.manager.num_host_blocks)
         self.store = SlowStore(folder, LAYOUT, rank=0, size=4 * MIB, threads=2, retry_after=0.0)
@@ -185,6 +191,11 @@ def test_two_requests_share_one_read(engine: Engine) -> None:
     for request in requests:
         assert engine.match(request).status is MatchStatus.DEFERRED
         engine.send()
+    host = engine.manager._host
+    assert host is not None
+    assert {node.cache_status for node in host.nodes(range(HOST_BLOCKS))} == {
+        CacheStatus.LOADING_FROM_STORAGE
+    }
     engine.store.gate.set()
     engine.settle()
     for request in requests:
@@ -247,7 +258,7 @@ def test_timeout_waits_for_its_budget_and_no_longer(stored: Path) -> None:
 
 
 def test_the_first_corrupt_block_ends_the_run_and_the_rest_is_computed(engine: Engine) -> None:
-    block = engine.store._superblock
+    block = engine.store._file.superblock
     with engine.store.path.open("r+b") as file:
         file.seek(block.record_offset + 5 * block.record_bytes)
         file.write(b"\xde\xad")
@@ -326,3 +337,25 @@ def test_a_full_host_tier_reads_as_much_as_fits(engine: Engine) -> None:
     engine.run("other", tokens_of(9, 20))
     assert engine.run("again", tokens_of(1, 8)).num_storage_blocks == 8
     assert np.count_nonzero(engine.store.reads) > 0
+
+
+def test_verify_all_refuses_host_bytes_that_changed_and_forgets_them(stored: Path) -> None:
+    engine = Engine(stored, verify=Verify.ALL)
+    first = Request("first", tokens_of(1, 8))
+    engine.manager.prefetch([first])
+    engine.settle()
+    arena = engine.controller.host_arena
+    assert arena is not None
+    changed = next(slot for slot in range(HOST_BLOCKS) if arena.table.header(slot).state == 2)
+    arena.table.record(changed)[LAYOUT.planes[-1].offset] ^= 1
+    assert engine.match(first).num_cached_tokens == 8 * BLOCK
+    assert engine.allocate(first).ok
+    engine.send()
+    (outcome,) = engine.manager.apply(engine.controller.wait_reports(30))
+    assert outcome.status is LoadStatus.FAILED
+    assert "checksum" in str(outcome.error_message)
+    assert counters(engine).blocks_corrupt_in_host == 1
+    engine.settle()
+    engine.compute(first, first.num_tokens)
+    engine.manager.request_finish([first])
+    engine.close()
