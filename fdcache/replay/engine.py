@@ -59,6 +59,7 @@ def replay(
         host_blocks=manager.num_host_blocks,
         verify_every=config.verify.every,
         faults=LoadFaults(config.load_failures, config.seed),
+        device=config.device,
     )
     ranks = start_ranks(spec, config.layout.tp_size)
     try:

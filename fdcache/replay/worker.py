@@ -9,9 +9,11 @@ import numpy as np
 
 from fdcache._core import PatternModel
 from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import Device
 from fdcache.layout import KVLayout
 from fdcache.replay.faults import FaultyDevice, LoadFaults
 from fdcache.replay.messages import StepOrder, StepResult
+from fdcache.replay.planes import DeviceName, GpuPlanes, HostPlanes, Planes, open_gpu
 from fdcache.settings.transfer import TransferSettings
 
 
@@ -30,6 +32,7 @@ class WorkerSpec:
     host_blocks: int
     verify_every: int
     faults: LoadFaults
+    device: DeviceName = DeviceName.CPU
 
 
 class RankWorker:
@@ -40,19 +43,21 @@ class RankWorker:
 
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
         layout = spec.layout
-        device = (
-            FaultyDevice(spec.faults, layout, rank, copy_threads=spec.transfer.copy_threads)
-            if spec.faults.rate
-            else None
-        )
+        device: Device | None = None
+        if spec.device is DeviceName.CUDA:
+            device = open_gpu(rank, spec.transfer)
+        elif spec.faults.rate:
+            device = FaultyDevice(spec.faults, layout, rank, copy_threads=spec.transfer.copy_threads)
         self._verify_every = spec.verify_every
         self._layers = layout.total_layers
         self._controller = CacheController(spec.transfer, layout, rank=rank, device=device)
         tensors = self._controller.initialize_kv_cache(spec.device_blocks)
         if spec.host_blocks:
             self._controller.initialize_host_cache(spec.host_blocks)
+        gpu = spec.device is DeviceName.CUDA
+        self._planes: Planes = GpuPlanes(tensors, layout) if gpu else HostPlanes(tensors)
         self._model = PatternModel(
-            [tensor.reshape(tensor.shape[0], -1).view(np.uint8) for tensor in tensors],
+            [array.reshape(array.shape[0], -1).view(np.uint8) for array in self._planes.arrays],
             np.array([plane.layer for plane in layout.planes], dtype=np.int32),
             layout.total_layers,
             layout.block_size,
@@ -66,11 +71,14 @@ class RankWorker:
             model.begin(sequence, tokens)
         counters = [self._controller.submit_swap_tasks(plan) for plan in order.plans]
         verified = model.prepare(order.segments, order.blocks, self._verify_every)
+        self._planes.open_step(order)
         differing: list[tuple[int, int]] = []
         for layer in range(self._layers):
             for counter in counters:
                 counter.wait_for_layer(layer)
+            self._planes.fetch(layer)
             differing += model.run_layer(layer)
+            self._planes.store(layer)
         for sequence in order.ends:
             model.end(sequence)
         return StepResult(verified, differing, self._controller.poll(), peak_rss_bytes())
