@@ -19,6 +19,7 @@ from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.engine import replay as run_replay
 from fdcache.replay.items import WorkItem
 from fdcache.replay.options import LAPTOP_DEFAULTS, MOST_LAYERS, LayoutName, Shape, load_settings
+from fdcache.replay.planes import DeviceName
 from fdcache.replay.plot import require_plotting, write_plot
 from fdcache.replay.report import Report
 from fdcache.replay.trace import read_trace
@@ -124,6 +125,9 @@ def replay(
     verify: Annotated[
         Verify, typer.Option(help="Which reused blocks are compared byte by byte.")
     ] = Verify.ALL,
+    device: Annotated[
+        DeviceName, typer.Option(help="What plays the device: memory of this machine, or its GPUs.")
+    ] = DeviceName.CPU,
     load_failures: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the loads from the host that is made to fail.")
     ] = 0.0,
@@ -170,6 +174,7 @@ def replay(
             verify=verify,
             seed=seed,
             load_failures=load_failures,
+            device=device,
         )
         if plot is not None:
             require_plotting(plot)

@@ -11,7 +11,9 @@ namespace {
 constexpr unsigned kThreads = 512;
 constexpr unsigned kWarps = kThreads / 32;
 constexpr std::size_t kBatchBytes = std::size_t{16} << 20;  // longer batches are slower
-constexpr std::size_t kNarrowRun = std::size_t{128} << 10;
+// The copy engines take narrow rows of one strided copy faster than as many pieces of a batch.
+constexpr std::size_t kNarrowRow = std::size_t{64} << 10;
+constexpr std::size_t kNarrowRows = 32;
 
 std::uint64_t payload_bytes(const std::vector<Plane> &planes) {
     return std::accumulate(planes.begin(), planes.end(), std::uint64_t{0},
@@ -227,7 +229,7 @@ void Swap::copy_run(Side host, Side device, std::size_t width, std::size_t rows,
         return;
     }
     const std::size_t nbytes = width * rows;
-    const bool narrow = width < limits().staged_column && nbytes >= kNarrowRun;
+    const bool narrow = width < kNarrowRow && rows >= kNarrowRows;
     if (rows > 1 && (narrow || nbytes >= limits().run_copy)) {
         copy_strided(host, device, width, rows, stream);
         return;

@@ -58,7 +58,7 @@ class Calibration:
     driver: int = 0
     topology: str = ""
     measured_at: str = ""
-    to_device: Thresholds = Thresholds(direct_plane=32 * KIB, staged_column=64 * KIB)
+    to_device: Thresholds = Thresholds(direct_plane=32 * KIB, staged_column=32 * KIB)
     to_host: Thresholds = Thresholds(direct_plane=256 * KIB, staged_column=128 * KIB)
     kernel_ctas: int = 2
     transpose_ctas: int = 32
