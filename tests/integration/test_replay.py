@@ -59,7 +59,7 @@ def test_a_host_tier_smaller_than_the_device_tier_is_clean(policy: WritePolicy) 
 
 
 def test_traffic_is_counted_by_direction() -> None:
-    config = small_config(cache={"write_policy": WritePolicy.WRITE_THROUGH})
+    config = small_config(concurrency=1, cache={"write_policy": WritePolicy.WRITE_THROUGH})
     report = run_chat(config, requests=20, workload=WorkloadName.UNIQUE)
     assert report.tally.d2h.bytes > 0
     assert report.tally.h2d.bytes == 0
