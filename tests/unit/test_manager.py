@@ -254,6 +254,16 @@ class TestAllocate:
         with pytest.raises(RequestStateError, match="3 tokens are fewer than the 8"):
             world.manager.allocate_device_blocks([(request, 3)])
 
+    def test_what_a_request_found_is_counted_once_however_often_it_grows(self) -> None:
+        world = World()
+        world.serve(*A, *TAIL)
+        request = Request("r", [*A, *B, *C])
+        world.manager.match_prefix([request])
+        for tokens in (5, 9, 12):
+            world.manager.allocate_device_blocks([(request, tokens)])
+        counters = world.manager.get_stats().counters
+        assert (counters.lookups, counters.lookup_tokens, counters.device_hit_tokens) == (2, 5 + 12, BLOCK)
+
     def test_committing_more_than_there_is_is_refused(self) -> None:
         world = World()
         request = Request("r", [*A, 1])
@@ -401,6 +411,61 @@ class TestHostTier:
         assert world.manager.get_stats().counters.loads_confirmed == 1
         assert world.manager.get_stats().plans_in_flight == 1
 
+    def test_backups_in_flight_are_bounded_and_the_others_follow(self) -> None:
+        world = World(device=1200, host=1200)
+        job = world.submit(*range(1100 * BLOCK), *TAIL)
+        world.engine.schedule([job], 1 << 20)
+        world.settle()
+        sizes = []
+        for _ in range(3):
+            plans = world.manager.take_plans()
+            sizes.append(sum(len(swap) for plan in plans for swap in plan.swaps()))
+            for rank in world.engine.ranks:
+                rank.queue.extend(plans)
+        assert sizes == [1024, 0, 0]
+        world.settle()
+        world.engine.schedule([], 1)
+        world.settle()
+        host = world.manager.get_stats().host
+        assert host is not None
+        assert host.ready == 1100
+
+    def test_the_backup_queue_is_bounded_and_drops_the_oldest(self) -> None:
+        world = World(device=20_000, host=1)
+        for first in (0, 50_000):
+            request = Request(str(first), np.arange(first, first + 10_000 * BLOCK, dtype=np.int32))
+            world.manager.match_prefix([request])
+            world.manager.allocate_device_blocks([(request, request.num_tokens)])
+            world.manager.commit([(request, request.num_tokens)])
+        stats = world.manager.get_stats()
+        assert (stats.queued_backups, stats.counters.backups_dropped) == (10_000, 10_000)
+
+    def test_a_reset_drops_the_backup_queue(self) -> None:
+        world = World(host=8)
+        world.engine.schedule([world.submit(*A, *TAIL)], 100)
+        world.settle()
+        assert world.manager.get_stats().queued_backups == 1
+        world.manager.reset_cache()
+        assert world.manager.get_stats().queued_backups == 0
+
+    def test_a_host_block_has_the_checksum_of_rank_0s_record(self) -> None:
+        world = World(host=8, ranks=2)
+        world.engine.schedule([world.submit(*A, *TAIL)], 100)
+        world.settle()
+        (plan,) = world.manager.take_plans()
+        for rank in (1, 0):
+            result = TransferResult(
+                purpose=SwapPurpose.BACKUP,
+                failed=np.empty(0, np.int32),
+                checksums=np.array([70 + rank], np.uint64),
+                copied_bytes=1,
+                seconds=0.0,
+            )
+            world.manager.apply([TransferReport(plan_id=plan.plan_id, rank=rank, results=(result,))])
+        assert plan.backups is not None
+        assert world.manager._host is not None
+        assert world.manager._host.node(int(plan.backups.dst_block_ids[0])).checksum == 70
+
     def test_no_room_on_the_host_drops_copies_and_delays_nobody(self) -> None:
         world = World(device=4, host=1, policy=WritePolicy.WRITE_BACK, clean_reserve=0)
         world.serve(*A, *B, *C, *TAIL)
@@ -523,6 +588,14 @@ class TestFailures:
         world.settle()
         world.assert_nothing_is_held()
 
+    def test_nobody_is_told_of_an_overdue_load_whose_request_ended(self) -> None:
+        world = TestHostTier.with_blocks_on_the_host_only()
+        job = world.submit(*A, *B, *TAIL)
+        world.engine.schedule([job], 100)
+        world.engine.finish(job)
+        world.now = 100.0
+        assert world.manager.expire() == []
+
     def test_a_lost_worker_takes_the_cache_with_it_and_leaves_nothing_held(self) -> None:
         world = TestHostTier.with_blocks_on_the_host_only()
         job = world.submit(*A, *B, *TAIL)
@@ -549,6 +622,21 @@ class TestFailures:
         assert "no device planes" in (outcome.error_message or "")
         world.manager.request_finish([request])
         world.assert_nothing_is_held()
+
+    @pytest.mark.parametrize("end", ["lost", "reset"])
+    def test_a_load_that_the_cache_forgot_is_a_failed_load(self, end: str) -> None:
+        world = TestHostTier.with_blocks_on_the_host_only()
+        world.engine.schedule([world.submit(*A, *B, *TAIL)], 100)
+        if end == "lost":
+            outcomes = world.manager.worker_lost(0)
+        else:
+            world.manager.reset_cache()
+            world.execute()
+            outcomes = world.manager.apply(world.engine.reports)
+        message = {"lost": "rank 0: its process is gone", "reset": "the cache was reset"}[end]
+        assert [(each.status, each.recompute_from, each.error_message) for each in outcomes] == [
+            (LoadStatus.FAILED, 0, message)
+        ]
 
     def test_reports_that_do_not_fit_are_refused_and_repeated_ones_counted(self) -> None:
         world = World(host=8)
@@ -648,6 +736,15 @@ class TestWholeCache:
         world.engine.schedule([running, waiting], 100)
         assert running.running
         assert waiting.running
+
+    def test_a_paused_manager_backs_nothing_up(self) -> None:
+        world = World(host=8)
+        world.engine.schedule([world.submit(*A, *TAIL)], 100)
+        world.settle()
+        world.manager.pause()
+        assert world.manager.take_plans() == []
+        world.manager.wakeup()
+        assert len(world.manager.take_plans()) == 1
 
     def test_sleep_needs_quiet_and_keeps_the_host_tier(self) -> None:
         world = World(host=8)
