@@ -138,30 +138,36 @@ class Prefetcher:
     def _advance(self, request: Request, hashes: HashArray, plan: OpenPlan) -> None:
         """Bring the request's fetch as far as it can come now."""
         fetch = request._fetch
-        if (fetch is not None and fetch.ended) or not self._index.is_open:
+        if not self._index.is_open or (fetch is not None and not self._may_go_on(fetch)):
             return
-        if fetch is not None and fetch.reads:
-            if any(self._reading.get(read.hashes[0]) is read for read in fetch.reads):
-                return  # under way
-            failed = any(read.order.failed for read in fetch.reads)
-            fetch.reads.clear()
-            if failed:
-                fetch.ended = True  # what came before the failure is there; the rest is computed
-                return
         presence = self._host.contains(hashes)
         on_host = _leading(presence == _READY)
         if fetch is None:
             budget = self._clock() + self._settings.prefetch_timeout
             fetch = request._fetch = Fetch(on_host, on_host, budget)
+        if on_host < fetch.stop:
+            fetch.ended = True  # evicted again: the host tier is too busy to fight for
+            return
         if on_host < len(hashes) and presence[on_host] != _ABSENT:
             self._join(fetch, hashes, on_host, int(_leading(presence != _ABSENT)))
             return
+        if self._in_flight >= self._most_in_flight:
+            return  # others' reads come first
         stored = self._index.run(hashes, on_host)
         if stored is None:
             return
         on_device = _leading(self._device.contains(hashes) == _READY)
         if on_host + stored <= on_device or not self._read(fetch, hashes, on_host, on_host + stored, plan):
             fetch.ended = True
+
+    def _may_go_on(self, fetch: Fetch) -> bool:
+        """Whether the reads so far have ended, all of them well."""
+        if fetch.ended or any(self._reading.get(read.hashes[0]) is read for read in fetch.reads):
+            return False
+        # What came before a failure is there; the rest is computed.
+        fetch.ended = any(read.order.failed for read in fetch.reads)
+        fetch.reads.clear()
+        return not fetch.ended
 
     def _join(self, fetch: Fetch, hashes: HashArray, start: int, stop: int) -> None:
         """Wait for blocks that another request reads, or that are being copied from the device."""
