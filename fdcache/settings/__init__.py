@@ -1,1 +1,21 @@
 """The typed settings: one description of everything configurable."""
+
+from fdcache.settings.problems import Problem, SettingsError, Severity
+from fdcache.settings.settings import VARIABLES, Settings
+from fdcache.settings.sources import Candidate, Source
+from fdcache.settings.survey import Survey, survey
+from fdcache.settings.variable import Group, Variable
+
+__all__ = [
+    "VARIABLES",
+    "Candidate",
+    "Group",
+    "Problem",
+    "Settings",
+    "SettingsError",
+    "Severity",
+    "Source",
+    "Survey",
+    "Variable",
+    "survey",
+]

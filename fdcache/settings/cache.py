@@ -2,7 +2,8 @@
 
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field
+from fdcache.settings.kinds import Flag, Integer, Seconds, Size
+from fdcache.settings.variable import Group, variable
 
 
 class WritePolicy(StrEnum):
@@ -19,30 +20,52 @@ class EvictionPolicy(StrEnum):
     LRU = "lru"
 
 
-class CacheSettings(BaseModel):
-    """Settings of ``CacheManager``. It reads no environment; whoever builds it says where values come from."""
+class CacheSettings(Group):
+    """Settings of ``CacheManager``. It reads no environment; ``Settings.load`` does."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    device_blocks: int = Field(gt=0, description="Blocks of the device tier.")
-    host_memory: int = Field(
-        default=0, ge=0, description="Bytes of host memory per rank; 0 turns the tier off."
+    device_blocks: Integer = variable(
+        "FDCACHE_DEVICE_BLOCKS", 1024, "Blocks of the device tier.", gt=0, unit="blocks"
     )
-    enable_prefix_caching: bool = Field(default=True, description="Reuse blocks between requests.")
-    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
-    write_through_threshold: int = Field(
-        default=2, ge=1, description="Hits after which write_through_selective backs a block up."
+    host_memory: Size = variable(
+        "FDCACHE_HOST_MEMORY", 0, "Host memory per rank; 0 turns the host tier off.", ge=0, unit="bytes"
     )
-    clean_reserve: int = Field(
-        default=64, ge=0, description="Blocks next to be evicted that write_back keeps backed up in advance."
+    enable_prefix_caching: Flag = variable("FDCACHE_PREFIX_CACHING", True, "Reuse blocks between requests.")
+    write_policy: WritePolicy = variable(
+        "FDCACHE_WRITE_POLICY",
+        WritePolicy.WRITE_THROUGH_SELECTIVE,
+        "When a device block is copied to the host tier.",
     )
-    eviction: EvictionPolicy = EvictionPolicy.LRU
-    defer_timeout: float = Field(
-        default=1.0, ge=0, description="Seconds a match waits for another request's copy of the same block."
+    write_through_threshold: Integer = variable(
+        "FDCACHE_WRITE_THROUGH_THRESHOLD",
+        2,
+        "Hits after which write_through_selective backs a block up.",
+        ge=1,
+        unit="hits",
     )
-    plan_timeout: float = Field(
-        default=30.0, gt=0, description="Seconds until an unreported plan is overdue."
+    clean_reserve: Integer = variable(
+        "FDCACHE_CLEAN_RESERVE",
+        64,
+        "Blocks next to be evicted that write_back keeps backed up in advance.",
+        ge=0,
+        unit="blocks",
     )
-    event_buffer: int = Field(
-        default=0, ge=0, description="Most tier events kept for take_events(); 0 is off."
+    eviction: EvictionPolicy = variable(
+        "FDCACHE_EVICTION", EvictionPolicy.LRU, "The order in which blocks leave a full tier."
+    )
+    defer_timeout: Seconds = variable(
+        "FDCACHE_DEFER_TIMEOUT",
+        1.0,
+        "How long a match waits for another request's copy of the same block.",
+        ge=0,
+        unit="s",
+    )
+    plan_timeout: Seconds = variable(
+        "FDCACHE_PLAN_TIMEOUT",
+        30.0,
+        "How long a plan may go unreported before it is overdue.",
+        gt=0,
+        unit="s",
+    )
+    event_buffer: Integer = variable(
+        "FDCACHE_EVENT_BUFFER", 0, "Most tier events kept for take_events(); 0 is off.", ge=0, unit="events"
     )

@@ -1,17 +1,28 @@
 """What the worker side is told: how blocks are copied."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from fdcache.settings.kinds import Integer, Seconds
+from fdcache.settings.variable import Group, variable
 
 
-class TransferSettings(BaseModel):
+class TransferSettings(Group):
     """Settings of ``CacheController``. It reads no environment."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    first_group_layers: int = Field(default=1, ge=1, description="Layers in the first group of a load.")
-    group_layers: int = Field(default=4, ge=1, description="Layers in each later group of a load.")
-    copy_threads: int = Field(default=1, ge=1, le=64, description="CPU copy threads per direction.")
-    layer_timeout: float = Field(default=30.0, gt=0, description="Seconds wait_for_layer waits by default.")
-    drain_timeout: float = Field(
-        default=30.0, gt=0, description="Seconds shutdown waits for copies in flight."
+    first_group_layers: Integer = variable(
+        "FDCACHE_FIRST_GROUP_LAYERS", 1, "Layers in the first group of a load.", ge=1, unit="layers"
+    )
+    group_layers: Integer = variable(
+        "FDCACHE_GROUP_LAYERS", 4, "Layers in each later group of a load.", ge=1, unit="layers"
+    )
+    copy_threads: Integer = variable(
+        "FDCACHE_COPY_THREADS", 1, "CPU copy threads per direction.", ge=1, le=64, unit="threads"
+    )
+    layer_timeout: Seconds = variable(
+        "FDCACHE_LAYER_TIMEOUT", 30.0, "How long wait_for_layer waits by default.", gt=0, unit="s"
+    )
+    drain_timeout: Seconds = variable(
+        "FDCACHE_SWAP_DRAIN_TIMEOUT",
+        30.0,
+        "How long shutdown waits for copies in flight.",
+        gt=0,
+        unit="s",
     )

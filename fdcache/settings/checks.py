@@ -1,0 +1,90 @@
+"""Checks across fields: settings that are right each by itself and wrong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fdcache.settings.cache import WritePolicy
+from fdcache.settings.machine import Memory
+from fdcache.settings.parsing import format_size
+from fdcache.settings.problems import Problem, error
+from fdcache.settings.settings import Settings
+from fdcache.settings.sources import Source
+
+
+def cross_checks(settings: Settings, memory: Memory) -> Iterator[Problem]:
+    """Run every check; each problem names the variables that disagree and what to do."""
+    yield from _deterministic_grid(settings)
+    yield from _host_memory(settings, memory)
+    yield from _write_policy(settings)
+    yield from _recovery(settings)
+    yield from _ranks(settings)
+
+
+def _sources(settings: Settings, *names: str) -> str:
+    return ", ".join(dict.fromkeys(settings.source(name) for name in names))
+
+
+def _deterministic_grid(settings: Settings) -> Iterator[Problem]:
+    split, block = settings.attention.split_kv_size, settings.deployment.block_size
+    if settings.attention.deterministic and split % block and block % split:
+        names = ("FD_DETERMINISTIC_SPLIT_KV_SIZE", "FDCACHE_BLOCK_SIZE")
+        yield error(
+            names,
+            _sources(settings, *names),
+            f"in deterministic mode {split} must divide the block size {block} or be divided by it",
+            "make both powers of two, such as 16 and 64",
+        )
+
+
+def _host_memory(settings: Settings, memory: Memory) -> Iterator[Problem]:
+    ranks, per_rank = settings.deployment.ranks, settings.cache.host_memory
+    wanted = ranks * per_rank
+    limits = {"the cgroup": memory.cgroup, "the machine": memory.machine}
+    tightest = min(((size, owner) for owner, size in limits.items() if size is not None), default=None)
+    if tightest is None or wanted <= tightest[0]:
+        return
+    size, owner = tightest
+    names = ("FDCACHE_HOST_MEMORY", "FDCACHE_RANKS") if ranks > 1 else ("FDCACHE_HOST_MEMORY",)
+    each = f"{ranks} ranks of {format_size(per_rank)}" if ranks > 1 else format_size(per_rank)
+    yield error(
+        names,
+        _sources(settings, *names),
+        f"{each} do not fit into the {size // 2**20}MiB that {owner} has",
+        f"set FDCACHE_HOST_MEMORY below {size // ranks // 2**20}MiB or give the container more memory",
+    )
+
+
+def _write_policy(settings: Settings) -> Iterator[Problem]:
+    name = "FDCACHE_WRITE_POLICY"
+    if settings.source(name) is not Source.DEFAULT and not settings.cache.host_memory:
+        yield error(
+            (name, "FDCACHE_HOST_MEMORY"),
+            _sources(settings, name, "FDCACHE_HOST_MEMORY"),
+            f"{WritePolicy(settings.cache.write_policy).value} writes to a host tier, and there is none",
+            "set FDCACHE_HOST_MEMORY, such as 8GiB, or unset FDCACHE_WRITE_POLICY",
+        )
+
+
+def _recovery(settings: Settings) -> Iterator[Problem]:
+    if settings.scheduling.v1 and settings.scheduling.disabled_recover:
+        names = ("FD_DISABLED_RECOVER", "ENABLE_V1_KVCACHE_SCHEDULER")
+        yield error(
+            names,
+            _sources(settings, *names),
+            "the v1 scheduler recomputes requests when the cache is full and cannot do without",
+            "set FD_DISABLED_RECOVER=0, or ENABLE_V1_KVCACHE_SCHEDULER=0",
+        )
+
+
+def _ranks(settings: Settings) -> Iterator[Problem]:
+    devices = settings.hardware.visible_devices
+    if not devices or devices == ("-1",) or settings.deployment.ranks <= len(devices):
+        return
+    names = ("FDCACHE_RANKS", "CUDA_VISIBLE_DEVICES")
+    yield error(
+        names,
+        _sources(settings, *names),
+        f"{settings.deployment.ranks} ranks need a device each, and {len(devices)} are visible",
+        f"set FDCACHE_RANKS={len(devices)} or make more devices visible",
+    )

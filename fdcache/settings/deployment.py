@@ -1,0 +1,13 @@
+"""What the cache and its engine must agree on."""
+
+from fdcache.settings.kinds import Integer
+from fdcache.settings.variable import Group, variable
+
+
+class DeploymentSettings(Group):
+    """Block size and ranks, which the layout must match."""
+
+    block_size: Integer = variable("FDCACHE_BLOCK_SIZE", 64, "Tokens of a block.", ge=1, unit="tokens")
+    ranks: Integer = variable(
+        "FDCACHE_RANKS", 1, "Tensor-parallel ranks, each with its own device.", ge=1, le=1024, unit="ranks"
+    )

@@ -1,0 +1,206 @@
+"""From text to values and back: one small parser per kind of value. Each raises ValueError."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+
+MASK = "********"
+
+_LARGEST = 2**63 - 1
+
+_FLAGS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+def parse_flag(value: object) -> bool:
+    """Read a flag from 0/1, true/false, yes/no or on/off in any case."""
+    flag = _FLAGS.get(str(value).strip().lower())
+    if flag is None:
+        raise ValueError("not a flag")
+    return flag
+
+
+def parse_integer(value: object) -> int:
+    """Read a whole number; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("not an integer")
+    number = int(value)
+    if abs(number) > _LARGEST:
+        raise ValueError("not a 64-bit integer")
+    return number
+
+
+def parse_number(value: object) -> float:
+    """Read a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("not a finite number")
+    return number
+
+
+def parse_text(value: object) -> str:
+    """Take a text that UTF-8 can write and that has no NUL characters."""
+    if not isinstance(value, str) or b"\0" in value.encode():
+        raise ValueError("not a text")
+    return value
+
+
+def parse_path(value: object) -> Path:
+    """Read a path as it stands."""
+    if isinstance(value, Path):
+        return value
+    return Path(parse_text(value))
+
+
+def parse_home_path(value: object) -> Path:
+    """Read a path whose ``~`` is the user's home."""
+    try:
+        return parse_path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError("a home folder that cannot be found") from error
+
+
+def parse_path_or_none(value: object) -> Path | None:
+    """Read a path, or none."""
+    return None if value is None or str(value).lower() == "none" else parse_path(value)
+
+
+def parse_url(value: object) -> str:
+    """Read an address: ``scheme://host...`` or ``host:port``."""
+    text = parse_text(value)
+    parts = urlsplit(text)
+    if any(c.isspace() for c in text) or not (parts.netloc or re.fullmatch(r"[^/:@]+(:\d+)?(/.*)?", text)):
+        raise ValueError("not an address")
+    return text
+
+
+def mask_url(url: str) -> str:
+    """Give the address with the user and password in it hidden; any text will do."""
+    return re.sub(r"^([a-zA-Z][a-zA-Z0-9+.-]*://)?.*@", rf"\1{MASK}@", url, flags=re.DOTALL)
+
+
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([kmgt]?|[kmgt]i)b?)", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(value: object) -> int:
+    """Read a number of bytes: ``1073741824``, ``512MiB`` or ``8Gi`` (1024s), ``4GB`` or ``4G`` (1000s)."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("not a size")
+    unit = match[2].lower()
+    factor = _BINARY.get(unit) or _DECIMAL[unit]
+    return parse_integer(int(Decimal(match[1]) * factor))
+
+
+def format_size(size: int) -> str:
+    """Write a number of bytes with the largest binary unit that keeps it exact."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
+
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?) *(ms|s|m|h|d)", re.ASCII)
+
+
+def parse_duration(value: object, unit: str = "s") -> float:
+    """Read a duration as a number of ``unit``: a plain number, or one with ms, s, m, h or d behind it."""
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return parse_number(value)
+    return parse_number(match[1]) * _SECONDS[match[2]] / _SECONDS[unit]
+
+
+def whole(parse: Callable[[Any], float]) -> Callable[[Any], int]:
+    """Make a parser of numbers one of whole numbers."""
+
+    def parse_whole(value: object) -> int:
+        number = parse(value)
+        if not math.isfinite(number) or number != int(number):
+            raise ValueError("not a whole number")
+        return int(number)
+
+    return parse_whole
+
+
+def items(value: object) -> list[Any]:
+    """Split a comma list, leaving empty items out."""
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",") if item.strip()]
+    if isinstance(value, Iterable):
+        return list(value)
+    raise ValueError("not a list")
+
+
+def parse_list(value: object) -> tuple[str, ...]:
+    """Read a comma list; empty items are left out."""
+    texts = tuple(parse_text(item) for item in items(value))
+    if any("," in text or not text.strip() for text in texts):
+        raise ValueError("an item of a comma list is empty or holds a comma")
+    return texts
+
+
+def parse_port(value: object) -> int:
+    """Read a port, 1 to 65535."""
+    port = parse_integer(value)
+    if not 1 <= port <= 65535:
+        raise ValueError("not a port")
+    return port
+
+
+def parse_integers(value: object) -> tuple[int, ...]:
+    """Read integers with commas between them, brackets around them or not."""
+    bracketed = re.fullmatch(r"\[(.*)\]", value.strip()) if isinstance(value, str) else None
+    return tuple(parse_integer(item) for item in items(bracketed[1] if bracketed else value))
+
+
+def parse_power_of_two(value: object) -> int:
+    """Read a positive power of two."""
+    number = parse_integer(value)
+    if number < 1 or number & (number - 1):
+        raise ValueError("not a positive power of two")
+    return number
+
+
+def parse_secret(value: object) -> SecretStr:
+    """Take a text that is not to be shown."""
+    return value if isinstance(value, SecretStr) else SecretStr(parse_text(value))
+
+
+def parse_secrets(value: object) -> tuple[SecretStr, ...]:
+    """Read a comma list that is not to be shown."""
+    plain = [item.get_secret_value() if isinstance(item, SecretStr) else item for item in items(value)]
+    return tuple(SecretStr(item) for item in parse_list(plain))
+
+
+def join(values: Iterable[object]) -> str:
+    """Write a comma list."""
+    return ",".join(str(value) for value in values)
+
+
+def render_number(value: float) -> str:
+    """Write a number, without a fraction where it has none."""
+    return str(int(value)) if value == int(value) else repr(value)

@@ -1,0 +1,185 @@
+"""Where values come from, in order of precedence, and which of several won."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from fdcache.settings import dotenv
+from fdcache.settings.problems import Problem, error
+from fdcache.settings.variable import Variable
+
+ENV_FILE = "FDCACHE_ENV_FILE"
+SECRETS_DIRECTORY = "FDCACHE_SECRETS_DIR"
+FILE_SUFFIX = "_FILE"
+
+_LARGEST_FILE = 1 << 20
+
+
+class Source(StrEnum):
+    """The kinds of source, the strongest first."""
+
+    ARGUMENT = "argument"
+    ENVIRONMENT = "environment"
+    SECRETS = "secrets"
+    DOTENV = "dotenv"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One value that someone gave for a variable: by which name, and where it stands."""
+
+    source: Source
+    name: str
+    place: str
+    value: object = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A text in a layer and the place it stands at."""
+
+    place: str
+    value: object = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One source: what is given under which name. Empty texts count as unset and are not in it."""
+
+    source: Source
+    given: Mapping[str, Given]
+
+
+def explicit_layer(source: Source, values: Mapping[str, object]) -> Layer:
+    """Make a layer of values that a caller passes, keyed by variable name; None counts as not given."""
+    return Layer(
+        source,
+        {name: Given(source.value, value) for name, value in values.items() if value not in (None, "")},
+    )
+
+
+def environment_layer(environ: Mapping[str, str]) -> Layer:
+    """Make the layer of a process environment."""
+    return Layer(
+        Source.ENVIRONMENT, {name: Given("environment", text) for name, text in environ.items() if text}
+    )
+
+
+def dotenv_layer(path: Path, problems: list[Problem]) -> Layer:
+    """Read a dotenv file; the last assignment of a name counts."""
+    given: dict[str, Given] = {}
+    try:
+        content = read_text(path)
+    except (OSError, ValueError) as reason:
+        problems.append(_unreadable(ENV_FILE, path, reason))
+        content = ""
+    for entry in dotenv.parse(content):
+        place = f"{path}:{entry.line}"
+        if isinstance(entry, dotenv.BadLine):
+            problems.append(
+                error(
+                    (ENV_FILE,),
+                    place,
+                    entry.reason,
+                    "write NAME=value, and quote a value that holds # or quotes",
+                )
+            )
+        elif entry.text:
+            given[entry.name] = Given(place, entry.text)
+        else:
+            given.pop(entry.name, None)
+    return Layer(Source.DOTENV, given)
+
+
+def secrets_layer(directory: Path, names: Iterable[str], problems: list[Problem]) -> Layer:
+    """Read a folder of secrets: the files that are named after a variable."""
+    given: dict[str, Given] = {}
+    try:
+        present = {path.name for path in directory.iterdir()}
+    except OSError as reason:
+        problems.append(_unreadable(SECRETS_DIRECTORY, directory, reason))
+        present = set()
+    for name in sorted(present.intersection(names)):
+        path = directory / name
+        try:
+            text = _value_in(path)
+        except (OSError, ValueError) as reason:
+            problems.append(_unreadable(name, path, reason))
+            continue
+        if text:
+            given[name] = Given(str(path), text)
+    return Layer(Source.SECRETS, given)
+
+
+def candidates(variable: Variable, layers: Iterable[Layer], problems: list[Problem]) -> Iterator[Candidate]:
+    """Give every value that is there for a variable, the winner first.
+
+    Within a layer the variable's own name is stronger than a deprecated one. In the environment and in a
+    dotenv file ``NAME_FILE`` stands for ``NAME``; both at once are an error.
+    """
+    for layer in layers:
+        for name in (variable.name, *variable.aliases):
+            given = layer.given.get(name)
+            if layer.source in (Source.ENVIRONMENT, Source.DOTENV):
+                given = _from_file(name, given, layer, problems)
+            if given is not None:
+                yield Candidate(layer.source, name, given.place, given.value)
+
+
+def _from_file(name: str, given: Given | None, layer: Layer, problems: list[Problem]) -> Given | None:
+    pointer = layer.given.get(name + FILE_SUFFIX)
+    if pointer is None:
+        return given
+    if given is not None:
+        problems.append(
+            error(
+                (name, name + FILE_SUFFIX),
+                layer.source,
+                "both are set, and they are two ways to give one value",
+                "unset one of them",
+            )
+        )
+        return given
+    path = Path(str(pointer.value))
+    try:
+        text = _value_in(path)
+    except (OSError, ValueError) as reason:
+        problems.append(_unreadable(name + FILE_SUFFIX, path, reason))
+        return None
+    return Given(f"{path}, named by {name}{FILE_SUFFIX}", text) if text else None
+
+
+def read_text(path: Path) -> str:
+    """Read a text file of at most 1 MiB.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too large or no UTF-8; the message holds nothing of it.
+    """
+    if "\0" in str(path):
+        raise ValueError("the path holds a NUL character")
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file:
+        content = file.read(_LARGEST_FILE + 1)
+    if len(content) > _LARGEST_FILE:
+        raise ValueError("it is larger than 1 MiB")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8 text") from None
+
+
+def _value_in(path: Path) -> str:
+    return read_text(path).rstrip("\r\n")
+
+
+def _unreadable(name: str, path: Path, reason: Exception) -> Problem:
+    why = (reason.strerror or "it cannot be read") if isinstance(reason, OSError) else str(reason)
+    return error(
+        (name,), str(path), why[:1].lower() + why[1:], "name a file that this user can read, or unset it"
+    )

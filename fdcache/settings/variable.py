@@ -1,0 +1,223 @@
+"""One variable: a pydantic field that carries everything there is to say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from fdcache.settings.kinds import URL, Kind
+from fdcache.settings.parsing import MASK, mask_url
+
+_KEY = "variable"
+
+
+class Effect(StrEnum):
+    """When a changed value is noticed."""
+
+    START = "start"
+    LIVE = "live"
+
+
+class User(StrEnum):
+    """Who reads the variable."""
+
+    FDCACHE = "fdcache"
+    ENGINE = "engine"
+
+
+class OldType(StrEnum):
+    """The type that the old environment module gave for a variable."""
+
+    TEXT = "str"
+    INT = "int"
+    BOOL = "bool"
+    FLOAT = "float"
+    LIST = "list"
+
+
+class Group(BaseModel):
+    """Settings of one concern. Frozen; an unknown field is an error; no message repeats a rejected value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
+
+
+def variable(
+    name: str,
+    default: Any,
+    meaning: str,
+    *,
+    old: OldType | None = None,
+    old_default: Any = ...,
+    old_flag: tuple[str, str] = ("0", "1"),
+    unit: str | None = None,
+    used_by: User | None = None,
+    live: bool = False,
+    since: str = "0.1.0",
+    aliases: tuple[str, ...] = (),
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+) -> Any:
+    """Describe one variable as the field of a group.
+
+    ``old`` is the type in the old environment module, ``old_default`` its default where that is not simply
+    ``default`` in the old type, ``old_flag`` how it spelt false and true in a text flag.
+    ``aliases`` are deprecated names. Who reads it follows from the name unless ``used_by`` says otherwise.
+    """
+    extra: dict[str, Any] = {
+        _KEY: {
+            "name": name,
+            "unit": unit,
+            "used_by": used_by or (User.FDCACHE if name.startswith("FDCACHE_") else User.ENGINE),
+            "effect": Effect.LIVE if live else Effect.START,
+            "since": since,
+            "aliases": aliases,
+            "old": old,
+            "old_flag": old_flag,
+        }
+    }
+    if old_default is not ...:
+        extra[_KEY]["old_default"] = old_default
+    return Field(default=default, description=meaning, ge=ge, gt=gt, le=le, json_schema_extra=extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """The whole description of one variable, read off its field."""
+
+    name: str
+    group: str
+    field: str
+    model: type[Group]
+    kind: Kind
+    default: Any
+    meaning: str
+    unit: str | None
+    used_by: User
+    effect: Effect
+    since: str
+    aliases: tuple[str, ...]
+    old: OldType | None
+    old_default: Any
+    old_flag: tuple[str, str]
+    choices: tuple[str, ...]
+    minimum: float | None
+    above: float | None
+    maximum: float | None
+
+    @property
+    def secret(self) -> bool:
+        """Whether the value must never be shown."""
+        return self.kind.secret
+
+    @property
+    def type(self) -> str:
+        """The name of its type."""
+        return self.kind.name
+
+    @property
+    def range(self) -> str:
+        """The admitted range in words, empty where there is none."""
+        if self.minimum is not None and self.maximum is not None:
+            return f"from {self.minimum:g} to {self.maximum:g}"
+        low = f"at least {self.minimum:g}" if self.minimum is not None else ""
+        low = low or (f"above {self.above:g}" if self.above is not None else "")
+        high = f"at most {self.maximum:g}" if self.maximum is not None else ""
+        return ", ".join(part for part in (low, high) if part)
+
+    @property
+    def expects(self) -> str:
+        """What a value must be, to stand behind "is not"."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}" if len(self.choices) > 1 else self.choices[0]
+        separator = " " if self.range.startswith("from") else ", "
+        return separator.join(part for part in (self.kind.expects, self.range) if part)
+
+    def parse(self, value: object) -> Any:
+        """Validate one value as its group would.
+
+        Raises:
+            pydantic.ValidationError: it is not what the variable expects.
+        """
+        return getattr(self.model.model_validate({self.field: value}), self.field)
+
+    def accepts(self, value: object) -> bool:
+        """Whether the value is valid."""
+        try:
+            self.parse(value)
+        except ValidationError:
+            return False
+        return True
+
+    def render(self, value: Any) -> str | None:
+        """Write a value as the variable's text, a secret masked; None where nothing is set."""
+        if value is None or (self.secret and not value):
+            return None
+        if isinstance(value, Enum):
+            return str(value.value)
+        text = self.kind.render(value)
+        return mask_url(text) if self.kind is URL else text
+
+    def to_json(self, value: Any) -> Any:
+        """Give a value as JSON has it, a secret masked."""
+        if value is None or (self.secret and not value):
+            return [] if self.secret and value is not None else None
+        if self.secret:
+            return MASK
+        if isinstance(value, tuple):
+            return list(value)
+        return value if isinstance(value, int | float) else self.render(value)
+
+    def show(self, text: object) -> str:
+        """Quote a text that someone set, so that no secret is in it and it fits a line."""
+        if self.secret:
+            return MASK
+        shown = mask_url(text) if self.kind is URL and isinstance(text, str) else str(text)
+        return repr(shown if len(shown) <= 80 else shown[:77] + "...")
+
+
+CHOICE = Kind("choice", "one of its choices", "one of its choices", str)
+
+
+def describe(group: str, model: type[Group]) -> Iterator[Variable]:
+    """Give the variables of one group in the order of its fields."""
+    for field, info in model.model_fields.items():
+        extra = info.json_schema_extra
+        if not isinstance(extra, dict) or _KEY not in extra:
+            continue
+        told: dict[str, Any] = dict(extra[_KEY])  # type: ignore[arg-type]
+        kind, choices = _kind_of(info)
+        limits = {type(item).__name__: item for item in info.metadata}
+        yield Variable(
+            group=group,
+            field=field,
+            model=model,
+            kind=kind,
+            choices=choices,
+            default=info.default,
+            meaning=info.description or "",
+            minimum=getattr(limits.get("Ge"), "ge", None),
+            above=getattr(limits.get("Gt"), "gt", None),
+            maximum=getattr(limits.get("Le"), "le", None),
+            old_default=told.pop("old_default", ...),
+            **told,
+        )
+
+
+def _kind_of(info: FieldInfo) -> tuple[Kind, tuple[str, ...]]:
+    kinds = [item for item in info.metadata if isinstance(item, Kind)]
+    if kinds:
+        return kinds[0], ()
+    members = get_args(info.annotation) if get_origin(info.annotation) in (Union, UnionType) else ()
+    inner = next((member for member in members if member is not NoneType), info.annotation)
+    if get_origin(inner) is Annotated:
+        return next(item for item in get_args(inner) if isinstance(item, Kind)), ()
+    if isinstance(inner, type) and issubclass(inner, Enum):
+        return CHOICE, tuple(str(member.value) for member in inner)
+    raise TypeError(f"the annotation {info.annotation} has no kind; take one from fdcache.settings.kinds")

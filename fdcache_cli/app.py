@@ -1,0 +1,61 @@
+"""How the command line is put together: tables of commands, each loaded when it is called.
+
+Typer builds a command's parameters with pydantic, so that even ``--help`` of a group would load it.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand: ``attribute`` of ``module`` is an annotated function or a ``typer.Typer``."""
+
+    name: str
+    module: str
+    attribute: str
+    help: str
+
+    def load(self) -> Any:
+        """Import the module and build the command."""
+        target = getattr(importlib.import_module(self.module), self.attribute)
+        if not isinstance(target, typer.Typer):
+            function, target = target, new_app()
+            target.command(self.name, help=function.__doc__ or self.help)(function)
+        return get_command(target)
+
+
+def new_app(**options: Any) -> typer.Typer:
+    """Make a Typer application as every command module wants it: plain help, no traceback of its own."""
+    return typer.Typer(
+        rich_markup_mode=None,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **options,
+    )
+
+
+def new_group(commands: Sequence[Command], help: str) -> typer.Typer:  # noqa: A002
+    """Make a group that prints its help from a table and imports a command only to run it."""
+    table = {command.name: command for command in commands}
+
+    class LazyGroup(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return list(table)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            return table[cmd_name].load() if cmd_name in table else None
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            with formatter.section("Commands"):
+                formatter.write_dl([(command.name, command.help) for command in commands])
+
+    return new_app(cls=LazyGroup, help=help)

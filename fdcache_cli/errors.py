@@ -1,0 +1,37 @@
+"""What a failed command prints and which status it ends with."""
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import NoReturn
+
+from fdcache.errors import ConfigurationError, FdcacheError
+
+FAILED = 1
+USAGE = 2
+BAD_CONFIGURATION = 78  # EX_CONFIG of sysexits.h
+INTERRUPTED = 130
+
+
+def guard(command: Callable[[], object]) -> None:
+    """Run ``command``; an error that fdcache raised on purpose is printed without a traceback."""
+    warnings.formatwarning = _format_warning
+    try:
+        command()
+    except ConfigurationError as error:
+        fail(str(error), BAD_CONFIGURATION)
+    except FdcacheError as error:
+        fail(str(error), FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
+    return f"warning: {message}\n"
+
+
+def fail(message: str, status: int) -> NoReturn:
+    """Print each line of ``message`` on standard error and end with ``status``."""
+    for line in message.splitlines():
+        sys.stderr.write(f"error: {line}\n")
+    sys.exit(status)

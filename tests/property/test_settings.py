@@ -1,0 +1,122 @@
+"""Whatever stands in the environment: it loads, or errors name the variables and tell no secret."""
+
+import io
+import json
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fdcache.settings import VARIABLES, Settings, SettingsError, Survey, survey
+from fdcache.settings.dotenv import Entry, parse, quote
+from fdcache.settings.parsing import format_size, parse_size
+from fdcache_cli.env_report import Report
+
+MARKER = "S3CRET"
+SECRETS = [name for name, variable in VARIABLES.items() if variable.secret]
+
+texts = st.text(st.characters(exclude_characters="\0"), max_size=40)
+plausible = st.sampled_from(
+    [
+        "0",
+        "1",
+        "true",
+        "off",
+        "-1",
+        "1e400",
+        "nan",
+        "8GiB",
+        "4G",
+        "30s",
+        "9" * 5000,
+        "1,2",
+        "[80,90]",
+        "[[[[",
+        "~x",
+        "~",
+        "http://u:p@h",
+        "http://[",
+        "tcp://10.0.0.1:80",
+        "write_back",
+        "INFO",
+        "\udcff",
+        "/dev/zero",
+        "/proc/self/mem",
+        "/",
+    ]
+)
+known = st.sampled_from([name for name, variable in VARIABLES.items() if not variable.secret])
+file_names = known.map(lambda name: name + "_FILE")
+like_ours = st.sampled_from(["FD_", "FDCACHE_", ""]).flatmap(
+    lambda prefix: st.text(
+        st.characters(codec="ascii", categories=("Lu", "Nd"), include_characters="_"), max_size=12
+    ).map(prefix.__add__)
+)
+names = st.one_of(known, known, file_names, like_ours, texts.filter(lambda text: "=" not in text))
+secret_texts = texts.map(lambda text: f"{MARKER}{text}{MARKER}")
+environments = st.builds(
+    lambda plain, secret: {**plain, **secret},
+    st.dictionaries(names.filter(lambda name: name not in SECRETS), texts | plausible, max_size=8),
+    st.dictionaries(st.sampled_from(SECRETS), secret_texts | secret_texts.map("\0".__add__), max_size=3),
+)
+
+
+def all_that_can_be_shown(found: Survey) -> str:
+    report = Report(found, reveal=False)
+    shown = [repr(found), str(found.settings), found.settings.model_dump_json(), found.settings.fingerprint]
+    for variable in VARIABLES.values():
+        shown += [*report.row(variable), json.dumps(report.record(variable)), *report.story(variable)]
+    shown += [json.dumps(asdict(problem)) + str(problem) for problem in found.problems]
+    return "\n".join(shown)
+
+
+@settings(max_examples=200, deadline=None)
+@given(environments)
+def test_any_environment_loads_or_names_the_variables(environ: dict[str, str]) -> None:
+    found = survey(environ)
+    for problem in found.problems:
+        assert problem.variables
+        assert all(name in environ or name in VARIABLES for name in problem.variables)
+    assert MARKER not in all_that_can_be_shown(found)
+
+
+@settings(max_examples=100, deadline=None)
+@given(environments)
+def test_loading_raises_settings_errors_only(environ: dict[str, str]) -> None:
+    found = survey(environ)
+    if not found.errors:
+        with pytest.warns(FutureWarning) if found.deprecations else redirect_stdout(io.StringIO()):
+            assert Settings.load(environ=environ).fingerprint == found.settings.fingerprint
+        return
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(environ=environ)
+    assert caught.value.problems == found.errors
+    assert MARKER not in str(caught.value) + repr(caught.value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200), st.dictionaries(st.sampled_from(SECRETS), secret_texts, max_size=2))
+def test_any_dotenv_file_loads_or_names_its_lines(noise: bytes, secret: dict[str, str]) -> None:
+    lines = [f"{name}={quote(text)}" for name, text in secret.items()]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "a.env"
+        path.write_bytes(noise + "\n".join(["", *lines]).encode(errors="replace"))
+        found = survey({"FDCACHE_ENV_FILE": str(path)})
+    assert all(problem.source and problem.variables for problem in found.problems)
+    assert MARKER not in all_that_can_be_shown(found)
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=60))
+def test_quoting_is_read_back(text: str) -> None:
+    (entry,) = parse(f"NAME={quote(text)}")
+    assert isinstance(entry, Entry)
+    assert entry.text == text
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_sizes_are_read_back(size: int) -> None:
+    assert parse_size(format_size(size)) == parse_size(str(size)) == size

@@ -1,0 +1,360 @@
+"""``fdcache.envs`` against the environment module it stands in for."""
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import fdcache.envs
+from fdcache import envs
+from fdcache.settings import VARIABLES, SettingsError
+from fdcache.settings.legacy import OLD_VARIABLES
+from tests.old_environment import INTEGERS, READERS
+
+VALUES = {
+    "FD_CPU_USE_BF16": ("True", "False"),
+    "FD_BUILDING_ARCS": ("[80,90]", "[80, 90]", "[]"),
+    "FD_LOG_DIR": ("/var/log/fd", "~/log", "a/./b/"),
+    "FD_LOG_LEVEL": ("INFO", "DEBUG"),
+    "FD_LOG_REQUESTS_LEVEL": ("0", "3", " 1 "),
+    "FD_LOG_MAX_LEN": ("0", "100000"),
+    "FD_TRACE": ("off", "local", "otel", "all"),
+    "FD_LOG_BACKUP_COUNT": ("0", "07", "30"),
+    "FD_MODEL_SOURCE": ("AISTUDIO", "MODELSCOPE", "HUGGINGFACE"),
+    "FD_MODEL_CACHE": ("/models",),
+    "FD_MAX_STOP_SEQS_NUM": ("5", "64"),
+    "FD_STOP_SEQS_MAX_LEN": ("8", "1_000"),
+    "CUDA_VISIBLE_DEVICES": ("0", "0,1,2", "GPU-1,GPU-2", "-1"),
+    "FD_ZMQ_SNDHWM": ("0", "10000"),
+    "FD_CACHE_PARAMS": ("none", "/params"),
+    "FD_ATTENTION_BACKEND": ("NATIVE_ATTN", "APPEND_ATTN", "MLA_ATTN"),
+    "FD_SAMPLING_CLASS": ("base", "base_non_truncated", "air", "rejection"),
+    "FD_MOE_BACKEND": ("cutlass", "marlin", "triton", "flashinfer-cutlass", "flashinfer-trtllm"),
+    "FD_MOE_MXFP4_BACKEND": ("flashinfer",),
+    "FD_TRITON_KERNEL_CACHE_DIR": ("/tmp/triton",),
+    "TRACES_ENABLE": ("true", "false"),
+    "FD_SERVICE_NAME": ("x", "two words"),
+    "FD_HOST_NAME": ("node-1",),
+    "TRACES_EXPORTER": ("console", "otlp"),
+    "EXPORTER_OTLP_ENDPOINT": ("http://collector:4317", "collector:4317"),
+    "EXPORTER_OTLP_HEADERS": ("authorization=Bearer x",),
+    "FD_ENC_DEC_BLOCK_NUM": ("0", "4"),
+    "FD_PLUGINS": ("one", "one,two"),
+    "FD_JOB_ID": ("17",),
+    "FD_SUPPORT_MAX_CONNECTIONS": ("1", "4096"),
+    "FD_TP_GROUP_GID_OFFSET": ("0", "2000"),
+    "FD_CONSOLE_DECODE_LOG_INTERVAL": ("1", "50"),
+    "FD_ZMQ_RECV_REQUEST_SERVER_PORT": ("8200", "65535"),
+    "FD_ZMQ_SEND_RESPONSE_SERVER_PORT": ("8201",),
+    "FD_ZMQ_RECV_REQUEST_SERVER_PORTS": ("8200", "8200,8210"),
+    "FD_ZMQ_SEND_RESPONSE_SERVER_PORTS": ("8201,8211",),
+    "FD_ZMQ_CONTROL_CMD_SERVER_PORTS": ("8202", "8202,8212"),
+    "FD_EP_MAX_PREFETCH_TASK_NUM": ("0", "16"),
+    "FD_LIMIT_THINKING_CONTENT_TRUNCATE_STR": ("</think>", "\n</think>\n\n"),
+    "FD_CACHE_PROC_EXIT_TIMEOUT": ("0", "60"),
+    "FD_CACHE_PROC_ERROR_COUNT": ("1", "20"),
+    "FD_API_KEY": ("k1", "k1,k2"),
+    "ENCODE_FEATURE_BOS_AK": ("ak",),
+    "ENCODE_FEATURE_BOS_SK": ("sk",),
+    "ENCODE_FEATURE_ENDPOINT": ("bj.bcebos.com", "https://bj.bcebos.com"),
+    "FD_FILL_BITMASK_BATCH": ("1", "8"),
+    "FD_LLGUIDANCE_LOG_LEVEL": ("0", "2"),
+    "FD_HPU_CHUNK_SIZE": ("32", "128"),
+    "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS": ("0", "120"),
+    "DO_NOT_TRACK": ("0", "1"),
+    "FD_USAGE_STATS_SERVER": ("http://stats.example/usage",),
+    "FD_USAGE_SOURCE": ("ci",),
+    "FD_CONFIG_ROOT": ("~/x", "/etc/fd"),
+    "FMQ_CONFIG_JSON": ('{"a": 1}',),
+    "FD_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS": ("1", "1000"),
+    "FD_OTLP_EXPORTER_MAX_EXPORT_BATCH_SIZE": ("1", "512"),
+    "FD_TOKEN_PROCESSOR_HEALTH_TIMEOUT": ("0", "1.5", "120", "1e2"),
+    "FD_XPU_MOE_FFN_QUANT_TYPE_MAP": ("0-3:w8a8",),
+    "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL": ("0", "32"),
+    "FD_RESERVE_DECAY_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL": ("0", "0.1"),
+    "FD_RESERVE_MIN_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL": ("0", "4"),
+    "FD_WORKER_ALIVE_TIMEOUT": ("0", "60"),
+    "FILE_BACKEND_STORAGE_DIR": ("/data",),
+    "FD_CUSTOM_AR_MAX_SIZE_MB": ("1", "64"),
+    "FD_DETERMINISTIC_SPLIT_KV_SIZE": ("1", "16", "4096"),
+}
+ALIASED = "FD_NVFP4_GEMM_BACKEND"
+AGREEMENT = [
+    pytest.param(name, text, id=f"{name}={text!r}")
+    for name in READERS
+    if name != ALIASED
+    for text in VALUES.get(name, ("0", "1"))
+]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start from an environment without any of the variables, and put it back."""
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if name.removesuffix("_FILE") in VARIABLES]:
+            del os.environ[name]
+        yield
+
+
+def same(new: Any, old: Any) -> bool:
+    return type(new) is type(old) and bool(new == old)
+
+
+def test_table_of_values_covers_everything_that_is_no_flag() -> None:
+    assert set(VALUES) <= set(READERS)
+    for name in READERS.keys() - VALUES.keys() - {ALIASED}:
+        assert VARIABLES[name].type == "flag"
+
+
+@pytest.mark.parametrize(("name", "text"), AGREEMENT)
+def test_set_value_has_the_old_type_and_value(name: str, text: str) -> None:
+    os.environ[name] = text
+    assert same(getattr(envs, name), READERS[name](os.environ))
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if name != "FD_USAGE_STATS_SERVER"])
+def test_unset_value_has_the_old_type_and_value(name: str) -> None:
+    assert same(getattr(envs, name), READERS[name](os.environ))
+
+
+def test_telemetry_address_is_empty_unless_set() -> None:
+    assert envs.FD_USAGE_STATS_SERVER == ""
+
+
+def test_backend_is_read_under_its_own_name_and_its_old_one() -> None:
+    os.environ[ALIASED] = "flashinfer-cudnn"
+    assert envs.FD_NVFP4_GEMM_BACKEND == "flashinfer-cudnn"
+    del envs.FD_NVFP4_GEMM_BACKEND
+    os.environ["FD_NVFP4_MOE_BACKEND"] = "flashinfer-cutlass"
+    with pytest.warns(FutureWarning, match=ALIASED):
+        assert same(envs.FD_NVFP4_GEMM_BACKEND, READERS[ALIASED](os.environ))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("FD_USE_MACHETE", "true", "1"),
+        ("FD_USE_MACHETE", "off", "0"),
+        ("TRACES_ENABLE", "1", "true"),
+        ("FD_CPU_USE_BF16", "yes", "True"),
+        ("FD_DEBUG", "on", 1),
+        ("FD_USE_DEEP_GEMM", "yes", True),
+        ("FD_BUILDING_ARCS", "80,90", "[80,90]"),
+        ("FD_WORKER_ALIVE_TIMEOUT", "2m", 120),
+        ("FD_API_KEY", " k1 , k2 ,", ["k1", "k2"]),
+        ("DO_NOT_TRACK", "true", True),
+    ],
+)
+def test_new_spellings_give_what_callers_compare_with(name: str, text: str, value: object) -> None:
+    os.environ[name] = text
+    assert same(getattr(envs, name), value)
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, "FD_USE_DEEP_GEMM", "FD_DETERMINISTIC_SPLIT_KV_SIZE"])
+def test_invalid_value_is_still_a_value_error(name: str) -> None:
+    os.environ[name] = "24x"
+    with pytest.raises(ValueError, match=name):
+        getattr(envs, name)
+
+
+def test_reads_follow_the_environment() -> None:
+    seen = [envs.FD_LOG_DIR]
+    for text in ("a", "b", "b", "a"):
+        os.environ["FD_LOG_DIR"] = text
+        seen.append(envs.FD_LOG_DIR)
+    del os.environ["FD_LOG_DIR"]
+    seen.append(envs.FD_LOG_DIR)
+    assert seen == ["log", "a", "b", "b", "a", "log"]
+
+
+def test_a_list_is_the_callers_own() -> None:
+    os.environ["FD_API_KEY"] = "k1"
+    envs.FD_API_KEY.append("k2")
+    assert envs.FD_API_KEY == ["k1"]
+    del envs.FD_API_KEY
+    envs.FD_API_KEY.append("k2")
+    assert envs.FD_API_KEY == []
+
+
+def test_home_folder_is_followed() -> None:
+    for home in ("/home/a", "/home/b"):
+        os.environ["HOME"] = home
+        assert f"{home}/.config/fastdeploy" == envs.FD_CONFIG_ROOT
+
+
+def test_files_and_dotenv_are_read_like_in_settings(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("k1,k2\n")
+    (tmp_path / "a.env").write_text("FD_DEBUG=1\nFD_LOG_DIR=dotenv\n")
+    os.environ["FD_API_KEY_FILE"] = str(tmp_path / "key")
+    os.environ["FDCACHE_ENV_FILE"] = str(tmp_path / "a.env")
+    assert envs.FD_API_KEY == ["k1", "k2"]
+    assert envs.FD_DEBUG == 1
+    assert envs.FD_LOG_DIR == "dotenv"
+    os.environ["FD_LOG_DIR"] = "environment"
+    assert envs.FD_LOG_DIR == "environment"
+    del os.environ["FDCACHE_ENV_FILE"]
+    assert envs.FD_DEBUG == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text", "read"),
+    [
+        ("FD_USE_DEEP_GEMM", True, "1", True),
+        ("FD_USE_MACHETE", False, "0", "0"),
+        ("TRACES_ENABLE", True, "1", "true"),
+        ("FD_DEBUG", 1, "1", 1),
+        ("FD_TOKEN_PROCESSOR_HEALTH_TIMEOUT", 1.5, "1.5", 1.5),
+        ("FD_LOG_DIR", Path("/x"), "/x", "/x"),
+        ("FD_API_KEY", ["a", "b"], "a,b", ["a", "b"]),
+        ("FD_PLUGINS", ("a",), "a", ["a"]),
+    ],
+)
+def test_assigning_writes_the_environment(name: str, value: object, text: str, read: object) -> None:
+    setattr(envs, name, value)
+    assert os.environ[name] == text
+    assert same(getattr(envs, name), read)
+
+
+def test_assigning_none_removes() -> None:
+    os.environ["FD_JOB_ID"] = "1"
+    envs.FD_JOB_ID = None
+    assert "FD_JOB_ID" not in os.environ
+    assert envs.FD_JOB_ID is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FD_DEBUG", 2),
+        ("FD_TRACE", "some"),
+        ("FD_API_KEY", ["a,b"]),
+        ("FD_LOG_DIR", object()),
+        ("FD_DEBUG", True + 1),
+    ],
+)
+def test_assigning_what_is_wrong_changes_nothing(name: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=name):
+        setattr(envs, name, value)
+    assert name not in os.environ
+
+
+def test_deleting_removes_whatever_sets_a_variable(tmp_path: Path) -> None:
+    (tmp_path / "id").write_text("1")
+    os.environ["FD_JOB_ID_FILE"] = str(tmp_path / "id")
+    assert envs.FD_JOB_ID == "1"
+    del envs.FD_JOB_ID
+    assert envs.FD_JOB_ID is None
+    del envs.FD_JOB_ID
+
+
+def test_dir_lists_the_variables_only() -> None:
+    assert dir(envs) == sorted(OLD_VARIABLES)
+    assert set(READERS) <= set(dir(envs))
+
+
+def test_unknown_names_raise_with_a_suggestion() -> None:
+    with pytest.raises(AttributeError, match="did you mean FD_LOG_DIR"):
+        _ = envs.FD_LOG_DRI
+    with pytest.raises(AttributeError, match="did you mean FD_LOG_DIR"):
+        envs.FD_LOG_DRI = "x"
+    assert not hasattr(envs, "FDCACHE_RANKS")
+    assert "FD_LOG_DRI" not in os.environ
+
+
+def test_unique_name_takes_the_uuid_of_the_deployment() -> None:
+    assert envs.get_unique_name("queue") == "queue"
+    os.environ["SHM_UUID"] = "17"
+    assert envs.get_unique_name("queue") == "queue_17"
+
+
+def test_patching_an_unset_variable_leaves_it_unset() -> None:
+    with mock.patch("fdcache.envs.FD_LOG_DIR", "patched"):
+        assert os.environ["FD_LOG_DIR"] == "patched"
+        assert envs.FD_LOG_DIR == "patched"
+    assert "FD_LOG_DIR" not in os.environ
+
+
+@pytest.mark.parametrize("text", ["before", " before ", "~"])
+def test_patching_puts_a_set_variable_back_as_it_was(text: str) -> None:
+    os.environ["FD_LOG_DIR"] = text
+    with mock.patch.object(envs, "FD_LOG_DIR", "outer"):
+        with mock.patch("fdcache.envs.FD_LOG_DIR", None):
+            assert envs.FD_LOG_DIR == "log"
+        assert envs.FD_LOG_DIR == "outer"
+    assert os.environ["FD_LOG_DIR"] == text
+
+
+def test_patching_puts_back_what_was_not_even_valid() -> None:
+    os.environ["FD_DETERMINISTIC_SPLIT_KV_SIZE"] = "24"
+    with mock.patch("fdcache.envs.FD_DETERMINISTIC_SPLIT_KV_SIZE", 32):
+        assert envs.FD_DETERMINISTIC_SPLIT_KV_SIZE == 32
+    assert os.environ["FD_DETERMINISTIC_SPLIT_KV_SIZE"] == "24"
+
+
+def test_patching_puts_files_and_deprecated_names_back(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("k1")
+    before = {"FD_API_KEY_FILE": str(tmp_path / "key"), "FD_NVFP4_MOE_BACKEND": "flashinfer-cudnn"}
+    os.environ.update(before)
+    with mock.patch.multiple(envs, FD_API_KEY=["k2"], FD_NVFP4_GEMM_BACKEND="flashinfer-trtllm"):
+        assert envs.FD_API_KEY == ["k2"]
+        assert envs.FD_NVFP4_GEMM_BACKEND == "flashinfer-trtllm"
+    assert {name: os.environ[name] for name in before} == before
+    assert "FD_API_KEY" not in os.environ
+
+
+def test_patched_environment_dictionary_is_followed() -> None:
+    with mock.patch.dict(os.environ, {"FD_LOG_DIR": "patched"}):
+        assert envs.FD_LOG_DIR == "patched"
+    assert envs.FD_LOG_DIR == "log"
+    with mock.patch.object(os, "environ", {"FD_LOG_DIR": "replaced"}):
+        assert envs.FD_LOG_DIR == "replaced"
+    assert envs.FD_LOG_DIR == "log"
+
+
+def test_kept_values_show_nothing() -> None:
+    os.environ["FD_API_KEY"] = "hunter2"
+    assert "hunter2" not in repr(vars(envs))
+    assert vars(envs)["__name__"] == "fdcache.envs"
+
+
+def test_reloading_keeps_working() -> None:
+    importlib.reload(fdcache.envs)
+    os.environ["FD_LOG_DIR"] = "x"
+    assert fdcache.envs.FD_LOG_DIR == "x"
+
+
+def test_importing_loads_no_description() -> None:
+    program = (
+        "import sys, fdcache.envs; print([m for m in ('pydantic', 'fdcache.settings') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [
+        ("import fdcache.envs as e; e.FD_LOG_DIR = 'x'; import os; print(os.environ['FD_LOG_DIR'])", "x"),
+        ("from fdcache.envs import FD_DEBUG; print(FD_DEBUG)", "0"),
+        ("import fdcache.envs as e; print(len(dir(e)) > 115)", "True"),
+        ("import fdcache.envs as e; del e.FD_LOG_DIR; print(e.FD_LOG_DIR)", "log"),
+        ("import fdcache.envs as e; print(e.get_unique_name('q'))", "q"),
+        (
+            "from unittest.mock import patch\nwith patch('fdcache.envs.FD_DEBUG', 1) as v: print(v)",
+            "1",
+        ),
+        ("import fdcache.envs as e; print(hasattr(e, 'FD_NO'), hasattr(e, '__path__'))", "False False"),
+    ],
+)
+def test_first_access_may_be_of_any_kind(program: str, printed: str) -> None:
+    environ = {"PATH": os.environ.get("PATH", "")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environ
+    )
+    assert done.stdout.strip() == printed

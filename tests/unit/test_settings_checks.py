@@ -1,0 +1,114 @@
+"""Checks across fields, and the machine they ask."""
+
+from pathlib import Path
+
+import pytest
+
+from fdcache.settings import Settings, SettingsError, survey
+from fdcache.settings.checks import cross_checks
+from fdcache.settings.machine import Memory, memory
+
+PLENTY = Memory(machine=1 << 50, cgroup=None)
+
+
+def disagreeing(environ: dict[str, str], limits: Memory = PLENTY) -> list[tuple[str, ...]]:
+    return [problem.variables for problem in cross_checks(survey(environ).settings, limits)]
+
+
+def test_split_size_is_a_power_of_two() -> None:
+    with pytest.raises(SettingsError, match="power of two"):
+        Settings.load(environ={"FD_DETERMINISTIC_SPLIT_KV_SIZE": "24"})
+
+
+@pytest.mark.parametrize(
+    ("split", "block", "fits"), [(16, 64, True), (64, 16, True), (32, 48, False), (16, 48, True)]
+)
+def test_deterministic_grid_and_block_size_divide_each_other(split: int, block: int, fits: bool) -> None:
+    environ = {"FD_DETERMINISTIC_SPLIT_KV_SIZE": str(split), "FDCACHE_BLOCK_SIZE": str(block)}
+    assert disagreeing(environ) == []
+    names = ("FD_DETERMINISTIC_SPLIT_KV_SIZE", "FDCACHE_BLOCK_SIZE")
+    assert disagreeing({**environ, "FD_DETERMINISTIC_MODE": "1"}) == ([] if fits else [names])
+
+
+def test_host_tier_fits_into_machine_and_cgroup() -> None:
+    environ = {"FDCACHE_HOST_MEMORY": "8GiB"}
+    assert disagreeing(environ, Memory(16 << 30, None)) == []
+    assert disagreeing(environ, Memory(4 << 30, None)) == [("FDCACHE_HOST_MEMORY",)]
+    assert disagreeing(environ, Memory(16 << 30, 4 << 30)) == [("FDCACHE_HOST_MEMORY",)]
+    assert disagreeing(environ, Memory(None, None)) == []
+    ranks = {**environ, "FDCACHE_RANKS": "4"}
+    assert disagreeing(ranks, Memory(16 << 30, None)) == [("FDCACHE_HOST_MEMORY", "FDCACHE_RANKS")]
+
+
+def test_write_policy_needs_a_host_tier_when_it_is_asked_for() -> None:
+    names = ("FDCACHE_WRITE_POLICY", "FDCACHE_HOST_MEMORY")
+    assert disagreeing({"FDCACHE_WRITE_POLICY": "write_back"}) == [names]
+    assert disagreeing({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "1GiB"}) == []
+    assert disagreeing({}) == []
+
+
+def test_v1_scheduler_needs_recovery() -> None:
+    names = ("FD_DISABLED_RECOVER", "ENABLE_V1_KVCACHE_SCHEDULER")
+    assert disagreeing({"FD_DISABLED_RECOVER": "1"}) == [names]
+    assert disagreeing({"FD_DISABLED_RECOVER": "1", "ENABLE_V1_KVCACHE_SCHEDULER": "0"}) == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "fits"), [("0", False), ("0,1", True), ("-1", True), ("GPU-a,GPU-b,GPU-c", True)]
+)
+def test_ranks_have_a_device_each(devices: str, fits: bool) -> None:
+    found = disagreeing({"FDCACHE_RANKS": "2", "CUDA_VISIBLE_DEVICES": devices})
+    assert found == ([] if fits else [("FDCACHE_RANKS", "CUDA_VISIBLE_DEVICES")])
+
+
+def test_disagreement_says_what_to_do_and_where_values_came_from() -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(environ={"FD_DISABLED_RECOVER": "1"})
+    (problem,) = caught.value.problems
+    assert problem.source == "environment, default"
+    assert "FD_DISABLED_RECOVER=0" in problem.right
+
+
+def test_a_rejected_value_is_not_also_held_against_its_neighbours() -> None:
+    found = survey({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "lots"})
+    assert [problem.variables for problem in found.errors] == [("FDCACHE_HOST_MEMORY",)]
+
+
+class Shape:
+    block_size = 64
+    tp_size = 2
+
+
+def test_layout_agrees_with_block_size_and_ranks() -> None:
+    Settings.load(environ={"FDCACHE_RANKS": "2"}).check_layout(Shape())
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(environ={"FDCACHE_BLOCK_SIZE": "32"}).check_layout(Shape())
+    assert [problem.variables for problem in caught.value.problems] == [
+        ("FDCACHE_BLOCK_SIZE",),
+        ("FDCACHE_RANKS",),
+    ]
+    assert "set FDCACHE_BLOCK_SIZE=64" in str(caught.value)
+
+
+def test_memory_is_that_of_the_tightest_cgroup(tmp_path: Path) -> None:
+    def write(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    assert memory(tmp_path) == Memory(None, None)
+    write("proc/meminfo", "MemTotal:       1024 kB\nMemFree: 1 kB\n")
+    write("proc/self/cgroup", "0::/pod/container\n")
+    write("sys/fs/cgroup/pod/container/memory.max", "max\n")
+    assert memory(tmp_path) == Memory(1 << 20, None)
+    write("sys/fs/cgroup/pod/memory.max", "4096\n")
+    write("sys/fs/cgroup/memory.max", "8192\n")
+    assert memory(tmp_path) == Memory(1 << 20, 4096)
+    write("proc/self/cgroup", "4:cpu,memory:/job\n1:name=systemd:/x\n")
+    write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2048\n")
+    assert memory(tmp_path) == Memory(1 << 20, 2048)
+
+
+def test_memory_of_this_machine_is_known() -> None:
+    machine = memory().machine
+    assert machine is not None
+    assert machine > 1 << 20

@@ -1,0 +1,218 @@
+"""Pages, templates and container files agree with the description of the variables."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fdcache.settings import VARIABLES, Settings, survey
+from fdcache.settings.checks import cross_checks
+from fdcache.settings.dotenv import Entry, parse
+from fdcache.settings.legacy import OLD_VARIABLES
+from fdcache.settings.machine import Memory
+from fdcache.settings.names import PREFIXES
+from fdcache.settings.parsing import parse_duration, parse_size
+from fdcache.settings.templates import FORMATS
+from fdcache_cli.env import COMMANDS, Format
+
+ROOT = Path(__file__).parents[2]
+CONTAINER = ROOT / "examples/container"
+SECRETS = {name for name, variable in VARIABLES.items() if variable.secret}
+UID = 10001
+
+
+def test_reference_page_is_what_the_template_writes() -> None:
+    assert (ROOT / "docs/reference/environment.md").read_text() == FORMATS["markdown"]()
+
+
+def test_command_and_templates_have_the_same_formats() -> None:
+    assert [known.value for known in Format] == list(FORMATS)
+
+
+def test_dotenv_template_uncommented_is_the_defaults(tmp_path: Path) -> None:
+    text = FORMATS["dotenv"]()
+    plain = re.sub(r"^# (?=\w+=)", "", text, flags=re.MULTILINE)
+    found = [entry for entry in parse(plain) if isinstance(entry, Entry)]
+    assert [entry.name for entry in found] == list(VARIABLES)
+    file = tmp_path / "template.env"
+    # A write policy that is asked for wants a host tier, so that line stays a comment.
+    file.write_text(re.sub(r"^FDCACHE_WRITE_POLICY=", "# ", plain, flags=re.MULTILINE))
+    settings = Settings.load(environ={"FDCACHE_ENV_FILE": str(file)})
+    assert (
+        settings.fingerprint
+        == Settings.load(environ={"FDCACHE_ENV_FILE": str(file)}, arguments={}).fingerprint
+    )
+    assert [name for name in VARIABLES if settings.changed(name)] == ["FDCACHE_ENV_FILE"]
+    assert settings.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("format", "path"), [("compose", ("services", "fdcache", "environment")), ("helm", ("env",))]
+)
+def test_yaml_templates_parse_and_name_every_variable(format: str, path: tuple[str, ...]) -> None:  # noqa: A002
+    text = FORMATS[format]()
+    tree = yaml.safe_load(re.sub(r"^( +)# (?=\w+: \")", r"\1", text, flags=re.MULTILINE))
+    for key in path:
+        tree = tree[key]
+    assert set(tree) == set(VARIABLES)
+    assert all(isinstance(value, str) for value in tree.values())
+    assert yaml.safe_load(text)
+
+
+def test_json_schema_has_every_variable_with_its_choices_and_default() -> None:
+    properties = json.loads(FORMATS["json-schema"]())["properties"]
+    assert set(properties) == set(VARIABLES)
+    assert properties["FD_TRACE"]["enum"] == ["off", "local", "otel", "all"]
+    assert properties["FD_LOG_REQUESTS_LEVEL"] == {
+        "type": "integer",
+        "description": VARIABLES["FD_LOG_REQUESTS_LEVEL"].meaning,
+        "minimum": 0,
+        "maximum": 3,
+        "default": 2,
+    }
+    assert properties["FD_API_KEY"]["writeOnly"] is True
+    for name, schema in properties.items():
+        if "default" in schema and "enum" in schema:
+            assert schema["default"] in schema["enum"], name
+
+
+def names_in(text: str) -> set[str]:
+    return set(re.findall(r"\b(?:FD|FDCACHE)_[A-Za-z0-9_]+\b", text))
+
+
+@pytest.mark.parametrize("page", ["docs/configuration.md", "docs/migration.md"])
+def test_pages_name_variables_that_exist(page: str) -> None:
+    known = set(VARIABLES) | {alias for variable in VARIABLES.values() for alias in variable.aliases}
+    text = (ROOT / page).read_text()
+    assert {name for name in names_in(text) if name not in known} <= {"FDCACHE_PORT"}
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+def test_guide_lists_the_secrets_and_the_commands() -> None:
+    text = (ROOT / "docs/configuration.md").read_text()
+    assert all(f"`{name}`" in text for name in SECRETS)
+    assert all(f"`fdcache env {command.name}" in text for command in COMMANDS)
+
+
+def test_migration_page_has_every_old_text_flag() -> None:
+    text = (ROOT / "docs/migration.md").read_text()
+    flags = [
+        n for n, v in OLD_VARIABLES.items() if v.type == "flag" and v.old is not None and v.old.value == "str"
+    ]
+    assert len(flags) == 7
+    assert all(f"`{name}`" in text for name in flags)
+
+
+def load_yaml(path: str) -> Any:
+    return yaml.safe_load((CONTAINER / path).read_text())
+
+
+def environment_of_image() -> dict[str, str]:
+    text = (CONTAINER / "Dockerfile").read_text()
+    assignments = re.findall(r"^(?:ENV| {3}) ((?:[A-Z_]+=\S+ ?)+)\\?$", text, flags=re.MULTILINE)
+    return dict(pair.split("=", 1) for line in assignments for pair in line.split())
+
+
+def settings_of(environ: dict[str, str], secrets: list[str], folder: Path, limit: int) -> Settings:
+    """Load what a container would: its variables, its secrets in their folder, its memory limit."""
+    for name in secrets:
+        (folder / name).write_text("a-key")
+    found = survey({**environ, "FDCACHE_SECRETS_DIR": str(folder)})
+    outside = [problem for problem in found.problems if "FDCACHE_HOST_MEMORY" not in problem.variables]
+    assert outside == []
+    assert list(cross_checks(found.settings, Memory(machine=None, cgroup=limit))) == []
+    assert all(found.settings.changed(name) for name in secrets)
+    return found.settings
+
+
+def host_tier(settings: Settings) -> int:
+    return settings.cache.host_memory * settings.deployment.ranks
+
+
+def test_dockerfile_is_multi_stage_and_not_root() -> None:
+    text = (CONTAINER / "Dockerfile").read_text()
+    stages = re.findall(r"^FROM ", text, flags=re.MULTILINE)
+    assert len(stages) == 2
+    assert re.findall(r"^USER (\S+)$", text, flags=re.MULTILINE)[-1] == str(UID)
+    assert f"--uid {UID}" in text
+    (probe,) = re.findall(r"^HEALTHCHECK .*\\\n +CMD (\[.*\])$", text, flags=re.MULTILINE)
+    assert json.loads(probe)[:2] == ["python", "/opt/fdcache/probe.py"]
+    for source in re.findall(r"^COPY (?!--from)(\S+) ", text, flags=re.MULTILINE):
+        assert (ROOT / source).exists()
+
+
+def test_image_environment_is_valid(tmp_path: Path) -> None:
+    environ = environment_of_image()
+    assert environ["FDCACHE_SECRETS_DIR"] == "/run/secrets"
+    settings_of({k: v for k, v in environ.items() if k.startswith(PREFIXES)}, [], tmp_path, 1 << 34)
+
+
+def is_command(words: list[str]) -> bool:
+    return words[:2] == ["fdcache", "env"] and words[2] in {command.name for command in COMMANDS}
+
+
+def test_compose_file_agrees_with_the_settings(tmp_path: Path) -> None:
+    compose = load_yaml("compose.yaml")
+    check, engine = compose["services"]["check"], compose["services"]["engine"]
+    assert is_command(check["command"])
+    assert engine["depends_on"]["check"]["condition"] == "service_completed_successfully"
+    entries = [e for e in parse((CONTAINER / engine["env_file"]).read_text()) if isinstance(e, Entry)]
+    environ = {entry.name: entry.text for entry in entries}
+    secrets = list(engine["secrets"])
+    assert set(secrets) <= SECRETS & set(compose["secrets"])
+    assert not SECRETS & set(environ)
+    limit = parse_size(engine["mem_limit"].replace("g", "GiB"))
+    assert check["mem_limit"] == engine["mem_limit"]
+    settings = settings_of(environ, secrets, tmp_path, limit)
+    assert host_tier(settings) < parse_size(engine["shm_size"].replace("g", "GiB")) < limit
+    assert parse_duration(engine["stop_grace_period"]) > settings.transfer.drain_timeout
+    assert engine["healthcheck"]["test"][1:3] == ["python", "/opt/fdcache/probe.py"]
+    for service in (check, engine):
+        assert service["user"] == str(UID)
+        assert service["read_only"] is True
+
+
+def test_kubernetes_manifests_agree_with_the_settings(tmp_path: Path) -> None:
+    config = load_yaml("kubernetes/settings.yaml")
+    pod = load_yaml("kubernetes/deployment.yaml")["spec"]["template"]["spec"]
+    (check,), (engine,) = pod["initContainers"], pod["containers"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in engine["volumeMounts"]}
+    environ = config["data"]
+    assert all(isinstance(value, str) for value in environ.values())
+    for container in (check, engine):
+        assert container["envFrom"] == [{"configMapRef": {"name": config["metadata"]["name"]}}]
+        assert "env" not in container
+    assert not SECRETS & set(environ)
+    secrets = [item["path"] for item in mounts[environ["FDCACHE_SECRETS_DIR"]]["secret"]["items"]]
+    assert set(secrets) <= SECRETS
+    limit = parse_size(engine["resources"]["limits"]["memory"])
+    assert check["resources"]["limits"]["memory"] == engine["resources"]["limits"]["memory"]
+    settings = settings_of(environ, secrets, tmp_path, limit)
+    arena = mounts["/dev/shm"]["emptyDir"]
+    assert arena["medium"] == mounts["/run/fdcache"]["emptyDir"]["medium"] == "Memory"
+    assert host_tier(settings) < parse_size(arena["sizeLimit"]) < limit
+    pause = int(engine["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > pause + settings.transfer.drain_timeout
+    assert str(settings.logging.directory) in mounts
+
+
+def test_kubernetes_pod_is_locked_down_and_free_of_service_links() -> None:
+    pod = load_yaml("kubernetes/deployment.yaml")["spec"]["template"]["spec"]
+    (check,), (engine,) = pod["initContainers"], pod["containers"]
+    assert pod["enableServiceLinks"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == UID
+    assert is_command(check["command"])
+    assert "--strict" in check["command"]
+    for container in (check, engine):
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        command = engine[kind]["exec"]["command"]
+        assert command[:2] == ["python", "/opt/fdcache/probe.py"]
+        assert str(engine["ports"][0]["containerPort"]) in command[2]

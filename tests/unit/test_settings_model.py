@@ -1,0 +1,228 @@
+"""The description of the variables: complete, right in its defaults, and strict."""
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fdcache.settings import VARIABLES, Settings, SettingsError, Variable
+from fdcache.settings.names import is_service_link
+from fdcache.settings.settings import DEFAULTS
+from fdcache.settings.variable import User
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTED: list[dict[str, Any]] = json.loads((ROOT / "tests/data/environment.json").read_text())
+UNDECLARED = ("FD_IPC_APPEND_SUFFIX", "FD_AS_ONLY_FLUSH", "FD_USE_FASTSAFETENSOR", "FD_HEAD_WISE_KV_CACHE")
+PARAMS = [pytest.param(told, id=told["name"]) for told in DOCUMENTED]
+
+CHOICES = {
+    "FD_LOG_LEVEL": ("INFO", "DEBUG"),
+    "FD_TRACE": ("off", "local", "otel", "all"),
+    "FD_MODEL_SOURCE": ("AISTUDIO", "MODELSCOPE", "HUGGINGFACE"),
+    "FD_ATTENTION_BACKEND": ("NATIVE_ATTN", "APPEND_ATTN", "MLA_ATTN"),
+    "FD_SAMPLING_CLASS": ("base", "base_non_truncated", "air", "rejection"),
+    "FD_MOE_BACKEND": (
+        "cutlass",
+        "marlin",
+        "triton",
+        "flashinfer-cutlass",
+        "flashinfer-cutedsl",
+        "flashinfer-trtllm",
+    ),
+    "FD_MOE_MXFP4_BACKEND": ("flashinfer",),
+    "FD_NVFP4_GEMM_BACKEND": ("flashinfer-cutlass", "flashinfer-trtllm", "flashinfer-cudnn"),
+    "FD_LOG_REQUESTS_LEVEL": ("0", "1", "2", "3"),
+}
+FLAG_SPELLINGS = {
+    "0": False,
+    "1": True,
+    "false": False,
+    "true": True,
+    "no": False,
+    "yes": True,
+    "off": False,
+    "on": True,
+    "False": False,
+    "True": True,
+}
+FREE_TEXTS = ("text", "secret", "secrets", "path", "list")
+
+
+def test_all_115_variables_and_the_four_undeclared_ones_are_described() -> None:
+    assert len(DOCUMENTED) == 115
+    assert {told["name"] for told in DOCUMENTED}.union(UNDECLARED) <= set(VARIABLES)
+
+
+@pytest.mark.parametrize("told", PARAMS)
+def test_default_means_what_it_meant(told: dict[str, Any]) -> None:
+    variable, default = VARIABLES[told["name"]], told["default"]
+    if told["name"] == "FD_USAGE_STATS_SERVER" or default is None:
+        assert DEFAULTS.value(variable.name) is None
+    else:
+        text = "" if default == [] else str(default)
+        assert DEFAULTS.value(variable.name) == variable.parse(text)
+
+
+@pytest.mark.parametrize("told", PARAMS)
+def test_wrong_value_is_refused_and_the_variable_named(told: dict[str, Any]) -> None:
+    variable = VARIABLES[told["name"]]
+    wrong = "\0" if variable.type in FREE_TEXTS else "a b//: ?"
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(environ={variable.name: wrong})
+    (problem,) = caught.value.problems
+    assert problem.variables == (variable.name,)
+    assert problem.source == "environment"
+    assert problem.wrong
+    assert problem.right
+
+
+@pytest.mark.parametrize(("name", "choices"), CHOICES.items())
+def test_each_documented_choice_is_accepted_and_no_other(name: str, choices: tuple[str, ...]) -> None:
+    variable = VARIABLES[name]
+    for choice in choices:
+        assert variable.render(Settings.load(environ={name: choice}).value(name)) == choice
+    for wrong in ("nonsense", choices[0] + "x", "-1"):
+        assert not variable.accepts(wrong)
+
+
+@pytest.mark.parametrize("name", [name for name, v in VARIABLES.items() if v.type == "flag"])
+def test_flags_take_every_spelling(name: str) -> None:
+    for text, flag in FLAG_SPELLINGS.items():
+        assert VARIABLES[name].parse(text) is flag
+    for wrong in ("2", "t", "enable", "", "00"):
+        assert not VARIABLES[name].accepts(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("512", 512),
+        ("1KiB", 1024),
+        ("8Gi", 8 << 30),
+        ("4G", 4 * 10**9),
+        ("4GB", 4 * 10**9),
+        ("1.5 MiB", 3 << 19),
+    ],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert VARIABLES["FDCACHE_HOST_MEMORY"].parse(text) == size
+
+
+@pytest.mark.parametrize("text", ["lots", "-1", "1XB", "9" * 40, "1.5.2", "GiB", "nan", "1e3"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    assert not VARIABLES["FDCACHE_HOST_MEMORY"].accepts(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("FDCACHE_PLAN_TIMEOUT", "1.5", 1.5),
+        ("FDCACHE_PLAN_TIMEOUT", "250ms", 0.25),
+        ("FDCACHE_PLAN_TIMEOUT", "2m", 120.0),
+        ("FD_WORKER_ALIVE_TIMEOUT", "1h", 3600),
+        ("FD_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS", "2s", 2000),
+        ("FD_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS", "700", 700),
+    ],
+)
+def test_durations_have_units(name: str, text: str, value: float) -> None:
+    assert VARIABLES[name].parse(text) == value
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e400", "soon", "1.5.2s", "9" * 400 + "s"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    assert not VARIABLES["FDCACHE_PLAN_TIMEOUT"].accepts(text)
+    assert not VARIABLES["FD_WORKER_ALIVE_TIMEOUT"].accepts(text)
+
+
+def test_faults_of_the_old_module_are_mended() -> None:
+    settings = Settings.load(
+        environ={
+            "FD_NVFP4_GEMM_BACKEND": "flashinfer-cudnn",
+            "FD_USE_MACHETE": "0",
+            "FD_ZMQ_SNDHWM": "10000",
+            "FD_PLUGINS": ",",
+            "FD_API_KEY": "",
+            "DO_NOT_TRACK": "true",
+        }
+    )
+    assert settings.kernels.nvfp4_gemm_backend == "flashinfer-cudnn"
+    assert settings.kernels.use_machete is False
+    assert settings.service.send_high_water_mark == 10000
+    assert settings.model.plugins == ()
+    assert settings.service.api_keys == ()
+    assert settings.usage.do_not_track is True
+    assert settings.usage.server is None
+
+
+@pytest.mark.parametrize("variable", VARIABLES.values(), ids=VARIABLES)
+def test_description_is_complete(variable: Variable) -> None:
+    assert variable.meaning.endswith(".")
+    assert variable.meaning[0].isupper()
+    assert variable.group in Settings.model_fields
+    assert variable.since
+    assert variable.kind.example
+
+
+def test_own_names_cannot_be_taken_for_service_links() -> None:
+    own = [name for name in VARIABLES if name.startswith("FDCACHE_")]
+    assert len(own) > 15
+    for name in own:
+        assert not is_service_link(name, "tcp://10.0.0.1:80")
+        assert "_SERVICE_" not in name
+        assert not name.endswith("_PORT")
+
+
+def test_groups_are_small_models_that_refuse_unknown_fields() -> None:
+    with pytest.raises(ValueError, match="device_blokcs"):
+        Settings.model_validate({"cache": {"device_blokcs": 3}})
+
+
+def test_fingerprint_follows_values_but_not_secrets_or_spelling() -> None:
+    plain = Settings.load(environ={}).fingerprint
+    assert plain == Settings.load(environ={"FD_DEBUG": "no", "FD_API_KEY": "k1"}).fingerprint
+    assert plain != Settings.load(environ={"FD_DEBUG": "1"}).fingerprint
+    assert len(plain) == 64
+
+
+CONSUMERS = {
+    "cache": "fdcache/manager",
+    "transfer": "fdcache/controller",
+    "deployment": "fdcache_cli/replay.py",
+}
+FILE_FIELDS = {"env_file": "ENV_FILE", "secrets_directory": "SECRETS_DIRECTORY"}
+
+
+def _sources(room: str) -> list[Path]:
+    path = ROOT / room
+    return [path] if path.is_file() else [file for file in path.rglob("*.py") if file.name != "__init__.py"]
+
+
+def _reads(paths: list[Path], group: str) -> Iterator[str]:
+    """Find the fields read off whatever holds the group: ``settings.field`` or ``something.group.field``."""
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+                continue
+            owner = node.value
+            name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+            if name.strip("_") in ("settings", group):
+                yield node.attr
+
+
+@pytest.mark.parametrize(
+    "variable", [v for v in VARIABLES.values() if v.used_by is User.FDCACHE], ids=lambda v: v.name
+)
+def test_each_own_field_is_read_by_the_room_it_configures(variable: Variable) -> None:
+    if variable.group == "files":
+        loader = ast.parse((ROOT / "fdcache/settings/survey.py").read_text())
+        used = {node.id for node in ast.walk(loader) if isinstance(node, ast.Name)}
+        assert FILE_FIELDS[variable.field] in used
+        return
+    paths = _sources(CONSUMERS[variable.group])
+    if not paths:
+        pytest.skip(f"{CONSUMERS[variable.group]} is not there")
+    assert variable.field in set(_reads(paths, variable.group))

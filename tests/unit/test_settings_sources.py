@@ -1,0 +1,220 @@
+"""Where values come from, and which of several wins."""
+
+from pathlib import Path
+
+import pytest
+
+from fdcache.settings import Settings, SettingsError, Source, survey
+
+NAME = "FD_SERVICE_NAME"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def everywhere(tmp_path: Path) -> dict[str, str]:
+    """An environment whose secrets directory and dotenv file give a value too."""
+    write(tmp_path / "secrets" / NAME, "from secrets\n")
+    write(tmp_path / "prod.env", f"{NAME}='from dotenv'\n")
+    return {
+        "FDCACHE_SECRETS_DIR": str(tmp_path / "secrets"),
+        "FDCACHE_ENV_FILE": str(tmp_path / "prod.env"),
+        NAME: "from environment",
+    }
+
+
+def test_precedence_is_argument_environment_secrets_dotenv_default(everywhere: dict[str, str]) -> None:
+    environ = dict(everywhere)
+    settings = Settings.load(environ=environ, arguments={NAME: "from argument"})
+    assert settings.tracing.service_name == "from argument"
+    assert [candidate.source for candidate in settings.candidates(NAME)] == [
+        Source.ARGUMENT,
+        Source.ENVIRONMENT,
+        Source.SECRETS,
+        Source.DOTENV,
+    ]
+    for source in (Source.ENVIRONMENT, Source.SECRETS, Source.DOTENV):
+        settings = Settings.load(environ=environ)
+        assert settings.tracing.service_name == f"from {source.value}"
+        assert settings.source(NAME) is source
+        if source is Source.ENVIRONMENT:
+            del environ[NAME]
+        elif source is Source.SECRETS:
+            del environ["FDCACHE_SECRETS_DIR"]
+    assert Settings.load(environ={}).source(NAME) is Source.DEFAULT
+
+
+def test_losing_candidates_know_their_places(everywhere: dict[str, str]) -> None:
+    places = [candidate.place for candidate in Settings.load(environ=everywhere).candidates(NAME)]
+    assert places[0] == "environment"
+    assert places[1].endswith(f"secrets/{NAME}")
+    assert places[2].endswith("prod.env:1")
+
+
+def test_caller_defaults_are_weaker_than_every_source(everywhere: dict[str, str]) -> None:
+    settings = Settings.load(environ=everywhere, defaults={NAME: "mine", "FDCACHE_RANKS": 3})
+    assert settings.tracing.service_name == "from environment"
+    assert settings.deployment.ranks == 3
+    assert settings.source("FDCACHE_RANKS") is Source.DEFAULT
+
+
+def test_argument_none_counts_as_not_given() -> None:
+    settings = Settings.load(environ={"FDCACHE_RANKS": "2"}, arguments={"FDCACHE_RANKS": None})
+    assert settings.deployment.ranks == 2
+
+
+def test_unknown_argument_is_a_programming_error() -> None:
+    with pytest.raises(TypeError, match="FDCACHE_RANK"):
+        Settings.load(environ={}, arguments={"FDCACHE_RANK": 1})
+
+
+def test_empty_variable_counts_as_unset() -> None:
+    settings = Settings.load(environ={"FD_DEBUG": "", "FD_PLUGINS": "", "FDCACHE_ENV_FILE": ""})
+    assert settings.logging.debug is False
+    assert settings.model.plugins is None
+    assert settings.source("FD_DEBUG") is Source.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("FDCACHE_RANKS", "4\n"), ("FD_API_KEY", "k1,k2\r\n"), (NAME, "x")]
+)
+def test_a_file_can_hold_any_value(tmp_path: Path, name: str, text: str) -> None:
+    path = write(tmp_path / "value", text)
+    settings = Settings.load(environ={f"{name}_FILE": str(path)})
+    (candidate,) = settings.candidates(name)
+    assert candidate.value == text.strip()
+    assert candidate.source is Source.ENVIRONMENT
+    assert candidate.place == f"{path}, named by {name}_FILE"
+    assert settings.changed(name)
+
+
+def test_file_in_a_dotenv_file_works_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "value", "4")
+    env_file = write(tmp_path / "a.env", f"FDCACHE_RANKS_FILE={path}")
+    assert Settings.load(environ={"FDCACHE_ENV_FILE": str(env_file)}).deployment.ranks == 4
+
+
+def test_value_and_file_at_once_are_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "value", "4")
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(environ={"FDCACHE_RANKS": "4", "FDCACHE_RANKS_FILE": str(path)})
+    assert caught.value.problems[0].variables == ("FDCACHE_RANKS", "FDCACHE_RANKS_FILE")
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"x" * (1 << 20) + b"y"])
+def test_file_that_cannot_be_read_names_the_variable(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "value"
+    if content is not None:
+        path.write_bytes(content)
+    for name in ("FD_API_KEY_FILE", "FDCACHE_ENV_FILE"):
+        with pytest.raises(SettingsError) as caught:
+            Settings.load(environ={name: str(path)})
+        assert caught.value.problems[0].variables == (name,)
+
+
+def test_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="regular file"):
+        Settings.load(environ={"FDCACHE_RANKS_FILE": str(tmp_path)})
+
+
+def test_missing_secrets_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="FDCACHE_SECRETS_DIR"):
+        Settings.load(environ={"FDCACHE_SECRETS_DIR": str(tmp_path / "nowhere")})
+
+
+def test_dotenv_in_the_working_directory_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / ".env", "FDCACHE_RANKS=7")
+    monkeypatch.chdir(tmp_path)
+    assert Settings.load(environ={}).deployment.ranks == 1
+
+
+def test_dotenv_file_does_not_point_to_another(tmp_path: Path) -> None:
+    other = write(tmp_path / "other.env", "FDCACHE_RANKS=7")
+    env_file = write(tmp_path / "a.env", f"FDCACHE_ENV_FILE={other}")
+    settings = Settings.load(environ={"FDCACHE_ENV_FILE": str(env_file)})
+    assert settings.deployment.ranks == 1
+    assert settings.files.env_file == env_file
+
+
+def test_bad_line_of_a_dotenv_file_is_named_and_not_repeated(tmp_path: Path) -> None:
+    env_file = write(tmp_path / "a.env", "FDCACHE_RANKS=2\nhunter2 is no assignment\nFD_JOB_ID='open\n")
+    found = survey({"FDCACHE_ENV_FILE": str(env_file)})
+    assert [problem.source for problem in found.errors] == [f"{env_file}:2", f"{env_file}:3"]
+    assert "hunter2" not in str(found.errors)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(environ={"FDCACHE_RANKS": "x", "FD_DEBUG": "2", "FD_TRACE": "some"})
+    assert {problem.variables[0] for problem in caught.value.problems} == {
+        "FDCACHE_RANKS",
+        "FD_DEBUG",
+        "FD_TRACE",
+    }
+
+
+def test_deprecated_name_works_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="FD_NVFP4_GEMM_BACKEND"):
+        settings = Settings.load(environ={"FD_NVFP4_MOE_BACKEND": "flashinfer-trtllm"})
+    assert settings.kernels.nvfp4_gemm_backend == "flashinfer-trtllm"
+    assert settings.candidates("FD_NVFP4_GEMM_BACKEND")[0].name == "FD_NVFP4_MOE_BACKEND"
+    assert settings.warnings[0].variables == ("FD_NVFP4_MOE_BACKEND",)
+
+
+def test_own_name_wins_over_the_deprecated_one() -> None:
+    environ = {"FD_NVFP4_MOE_BACKEND": "flashinfer-trtllm", "FD_NVFP4_GEMM_BACKEND": "flashinfer-cudnn"}
+    with pytest.warns(FutureWarning, match="FD_NVFP4_MOE_BACKEND"):
+        settings = Settings.load(environ=environ)
+    assert settings.kernels.nvfp4_gemm_backend == "flashinfer-cudnn"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("FD_LOG_DRI", "FD_LOG_DIR"),
+        ("FDCACHE_HOST_MEMROY", "FDCACHE_HOST_MEMORY"),
+        ("FD_SILUANDMUL_USE_PHI_SWIGLU", "FD_SiluAndMul_USE_PHI_SWIGLU"),
+        ("FD_API_KEYS", "FD_API_KEY"),
+    ],
+)
+def test_unknown_name_suggests_what_was_meant(name: str, meant: str) -> None:
+    (warning,) = Settings.load(environ={name: "hunter2"}).warnings
+    assert warning.variables == (name,)
+    assert f"did you mean {meant}?" in warning.right
+    assert "hunter2" not in str(warning)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FDCACHE_PORT",
+        "FDCACHE_SERVICE_HOST",
+        "FDCACHE_SERVICE_PORT",
+        "FDCACHE_SERVICE_PORT_HTTP",
+        "FDCACHE_PORT_80_TCP",
+        "FDCACHE_PORT_80_TCP_PROTO",
+        "FDCACHE_PORT_80_TCP_ADDR",
+        "FD_ROUTER_PORT_53_UDP_PORT",
+        "FD_ROUTER_PORT",
+    ],
+)
+def test_service_links_of_any_service_are_recognised(name: str) -> None:
+    assert Settings.load(environ={name: "tcp://10.0.0.1:80"}).warnings == ()
+
+
+def test_a_port_that_is_no_service_link_is_complained_of() -> None:
+    (warning,) = Settings.load(environ={"FDCACHE_PORT": "8080"}).warnings
+    assert warning.variables == ("FDCACHE_PORT",)
+
+
+def test_service_link_over_a_real_variable_is_explained() -> None:
+    with pytest.raises(SettingsError, match="enableServiceLinks: false"):
+        Settings.load(environ={"FD_ZMQ_RECV_REQUEST_SERVER_PORT": "tcp://10.0.0.1:80"})
+
+
+def test_names_of_others_are_left_alone() -> None:
+    assert Settings.load(environ={"PATH": "/bin", "FDX": "1", "MY_FD_LOG_DRI": "x"}).warnings == ()
