@@ -305,3 +305,38 @@ def record_checksum(record: NDArray[np.uint8], offsets: Sequence[int], sizes: Se
 def copy_with_checksum(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> int: ...
 
 # --- pattern ---------------------------------------------------------------------------------------
+
+class PatternModel:
+    """The stand-in for a model: computing a token writes bytes derived from its whole prefix."""
+
+    def __init__(
+        self,
+        planes: list[NDArray[np.uint8]],
+        layers: NDArray[np.int32],
+        num_layers: int,
+        block_size: int,
+        rank: int,
+    ) -> None:
+        """``planes[i]``, shape (device blocks, bytes of a block), rows contiguous, is of layer ``layers[i]``."""
+
+    def begin(self, sequence: int, tokens: NDArray[np.int32]) -> None:
+        """Give a sequence its tokens, shape (tokens,), replacing what it had."""
+
+    def end(self, sequence: int) -> None:
+        """Forget a sequence."""
+
+    def prepare(self, segments: Int32s, blocks: Int32s, every: int) -> int:
+        """Take a step's segments, shape (6, n), with the rows sequence, start, end, keep, grow, verify.
+
+        Tokens [start, end) of the sequence will be computed. Its block table keeps ``keep`` entries and grows by
+        the next ``grow`` of ``blocks``; its ``verify`` leading blocks (every ``every``-th and the last; none if
+        0) are compared before anything is written. Returns how many blocks will be compared. Raises
+        ``ValueError``, with nothing changed, for anything out of range.
+        """
+
+    def run_layer(self, layer: int) -> list[tuple[int, int]]:
+        """Compare, then write, one layer; layers go in order.
+
+        Returns (segment, block of the sequence) of each block that differs; such a sequence computes garbage
+        until a later comparison of its prefix succeeds.
+        """

@@ -71,3 +71,16 @@ class LayerSwapTimeoutError(FdcacheError, TimeoutError):
 
 class TraceError(FdcacheError, ValueError):
     """A trace line that cannot be read; the message names file, line and field."""
+
+
+class ReplayError(FdcacheError):
+    """A replay that cannot go on: a rank that failed or died, or requests that can make no progress."""
+
+
+class ReplayOptionError(ConfigurationError, ValueError):
+    """A replay option that this machine or another option does not admit: ``option`` and ``reason``."""
+
+    def __init__(self, option: str, reason: str) -> None:
+        super().__init__(f"{option}: {reason}")
+        self.option = option
+        self.reason = reason

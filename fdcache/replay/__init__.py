@@ -1,0 +1,1 @@
+"""Workloads in, engine-like traffic through the real manager and controller, a report out."""

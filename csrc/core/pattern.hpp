@@ -1,0 +1,77 @@
+// The stand-in for a model's forward pass: "computing" a token writes bytes derived from its whole prefix
+// into every plane of its block, so that any block found again can be checked byte by byte. Independent of
+// block hashing on purpose: a fault there must not hide itself here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace fdcache {
+
+struct PatternPlane {
+    std::uint8_t *base;
+    std::size_t stride;  // bytes from one block to the next
+    std::size_t bytes;   // bytes of one block
+    std::int32_t blocks;
+    std::int32_t layer;
+    std::uint64_t salt;  // tells layer, kind and rank apart
+};
+
+// Segments of one step, element i of every span being one sequence's.
+struct PatternStep {
+    std::span<const std::int32_t> sequences;
+    std::span<const std::int32_t> starts;  // tokens [start, end) are computed
+    std::span<const std::int32_t> ends;
+    std::span<const std::int32_t> keep;    // block table: this many entries stay,
+    std::span<const std::int32_t> grow;    // this many come from `blocks`
+    std::span<const std::int32_t> verify;  // this many leading blocks are compared first
+    std::span<const std::int32_t> blocks;
+};
+
+class PatternModel {
+  public:
+    PatternModel(std::vector<PatternPlane> planes, std::int32_t block_size, std::int32_t layers);
+
+    // Gives a sequence its tokens. Replaces what it had.
+    void begin(std::int32_t sequence, std::span<const std::int32_t> tokens);
+    void end(std::int32_t sequence);
+
+    // Takes the next step's segments, all or nothing, and returns how many blocks it will compare: of each
+    // segment's leading blocks every `every`-th and the last; none if `every` is 0.
+    std::int64_t prepare(const PatternStep &step, std::int32_t every);
+
+    // Compares, then writes, one layer of the prepared step; layers go in order. Returns (segment, block of
+    // the sequence) for each block that differs. A sequence with a differing block computes garbage from then
+    // on, as a model would, until a later comparison of its prefix succeeds or it starts over.
+    std::vector<std::pair<std::int32_t, std::int32_t>> run_layer(std::int32_t layer);
+
+  private:
+    struct Sequence {
+        std::vector<std::uint64_t> states;  // states[t]: tokens 0..t
+        std::vector<std::int32_t> table;
+        std::uint64_t poison = 0;
+    };
+    struct Segment {
+        Sequence *sequence;
+        std::int32_t start, end, verify;
+    };
+
+    Sequence &find(std::int32_t sequence);
+    void check(const PatternStep &step);
+    bool compared(std::int32_t block, std::int32_t count) const;
+    bool block_differs(const Sequence &sequence, std::int32_t block, std::int32_t layer) const;
+    void write_layer(const Segment &segment, std::int32_t layer) const;
+
+    std::vector<std::vector<PatternPlane>> layers_;
+    std::int32_t block_size_;
+    std::int32_t slots_;
+    std::int32_t every_ = 0;
+    std::unordered_map<std::int32_t, Sequence> sequences_;
+    std::vector<Segment> segments_;
+};
+
+}  // namespace fdcache

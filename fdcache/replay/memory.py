@@ -1,0 +1,59 @@
+"""Whether this machine has the memory that a replay asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fdcache.errors import ReplayOptionError
+from fdcache.metadata import SLOT_HEADER_BYTES
+from fdcache.replay.config import ReplayConfig
+from fdcache.settings.machine import memory
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def readable_size(size: float) -> str:
+    """A number of bytes in words, as 1.5GiB."""
+    unit = 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size /= 1024
+        unit += 1
+    return f"{size:.4g}{_UNITS[unit]}"
+
+
+def available_bytes() -> int:
+    """Memory that can still be had, by the kernel's estimate and the control group's limit."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    limit = memory().cgroup
+    return free if limit is None else min(free, limit)
+
+
+def require_memory(config: ReplayConfig) -> None:
+    """Raise ``ReplayOptionError``, naming the option and what would fit, when the tiers do not fit."""
+    layout, ranks = config.layout, config.layout.tp_size
+    free = available_bytes()
+    block_bytes = sum(plane.device_stride for plane in layout.planes)
+    device = config.cache.device_blocks * block_bytes * ranks
+    if device > free:
+        fits = free // (block_bytes * ranks)
+        raise ReplayOptionError(
+            "--device-blocks",
+            f"{config.cache.device_blocks} blocks of {readable_size(block_bytes)} on {ranks} ranks take "
+            f"{readable_size(device)}, but {readable_size(free)} are free; at most {fits} would fit",
+        )
+    host = config.cache.host_memory * ranks
+    if host > free - device:
+        raise ReplayOptionError(
+            "--host-memory",
+            f"{readable_size(config.cache.host_memory)} on each of {ranks} ranks, beside "
+            f"{readable_size(device)} of device blocks, do not fit into the {readable_size(free)} that "
+            f"are free; at most {readable_size((free - device) // ranks)} would fit",
+        )
+    record_bytes = layout.record_bytes + SLOT_HEADER_BYTES
+    if 0 < config.cache.host_memory < record_bytes:
+        raise ReplayOptionError(
+            "--host-memory",
+            f"{readable_size(config.cache.host_memory)} hold no block of {readable_size(record_bytes)}; "
+            f"give at least {record_bytes} bytes, or 0 to do without a host tier",
+        )

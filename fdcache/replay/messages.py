@@ -1,0 +1,109 @@
+"""What the scheduler tells every rank for one step, and what a rank answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.metadata import TransferPlan, TransferReport, decode_plan, decode_report, encode
+
+Int32Array = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """One step: the plan to submit, then the tokens to compute.
+
+    ``segments``, shape (6, n), has the rows sequence, start, end, keep, grow, verify of
+    ``PatternModel.prepare``; ``blocks`` are the new entries of all block tables. ``begins`` gives sequences
+    their tokens before the step, ``ends`` names those to forget.
+    """
+
+    plan: TransferPlan | None
+    segments: Int32Array
+    blocks: Int32Array
+    begins: list[tuple[int, Int32Array]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of one step: blocks compared, the (segment, block) pairs that differ, finished transfers.
+
+    ``peak_rss_bytes`` is that of the process that computed it.
+    """
+
+    verified: int
+    differing: list[tuple[int, int]]
+    reports: list[TransferReport]
+    peak_rss_bytes: int
+
+
+class _OrderWire(msgspec.Struct, frozen=True, array_like=True):
+    plan: bytes | None
+    segments: bytes
+    blocks: bytes
+    begins: list[tuple[int, bytes]]
+    ends: list[int]
+
+
+class _ResultWire(msgspec.Struct, frozen=True, array_like=True):
+    verified: int
+    differing: list[tuple[int, int]]
+    reports: list[bytes]
+    peak_rss_bytes: int
+    error: str | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_order_decoder = msgspec.msgpack.Decoder(_OrderWire)
+_result_decoder = msgspec.msgpack.Decoder(_ResultWire)
+
+
+class RankError(Exception):
+    """A rank could not carry out a step; the text is its own."""
+
+
+def encode_order(order: StepOrder) -> bytes:
+    """Pack an order with msgpack."""
+    plan = None if order.plan is None else encode(order.plan)
+    begins = [(sequence, tokens.tobytes()) for sequence, tokens in order.begins]
+    return _encoder.encode(
+        _OrderWire(plan, order.segments.tobytes(), order.blocks.tobytes(), begins, order.ends)
+    )
+
+
+def decode_order(data: bytes) -> StepOrder:
+    """Unpack an order. Raises ``msgspec.DecodeError`` for anything else."""
+    wire = _order_decoder.decode(data)
+    return StepOrder(
+        plan=None if wire.plan is None else decode_plan(wire.plan),
+        segments=np.frombuffer(wire.segments, dtype=np.int32).reshape(6, -1),
+        blocks=np.frombuffer(wire.blocks, dtype=np.int32),
+        begins=[(sequence, np.frombuffer(tokens, dtype=np.int32)) for sequence, tokens in wire.begins],
+        ends=wire.ends,
+    )
+
+
+def encode_result(result: StepResult) -> bytes:
+    """Pack a result with msgpack."""
+    reports = [encode(report) for report in result.reports]
+    wire = _ResultWire(result.verified, result.differing, reports, result.peak_rss_bytes)
+    return _encoder.encode(wire)
+
+
+def encode_failure(message: str) -> bytes:
+    """Pack the answer of a rank that cannot go on."""
+    return _encoder.encode(_ResultWire(0, [], [], 0, message))
+
+
+def decode_result(data: bytes) -> StepResult:
+    """Unpack a result. Raises ``RankError`` for the answer of a rank that cannot go on."""
+    wire = _result_decoder.decode(data)
+    if wire.error is not None:
+        raise RankError(wire.error)
+    reports = [decode_report(report) for report in wire.reports]
+    return StepResult(wire.verified, wire.differing, reports, wire.peak_rss_bytes)

@@ -1,0 +1,82 @@
+"""The Mooncake trace format: one JSON object a line, prompts as ids of 512-token blocks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from fdcache.errors import TraceError
+from fdcache.replay.items import OUTPUT_STREAMS, WorkItem
+
+TRACE_BLOCK_TOKENS = 512
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+_TraceId = Annotated[int, msgspec.Meta(ge=0, lt=OUTPUT_STREAMS)]
+
+
+class TraceLine(msgspec.Struct, frozen=True):
+    """One request of the trace; other fields of the line are ignored."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: _Natural
+    hash_ids: Annotated[list[_TraceId], msgspec.Meta(min_length=1)]
+
+
+_decoder = msgspec.json.Decoder(TraceLine)
+_FIELD_IN_PATH = re.compile(r"at `\$\.(\w+)")
+_FIELD_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def read_trace(path: Path, limit: int | None = None) -> Iterator[WorkItem]:
+    """Requests of a Mooncake JSONL file, read as they are asked for; blank lines are skipped.
+
+    A prompt longer than its ``hash_ids`` cover (512 tokens each) is clipped to them (``clipped_tokens``).
+    Raises ``TraceError`` naming file, line and field for a line that cannot be read, and for a missing file.
+    """
+    try:
+        with path.open("rb") as lines:
+            index = 0
+            for number, text in enumerate(lines, start=1):
+                if index == limit:
+                    return
+                if text.strip():
+                    yield _item(index, _decode(text, path, number))
+                    index += 1
+    except OSError as error:
+        raise TraceError(f"{path}: the trace cannot be read: {error.strerror or error}") from error
+
+
+def _decode(text: bytes, path: Path, number: int) -> TraceLine:
+    try:
+        return _decoder.decode(text)
+    except msgspec.ValidationError as error:
+        found = _FIELD_IN_PATH.search(str(error)) or _FIELD_MISSING.search(str(error))
+        field = found.group(1) if found else "the whole line"
+        raise TraceError(f"{path}, line {number}, field {field}: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(
+            f"{path}, line {number}, field the whole line: not a JSON object: {error}"
+        ) from error
+
+
+def _item(index: int, line: TraceLine) -> WorkItem:
+    streams = np.array(line.hash_ids, dtype=np.uint64)
+    length = min(line.input_length, len(streams) * TRACE_BLOCK_TOKENS)
+    used = -(-length // TRACE_BLOCK_TOKENS)
+    lengths = np.full(used, TRACE_BLOCK_TOKENS, dtype=np.int64)
+    lengths[-1] = length - (used - 1) * TRACE_BLOCK_TOKENS
+    return WorkItem(
+        index=index,
+        timestamp_ms=line.timestamp,
+        streams=streams[:used],
+        lengths=lengths,
+        output_stream=OUTPUT_STREAMS + index,
+        output_length=line.output_length,
+        clipped_tokens=line.input_length - length,
+    )

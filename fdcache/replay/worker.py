@@ -1,0 +1,82 @@
+"""RankWorker: one rank's controller and the computation that reads and writes its device planes."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+import numpy as np
+
+from fdcache._core import PatternModel
+from fdcache.controller.cache_controller import CacheController
+from fdcache.layout import KVLayout
+from fdcache.replay.faults import FaultyDevice, LoadFaults
+from fdcache.replay.messages import StepOrder, StepResult
+from fdcache.settings.transfer import TransferSettings
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a rank is built from; plain data, so that it can be sent to a process."""
+
+    layout: KVLayout
+    transfer: TransferSettings
+    device_blocks: int
+    host_blocks: int
+    verify_every: int
+    faults: LoadFaults
+
+
+class RankWorker:
+    """Executes steps in the order given, as a forward pass would.
+
+    For each layer it waits for that layer's copies, compares the reused blocks, and writes the step's tokens.
+    """
+
+    def __init__(self, spec: WorkerSpec, rank: int) -> None:
+        layout = spec.layout
+        device = (
+            FaultyDevice(spec.faults, layout, rank, copy_threads=spec.transfer.copy_threads)
+            if spec.faults.rate
+            else None
+        )
+        self._verify_every = spec.verify_every
+        self._layers = layout.total_layers
+        self._controller = CacheController(spec.transfer, layout, rank=rank, device=device)
+        tensors = self._controller.initialize_kv_cache(spec.device_blocks)
+        if spec.host_blocks:
+            self._controller.initialize_host_cache(spec.host_blocks)
+        self._model = PatternModel(
+            [tensor.reshape(tensor.shape[0], -1).view(np.uint8) for tensor in tensors],
+            np.array([plane.layer for plane in layout.planes], dtype=np.int32),
+            layout.total_layers,
+            layout.block_size,
+            rank,
+        )
+
+    def execute(self, order: StepOrder) -> StepResult:
+        """Submit the step's plan, compute its tokens layer by layer, and say what came of it."""
+        model = self._model
+        for sequence, tokens in order.begins:
+            model.begin(sequence, tokens)
+        counter = None
+        if order.plan is not None:
+            counter = self._controller.submit_swap_tasks(order.plan)
+        verified = model.prepare(order.segments, order.blocks, self._verify_every)
+        differing: list[tuple[int, int]] = []
+        for layer in range(self._layers):
+            if counter is not None:
+                counter.wait_for_layer(layer)
+            differing += model.run_layer(layer)
+        for sequence in order.ends:
+            model.end(sequence)
+        return StepResult(verified, differing, self._controller.poll(), peak_rss_bytes())
+
+    def close(self) -> None:
+        """Wait for the copies in flight and give all memory back."""
+        self._controller.shutdown()

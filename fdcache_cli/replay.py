@@ -1,0 +1,209 @@
+"""``fdcache replay``: options in, report out."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from fdcache.errors import ReplayOptionError
+from fdcache.replay.config import ReplayConfig, Verify
+from fdcache.replay.engine import replay as run_replay
+from fdcache.replay.items import WorkItem
+from fdcache.replay.options import LAPTOP_DEFAULTS, LayoutName, Shape, load_settings
+from fdcache.replay.plot import require_plotting, write_plot
+from fdcache.replay.report import Report
+from fdcache.replay.trace import read_trace
+from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.settings import Settings, SettingsError
+from fdcache.settings.cache import EvictionPolicy, WritePolicy
+from fdcache.settings.parsing import parse_size
+from fdcache_cli import errors
+from fdcache_cli.replay_view import print_report, progress
+
+GENERATED_REQUESTS = 300
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no size; write 512MiB, 4G or a number of bytes") from None
+
+
+Trace = Annotated[
+    Path | None,
+    typer.Argument(metavar="TRACE", help="Mooncake JSONL file; without it a workload is generated."),
+]
+Requests = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help=f"Stop after so many. Default: the whole trace, or {GENERATED_REQUESTS} generated."
+    ),
+]
+
+
+def replay(
+    trace: Trace = None,
+    *,
+    workload: Annotated[
+        WorkloadName, typer.Option(help="What to generate without a TRACE.")
+    ] = WorkloadName.CHAT,
+    requests: Requests = None,
+    device_blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Blocks of the device tier. Default: {LAPTOP_DEFAULTS['FDCACHE_DEVICE_BLOCKS']}."
+        ),
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block. Default: 64.")] = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=_size,
+            metavar="SIZE",
+            help="Host memory per rank, as 1GiB or 4G; 0 for no host tier. "
+            f"Default: {LAPTOP_DEFAULTS['FDCACHE_HOST_MEMORY']}.",
+        ),
+    ] = None,
+    layout: Annotated[LayoutName, typer.Option(help="Planes of a layer.")] = LayoutName.UNIFORM,
+    layers: Annotated[int, typer.Option(min=1, help="Main layers.")] = 2,
+    draft_layers: Annotated[int, typer.Option(min=0, help="Draft (MTP) layers after them.")] = 0,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of one rank.")] = 1,
+    head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 16,
+    dtype: Annotated[
+        str, typer.Option(help="bf16, fp16, fp32, fp8 or int8; fp8 layouts choose their own.")
+    ] = "bf16",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel ranks; several are processes. Default: 1.")
+    ] = None,
+    write_policy: Annotated[
+        WritePolicy | None,
+        typer.Option(help="When blocks are copied to the host. Default: write_through_selective."),
+    ] = None,
+    write_through_threshold: Annotated[
+        int | None, typer.Option(min=1, help="Hits from which write_through_selective copies. Default: 2.")
+    ] = None,
+    eviction: Annotated[
+        EvictionPolicy | None, typer.Option(help="The order in which blocks leave a full tier. Default: lru.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens computed in a step, of all requests.")
+    ] = 4096,
+    speed: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Follow the timestamps, so many times as fast. Default: as fast as possible."
+        ),
+    ] = None,
+    verify: Annotated[
+        Verify, typer.Option(help="Which reused blocks are compared byte by byte.")
+    ] = Verify.ALL,
+    load_failures: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the loads from the host that is made to fail.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the workload, its tokens and the failures.")] = 0,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a picture of hit rate and tier occupancy over time."),
+    ] = None,
+) -> None:
+    """Replay a workload through the real cache, check every byte, and report what was saved.
+
+    Ends with status 1 when a block was corrupt or anything leaked, and with 130 after Ctrl-C, which stops the
+    run and still prints the report of what was done by then.
+    """
+    settings = _settings(
+        {
+            "--device-blocks": device_blocks,
+            "--block-size": block_size,
+            "--host-memory": host_memory,
+            "--ranks": ranks,
+            "--write-policy": write_policy,
+            "--write-through-threshold": write_through_threshold,
+            "--eviction": eviction,
+        }
+    )
+    shape = Shape(layout, layers, draft_layers, kv_heads, head_dim, dtype)
+    try:
+        config = ReplayConfig(
+            layout=shape.build(settings.deployment.block_size, settings.deployment.ranks),
+            cache=settings.cache,
+            transfer=settings.transfer,
+            concurrency=concurrency,
+            chunk_tokens=chunk_tokens,
+            speed=speed,
+            verify=verify,
+            seed=seed,
+            load_failures=load_failures,
+        )
+        if plot is not None:
+            require_plotting(plot)
+        total = requests if trace else requests or GENERATED_REQUESTS
+        items = read_trace(trace, total) if trace else generate(workload, total or GENERATED_REQUESTS, seed)
+        report = _run(items, config, total)
+    except ReplayOptionError as error:
+        raise typer.BadParameter(error.reason, param_hint=error.option) from error
+    if json_output:
+        sys.stdout.write(json.dumps(report.to_dict()) + "\n")
+    else:
+        print_report(report)
+    if plot is not None:
+        write_plot(report, plot)
+    sys.exit(_status(report))
+
+
+def _settings(options: Mapping[str, object]) -> Settings:
+    """The settings in force; what is wrong with an option is said in terms of options."""
+    names = {f"FDCACHE_{option[2:].replace('-', '_').upper()}": option for option in options}
+    try:
+        return load_settings({name: options[option] for name, option in names.items()})
+    except SettingsError as error:
+        concerned = {name for problem in error.problems for name in problem.variables}
+        given = [
+            option for name, option in names.items() if name in concerned and options[option] is not None
+        ]
+        if not given:
+            raise
+        text = str(error)
+        for name, option in names.items():
+            text = text.replace(name, option)
+        raise typer.BadParameter(text, param_hint=given[0]) from error
+
+
+def _run(items: Iterator[WorkItem], config: ReplayConfig, total: int | None) -> Report:
+    with _interrupts() as stop, progress(total) as advance:
+        return run_replay(items, config, on_progress=advance, should_stop=lambda: bool(stop))
+
+
+def _status(report: Report) -> int:
+    if not report.clean:
+        return errors.FAILED
+    return errors.INTERRUPTED if report.interrupted else 0
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """A list that the first Ctrl-C fills; the second one interrupts as usual."""
+    received: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(signal.SIGINT, former)
+
+    former = signal.signal(signal.SIGINT, note)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, former)

@@ -1,0 +1,90 @@
+"""What a replay shows on a terminal: a progress bar while it runs, a table when it has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fdcache.replay.memory import readable_size
+from fdcache.replay.report import MANAGER_CALLS, Report
+from fdcache.replay.tally import Tally, Traffic
+
+_REFRESH_SECONDS = 0.1
+
+
+@contextmanager
+def progress(total: int | None) -> Iterator[Callable[[Tally], None] | None]:
+    """A function that takes the counts so far, or None where standard error is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("replay"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("hit rate {task.fields[hit_rate]:.1%}  corrupt {task.fields[corrupt]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("replay", total=total, hit_rate=0.0, corrupt=0)
+        due = 0.0
+
+        def advance(tally: Tally) -> None:
+            nonlocal due
+            if (now := time.monotonic()) < due:
+                return
+            due = now + _REFRESH_SECONDS
+            ended = tally.finished + tally.rejected
+            bar.update(task, completed=ended, hit_rate=tally.hit_rate, corrupt=tally.corrupt_blocks)
+            bar.refresh()
+
+        yield advance
+
+
+def print_report(report: Report) -> None:
+    """The report as a table on standard output."""
+    tally = report.tally
+    table = Table(title="fdcache replay" + (" (interrupted)" if report.interrupted else ""), show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    rows = {
+        "requests": f"{tally.requests}, {tally.finished} finished, {tally.rejected} rejected (larger than the pool)",
+        "prompt tokens": f"{tally.prompt_tokens:,}",
+        "found in the cache": f"{tally.hit_rate:.1%}: "
+        + ", ".join(f"{tier} {tokens:,}" for tier, tokens in tally.hit_tokens.items()),
+        "blocks compared": f"{tally.verified_blocks:,}",
+        "corrupt blocks": _judged(tally.corrupt_blocks),
+        "leaked": f"{_judged(report.leaked_slots)} slots, {_judged(report.leaked_pins)} pins",
+        "invariants": "[green]hold[/]" if report.integrity_error is None else f"[red]{report.integrity_error}[/]",
+        "preemptions": f"{tally.preemptions:,}",
+        "evictions": f"device {report.evictions:,}, host {report.host_evictions:,}",
+        "loads that failed": f"{tally.failed_loads:,} ({tally.recomputed_tokens:,} tokens computed again)",
+        "host to device": _traffic(tally.h2d),
+        "device to host": _traffic(tally.d2h),
+        "manager, us a request": _calls(report),
+        "time": f"{report.wall_seconds:.1f} s, {tally.steps:,} steps",
+        "peak memory": readable_size(report.peak_rss_bytes),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _judged(count: int) -> str:
+    return f"[green]{count}[/]" if count == 0 else f"[red]{count:,}[/]"
+
+
+def _traffic(traffic: Traffic) -> str:
+    speed = f" ({traffic.bytes / traffic.seconds / 1e9:.1f} GB/s while copying)" if traffic.seconds else ""
+    return readable_size(traffic.bytes) + speed
+
+
+def _calls(report: Report) -> str:
+    times = (f"{name} {report.manager_us[name]['p50']:.1f} ({report.manager_us[name]['p99']:.1f})" for name in MANAGER_CALLS)
+    return "p50 (p99): " + ", ".join(times)

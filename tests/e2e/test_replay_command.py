@@ -1,0 +1,196 @@
+"""``fdcache replay`` as a user runs it: what it prints, how it ends."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FDCACHE = [sys.executable, "-c", "from fdcache_cli.main import run; run()"]
+REQUIRED = {
+    "requests": int,
+    "rejected": int,
+    "prompt_tokens": int,
+    "hit_tokens": dict,
+    "hit_rate": float,
+    "verified_blocks": int,
+    "corrupt_blocks": int,
+    "leaked_slots": int,
+    "leaked_pins": int,
+    "preemptions": int,
+    "evictions": int,
+    "swap": dict,
+    "manager_us": dict,
+    "wall_seconds": float,
+    "peak_rss_bytes": int,
+}
+LINE = {"timestamp": 5, "input_length": 900, "output_length": 30, "hash_ids": [1, 2]}
+
+
+def fdcache(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*FDCACHE, "replay", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def trace(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_json_is_exactly_one_object_with_every_field() -> None:
+    done = fdcache("--requests", 60, "--device-blocks", 300, "--write-policy", "write_through", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    for field, kind in REQUIRED.items():
+        assert isinstance(report[field], kind), field
+    assert set(report["hit_tokens"]) == {"device", "host", "storage"}
+    for direction in ("h2d", "d2h"):
+        assert set(report["swap"][direction]) == {"bytes", "seconds"}
+    for call in ("match", "allocate", "commit", "finish"):
+        assert 0 < report["manager_us"][call]["p50"] <= report["manager_us"][call]["p99"]
+    assert report["requests"] == 60
+    assert report["corrupt_blocks"] == report["leaked_slots"] == report["leaked_pins"] == 0
+    assert report["verified_blocks"] > 0
+    assert report["wall_seconds"] > 0
+    assert report["peak_rss_bytes"] > 10 << 20
+
+
+def test_without_json_a_table_is_printed_and_no_bar_where_there_is_no_terminal() -> None:
+    done = fdcache("--requests", 20)
+    assert done.returncode == 0, done.stderr
+    assert "corrupt blocks" in done.stdout
+    assert "hit rate" not in done.stderr
+
+
+def test_a_trace_is_replayed_and_its_repeated_blocks_are_hit(tmp_path: Path) -> None:
+    done = fdcache(trace(tmp_path / "t.jsonl", *[LINE] * 3), "--concurrency", 1, "--json")
+    report = json.loads(done.stdout)
+    assert report["requests"] == 3
+    assert report["prompt_tokens"] == 2700
+    assert report["hit_tokens"]["device"] == 2 * 896
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ({**LINE, "hash_ids": "x"}, "hash_ids"),
+        ({"timestamp": 5}, "input_length"),
+        ("{oops", "the whole line"),
+    ],
+)
+def test_a_malformed_line_is_named_by_file_line_and_field(tmp_path: Path, line: object, field: str) -> None:
+    path = trace(tmp_path / "bad.jsonl", LINE, line)
+    done = fdcache(path, "--json")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert f"{path}, line 2, field {field}: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "remedy"),
+    [
+        (["--host-memory", "9000TiB"], "--host-memory", "below"),
+        (["--host-memory", "1KiB"], "--host-memory", "at least 8320 bytes"),
+        (["--host-memory", "much"], "--host-memory", "write 512MiB"),
+        (["--device-blocks", "2000000000"], "--device-blocks", "would fit"),
+        (["--host-memory", "0", "--write-policy", "write_back"], "--write-policy", "set --host-memory"),
+        (["--chunk-tokens", "3"], "--chunk-tokens", "at least 16"),
+        (["--dtype", "float12"], "--dtype", "use one of"),
+        (["--plot", "no/such/folder.png"], "--plot", "does not exist"),
+    ],
+)
+def test_an_impossible_option_is_named_with_what_would_do(
+    arguments: list[str], option: str, remedy: str
+) -> None:
+    done = fdcache(*arguments)
+    assert done.returncode == 2
+    assert option in done.stderr
+    assert remedy in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_settings_of_the_environment_hold_where_no_option_is_given() -> None:
+    arguments = ("--requests", 5, "--json", "--block-size", 32)
+    done = fdcache(*arguments, FDCACHE_DEVICE_BLOCKS="777", FDCACHE_BLOCK_SIZE="16")
+    settings = json.loads(done.stdout)["settings"]
+    assert (settings["device_blocks"], settings["block_size"]) == (777, 32)
+
+
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "replay.png"
+    assert fdcache("--requests", 30, "--plot", picture).returncode == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_picture_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'matplotlib' else find(name, *rest)\n"
+    )
+    done = fdcache("--plot", "x.png", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "pip install 'fdcache[plot]'" in done.stderr
+
+
+def test_corrupt_blocks_end_with_status_one() -> None:
+    program = (
+        "from fdcache._core import PatternModel\n"
+        "from fdcache.replay import worker\n"
+        "class Wrong:\n"
+        "    def __init__(self, *arguments):\n"
+        "        self.model = PatternModel(*arguments)\n"
+        "        self.planes = arguments[0]\n"
+        "    def run_layer(self, layer):\n"
+        "        differing = self.model.run_layer(layer)\n"
+        "        self.planes[1][:, 5] = 77\n"
+        "        return differing\n"
+        "    def __getattr__(self, name):\n"
+        "        return getattr(self.model, name)\n"
+        "worker.PatternModel = Wrong\n"
+        "from fdcache_cli.main import run\n"
+        "run()\n"
+    )
+    command = [sys.executable, "-c", program, "replay", "--requests", "30", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["corrupt_blocks"] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_interrupt_ends_with_the_report_so_far(tmp_path: Path, ranks: int) -> None:
+    endless = tmp_path / "endless.jsonl"
+    os.mkfifo(endless)
+    before = set(Path("/dev/shm").glob("fdcache*"))
+    command = [*FDCACHE, "replay", str(endless), "--ranks", str(ranks), "--json"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with contextlib.suppress(BrokenPipeError), endless.open("w") as lines:
+        for index in range(1_000_000):
+            lines.write(json.dumps({**LINE, "hash_ids": [index, index + 1]}) + "\n")
+            lines.flush()
+            if index == 3000:  # a pipe holds fewer lines: some have been replayed
+                os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    report = json.loads(out)
+    assert report["interrupted"] is True
+    assert report["requests"] > 0
+    assert report["leaked_slots"] == report["leaked_pins"] == report["corrupt_blocks"] == 0
+    assert set(Path("/dev/shm").glob("fdcache*")) <= before
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

@@ -1,0 +1,233 @@
+"""Replays through the real manager and controller: nothing corrupt, nothing leaked, whatever the shape."""
+
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import BlockCopy, BlockPairs, DevicePlanes, Direction, HostArena
+from fdcache.devices.cpu import CpuDevice
+from fdcache.errors import ReplayError, ReplayOptionError
+from fdcache.metadata import SwapPurpose, TransferReport
+from fdcache.replay import worker
+from fdcache.replay.config import Verify
+from fdcache.replay.engine import replay
+from fdcache.replay.items import WorkItem
+from fdcache.replay.options import LayoutName
+from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.settings.cache import WritePolicy
+from tests.replay_help import assert_clean, run_chat, small_config
+
+POLICIES = list(WritePolicy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("load_failures", [0.0, 0.4])
+def test_every_write_policy_is_clean_with_and_without_failing_loads(
+    policy: WritePolicy, load_failures: float
+) -> None:
+    report = run_chat(small_config(cache={"write_policy": policy}, load_failures=load_failures))
+    assert_clean(report)
+    assert report.tally.hit_tokens["host"] > 0
+    assert report.tally.h2d.bytes > 0
+    assert report.tally.d2h.bytes > 0
+    assert report.evictions > 0
+    assert (report.tally.failed_loads > 0) == (load_failures > 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_host_tier_smaller_than_the_device_tier_is_clean(policy: WritePolicy) -> None:
+    config = small_config(device_blocks=120, host_memory=1 << 20, cache={"write_policy": policy})
+    report = run_chat(config, requests=150)
+    assert_clean(report)
+    assert report.host_evictions > 0
+    assert report.tally.preemptions > 0
+
+
+@pytest.mark.parametrize("layout", list(LayoutName))
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("draft_layers", [0, 2])
+def test_every_layout_and_block_size_is_clean(layout: LayoutName, block_size: int, draft_layers: int) -> None:
+    config = small_config(
+        layout=layout,
+        block_size=block_size,
+        layers=3,
+        draft_layers=draft_layers,
+        device_blocks=200 * 64 // block_size,
+        load_failures=0.1,
+    )
+    report = run_chat(config, requests=60)
+    assert_clean(report)
+    assert report.tally.hit_tokens["host"] > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_ranks_in_processes_of_their_own_are_clean(policy: WritePolicy) -> None:
+    config = small_config(ranks=2, cache={"write_policy": policy}, load_failures=0.2)
+    report = run_chat(config)
+    assert_clean(report)
+    assert report.tally.hit_tokens["host"] > 0
+    assert report.tally.failed_loads > 0
+    assert report.tally.verified_blocks % 2 == 0
+
+
+@pytest.mark.parametrize("workload", list(WorkloadName))
+def test_every_workload_is_clean_and_reuses_what_it_promises(workload: WorkloadName) -> None:
+    report = run_chat(small_config(device_blocks=400), requests=120, workload=workload)
+    assert_clean(report)
+    assert (report.tally.hit_rate > 0.2) == (workload is not WorkloadName.UNIQUE)
+
+
+def test_every_token_of_every_request_is_accounted_for() -> None:
+    items = list(generate(WorkloadName.CHAT, 80, 0))
+    report = replay(iter(items), small_config())
+    assert report.tally.prompt_tokens == sum(item.prompt_length for item in items)
+    assert report.tally.output_tokens == sum(item.output_length for item in items)
+
+
+def test_one_token_steps_and_one_request_at_a_time_are_clean() -> None:
+    assert_clean(run_chat(small_config(concurrency=1, chunk_tokens=1), requests=4))
+
+
+def test_requests_larger_than_the_pool_are_rejected_and_the_run_goes_on() -> None:
+    items = list(generate(WorkloadName.CHAT, 60, 0))
+    config = small_config(device_blocks=30)
+    too_large = sum(config.blocks_for(item.computed_length) > 30 for item in items)
+    report = replay(iter(items), config)
+    assert_clean(report)
+    assert report.tally.rejected == too_large > 0
+    assert report.tally.finished == 60 - too_large > 0
+
+
+def test_requests_as_large_as_the_pool_end() -> None:
+    def item(index: int) -> WorkItem:
+        streams = np.array([index], dtype=np.uint64)
+        return WorkItem(index, 0.0, streams, np.array([600]), (1 << 62) + index, 681)
+
+    report = replay((item(index) for index in range(6)), small_config(device_blocks=20, concurrency=4))
+    assert_clean(report)
+    assert report.tally.finished == 6
+    assert report.tally.preemptions > 0
+
+
+def test_a_speed_keeps_to_the_timestamps() -> None:
+    items = list(generate(WorkloadName.RAG, 20, 0))
+    report = replay(iter(items), small_config(speed=50.0))
+    assert_clean(report)
+    assert report.wall_seconds >= items[-1].timestamp_ms / 1000 / 50
+
+
+def test_sampling_compares_fewer_blocks_and_off_none() -> None:
+    everything, sample, nothing = (
+        run_chat(small_config(verify=verify, concurrency=1)).tally.verified_blocks
+        for verify in (Verify.ALL, Verify.SAMPLE, Verify.OFF)
+    )
+    assert everything > sample > nothing == 0
+
+
+def test_equal_seeds_give_equal_hits_without_a_host_tier() -> None:
+    first, again = (run_chat(small_config(host_memory=0, seed=5)).tally for _ in range(2))
+    assert first.hit_tokens == again.hit_tokens
+    assert first.preemptions == again.preemptions
+
+
+def test_a_stop_leaves_nothing_behind_and_says_so() -> None:
+    config = small_config()
+    asked = iter(range(400))
+    report = replay(
+        generate(WorkloadName.CHAT, 100, 0), config, should_stop=lambda: next(asked, None) is None
+    )
+    assert report.interrupted
+    assert report.clean
+    assert 0 < report.tally.finished < 100
+
+
+class SilentlyWrongDevice(CpuDevice):
+    """Loads the block of the pair before instead, and reports success."""
+
+    def copy_blocks(
+        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
+    ) -> BlockCopy:
+        if direction is Direction.TO_DEVICE and len(pairs) > 1:
+            order = np.roll(np.arange(len(pairs)), 1)
+            pairs = replace(
+                pairs,
+                host_slots=pairs.host_slots[order],
+                generations=pairs.generations[order],
+                hashes=pairs.hashes[order],
+                parents=pairs.parents[order],
+            )
+        return super().copy_blocks(planes, arena, pairs, direction)
+
+
+def test_a_device_that_loads_wrong_bytes_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "FaultyDevice", lambda *_, **__: SilentlyWrongDevice())
+    report = run_chat(small_config(load_failures=1.0))
+    assert report.tally.corrupt_blocks > 0
+    assert not report.clean
+
+
+def test_a_controller_that_hides_failed_loads_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poll_without_failures(controller: CacheController) -> list[TransferReport]:
+        return [forgive(report) for report in poll(controller)]
+
+    def forgive(report: TransferReport) -> TransferReport:
+        nothing = np.empty(0, dtype=np.int32)
+        results = (
+            msgspec.structs.replace(result, failed=nothing) if result.purpose is SwapPurpose.LOAD else result
+            for result in report.results
+        )
+        return msgspec.structs.replace(report, results=tuple(results))
+
+    poll = CacheController.poll
+    monkeypatch.setattr(CacheController, "poll", poll_without_failures)
+    report = run_chat(small_config(load_failures=0.5))
+    assert report.tally.failed_loads == 0
+    assert report.tally.corrupt_blocks > 0
+
+
+def test_memory_that_is_not_there_names_the_option_and_what_would_fit() -> None:
+    with pytest.raises(ReplayOptionError, match=r"--device-blocks: .* at most \d+ would fit"):
+        run_chat(small_config(device_blocks=10**12), requests=1)
+    with pytest.raises(ReplayOptionError, match=r"--host-memory: .* at most \S+ would fit"):
+        run_chat(small_config(host_memory=1 << 50), requests=1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "name"),
+    [
+        ("concurrency", 0, "--concurrency"),
+        ("chunk_tokens", 15, "--chunk-tokens"),
+        ("speed", 0.0, "--speed"),
+        ("load_failures", 1.5, "--load-failures"),
+    ],
+)
+def test_an_option_out_of_range_is_named(option: str, value: float, name: str) -> None:
+    options: dict[str, Any] = {option: value}
+    with pytest.raises(ReplayOptionError, match=name):
+        small_config(**options)
+
+
+def test_a_rank_that_dies_ends_the_run_with_its_name() -> None:
+    steps = iter(range(50))
+
+    def kill_rank_one() -> bool:
+        if next(steps, None) is None:
+            for process in rank_processes():
+                if process.name == "fdcache-rank1" and process.pid is not None:
+                    os.kill(process.pid, signal.SIGKILL)
+        return False
+
+    with pytest.raises(ReplayError, match=r"rank 1 .* ended by signal 9"):
+        replay(generate(WorkloadName.CHAT, 100, 0), small_config(ranks=2), should_stop=kill_rank_one)
+    assert not rank_processes()
+
+
+def rank_processes() -> list[multiprocessing.process.BaseProcess]:
+    return [each for each in multiprocessing.active_children() if each.name.startswith("fdcache-rank")]
