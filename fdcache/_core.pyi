@@ -145,6 +145,29 @@ class Tier:
     def reserve(self, lease: int, count: int) -> Reservation: ...
     def reserve_copies(self, lease: int, parents: Bytes, hashes: Bytes) -> CopyReservation: ...
     def commit(self, lease: int, parent: bytes, hashes: Bytes, slots: Int32s) -> Bytes: ...
+    def publish(
+        self,
+        lease: int,
+        parents: Bytes,
+        hashes: Bytes,
+        slots: Int32s,
+        copied: Bytes,
+        checksums: UInt64s,
+    ) -> Bytes:
+        """Slots of a lease, filled elsewhere: 0 stored, 1 duplicate, 2 no parent, 3 dropped."""
+
+    def restore(
+        self,
+        slots: Int32s,
+        generations: UInt32s,
+        parents: Bytes,
+        hashes: Bytes,
+        checksums: UInt64s,
+        generation: int,
+    ) -> Bytes:
+        """Entries found by a scan, parents first; which were taken."""
+
+    def drop(self, hashes: Bytes) -> int: ...
     def complete(self, slots: Int32s, copied: Bytes, checksums: UInt64s) -> Bytes: ...
     def hold(self, slots: Int32s) -> None: ...
     def unhold(self, slots: Int32s) -> None: ...
@@ -185,6 +208,7 @@ class BlockCopy:
         hashes: NDArray[np.uint8],
         parents: NDArray[np.uint8],
         fingerprint: bytes,
+        verify: NDArray[np.uint8] | None = None,
     ) -> None: ...
     @property
     def done(self) -> Event: ...
@@ -283,14 +307,14 @@ class SlotHeader:
     def fingerprint(self) -> bytes: ...
 
 class RecordTable:
-    """Records in equal extents with their slot headers; ``owner`` keeps that memory alive."""
+    """Records in equal extents with each extent's slot headers; ``owner`` keeps that memory alive."""
 
     def __init__(
         self,
         extents: Sequence[int],
         records_per_extent: int,
         record_bytes: int,
-        headers: int,
+        headers: Sequence[int],
         num_slots: int,
         owner: object,
     ) -> None: ...

@@ -20,7 +20,7 @@ BlockCopy::BlockCopy(Direction direction, std::vector<Plane> planes, RecordTable
           std::accumulate(planes_.begin(), planes_.end(), std::uint64_t{0},
                           [](std::uint64_t sum, const Plane &plane) { return sum + plane.nbytes; })),
       faults_(pairs_.size(), BlockFault::kNone),
-      sums_(direction == Direction::kToHost ? pairs_.size() : 0, 0) {}
+      sums_(pairs_.size(), 0) {}
 
 bool BlockCopy::cancel() {
     Phase expected = Phase::kPending;
@@ -81,7 +81,7 @@ SlotHeader BlockCopy::header_of(const BlockPair &pair) const {
 
 void BlockCopy::copy_out(std::size_t index, PlaneRange range) {
     const BlockPair &pair = pairs_[index];
-    SlotHeader *shared = records_.headers + pair.host_slot;
+    SlotHeader *shared = records_.header(pair.host_slot);
     SlotHeader header = header_of(pair);
     if (range.first == 0) {
         store_header(shared, header);
@@ -109,7 +109,7 @@ void BlockCopy::copy_out(std::size_t index, PlaneRange range) {
 
 void BlockCopy::copy_in(std::size_t index, PlaneRange range) {
     const BlockPair &pair = pairs_[index];
-    const SlotHeader *shared = records_.headers + pair.host_slot;
+    const SlotHeader *shared = records_.header(pair.host_slot);
     const SlotHeader before = load_header(shared);
     if (const BlockFault fault = check_source(before, pair); fault != BlockFault::kNone) {
         faults_[index] = fault;
@@ -119,10 +119,20 @@ void BlockCopy::copy_in(std::size_t index, PlaneRange range) {
     const std::uint8_t *record = records_.record(pair.host_slot);
     for (std::size_t i = range.first; i < range.last; ++i) {
         const Plane &plane = planes_[i];
-        std::memcpy(plane.block(pair.device_slot), record + plane.offset, plane.nbytes);
+        if (pair.verify) {
+            sums_[index] += copy_with_checksum(plane.block(pair.device_slot), record + plane.offset,
+                                               plane.nbytes, plane.offset / 8);
+        } else {
+            std::memcpy(plane.block(pair.device_slot), record + plane.offset, plane.nbytes);
+        }
     }
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (load_header(shared) != before) faults_[index] = BlockFault::kChanged;
+    if (load_header(shared) != before) {
+        faults_[index] = BlockFault::kChanged;
+    } else if (pair.verify && range.last == planes_.size() &&
+               finish_checksum(sums_[index], payload_bytes_) != before.payload_checksum) {
+        faults_[index] = BlockFault::kCorrupt;
+    }
 }
 
 BlockFault BlockCopy::check_source(const SlotHeader &header, const BlockPair &pair) const {

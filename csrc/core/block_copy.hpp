@@ -25,6 +25,7 @@ enum class BlockFault : std::uint8_t {
     kChanged,      // the header changed during the copy
     kCancelled,
     kAbandoned,  // the stream was closed first
+    kCorrupt,    // the bytes do not have the header's checksum
 };
 
 struct BlockPair {
@@ -33,6 +34,7 @@ struct BlockPair {
     std::uint32_t generation;  // of the host slot
     Digest hash;
     Digest parent;
+    bool verify = false;  // a load that succeeds only if the record has its checksum
 };
 
 // A batch is enqueued plane range by plane range, in order; a copy to the host computes the record checksum
@@ -61,7 +63,9 @@ class BlockCopy {
     // Valid once done is set.
     BlockFault fault(std::size_t index) const { return faults_[index]; }
     // One per block for copies to the host, none for loads.
-    const std::vector<std::uint64_t> &checksums() const { return sums_; }
+    std::vector<std::uint64_t> checksums() const {
+        return direction_ == Direction::kToHost ? sums_ : std::vector<std::uint64_t>();
+    }
     std::uint64_t copied_bytes() const;
     double seconds() const { return seconds_; }
 

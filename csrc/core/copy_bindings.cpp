@@ -175,9 +175,9 @@ BoundPlanes make_planes(const std::vector<std::uintptr_t> &addresses,
 }
 
 BoundRecords make_records(const std::vector<std::uintptr_t> &extents, std::size_t records_per_extent,
-                          std::size_t record_bytes, std::uintptr_t headers, std::int32_t num_slots,
-                          nb::object owner) {
-    if (records_per_extent == 0 || num_slots < 0 ||
+                          std::size_t record_bytes, const std::vector<std::uintptr_t> &headers,
+                          std::int32_t num_slots, nb::object owner) {
+    if (records_per_extent == 0 || num_slots < 0 || headers.size() != extents.size() ||
         extents.size() * records_per_extent < static_cast<std::size_t>(num_slots)) {
         throw std::invalid_argument("the extents do not hold num_slots records");
     }
@@ -185,7 +185,7 @@ BoundRecords make_records(const std::vector<std::uintptr_t> &extents, std::size_
     for (const auto address : extents) table.extents.push_back(pointer(address));
     table.records_per_extent = records_per_extent;
     table.record_bytes = record_bytes;
-    table.headers = reinterpret_cast<SlotHeader *>(headers);
+    for (const auto address : headers) table.headers.push_back(reinterpret_cast<SlotHeader *>(address));
     table.num_slots = num_slots;
     return {std::move(table), std::move(owner)};
 }
@@ -197,11 +197,11 @@ void check_slot(const RecordTable &table, std::int32_t slot) {
 BoundCopy make_copy(bool to_host, const nb::object &planes, const nb::object &records,
                     InputArray<std::int32_t> device_slots, InputArray<std::int32_t> host_slots,
                     InputArray<std::uint32_t> generations, HashArray hashes, HashArray parents,
-                    const nb::bytes &fingerprint) {
+                    const nb::bytes &fingerprint, const std::optional<InputArray<std::uint8_t>> &verify) {
     const auto &table = nb::cast<BoundRecords &>(records).table;
     const std::size_t count = device_slots.shape(0);
     if (host_slots.shape(0) != count || generations.shape(0) != count || hashes.shape(0) != count ||
-        parents.shape(0) != count) {
+        parents.shape(0) != count || (verify && verify->shape(0) != count)) {
         throw std::invalid_argument("the arrays of a copy differ in length");
     }
     std::vector<BlockPair> pairs(count);
@@ -210,6 +210,7 @@ BoundCopy make_copy(bool to_host, const nb::object &planes, const nb::object &re
         pairs[i].device_slot = device_slots.data()[i];
         pairs[i].host_slot = host_slots.data()[i];
         pairs[i].generation = generations.data()[i];
+        pairs[i].verify = verify && verify->data()[i];
         std::memcpy(pairs[i].hash.bytes.data(), hashes.data() + 32 * i, 32);
         std::memcpy(pairs[i].parent.bytes.data(), parents.data() + 32 * i, 32);
     }
@@ -332,7 +333,8 @@ void bind_memory(nb::module_ &module) {
         .def(
             "__init__",
             [](BoundRecords *self, const std::vector<std::uintptr_t> &extents, std::size_t records_per_extent,
-               std::size_t record_bytes, std::uintptr_t headers, std::int32_t num_slots, nb::object owner) {
+               std::size_t record_bytes, const std::vector<std::uintptr_t> &headers, std::int32_t num_slots,
+               nb::object owner) {
                 new (self) BoundRecords(make_records(extents, records_per_extent, record_bytes, headers,
                                                      num_slots, std::move(owner)));
             },
@@ -350,14 +352,14 @@ void bind_memory(nb::module_ &module) {
             "header",
             [](const BoundRecords &self, std::int32_t slot) {
                 check_slot(self.table, slot);
-                return load_header(self.table.headers + slot);
+                return load_header(self.table.header(slot));
             },
             "slot"_a)
         .def(
             "set_header",
             [](const BoundRecords &self, std::int32_t slot, const SlotHeader &header) {
                 check_slot(self.table, slot);
-                store_header(self.table.headers + slot, header);
+                store_header(self.table.header(slot), header);
             },
             "slot"_a, "header"_a);
 }
@@ -390,12 +392,12 @@ void bind_streams(nb::module_ &module) {
             [](BoundCopy *self, bool to_host, const nb::object &planes, const nb::object &records,
                InputArray<std::int32_t> device_slots, InputArray<std::int32_t> host_slots,
                InputArray<std::uint32_t> generations, HashArray hashes, HashArray parents,
-               const nb::bytes &fingerprint) {
+               const nb::bytes &fingerprint, const std::optional<InputArray<std::uint8_t>> &verify) {
                 new (self) BoundCopy(make_copy(to_host, planes, records, device_slots, host_slots,
-                                               generations, hashes, parents, fingerprint));
+                                               generations, hashes, parents, fingerprint, verify));
             },
             "to_host"_a, "planes"_a, "records"_a, "device_slots"_a, "host_slots"_a, "generations"_a,
-            "hashes"_a, "parents"_a, "fingerprint"_a)
+            "hashes"_a, "parents"_a, "fingerprint"_a, "verify"_a = nb::none())
         .def(
             "cancel", [](BoundCopy &self) { return self.copy->cancel(); },
             nb::call_guard<nb::gil_scoped_release>())
@@ -412,7 +414,7 @@ void bind_streams(nb::module_ &module) {
                  return nb::bytes(reinterpret_cast<const char *>(faults.data()), faults.size());
              })
         .def("checksums", [](const BoundCopy &self) {
-            const auto &sums = self.copy->checksums();
+            const auto sums = self.copy->checksums();
             return nb::bytes(reinterpret_cast<const char *>(sums.data()), 8 * sums.size());
         });
     nb::class_<BoundStream>(module, "CopyStream")

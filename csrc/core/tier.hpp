@@ -78,6 +78,17 @@ struct CopyReservation : Reservation {
 
 enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
 
+enum class PublishStatus : std::uint8_t { kStored, kDuplicate, kNoParent, kDropped };
+
+// What a scan found of one slot that holds a whole block.
+struct FoundSlot {
+    Slot slot;
+    std::uint32_t generation;
+    Digest parent;
+    Digest hash;
+    std::uint64_t checksum;
+};
+
 struct TierEvent {
     enum class Kind : std::uint8_t { kStored, kRemoved, kCleared, kLost };
     Kind kind;
@@ -124,6 +135,20 @@ class Tier {
     // still uses; the result has one status per block done.
     std::vector<CommitStatus> commit(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                                      std::span<const Slot> slots);
+
+    // Anonymous slots of this lease, filled elsewhere, become entries where they were `copied`, parents first;
+    // whatever becomes of them the lease gives them up. Those not copied, of a lease from before a reset, of a
+    // hash that is there already, or without a READY parent are freed.
+    std::vector<PublishStatus> publish(LeaseId lease, std::span<const Digest> parents,
+                                       std::span<const Digest> hashes, std::span<const Slot> slots,
+                                       std::span<const std::uint8_t> copied,
+                                       std::span<const std::uint64_t> checksums);
+    // Entries that a scan found in free slots, parents first. Returns which were taken: a hash once, below a
+    // READY parent. Every other free slot gets `generation`, as if it had been in use until then.
+    std::vector<std::uint8_t> restore(std::span<const FoundSlot> found, std::uint32_t generation);
+    // Takes entries, and all that hangs below them, out of the table; what is pinned or held stays until it
+    // is not. Returns how many entries went.
+    std::uint32_t drop(std::span<const Digest> hashes);
 
     // The report of a copy into pending slots, parents first. Returns which became READY.
     std::vector<std::uint8_t> complete(std::span<const Slot> slots, std::span<const std::uint8_t> copied,

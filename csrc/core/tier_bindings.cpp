@@ -174,6 +174,37 @@ void bind_tier(nb::module_ &module) {
             },
             nb::arg("lease"), nb::arg("parent"), nb::arg("hashes"), nb::arg("slots"))
         .def(
+            "publish",
+            [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes,
+               const VectorIn<std::int32_t> &slots, const VectorIn<std::uint8_t> &copied,
+               const VectorIn<std::uint64_t> &checksums) {
+                for (const auto size : {parents.shape(0), slots.shape(0), copied.shape(0), checksums.shape(0)})
+                    require_equal(size, hashes.shape(0));
+                return status_array(tier.publish(lease, digests_of(parents), digests_of(hashes),
+                                                 slots_of(slots), span_of(copied), span_of(checksums)));
+            },
+            nb::arg("lease"), nb::arg("parents"), nb::arg("hashes"), nb::arg("slots"), nb::arg("copied"),
+            nb::arg("checksums"))
+        .def(
+            "restore",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots, const VectorIn<std::uint32_t> &generations,
+               const HashesIn &parents, const HashesIn &hashes, const VectorIn<std::uint64_t> &checksums,
+               std::uint32_t generation) {
+                for (const auto size :
+                     {parents.shape(0), slots.shape(0), generations.shape(0), checksums.shape(0)})
+                    require_equal(size, hashes.shape(0));
+                std::vector<FoundSlot> found;
+                for (std::size_t i = 0; i < hashes.shape(0); ++i)
+                    found.push_back({static_cast<Slot>(slots.data()[i]), generations.data()[i],
+                                     digests_of(parents)[i], digests_of(hashes)[i], checksums.data()[i]});
+                return status_array(tier.restore(found, generation));
+            },
+            nb::arg("slots"), nb::arg("generations"), nb::arg("parents"), nb::arg("hashes"),
+            nb::arg("checksums"), nb::arg("generation"))
+        .def(
+            "drop", [](Tier &tier, const HashesIn &hashes) { return tier.drop(digests_of(hashes)); },
+            nb::arg("hashes"))
+        .def(
             "complete",
             [](Tier &tier, const VectorIn<std::int32_t> &slots, const VectorIn<std::uint8_t> &copied,
                const VectorIn<std::uint64_t> &checksums) {

@@ -46,7 +46,7 @@ class HostArena:
             [extent.address for extent in self.extents],
             per_extent,
             record_bytes,
-            headers.address,
+            [headers.address + i * per_extent * HEADER_BYTES for i in range(num_extents)],
             num_blocks,
             (self.extents, headers),
         )

@@ -244,6 +244,7 @@ def _pairs(swap: CacheSwapMetadata) -> BlockPairs:
         generations=swap.dst_generations if to_host else swap.src_generations,
         hashes=swap.hash_values,
         parents=swap.parent_hashes,
+        verify=swap.unverified,
     )
 
 

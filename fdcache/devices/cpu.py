@@ -44,6 +44,7 @@ class _Fault(IntEnum):
     CHANGED = 6
     CANCELLED = 7
     ABANDONED = 8
+    CORRUPT = 9
 
 
 _FAULT_TEXT = {
@@ -55,6 +56,7 @@ _FAULT_TEXT = {
     _Fault.CHANGED: "host slot {slot} changed during the copy",
     _Fault.CANCELLED: "cancelled",
     _Fault.ABANDONED: "abandoned, its stream was closed",
+    _Fault.CORRUPT: "the record in host slot {slot} does not have its checksum",
 }
 
 
@@ -222,6 +224,7 @@ class CpuDevice:
             pairs.hashes,
             pairs.parents,
             arena.fingerprint,
+            pairs.verify,
         )
         return CpuBlockCopy(core, pairs)
 
