@@ -84,3 +84,27 @@ class ReplayOptionError(ConfigurationError, ValueError):
         super().__init__(f"{option}: {reason}")
         self.option = option
         self.reason = reason
+
+
+class ServiceError(FdcacheError):
+    """Something between a service and its clients."""
+
+
+class ServiceUnavailableError(ServiceError):
+    """No service answered in time."""
+
+
+class ProtocolError(ServiceError):
+    """A message that cannot be understood, or that breaks a limit."""
+
+
+class RefusedError(ServiceError):
+    """The service refused a request: ``code`` for programs, the message for people."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ServiceRunningError(ServiceError):
+    """Another service serves this address, or holds this arena; the message has its process id."""

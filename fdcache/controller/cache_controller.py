@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fdcache.controller.device_planes import allocate_planes, bind_tensors
 from fdcache.controller.host_arena import HostArena
@@ -20,6 +20,10 @@ from fdcache.errors import CacheNotReadyError, PlanError, TransferTimeoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import AsyncTaskHandler, TransferPlan, TransferReport
 from fdcache.settings.transfer import TransferSettings
+from fdcache.tiers.host_cache import HostCache
+
+if TYPE_CHECKING:
+    from fdcache.controller.shared_arena import SharedHostArena
 
 
 class CacheController:
@@ -46,7 +50,7 @@ class CacheController:
         )
         self._planes: DevicePlanes | None = None
         self._allocated_blocks: int | None = None
-        self._arena: HostArena | None = None
+        self._arena: HostArena | SharedHostArena | None = None
         self._in_flight: dict[int, PlanExecution] = {}
         self._handlers: dict[int, AsyncTaskHandler[TransferReport]] = {}
         self._is_shut_down = False
@@ -60,7 +64,7 @@ class CacheController:
         self.shutdown()
 
     @property
-    def host_arena(self) -> HostArena | None:
+    def host_arena(self) -> HostArena | SharedHostArena | None:
         """The host arena, once there is one."""
         return self._arena
 
@@ -89,16 +93,22 @@ class CacheController:
             self._check_no_planes()
             self._bind(tensors)
 
-    def initialize_host_cache(self, num_blocks: int) -> None:
-        """Make the host arena: records and slot headers for ``num_blocks`` blocks, all or nothing.
+    def initialize_host_cache(self, host: int | HostCache) -> None:
+        """Make the host arena, or use the service's: ``host`` is ``CacheManager.host_cache``, or a number of blocks.
 
-        Raises ``HostMemoryError`` when the memory is not there.
+        An own arena has records and slot headers for all its blocks, or is not made. Raises ``HostMemoryError``
+        when the memory is not there.
         """
         with self._lock:
             self._check_usable()
             if self._arena is not None:
                 raise CacheNotReadyError("there is a host cache already; call free_cache first")
-            self._arena = HostArena(self.layout, num_blocks)
+            if isinstance(host, HostCache) and host.server is not None:
+                from fdcache.controller.shared_arena import SharedHostArena  # brings the network library
+
+                self._arena = SharedHostArena(host, self.layout, self.rank)
+            elif blocks := host.num_blocks if isinstance(host, HostCache) else host:
+                self._arena = HostArena(self.layout, blocks)
 
     def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Stream | None = None) -> LayerDoneCounter:
         """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now.
@@ -112,8 +122,9 @@ class CacheController:
                 raise PlanError(f"plan {plan.plan_id} is in flight already; its report was not polled yet")
             if any(len(swap) for swap in plan.swaps()):
                 self._check_memory()
+            refusal = self._arena.prepare(plan) if self._arena is not None else None
             execution, layer_events = self._queue.launch(
-                plan, self.rank, self._planes, self._arena, compute_stream
+                plan, self.rank, self._planes, self._arena, compute_stream, refusal
             )
             self._in_flight[plan.plan_id] = execution
             self._handlers[plan.plan_id] = AsyncTaskHandler(execution)
@@ -225,7 +236,9 @@ class CacheController:
     def _free(self) -> None:
         self._planes = None
         self._allocated_blocks = None
-        self._arena = None
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
 
     def _bind(self, tensors: Sequence[Any]) -> None:
         self._planes = self.device.bind_planes(bind_tensors(self.device, self.layout, tensors))

@@ -8,6 +8,7 @@ from fdcache import _core
 from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import HostMemoryError
 from fdcache.layout import KVLayout
+from fdcache.metadata import TransferPlan
 
 EXTENT_BYTES = 64 << 20
 """Most bytes of an extent, unless one record needs more. No record and no copy crosses two extents."""
@@ -50,6 +51,13 @@ class HostArena:
             num_blocks,
             (self.extents, headers),
         )
+
+    def prepare(self, plan: TransferPlan) -> str | None:
+        """All of it is there already."""
+        return None
+
+    def close(self) -> None:
+        """The memory goes with the last reference to it."""
 
 
 def _check_budget(num_blocks: int, record_bytes: int, record_total: int) -> None:

@@ -15,7 +15,7 @@ from fdcache.manager.blocks import Blocks
 from fdcache.manager.ledger import OpenPlan
 from fdcache.metadata import HashArray, SwapPurpose, UInt32Array
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostTier
 
 _ABSENT = 0
 _RESERVED = 0
@@ -26,7 +26,7 @@ _MOST_QUEUED = 16384
 class BackupPlanner:
     """Copies from the device tier to the host tier, by the write policy of ``settings``."""
 
-    def __init__(self, settings: CacheSettings, device: BlockPool, host: BlockPool) -> None:
+    def __init__(self, settings: CacheSettings, device: BlockPool, host: HostTier) -> None:
         self._device = device
         self._host = host
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
@@ -87,7 +87,7 @@ class BackupPlanner:
             self.dropped += len(oldest)
 
     def _flush_queue(self, plan: OpenPlan) -> None:
-        room = _MOST_PER_PLAN
+        room = min(_MOST_PER_PLAN, self._host.copy_room)
         while self._queue and room > 0:
             hashes = self._queue.popleft()
             now, later = hashes[:room], hashes[room:]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from threading import RLock
+from types import TracebackType
 
 from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.layout import KVLayout
@@ -19,7 +20,11 @@ from fdcache.manager.settlement import settle
 from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
 from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostTier, LocalHostTier
+from fdcache.tiers.host_cache import HostCache
+
+
+_LEVELS = (CacheLevel.DEVICE, CacheLevel.HOST)
 
 
 class ManagerState(StrEnum):
@@ -50,7 +55,7 @@ class CacheManager:
         self._lock = RLock()
         self._state = ManagerState.RUNNING
         self._device = BlockPool(CacheLevel.DEVICE, settings.device_blocks)
-        self._host = BlockPool(CacheLevel.HOST, blocks) if (blocks := self.num_host_blocks) else None
+        self._host = self._make_host()
         self._backups = BackupPlanner(settings, self._device, self._host) if self._host else None
         self._counters = Counters()
         self._requests = RequestLifecycle(
@@ -60,12 +65,43 @@ class CacheManager:
         for pool in self._pools():
             pool.record_events(settings.event_buffer)
 
-    def _pools(self) -> Iterable[BlockPool]:
+    def _make_host(self) -> HostTier | None:
+        if self.settings.server is not None:
+            from fdcache.tiers.remote import RemoteHostTier  # brings the network library
+
+            return RemoteHostTier(self.settings, self.layout)
+        blocks = self.num_host_blocks
+        return LocalHostTier(CacheLevel.HOST, blocks) if blocks else None
+
+    def _pools(self) -> tuple[BlockPool | HostTier, ...]:
         return (self._device, self._host) if self._host else (self._device,)
 
     @property
+    def host_cache(self) -> HostCache:
+        """What every rank's ``CacheController.initialize_host_cache`` is given, embedded and shared."""
+        return self._host.host_cache if self._host else HostCache()
+
+    def close(self) -> None:
+        """Say goodbye to the service, if there is one: what this engine held there is free at once.
+
+        Call it when every worker has shut down. Harmless when done before, and in embedded use.
+        """
+        if self._host:
+            self._host.close()
+
+    def __enter__(self) -> CacheManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
     def num_host_blocks(self) -> int:
-        """Blocks of the host tier; every rank's controller makes room for as many."""
+        """Blocks of the host tier; of a shared one, as many as the service has given this layout so far."""
+        if self.settings.server is not None:
+            return self._host.num_blocks if self._host else 0
         memory = self.settings.host_memory
         block_bytes = self.layout.record_bytes + SLOT_HEADER_BYTES
         if memory and memory < block_bytes:
@@ -87,9 +123,11 @@ class CacheManager:
         Raises ``RequestStateError`` for a request that is matched or running already.
         """
         with self._lock:
+            if self._host and self._host.take_device_reset():
+                self._reset_device()
             if self._state is not ManagerState.RUNNING:
                 return [self._requests.refuse_match(request) for request in requests]
-            return [self._requests.match(request) for request in requests]
+            return self._requests.match(requests)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
         """Whether that many blocks are free or can be made free now."""
@@ -109,11 +147,13 @@ class CacheManager:
     def take_plan(self) -> TransferPlan | None:
         """Close the step: what every rank has to copy, or None. Submit it before the step computes."""
         with self._lock:
+            if self._host and self._host.take_device_reset():
+                self._reset_device()
             if self._backups and self._state is ManagerState.RUNNING:
                 in_flight = self._ledger.blocks_in_flight(SwapPurpose.BACKUP)
                 self._backups.plan_background(self._requests.plan, in_flight)
             plan = self._requests.close_plan()
-            return None if plan.is_empty else self._ledger.close(plan, self._clock())
+            return None if plan.is_empty else self._ledger.close(plan, self._clock(), self._host.arena if self._host else None)
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Tell how many tokens of each request are accepted and have their KV on every rank.
@@ -158,23 +198,32 @@ class CacheManager:
     # --- the whole cache ----------------------------------------------------------------------------------
 
     def worker_lost(self, rank: int) -> list[LoadOutcome]:
-        """A rank's process is proved gone, and its part of every block with it: both tiers are reset."""
+        """A rank's process is proved gone, and its part of every block with it: the tiers are reset.
+
+        The host tier of a service outlives it.
+        """
         with self._lock:
             outcomes = [
                 outcome for flight in self._ledger.lose_rank(rank) for outcome in self._settle(flight)
             ]
-            self.reset_cache()
+            self._reset_device()
+            if self._host:
+                self._host.worker_lost()
             return outcomes
+
+    def _reset_device(self) -> None:
+        self._device.reset()
+        if self._backups:
+            self._backups.forget()
+        self._requests.stop_publishing()
 
     def reset_cache(self) -> int:
         """Forget every block of both tiers; returns how many. Running requests keep theirs and publish no more."""
         with self._lock:
             forgotten = sum(pool.stats().ready for pool in self._pools())
-            for pool in self._pools():
-                pool.reset()
-            if self._backups:
-                self._backups.forget()
-            self._requests.stop_publishing()
+            self._reset_device()
+            if self._host:
+                self._host.reset()
             return forgotten
 
     def resize_device_pool(self, num_blocks: int) -> bool:
@@ -243,7 +292,7 @@ class CacheManager:
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
         with self._lock:
-            return [event for pool in self._pools() for event in events_of(pool, self.layout.block_size)]
+            return [event for level, pool in zip(_LEVELS, self._pools(), strict=False) for event in events_of(pool, level, self.layout.block_size)]
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` naming every invariant that does not hold."""

@@ -13,6 +13,7 @@ from fdcache.manager.requests import Request
 from fdcache.metadata import (
     CacheLevel,
     CacheSwapMetadata,
+    HashArray,
     Int32Array,
     SwapPurpose,
     TransferPlan,
@@ -51,13 +52,17 @@ class _Swap:
         self.sources: list[Blocks] = []
         self.slots: list[Int32Array] = []
         self.generations: list[UInt32Array] = []
+        self.unverified: list[HashArray | None] = []
         self.size = 0
 
-    def add(self, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
+    def add(
+        self, source: Blocks, slots: Int32Array, generations: UInt32Array, unverified: HashArray | None
+    ) -> int:
         offset = self.size
         self.sources.append(source)
         self.slots.append(slots)
         self.generations.append(generations)
+        self.unverified.append(unverified)
         self.size += len(source)
         return offset
 
@@ -76,6 +81,15 @@ class _Swap:
             dst_generations=np.concatenate(self.generations),
             hash_values=source.hashes,
             parent_hashes=source.parents,
+            unverified=self._marks(),
+        )
+
+    def _marks(self) -> HashArray | None:
+        if all(marks is None for marks in self.unverified):
+            return None
+        parts = zip(self.unverified, self.sources, strict=True)
+        return np.concatenate(
+            [np.zeros(len(source), np.uint8) if marks is None else marks for marks, source in parts]
         )
 
 
@@ -86,9 +100,17 @@ class OpenPlan:
         self._swaps = {purpose: _Swap(purpose) for purpose in SwapPurpose}
         self.loads: list[LoadRange] = []
 
-    def add(self, purpose: SwapPurpose, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
+    def add(
+        self,
+        purpose: SwapPurpose,
+        source: Blocks,
+        slots: Int32Array,
+        generations: UInt32Array,
+        *,
+        unverified: HashArray | None = None,
+    ) -> int:
         """Plan copies from ``source`` into ``slots``; returns their offset within the transfer."""
-        return self._swaps[purpose].add(source, slots, generations)
+        return self._swaps[purpose].add(source, slots, generations, unverified)
 
     def size(self, purpose: SwapPurpose) -> int:
         """Blocks planned so far for this purpose."""
@@ -99,10 +121,11 @@ class OpenPlan:
         """Whether there is nothing to copy."""
         return not any(swap.size for swap in self._swaps.values())
 
-    def build(self, plan_id: int) -> TransferPlan:
+    def build(self, plan_id: int, arena: str | None) -> TransferPlan:
         """The plan as it goes to the workers."""
         return TransferPlan(
             plan_id=plan_id,
+            arena=arena,
             evictions=self._swaps[SwapPurpose.EVICT].build(),
             loads=self._swaps[SwapPurpose.LOAD].build(),
             backups=self._swaps[SwapPurpose.BACKUP].build(),
@@ -164,9 +187,9 @@ class PlanLedger:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def close(self, open_plan: OpenPlan, now: float) -> TransferPlan:
-        """Number the plan and wait for its reports."""
-        plan = open_plan.build(next(self._ids))
+    def close(self, open_plan: OpenPlan, now: float, arena: str | None = None) -> TransferPlan:
+        """Number the plan and wait for its reports; ``arena`` names the one that its host slots mean."""
+        plan = open_plan.build(next(self._ids), arena)
         self._plans[plan.plan_id] = InFlightPlan(
             plan=plan,
             loads=open_plan.loads,

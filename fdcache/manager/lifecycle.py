@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from fdcache._core import BlockList
+from fdcache._core import BlockList, MatchRun
 from fdcache.errors import IntegrityError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
@@ -22,12 +23,29 @@ from fdcache.manager.results import (
     MatchStatus,
 )
 from fdcache.manager.stats import Counters
-from fdcache.metadata import SwapPurpose
+from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostMatch, HostTier
 
 _NO_BLOCKS = np.empty(0, np.int32)
 _STORED = 0
+
+
+@dataclass(slots=True)
+class _Search:
+    """A look-up between its device and its host part; no ``hashes``: nothing is looked up."""
+
+    request: Request
+    hashes: HashArray
+    run: MatchRun | None
+
+    @property
+    def on_device(self) -> int:
+        return len(self.run) if self.run else 0
+
+    @property
+    def goes_on(self) -> bool:
+        return self.on_device < len(self.hashes)
 
 
 class RequestLifecycle:
@@ -38,7 +56,7 @@ class RequestLifecycle:
         settings: CacheSettings,
         layout: KVLayout,
         device: BlockPool,
-        host: BlockPool | None,
+        host: HostTier | None,
         backups: BackupPlanner | None,
         counters: Counters,
         clock: Callable[[], float],
@@ -72,41 +90,64 @@ class RequestLifecycle:
         """The manager is paused."""
         return Allocation(request.request_id, _NO_BLOCKS, AllocationFailure.PAUSED)
 
-    def match(self, request: Request) -> MatchResult:
-        """Pin the longest prefix that is cached, device blocks first, short of the last token."""
-        if request._lease:
-            raise RequestStateError(
-                f"request {request.request_id!r} is matched or running; finish it before it is matched again"
-            )
+    def match(self, requests: Iterable[Request]) -> list[MatchResult]:
+        """Pin the longest prefix of each that is cached, device blocks first, short of the last token.
+
+        What the device does not have is asked of the host in one call for all requests.
+        """
+        requests = list(requests)
+        self._check_new(requests)
+        searches = [self._search_device(request) for request in requests]
+        paths = [(search.hashes, search.on_device) for search in searches if search.goes_on]
+        found = iter(self._host.match_paths(paths) if self._host and paths else ())
+        return [
+            self._match(search, next(found) if self._host and search.goes_on else None) for search in searches
+        ]
+
+    def _check_new(self, requests: list[Request]) -> None:
+        seen: dict[str, Request] = {}
+        for request in requests:
+            if request._lease or seen.get(request.request_id) is request:
+                raise RequestStateError(
+                    f"request {request.request_id!r} is matched or running; finish it before it is matched again"
+                )
+            if request.request_id in self.live or request.request_id in seen:
+                raise RequestStateError(f"another request with the id {request.request_id!r} is running")
+            seen[request.request_id] = request
+            request._bind(self._block_size, self._fingerprint)
+
+    def _search_device(self, request: Request) -> _Search:
         tokens = request._bind(self._block_size, self._fingerprint)
-        self._adopt(request)
+        self.live[request.request_id] = request
+        request._lease = self._device.open_lease()
         request._matched = True
-        if not (request._publishes and self._settings.enable_prefix_caching):
-            request._publishes = False
-            return MatchResult(request.request_id, MatchStatus.MATCHED)
+        request._publishes = request._publishes and self._settings.enable_prefix_caching
+        if not request._publishes:
+            return _Search(request, tokens.hashes[:0], None)
         hashes = tokens.hashes[: (request.num_tokens - 1) // self._block_size]
-        run = self._device.match(request._lease, hashes)
-        pending = run.pending
-        on_device = len(run)
+        return _Search(request, hashes, self._device.match(request._lease, hashes))
+
+    def _match(self, search: _Search, host: HostMatch | None) -> MatchResult:
+        request, run, on_device = search.request, search.run, search.on_device
         on_host = 0
-        if self._host and on_device < len(hashes):
-            request._host_lease = self._host.open_lease()
-            host_run = self._host.match(request._host_lease, hashes, on_device)
-            pending = pending or host_run.pending
-            on_host = len(host_run)
+        pending = run is not None and run.pending
+        if host is not None:
+            request._host_lease = host.lease
+            pending = pending or host.pending
+            on_host = len(host)
             if on_host:
-                request._host_run = HostRun(on_device, host_run.slots, host_run.generations)
+                request._host_run = HostRun(on_device, host.slots, host.generations, host.unverified)
         if pending:
             if self._must_wait(request):
                 return self._defer(request)
-            if run.pending:
+            if run is not None and run.pending:
                 self._drop_host_run(request)
                 on_host = 0
-        if on_device:
+        if run is not None and on_device:
             request._table.extend(run.slots)
             request._committed_blocks = on_device
             if self._backups:
-                self._backups.on_match(hashes[:on_device], run.hits)
+                self._backups.on_match(search.hashes[:on_device], run.hits)
         return self._matched(request, on_device, on_host)
 
     def _matched(self, request: Request, on_device: int, on_host: int) -> MatchResult:
@@ -132,12 +173,6 @@ class RequestLifecycle:
         request._deferred_since = since
         self._counters.deferred_lookups += 1
         return MatchResult(request.request_id, MatchStatus.DEFERRED)
-
-    def _adopt(self, request: Request) -> None:
-        known = self.live.setdefault(request.request_id, request)
-        if known is not request:
-            raise RequestStateError(f"another request with the id {request.request_id!r} is running")
-        request._lease = self._device.open_lease()
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation:
         """Grow the block table to ``num_tokens`` tokens; the first time, plan the loads as well."""
@@ -213,9 +248,11 @@ class RequestLifecycle:
             raise IntegrityError(
                 f"request {request.request_id!r}: {len(run)} loads got {len(taken)} device blocks"
             )
-        self._host.hold(run.slots)
+        self._host.begin_load(request._host_lease, run.slots)
         self._drop_host_run(request)
-        offset = self.plan.add(SwapPurpose.LOAD, source, taken.slots, taken.generations)
+        offset = self.plan.add(
+            SwapPurpose.LOAD, source, taken.slots, taken.generations, unverified=run.unverified
+        )
         self.plan.loads.append(LoadRange(request, request._incarnation, offset, len(run), run.start))
         request._loading = True
         request._table.extend(taken.slots)

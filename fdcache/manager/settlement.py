@@ -7,12 +7,12 @@ import numpy as np
 from fdcache.manager.ledger import InFlightPlan
 from fdcache.manager.stats import Counters
 from fdcache.metadata import SwapPurpose
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostTier
 
 _NO_CHECKSUMS = np.empty(0, np.uint64)
 
 
-def settle(flight: InFlightPlan, device: BlockPool, host: BlockPool | None, counters: Counters) -> None:
+def settle(flight: InFlightPlan, device: BlockPool, host: HostTier | None, counters: Counters) -> None:
     """Give back what the plan's copies held, and let what arrived be found.
 
     Afterwards ``flight.copied`` says of each block whether its tier has it, which after a reset it has not.
@@ -23,10 +23,13 @@ def settle(flight: InFlightPlan, device: BlockPool, host: BlockPool | None, coun
         swap.success = bool(copied.all())
         swap.error_message = None if swap.success else "; ".join(flight.errors)
         loads = swap.purpose is SwapPurpose.LOAD
-        source, target = (host, device) if loads else (device, host)
-        checksums = flight.checksums.get(swap.purpose, _NO_CHECKSUMS)
-        arrived = target.complete(swap.dst_block_ids, copied.view(np.uint8), checksums)
-        source.unhold(swap.src_block_ids)
+        if loads:
+            arrived = device.complete(swap.dst_block_ids, copied.view(np.uint8), _NO_CHECKSUMS)
+            host.end_load(swap.src_block_ids, swap.hash_values, copied.view(np.uint8))
+        else:
+            checksums = flight.checksums.get(swap.purpose, _NO_CHECKSUMS)
+            arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), checksums)
+            device.unhold(swap.src_block_ids)
         flight.copied[swap.purpose] = arrived.view(np.bool_)
         _count(counters, swap.purpose, int(copied.sum()), len(swap))
 

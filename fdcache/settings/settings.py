@@ -24,6 +24,7 @@ from fdcache.settings.moe import MoeSettings
 from fdcache.settings.problems import Problem, SettingsError, error
 from fdcache.settings.sampling import SamplingSettings
 from fdcache.settings.scheduling import SchedulingSettings
+from fdcache.settings.server import ServerSettings
 from fdcache.settings.service import ServiceSettings
 from fdcache.settings.sources import Candidate, Source
 from fdcache.settings.storage import StorageSettings
@@ -53,6 +54,7 @@ class Settings(Group):
     files: FileSettings = Field(default_factory=FileSettings)
     deployment: DeploymentSettings = Field(default_factory=DeploymentSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
+    server: ServerSettings = Field(default_factory=ServerSettings)
     transfer: TransferSettings = Field(default_factory=TransferSettings)
     logging: LoggingSettings = Field(default_factory=LoggingSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)

@@ -1,0 +1,359 @@
+"""RemoteHostTier: the host tier of a service, as one scheduler process sees it.
+
+Only a look-up waits for the service, one round trip a scheduler step and at most ``rpc_timeout``. Everything
+else is local: copies go into slots granted in advance, what is there is what was seen, and the ends of copies
+are told in the background. A service that is gone is a tier with nothing in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
+from fdcache.layout import KVLayout
+from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.node.connection import Connection
+from fdcache.node.protocol import (
+    MAX_BLOCKS,
+    MAX_PATHS,
+    TIER_FIGURES,
+    Answer,
+    Ask,
+    LoadEnded,
+    Match,
+    Matched,
+    Publish,
+    hashes_from,
+    int32_from,
+    uint8_from,
+    uint32_from,
+)
+from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.host_cache import HostCache
+from fdcache.tiers.host_tier import NOTHING, HostMatch
+from fdcache.tiers.knowledge import ABSENT, PENDING, READY, Knowledge
+from fdcache.tiers.session import Session, SessionKeeper
+
+RESERVED, IS_READY, IS_PENDING, NO_PARENT = range(4)
+_NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
+
+
+class RemoteStats(msgspec.Struct, frozen=True):
+    """Figures of the layout's tier in the service, as of the last heartbeat."""
+
+    slots: int = 0
+    free: int = 0
+    writing: int = 0
+    ready: int = 0
+    pending: int = 0
+    evictable: int = 0
+    pins: int = 0
+    holds: int = 0
+    leases: int = 0
+    epoch: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSlots:
+    """Slots taken from the stock, or how many it lacks."""
+
+    slots: Int32Array
+    generations: UInt32Array
+    status: HashArray
+    missing: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """A pinned run: given back once it is released and no load reads it."""
+
+    session: Session
+    remote: int
+    loading: int = 0
+    released: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A block on its way to the service's arena."""
+
+    session: Session
+    generation: int
+    hash: bytes
+    parent: bytes
+
+
+class RemoteHostTier:
+    """The host tier of the service at ``settings.server``. Calls are the manager's, under its lock."""
+
+    def __init__(self, settings: CacheSettings, layout: KVLayout) -> None:
+        assert settings.server is not None
+        self._timeout = settings.rpc_timeout
+        self._fingerprint = layout.fingerprint
+        self._knowledge = Knowledge()
+        self._runs: dict[int, _Run] = {}
+        self._next_lease = 1
+        self._loading: defaultdict[int, list[_Run]] = defaultdict(list)
+        self._copies: dict[int, _Copy] = {}
+        self._reset_owed = False
+        self._line = Connection(settings.server)
+        self._keeper = SessionKeeper(settings, layout, self._knowledge, self._is_drained)
+
+    @property
+    def host_cache(self) -> HostCache:
+        """What workers attach with."""
+        return HostCache(num_blocks=self.num_blocks, server=self._line.address, engine=self._keeper.live.path)
+
+    @property
+    def arena(self) -> str | None:
+        """Names session and memory; a worker that sees another one than before attaches again."""
+        session = self._keeper.session
+        return session.arena if session else "none"
+
+    @property
+    def connected(self) -> bool:
+        """Whether the service answers."""
+        return self._keeper.session is not None
+
+    def wait_connected(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for the service."""
+        return self._keeper.wait_connected(timeout)
+
+    @property
+    def num_blocks(self) -> int:
+        """Slots that the service has given this layout so far."""
+        session = self._keeper.session
+        return session.num_slots if session else 0
+
+    @property
+    def copy_room(self) -> int:
+        """Slots in stock; more are under way when it is low."""
+        session = self._keeper.session
+        return len(session.stock) if session else 0
+
+    # --- look-ups -----------------------------------------------------------------------------------------
+
+    def match_paths(self, paths: Sequence[tuple[HashArray, int]]) -> list[HostMatch]:
+        """One round trip; without an answer in time nothing is found, and the session is over."""
+        session = self._keeper.session
+        if self._reset_owed:
+            self.settle_reset()
+            session = self._keeper.session
+        if session is None or self._reset_owed:
+            return [NOTHING] * len(paths)
+        paths = _within_limits(paths)
+        body = Match(
+            counts=np.array([len(hashes) for hashes, _ in paths], np.int32).tobytes(),
+            starts=np.array([start for _, start in paths], np.int32).tobytes(),
+            hashes=b"".join(hashes.tobytes() for hashes, _ in paths),
+        )
+        self._line.session = session.number
+        try:
+            answer, others = self._line.call(body, self._timeout)
+            for late in others:
+                self._give_back(session, late)
+            if not isinstance(answer, Matched):
+                raise ProtocolError(f"a look-up was answered by {type(answer).__name__}")
+            return self._matches(session, paths, answer)
+        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
+            self._keeper.lose(session, str(error))
+            return [NOTHING] * len(paths)
+
+    def _matches(
+        self, session: Session, paths: Sequence[tuple[HashArray, int]], answer: Matched
+    ) -> list[HostMatch]:
+        counts = int32_from(answer.counts, "counts", len(paths)).tolist()
+        slots = int32_from(answer.slots, "slots", sum(counts))
+        generations = uint32_from(answer.generations, "generations", len(slots))
+        unverified = uint8_from(answer.unverified, "unverified")
+        matches, end = [], 0
+        for (hashes, start), lease, count in zip(paths, answer.leases, counts, strict=True):
+            first, end = end, end + count
+            self._knowledge.found(hashes, start, count)
+            if not lease:
+                matches.append(NOTHING)
+                continue
+            own = self._next_lease
+            self._next_lease += 1
+            self._runs[own] = _Run(session, lease)
+            marks = unverified[first:end] if len(unverified) else None
+            matches.append(HostMatch(own, slots[first:end], generations[first:end], unverified=marks))
+        return matches
+
+    def _give_back(self, session: Session, late: Answer) -> None:
+        if isinstance(late, Matched):
+            for lease in late.leases:
+                self._keeper.release(session, lease)
+
+    def release(self, lease: int) -> bool:
+        """Unpin a run; what is being loaded from it stays pinned until the load's end."""
+        run = self._runs.pop(lease, None)
+        if run is None:
+            return False
+        run.released = True
+        self._settle(run)
+        return True
+
+    def begin_load(self, lease: int, slots: Int32Array) -> None:
+        """Copies out of these slots of a run begin."""
+        run = self._runs[lease]
+        run.loading += len(slots)
+        for slot in slots.tolist():
+            self._loading[slot].append(run)
+
+    def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
+        """They end. The service hears of those that failed, and of the first success of a recovered block."""
+        ended = []
+        for slot in slots.tolist():
+            # Of several runs that pin a slot any may be counted down: those left pin what is still loading.
+            run = self._loading[slot].pop()
+            if not self._loading[slot]:
+                del self._loading[slot]
+            run.loading -= 1
+            if not run.loading:
+                ended.append(run)
+        session = self._keeper.session
+        if session and ended and ended[0].session is session and (session.recovered or not copied.all()):
+            self._keeper.tell(session, LoadEnded(slots.tobytes(), hashes.tobytes(), copied.tobytes()))
+        for run in ended:
+            self._settle(run)
+
+    def _settle(self, run: _Run) -> None:
+        if run.released and not run.loading:
+            self._keeper.release(run.session, run.remote)
+
+    # --- copies -------------------------------------------------------------------------------------------
+
+    def contains(self, hashes: HashArray) -> HashArray:
+        """As far as this process knows: a wrong guess costs a copy, never a wrong byte."""
+        return self._knowledge.presence(hashes)
+
+    def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> RemoteSlots:
+        """Slots from the stock; no round trip."""
+        session = self._keeper.session
+        status = np.full(len(hashes), NO_PARENT, np.uint8)
+        wanted: list[tuple[bytes, bytes]] = []
+        fresh: set[bytes] = set()
+        presence, above = self._knowledge.presence(hashes), self._knowledge.presence(parents)
+        for i, (row, parent_row) in enumerate(zip(hashes, parents, strict=True)):
+            key, parent = row.tobytes(), parent_row.tobytes()
+            if presence[i] != ABSENT or key in fresh:
+                status[i] = IS_READY if presence[i] == READY else IS_PENDING
+            elif above[i] == READY or parent in fresh or not any(parent):
+                status[i] = RESERVED
+                fresh.add(key)
+                wanted.append((key, parent))
+        taken = self._keeper.take(session, len(wanted)) if session else None
+        if session is None or taken is None:
+            missing = len(wanted) - (len(session.stock) if session else 0)
+            empty = np.empty(0, np.int32)
+            return RemoteSlots(empty, empty.view(np.uint32), status, missing=missing)
+        for (slot, generation), (key, parent) in zip(taken, wanted, strict=True):
+            self._copies[slot] = _Copy(session, generation, key, parent)
+            self._knowledge.set(key, PENDING)
+        slots = np.array([slot for slot, _ in taken], np.int32)
+        return RemoteSlots(slots, np.array([generation for _, generation in taken], np.uint32), status)
+
+    def complete(self, slots: Int32Array, copied: HashArray, checksums: UInt64Array) -> HashArray:
+        """The service hears of it in the background and makes the blocks findable below READY parents."""
+        ended = [self._copies.pop(slot) for slot in slots.tolist()]
+        for each, arrived in zip(ended, copied.tolist(), strict=True):
+            self._knowledge.set(each.hash, READY if arrived else ABSENT)
+        if ended and ended[0].session is self._keeper.session:
+            self._keeper.tell(
+                ended[0].session,
+                Publish(
+                    slots=slots.tobytes(),
+                    parents=b"".join(each.parent for each in ended),
+                    hashes=b"".join(each.hash for each in ended),
+                    copied=np.asarray(copied, np.uint8).tobytes(),
+                    checksums=(checksums if len(checksums) else np.zeros(len(slots), np.uint64)).tobytes(),
+                ),
+            )
+        return np.asarray(copied, np.uint8)
+
+    def _is_drained(self) -> bool:
+        """Whether no copy of this engine into or out of the arena is under way."""
+        return not self._copies and not self._loading
+
+    # --- the tier as a whole ------------------------------------------------------------------------------
+
+    def worker_lost(self) -> None:
+        """The service's memory outlives any worker."""
+
+    def reset(self) -> None:
+        """Let the service forget every block of this layout. Until it has, nothing is found."""
+        self._reset_owed = True
+        self._knowledge.clear()
+        self.settle_reset()
+
+    def settle_reset(self) -> None:
+        """Ask for the reset that is owed; without the service it stays owed, and nothing is found."""
+        session = self._keeper.session
+        if session is None:
+            return
+        self._line.session = session.number
+        body = Ask("reset", {"tier": "host", "namespace": self._fingerprint.hex()[:16]})
+        try:
+            self._line.call(body, max(self._timeout, 1.0))
+            self._reset_owed = False
+        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
+            self._keeper.lose(session, str(error))
+
+    def stats(self) -> RemoteStats:
+        """As of the last heartbeat."""
+        session = self._keeper.session
+        if session is None:
+            return RemoteStats()
+        return RemoteStats(**dict(zip(TIER_FIGURES, session.figures, strict=False)))
+
+    def record_events(self, capacity: int) -> None:
+        """Keep so many of the service's events."""
+        self._keeper.record_events(capacity)
+
+    def take_events(self) -> tuple[HashArray, HashArray, HashArray]:
+        """Kinds, hashes, parents of the events since the last call."""
+        batches = self._keeper.take_events()
+        if not batches:
+            return _NO_EVENTS
+        return (
+            np.concatenate([np.frombuffer(batch.kinds, np.uint8) for batch in batches]),
+            np.concatenate([hashes_from(batch.hashes) for batch in batches]),
+            np.concatenate([hashes_from(batch.parents) for batch in batches]),
+        )
+
+    def report(self, figures: bytes) -> None:
+        """Figures of the engine, a JSON object, that go with the next heartbeats."""
+        self._keeper.figures = figures
+
+    def take_device_reset(self) -> bool:
+        """Whether the service asked for a reset of the device tier since the last call."""
+        return self._keeper.take_device_reset()
+
+    def verify(self) -> None:
+        """Nothing of the tier is here; the service checks itself."""
+
+    def close(self) -> None:
+        """Say goodbye; what is still being copied stays this process's until it ends."""
+        self._keeper.close()
+        if not self._line.socket.closed:
+            self._line.close()
+
+
+def _within_limits(paths: Sequence[tuple[HashArray, int]]) -> list[tuple[HashArray, int]]:
+    """As much of the paths as one message may ask for; the rest is not looked for."""
+    room = MAX_BLOCKS
+    cut = []
+    for i, (hashes, start) in enumerate(paths):
+        take = min(len(hashes), room) if i < MAX_PATHS else 0
+        cut.append((hashes[:take], min(start, take)))
+        room -= take
+    return cut
+
+
