@@ -137,14 +137,44 @@ class NodeView:
     idle_seconds: float
 
 class Tier:
-    def __init__(self, slots: int) -> None: ...
+    """Slots, the entries in them and who uses them; any thread may call. Every operation is all or nothing.
+
+    A slot that is named but not in use raises IndexError, other bad arguments ValueError; a lease that was
+    released, never opened or (where noted) opened before a reset raises ``StaleLeaseError``.
+    """
+
+    def __init__(self, slots: int, eviction: str = "lru") -> None: ...
     def open_lease(self) -> int: ...
-    def release(self, lease: int) -> bool: ...
-    def match(self, lease: int, hashes: Bytes, start: int = 0) -> MatchRun: ...
-    def contains(self, hashes: Bytes) -> Bytes: ...
-    def reserve(self, lease: int, count: int) -> Reservation: ...
-    def reserve_copies(self, lease: int, parents: Bytes, hashes: Bytes) -> CopyReservation: ...
-    def commit(self, lease: int, parent: bytes, hashes: Bytes, slots: Int32s) -> Bytes: ...
+    def release(self, lease: int) -> bool:
+        """Give back all that the lease has; False when that was done before."""
+
+    def match(self, lease: int, hashes: Bytes, start: int = 0) -> MatchRun:
+        """Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the root.
+
+        The lease is of the present epoch.
+        """
+
+    def contains(self, hashes: Bytes) -> Bytes:
+        """Per hash: 0 absent, 1 ready, 2 pending."""
+
+    def reserve(self, lease: int, count: int) -> Reservation:
+        """Take slots for computing, which nobody can find."""
+
+    def reserve_copies(self, lease: int, parents: Bytes, hashes: Bytes) -> CopyReservation:
+        """Take slots for copies into this tier, pending from now until ``complete``.
+
+        Those blocks are taken that are absent and whose parent is ready or taken before them in this call.
+        Nothing that the answer calls ready is evicted for them. The lease, unless 0, is of the present epoch.
+        """
+
+    def commit(self, lease: int, parent: bytes, hashes: Bytes, slots: Int32s) -> Bytes:
+        """Publish the lease's own slots below ``parent``, in path order; per block 0 stored, 1 duplicate.
+
+        The result ends before the first block that cannot be published yet: its parent is not ready, its hash
+        is pending or stands below another parent, or a copy still uses its slot. A duplicate stays the lease's
+        own, and the entry that was first is pinned. The lease is of the present epoch.
+        """
+
     def publish(
         self,
         lease: int,
@@ -154,7 +184,10 @@ class Tier:
         copied: Bytes,
         checksums: UInt64s,
     ) -> Bytes:
-        """Slots of a lease, filled elsewhere: 0 stored, 1 duplicate, 2 no parent, 3 dropped."""
+        """End the filling of the lease's own slots by others: 0 stored, 1 duplicate, 2 no parent, 3 dropped.
+
+        The lease gives all of them up. It may be of an earlier epoch: then all are dropped.
+        """
 
     def restore(
         self,
@@ -165,24 +198,58 @@ class Tier:
         checksums: UInt64s,
         generation: int,
     ) -> Bytes:
-        """Entries found by a scan, parents first; which were taken."""
+        """Enter what a scan found in free slots, parents first; 1 for what was taken.
 
-    def drop(self, hashes: Bytes) -> int: ...
-    def complete(self, slots: Int32s, copied: Bytes, checksums: UInt64s) -> Bytes: ...
-    def hold(self, slots: Int32s) -> None: ...
-    def unhold(self, slots: Int32s) -> None: ...
-    def find(self, hashes: Bytes) -> BlockList: ...
-    def ancestry(self, slots: Int32s) -> BlockList: ...
-    def coldest(self, count: int) -> BlockList: ...
-    def reset(self) -> None: ...
-    def resize(self, slots: int) -> int: ...
-    def record_events(self, capacity: int) -> None: ...
-    def take_events(self) -> tuple[Bytes, Bytes, Bytes]: ...
+        The other free slots get ``generation``.
+        """
+
+    def drop(self, hashes: Bytes) -> int:
+        """Forget these entries and all that hang below them; how many. What is in use stays until it is not."""
+
+    def complete(self, slots: Int32s, copied: Bytes, checksums: UInt64s) -> Bytes:
+        """Report copies into this tier, parents first; ``checksums`` may be empty. 1 for what became ready.
+
+        What was not copied, or whose parent is not ready, is forgotten and goes back to its lease, if any.
+        """
+
+    def hold(self, slots: Int32s) -> None:
+        """Keep slots in place while a copy reads them."""
+
+    def unhold(self, slots: Int32s) -> None:
+        """End a ``hold``."""
+
+    def find(self, hashes: Bytes) -> BlockList:
+        """Those blocks that are ready, in the order given."""
+
+    def ancestry(self, slots: Int32s) -> BlockList:
+        """The entries in ``slots`` and all above them, each once, parents first."""
+
+    def coldest(self, count: int) -> BlockList:
+        """What would be evicted next, in that order."""
+
+    def reset(self) -> None:
+        """Forget every entry; slots in use stay with their leases and copies until those end."""
+
+    def resize(self, slots: int) -> int:
+        """Change the number of slots; when slots that would go are in use, return how many and change nothing.
+
+        Raises MemoryError when there is no room to grow.
+        """
+
+    def record_events(self, capacity: int) -> None:
+        """Keep up to ``capacity`` events for ``take_events``; 0 ends it."""
+
+    def take_events(self) -> tuple[Bytes, Bytes, Bytes]:
+        """Kinds (0 stored, 1 removed, 2 cleared, 3 lost: some are missing), hashes and parents, oldest first."""
+
     def stats(self) -> TierStats: ...
     def node(self, slot: int) -> NodeView: ...
     @property
-    def available(self) -> int: ...
-    def check_integrity(self) -> list[str]: ...
+    def available(self) -> int:
+        """How many slots ``reserve`` could give: free or evictable."""
+
+    def check_integrity(self) -> list[str]:
+        """Every invariant that does not hold, in words."""
 
 # --- copy ------------------------------------------------------------------------------------------
 
@@ -256,8 +323,6 @@ class Tensor:
     def itemsize(self) -> int: ...
     @property
     def device_type(self) -> int: ...
-    @property
-    def device_id(self) -> int: ...
 
 class PlaneTable:
     """Where the planes of every device block are; ``owner`` keeps that memory alive."""

@@ -17,6 +17,7 @@ from fdcache.errors import ReplayOptionError
 from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.engine import replay as run_replay
 from fdcache.replay.items import WorkItem
+from fdcache.replay.memory import available_bytes
 from fdcache.replay.options import LAPTOP_DEFAULTS, LayoutName, Shape, load_settings
 from fdcache.replay.plot import require_plotting, write_plot
 from fdcache.replay.report import Report
@@ -28,7 +29,7 @@ from fdcache.settings.parsing import parse_size
 from fdcache_cli import errors
 from fdcache_cli.replay_view import print_report, progress
 
-GENERATED_REQUESTS = 300
+GENERATED_REQUESTS = 1000
 
 
 def _size(text: str) -> int:
@@ -137,9 +138,11 @@ def replay(
     )
     shape = Shape(layout, layers, draft_layers, kv_heads, head_dim, dtype)
     try:
+        ranks = settings.deployment.ranks
+        kv_layout = shape.build(settings.deployment.block_size, ranks)
         config = ReplayConfig(
-            layout=shape.build(settings.deployment.block_size, settings.deployment.ranks),
-            cache=settings.cache,
+            layout=kv_layout,
+            cache=settings.cache_for(kv_layout, available_bytes() // ranks),
             transfer=settings.transfer,
             concurrency=concurrency,
             chunk_tokens=chunk_tokens,

@@ -50,7 +50,9 @@ def progress(total: int | None) -> Iterator[Callable[[Tally], None] | None]:
 def print_report(report: Report) -> None:
     """The report as a table on standard output."""
     tally = report.tally
-    table = Table(title="fdcache replay" + (" (interrupted)" if report.interrupted else ""), show_header=False)
+    table = Table(
+        title="fdcache replay" + (" (interrupted)" if report.interrupted else ""), show_header=False
+    )
     table.add_column(style="bold")
     table.add_column()
     rows = {
@@ -61,7 +63,9 @@ def print_report(report: Report) -> None:
         "blocks compared": f"{tally.verified_blocks:,}",
         "corrupt blocks": _judged(tally.corrupt_blocks),
         "leaked": f"{_judged(report.leaked_slots)} slots, {_judged(report.leaked_pins)} pins",
-        "invariants": "[green]hold[/]" if report.integrity_error is None else f"[red]{report.integrity_error}[/]",
+        "invariants": "[green]hold[/]"
+        if report.integrity_error is None
+        else f"[red]{report.integrity_error}[/]",
         "preemptions": f"{tally.preemptions:,}",
         "evictions": f"device {report.evictions:,}, host {report.host_evictions:,}",
         "loads that failed": f"{tally.failed_loads:,} ({tally.recomputed_tokens:,} tokens computed again)",
@@ -86,5 +90,6 @@ def _traffic(traffic: Traffic) -> str:
 
 
 def _calls(report: Report) -> str:
-    times = (f"{name} {report.manager_us[name]['p50']:.1f} ({report.manager_us[name]['p99']:.1f})" for name in MANAGER_CALLS)
+    calls = ((name, report.manager_us[name]) for name in MANAGER_CALLS)
+    times = (f"{name} {us['p50']:.1f} ({us['p99']:.1f})" for name, us in calls)
     return "p50 (p99): " + ", ".join(times)

@@ -40,7 +40,7 @@ def host_slot_hash(slot: int) -> NDArray[np.uint8]:
     return block_hash(("host", slot))
 
 
-def swap(purpose: SwapPurpose, pairs: Pairs, *, generation: int = 1) -> CacheSwapMetadata:
+def swap(purpose: SwapPurpose, pairs: Pairs, *, generation: int | Sequence[int] = 1) -> CacheSwapMetadata:
     """Pairs are (source, destination); the hash of a block follows from its host slot."""
     source = np.array([pair[0] for pair in pairs], np.int32)
     target = np.array([pair[1] for pair in pairs], np.int32)
@@ -48,7 +48,8 @@ def swap(purpose: SwapPurpose, pairs: Pairs, *, generation: int = 1) -> CacheSwa
     if purpose is not SwapPurpose.LOAD:
         levels = (CacheLevel.DEVICE, CacheLevel.HOST)
     host = source if purpose is SwapPurpose.LOAD else target
-    generations = np.full(len(pairs), generation, np.uint32)
+    generations = np.empty(len(pairs), np.uint32)
+    generations[:] = generation
     hashes = np.array([host_slot_hash(slot) for slot in host.tolist()], np.uint8).reshape(-1, 32)
     return CacheSwapMetadata(
         purpose=purpose,

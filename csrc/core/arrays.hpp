@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -37,10 +38,12 @@ inline std::span<const Slot> slots_of(const VectorIn<std::int32_t> &slots) {
 // vector).
 template <typename Out, typename T>
 nb::object to_numpy(std::vector<T> &&values, std::size_t columns = 0) {
-    auto *owned = new std::vector<T>(std::move(values));
-    nb::capsule owner(owned, [](void *pointer) noexcept { delete static_cast<std::vector<T> *>(pointer); });
+    auto owned = std::make_unique<std::vector<T>>(std::move(values));
+    nb::capsule owner(owned.get(), [](void *pointer) noexcept {
+        std::unique_ptr<std::vector<T>>(static_cast<std::vector<T> *>(pointer));
+    });
     const std::size_t count = owned->size() * sizeof(T) / sizeof(Out);
-    Out *data = reinterpret_cast<Out *>(owned->data());
+    Out *data = reinterpret_cast<Out *>(owned.release()->data());
     if (columns) return nb::cast(nb::ndarray<nb::numpy, Out>(data, {count / columns, columns}, owner));
     return nb::cast(nb::ndarray<nb::numpy, Out>(data, {count}, owner));
 }

@@ -7,6 +7,7 @@ namespace fdcache {
 
 void bind_hashing(nanobind::module_ &module);
 void bind_tier(nanobind::module_ &module);
+void bind_record(nanobind::module_ &module);
 void bind_copy(nanobind::module_ &module);
 void bind_pattern(nanobind::module_ &module);
 

@@ -67,7 +67,8 @@ void CopyStream::Queue::push(Operation operation) {
     const std::lock_guard lock(mutex);
     if (closing) throw std::runtime_error("the copy stream is closed");
     operations.push_back(std::move(operation));
-    changed.notify_all();
+    // Behind another operation it gives no thread anything to do yet.
+    if (operations.size() == 1) changed.notify_all();
 }
 
 void CopyStream::Queue::run(bool background) {

@@ -2,6 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <string_view>
 #include <vector>
 
 namespace fdcache {
@@ -70,5 +74,10 @@ class LruOrder final : public EvictionOrder {
     Slot tail_ = kNoSlot;
     std::uint32_t size_ = 0;
 };
+
+inline std::unique_ptr<EvictionOrder> make_eviction_order(std::string_view name) {
+    if (name == "lru") return std::make_unique<LruOrder>();
+    throw std::invalid_argument("no eviction order is called " + std::string(name) + "; there is lru");
+}
 
 }  // namespace fdcache

@@ -6,6 +6,7 @@
 NB_MODULE(_core, module) {
     fdcache::bind_hashing(module);
     fdcache::bind_tier(module);
+    fdcache::bind_record(module);
     fdcache::bind_copy(module);
     fdcache::bind_pattern(module);
 }

@@ -19,6 +19,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -113,7 +114,7 @@ struct NodeView {
 
 class Tier {
   public:
-    explicit Tier(std::uint32_t slots);
+    explicit Tier(std::uint32_t slots, std::string_view eviction = "lru");
 
     LeaseId open_lease();
     // False when the lease is unknown or was released before.
@@ -243,7 +244,7 @@ class Tier {
     std::vector<Entry> entries_;
     std::vector<Digest> digests_;
     HashIndex index_{digests_};
-    std::unique_ptr<EvictionOrder> order_ = std::make_unique<LruOrder>();
+    std::unique_ptr<EvictionOrder> order_;
     std::vector<Slot> free_;
     std::unordered_map<LeaseId, Lease> leases_;
     std::vector<TierEvent> events_;

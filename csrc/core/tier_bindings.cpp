@@ -1,4 +1,5 @@
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include "core/arrays.hpp"
@@ -133,7 +134,8 @@ void bind_tier(nb::module_ &module) {
         try {
             std::rethrow_exception(error);
         } catch (const StaleLease &stale) {
-            PyErr_SetString(nb::module_::import_("fdcache.errors").attr("StaleLeaseError").ptr(), stale.what());
+            PyErr_SetString(nb::module_::import_("fdcache.errors").attr("StaleLeaseError").ptr(),
+                            stale.what());
         }
     });
     module.attr("SLOT_FREE") = static_cast<int>(SlotState::kFree);
@@ -141,7 +143,7 @@ void bind_tier(nb::module_ &module) {
     module.attr("SLOT_READY") = static_cast<int>(SlotState::kReady);
     bind_records(module);
     nb::class_<Tier>(module, "Tier")
-        .def(nb::init<std::uint32_t>(), nb::arg("slots"))
+        .def(nb::init<std::uint32_t, std::string_view>(), nb::arg("slots"), nb::arg("eviction") = "lru")
         .def("open_lease", &Tier::open_lease)
         .def("release", &Tier::release, nb::arg("lease"))
         .def(

@@ -166,8 +166,9 @@ class CacheController:
             if not pending:
                 break
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            events = [event for event in pending if event is not None]
-            if len(events) == len(pending) and not self.device.wait_any(events, left):
+            if None in pending:  # it ended since the poll
+                continue
+            if not self.device.wait_any([event for event in pending if event is not None], left):
                 break
         return reports
 

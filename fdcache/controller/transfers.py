@@ -218,6 +218,7 @@ def check_plan(plan: TransferPlan) -> None:
     for swap, purpose in fields:
         if swap is None:
             continue
+        _check_lengths(swap)
         levels = _LEVELS[_DIRECTIONS[purpose]]
         if swap.purpose is not purpose or (swap.src_type, swap.dst_type) != levels:
             raise PlanError(
@@ -231,6 +232,22 @@ def check_plan(plan: TransferPlan) -> None:
         _check_disjoint("device slot", plan.backups.src_block_ids, plan.evictions.src_block_ids, "emptied")
     if plan.loads is not None:
         _check_disjoint("device slot", plan.backups.src_block_ids, plan.loads.dst_block_ids, "loaded")
+
+
+def _check_lengths(swap: CacheSwapMetadata) -> None:
+    count = len(swap)
+    shapes = {
+        "dst_block_ids": (swap.dst_block_ids.shape, (count,)),
+        "src_generations": (swap.src_generations.shape, (count,)),
+        "dst_generations": (swap.dst_generations.shape, (count,)),
+        "hash_values": (swap.hash_values.shape, (count, 32)),
+        "parent_hashes": (swap.parent_hashes.shape, (count, 32)),
+    }
+    for name, (shape, expected) in shapes.items():
+        if shape != expected:
+            raise PlanError(
+                f"{swap.purpose.value}: {name} has shape {shape}, but {count} src_block_ids need {expected}"
+            )
 
 
 def _check_disjoint(kind: str, backups: Int32Array, others: Int32Array, what: str) -> None:

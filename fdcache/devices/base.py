@@ -156,10 +156,6 @@ class BlockCopy(Protocol):
 class Device(Protocol):
     """A device that holds planes."""
 
-    @property
-    def name(self) -> str:
-        """The device in words."""
-
     def create_stream(self, *, background: bool = False) -> Stream:
         """A new stream; a background one gives way to the others."""
 

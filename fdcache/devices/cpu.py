@@ -158,8 +158,6 @@ class CpuBlockCopy:
 class CpuDevice:
     """Ordinary memory as a device. ``copy_threads`` threads serve each stream but the background ones."""
 
-    name = "cpu"
-
     def __init__(self, *, copy_threads: int = 1) -> None:
         self._copy_threads = copy_threads
 

@@ -54,7 +54,7 @@ class CacheManager:
         self._clock = clock
         self._lock = RLock()
         self._state = ManagerState.RUNNING
-        self._device = BlockPool(CacheLevel.DEVICE, settings.device_blocks)
+        self._device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
         self._host = self._make_host()
         self._backups = BackupPlanner(settings, self._device, self._host) if self._host else None
         self._counters = Counters()
@@ -71,7 +71,7 @@ class CacheManager:
 
             return RemoteHostTier(self.settings, self.layout)
         blocks = self.num_host_blocks
-        return LocalHostTier(CacheLevel.HOST, blocks) if blocks else None
+        return LocalHostTier(CacheLevel.HOST, blocks, self.settings.eviction) if blocks else None
 
     def _pools(self) -> tuple[BlockPool | HostTier, ...]:
         return (self._device, self._host) if self._host else (self._device,)

@@ -279,7 +279,8 @@ def decode_request(frame: RequestFrame) -> Request:
     if frame.version != VERSION:
         raise ProtocolError(f"version {frame.version} is not {VERSION}, which is spoken here; upgrade one side")
     try:
-        return _request.decode(frame.body)
+        request: Request = _request.decode(frame.body)
+        return request
     except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed request: {error}") from error
 

@@ -115,6 +115,7 @@ class _Run:
         while self._sent:
             self._settle_oldest()
         self._scheduler.abort()
+        self._manager.pause()  # no more backups of its own accord
         deadline = self.now() + _DRAIN_SECONDS
         while self._send_next(self.now(), admit=False) or self._settlement.copies_in_flight:
             self._poll()

@@ -8,8 +8,7 @@ from enum import StrEnum
 
 from fdcache.errors import LayoutError, ReplayOptionError
 from fdcache.layout import KVLayout, LayoutOptions
-from fdcache.settings import Settings, Source
-from fdcache.settings.survey import survey
+from fdcache.settings import Settings
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
 """Short names of element types; the full names of ``KVLayout`` serve as well."""
@@ -68,6 +67,4 @@ def load_settings(given: Mapping[str, object]) -> Settings:
     ``given`` maps variable names to the options' values, None where an option was left out. Raises
     ``SettingsError`` for values out of range.
     """
-    found = survey(arguments=given).settings
-    laptop = {name: value for name, value in LAPTOP_DEFAULTS.items() if found.source(name) is Source.DEFAULT}
-    return Settings.load(arguments={**given, **laptop})
+    return Settings.load(arguments=given, defaults=LAPTOP_DEFAULTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from fdcache.errors import ReplayOptionError
+from fdcache.errors import ReplayError, ReplayOptionError
 from fdcache.replay.report import Report
 
 
@@ -23,7 +23,7 @@ def require_plotting(path: Path) -> None:
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Write the picture in the format that the file's name ends in. Raises ``OSError`` when it cannot."""
+    """Write the picture in the format that the file's name ends in. Raises ``ReplayError`` when it cannot."""
     from matplotlib.figure import Figure
 
     samples = report.timeline.samples
@@ -32,7 +32,7 @@ def write_plot(report: Report, path: Path) -> None:
     rates, tiers = figure.subplots(2, sharex=True)
     rates.plot(seconds, [sample.hit_rate for sample in samples], label="so far")
     recent = [sample.recent_hit_rate for sample in samples]
-    rates.plot(seconds, recent, label="since the sample before", linewidth=0.6, alpha=0.6)
+    rates.plot(seconds, recent, label="recently", linewidth=0.6, alpha=0.6)
     rates.set_ylabel("hit rate (tokens)")
     for tier in samples[-1].occupancy if samples else ():
         tiers.plot(seconds, [sample.occupancy[tier] for sample in samples], label=tier)
@@ -42,4 +42,7 @@ def write_plot(report: Report, path: Path) -> None:
         axes.set_ylim(0, 1.02)
         axes.grid(visible=True, alpha=0.3)
         axes.legend(loc="lower right")
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ReplayError(f"--plot: {path} cannot be written: {error.strerror or error}") from error

@@ -89,6 +89,7 @@ class RankProcesses:
                 theirs.close()
                 self._pipes.append(ours)
                 self._processes.append(process)
+            self.receive()  # every rank answers once before its first order, when its memory is there
         except BaseException:
             self.close()
             raise
@@ -152,6 +153,7 @@ def _serve(pipe: Connection, spec: WorkerSpec, rank: int) -> None:
     try:
         worker = RankWorker(spec, rank)
         try:
+            pipe.send_bytes(encode_result(StepResult(0, [], [], 0)))
             while data := orders.get():
                 pipe.send_bytes(encode_result(worker.execute(decode_order(data))))
         finally:

@@ -62,7 +62,7 @@ _SHARE_OF_STOCK = 4  # all clients of a layout together stock at most a quarter 
 Teller = Callable[[bytes, Answer], bool]
 
 
-class Refusal(FdcacheError):
+class RefusalError(FdcacheError):
     """A request that is not carried out."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -161,7 +161,7 @@ class Service:
             request = decode_request(frame)
             kind = type(request).__name__.lower()
             return self._carry_out(identity, frame.session, request)
-        except Refusal as refusal:
+        except RefusalError as refusal:
             self.totals.refused += 1
             return Refused(refusal.code, str(refusal))
         except (ProtocolError, ValueError, IndexError) as error:
@@ -182,16 +182,16 @@ class Service:
             return self._attach(session, request)
         client = self.clients.get(session)
         if client is None:
-            raise Refusal("no_session", f"session {session} is unknown here; register again")
+            raise RefusalError("no_session", f"session {session} is unknown here; register again")
         client.seen = time.monotonic()
         client.silent = False
         return self._handlers[type(request)](client, request)
 
     def _register(self, identity: bytes, request: Register) -> Answer:
         if self.draining:
-            raise Refusal("draining", "the service is about to end; try again later")
+            raise RefusalError("draining", "the service is about to end; try again later")
         if len(request.layout) > MOST_LAYOUT_BYTES:
-            raise Refusal("malformed", f"layout: more than {MOST_LAYOUT_BYTES} bytes")
+            raise RefusalError("malformed", f"layout: more than {MOST_LAYOUT_BYTES} bytes")
         self._check_live(request.live.path)
         for client in [each for each in self.clients.values() if each.live.path == request.live.path]:
             self._remove(client)
@@ -199,11 +199,11 @@ class Service:
             watch.close()
             self.earlier.remove(watch)
         if len(self.clients) >= MOST_CLIENTS:
-            raise Refusal("too_many", f"{MOST_CLIENTS} clients are registered already")
+            raise RefusalError("too_many", f"{MOST_CLIENTS} clients are registered already")
         layout = KVLayout.from_json(request.layout)
         namespace = self.namespaces.get(layout.fingerprint) or self._new_namespace(layout)
         if not namespace.num_extents and not self._make_room(namespace):
-            raise Refusal(
+            raise RefusalError(
                 "no_memory",
                 f"no extents are left for this layout on {namespace.ranks} ranks; give the service more "
                 "--host-memory, or reset a layout that is no longer used",
@@ -227,24 +227,24 @@ class Service:
     def _check_live(self, path: str) -> None:
         given = Path(path)
         if given.parent != self.runtime_dir or not given.exists():
-            raise Refusal("malformed", f"live.path: not a file in {self.runtime_dir}")
+            raise RefusalError("malformed", f"live.path: not a file in {self.runtime_dir}")
 
     def _attach(self, session: int, request: Attach) -> Answer:
         self._check_live(request.live.path)
         for client in self.clients.values():
             if client.live.path == request.live.engine and session in (0, client.session):
                 if not 0 <= request.rank < client.namespace.ranks:
-                    raise Refusal("malformed", f"rank {request.rank} is not below {client.namespace.ranks}")
+                    raise RefusalError("malformed", f"rank {request.rank} is not below {client.namespace.ranks}")
                 client.watch(request.live, request.rank)
                 return Attached(client.namespace.geometry)
-        raise Refusal("no_session", "the engine of this worker is not registered here, or has registered anew")
+        raise RefusalError("no_session", "the engine of this worker is not registered here, or has registered anew")
 
     def _match(self, client: Client, request: Match) -> Answer:
         counts = int32_from(request.counts, "counts")
         starts = int32_from(request.starts, "starts", len(counts))
         hashes = hashes_from(request.hashes)
         if len(counts) > MAX_PATHS or len(hashes) > MAX_BLOCKS:
-            raise Refusal("too_many", f"more than {MAX_PATHS} paths or {MAX_BLOCKS} blocks in one look-up")
+            raise RefusalError("too_many", f"more than {MAX_PATHS} paths or {MAX_BLOCKS} blocks in one look-up")
         if (counts < 0).any() or int(counts.sum()) != len(hashes) or (starts < 0).any() or (starts > counts).any():
             raise ProtocolError("counts and starts do not fit the hashes")
         namespace = client.namespace
@@ -327,7 +327,7 @@ class Service:
             raise ProtocolError("slots, hashes and parents differ in length")
         numbers = slots.tolist()
         if len(set(numbers)) != len(numbers) or not client.stock.keys() >= set(numbers):
-            raise Refusal("not_yours", "slots: some were not granted to this session, or are named twice")
+            raise RefusalError("not_yours", "slots: some were not granted to this session, or are named twice")
         generations = np.array([client.stock[slot] for slot in numbers], np.uint32)
         namespace = client.namespace
         good = np.zeros(len(slots), np.bool_)

@@ -1,9 +1,9 @@
 """The typed settings: one description of everything configurable."""
 
 from fdcache.settings.problems import Problem, SettingsError, Severity
-from fdcache.settings.settings import VARIABLES, Settings
+from fdcache.settings.settings import Settings, Survey, survey
 from fdcache.settings.sources import Candidate, Source
-from fdcache.settings.survey import Survey, survey
+from fdcache.settings.tree import VARIABLES
 from fdcache.settings.variable import Group, Variable
 
 __all__ = [

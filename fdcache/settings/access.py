@@ -14,6 +14,7 @@ from fdcache.settings.kinds import HOME_PATH
 from fdcache.settings.legacy import OLD_VARIABLES, old_default, old_value, to_text
 from fdcache.settings.names import suggest
 from fdcache.settings.problems import Problem, SettingsError
+from fdcache.settings.settings import find_layers
 from fdcache.settings.sources import (
     ENV_FILE,
     FILE_SUFFIX,
@@ -22,7 +23,6 @@ from fdcache.settings.sources import (
     candidates,
     environment_layer,
 )
-from fdcache.settings.survey import find_layers
 from fdcache.settings.variable import OldType, Variable
 
 
@@ -75,8 +75,9 @@ def reader(variable: Variable) -> Callable[[object], Any]:
     environ = os.environ
     raw: Mapping[Any, Any] = getattr(environ, "_data", environ)
     encode: Callable[[str], Any] = str if raw is environ else environ.encodekey
-    get, key, env_file, secrets = raw.get, encode(variable.name), encode(ENV_FILE), encode(SECRETS_DIRECTORY)
-    file_key, *alias_keys = (encode(name) for name in spellings(variable)[1:])
+    get, env_file, secrets = raw.get, encode(ENV_FILE), encode(SECRETS_DIRECTORY)
+    # There is one deprecated name at most; a variable without one stands in for it itself.
+    key, key_file, alias, alias_file = (encode(name) for name in (spellings(variable) * 2)[:4])
     finish = _finish(variable)
     known: Any = object()
     value: Any = None
@@ -84,34 +85,50 @@ def reader(variable: Variable) -> Callable[[object], Any]:
 
     def read(_: object) -> Any:
         nonlocal known, value
-        if file_key in raw or env_file in raw or secrets in raw or os.environ is not environ:
+        if (
+            key_file in raw
+            or alias_file in raw
+            or env_file in raw
+            or secrets in raw
+            or os.environ is not environ
+        ):
             return finish(read_elsewhere()) if finish else read_elsewhere()
-        text = get(key)
+        text = get(key) or get(alias)
         if text != known:
             value, known = look_up(variable), text
         return finish(value) if finish else value
 
     def read_elsewhere() -> Any:
         nonlocal from_files
-        if file_key in raw or os.environ is not environ:
+        if key_file in raw or alias_file in raw or os.environ is not environ:
             return look_up(variable)
-        now = (get(key), get(env_file), get(secrets))
+        now = (get(key), get(alias), get(env_file), get(secrets))
         if now != from_files[0]:
             from_files = (now, look_up(variable))
         return from_files[1]
 
-    def read_aliased(module: object) -> Any:
-        if any(alias in raw for alias in alias_keys):
-            return finish(look_up(variable)) if finish else look_up(variable)
-        return read(module)
-
-    return read_aliased if alias_keys else read
+    return read
 
 
 def _finish(variable: Variable) -> Callable[[Any], Any] | None:
     if variable.kind is HOME_PATH:
-        return os.path.expanduser
+        return _home_expander()
     return _copy_list if variable.old is OldType.LIST else None
+
+
+def _home_expander() -> Callable[[str], str]:
+    """Make a function that expands ``~`` and remembers the last answer for as long as ``HOME`` stays."""
+    known: tuple[str, str | None] | None = None
+    expanded = ""
+
+    def expand(text: str) -> str:
+        nonlocal known, expanded
+        now = (text, os.environ.get("HOME"))
+        if now != known:
+            known, expanded = now, os.path.expanduser(text)  # noqa: PTH111
+        return expanded
+
+    return expand
 
 
 def _copy_list(value: list[str] | None) -> list[str] | None:

@@ -8,24 +8,25 @@ from fdcache.settings.cache import WritePolicy
 from fdcache.settings.machine import Memory
 from fdcache.settings.parsing import format_size
 from fdcache.settings.problems import Problem, error
-from fdcache.settings.settings import Settings
 from fdcache.settings.sources import Source
+from fdcache.settings.tree import SettingsTree
 
 
-def cross_checks(settings: Settings, memory: Memory) -> Iterator[Problem]:
+def cross_checks(settings: SettingsTree, memory: Memory) -> Iterator[Problem]:
     """Run every check; each problem names the variables that disagree and what to do."""
     yield from _deterministic_grid(settings)
     yield from _host_memory(settings, memory)
+    yield from _device_memory(settings)
     yield from _write_policy(settings)
     yield from _recovery(settings)
     yield from _ranks(settings)
 
 
-def _sources(settings: Settings, *names: str) -> str:
+def _sources(settings: SettingsTree, *names: str) -> str:
     return ", ".join(dict.fromkeys(settings.source(name) for name in names))
 
 
-def _deterministic_grid(settings: Settings) -> Iterator[Problem]:
+def _deterministic_grid(settings: SettingsTree) -> Iterator[Problem]:
     split, block = settings.attention.split_kv_size, settings.deployment.block_size
     if settings.attention.deterministic and split % block and block % split:
         names = ("FD_DETERMINISTIC_SPLIT_KV_SIZE", "FDCACHE_BLOCK_SIZE")
@@ -37,7 +38,7 @@ def _deterministic_grid(settings: Settings) -> Iterator[Problem]:
         )
 
 
-def _host_memory(settings: Settings, memory: Memory) -> Iterator[Problem]:
+def _host_memory(settings: SettingsTree, memory: Memory) -> Iterator[Problem]:
     ranks, per_rank = settings.deployment.ranks, settings.cache.host_memory
     wanted = ranks * per_rank
     limits = {"the cgroup": memory.cgroup, "the machine": memory.machine}
@@ -55,7 +56,16 @@ def _host_memory(settings: Settings, memory: Memory) -> Iterator[Problem]:
     )
 
 
-def _write_policy(settings: Settings) -> Iterator[Problem]:
+def _device_memory(settings: SettingsTree) -> Iterator[Problem]:
+    names = ("FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY")
+    sources = {settings.source(name) for name in names}
+    if len(sources) == 1 and Source.DEFAULT not in sources:
+        yield error(
+            names, _sources(settings, *names), "both say how large the device tier is", "unset one of them"
+        )
+
+
+def _write_policy(settings: SettingsTree) -> Iterator[Problem]:
     name = "FDCACHE_WRITE_POLICY"
     if settings.source(name) is not Source.DEFAULT and not settings.cache.host_memory:
         yield error(
@@ -66,7 +76,7 @@ def _write_policy(settings: Settings) -> Iterator[Problem]:
         )
 
 
-def _recovery(settings: Settings) -> Iterator[Problem]:
+def _recovery(settings: SettingsTree) -> Iterator[Problem]:
     if settings.scheduling.v1 and settings.scheduling.disabled_recover:
         names = ("FD_DISABLED_RECOVER", "ENABLE_V1_KVCACHE_SCHEDULER")
         yield error(
@@ -77,7 +87,7 @@ def _recovery(settings: Settings) -> Iterator[Problem]:
         )
 
 
-def _ranks(settings: Settings) -> Iterator[Problem]:
+def _ranks(settings: SettingsTree) -> Iterator[Problem]:
     devices = settings.hardware.visible_devices
     if not devices or devices == ("-1",) or settings.deployment.ranks <= len(devices):
         return

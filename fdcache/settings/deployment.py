@@ -1,13 +1,19 @@
 """What the cache and its engine must agree on."""
 
-from fdcache.settings.kinds import Integer
+from fdcache.settings.kinds import Integer, Memory
 from fdcache.settings.variable import Group, variable
 
 
 class DeploymentSettings(Group):
-    """Block size and ranks, which the layout must match."""
+    """Block size and ranks, which the layout must match, and the device memory given to blocks."""
 
     block_size: Integer = variable("FDCACHE_BLOCK_SIZE", 64, "Tokens of a block.", ge=1, unit="tokens")
     ranks: Integer = variable(
         "FDCACHE_RANKS", 1, "Tensor-parallel ranks, each with its own device.", ge=1, le=1024, unit="ranks"
+    )
+    device_memory: Memory | None = variable(
+        "FDCACHE_DEVICE_MEMORY",
+        None,
+        "Device memory per rank for blocks, in place of FDCACHE_DEVICE_BLOCKS.",
+        unit="bytes",
     )

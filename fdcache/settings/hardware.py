@@ -1,6 +1,6 @@
 """The machine: devices, builds and vendors."""
 
-from fdcache.settings.kinds import Flag, Integer, Integers, Text, TextList
+from fdcache.settings.kinds import Flag, Integer, Integers, Megabytes, Text, TextList
 from fdcache.settings.variable import Group, OldType, variable
 
 
@@ -16,13 +16,13 @@ class HardwareSettings(Group):
     group_id_offset: Integer = variable(
         "FD_TP_GROUP_GID_OFFSET", 1000, "The offset of tensor-parallel group ids.", old=OldType.INT, ge=0
     )
-    all_reduce_buffer: Integer = variable(
+    all_reduce_buffer: Megabytes = variable(
         "FD_CUSTOM_AR_MAX_SIZE_MB",
         8,
         "The size of the custom all-reduce buffer.",
         old=OldType.INT,
         ge=1,
-        unit="MB",
+        unit="MiB",
     )
     cpu_bf16: Flag = variable(
         "FD_CPU_USE_BF16", False, "Compute in bf16 on the CPU.", old=OldType.TEXT, old_flag=("False", "True")

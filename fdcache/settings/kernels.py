@@ -22,7 +22,7 @@ class KernelSettings(Group):
         None,
         "The GEMM for NVFP4 weights; none lets the engine choose.",
         old=OldType.TEXT,
-        aliases=("FD_NVFP4_MOE_BACKEND",),
+        alias="FD_NVFP4_MOE_BACKEND",
     )
     nvfp4_leave_blockscale: Flag = variable(
         "FD_NVFP4_LOAD_BLOCKSCALE_LEAVE",

@@ -46,7 +46,7 @@ FLAG = Kind(
     lambda value: str(int(value)),
     {"type": "string", "enum": ["0", "1", "true", "false", "yes", "no", "on", "off"]},
 )
-INTEGER = Kind("integer", "an integer", "a parsing.whole number", parsing.parse_integer, schema=_INTEGER)
+INTEGER = Kind("integer", "an integer", "a whole number", parsing.parse_integer, schema=_INTEGER)
 NUMBER = Kind(
     "number", "a number", "a finite number", parsing.parse_number, parsing.render_number, {"type": "number"}
 )
@@ -62,13 +62,24 @@ SIZE = Kind(
     parsing.parse_size,
     parsing.format_size,
 )
-SECONDS = Kind("duration", "a duration", _TIME, parsing.parse_duration, parsing.render_number)
-WHOLE_SECONDS = Kind(
-    "duration", "a duration in parsing.whole seconds", _TIME, parsing.whole(parsing.parse_duration)
+MEMORY = Kind(
+    "size or share",
+    "a size or a share of the memory there is",
+    "a size such as 40GiB, or a share such as 0.9 or 90%",
+    parsing.parse_memory,
+    parsing.format_memory,
 )
+MEGABYTES = Kind(
+    "size",
+    "a size in whole MiB",
+    "a number of MiB, or one with a unit, such as 8, 8MiB or 1GiB",
+    parsing.parse_megabytes,
+)
+SECONDS = Kind("duration", "a duration", _TIME, parsing.parse_duration, parsing.render_number)
+WHOLE_SECONDS = Kind("duration", "a duration in whole seconds", _TIME, parsing.whole(parsing.parse_duration))
 MILLISECONDS = Kind(
     "duration",
-    "a duration in parsing.whole milliseconds",
+    "a duration in whole milliseconds",
     "a number of milliseconds, or one with a unit, such as 500, 500ms or 2s",
     parsing.whole(lambda value: parsing.parse_duration(value, "ms")),
 )
@@ -116,6 +127,8 @@ HomePath = Annotated[Path, HOME_PATH]
 FilePathOrNone = Annotated[Path | None, PATH_OR_NONE]
 Url = Annotated[str, URL]
 Size = Annotated[int, SIZE]
+Memory = Annotated[int | float, MEMORY]
+Megabytes = Annotated[int, MEGABYTES]
 Seconds = Annotated[float, SECONDS]
 WholeSeconds = Annotated[int, WHOLE_SECONDS]
 Milliseconds = Annotated[int, MILLISECONDS]

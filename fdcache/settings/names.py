@@ -7,10 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 from fdcache.settings.problems import Problem, warning
-from fdcache.settings.sources import FILE_SUFFIX, Layer
+from fdcache.settings.sources import FILE_SUFFIX, PREFIXES, Layer
 from fdcache.settings.variable import Variable
-
-PREFIXES = ("FD_", "FDCACHE_")
 
 _LINK_NAME = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")

@@ -107,11 +107,45 @@ def parse_size(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
+    if match is None or ("." in match[1] and not match[2]):
         raise ValueError("not a size")
     unit = match[2].lower()
     factor = _BINARY.get(unit) or _DECIMAL[unit]
     return parse_integer(int(Decimal(match[1]) * factor))
+
+
+_SHARE = re.compile(r"(0?\.\d+)|(\d+(?:\.\d+)?) *%", re.ASCII)
+
+
+def parse_memory(value: object) -> int | float:
+    """Read a size above 0, or a share of the memory that is there: ``0.9`` or ``90%``."""
+    match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None and not isinstance(value, float):
+        size = parse_size(value)
+        if size < 1:
+            raise ValueError("not above 0")
+        return size
+    share = parse_number(value) if match is None else float(match[1] or float(match[2]) / 100)
+    if not 0 < share <= 1:
+        raise ValueError("not a share")
+    return share
+
+
+def format_memory(value: float) -> str:
+    """Write a size or a share."""
+    return repr(value) if isinstance(value, float) else format_size(value)
+
+
+def parse_megabytes(value: object) -> int:
+    """Read a size as a whole number of MiB: a plain number is that number, others have a unit."""
+    if isinstance(value, str) and value.strip().isdigit():
+        return parse_integer(value)
+    if isinstance(value, int):
+        return parse_integer(value)
+    size = parse_size(value)
+    if size % 2**20:
+        raise ValueError("not a whole number of MiB")
+    return size >> 20
 
 
 def format_size(size: int) -> str:

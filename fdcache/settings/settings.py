@@ -1,78 +1,36 @@
-"""``Settings``: every group in one model, and where each value came from."""
+"""``Settings``: read all sources at once and find everything that is wrong with them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
 
-from pydantic import Field, PrivateAttr
+from fdcache.settings import names
+from fdcache.settings.checks import cross_checks
+from fdcache.settings.machine import memory
+from fdcache.settings.problems import Problem, SettingsError, Severity, error, warning
+from fdcache.settings.sources import (
+    ENV_FILE,
+    SECRETS_DIRECTORY,
+    Candidate,
+    Layer,
+    Source,
+    candidates,
+    dotenv_layer,
+    environment_layer,
+    explicit_layer,
+    secrets_layer,
+)
+from fdcache.settings.tree import VARIABLES, SettingsTree
+from fdcache.settings.variable import Variable
 
-from fdcache.settings.attention import AttentionSettings
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.deployment import DeploymentSettings
-from fdcache.settings.disaggregation import DisaggregationSettings
-from fdcache.settings.engine_cache import EngineCacheSettings
-from fdcache.settings.files import FileSettings
-from fdcache.settings.hardware import HardwareSettings
-from fdcache.settings.kernels import KernelSettings
-from fdcache.settings.logging import LoggingSettings
-from fdcache.settings.model import ModelSettings
-from fdcache.settings.moe import MoeSettings
-from fdcache.settings.problems import Problem, SettingsError, error
-from fdcache.settings.sampling import SamplingSettings
-from fdcache.settings.scheduling import SchedulingSettings
-from fdcache.settings.server import ServerSettings
-from fdcache.settings.service import ServiceSettings
-from fdcache.settings.sources import Candidate, Source
-from fdcache.settings.storage import StorageSettings
-from fdcache.settings.tracing import TracingSettings
-from fdcache.settings.transfer import TransferSettings
-from fdcache.settings.usage import UsageSettings
-from fdcache.settings.variable import Group, Variable, describe
+_FILE_VARIABLES = (ENV_FILE, SECRETS_DIRECTORY)
 
 
-class Layout(Protocol):
-    """What a KV layout has that settings must agree with."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        ...
-
-    @property
-    def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
-        ...
-
-
-class Settings(Group):
+class Settings(SettingsTree):
     """Everything configurable. ``Settings()`` is the defaults, ``Settings.load()`` what is in force."""
-
-    files: FileSettings = Field(default_factory=FileSettings)
-    deployment: DeploymentSettings = Field(default_factory=DeploymentSettings)
-    cache: CacheSettings = Field(default_factory=CacheSettings)
-    server: ServerSettings = Field(default_factory=ServerSettings)
-    transfer: TransferSettings = Field(default_factory=TransferSettings)
-    logging: LoggingSettings = Field(default_factory=LoggingSettings)
-    tracing: TracingSettings = Field(default_factory=TracingSettings)
-    usage: UsageSettings = Field(default_factory=UsageSettings)
-    model: ModelSettings = Field(default_factory=ModelSettings)
-    sampling: SamplingSettings = Field(default_factory=SamplingSettings)
-    attention: AttentionSettings = Field(default_factory=AttentionSettings)
-    moe: MoeSettings = Field(default_factory=MoeSettings)
-    kernels: KernelSettings = Field(default_factory=KernelSettings)
-    scheduling: SchedulingSettings = Field(default_factory=SchedulingSettings)
-    engine_cache: EngineCacheSettings = Field(default_factory=EngineCacheSettings)
-    storage: StorageSettings = Field(default_factory=StorageSettings)
-    disaggregation: DisaggregationSettings = Field(default_factory=DisaggregationSettings)
-    service: ServiceSettings = Field(default_factory=ServiceSettings)
-    hardware: HardwareSettings = Field(default_factory=HardwareSettings)
-
-    _candidates: Mapping[str, tuple[Candidate, ...]] = PrivateAttr(default_factory=dict)
-    _warnings: tuple[Problem, ...] = PrivateAttr(default=())
 
     @staticmethod
     def load(
@@ -89,8 +47,6 @@ class Settings(Group):
         Raises:
             SettingsError: the configuration is wrong; its ``problems`` name every variable concerned.
         """
-        from fdcache.settings.survey import survey
-
         found = survey(environ, arguments, defaults)
         if found.errors:
             raise SettingsError(found.errors)
@@ -98,67 +54,110 @@ class Settings(Group):
             warnings.warn(str(deprecated), FutureWarning, stacklevel=2)
         return found.settings
 
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was found. Where a value was wrong, ``settings`` holds the default in its place."""
+
+    settings: Settings
+    problems: tuple[Problem, ...]
+    deprecations: tuple[Problem, ...]
+    rejected: frozenset[str]
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """The problems that keep anything from starting."""
+        return tuple(problem for problem in self.problems if problem.severity is Severity.ERROR)
+
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """What is doubtful but keeps nothing from starting: unknown and deprecated names."""
-        return self._warnings
+        """The other problems."""
+        return tuple(problem for problem in self.problems if problem.severity is Severity.WARNING)
 
-    def value(self, name: str) -> Any:
-        """Give the value of a variable by its environment name."""
+
+def survey(
+    environ: Mapping[str, str] | None = None,
+    arguments: Mapping[str, object] | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> Survey:
+    """Read every source and check everything; wrong values become problems, never exceptions."""
+    problems: list[Problem] = []
+    layers = find_layers(os.environ if environ is None else environ, arguments or {}, problems)
+    layers.append(explicit_layer(Source.DEFAULT, _known(defaults or {})))
+    found = {
+        name: tuple(candidates(variable, layers_of(name, layers), problems))
+        for name, variable in VARIABLES.items()
+    }
+    settings, rejected = _build(found, problems)
+    deprecations = tuple(_deprecations(found))
+    settings._candidates = found
+    settings._warnings = (*deprecations, *names.unknown_names(layers, VARIABLES.values()))
+    crossed = cross_checks(settings, memory())
+    problems += [problem for problem in crossed if rejected.isdisjoint(problem.variables)]
+    return Survey(settings, (*problems, *settings.warnings), deprecations, frozenset(rejected))
+
+
+def _known(values: Mapping[str, object]) -> Mapping[str, object]:
+    unknown = sorted(set(values) - set(VARIABLES))
+    if unknown:
+        raise TypeError(f"no such variable: {', '.join(unknown)}")
+    return values
+
+
+def find_layers(
+    environ: Mapping[str, str], arguments: Mapping[str, object], problems: list[Problem]
+) -> list[Layer]:
+    """Open every source there is, the strongest first."""
+    layers = [explicit_layer(Source.ARGUMENT, _known(arguments)), environment_layer(environ)]
+    chosen = {}
+    for name in _FILE_VARIABLES:
+        winner = next(candidates(VARIABLES[name], layers, []), None)
+        if winner is not None and VARIABLES[name].accepts(winner.value):
+            chosen[name] = VARIABLES[name].parse(winner.value)
+    if SECRETS_DIRECTORY in chosen:
+        known = {spelled for variable in VARIABLES.values() for spelled in (variable.name, *variable.aliases)}
+        layers.append(secrets_layer(chosen[SECRETS_DIRECTORY], known, problems))
+    if ENV_FILE in chosen:
+        layers.append(dotenv_layer(chosen[ENV_FILE], problems))
+    return layers
+
+
+def layers_of(name: str, layers: list[Layer]) -> list[Layer]:
+    """Give the layers that a variable is read from; where further files stand is not said in those files."""
+    return layers[:2] if name in _FILE_VARIABLES else layers
+
+
+def _build(found: Mapping[str, tuple[Candidate, ...]], problems: list[Problem]) -> tuple[Settings, set[str]]:
+    given: dict[str, dict[str, object]] = {}
+    rejected = set()
+    for name, there in found.items():
         variable = VARIABLES[name]
-        return getattr(getattr(self, variable.group), variable.field)
-
-    def candidates(self, name: str) -> tuple[Candidate, ...]:
-        """Give every value found for a variable, the one in force first; empty where the default holds."""
-        return self._candidates.get(name, ())
-
-    def source(self, name: str) -> Source:
-        """Say which source the value of a variable came from."""
-        candidates = self.candidates(name)
-        return candidates[0].source if candidates else Source.DEFAULT
-
-    def changed(self, name: str) -> bool:
-        """Whether a variable's value differs from its default."""
-        return bool(self.value(name) != DEFAULTS.value(name))
-
-    def render(self, name: str) -> str | None:
-        """Write a variable's value as text, a secret masked."""
-        return VARIABLES[name].render(self.value(name))
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 over the names and values in force that are no secrets, in hexadecimal."""
-        values = {name: self.render(name) for name, variable in VARIABLES.items() if not variable.secret}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-    def check_layout(self, layout: Layout) -> None:
-        """Compare with the layout of the engine.
-
-        Raises:
-            SettingsError: block size or ranks differ.
-        """
-        pairs = (
-            ("FDCACHE_BLOCK_SIZE", self.deployment.block_size, "block size", layout.block_size),
-            ("FDCACHE_RANKS", self.deployment.ranks, "number of tensor-parallel ranks", layout.tp_size),
-        )
-        problems = [
-            error(
-                (name,),
-                self.source(name),
-                f"{mine} is not the layout's {what} {theirs}",
-                f"set {name}={theirs}",
-            )
-            for name, mine, what, theirs in pairs
-            if mine != theirs
-        ]
-        if problems:
-            raise SettingsError(problems)
+        if not there:
+            continue
+        if variable.accepts(there[0].value):
+            given.setdefault(variable.group, {})[variable.field] = there[0].value
+        else:
+            rejected.add(name)
+            problems.append(rejection(variable, there[0]))
+    return Settings.model_validate(given), rejected
 
 
-VARIABLES: Mapping[str, Variable] = {
-    variable.name: variable
-    for group, info in Settings.model_fields.items()
-    if isinstance(info.annotation, type) and issubclass(info.annotation, Group)
-    for variable in describe(group, info.annotation)
-}
-DEFAULTS = Settings()
+def rejection(variable: Variable, candidate: Candidate) -> Problem:
+    """Say why a value is wrong, without repeating it where it is a secret."""
+    shown = "the value, which is not shown," if variable.secret else variable.show(candidate.value)
+    right = f"use {variable.kind.example}"
+    if variable.choices:
+        meant = names.suggest(str(candidate.value), variable.choices)
+        right = f"did you mean {meant}?" if meant else f"use {variable.expects}"
+    if names.is_link_address(candidate.value):
+        right += "; it is a Kubernetes service link, which enableServiceLinks: false in the pod prevents"
+    return error((candidate.name,), candidate.place, f"{shown} is not {variable.expects}", right)
+
+
+def _deprecations(found: Mapping[str, tuple[Candidate, ...]]) -> list[Problem]:
+    return [
+        warning((candidate.name,), candidate.place, "the name is deprecated", f"use {name}")
+        for name, there in found.items()
+        for candidate in there
+        if candidate.name != name
+    ]

@@ -14,6 +14,7 @@ from fdcache.settings.variable import Variable
 ENV_FILE = "FDCACHE_ENV_FILE"
 SECRETS_DIRECTORY = "FDCACHE_SECRETS_DIR"
 FILE_SUFFIX = "_FILE"
+PREFIXES = ("FD_", "FDCACHE_")
 
 _LARGEST_FILE = 1 << 20
 
@@ -96,15 +97,20 @@ def dotenv_layer(path: Path, problems: list[Problem]) -> Layer:
 
 
 def secrets_layer(directory: Path, names: Iterable[str], problems: list[Problem]) -> Layer:
-    """Read a folder of secrets: the files that are named after a variable."""
+    """Read a folder of secrets: the files that are named after a variable, and the names that look like one."""
     given: dict[str, Given] = {}
     try:
         present = {path.name for path in directory.iterdir()}
     except OSError as reason:
         problems.append(_unreadable(SECRETS_DIRECTORY, directory, reason))
         present = set()
-    for name in sorted(present.intersection(names)):
+    known = set(names)
+    for name in sorted(present):
         path = directory / name
+        if name not in known:
+            if name.startswith(PREFIXES):
+                given[name] = Given(str(path), None)
+            continue
         try:
             text = _value_in(path)
         except (OSError, ValueError) as reason:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from fdcache.settings import dotenv
-from fdcache.settings.settings import VARIABLES
+from fdcache.settings.tree import VARIABLES
 from fdcache.settings.variable import User, Variable
 
 _GIVEN = "FDCACHE_PREFIX_CACHING"

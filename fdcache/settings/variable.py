@@ -59,7 +59,7 @@ def variable(
     used_by: User | None = None,
     live: bool = False,
     since: str = "0.1.0",
-    aliases: tuple[str, ...] = (),
+    alias: str | None = None,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
@@ -68,7 +68,7 @@ def variable(
 
     ``old`` is the type in the old environment module, ``old_default`` its default where that is not simply
     ``default`` in the old type, ``old_flag`` how it spelt false and true in a text flag.
-    ``aliases`` are deprecated names. Who reads it follows from the name unless ``used_by`` says otherwise.
+    ``alias`` is a deprecated name. Who reads it follows from the name unless ``used_by`` says otherwise.
     """
     extra: dict[str, Any] = {
         _KEY: {
@@ -77,7 +77,7 @@ def variable(
             "used_by": used_by or (User.FDCACHE if name.startswith("FDCACHE_") else User.ENGINE),
             "effect": Effect.LIVE if live else Effect.START,
             "since": since,
-            "aliases": aliases,
+            "aliases": (alias,) if alias else (),
             "old": old,
             "old_flag": old_flag,
         }

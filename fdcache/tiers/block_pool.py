@@ -15,8 +15,8 @@ _PENDING = {CacheLevel.DEVICE: CacheStatus.SWAP_TO_DEVICE, CacheLevel.HOST: Cach
 class BlockPool(_core.Tier):
     """A tier of ``num_blocks`` slots at one level. The calls of the data path are those of the native class."""
 
-    def __init__(self, level: CacheLevel, num_blocks: int) -> None:
-        super().__init__(num_blocks)
+    def __init__(self, level: CacheLevel, num_blocks: int, eviction: str = "lru") -> None:
+        super().__init__(num_blocks, eviction)
         self.level = level
 
     def nodes(self, slots: Iterable[int]) -> list[BlockNode]:

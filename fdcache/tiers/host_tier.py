@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from fdcache._core import TierStats
@@ -14,20 +15,20 @@ from fdcache.tiers.block_pool import BlockPool
 from fdcache.tiers.host_cache import HostCache
 
 
-class TierFigures(Protocol):
+class TierFigures(msgspec.Struct, frozen=True):
     """The state of a tier in figures; ``writing`` includes ``pending``, ``evictable`` is part of ``ready``."""
 
-    slots: int
-    free: int
-    writing: int
-    ready: int
-    pending: int
-    evictable: int
-    pins: int
-    holds: int
-    leases: int
-    epoch: int
-    evictions: int
+    slots: int = 0
+    free: int = 0
+    writing: int = 0
+    ready: int = 0
+    pending: int = 0
+    evictable: int = 0
+    pins: int = 0
+    holds: int = 0
+    leases: int = 0
+    epoch: int = 0
+    evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,20 @@ class SlotsForCopies(Protocol):
     """Slots for those blocks whose ``status`` is 0, in order; or how many are ``missing``, and none taken."""
 
     @property
-    def slots(self) -> Int32Array: ...
+    def slots(self) -> Int32Array:
+        """The slots taken."""
+
     @property
-    def generations(self) -> UInt32Array: ...
+    def generations(self) -> UInt32Array:
+        """Their generations."""
+
     @property
-    def status(self) -> HashArray: ...
+    def status(self) -> HashArray:
+        """Per hash: 0 a slot was taken, 1 ready, 2 pending, 3 no parent."""
+
     @property
-    def missing(self) -> int: ...
+    def missing(self) -> int:
+        """Slots that could not be had."""
 
 
 class HostTier(Protocol):

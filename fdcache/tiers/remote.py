@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
@@ -35,28 +34,12 @@ from fdcache.node.protocol import (
 )
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host_cache import HostCache
-from fdcache.tiers.host_tier import NOTHING, HostMatch
+from fdcache.tiers.host_tier import NOTHING, HostMatch, TierFigures
 from fdcache.tiers.knowledge import ABSENT, PENDING, READY, Knowledge
 from fdcache.tiers.session import Session, SessionKeeper
 
 RESERVED, IS_READY, IS_PENDING, NO_PARENT = range(4)
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
-
-
-class RemoteStats(msgspec.Struct, frozen=True):
-    """Figures of the layout's tier in the service, as of the last heartbeat."""
-
-    slots: int = 0
-    free: int = 0
-    writing: int = 0
-    ready: int = 0
-    pending: int = 0
-    evictable: int = 0
-    pins: int = 0
-    holds: int = 0
-    leases: int = 0
-    epoch: int = 0
-    evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,12 +289,12 @@ class RemoteHostTier:
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             self._keeper.lose(session, str(error))
 
-    def stats(self) -> RemoteStats:
+    def stats(self) -> TierFigures:
         """As of the last heartbeat."""
         session = self._keeper.session
         if session is None:
-            return RemoteStats()
-        return RemoteStats(**dict(zip(TIER_FIGURES, session.figures, strict=False)))
+            return TierFigures()
+        return TierFigures(**dict(zip(TIER_FIGURES, session.figures, strict=False)))
 
     def record_events(self, capacity: int) -> None:
         """Keep so many of the service's events."""

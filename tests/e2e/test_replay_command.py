@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,23 @@ def test_without_json_a_table_is_printed_and_no_bar_where_there_is_no_terminal()
     assert done.returncode == 0, done.stderr
     assert "corrupt blocks" in done.stdout
     assert "hit rate" not in done.stderr
+
+
+def test_a_bar_is_shown_where_standard_error_is_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    command = [*FDCACHE, "replay", "--requests", "100", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal's other end is closed: the process has ended
+            while part := os.read(ours, 4096):
+                shown += part
+        out, _ = process.communicate(timeout=60)
+    os.close(ours)
+    assert process.returncode == 0
+    assert json.loads(out)["finished"] == 100
+    assert b"/100" in shown
+    assert b"hit rate" in shown
 
 
 def test_a_trace_is_replayed_and_its_repeated_blocks_are_hit(tmp_path: Path) -> None:
@@ -192,5 +211,31 @@ def test_an_interrupt_ends_with_the_report_so_far(tmp_path: Path, ranks: int) ->
     assert report["requests"] > 0
     assert report["leaked_slots"] == report["leaked_pins"] == report["corrupt_blocks"] == 0
     assert set(Path("/dev/shm").glob("fdcache*")) <= before
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    wait_until_gone(process.pid)
+
+
+def test_ranks_end_when_the_scheduler_is_killed(tmp_path: Path) -> None:
+    endless = tmp_path / "endless.jsonl"
+    os.mkfifo(endless)
+    command = [*FDCACHE, "replay", str(endless), "--ranks", "2", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    with contextlib.suppress(BrokenPipeError), endless.open("w") as lines:
+        for index in range(1_000_000):
+            lines.write(json.dumps({**LINE, "hash_ids": [index, index + 1]}) + "\n")
+            lines.flush()
+            if index == 1000:
+                process.kill()
+    process.wait(timeout=60)
+    wait_until_gone(process.pid)
+
+
+def wait_until_gone(group: int) -> None:
+    """Wait for the last process of a group; multiprocessing's own helper ends a moment after its parent."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("a process of the replay is still there")

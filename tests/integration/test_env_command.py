@@ -1,5 +1,6 @@
 """``fdcache env`` as it is run: real processes, real exit statuses."""
 
+import importlib.util
 import json
 import os
 import pty
@@ -99,6 +100,16 @@ def test_check_lists_all_problems_as_json() -> None:
         ("warning", ["FD_LOG_DRI"]),
     ]
     assert all(problem["wrong"] and problem["right"] and problem["source"] for problem in told["problems"])
+
+
+def test_any_other_command_meets_a_bad_configuration_the_same_way() -> None:
+    if importlib.util.find_spec("fdcache_cli.replay") is None:
+        pytest.skip("there is no other command that reads settings")
+    done = fdcache("replay", "--requests", "1", FDCACHE_RANKS="many", FD_DEBUG="2")
+    assert done.returncode == 78
+    assert "FDCACHE_RANKS" in done.stderr
+    assert "FD_DEBUG" in done.stderr
+    assert "Traceback" not in everything(done)
 
 
 def test_show_gives_every_setting_as_json() -> None:

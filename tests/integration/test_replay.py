@@ -231,3 +231,12 @@ def test_a_rank_that_dies_ends_the_run_with_its_name() -> None:
 
 def rank_processes() -> list[multiprocessing.process.BaseProcess]:
     return [each for each in multiprocessing.active_children() if each.name.startswith("fdcache-rank")]
+
+
+def test_a_host_tier_smaller_than_one_path_comes_to_rest() -> None:
+    cache = {"write_policy": WritePolicy.WRITE_BACK, "clean_reserve": 8}
+    config = small_config(
+        device_blocks=1200, block_size=16, host_memory=1 << 20, concurrency=1, seed=97, layers=1, cache=cache
+    )
+    report = run_chat(config, requests=80, workload=WorkloadName.UNIQUE)
+    assert_clean(report)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import resource
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import psutil
 import pytest
 
-from fdcache.errors import ForkedProcessError
+from fdcache.controller.cache_controller import CacheController
+from fdcache.errors import ForkedProcessError, HostMemoryError
 from fdcache.metadata import decode_plan, decode_report, encode
-from tests.swaps import Worker, plan
+from fdcache.settings.transfer import TransferSettings
+from tests.swaps import Worker, plan, uniform_layout
 
 RANKS = 2
 
@@ -78,6 +81,33 @@ def use_after_fork(worker: Worker) -> list[str]:
         except ForkedProcessError:
             refused.append(name)
     return refused
+
+
+def ask_for_more_than_allowed(pipe: Connection) -> None:
+    """Under a limit on address space: a host cache too large, then one that fits."""
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20), used + (400 << 20)))
+    layout = uniform_layout()
+    controller = CacheController(TransferSettings(), layout)
+    try:
+        controller.initialize_host_cache((640 << 20) // layout.record_bytes)
+    except HostMemoryError as error:
+        pipe.send(str(error))
+    controller.initialize_host_cache((256 << 20) // layout.record_bytes)
+    pipe.send(controller.host_arena is not None)
+    controller.shutdown()
+
+
+def test_memory_that_the_system_refuses_half_way_is_given_back() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=ask_for_more_than_allowed, args=(theirs,))
+    child.start()
+    theirs.close()
+    assert "the system refused" in ours.recv()
+    assert ours.recv() is True
+    child.join(30)
+    assert child.exitcode == 0
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache import _core
+from fdcache.controller import host_arena
 from fdcache.layout import KVLayout
 from tests.swaps import Worker, plan
 
@@ -40,6 +42,14 @@ LAYOUTS = {
     ),
 }
 BLOCKS = 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_extents() -> Iterator[None]:
+    """Arenas of several extents: two records or one in each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_arena, "EXTENT_BYTES", 2 * 4096)
+        yield
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 
 from fdcache import _core
@@ -336,10 +335,14 @@ class TestRefusedPlans:
         assert worker.controller.wait_reports(0) == []
         assert [worker.block(slot) for slot in range(8)] == before
 
-    def test_unequal_lengths(self, worker: Worker) -> None:
+    @pytest.mark.parametrize(
+        "field",
+        ["dst_block_ids", "src_generations", "dst_generations", "hash_values", "parent_hashes"],
+    )
+    def test_unequal_lengths(self, worker: Worker, field: str) -> None:
         loads = swap(SwapPurpose.LOAD, [(0, 1), (1, 2)])
-        loads.src_block_ids = np.array([0], np.int32)
-        with pytest.raises(PlanError, match="host slots have shape"):
+        setattr(loads, field, getattr(loads, field)[:0])
+        with pytest.raises(PlanError, match=f"load: {field} has shape"):
             worker.controller.submit_swap_tasks(TransferPlan(plan_id=1, loads=loads))
 
     def test_a_plan_already_in_flight(self, worker: Worker) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 
@@ -83,6 +84,23 @@ def test_wait_any_returns_for_whichever_comes_first() -> None:
     assert device.wait_any(events, 0)
 
 
+def test_a_signal_ends_a_wait() -> None:
+    class InterruptError(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise InterruptError
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    try:
+        with pytest.raises(InterruptError):
+            CpuEvent().wait(60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
 def test_closing_a_held_stream_fails_its_copies_and_reaches_its_events() -> None:
     memory, stream, passed = Memory(), _core.CopyStream(1), _core.Event()
     copy = memory.copy()
@@ -110,6 +128,22 @@ def test_a_cancelled_copy_touches_nothing() -> None:
     assert passed.wait(5)
     assert not memory.records.any()
     assert not memory.headers.any()
+
+
+def test_a_slot_that_another_writer_took_is_not_stamped_ready() -> None:
+    memory, stream, first, gate = Memory(), _core.CopyStream(1), _core.Event(), _core.Event()
+    copy = memory.copy()
+    stream.copy(copy, 0, 1)
+    stream.record(first)
+    stream.wait(gate)
+    stream.copy(copy, 1, 2)
+    assert first.wait(5)
+    other = _core.SlotHeader(1, 2, bytes(32), bytes(32), bytes(32), 128, 0).to_bytes()
+    memory.headers[1] = np.frombuffer(other, np.uint8)
+    gate.set()
+    assert copy.done.wait(5)
+    assert [fault != 0 for fault in copy.faults()] == [False, True]
+    assert memory.headers[1].tobytes() == other
 
 
 def test_a_finished_copy_cannot_be_cancelled() -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fdcache.layout import KVLayout
 from fdcache.settings import Settings, SettingsError, survey
 from fdcache.settings.checks import cross_checks
 from fdcache.settings.machine import Memory, memory
@@ -74,15 +75,25 @@ def test_a_rejected_value_is_not_also_held_against_its_neighbours() -> None:
     assert [problem.variables for problem in found.errors] == [("FDCACHE_HOST_MEMORY",)]
 
 
-class Shape:
-    block_size = 64
-    tp_size = 2
+LAYOUT = KVLayout.uniform(
+    model="m",
+    revision="1",
+    num_layers=2,
+    num_draft_layers=1,
+    draft_block_ratio=2.0,
+    block_size=64,
+    kv_heads=1,
+    head_dim=16,
+    dtype="bfloat16",
+    tp_size=2,
+)
+BLOCK_BYTES = 2 * (64 * 16 * 2) * 2 + 2 * (64 * 16 * 2) * 2
 
 
 def test_layout_agrees_with_block_size_and_ranks() -> None:
-    Settings.load(environ={"FDCACHE_RANKS": "2"}).check_layout(Shape())
+    Settings.load(environ={"FDCACHE_RANKS": "2"}).check_layout(LAYOUT)
     with pytest.raises(SettingsError) as caught:
-        Settings.load(environ={"FDCACHE_BLOCK_SIZE": "32"}).check_layout(Shape())
+        Settings.load(environ={"FDCACHE_BLOCK_SIZE": "32"}).check_layout(LAYOUT)
     assert [problem.variables for problem in caught.value.problems] == [
         ("FDCACHE_BLOCK_SIZE",),
         ("FDCACHE_RANKS",),
@@ -112,3 +123,36 @@ def test_memory_of_this_machine_is_known() -> None:
     machine = memory().machine
     assert machine is not None
     assert machine > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("memory", "device_bytes", "blocks"),
+    [
+        (str(10 * BLOCK_BYTES + 1), None, 10),
+        ("1MiB", None, (1 << 20) // BLOCK_BYTES),
+        ("0.5", 10 * BLOCK_BYTES, 5),
+        ("100%", 10 * BLOCK_BYTES, 10),
+    ],
+)
+def test_device_memory_is_turned_into_blocks(memory: str, device_bytes: int | None, blocks: int) -> None:
+    settings = Settings.load(environ={"FDCACHE_DEVICE_MEMORY": memory})
+    assert settings.cache_for(LAYOUT, device_bytes).device_blocks == blocks
+    assert Settings.load(environ={}).cache_for(LAYOUT).device_blocks == 1024
+
+
+@pytest.mark.parametrize("memory", [str(BLOCK_BYTES - 1), "0.5"])
+def test_device_memory_that_gives_no_blocks_is_refused(memory: str) -> None:
+    settings = Settings.load(environ={"FDCACHE_DEVICE_MEMORY": memory})
+    with pytest.raises(SettingsError, match="FDCACHE_DEVICE_MEMORY"):
+        settings.cache_for(LAYOUT)
+
+
+def test_device_memory_and_blocks_are_two_ways_to_say_one_thing() -> None:
+    environ = {"FDCACHE_DEVICE_MEMORY": "1GiB", "FDCACHE_DEVICE_BLOCKS": "7"}
+    assert disagreeing(environ) == [("FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY")]
+    stronger = Settings.load(
+        environ={"FDCACHE_DEVICE_MEMORY": "1GiB"}, arguments={"FDCACHE_DEVICE_BLOCKS": 7}
+    )
+    assert stronger.cache_for(LAYOUT).device_blocks == 7
+    weaker = Settings.load(environ={"FDCACHE_DEVICE_MEMORY": "1GiB"}, defaults={"FDCACHE_DEVICE_BLOCKS": 7})
+    assert weaker.cache_for(LAYOUT).device_blocks == (1 << 30) // BLOCK_BYTES

@@ -13,8 +13,8 @@ from fdcache.settings.checks import cross_checks
 from fdcache.settings.dotenv import Entry, parse
 from fdcache.settings.legacy import OLD_VARIABLES
 from fdcache.settings.machine import Memory
-from fdcache.settings.names import PREFIXES
 from fdcache.settings.parsing import parse_duration, parse_size
+from fdcache.settings.sources import PREFIXES
 from fdcache.settings.templates import FORMATS
 from fdcache_cli.env import COMMANDS, Format
 

@@ -10,7 +10,7 @@ import pytest
 
 from fdcache.settings import VARIABLES, Settings, SettingsError, Variable
 from fdcache.settings.names import is_service_link
-from fdcache.settings.settings import DEFAULTS
+from fdcache.settings.tree import DEFAULTS
 from fdcache.settings.variable import User
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,27 @@ def test_sizes_have_units(text: str, size: int) -> None:
     assert VARIABLES["FDCACHE_HOST_MEMORY"].parse(text) == size
 
 
-@pytest.mark.parametrize("text", ["lots", "-1", "1XB", "9" * 40, "1.5.2", "GiB", "nan", "1e3"])
+@pytest.mark.parametrize(
+    ("text", "value"), [("40GiB", 40 << 30), ("0.9", 0.9), (".5", 0.5), ("90%", 0.9), ("1", 1)]
+)
+def test_memory_is_a_size_or_a_share(text: str, value: float) -> None:
+    variable = VARIABLES["FDCACHE_DEVICE_MEMORY"]
+    assert (variable.parse(text), type(variable.parse(text))) == (value, type(value))
+    assert variable.parse(variable.render(variable.parse(text))) == value
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "0%", "101%", "-1", "most", "nan", "1.5"])
+def test_what_is_no_memory_is_refused(text: str) -> None:
+    assert not VARIABLES["FDCACHE_DEVICE_MEMORY"].accepts(text)
+
+
+@pytest.mark.parametrize(("text", "size"), [("8", 8), ("8MiB", 8), ("1GiB", 1024)])
+def test_a_size_in_mebibytes_takes_units_too(text: str, size: int) -> None:
+    assert VARIABLES["FD_CUSTOM_AR_MAX_SIZE_MB"].parse(text) == size
+    assert not VARIABLES["FD_CUSTOM_AR_MAX_SIZE_MB"].accepts("1KiB")
+
+
+@pytest.mark.parametrize("text", ["lots", "1.5", "-1", "1XB", "9" * 40, "1.5.2", "GiB", "nan", "1e3"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     assert not VARIABLES["FDCACHE_HOST_MEMORY"].accepts(text)
 
@@ -218,11 +238,24 @@ def _reads(paths: list[Path], group: str) -> Iterator[str]:
 )
 def test_each_own_field_is_read_by_the_room_it_configures(variable: Variable) -> None:
     if variable.group == "files":
-        loader = ast.parse((ROOT / "fdcache/settings/survey.py").read_text())
+        loader = ast.parse((ROOT / "fdcache/settings/settings.py").read_text())
         used = {node.id for node in ast.walk(loader) if isinstance(node, ast.Name)}
         assert FILE_FIELDS[variable.field] in used
+        return
+    if variable.name == "FDCACHE_DEVICE_MEMORY":
+        called = ast.walk(ast.parse((ROOT / "fdcache_cli/replay.py").read_text()))
+        assert "cache_for" in {node.attr for node in called if isinstance(node, ast.Attribute)}
         return
     paths = _sources(CONSUMERS[variable.group])
     if not paths:
         pytest.skip(f"{CONSUMERS[variable.group]} is not there")
     assert variable.field in set(_reads(paths, variable.group))
+
+
+def test_only_the_settings_read_the_environment() -> None:
+    readers = set()
+    for path in (ROOT / "fdcache").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
+                readers.add(path.relative_to(ROOT).parts[1])
+    assert readers == {"settings"}

@@ -211,6 +211,14 @@ def test_a_port_that_is_no_service_link_is_complained_of() -> None:
     assert warning.variables == ("FDCACHE_PORT",)
 
 
+def test_mistyped_secret_file_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path / "FD_API_KEYS", "hunter2")
+    write(tmp_path / "unrelated", "x")
+    (warning,) = Settings.load(environ={"FDCACHE_SECRETS_DIR": str(tmp_path)}).warnings
+    assert warning.variables == ("FD_API_KEYS",)
+    assert "FD_API_KEY" in warning.right
+
+
 def test_service_link_over_a_real_variable_is_explained() -> None:
     with pytest.raises(SettingsError, match="enableServiceLinks: false"):
         Settings.load(environ={"FD_ZMQ_RECV_REQUEST_SERVER_PORT": "tcp://10.0.0.1:80"})

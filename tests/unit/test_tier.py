@@ -401,6 +401,14 @@ class TestEvictionOrder:
         tier.release(lease)
         assert eviction_order(tier) == [first[3], first[2], *second[::-1], first[1], first[0]]
 
+    def test_what_a_lease_took_last_goes_first(self, tier: _core.Tier) -> None:
+        first, second = store(tier, PATH), store(tier, OTHER)
+        lease = tier.open_lease()
+        tier.match(lease, hashes(PATH))
+        tier.match(lease, hashes(OTHER))
+        tier.release(lease)
+        assert eviction_order(tier) == second[::-1] + first[::-1]
+
     def test_a_parent_outlasts_its_children_whoever_releases_first(self, tier: _core.Tier) -> None:
         stored = store(tier, PATH)
         short, long = tier.open_lease(), tier.open_lease()
@@ -441,7 +449,7 @@ class TestListings:
         stored = store(tier, PATH)
         node = tier.node(stored[1])
         assert (node.slot, node.parent, node.depth, node.children) == (stored[1], stored[0], 1, 1)
-        assert (node.state, node.findable, node.hash, node.hits) == (2, True, PATH[1], 1)
+        assert (node.state, node.findable, node.hash, node.hits) == (_core.SLOT_READY, True, PATH[1], 1)
         assert node.idle_seconds >= 0
         with pytest.raises(IndexError, match="out of range"):
             tier.node(8)
@@ -520,3 +528,9 @@ class TestArguments:
             tier.contains(np.zeros((2, 31), np.uint8))
         with pytest.raises(ValueError, match="32 bytes"):
             tier.commit(tier.open_lease(), b"short", hashes([]), slots([]))
+
+
+def test_an_unknown_eviction_order_is_refused() -> None:
+    assert _core.Tier(4, eviction="lru").stats().slots == 4
+    with pytest.raises(ValueError, match="no eviction order is called fifo; there is lru"):
+        _core.Tier(4, eviction="fifo")

@@ -113,7 +113,7 @@ def assert_kept(copy: HeldUpCopy, generations: dict[tuple[int, int], int]) -> No
         assert not set(held) & set(taken.slots.tolist())
         assert not set(held) & set(taken.evicted.slots.tolist())
         for slot in held:
-            assert tier.node(slot).state != 0
+            assert tier.node(slot).state != _core.SLOT_FREE
             assert tier.node(slot).holds == 1
             assert tier.node(slot).generation == generations[index, slot]
         assert_sound(tier)

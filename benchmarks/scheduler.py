@@ -1,0 +1,227 @@
+"""What the scheduler side costs: microseconds per request by call, per decode step, and per evicted block.
+
+A closed loop of `--concurrency` requests over the recorded trace (or a generated chat workload where there is no
+trace) goes through a `CacheManager` without workers: whole prompts in one piece, then a block of output tokens
+a call. Hashing is measured apart, over the same prompts; `match` includes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.eviction import SIZES, best, tier_ns
+from fdcache.hashing import TokenBlocks, root_hash
+from fdcache.layout import KVLayout
+from fdcache.manager import CacheManager, Request
+from fdcache.replay.items import WorkItem
+from fdcache.replay.trace import read_trace
+from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.settings.cache import CacheSettings
+
+BLOCK = 64
+DECODE_STEPS = 512
+PHASES = ("hash", "match", "allocate", "commit", "decode", "finish")
+
+
+@dataclass(slots=True)
+class Running:
+    """A request in flight, its output and how much of that it has."""
+
+    request: Request
+    output: NDArray[np.int32]
+    done: int = 0
+
+
+class Clock:
+    """Nanoseconds by phase and request."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, dict[str, int]] = {phase: defaultdict(int) for phase in PHASES}
+        self._since = 0
+
+    def start(self) -> None:
+        self._since = time.perf_counter_ns()
+
+    def lap(self, phase: str, request: Request) -> None:
+        now = time.perf_counter_ns()
+        self.spent[phase][request.request_id] += now - self._since
+        self._since = time.perf_counter_ns()
+
+    def table(self) -> dict[str, dict[str, float]]:
+        """Mean and percentiles by phase, in microseconds per request."""
+        rows = {}
+        for phase, spent in self.spent.items():
+            values = np.array(list(spent.values()), dtype=np.float64) / 1000
+            p50, p99 = np.percentile(values, [50, 99])
+            rows[phase] = {"mean": float(values.mean()), "p50": float(p50), "p99": float(p99)}
+        return rows
+
+
+def layout() -> KVLayout:
+    return KVLayout.uniform(
+        model="bench", revision="1", num_layers=2, block_size=BLOCK, kv_heads=1, head_dim=16, dtype="bfloat16"
+    )
+
+
+def find_trace() -> Path | None:
+    for folder in Path(__file__).resolve().parents:
+        trace = folder / "shared" / "traces" / "conversation_trace.jsonl"
+        if trace.exists():
+            return trace
+    return None
+
+
+def drive(items: Iterator[WorkItem], blocks: int, concurrency: int) -> tuple[Clock, float, int]:
+    """Run all requests; returns the clock, the hit rate and how many there were."""
+    manager = CacheManager(CacheSettings(device_blocks=blocks), layout())
+    clock = Clock()
+    running: deque[Running] = deque()
+    reserved = prompts = hits = count = 0
+    pending = next(items, None)
+    while running or pending is not None:
+        while pending is not None and len(running) < concurrency:
+            needed = -(-(pending.prompt_length + pending.output_length) // BLOCK) + 2
+            if needed <= blocks and reserved + needed > blocks:
+                break
+            if needed <= blocks:
+                entered = admit(manager, clock, pending)
+                running.append(entered)
+                reserved += needed
+                prompts += pending.prompt_length
+                hits += entered.request.num_cached_tokens
+                count += 1
+            pending = next(items, None)
+        for _ in range(len(running)):
+            entry = running.popleft()
+            if entry.done < len(entry.output):
+                decode(manager, clock, entry)
+                running.append(entry)
+                continue
+            reserved -= -(-entry.request.num_tokens // BLOCK) + 2
+            clock.start()
+            manager.request_finish([entry.request])
+            clock.lap("finish", entry.request)
+    return clock, hits / prompts, count
+
+
+def admit(manager: CacheManager, clock: Clock, item: WorkItem) -> Running:
+    tokens = item.tokens(0)
+    prompt = tokens[: item.prompt_length]
+    request = Request(str(item.index), prompt)
+    blocks = TokenBlocks(BLOCK, root_hash(manager.layout.fingerprint))
+    clock.start()
+    blocks.append(prompt)
+    assert len(blocks.hashes) == len(prompt) // BLOCK
+    clock.lap("hash", request)
+    manager.match_prefix([request])
+    clock.lap("match", request)
+    (allocation,) = manager.allocate_device_blocks([(request, len(prompt))])
+    clock.lap("allocate", request)
+    assert allocation.ok
+    manager.commit([(request, len(prompt))])
+    clock.lap("commit", request)
+    clock.spent["decode"][request.request_id] = 0
+    return Running(request, tokens[item.prompt_length :])
+
+
+def decode(manager: CacheManager, clock: Clock, entry: Running) -> None:
+    request = entry.request
+    tokens = entry.output[entry.done : entry.done + BLOCK]
+    clock.start()
+    manager.allocate_device_blocks([(request, request.num_tokens + len(tokens))])
+    request.append_tokens(tokens)
+    manager.commit([(request, request.num_tokens)])
+    clock.lap("decode", request)
+    entry.done += len(tokens)
+
+
+def decode_step_us(concurrency: int) -> float:
+    """One token for every running request, median over many steps, in a pool that is full."""
+    blocks = 20_000
+    manager = CacheManager(CacheSettings(device_blocks=blocks), layout())
+    random = np.random.default_rng(0)
+    filler = Request("filler", random.integers(0, 1000, blocks * BLOCK, dtype=np.int32))
+    manager.match_prefix([filler])
+    manager.allocate_device_blocks([(filler, blocks * BLOCK)])
+    manager.commit([(filler, blocks * BLOCK)])
+    manager.request_finish([filler])
+    requests = [
+        Request(str(i), random.integers(0, 1000, 4096 + 7 * i, dtype=np.int32)) for i in range(concurrency)
+    ]
+    manager.match_prefix(requests)
+    manager.allocate_device_blocks([(request, request.num_tokens) for request in requests])
+    token = np.array([7], dtype=np.int32)
+    samples = []
+    for _ in range(DECODE_STEPS):
+        since = time.perf_counter_ns()
+        manager.allocate_device_blocks([(request, request.num_tokens + 1) for request in requests])
+        for request in requests:
+            request.append_tokens(token)
+        manager.commit([(request, request.num_tokens) for request in requests])
+        samples.append(time.perf_counter_ns() - since)
+    return float(np.median(samples)) / 1000
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--device-blocks", type=int, default=20_000)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3, help="evictions: the best of this many counts")
+    parser.add_argument("--json", action="store_true", help="print one object instead of tables")
+    options = parser.parse_args()
+    trace = find_trace()
+    items = read_trace(trace) if trace else generate(WorkloadName.CHAT, options.requests, 0)
+    clock, hit_rate, count = drive(
+        itertools.islice(items, options.requests), options.device_blocks, options.concurrency
+    )
+    phases = clock.table()
+    step_us = decode_step_us(options.concurrency)
+    evictions = {size: best(tier_ns, size, options.rounds) for size in SIZES}
+    ratio = max(evictions.values()) / evictions[SIZES[0]]
+    workload = "the recorded trace" if trace else "a generated chat workload"
+    if options.json:
+        fields = {
+            "machine": machine(),
+            "workload": workload,
+            "requests": count,
+            "hit_rate": hit_rate,
+            "us_per_request": phases,
+            "decode_step_us": step_us,
+            "eviction_ns": evictions,
+            "eviction_ratio": ratio,
+        }
+        print(json.dumps(fields))
+        return
+    print(f"{machine()}\n{count} requests of {workload}, {options.device_blocks} blocks of {BLOCK} tokens,")
+    print(f"{options.concurrency} in flight, hit rate {hit_rate:.1%}\n")
+    print(f"{'us per request':<16}{'mean':>10}{'p50':>10}{'p99':>10}")
+    for phase, row in phases.items():
+        print(f"{phase:<16}{row['mean']:>10.1f}{row['p50']:>10.1f}{row['p99']:>10.1f}")
+    print("match includes hashing; decode is all output tokens of a request, a block a call")
+    print(f"\none decode step of {options.concurrency} requests, a token each: {step_us:.1f} us\n")
+    print(f"{'entries':>10}{'ns per evicted block':>24}{'ratio':>8}")
+    for size, cost in evictions.items():
+        print(f"{size:>10,}{cost:>24.1f}{cost / evictions[SIZES[0]]:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/bindings.hpp"
+#include "core/bound_memory.hpp"
+#include "core/checksum.hpp"
+#include "core/host_memory.hpp"
+#include "core/slot_header.hpp"
+
+namespace fdcache {
+namespace {
+
+using namespace nb::literals;
+
+using ByteView = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
+
+std::uint8_t *pointer(std::uintptr_t address) {
+    return reinterpret_cast<std::uint8_t *>(address);
+}
+
+Digest digest_of(const nb::bytes &value, const char *field) {
+    if (value.size() != sizeof(Digest))
+        throw std::invalid_argument(std::string(field) + " must have 32 bytes");
+    Digest digest;
+    std::memcpy(digest.bytes.data(), value.c_str(), sizeof digest);
+    return digest;
+}
+
+template <typename T>
+nb::bytes as_bytes(const T &value) {
+    return nb::bytes(reinterpret_cast<const char *>(&value), sizeof value);
+}
+
+// A tensor of any framework, held through DLPack.
+struct BoundTensor {
+    nb::ndarray<> array;
+
+    nb::tuple shape() const {
+        nb::list sizes;
+        for (std::size_t i = 0; i < array.ndim(); ++i) sizes.append(array.shape(i));
+        return nb::tuple(sizes);
+    }
+
+    nb::tuple strides() const {
+        nb::list strides;
+        for (std::size_t i = 0; i < array.ndim(); ++i) {
+            strides.append(array.stride(i) * static_cast<std::int64_t>(array.itemsize()));
+        }
+        return nb::tuple(strides);
+    }
+};
+
+BoundPlanes make_planes(const std::vector<std::uintptr_t> &addresses,
+                        const std::vector<std::int64_t> &strides, const std::vector<std::size_t> &sizes,
+                        const std::vector<std::size_t> &offsets, nb::object owner) {
+    const std::size_t count = addresses.size();
+    if (strides.size() != count || sizes.size() != count || offsets.size() != count) {
+        throw std::invalid_argument("addresses, strides, sizes and offsets differ in length");
+    }
+    std::vector<Plane> planes;
+    for (std::size_t i = 0; i < count; ++i) {
+        if (offsets[i] % 8 != 0)
+            throw std::invalid_argument("a plane's record offset must be a multiple of 8");
+        planes.push_back({pointer(addresses[i]), strides[i], sizes[i], offsets[i]});
+    }
+    return {std::move(planes), std::move(owner)};
+}
+
+BoundRecords make_records(const std::vector<std::uintptr_t> &extents, std::size_t records_per_extent,
+                          std::size_t record_bytes, const std::vector<std::uintptr_t> &headers,
+                          std::int32_t num_slots, nb::object owner) {
+    if (records_per_extent == 0 || num_slots < 0 || headers.size() != extents.size() ||
+        extents.size() * records_per_extent < static_cast<std::size_t>(num_slots)) {
+        throw std::invalid_argument("the extents do not hold num_slots records");
+    }
+    RecordTable table;
+    for (const auto address : extents) table.extents.push_back(pointer(address));
+    table.records_per_extent = records_per_extent;
+    table.record_bytes = record_bytes;
+    for (const auto address : headers) table.headers.push_back(reinterpret_cast<SlotHeader *>(address));
+    table.num_slots = num_slots;
+    return {std::move(table), std::move(owner)};
+}
+
+void bind_checksum(nb::module_ &module) {
+    module.def(
+        "record_checksum",
+        [](InputArray<std::uint8_t> record, const std::vector<std::size_t> &offsets,
+           const std::vector<std::size_t> &sizes) {
+            if (offsets.size() != sizes.size())
+                throw std::invalid_argument("offsets and sizes differ in length");
+            std::uint64_t sum = 0;
+            std::uint64_t payload = 0;
+            for (std::size_t i = 0; i < offsets.size(); ++i) {
+                if (offsets[i] % 8 != 0)
+                    throw std::invalid_argument("a plane's record offset must be a multiple of 8");
+                if (offsets[i] > record.shape(0) || sizes[i] > record.shape(0) - offsets[i]) {
+                    throw std::invalid_argument("a plane reaches beyond the record");
+                }
+                sum += checksum_part(record.data() + offsets[i], sizes[i], offsets[i] / 8);
+                payload += sizes[i];
+            }
+            return finish_checksum(sum, payload);
+        },
+        "record"_a, "offsets"_a, "sizes"_a);
+    module.def(
+        "copy_with_checksum",
+        [](nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> target,
+           InputArray<std::uint8_t> source) {
+            if (target.shape(0) != source.shape(0))
+                throw std::invalid_argument("target and source differ in length");
+            const nb::gil_scoped_release release;
+            const auto sum = copy_with_checksum(target.data(), source.data(), source.shape(0), 0);
+            return finish_checksum(sum, source.shape(0));
+        },
+        "target"_a, "source"_a);
+}
+
+void bind_header(nb::module_ &module) {
+    nb::class_<SlotHeader>(module, "SlotHeader")
+        .def(
+            "__init__",
+            [](SlotHeader *self, int state, std::uint32_t generation, const nb::bytes &hash,
+               const nb::bytes &parent, const nb::bytes &fingerprint, std::uint64_t payload_bytes,
+               std::uint64_t payload_checksum) {
+                if (state < 0 || state > 2) throw std::invalid_argument("state must be 0, 1 or 2");
+                new (self) SlotHeader();
+                self->state = static_cast<SlotState>(state);
+                self->generation = generation;
+                self->hash = digest_of(hash, "block_hash");
+                self->parent = digest_of(parent, "parent");
+                self->fingerprint = fingerprint_of(fingerprint);
+                self->payload_bytes = payload_bytes;
+                self->payload_checksum = payload_checksum;
+                self->seal();
+            },
+            "state"_a, "generation"_a, "block_hash"_a, "parent"_a, "fingerprint"_a, "payload_bytes"_a,
+            "payload_checksum"_a)
+        .def_static(
+            "from_bytes",
+            [](const nb::bytes &data) {
+                if (data.size() != sizeof(SlotHeader))
+                    throw std::invalid_argument("a slot header has 128 bytes");
+                SlotHeader header;
+                std::memcpy(&header, data.c_str(), sizeof header);
+                return header;
+            },
+            "data"_a)
+        .def("to_bytes", [](const SlotHeader &self) { return as_bytes(self); })
+        .def_prop_ro("is_valid",
+                     [](const SlotHeader &self) {
+                         return self.magic == SlotHeader::kMagic && self.version == SlotHeader::kVersion &&
+                                self.header_checksum == self.computed_checksum();
+                     })
+        .def_prop_ro("version", [](const SlotHeader &self) { return self.version; })
+        .def_prop_ro("state", [](const SlotHeader &self) { return static_cast<int>(self.state); })
+        .def_prop_ro("generation", [](const SlotHeader &self) { return self.generation; })
+        .def_prop_ro("payload_bytes", [](const SlotHeader &self) { return self.payload_bytes; })
+        .def_prop_ro("payload_checksum", [](const SlotHeader &self) { return self.payload_checksum; })
+        .def_prop_ro("hash", [](const SlotHeader &self) { return as_bytes(self.hash.bytes); })
+        .def_prop_ro("parent", [](const SlotHeader &self) { return as_bytes(self.parent.bytes); })
+        .def_prop_ro("fingerprint", [](const SlotHeader &self) { return as_bytes(self.fingerprint); });
+}
+
+void bind_memory(nb::module_ &module) {
+    nb::class_<HostMemory>(module, "HostMemory")
+        .def(nb::init<std::size_t>(), "nbytes"_a)
+        .def("populate", &HostMemory::populate, "threads"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("address",
+                     [](const HostMemory &self) { return reinterpret_cast<std::uintptr_t>(self.data()); })
+        .def_prop_ro("nbytes", &HostMemory::size);
+    nb::class_<BoundTensor>(module, "Tensor")
+        .def(
+            "__init__",
+            [](BoundTensor *self, nb::ndarray<> tensor) { new (self) BoundTensor{std::move(tensor)}; },
+            "tensor"_a)
+        .def_prop_ro(
+            "address",
+            [](const BoundTensor &self) { return reinterpret_cast<std::uintptr_t>(self.array.data()); })
+        .def_prop_ro("shape", &BoundTensor::shape)
+        .def_prop_ro("strides", &BoundTensor::strides)
+        .def_prop_ro("itemsize", [](const BoundTensor &self) { return self.array.itemsize(); })
+        .def_prop_ro("device_type", [](const BoundTensor &self) { return self.array.device_type(); });
+    nb::class_<BoundPlanes>(module, "PlaneTable")
+        .def(
+            "__init__",
+            [](BoundPlanes *self, const std::vector<std::uintptr_t> &addresses,
+               const std::vector<std::int64_t> &strides, const std::vector<std::size_t> &sizes,
+               const std::vector<std::size_t> &offsets, nb::object owner) {
+                new (self) BoundPlanes(make_planes(addresses, strides, sizes, offsets, std::move(owner)));
+            },
+            "addresses"_a, "strides"_a, "sizes"_a, "offsets"_a, "owner"_a);
+    nb::class_<BoundRecords>(module, "RecordTable")
+        .def(
+            "__init__",
+            [](BoundRecords *self, const std::vector<std::uintptr_t> &extents, std::size_t records_per_extent,
+               std::size_t record_bytes, const std::vector<std::uintptr_t> &headers, std::int32_t num_slots,
+               nb::object owner) {
+                new (self) BoundRecords(make_records(extents, records_per_extent, record_bytes, headers,
+                                                     num_slots, std::move(owner)));
+            },
+            "extents"_a, "records_per_extent"_a, "record_bytes"_a, "headers"_a, "num_slots"_a, "owner"_a)
+        .def_prop_ro("num_slots", [](const BoundRecords &self) { return self.table.num_slots; })
+        .def(
+            "record",
+            [](nb::handle_t<BoundRecords> self, std::int32_t slot) {
+                const auto &table = nb::cast<BoundRecords &>(self).table;
+                check_slot(table, slot);
+                return ByteView(table.record(slot), {table.record_bytes}, self);
+            },
+            "slot"_a)
+        .def(
+            "header",
+            [](const BoundRecords &self, std::int32_t slot) {
+                check_slot(self.table, slot);
+                return load_header(self.table.header(slot));
+            },
+            "slot"_a)
+        .def(
+            "set_header",
+            [](const BoundRecords &self, std::int32_t slot, const SlotHeader &header) {
+                check_slot(self.table, slot);
+                store_header(self.table.header(slot), header);
+            },
+            "slot"_a, "header"_a);
+}
+
+}  // namespace
+
+void bind_record(nb::module_ &module) {
+    bind_checksum(module);
+    bind_header(module);
+    bind_memory(module);
+}
+
+}  // namespace fdcache

@@ -1,0 +1,89 @@
+"""The shortest engine that uses fdcache: one process, one rank, NumPy for a device.
+
+Run it with ``python -m examples.embedding``. It serves three prompts that share a beginning, lets the device run
+out of blocks, and prints where each prompt's prefix was found.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fdcache import (
+    CacheController,
+    CacheManager,
+    CacheSettings,
+    KVLayout,
+    MatchStatus,
+    Request,
+    TransferSettings,
+)
+
+LAYOUT = KVLayout.uniform(
+    model="example", revision="1", block_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float16"
+)
+
+
+class Engine:
+    """Schedules one request at a time: match, allocate, submit the plan, compute, report, commit, finish."""
+
+    def __init__(self, device_blocks: int, host_memory: int) -> None:
+        settings = CacheSettings(
+            device_blocks=device_blocks, host_memory=host_memory, write_policy="write_through"
+        )
+        self.manager = CacheManager(settings, LAYOUT)
+        self.controller = CacheController(TransferSettings(), LAYOUT)
+        self.planes = self.controller.initialize_kv_cache(device_blocks)
+        self.controller.initialize_host_cache(self.manager.num_host_blocks)
+
+    def serve(self, name: str, prompt: list[int]) -> str:
+        """Serve one prompt; returns where its prefix was found."""
+        request = Request(name, prompt)
+        match = self.manager.match_prefix([request])[0]
+        assert match.status is MatchStatus.MATCHED
+        allocation = self.manager.allocate_device_blocks([(request, len(prompt))])[0]
+        if not allocation.ok:
+            self.manager.request_finish([request])
+            return f"{name}: {allocation.shortfall} blocks too few"
+        if plan := self.manager.take_plan():
+            counter = self.controller.submit_swap_tasks(plan)
+            for layer in range(LAYOUT.total_layers):
+                counter.wait_for_layer(layer)
+                self.compute(layer, request, match.num_cached_tokens)
+        else:
+            for layer in range(LAYOUT.total_layers):
+                self.compute(layer, request, match.num_cached_tokens)
+        self.manager.apply(self.controller.wait_reports(timeout=10) if plan else [])
+        self.manager.commit([(request, len(prompt))])
+        self.manager.request_finish([request])
+        self.back_up()
+        return f"{name}: {match.num_device_blocks} blocks on the device, {match.num_host_blocks} on the host"
+
+    def compute(self, layer: int, request: Request, start: int) -> None:
+        """Stands for attention: every block from token ``start`` on gets this layer's keys and values."""
+        for slot in request.block_table[start // LAYOUT.block_size :]:
+            for plane in self.planes[2 * layer : 2 * layer + 2]:
+                plane[slot] = np.float16(layer)
+
+    def back_up(self) -> None:
+        """A step without requests: the write policy's copies to the host."""
+        if plan := self.manager.take_plan():
+            self.controller.submit_swap_tasks(plan)
+            self.manager.apply(self.controller.wait_reports(timeout=10))
+
+    def close(self) -> None:
+        """Wait for copies and free everything."""
+        self.controller.shutdown()
+
+
+def main() -> None:
+    """Serve three prompts on a device that holds one of them."""
+    system = list(range(64))
+    engine = Engine(device_blocks=8, host_memory=1 << 20)
+    print(engine.serve("first", [*system, *range(100, 140)]))
+    print(engine.serve("second", [*system, *range(200, 240)]))
+    print(engine.serve("first again", [*system, *range(100, 140)]))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Every group in one model, and where each value came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, PrivateAttr
+
+from fdcache.settings.attention import AttentionSettings
+from fdcache.settings.cache import CacheSettings
+from fdcache.settings.deployment import DeploymentSettings
+from fdcache.settings.disaggregation import DisaggregationSettings
+from fdcache.settings.engine_cache import EngineCacheSettings
+from fdcache.settings.files import FileSettings
+from fdcache.settings.hardware import HardwareSettings
+from fdcache.settings.kernels import KernelSettings
+from fdcache.settings.logging import LoggingSettings
+from fdcache.settings.model import ModelSettings
+from fdcache.settings.moe import MoeSettings
+from fdcache.settings.problems import Problem, SettingsError, error
+from fdcache.settings.sampling import SamplingSettings
+from fdcache.settings.scheduling import SchedulingSettings
+from fdcache.settings.server import ServerSettings
+from fdcache.settings.service import ServiceSettings
+from fdcache.settings.sources import Candidate, Source
+from fdcache.settings.storage import StorageSettings
+from fdcache.settings.tracing import TracingSettings
+from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.usage import UsageSettings
+from fdcache.settings.variable import Group, Variable, describe
+
+if TYPE_CHECKING:
+    from fdcache.layout import KVLayout
+
+
+class SettingsTree(Group):
+    """Everything configurable, by group; without arguments, the defaults."""
+
+    files: FileSettings = Field(default_factory=FileSettings)
+    deployment: DeploymentSettings = Field(default_factory=DeploymentSettings)
+    cache: CacheSettings = Field(default_factory=CacheSettings)
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    transfer: TransferSettings = Field(default_factory=TransferSettings)
+    logging: LoggingSettings = Field(default_factory=LoggingSettings)
+    tracing: TracingSettings = Field(default_factory=TracingSettings)
+    usage: UsageSettings = Field(default_factory=UsageSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    sampling: SamplingSettings = Field(default_factory=SamplingSettings)
+    attention: AttentionSettings = Field(default_factory=AttentionSettings)
+    moe: MoeSettings = Field(default_factory=MoeSettings)
+    kernels: KernelSettings = Field(default_factory=KernelSettings)
+    scheduling: SchedulingSettings = Field(default_factory=SchedulingSettings)
+    engine_cache: EngineCacheSettings = Field(default_factory=EngineCacheSettings)
+    storage: StorageSettings = Field(default_factory=StorageSettings)
+    disaggregation: DisaggregationSettings = Field(default_factory=DisaggregationSettings)
+    service: ServiceSettings = Field(default_factory=ServiceSettings)
+    hardware: HardwareSettings = Field(default_factory=HardwareSettings)
+
+    _candidates: Mapping[str, tuple[Candidate, ...]] = PrivateAttr(default_factory=dict)
+    _warnings: tuple[Problem, ...] = PrivateAttr(default=())
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """What is doubtful but keeps nothing from starting: unknown and deprecated names."""
+        return self._warnings
+
+    def value(self, name: str) -> Any:
+        """Give the value of a variable by its environment name."""
+        variable = VARIABLES[name]
+        return getattr(getattr(self, variable.group), variable.field)
+
+    def candidates(self, name: str) -> tuple[Candidate, ...]:
+        """Give every value found for a variable, the one in force first; empty where the default holds."""
+        return self._candidates.get(name, ())
+
+    def source(self, name: str) -> Source:
+        """Say which source the value of a variable came from."""
+        candidates = self.candidates(name)
+        return candidates[0].source if candidates else Source.DEFAULT
+
+    def changed(self, name: str) -> bool:
+        """Whether a variable's value differs from its default."""
+        return bool(self.value(name) != DEFAULTS.value(name))
+
+    def render(self, name: str) -> str | None:
+        """Write a variable's value as text, a secret masked."""
+        return VARIABLES[name].render(self.value(name))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the names and values in force that are no secrets, in hexadecimal."""
+        values = {name: self.render(name) for name, variable in VARIABLES.items() if not variable.secret}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def check_layout(self, layout: KVLayout) -> None:
+        """Compare with the layout of the engine.
+
+        Raises:
+            SettingsError: block size or ranks differ.
+        """
+        pairs = (
+            ("FDCACHE_BLOCK_SIZE", self.deployment.block_size, "block size", layout.block_size),
+            ("FDCACHE_RANKS", self.deployment.ranks, "number of tensor-parallel ranks", layout.tp_size),
+        )
+        problems = [
+            error(
+                (name,),
+                self.source(name),
+                f"{mine} is not the layout's {what} {theirs}",
+                f"set {name}={theirs}",
+            )
+            for name, mine, what, theirs in pairs
+            if mine != theirs
+        ]
+        if problems:
+            raise SettingsError(problems)
+
+    def cache_for(self, layout: KVLayout, device_bytes: int | None = None) -> CacheSettings:
+        """Give the cache's settings with ``FDCACHE_DEVICE_MEMORY``, where that is set, turned into blocks.
+
+        ``device_bytes`` is the memory of one rank's device, which a share is taken of.
+
+        Raises:
+            SettingsError: the memory holds not one block, or a share is set and ``device_bytes`` is not known.
+        """
+        name, memory = "FDCACHE_DEVICE_MEMORY", self.deployment.device_memory
+        if memory is None or self._strength("FDCACHE_DEVICE_BLOCKS") < self._strength(name):
+            return self.cache
+        if isinstance(memory, float):
+            if device_bytes is None:
+                wrong = f"{memory} is a share of a device whose memory is not known"
+                raise SettingsError([error((name,), self.source(name), wrong, "give a size such as 40GiB")])
+            memory = int(memory * device_bytes)
+        block_bytes = sum(
+            plane.device_stride * (layout.draft_block_ratio if layout.is_draft(plane.layer) else 1)
+            for plane in layout.planes
+        )
+        blocks = int(memory / block_bytes)
+        if not blocks:
+            wrong = f"{memory} bytes hold not one block of {block_bytes:g} bytes"
+            raise SettingsError([error((name,), self.source(name), wrong, "give at least that")])
+        return self.cache.model_copy(update={"device_blocks": blocks})
+
+    def _strength(self, name: str) -> int:
+        return list(Source).index(self.source(name))
+
+
+VARIABLES: Mapping[str, Variable] = {
+    variable.name: variable
+    for group, info in SettingsTree.model_fields.items()
+    if isinstance(info.annotation, type) and issubclass(info.annotation, Group)
+    for variable in describe(group, info.annotation)
+}
+DEFAULTS = SettingsTree()

@@ -1,0 +1,141 @@
+"""Many plans in flight, held up and cancelled at random, against a plain account of which bytes are where."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from fdcache.devices.cpu import CpuEvent
+from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
+from tests.swaps import Worker, swap, uniform_layout
+
+SLOTS = 32
+Pair = tuple[int, int]
+
+
+@dataclass
+class Sent:
+    """A plan in flight: its pairs as (device, host), and the bytes that each copy must carry."""
+
+    plan: TransferPlan
+    pairs: dict[SwapPurpose, list[Pair]]
+    carried: dict[SwapPurpose, list[list[bytes]]]
+    cancelled: bool = False
+
+
+@dataclass
+class Account:
+    """What the worker must hold, kept by the test."""
+
+    worker: Worker
+    rng: random.Random
+    host: dict[int, list[bytes]] = field(default_factory=dict)
+    generations: list[int] = field(default_factory=lambda: [0] * SLOTS)
+    free_device: set[int] = field(default_factory=lambda: set(range(SLOTS)))
+    free_host: set[int] = field(default_factory=lambda: set(range(SLOTS)))
+    sent: dict[int, Sent] = field(default_factory=dict)
+
+    def take(self, slots: set[int], most: int) -> list[int]:
+        chosen = self.rng.sample(sorted(slots), min(len(slots), self.rng.randint(0, most)))
+        slots.difference_update(chosen)
+        return chosen
+
+    def save(self, purpose: SwapPurpose) -> tuple[list[Pair], list[list[bytes]]]:
+        """Pairs that overwrite free host slots with free device blocks."""
+        device, host = self.take(self.free_device, 5), self.take(self.free_host, 5)
+        pairs = list(zip(device, host, strict=False))
+        self.free_device.update(device[len(pairs) :])
+        self.free_host.update(host[len(pairs) :])
+        for _, slot in pairs:
+            self.host.pop(slot, None)
+            self.generations[slot] += 1
+        return pairs, [self.worker.block(slot) for slot, _ in pairs]
+
+    def submit(self, plan_id: int, gate: CpuEvent | None) -> None:
+        pairs: dict[SwapPurpose, list[Pair]] = {}
+        carried: dict[SwapPurpose, list[list[bytes]]] = {}
+        for purpose in (SwapPurpose.EVICT, SwapPurpose.BACKUP):
+            pairs[purpose], carried[purpose] = self.save(purpose)
+        ready = {slot for slot in self.free_host if slot in self.host}
+        sources = self.take(ready, 5)
+        self.free_host.difference_update(sources)
+        # Loads go into slots that the plan empties, too.
+        emptied = [device for device, _ in pairs[SwapPurpose.EVICT]]
+        others = self.take(self.free_device, 5)
+        targets = emptied + others
+        loads = list(zip(targets, sources, strict=False))
+        self.free_device.update(set(others) - {device for device, _ in loads})
+        self.free_host.update(sources[len(loads) :])
+        pairs[SwapPurpose.LOAD] = loads
+        carried[SwapPurpose.LOAD] = [self.host[host] for _, host in loads]
+        made = TransferPlan(
+            plan_id=plan_id,
+            evictions=self.swap(SwapPurpose.EVICT, pairs),
+            loads=self.swap(SwapPurpose.LOAD, pairs),
+            backups=self.swap(SwapPurpose.BACKUP, pairs),
+        )
+        self.sent[plan_id] = Sent(made, pairs, carried)
+        stream = None
+        if gate is not None:
+            stream = self.worker.controller.device.create_stream()
+            stream.wait_event(gate)
+        self.worker.controller.submit_swap_tasks(made, stream)
+
+    def swap(self, purpose: SwapPurpose, pairs: dict[SwapPurpose, list[Pair]]) -> CacheSwapMetadata:
+        generations = [self.generations[host] for _, host in pairs[purpose]]
+        load = purpose is SwapPurpose.LOAD
+        ordered = [(host, device) if load else (device, host) for device, host in pairs[purpose]]
+        return swap(purpose, ordered, generation=generations)
+
+    def confirm(self, report: TransferReport) -> None:
+        sent = self.sent.pop(report.plan_id)
+        results = {result.purpose: result for result in report.results}
+        for purpose, pairs in sent.pairs.items():
+            failed = set(results[purpose].failed.tolist())
+            assert sent.cancelled or not failed
+            for position, (device, host) in enumerate(pairs):
+                if position in failed:
+                    continue
+                if purpose is SwapPurpose.LOAD:
+                    assert self.worker.block(device) == sent.carried[purpose][position]
+                else:
+                    self.host[host] = sent.carried[purpose][position]
+        for pairs in sent.pairs.values():
+            self.free_device.update(device for device, _ in pairs)
+            self.free_host.update(host for _, host in pairs)
+        for device in sorted(self.free_device)[:2]:
+            self.worker.scramble(device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_every_block_is_where_the_account_says(seed: int) -> None:
+    rng = random.Random(seed)
+    layout = uniform_layout(num_layers=5, num_draft_layers=1, head_dim=9, dtype="float16")
+    with Worker(
+        layout, device_blocks=SLOTS, host_blocks=SLOTS, copy_threads=1 + seed % 3, group_layers=1 + seed % 2
+    ) as worker:
+        account = Account(worker, rng)
+        gates: list[CpuEvent] = []
+        for plan_id in range(1, 3000):
+            gate = CpuEvent() if rng.random() < 0.3 else None
+            if gate is not None:
+                gates.append(gate)
+            account.submit(plan_id, gate)
+            if rng.random() < 0.1:
+                chosen = rng.choice(list(account.sent))
+                account.sent[chosen].cancelled |= worker.controller.handler(chosen).cancel()
+            if len(gates) > 2 or rng.random() < 0.3:
+                while gates:
+                    gates.pop(0).set()
+            for report in worker.controller.wait_reports(rng.choice([0, 0.001])):
+                account.confirm(report)
+        for gate in gates:
+            gate.set()
+        while account.sent:
+            for report in worker.controller.wait_reports(10):
+                account.confirm(report)
+        assert account.free_device == account.free_host == set(range(SLOTS))
+        assert worker.controller.poll() == []
