@@ -8,6 +8,9 @@ from fdcache_cli.app import Command, new_group
 
 COMMANDS = (
     Command("env", "fdcache_cli.env", "app", "Show, check and convert the settings."),
+    Command("serve", "fdcache_cli.serve", "serve", "Serve one warm host tier to all engines of this node."),
+    Command("inspect", "fdcache_cli.inspect", "app", "Look into a running service."),
+    Command("reset", "fdcache_cli.reset", "reset", "Forget cached blocks."),
     Command("replay", "fdcache_cli.replay", "replay", "Replay a workload through the real cache and report."),
 )
 

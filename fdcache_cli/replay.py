@@ -74,6 +74,12 @@ def replay(
             f"Default: {LAPTOP_DEFAULTS['FDCACHE_HOST_MEMORY']}.",
         ),
     ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="Use the host tier of this service instead of one of the replay's own."
+        ),
+    ] = None,
     layout: Annotated[LayoutName, typer.Option(help="Planes of a layer.")] = LayoutName.UNIFORM,
     layers: Annotated[int, typer.Option(min=1, help="Main layers.")] = 2,
     draft_layers: Annotated[int, typer.Option(min=0, help="Draft (MTP) layers after them.")] = 0,
@@ -134,6 +140,7 @@ def replay(
             "--write-policy": write_policy,
             "--write-through-threshold": write_through_threshold,
             "--eviction": eviction,
+            "--server": server,
         }
     )
     shape = Shape(layout, layers, draft_layers, kv_heads, head_dim, dtype)

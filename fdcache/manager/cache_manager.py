@@ -8,6 +8,8 @@ from enum import StrEnum
 from threading import RLock
 from types import TracebackType
 
+import msgspec
+
 from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
@@ -22,7 +24,6 @@ from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, SwapPurpose, Transfe
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import BlockPool, HostTier, LocalHostTier
 from fdcache.tiers.host_cache import HostCache
-
 
 _LEVELS = (CacheLevel.DEVICE, CacheLevel.HOST)
 
@@ -80,6 +81,11 @@ class CacheManager:
     def host_cache(self) -> HostCache:
         """What every rank's ``CacheController.initialize_host_cache`` is given, embedded and shared."""
         return self._host.host_cache if self._host else HostCache()
+
+    @property
+    def shared_blocks_in_use(self) -> int:
+        """What this engine pins and writes in a service's tier; 0 embedded, where ``get_stats`` has it."""
+        return self._host.in_use if self._host and self.settings.server is not None else 0
 
     def close(self) -> None:
         """Say goodbye to the service, if there is one: what this engine held there is free at once.
@@ -152,8 +158,14 @@ class CacheManager:
             if self._backups and self._state is ManagerState.RUNNING:
                 in_flight = self._ledger.blocks_in_flight(SwapPurpose.BACKUP)
                 self._backups.plan_background(self._requests.plan, in_flight)
+            if self._host:
+                self._host.report(lambda: msgspec.json.encode(self.get_stats()))
             plan = self._requests.close_plan()
-            return None if plan.is_empty else self._ledger.close(plan, self._clock(), self._host.arena if self._host else None)
+            return (
+                None
+                if plan.is_empty
+                else self._ledger.close(plan, self._clock(), self._host.arena if self._host else None)
+            )
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Tell how many tokens of each request are accepted and have their KV on every rank.
@@ -292,7 +304,11 @@ class CacheManager:
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
         with self._lock:
-            return [event for level, pool in zip(_LEVELS, self._pools(), strict=False) for event in events_of(pool, level, self.layout.block_size)]
+            return [
+                event
+                for level, pool in zip(_LEVELS, self._pools(), strict=False)
+                for event in events_of(pool, level, self.layout.block_size)
+            ]
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` naming every invariant that does not hold."""

@@ -35,7 +35,9 @@ def socket_path(address: str) -> Path:
         )
     path = Path(text).expanduser()
     if not path.is_absolute():
-        raise ConfigurationError(f"address {address!r}: the path must be absolute, as ipc:///run/fdcache/x.sock")
+        raise ConfigurationError(
+            f"address {address!r}: the path must be absolute, as ipc:///run/fdcache/x.sock"
+        )
     if len(str(path).encode()) > _LONGEST:
         raise ConfigurationError(
             f"address {address!r}: the path has more than the {_LONGEST} bytes of a socket; use a shorter folder"
@@ -48,6 +50,8 @@ def make_runtime_dir(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise ConfigurationError(f"{directory}: not a folder of this user; set FDCACHE_RUNTIME_DIR to another")
+        raise ConfigurationError(
+            f"{directory}: not a folder of this user; set FDCACHE_RUNTIME_DIR to another"
+        )
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigurationError(f"{directory}: others can enter it; run chmod 700 {directory}")

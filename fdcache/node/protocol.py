@@ -134,7 +134,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """A tool's question or command: a name and its arguments."""
 
     what: str
-    arguments: dict[str, str | int | float | bool | None | list[str]] = {}
+    arguments: dict[str, str | int | float | bool | list[str] | None] = {}
 
 
 Request = Register | Attach | Match | Release | Refill | Publish | LoadEnded | Heartbeat | Bye | Ask
@@ -213,9 +213,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     message: str
 
 
-Answer = (
-    Registered | Attached | Matched | Granted | Published | Alive | Events | Done | Told | Refused
-)
+Answer = Registered | Attached | Matched | Granted | Published | Alive | Events | Done | Told | Refused
 
 TIER_FIGURES = (
     "slots",
@@ -277,7 +275,9 @@ def decode_request_frame(data: bytes) -> RequestFrame:
 def decode_request(frame: RequestFrame) -> Request:
     """Unpack the body of a request. Raises ``ProtocolError`` for another version or a malformed body."""
     if frame.version != VERSION:
-        raise ProtocolError(f"version {frame.version} is not {VERSION}, which is spoken here; upgrade one side")
+        raise ProtocolError(
+            f"version {frame.version} is not {VERSION}, which is spoken here; upgrade one side"
+        )
     try:
         request: Request = _request.decode(frame.body)
         return request
@@ -290,7 +290,9 @@ def decode_answer(data: bytes) -> tuple[int, Answer]:
     try:
         frame = _answer_frame.decode(data)
         if frame.version != VERSION:
-            raise ProtocolError(f"the service speaks version {frame.version}, not {VERSION}; upgrade one side")
+            raise ProtocolError(
+                f"the service speaks version {frame.version}, not {VERSION}; upgrade one side"
+            )
         return frame.id, _answer.decode(frame.body)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"malformed answer: {error}") from error

@@ -90,14 +90,16 @@ def build_report(
 ) -> Report:
     """The report of a replay whose requests have all ended and whose copies were all reported."""
     stats = manager.get_stats()
-    tiers = [stats.device] if stats.host is None else [stats.device, stats.host]
+    shared = config.cache.server is not None
+    tiers = [stats.device] if stats.host is None or shared else [stats.device, stats.host]
     return Report(
         tally=tally,
         interrupted=interrupted,
         evictions=stats.device.evictions,
         host_evictions=stats.host.evictions if stats.host else 0,
         leaked_slots=sum(tier.blocks - tier.free - tier.ready for tier in tiers),
-        leaked_pins=sum(tier.pins + tier.holds + tier.leases for tier in tiers),
+        leaked_pins=sum(tier.pins + tier.holds + tier.leases for tier in tiers)
+        + manager.shared_blocks_in_use,
         integrity_error=_integrity_error(manager),
         manager_us={name: watch.microseconds(name) for name in MANAGER_CALLS},
         wall_seconds=wall_seconds,

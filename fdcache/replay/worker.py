@@ -13,6 +13,7 @@ from fdcache.layout import KVLayout
 from fdcache.replay.faults import FaultyDevice, LoadFaults
 from fdcache.replay.messages import StepOrder, StepResult
 from fdcache.settings.transfer import TransferSettings
+from fdcache.tiers import HostCache
 
 
 def peak_rss_bytes() -> int:
@@ -27,7 +28,7 @@ class WorkerSpec:
     layout: KVLayout
     transfer: TransferSettings
     device_blocks: int
-    host_blocks: int
+    host: HostCache
     verify_every: int
     faults: LoadFaults
 
@@ -49,8 +50,7 @@ class RankWorker:
         self._layers = layout.total_layers
         self._controller = CacheController(spec.transfer, layout, rank=rank, device=device)
         tensors = self._controller.initialize_kv_cache(spec.device_blocks)
-        if spec.host_blocks:
-            self._controller.initialize_host_cache(spec.host_blocks)
+        self._controller.initialize_host_cache(spec.host)
         self._model = PatternModel(
             [tensor.reshape(tensor.shape[0], -1).view(np.uint8) for tensor in tensors],
             np.array([plane.layer for plane in layout.planes], dtype=np.int32),

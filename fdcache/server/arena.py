@@ -170,7 +170,8 @@ class Arena:
 
     def _files(self) -> Iterator[tuple[Path, re.Match[str]]]:
         pattern = re.compile(
-            re.escape(self.prefix) + r"-(?:free-(?P<free>\d+)|(?P<namespace>[0-9a-f]{16})-r(?P<rank>\d+)-(?P<index>\d+))"
+            re.escape(self.prefix)
+            + r"-(?:free-(?P<free>\d+)|(?P<namespace>[0-9a-f]{16})-r(?P<rank>\d+)-(?P<index>\d+))"
         )
         for path in self.directory.glob(f"{self.prefix}-*"):
             if match := pattern.fullmatch(path.name):

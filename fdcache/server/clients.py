@@ -14,6 +14,8 @@ from fdcache.server.namespace import Namespace
 class Client:
     """One session. ``stock`` has the generation of each slot it may copy into, ``runs`` its pinned look-ups.
 
+    ``former`` has, by lease, those slots of the stock that were granted before a reset.
+
     What is in ``stock`` is given back by the client, or when every one of its processes is proved gone.
     """
 
@@ -26,6 +28,7 @@ class Client:
     watches: list[Watch]
     stock_lease: int
     stock: dict[int, int] = field(default_factory=dict)
+    former: dict[int, set[int]] = field(default_factory=dict)
     runs: set[int] = field(default_factory=set)
     figures: bytes = b"{}"
     since: float = field(default_factory=time.time)
@@ -55,6 +58,38 @@ class Client:
         self.watches = alive
         return not alive
 
+    def renew_stock(self) -> None:
+        """After a reset: what is copied into slots granted before it is not kept, whenever its end is told."""
+        tier = self.namespace.tier
+        if tier is not None:
+            earlier = set(self.stock).difference(*self.former.values())
+            self.former[self.stock_lease] = earlier
+            self.stock_lease = tier.open_lease()
+            self._release_former()
+
+    def by_lease(self, slots: list[int]) -> dict[int, list[int]]:
+        """The positions of these slots of its stock, by the lease that they stand under."""
+        groups: dict[int, list[int]] = {}
+        for position, slot in enumerate(slots):
+            lease = next((each for each, held in self.former.items() if slot in held), self.stock_lease)
+            groups.setdefault(lease, []).append(position)
+        return groups
+
+    def ended(self, slots: list[int]) -> None:
+        """These slots are its own no more."""
+        for slot in slots:
+            del self.stock[slot]
+        for held in self.former.values():
+            held.difference_update(slots)
+        self._release_former()
+
+    def _release_former(self) -> None:
+        tier = self.namespace.tier
+        for lease in [each for each, held in self.former.items() if not held]:
+            del self.former[lease]
+            if tier is not None:
+                tier.release(lease)
+
     def give_up_runs(self) -> int:
         """Unpin what it looked up; a load that still reads there finds the slot's header changed, and fails."""
         tier = self.namespace.tier
@@ -69,7 +104,9 @@ class Client:
         """Its slots and pins: it has said that it is done with them, or is proved gone."""
         self.give_up_runs()
         if self.namespace.tier is not None:
-            self.namespace.tier.release(self.stock_lease)
+            for lease in (self.stock_lease, *self.former):
+                self.namespace.tier.release(lease)
+        self.former.clear()
         self.stock.clear()
         for watch in self.watches:
             watch.close()

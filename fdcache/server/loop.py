@@ -80,6 +80,12 @@ class ServiceLoop:
                 if not self._serve_one():
                     break
 
+    def say_goodbye(self) -> None:
+        """Ask every client to finish and leave; new ones are turned away."""
+        self.service.draining = True
+        for client in self.service.clients.values():
+            self._send_notice(client.identity, Refused("draining", "the service is about to end"))
+
     def stop(self) -> None:
         """End ``run``, from any thread or signal handler."""
         self._stopping.set()

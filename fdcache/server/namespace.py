@@ -249,9 +249,7 @@ class Namespace:
         failed = np.flatnonzero(copied == 0)
         if not len(failed) or self.tier is None:
             return
-        broken = [
-            i for i in failed.tolist() if self._is_broken(int(slots[i]), hashes[i].tobytes())
-        ]
+        broken = [i for i in failed.tolist() if self._is_broken(int(slots[i]), hashes[i].tobytes())]
         if broken:
             self.counts.corrupt += len(broken)
             self.tier.drop(np.ascontiguousarray(hashes[broken]))

@@ -1,4 +1,4 @@
-"""Service: what the node's cache knows and decides. One thread owns it; it touches no socket and no clock but its own."""
+"""Service: what the node's cache knows and decides. One thread owns it, and it touches no socket."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ log = logging.getLogger("fdcache.server")
 MOST_CLIENTS = 1024
 MOST_RUNS = 65536
 MOST_LAYOUT_BYTES = 1 << 20
+_DROPPED = 3
 _SHARE_OF_STOCK = 4  # all clients of a layout together stock at most a quarter of its slots
 
 Teller = Callable[[bytes, Answer], bool]
@@ -181,6 +182,8 @@ class Service:
         if isinstance(request, Attach):
             return self._attach(session, request)
         client = self.clients.get(session)
+        if self.draining and isinstance(request, Match):
+            raise RefusalError("draining", "the service is about to end")
         if client is None:
             raise RefusalError("no_session", f"session {session} is unknown here; register again")
         client.seen = time.monotonic()
@@ -221,7 +224,9 @@ class Service:
             stock_lease=namespace.tier.open_lease(),
         )
         self.totals.clients_registered += 1
-        log.info("client %s registered: process %d, layout %s", request.name[:200], request.live.pid, namespace.id)
+        log.info(
+            "client %s registered: process %d, layout %s", request.name[:200], request.live.pid, namespace.id
+        )
         return Registered(session, namespace.geometry, namespace.num_slots)
 
     def _check_live(self, path: str) -> None:
@@ -234,18 +239,29 @@ class Service:
         for client in self.clients.values():
             if client.live.path == request.live.engine and session in (0, client.session):
                 if not 0 <= request.rank < client.namespace.ranks:
-                    raise RefusalError("malformed", f"rank {request.rank} is not below {client.namespace.ranks}")
+                    raise RefusalError(
+                        "malformed", f"rank {request.rank} is not below {client.namespace.ranks}"
+                    )
                 client.watch(request.live, request.rank)
                 return Attached(client.namespace.geometry)
-        raise RefusalError("no_session", "the engine of this worker is not registered here, or has registered anew")
+        raise RefusalError(
+            "no_session", "the engine of this worker is not registered here, or has registered anew"
+        )
 
     def _match(self, client: Client, request: Match) -> Answer:
         counts = int32_from(request.counts, "counts")
         starts = int32_from(request.starts, "starts", len(counts))
         hashes = hashes_from(request.hashes)
         if len(counts) > MAX_PATHS or len(hashes) > MAX_BLOCKS:
-            raise RefusalError("too_many", f"more than {MAX_PATHS} paths or {MAX_BLOCKS} blocks in one look-up")
-        if (counts < 0).any() or int(counts.sum()) != len(hashes) or (starts < 0).any() or (starts > counts).any():
+            raise RefusalError(
+                "too_many", f"more than {MAX_PATHS} paths or {MAX_BLOCKS} blocks in one look-up"
+            )
+        if (
+            (counts < 0).any()
+            or int(counts.sum()) != len(hashes)
+            or (starts < 0).any()
+            or (starts > counts).any()
+        ):
             raise ProtocolError("counts and starts do not fit the hashes")
         namespace = client.namespace
         leases, lengths = [], []
@@ -312,10 +328,29 @@ class Service:
             self._take_back(client, slots, np.full((len(slots), 32), 255, np.uint8))
 
     def _take_back(self, client: Client, slots: np.ndarray, hashes: np.ndarray) -> None:
-        nothing, sums = np.zeros(len(slots), np.uint8), np.zeros(len(slots), np.uint64)
-        client.namespace.publish(client.stock_lease, slots, hashes, hashes, nothing, sums)
-        for slot in slots.tolist():
-            client.stock.pop(slot, None)
+        nothing, sums = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
+        self._end_copies(client, slots, hashes, hashes, nothing, sums)
+
+    def _end_copies(
+        self,
+        client: Client,
+        slots: np.ndarray,
+        parents: np.ndarray,
+        hashes: np.ndarray,
+        copied: np.ndarray,
+        checksums: np.ndarray,
+    ) -> np.ndarray:
+        status = np.full(len(slots), _DROPPED, np.uint8)
+        for lease, positions in client.by_lease(slots.tolist()).items():
+            status[positions] = client.namespace.publish(
+                lease,
+                *(
+                    np.ascontiguousarray(each[positions])
+                    for each in (slots, parents, hashes, copied, checksums)
+                ),
+            )
+        client.ended(slots.tolist())
+        return status
 
     def _publish(self, client: Client, request: Publish) -> Answer:
         slots = int32_from(request.slots, "slots")
@@ -327,16 +362,16 @@ class Service:
             raise ProtocolError("slots, hashes and parents differ in length")
         numbers = slots.tolist()
         if len(set(numbers)) != len(numbers) or not client.stock.keys() >= set(numbers):
-            raise RefusalError("not_yours", "slots: some were not granted to this session, or are named twice")
+            raise RefusalError(
+                "not_yours", "slots: some were not granted to this session, or are named twice"
+            )
         generations = np.array([client.stock[slot] for slot in numbers], np.uint32)
         namespace = client.namespace
         good = np.zeros(len(slots), np.bool_)
         wanted = np.flatnonzero(copied)
         if len(wanted):
             good[wanted] = namespace.arrived(slots[wanted], generations[wanted], hashes[wanted])
-        status = namespace.publish(client.stock_lease, slots, parents, hashes, good, checksums)
-        for slot in numbers:
-            del client.stock[slot]
+        status = self._end_copies(client, slots, parents, hashes, good, checksums)
         client.stored += int((status == 0).sum())
         return Published(request.hashes, status.tobytes())
 
@@ -469,11 +504,11 @@ class Service:
             clients = [client for client in self.clients.values() if client.namespace is namespace]
             figures = namespace.tier.stats()
             stocked = sum(len(client.stock) for client in clients)
-            leases = len(clients) + sum(len(client.runs) for client in clients)
+            leases = sum(1 + len(client.runs) + len(client.former) for client in clients)
             if figures.writing < stocked:
-                broken.append(f"layout {namespace.id}: {figures.writing} slots are written, {stocked} granted")
+                broken.append(
+                    f"layout {namespace.id}: {figures.writing} slots are written, {stocked} granted"
+                )
             if figures.leases != leases:
                 broken.append(f"layout {namespace.id}: {figures.leases} leases, {leases} known")
         return broken
-
-

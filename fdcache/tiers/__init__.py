@@ -1,6 +1,7 @@
 """Tiers: pools of blocks over the native core, and the host tier of a service as this process sees it."""
 
 from fdcache.tiers.block_pool import BlockPool
+from fdcache.tiers.host_cache import HostCache
 from fdcache.tiers.host_tier import HostMatch, HostTier, LocalHostTier
 
-__all__ = ["BlockPool", "HostMatch", "HostTier", "LocalHostTier"]
+__all__ = ["BlockPool", "HostCache", "HostMatch", "HostTier", "LocalHostTier"]

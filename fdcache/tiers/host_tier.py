@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,6 +111,13 @@ class HostTier(Protocol):
     def complete(self, slots: Int32Array, copied: HashArray, checksums: UInt64Array) -> HashArray:
         """The end of copies into slots, parents first; 1 where the block is in the tier, or will be."""
 
+    @property
+    def in_use(self) -> int:
+        """Pins, holds and leases that this engine has on the tier; slots it is writing."""
+
+    def report(self, figures: Callable[[], bytes]) -> None:
+        """Offer the engine's own figures, a JSON object, to a service that shows them to people."""
+
     def worker_lost(self) -> None:
         """A rank's process is gone. A tier whose memory went with it forgets everything."""
 
@@ -173,6 +180,15 @@ class LocalHostTier(BlockPool):
     def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
         """They end."""
         self.unhold(slots)
+
+    @property
+    def in_use(self) -> int:
+        """Pins, holds, leases and slots being written."""
+        figures = self.stats()
+        return figures.pins + figures.holds + figures.leases + figures.writing
+
+    def report(self, figures: Callable[[], bytes]) -> None:
+        """There is nobody to show them to."""
 
     def worker_lost(self) -> None:
         """The worker's part of every block went with it."""

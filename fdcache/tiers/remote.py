@@ -8,7 +8,7 @@ are told in the background. A service that is gone is a tier with nothing in it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,7 +145,8 @@ class RemoteHostTier:
                 raise ProtocolError(f"a look-up was answered by {type(answer).__name__}")
             return self._matches(session, paths, answer)
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
-            self._keeper.lose(session, str(error))
+            draining = isinstance(error, RefusedError) and error.code == "draining"
+            self._keeper.lose(session, str(error), goodbye=draining)
             return [NOTHING] * len(paths)
 
     def _matches(
@@ -311,9 +312,16 @@ class RemoteHostTier:
             np.concatenate([hashes_from(batch.parents) for batch in batches]),
         )
 
-    def report(self, figures: bytes) -> None:
-        """Figures of the engine, a JSON object, that go with the next heartbeats."""
-        self._keeper.figures = figures
+    @property
+    def in_use(self) -> int:
+        """Runs pinned and blocks being copied."""
+        return len(self._runs) + len(self._loading) + len(self._copies)
+
+    def report(self, figures: Callable[[], bytes]) -> None:
+        """Figures of the engine, a JSON object, that go with the next heartbeat."""
+        if self._keeper.wants_figures:
+            self._keeper.wants_figures = False
+            self._keeper.figures = figures()
 
     def take_device_reset(self) -> bool:
         """Whether the service asked for a reset of the device tier since the last call."""
@@ -338,5 +346,3 @@ def _within_limits(paths: Sequence[tuple[HashArray, int]]) -> list[tuple[HashArr
         cut.append((hashes[:take], min(start, take)))
         room -= take
     return cut
-
-

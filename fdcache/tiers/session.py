@@ -83,6 +83,7 @@ class SessionKeeper:
         self._live = LiveFile(_runtime_dir(settings.server))
         self.session: Session | None = None
         self.figures = b"{}"
+        self.wants_figures = True
         self.last_error = ""
         self._lock = threading.Lock()
         self._connected = threading.Condition(self._lock)
@@ -94,6 +95,7 @@ class SessionKeeper:
         self._device_resets_taken = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
+        self._owes_goodbye: Session | None = None
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="fdcache-session", daemon=True)
         self._thread.start()
@@ -135,11 +137,15 @@ class SessionKeeper:
         if len(self._releases) >= 64:
             self._poke()
 
-    def lose(self, session: Session, reason: str) -> None:
-        """The service did not answer, or does not know the session: it is over."""
+    def lose(self, session: Session, reason: str, *, goodbye: bool = False) -> None:
+        """The service did not answer, or does not know the session: it is over.
+
+        ``goodbye``: the service asked for an end and is told once nothing is under way any more.
+        """
         with self._lock:
             if self.session is session:
                 self.session = None
+                self._owes_goodbye = session if goodbye else None
                 self.last_error = reason
                 self._knowledge.clear()
         self._poke()
@@ -190,16 +196,21 @@ class SessionKeeper:
         try:
             while not self._closing:
                 now = time.monotonic()
-                if self.session is None and now >= retry_at and self._is_drained():
+                if self.session is None and not self._owes_goodbye and now >= retry_at and self._is_drained():
                     if self._register(line):
                         backoff, beat_at = _FIRST_BACKOFF, 0.0
                     else:
                         retry_at = time.monotonic() + backoff * random.uniform(0.5, 1.0)
                         backoff = min(2 * backoff, _LONGEST_BACKOFF)
                 self._flush(line)
+                if (ended := self._owes_goodbye) is not None and self._is_drained():
+                    self._owes_goodbye = None
+                    line.session = ended.number
+                    self._say_goodbye(line)
                 if (session := self.session) is not None and now >= beat_at:
                     session.wanted = max(session.wanted, _FIRST_STOCK)
                     self._send(line, session, Heartbeat(self.figures, self._device_resets_taken))
+                    self.wants_figures = True
                     beat_at = now + _HEARTBEAT
                 ready = dict(poller.poll(50 if self.session is None else 250))
                 if self._wake in ready:
@@ -282,7 +293,9 @@ class SessionKeeper:
             with self._lock:
                 session.stock.extend(zip(slots, generations, strict=True))
                 session.num_slots = answer.num_slots
-                if len(slots) < session.asked:  # there is no more to give: be content until the next heartbeat
+                if (
+                    len(slots) < session.asked
+                ):  # there is no more to give: be content until the next heartbeat
                     session.wanted = max(len(session.stock), 1)
                 session.asked = 0
         elif isinstance(answer, Published):
@@ -294,8 +307,8 @@ class SessionKeeper:
         elif isinstance(answer, Alive):
             session.figures = answer.figures
             self._device_resets = answer.device_resets
-        elif isinstance(answer, Refused) and answer.code == "no_session":
-            self.lose(session, answer.message)
+        elif isinstance(answer, Refused) and answer.code in {"no_session", "draining"}:
+            self.lose(session, answer.message, goodbye=answer.code == "draining")
 
     def _learn(self, session: Session, events: Events) -> None:
         kinds = uint8_from(events.kinds, "kinds")
@@ -318,7 +331,9 @@ class SessionKeeper:
         count = len(slots)
         if count:
             nothing, no_hash = bytes(count), b"\xff" * 32 * count
-            self._outbox.append((session, Publish(slots.tobytes(), no_hash, no_hash, nothing, bytes(8 * count))))
+            self._outbox.append(
+                (session, Publish(slots.tobytes(), no_hash, no_hash, nothing, bytes(8 * count)))
+            )
 
     def _say_goodbye(self, line: Connection) -> None:
         try:
@@ -343,4 +358,3 @@ def _runtime_dir(address: str) -> Path:
             f"FDCACHE_SERVER: the folder of the socket cannot be made: {error}; choose one that this user may use"
         ) from error
     return directory
-

@@ -1,0 +1,374 @@
+"""What tools are told, and what they may command: the answers to ``Ask``. Read-only views are plain JSON values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fdcache import __version__
+from fdcache.metadata import HashArray
+from fdcache.node.protocol import Answer, Ask, Refused, Told
+from fdcache.server.clients import Client
+from fdcache.server.namespace import Namespace
+from fdcache.server.service import Service
+
+MOST_BLOCKS = 131072
+MOST_TREE = 1000
+Arguments = Mapping[str, Any]
+
+
+class ArgumentError(ValueError):
+    """An argument of a question that is not what it must be."""
+
+
+class Views:
+    """Answers tools. It runs in the service's thread and looks at its state directly."""
+
+    def __init__(self, service: Service, config: Mapping[str, str | None], fingerprint: str) -> None:
+        self._service = service
+        self._config = config
+        self._fingerprint = fingerprint
+        self._answers: dict[str, Callable[[Arguments], Any]] = {
+            "stats": self.stats,
+            "tiers": lambda arguments: self.stats(arguments)["tiers"],
+            "namespaces": self.namespaces,
+            "clients": self.clients,
+            "transfers": self.transfers,
+            "tree": self.tree,
+            "block": self.block,
+            "explain": self.explain,
+            "layout": self.layout,
+            "config": lambda arguments: {"fingerprint": fingerprint, "settings": dict(config)},
+            "reset": self.reset,
+            "pause": lambda arguments: self._pause(True),
+            "resume": lambda arguments: self._pause(False),
+            "integrity": lambda arguments: self._service.check_integrity(),
+        }
+
+    def answer(self, ask: Ask) -> Answer:
+        """Carry out one question or command."""
+        if ask.what not in self._answers:
+            return Refused("unknown", f"{ask.what!r} is none of {', '.join(self._answers)}")
+        try:
+            return Told(msgspec.json.encode(self._answers[ask.what](ask.arguments)))
+        except ArgumentError as error:
+            return Refused("malformed", str(error))
+
+    # --- views --------------------------------------------------------------------------------------------
+
+    def state(self) -> str:
+        """What the service is doing, in a word."""
+        if self._service.draining:
+            return "draining"
+        if self._service.paused:
+            return "paused"
+        return "recovering" if self._service.earlier else "ready"
+
+    def stats(self, arguments: Arguments) -> dict[str, Any]:
+        """The whole service in figures."""
+        service = self._service
+        arena = service.arena
+        namespaces = [_namespace(each, service) for each in service.namespaces.values()]
+        totals = msgspec.to_builtins(service.totals)
+        return {
+            "version": __version__,
+            "state": self.state(),
+            "uptime_seconds": time.time() - service.started,
+            "config_fingerprint": self._fingerprint,
+            "waiting_for_earlier": len(service.earlier),
+            "totals": totals,
+            "tiers": {
+                "host": {
+                    "bytes": arena.total_bytes,
+                    "extent_bytes": arena.manifest.extent_bytes,
+                    "extents": arena.manifest.extents,
+                    "free_extents": arena.num_free,
+                    **{
+                        name: sum(each["tier"].get(name, 0) for each in namespaces)
+                        for name in (
+                            "slots",
+                            "free",
+                            "writing",
+                            "ready",
+                            "evictable",
+                            "pins",
+                            "leases",
+                            "evictions",
+                        )
+                    },
+                },
+                "device": [
+                    {"client": client.name, **device}
+                    for client in service.clients.values()
+                    if (device := _figures(client).get("device"))
+                ],
+            },
+            "namespaces": namespaces,
+            "clients": self.clients(arguments),
+        }
+
+    def namespaces(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """One entry for each layout."""
+        return [_namespace(each, self._service) for each in self._service.namespaces.values()]
+
+    def clients(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """One entry for each client; ``figures`` are its own, as of its last sign of life."""
+        now = time.monotonic()
+        return [
+            {
+                "session": f"{client.session:x}",
+                "name": client.name,
+                "namespace": client.namespace.id,
+                "pid": client.live.pid,
+                "ranks": sorted(client.ranks.values()),
+                "connected_seconds": time.time() - client.since,
+                "silent_seconds": now - client.seen,
+                "silent": client.silent,
+                "stock": len(client.stock),
+                "runs": len(client.runs),
+                "lookups": client.lookups,
+                "stored": client.stored,
+                "device_resets": client.device_resets,
+                "device_resets_applied": client.device_resets_applied,
+                "figures": _figures(client),
+            }
+            for client in self._service.clients.values()
+        ]
+
+    def transfers(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """What is under way, by client: slots granted to copy into, runs pinned to be read, its own plans."""
+        return [
+            {
+                "client": client.name,
+                "writable_slots": len(client.stock),
+                "pinned_runs": len(client.runs),
+                "plans_in_flight": _figures(client).get("plans_in_flight", 0),
+                "queued_backups": _figures(client).get("queued_backups", 0),
+            }
+            for client in self._service.clients.values()
+        ]
+
+    def layout(self, arguments: Arguments) -> Any:
+        """The layout of a namespace, as JSON."""
+        return msgspec.json.decode(self._namespace(arguments).layout.to_json())
+
+    def tree(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """The hottest blocks, each with its ancestors, parents first."""
+        limit = int(_number(arguments, "limit", 30, 1, MOST_TREE))
+        found = []
+        for namespace in self._chosen(arguments):
+            tier = namespace.tier
+            if tier is None:
+                continue
+            nodes = [node for slot in range(namespace.num_slots) if (node := tier.node(slot)).findable]
+            hottest = sorted(nodes, key=lambda node: (-node.hits, node.depth))[:limit]
+            slots = np.array([node.slot for node in hottest], np.int32)
+            kept = set(tier.ancestry(slots).slots.tolist()) if len(slots) else set()
+            by_slot = {node.slot: node for node in nodes}
+            for node in nodes:
+                if node.slot in kept:
+                    above = by_slot.get(node.parent) if node.parent is not None else None
+                    found.append(
+                        {
+                            "namespace": namespace.id,
+                            "hash": node.hash.hex(),
+                            "parent": above.hash.hex() if above else None,
+                            "depth": node.depth,
+                            "hits": node.hits,
+                            "children": node.children,
+                            "pins": node.pins,
+                            "idle_seconds": node.idle_seconds,
+                        }
+                    )
+        return found
+
+    def block(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """Where blocks are whose hash begins with ``hash`` (hexadecimal)."""
+        prefix = str(arguments.get("hash", ""))
+        if not 4 <= len(prefix) <= 64 or any(letter not in "0123456789abcdef" for letter in prefix.lower()):
+            raise ArgumentError("hash: give 4 to 64 hexadecimal digits")
+        found = []
+        for namespace in self._chosen(arguments):
+            tier = namespace.tier
+            for slot in range(namespace.num_slots if tier is not None else 0):
+                assert tier is not None
+                node = tier.node(slot)
+                if node.findable and node.hash.hex().startswith(prefix.lower()):
+                    found.append(
+                        {
+                            "namespace": namespace.id,
+                            "hash": node.hash.hex(),
+                            "slot": slot,
+                            "generation": node.generation,
+                            "depth": node.depth,
+                            "children": node.children,
+                            "pins": node.pins,
+                            "hits": node.hits,
+                            "idle_seconds": node.idle_seconds,
+                            "checksum": f"{node.checksum:016x}",
+                            "unverified": slot in namespace.unverified,
+                        }
+                    )
+            for key, when in namespace.evictions.times.items():
+                if key.hex().startswith(prefix.lower()):
+                    found.append({"namespace": namespace.id, "hash": key.hex(), "evicted_at": when})
+        return found
+
+    def explain(self, arguments: Arguments) -> dict[str, Any]:
+        """Where each block of a path is, and which one broke the run. ``hashes``: hexadecimal, in path order."""
+        namespace = self._namespace(arguments)
+        hashes = _hashes(arguments)
+        namespace.collect_events()
+        found = namespace.tier.find(hashes) if namespace.tier is not None else None
+        there = (
+            {row.tobytes(): slot for row, slot in zip(found.hashes, found.slots.tolist(), strict=True)}
+            if found
+            else {}
+        )
+        blocks = []
+        broken = None
+        for position, row in enumerate(hashes):
+            key = row.tobytes()
+            entry: dict[str, Any] = {"position": position, "hash": key.hex(), "tier": None}
+            if key in there and namespace.tier is not None:
+                node = namespace.tier.node(there[key])
+                entry |= {
+                    "tier": "host",
+                    "slot": node.slot,
+                    "idle_seconds": node.idle_seconds,
+                    "hits": node.hits,
+                }
+            else:
+                entry["evicted_at"] = namespace.evictions.times.get(key)
+                broken = position if broken is None else broken
+            blocks.append(entry)
+        return {"namespace": namespace.id, "blocks": blocks, "broken_at": broken}
+
+    # --- commands -----------------------------------------------------------------------------------------
+
+    def reset(self, arguments: Arguments) -> dict[str, Any]:
+        """Forget blocks: ``tier`` host, device or all; of one ``namespace`` or all; ``older_than`` seconds.
+
+        ``dry_run`` only says what would go. A device reset is told to every engine and counted by client.
+        """
+        tier = str(arguments.get("tier", "all"))
+        if tier not in {"host", "device", "all"}:
+            raise ArgumentError(
+                f"tier: {tier!r} is not host, device or all; the storage tier is reset by its own"
+            )
+        older = _number(arguments, "older_than", 0, 0, 1e12)
+        dry = bool(arguments.get("dry_run"))
+        answer: dict[str, Any] = {"dry_run": dry, "host": [], "device": []}
+        chosen = self._chosen(arguments)
+        if tier in {"host", "all"}:
+            answer["host"] = [self._reset_host(namespace, older, dry) for namespace in chosen]
+        if tier in {"device", "all"}:
+            for client in self._service.clients.values():
+                if client.namespace not in chosen:
+                    continue
+                client.device_resets += 0 if dry else 1
+                answer["device"].append({"client": client.name, "session": f"{client.session:x}"})
+        return answer
+
+    def _reset_host(self, namespace: Namespace, older: float, dry: bool) -> dict[str, Any]:
+        tier = namespace.tier
+        figures = tier.stats() if tier is not None else None
+        pinned = figures.ready - figures.evictable if figures else 0
+        if tier is None or figures is None:
+            blocks = 0
+        elif older:
+            old = [
+                node.hash
+                for slot in range(namespace.num_slots)
+                if (node := tier.node(slot)).findable and node.idle_seconds >= older
+            ]
+            rows = np.frombuffer(b"".join(old), np.uint8).reshape(-1, 32)
+            blocks = len(old) if dry else namespace.drop(rows)
+        else:
+            blocks = figures.ready if dry else namespace.reset()
+            if not dry:
+                for client in self._service.clients.values():
+                    if client.namespace is namespace:
+                        client.renew_stock()
+        return {
+            "namespace": namespace.id,
+            "blocks": blocks,
+            "bytes": blocks * namespace.layout.record_bytes * namespace.ranks,
+            "in_use": pinned,
+        }
+
+    def _pause(self, paused: bool) -> dict[str, Any]:
+        self._service.paused = paused
+        return {"state": self.state()}
+
+    def _chosen(self, arguments: Arguments) -> list[Namespace]:
+        wanted = arguments.get("namespace")
+        if wanted is None:
+            return list(self._service.namespaces.values())
+        chosen = [
+            each for each in self._service.namespaces.values() if each.id.startswith(str(wanted).lower())
+        ]
+        if not chosen:
+            raise ArgumentError(f"namespace: none is called {wanted!r}; see `fdcache inspect namespaces`")
+        return chosen
+
+    def _namespace(self, arguments: Arguments) -> Namespace:
+        chosen = self._chosen(arguments)
+        if len(chosen) != 1:
+            raise ArgumentError(f"namespace: {len(chosen)} fit; name one of `fdcache inspect namespaces`")
+        return chosen[0]
+
+
+def _namespace(namespace: Namespace, service: Service) -> dict[str, Any]:
+    figures = namespace.tier.stats() if namespace.tier is not None else None
+    names = ("slots", "free", "writing", "ready", "evictable", "pins", "leases", "epoch", "evictions")
+    return {
+        "namespace": namespace.id,
+        "model": namespace.layout.model,
+        "revision": namespace.layout.revision,
+        "ranks": namespace.ranks,
+        "block_size": namespace.layout.block_size,
+        "record_bytes": namespace.layout.record_bytes,
+        "extents": namespace.num_extents * namespace.ranks,
+        "bytes": namespace.bytes_held,
+        "clients": sum(client.namespace is namespace for client in service.clients.values()),
+        "unverified": len(namespace.unverified),
+        "tier": {name: getattr(figures, name) for name in names} if figures else {},
+        "totals": msgspec.to_builtins(namespace.counts),
+    }
+
+
+def _figures(client: Client) -> dict[str, Any]:
+    try:
+        figures = msgspec.json.decode(client.figures)
+    except msgspec.DecodeError:
+        return {}
+    if not isinstance(figures, dict) or not isinstance(figures.get("counters", {}), dict):
+        return {}
+    return figures
+
+
+def _number(arguments: Arguments, name: str, default: float, least: float, most: float) -> float:
+    value = arguments.get(name, default)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ArgumentError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
+    return value
+
+
+def _hashes(arguments: Arguments) -> HashArray:
+    texts = arguments.get("hashes")
+    if not isinstance(texts, list) or len(texts) > MOST_BLOCKS:
+        raise ArgumentError(f"hashes: give a list of up to {MOST_BLOCKS} hashes in hexadecimal")
+    try:
+        data = b"".join(bytes.fromhex(text) for text in texts)
+    except ValueError as error:
+        raise ArgumentError(f"hashes: {error}") from error
+    if len(data) != 32 * len(texts):
+        raise ArgumentError("hashes: each has 64 hexadecimal digits")
+    return np.frombuffer(data, np.uint8).reshape(-1, 32)
