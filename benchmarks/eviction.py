@@ -67,7 +67,7 @@ def best(measure: Callable[[int], float], size: int, rounds: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="the best of this many counts (default 3)")
+    parser.add_argument("--rounds", type=int, default=5, help="the best of this many counts (default 5)")
     parser.add_argument("--json", action="store_true", help="print one object instead of a table")
     options = parser.parse_args()
     rows = [

@@ -1,4 +1,4 @@
-"""What the scheduler side costs: microseconds per request by call, per decode step, and per evicted block.
+"""What the scheduler side costs: microseconds per request by call, and per decode step.
 
 A closed loop of `--concurrency` requests over the recorded trace (or a generated chat workload where there is no
 trace) goes through a `CacheManager` without workers: whole prompts in one piece, then a block of output tokens
@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.eviction import SIZES, best, tier_ns
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
@@ -185,7 +184,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--device-blocks", type=int, default=20_000)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3, help="evictions: the best of this many counts")
     parser.add_argument("--json", action="store_true", help="print one object instead of tables")
     options = parser.parse_args()
     trace = find_trace()
@@ -195,8 +193,6 @@ def main() -> None:
     )
     phases = clock.table()
     step_us = decode_step_us(options.concurrency)
-    evictions = {size: best(tier_ns, size, options.rounds) for size in SIZES}
-    ratio = max(evictions.values()) / evictions[SIZES[0]]
     workload = "the recorded trace" if trace else "a generated chat workload"
     if options.json:
         fields = {
@@ -206,8 +202,6 @@ def main() -> None:
             "hit_rate": hit_rate,
             "us_per_request": phases,
             "decode_step_us": step_us,
-            "eviction_ns": evictions,
-            "eviction_ratio": ratio,
         }
         print(json.dumps(fields))
         return
@@ -218,9 +212,6 @@ def main() -> None:
         print(f"{phase:<16}{row['mean']:>10.1f}{row['p50']:>10.1f}{row['p99']:>10.1f}")
     print("match includes hashing; decode is all output tokens of a request, a block a call")
     print(f"\none decode step of {options.concurrency} requests, a token each: {step_us:.1f} us\n")
-    print(f"{'entries':>10}{'ns per evicted block':>24}{'ratio':>8}")
-    for size, cost in evictions.items():
-        print(f"{size:>10,}{cost:>24.1f}{cost / evictions[SIZES[0]]:>8.2f}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from fdcache import (
     CacheManager,
     CacheSettings,
     KVLayout,
+    LayerDoneCounter,
     MatchStatus,
     Request,
     TransferSettings,
@@ -44,18 +45,16 @@ class Engine:
         if not allocation.ok:
             self.manager.request_finish([request])
             return f"{name}: {allocation.shortfall} blocks too few"
-        if plan := self.manager.take_plan():
-            counter = self.controller.submit_swap_tasks(plan)
-            for layer in range(LAYOUT.total_layers):
+        counters = self.submit_plans()
+        for layer in range(LAYOUT.total_layers):
+            for counter in counters:
                 counter.wait_for_layer(layer)
-                self.compute(layer, request, match.num_cached_tokens)
-        else:
-            for layer in range(LAYOUT.total_layers):
-                self.compute(layer, request, match.num_cached_tokens)
-        self.manager.apply(self.controller.wait_reports(timeout=10) if plan else [])
+            self.compute(layer, request, match.num_cached_tokens)
+        self.collect_reports()
         self.manager.commit([(request, len(prompt))])
         self.manager.request_finish([request])
-        self.back_up()
+        self.submit_plans()  # a step without requests: the write policy's copies to the host
+        self.collect_reports()
         return f"{name}: {match.num_device_blocks} blocks on the device, {match.num_host_blocks} on the host"
 
     def compute(self, layer: int, request: Request, start: int) -> None:
@@ -64,11 +63,14 @@ class Engine:
             for plane in self.planes[2 * layer : 2 * layer + 2]:
                 plane[slot] = np.float16(layer)
 
-    def back_up(self) -> None:
-        """A step without requests: the write policy's copies to the host."""
-        if plan := self.manager.take_plan():
-            self.controller.submit_swap_tasks(plan)
-            self.manager.apply(self.controller.wait_reports(timeout=10))
+    def submit_plans(self) -> list[LayerDoneCounter]:
+        """What this step copies, on its way before the step computes."""
+        return [self.controller.submit_swap_tasks(plan) for plan in self.manager.take_plans()]
+
+    def collect_reports(self) -> None:
+        """Wait for the copies and tell the manager; an engine polls between steps instead."""
+        while reports := self.controller.wait_reports(timeout=10):
+            self.manager.apply(reports)
 
     def close(self) -> None:
         """Wait for copies and free everything."""

@@ -119,7 +119,7 @@ class CacheSwapMetadata(msgspec.Struct, kw_only=True):
         return dict(zip(self.src_block_ids.tolist(), self.dst_block_ids.tolist(), strict=True))
 
 
-class TransferPlan(msgspec.Struct, kw_only=True, frozen=True):
+class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What every rank copies for one scheduler step.
 
     Evictions empty device slots that loads and the step itself then write, so a worker orders loads and the
@@ -158,7 +158,7 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
         return len(self.failed) == 0
 
 
-class TransferReport(msgspec.Struct, kw_only=True, frozen=True):
+class TransferReport(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One rank's report of one finished plan: a result for each transfer that the plan has."""
 
     plan_id: int

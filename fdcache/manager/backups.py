@@ -19,7 +19,7 @@ from fdcache.tiers import BlockPool, HostTier
 
 _ABSENT = 0
 _RESERVED = 0
-_MOST_PER_PLAN = 1024
+_MOST_IN_FLIGHT = 1024
 _MOST_QUEUED = 16384
 
 
@@ -35,6 +35,9 @@ class BackupPlanner:
         self._clean_reserve = settings.clean_reserve
         self._queue: deque[HashArray] = deque()
         self._queued = 0
+        # write_back: every copy made ahead of need is paid for by an eviction, so that a host tier too small for
+        # what the device holds is not filled with the same blocks over and over.
+        self._credit = settings.device_blocks
         self.dropped = 0
 
     def on_commit(self, stored: HashArray) -> None:
@@ -53,6 +56,7 @@ class BackupPlanner:
         """The device tier dropped blocks whose slots have new owners: copy out first what is worth it."""
         if not len(evicted):
             return
+        self._credit += len(evicted)
         worth = evicted.hits >= (0 if self._writes_back else self._threshold)
         if not worth.any():
             return
@@ -66,7 +70,7 @@ class BackupPlanner:
         if self._writes_back:
             self._refill_clean_reserve(plan, in_flight)
         else:
-            self._flush_queue(plan)
+            self._flush_queue(plan, in_flight)
 
     def forget(self) -> None:
         """Drop the queue: its blocks are gone."""
@@ -86,8 +90,8 @@ class BackupPlanner:
             self._queued -= len(oldest)
             self.dropped += len(oldest)
 
-    def _flush_queue(self, plan: OpenPlan) -> None:
-        room = min(_MOST_PER_PLAN, self._host.copy_room)
+    def _flush_queue(self, plan: OpenPlan, in_flight: int) -> None:
+        room = min(_MOST_IN_FLIGHT - in_flight, self._host.copy_room)
         while self._queue and room > 0:
             hashes = self._queue.popleft()
             now, later = hashes[:room], hashes[room:]
@@ -101,13 +105,14 @@ class BackupPlanner:
                 self._copy(blocks, SwapPurpose.BACKUP, plan)
 
     def _refill_clean_reserve(self, plan: OpenPlan, in_flight: int) -> None:
-        wanted = self._clean_reserve - in_flight - plan.size(SwapPurpose.BACKUP)
+        wanted = min(self._clean_reserve - in_flight, self._credit)
         if wanted <= 0:
             return
         cold = Blocks.of(self._device.coldest(wanted))
         dirty = cold.select(np.flatnonzero(self._host.contains(cold.hashes) == _ABSENT)[::-1])
         if len(dirty):
             self._copy(dirty, SwapPurpose.BACKUP, plan)
+        self._credit -= plan.size(SwapPurpose.BACKUP)
 
     def _copy(self, blocks: Blocks, purpose: SwapPurpose, plan: OpenPlan) -> None:
         """Reserve host slots for ``blocks`` (parents first) as far as there is room, and plan the copies."""

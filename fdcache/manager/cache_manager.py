@@ -14,13 +14,20 @@ from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.events import CacheEvent, events_of
-from fdcache.manager.ledger import InFlightPlan, PlanLedger
+from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.manager.lifecycle import RequestLifecycle
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, LoadOutcome, MatchResult
 from fdcache.manager.settlement import settle
 from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
-from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, SwapPurpose, TransferPlan, TransferReport
+from fdcache.metadata import (
+    SLOT_HEADER_BYTES,
+    BlockNode,
+    CacheLevel,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+)
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import BlockPool, HostTier, LocalHostTier
 from fdcache.tiers.host_cache import HostCache
@@ -40,7 +47,7 @@ class CacheManager:
     """Device and host tier of one engine, for all its ranks.
 
     One scheduler step: ``match_prefix`` the new requests, ``allocate_device_blocks`` for everything scheduled,
-    ``take_plan`` and send it to every rank with the step; then ``apply`` the ranks' reports, ``commit`` the tokens
+    ``take_plans`` and send them to every rank with the step; then ``apply`` the ranks' reports, ``commit`` the tokens
     the engine accepted, ``request_finish`` what ended. Any number of steps may be under way. Calls are thread-safe.
 
     ``settings`` and ``layout`` are all it is told; every rank of ``layout.tp_size`` has to report each plan.
@@ -150,22 +157,25 @@ class CacheManager:
                 return [self._requests.refuse_allocation(request) for request, _ in demands]
             return [self._requests.allocate(request, num_tokens) for request, num_tokens in demands]
 
-    def take_plan(self) -> TransferPlan | None:
-        """Close the step: what every rank has to copy, or None. Submit it before the step computes."""
+    def take_plans(self) -> list[TransferPlan]:
+        """Close the step: what every rank has to copy, to be submitted in this order before the step computes.
+
+        At most two plans: the step's own, and one of background copies, which are reported by themselves so
+        that no load waits for them to be confirmed.
+        """
         with self._lock:
             if self._host and self._host.take_device_reset():
                 self._reset_device()
+            plans = [self._requests.close_plan()]
             if self._backups and self._state is ManagerState.RUNNING:
-                in_flight = self._ledger.blocks_in_flight(SwapPurpose.BACKUP)
-                self._backups.plan_background(self._requests.plan, in_flight)
+                background = OpenPlan()
+                self._backups.plan_background(background, self._ledger.blocks_in_flight(SwapPurpose.BACKUP))
+                plans.append(background)
             if self._host:
                 self._host.report(lambda: msgspec.json.encode(self.get_stats()))
-            plan = self._requests.close_plan()
-            return (
-                None
-                if plan.is_empty
-                else self._ledger.close(plan, self._clock(), self._host.arena if self._host else None)
-            )
+            arena = self._host.arena if self._host else None
+            now = self._clock()
+            return [self._ledger.close(plan, now, arena) for plan in plans if not plan.is_empty]
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Tell how many tokens of each request are accepted and have their KV on every rank.
@@ -300,6 +310,12 @@ class CacheManager:
         if self._host:
             usage[CacheLevel.HOST] = MemoryUsage.of(self._host, self.layout.record_bytes)
         return usage
+
+    def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
+        """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing."""
+        with self._lock:
+            hashes = request._bind(self.layout.block_size, self.layout.fingerprint).hashes
+            return {pool.level: pool.nodes(pool.find(hashes).slots.tolist()) for pool in self._pools()}
 
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from fdcache.errors import ConfigurationError
+from fdcache.settings.machine import runtime_base
 
 SCHEME = "ipc://"
 _LONGEST = 107  # bytes of a unix socket's path
@@ -17,8 +18,8 @@ def default_runtime_dir(configured: Path | None = None) -> Path:
     """``configured``, else fdcache in the user's runtime folder, else one of the user's in /tmp."""
     if configured is not None:
         return configured
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "fdcache" if base else Path(f"/tmp/fdcache-{os.geteuid()}")
+    base = runtime_base()
+    return base / "fdcache" if base else Path(f"/tmp/fdcache-{os.geteuid()}")
 
 
 def default_address(runtime_dir: Path | None = None) -> str:

@@ -33,14 +33,12 @@ HEADER = np.dtype(
 class Extent:
     """One mapped extent. The mapping ends with the last reference to it."""
 
-    def __init__(self, path: str | Path, nbytes: int, *, huge_pages: bool = False) -> None:
+    def __init__(self, path: str | Path, nbytes: int) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(fd)
-        if huge_pages:
-            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.data = np.frombuffer(self._map, np.uint8)
         self.nbytes = nbytes
 

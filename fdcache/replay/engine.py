@@ -146,8 +146,8 @@ class _Run:
         return True
 
     def _send(self, step: Step, order: StepOrder) -> None:
-        if order.plan is not None:
-            self._settlement.expect(order.plan.plan_id, self._num_ranks)
+        for plan in order.plans:
+            self._settlement.expect(plan.plan_id, self._num_ranks)
         self._ranks.send(order)
         self._sent.append(step)
 
@@ -159,7 +159,7 @@ class _Run:
         """Ask the ranks for finished copies without computing anything."""
         if not self._sent:
             nothing = np.empty((6, 0), dtype=np.int32)
-            self._send(Step(), StepOrder(None, nothing, nothing[0]))
+            self._send(Step(), StepOrder([], nothing, nothing[0]))
         self._settle_oldest()
         time.sleep(_IDLE_SECONDS)
 

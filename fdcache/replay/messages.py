@@ -15,14 +15,14 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """One step: the plan to submit, then the tokens to compute.
+    """One step: the plans to submit, then the tokens to compute.
 
     ``segments``, shape (6, n), has the rows sequence, start, end, keep, grow, verify of
     ``PatternModel.prepare``; ``blocks`` are the new entries of all block tables. ``begins`` gives sequences
     their tokens before the step, ``ends`` names those to forget.
     """
 
-    plan: TransferPlan | None
+    plans: list[TransferPlan]
     segments: Int32Array
     blocks: Int32Array
     begins: list[tuple[int, Int32Array]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class StepResult:
 
 
 class _OrderWire(msgspec.Struct, frozen=True, array_like=True):
-    plan: bytes | None
+    plans: list[bytes]
     segments: bytes
     blocks: bytes
     begins: list[tuple[int, bytes]]
@@ -69,10 +69,10 @@ class RankError(Exception):
 
 def encode_order(order: StepOrder) -> bytes:
     """Pack an order with msgpack."""
-    plan = None if order.plan is None else encode(order.plan)
+    plans = [encode(plan) for plan in order.plans]
     begins = [(sequence, tokens.tobytes()) for sequence, tokens in order.begins]
     return _encoder.encode(
-        _OrderWire(plan, order.segments.tobytes(), order.blocks.tobytes(), begins, order.ends)
+        _OrderWire(plans, order.segments.tobytes(), order.blocks.tobytes(), begins, order.ends)
     )
 
 
@@ -80,7 +80,7 @@ def decode_order(data: bytes) -> StepOrder:
     """Unpack an order. Raises ``msgspec.DecodeError`` for anything else."""
     wire = _order_decoder.decode(data)
     return StepOrder(
-        plan=None if wire.plan is None else decode_plan(wire.plan),
+        plans=[decode_plan(plan) for plan in wire.plans],
         segments=np.frombuffer(wire.segments, dtype=np.int32).reshape(6, -1),
         blocks=np.frombuffer(wire.blocks, dtype=np.int32),
         begins=[(sequence, np.frombuffer(tokens, dtype=np.int32)) for sequence, tokens in wire.begins],

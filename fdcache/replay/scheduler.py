@@ -51,12 +51,12 @@ class Scheduler:
         if admit and self._tally.preemptions == preemptions:
             self._admit(step, budget, now)
         since = self._watch.now()
-        plan = self._manager.take_plan()
+        plans = self._manager.take_plans()
         self._watch.add("plan", since, len(step.segments))
-        if plan is None and not step.segments and not self._ended:
+        if not plans and not step.segments and not self._ended:
             return None
         ended, self._ended = self._ended, []
-        return step, step.order(plan, ended)
+        return step, step.order(plans, ended)
 
     def preempt(self, job: Job, step: Step | None = None) -> None:
         """Take a running request's blocks; it starts again from its next match."""

@@ -36,7 +36,7 @@ class Step:
         segment = self.segments.pop(job.index, None)
         return 0 if segment is None else segment.end - segment.start
 
-    def order(self, plan: TransferPlan | None, ended: list[int]) -> StepOrder:
+    def order(self, plans: list[TransferPlan], ended: list[int]) -> StepOrder:
         """The order for every rank. Marks the segments as planned and their blocks as sent."""
         count = len(self.segments)
         rows = np.zeros((6, count), dtype=np.int32)
@@ -61,4 +61,4 @@ class Step:
         if columns:
             rows[:] = np.array(columns, dtype=np.int32).T
         flat = np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int32)
-        return StepOrder(plan, rows, flat, begins, ended)
+        return StepOrder(plans, rows, flat, begins, ended)

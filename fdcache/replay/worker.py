@@ -60,17 +60,15 @@ class RankWorker:
         )
 
     def execute(self, order: StepOrder) -> StepResult:
-        """Submit the step's plan, compute its tokens layer by layer, and say what came of it."""
+        """Submit the step's plans, compute its tokens layer by layer, and say what came of it."""
         model = self._model
         for sequence, tokens in order.begins:
             model.begin(sequence, tokens)
-        counter = None
-        if order.plan is not None:
-            counter = self._controller.submit_swap_tasks(order.plan)
+        counters = [self._controller.submit_swap_tasks(plan) for plan in order.plans]
         verified = model.prepare(order.segments, order.blocks, self._verify_every)
         differing: list[tuple[int, int]] = []
         for layer in range(self._layers):
-            if counter is not None:
+            for counter in counters:
                 counter.wait_for_layer(layer)
             differing += model.run_layer(layer)
         for sequence in order.ends:

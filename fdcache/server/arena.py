@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,6 +18,7 @@ from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import HostMemoryError, ServiceRunningError
 
 _PAGE = 4096
+_MADV_POPULATE_WRITE = 23
 _HUGE_PAGE = 2 << 20
 _FEWEST_EXTENTS = 16
 _SHARE_OF_MEMORY = 4  # unasked, the arena takes a quarter of what is there
@@ -93,7 +96,7 @@ class Arena:
         self._write_manifest()
         try:
             for index in range(count):
-                _allocate(self._free_path(index), size, numa_node)
+                _allocate(self._free_path(index), size, numa_node, huge_pages)
                 progress(index + 1, count)
         except OSError as error:
             self.clean()
@@ -217,15 +220,28 @@ def extent_bytes(total: int, most: int, huge_pages: bool) -> int:
     return size
 
 
-def _allocate(path: Path, size: int, numa_node: int | None) -> None:
+def _allocate(path: Path, size: int, numa_node: int | None, huge_pages: bool) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        work = partial(_touch_huge if huge_pages else _touch, fd, size)
         if numa_node is None:
-            os.posix_fallocate(fd, 0, size)
+            work()
         else:
-            _on_node(numa_node, lambda: os.posix_fallocate(fd, 0, size))
+            _on_node(numa_node, work)
     finally:
         os.close(fd)
+
+
+def _touch(fd: int, size: int) -> None:
+    os.posix_fallocate(fd, 0, size)
+
+
+def _touch_huge(fd: int, size: int) -> None:
+    """A page takes its size when it is touched through a mapping that asks for huge ones."""
+    os.ftruncate(fd, size)
+    with mmap.mmap(fd, size, mmap.MAP_SHARED) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(_MADV_POPULATE_WRITE)
 
 
 def _on_node(node: int, work: Callable[[], None]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import signal
 import socket
 import threading
@@ -21,6 +20,7 @@ from fdcache.server.loop import ServiceLoop, SocketLock
 from fdcache.server.service import Service
 from fdcache.server.views import Views
 from fdcache.settings import VARIABLES, Settings
+from fdcache.settings.machine import notify_socket
 
 log = logging.getLogger("fdcache.server")
 
@@ -199,7 +199,7 @@ class Server:
 
 def _notify(state: str) -> None:
     """Tell the service manager, if there is one (the protocol of sd_notify)."""
-    target = os.environ.get("NOTIFY_SOCKET")
+    target = notify_socket()
     if not target:
         return
     address = "\0" + target[1:] if target.startswith("@") else target

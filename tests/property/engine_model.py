@@ -140,10 +140,9 @@ class Engine:
                 table = job.request.block_table.tolist()
                 steps.append(Step(job, job.incarnation, job.scheduled, stop, job.tokens, table))
                 job.scheduled = stop
-        plan = self.manager.take_plan()
+        plans = self.manager.take_plans()
         for rank in self.ranks:
-            if plan is not None:
-                rank.queue.append(plan)
+            rank.queue.extend(plans)
             rank.queue.extend(steps)
         self.steps.extend(steps)
 

@@ -9,9 +9,16 @@ from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager import AllocationFailure, CacheManager, LoadStatus, ManagerState, MatchStatus, Request
 from fdcache.manager.events import BlockRemoved, BlocksCleared, BlockStored, EventsLost
-from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, SwapPurpose, TransferReport, TransferResult
+from fdcache.metadata import (
+    SLOT_HEADER_BYTES,
+    CacheLevel,
+    CacheStatus,
+    SwapPurpose,
+    TransferReport,
+    TransferResult,
+)
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from tests.property.engine_model import BLOCK, Engine, Job
+from tests.property.engine_model import BLOCK, Engine, Job, Step
 
 A = (1,) * BLOCK
 B = (2,) * BLOCK
@@ -119,6 +126,17 @@ class TestMatch:
         world.engine.generate(job, 7)  # sampled, its KV never computed
         world.engine.finish(job)
         assert world.match(*A, *B, 7, 7) == (2, 0)
+
+    def test_a_path_can_be_looked_up_without_pinning_it(self) -> None:
+        world = World(host=8)
+        world.serve(*A, *B, *TAIL)
+        found = world.manager.find_blocks(Request("probe", [*A, *B, *C]))
+        device, host = found[CacheLevel.DEVICE], found[CacheLevel.HOST]
+        assert [node.depth for node in device] == [node.depth for node in host] == [0, 1]
+        assert device[1].parent == device[0].block_id
+        assert (device[0].is_leaf, device[1].is_leaf) == (False, True)
+        assert {node.cache_status for node in device + host} == {CacheStatus.DEVICE, CacheStatus.HOST}
+        world.assert_nothing_is_held()
 
     def test_opting_out_neither_reuses_nor_leaves_blocks(self) -> None:
         world = World()
@@ -252,6 +270,30 @@ class TestHostTier:
         assert world.manager._host is not None
         assert world.manager._host.contains(cold.hashes).tolist() == [1, 1]
 
+    def test_write_back_does_not_copy_the_same_blocks_over_and_over(self) -> None:
+        world = World(device=8, host=2, policy=WritePolicy.WRITE_BACK, clean_reserve=8)
+        world.serve(*A, *B, *TAIL)
+        world.serve(*C, *B, *TAIL)
+        for _ in range(50):
+            world.engine.schedule([], 1)
+            world.settle()
+        assert world.manager.get_stats().counters.blocks_backed_up <= 8
+
+    def test_loads_are_confirmed_without_waiting_for_backups(self) -> None:
+        world = self.with_blocks_on_the_host_only()
+        world.serve(*C, *TAIL)
+        job = world.submit(*A, *B, *TAIL)
+        other = world.submit(*C, *C, *TAIL)
+        world.engine.schedule([other], 100)
+        world.settle()
+        world.engine.schedule([job], 100)
+        plans = list(world.engine.ranks[0].queue)[:2]
+        assert [len(plan.swaps()) for plan in plans if not isinstance(plan, Step)] == [1, 1]
+        world.engine.execute(world.engine.ranks[0], frozenset())
+        world.engine.deliver(0)
+        assert world.manager.get_stats().counters.loads_confirmed == 1
+        assert world.manager.get_stats().plans_in_flight == 1
+
     def test_no_room_on_the_host_drops_copies_and_delays_nobody(self) -> None:
         world = World(device=4, host=1, policy=WritePolicy.WRITE_BACK, clean_reserve=0)
         world.serve(*A, *B, *C, *TAIL)
@@ -372,8 +414,7 @@ class TestFailures:
         job = world.submit(*A, *TAIL)
         world.engine.schedule([job], 100)
         world.settle()
-        plan = world.manager.take_plan()
-        assert plan is not None
+        (plan,) = world.manager.take_plans()
         assert plan.backups is not None
 
         def report(

@@ -209,16 +209,18 @@ def test_fingerprint_follows_values_but_not_secrets_or_spelling() -> None:
 
 
 CONSUMERS = {
-    "cache": "fdcache/manager",
-    "transfer": "fdcache/controller",
-    "deployment": "fdcache_cli/replay.py",
+    "cache": ("fdcache/manager", "fdcache/tiers"),
+    "server": ("fdcache/server",),
+    "transfer": ("fdcache/controller",),
+    "deployment": ("fdcache_cli/replay.py",),
 }
 FILE_FIELDS = {"env_file": "ENV_FILE", "secrets_directory": "SECRETS_DIRECTORY"}
 
 
-def _sources(room: str) -> list[Path]:
-    path = ROOT / room
-    return [path] if path.is_file() else [file for file in path.rglob("*.py") if file.name != "__init__.py"]
+def _sources(rooms: tuple[str, ...]) -> list[Path]:
+    paths = [ROOT / room for room in rooms]
+    files = [path for path in paths if path.is_file()]
+    return files + [file for path in paths for file in path.rglob("*.py") if file.name != "__init__.py"]
 
 
 def _reads(paths: list[Path], group: str) -> Iterator[str]:

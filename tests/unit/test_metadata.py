@@ -1,0 +1,112 @@
+"""Records that travel: they pack, pickle, compare, and say nothing that is not so."""
+
+from __future__ import annotations
+
+import pickle
+
+import msgspec
+import numpy as np
+import pytest
+
+from fdcache.metadata import (
+    BlockNode,
+    CacheLevel,
+    CacheStatus,
+    CacheSwapMetadata,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+    TransferResult,
+    decode_plan,
+    decode_report,
+    encode,
+)
+
+
+def swap(purpose: SwapPurpose, count: int) -> CacheSwapMetadata:
+    rng = np.random.default_rng(count)
+    return CacheSwapMetadata(
+        purpose=purpose,
+        src_type=CacheLevel.HOST,
+        dst_type=CacheLevel.DEVICE,
+        src_block_ids=np.arange(count, dtype=np.int32),
+        dst_block_ids=np.arange(count, dtype=np.int32)[::-1],
+        src_generations=np.full(count, 2**32 - 1, np.uint32),
+        dst_generations=np.zeros(count, np.uint32),
+        hash_values=rng.integers(0, 256, (count, 32), np.uint8),
+        parent_hashes=rng.integers(0, 256, (count, 32), np.uint8),
+    )
+
+
+def same(left: object, right: object) -> bool:
+    if isinstance(left, np.ndarray):
+        return isinstance(right, np.ndarray) and left.dtype == right.dtype and np.array_equal(left, right)
+    if isinstance(left, msgspec.Struct):
+        return type(left) is type(right) and all(
+            same(getattr(left, name), getattr(right, name)) for name in left.__struct_fields__
+        )
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_plans_survive_msgpack_and_pickle(count: int) -> None:
+    plan = TransferPlan(plan_id=7, loads=swap(SwapPurpose.LOAD, count), backups=swap(SwapPurpose.BACKUP, 3))
+    assert same(decode_plan(encode(plan)), plan)
+    assert same(pickle.loads(pickle.dumps(plan)), plan)  # noqa: S301
+    assert [one.purpose for one in plan.swaps()] == [SwapPurpose.LOAD, SwapPurpose.BACKUP]
+
+
+def test_reports_survive_msgpack_and_pickle() -> None:
+    result = TransferResult(
+        purpose=SwapPurpose.EVICT,
+        failed=np.array([1], np.int32),
+        checksums=np.array([2**64 - 1, 0], np.uint64),
+        copied_bytes=2**40,
+        seconds=0.5,
+        error_message="slot 3 changed",
+    )
+    report = TransferReport(plan_id=1, rank=3, results=(result,))
+    assert same(decode_report(encode(report)), report)
+    assert same(pickle.loads(pickle.dumps(report)), report)  # noqa: S301
+    assert not result.success
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_plan(b"\xc1")
+    with pytest.raises(msgspec.DecodeError):
+        decode_plan(encode(TransferReport(plan_id=1, rank=0, results=())))
+    odd = msgspec.msgpack.encode(
+        {"plan_id": 1, "rank": 0, "results": [{"purpose": "load", "failed": ["|O", [1], b"x"]}]}
+    )
+    with pytest.raises(msgspec.ValidationError):
+        decode_report(odd)
+
+
+def test_a_transfer_maps_nothing_until_it_succeeded() -> None:
+    loads = swap(SwapPurpose.LOAD, 3)
+    assert loads.mapping == {}
+    loads.success = True
+    assert loads.mapping == {0: 2, 1: 1, 2: 0}
+
+
+def test_nodes_are_hashable_and_compare_by_value() -> None:
+    def node(slot: int) -> BlockNode:
+        return BlockNode(
+            block_id=slot,
+            generation=1,
+            hash_value=bytes(32),
+            parent=None,
+            depth=0,
+            cache_status=CacheStatus.SWAP_TO_HOST,
+            ref_count=0,
+            children=0,
+            hit_count=1,
+            idle_seconds=0.0,
+        )
+
+    assert {node(1), node(1), node(2)} == {node(1), node(2)}
+    assert node(1).is_leaf
+    assert node(1).is_swapping
