@@ -38,3 +38,7 @@ def run() -> None:
         errors.guard(lambda: app(arguments, prog_name="fdcache"))
     else:
         errors.guard(lambda: chosen.load()(arguments[1:], prog_name=f"fdcache {chosen.name}"))
+
+
+if __name__ == "__main__":
+    run()

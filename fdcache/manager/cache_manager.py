@@ -312,10 +312,14 @@ class CacheManager:
         return usage
 
     def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
-        """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing."""
+        """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing.
+
+        Of the tiers that this process has; ``fdcache inspect explain`` tells of a service's.
+        """
         with self._lock:
             hashes = request._bind(self.layout.block_size, self.layout.fingerprint).hashes
-            return {pool.level: pool.nodes(pool.find(hashes).slots.tolist()) for pool in self._pools()}
+            own = [pool for pool in self._pools() if isinstance(pool, BlockPool)]
+            return {pool.level: pool.nodes(pool.find(hashes).slots.tolist()) for pool in own}
 
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""

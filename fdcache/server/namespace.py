@@ -112,6 +112,12 @@ class Namespace:
         return self.num_extents * self.geometry.records_per_extent
 
     @property
+    def most_slots(self) -> int:
+        """Slots that it could have now, with the free extents that its quota allows."""
+        more = min(self._most_extents - self.num_extents, self._arena.num_free // self.ranks)
+        return (self.num_extents + max(more, 0)) * self.geometry.records_per_extent
+
+    @property
     def bytes_held(self) -> int:
         """Bytes of all its extents."""
         return self.num_extents * self.ranks * self.geometry.extent_bytes

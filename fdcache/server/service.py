@@ -310,7 +310,7 @@ class Service:
             if namespace.tier is not None and namespace.tier.stats().free < request.count:
                 self._make_room(namespace)
             fellows = sum(other.namespace is namespace for other in self.clients.values())
-            most = max(namespace.num_slots // (_SHARE_OF_STOCK * fellows), 1) - len(client.stock)
+            most = max(namespace.most_slots // (_SHARE_OF_STOCK * fellows), 1) - len(client.stock)
             slots, generations = namespace.grant(client.stock_lease, max(0, min(request.count, most)))
             client.stock.update(zip(slots.tolist(), generations.tolist(), strict=True))
         return Granted(slots.tobytes(), generations.tobytes(), namespace.num_slots)

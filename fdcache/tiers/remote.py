@@ -287,6 +287,7 @@ class RemoteHostTier:
         try:
             self._line.call(body, max(self._timeout, 1.0))
             self._reset_owed = False
+            self._keeper.return_stock(session)
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             self._keeper.lose(session, str(error))
 

@@ -317,13 +317,13 @@ class SessionKeeper:
             gone += events.hashes[32 * i : 32 * i + 32]
         if (kinds >= _CLEARED).any():
             self._knowledge.clear()
-            self._return_stock(session)
+            self.return_stock(session)
         else:
             self._knowledge.remove(bytes(gone))
         if self._event_capacity:
             self._events.append(events)
 
-    def _return_stock(self, session: Session) -> None:
+    def return_stock(self, session: Session) -> None:
         """Slots granted before a reset are worth nothing: what is copied into them is not kept."""
         with self._lock:
             slots = np.array([slot for slot, _ in session.stock], np.int32)
@@ -331,9 +331,7 @@ class SessionKeeper:
         count = len(slots)
         if count:
             nothing, no_hash = bytes(count), b"\xff" * 32 * count
-            self._outbox.append(
-                (session, Publish(slots.tobytes(), no_hash, no_hash, nothing, bytes(8 * count)))
-            )
+            self.tell(session, Publish(slots.tobytes(), no_hash, no_hash, nothing, bytes(8 * count)))
 
     def _say_goodbye(self, line: Connection) -> None:
         try:
