@@ -29,14 +29,14 @@ def until(condition: Callable[[], object], what: str, timeout: float = TIMEOUT) 
         time.sleep(0.01)
 
 
-def arguments(directory: Path, host_memory: str = "16MiB", **others: object) -> dict[str, object]:
+def arguments(directory: Path, **others: str) -> dict[str, object]:
     """Settings of a service of the tests: everything in one folder, no HTTP."""
     return {
         "FDCACHE_SERVER": f"ipc://{directory}/fdcache.sock",
         "FDCACHE_RUNTIME_DIR": str(directory),
         "FDCACHE_ARENA_DIR": str(directory),
         "FDCACHE_HTTP_ADDRESS": "off",
-        "FDCACHE_HOST_MEMORY": host_memory,
+        "FDCACHE_HOST_MEMORY": "16MiB",
         **others,
     }
 
@@ -44,11 +44,11 @@ def arguments(directory: Path, host_memory: str = "16MiB", **others: object) -> 
 class LocalService:
     """A service in a thread. The state of ``service`` may be looked at while nothing is asked of it."""
 
-    def __init__(self, directory: Path, **settings: object) -> None:
+    def __init__(self, directory: Path, **settings: str) -> None:
         directory.chmod(0o700)
         self.directory = directory
         self.address = f"ipc://{directory}/fdcache.sock"
-        self.server = Server(Settings.load(environ={}, arguments=arguments(directory, **settings)))  # type: ignore[arg-type]
+        self.server = Server(Settings.load(environ={}, arguments=arguments(directory, **settings)))
         self.server.start()
         self._thread = threading.Thread(target=self.server.run)
         self._thread.start()
@@ -78,7 +78,7 @@ class LocalService:
 
 
 @contextmanager
-def local_service(directory: Path, **settings: object) -> Iterator[LocalService]:
+def local_service(directory: Path, **settings: str) -> Iterator[LocalService]:
     service = LocalService(directory, **settings)
     try:
         yield service
@@ -89,12 +89,12 @@ def local_service(directory: Path, **settings: object) -> Iterator[LocalService]
 class ServiceProcess:
     """``fdcache serve`` as a process of its own."""
 
-    def __init__(self, directory: Path, **settings: object) -> None:
+    def __init__(self, directory: Path, **settings: str) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
         directory.chmod(0o700)
         self.directory = directory
         self.address = f"ipc://{directory}/fdcache.sock"
-        self._settings = {name: str(value) for name, value in arguments(directory, **settings).items()}  # type: ignore[arg-type]
+        self._settings = {name: str(value) for name, value in arguments(directory, **settings).items()}
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -139,7 +139,7 @@ class ServiceProcess:
 
 
 @contextmanager
-def service_process(directory: Path, **settings: object) -> Iterator[ServiceProcess]:
+def service_process(directory: Path, **settings: str) -> Iterator[ServiceProcess]:
     service = ServiceProcess(directory, **settings)
     try:
         service.start()

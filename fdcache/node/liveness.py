@@ -74,6 +74,11 @@ class Watch:
         path = Path(self.live.path)
         return is_unlocked(path) if self._poller is None else not path.exists()
 
+    def bury(self) -> None:
+        """Take away the live file of a process that is gone, and stop watching."""
+        Path(self.live.path).unlink(missing_ok=True)
+        self.close()
+
     def close(self) -> None:
         """Stop watching."""
         if self._pidfd >= 0:

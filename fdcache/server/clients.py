@@ -51,7 +51,7 @@ class Client:
         alive = []
         for watch in self.watches:
             if watch.is_gone():
-                watch.close()
+                watch.bury()
                 self.ranks.pop(watch.live.path, None)
             else:
                 alive.append(watch)

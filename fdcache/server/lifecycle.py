@@ -15,6 +15,7 @@ from types import FrameType
 
 from fdcache.errors import ConfigurationError
 from fdcache.node.address import SCHEME, default_address, make_runtime_dir, socket_path
+from fdcache.node.liveness import earlier_processes
 from fdcache.server.arena import Arena
 from fdcache.server.loop import ServiceLoop, SocketLock
 from fdcache.server.service import Service
@@ -165,6 +166,8 @@ class Server:
         for namespace in self.service.namespaces.values():
             namespace.close()
         self.arena.close()
+        for _ in earlier_processes(self._socket.parent):
+            pass  # of the living; the files of the dead are gone now
         if self._lock is not None:
             self._lock.release()
             self._lock = None

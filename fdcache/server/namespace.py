@@ -197,7 +197,11 @@ class Namespace:
         if self.tier is None:
             return None
         lease = self.tier.open_lease()
-        run = self.tier.match(lease, hashes, start)
+        try:
+            run = self.tier.match(lease, hashes, start)
+        except ValueError:
+            self.tier.release(lease)
+            raise
         if not len(run):
             self.tier.release(lease)
             return None

@@ -264,14 +264,19 @@ class Service:
         ):
             raise ProtocolError("counts and starts do not fit the hashes")
         namespace = client.namespace
-        leases, lengths = [], []
+        leases: list[int] = []
+        lengths: list[int] = []
         slots, generations = [], []
         end = 0
         client.lookups += len(counts)
         for size, start in zip(counts.tolist(), starts.tolist(), strict=True):
             first, end = end, end + size
             full = len(client.runs) >= MOST_RUNS
-            run = None if self.paused or full else namespace.match(hashes[first:end], start)
+            try:
+                run = None if self.paused or full else namespace.match(hashes[first:end], start)
+            except ValueError:
+                self._release(client, Release(leases))  # nobody will hear of them
+                raise
             if run is None:
                 leases.append(0)
                 lengths.append(0)
@@ -419,7 +424,7 @@ class Service:
                 self.totals.runs_given_up += client.give_up_runs()
                 log.warning("client %s is silent: its slots stay its own, its pins are given up", client.name)
         for watch in [each for each in self.earlier if each.is_gone()]:
-            watch.close()
+            watch.bury()
             self.earlier.remove(watch)
         self.tell_events(tell)
 

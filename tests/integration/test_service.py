@@ -389,6 +389,40 @@ class TestDeath:
             process.wait()
             assert_nothing_is_held(service)
 
+    def test_a_client_stopped_in_mid_copy_loads_nothing_from_slots_given_up_meanwhile(
+        self, tmp_path: Path
+    ) -> None:
+        with local_service(
+            tmp_path,
+            FDCACHE_SESSION_TIMEOUT="1s",
+            FDCACHE_HOST_MEMORY="256KiB",
+            FDCACHE_EXTENT_SIZE="64KiB",
+        ) as service:
+            writer = Engine(service.address, device_blocks=64)
+            writer.serve(PROMPT)
+            until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+            process = subprocess.Popen(
+                [sys.executable, "-c", _STOPPED_LOADER, service.address], stdout=subprocess.PIPE, text=True
+            )
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == "in mid-copy"
+            until(lambda: service.service.totals.runs_given_up == 1, "its pins are given up")
+            starts = iter(range(1000, 10**6, 1000))
+
+            def has_evicted_it() -> bool:
+                start = next(starts)
+                writer.serve(list(range(start, start + 81)))
+                writer.await_stock()
+                return bool(service.ask("namespaces")[0]["totals"]["evicted"] >= 60)
+
+            until(has_evicted_it, "the slots have other blocks")
+            os.kill(process.pid, signal.SIGCONT)
+            assert process.stdout.readline().strip() == "failed, recompute from 0"
+            process.kill()
+            process.wait()
+            writer.close()
+            assert_nothing_is_held(service)
+
     def test_an_engine_goes_on_while_the_service_is_gone_and_comes_back_by_itself(
         self, tmp_path: Path
     ) -> None:
@@ -443,6 +477,32 @@ while True:
 engine.await_stock()
 print("held", flush=True)
 time.sleep(600)
+"""
+
+
+_STOPPED_LOADER = """
+import os, signal, sys
+from fdcache.manager import Request
+from fdcache.controller.cache_controller import CacheController
+from fdcache.settings.transfer import TransferSettings
+from tests.faults import PausingDevice
+from tests.integration.test_service import Engine, PROMPT
+engine = Engine(sys.argv[1])
+device = PausingDevice(pause_at=1)
+rank = CacheController(TransferSettings(first_group_layers=1, group_layers=1), engine.layout, device=device)
+rank.initialize_kv_cache(32)
+rank.initialize_host_cache(engine.manager.host_cache)
+request = Request("loads", PROMPT)
+assert engine.manager.match_prefix([request])[0].num_host_blocks == 10
+engine.manager.allocate_device_blocks([(request, len(PROMPT))])
+(plan,) = engine.manager.take_plans()
+rank.submit_swap_tasks(plan).wait_for_layer(0, 30)
+print("in mid-copy", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+device.resume.set()
+(outcome,) = engine.manager.apply(rank.wait_reports(30))
+print(f"{outcome.status.value}, recompute from {outcome.recompute_from}", flush=True)
+signal.pause()
 """
 
 
