@@ -52,14 +52,14 @@ _FAILURES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(address: str, api_keys: tuple[str, ...]) -> FastAPI:
+def make_app(address: str, api_keys: tuple[str, ...], *, timeout: float = _TIMEOUT) -> FastAPI:
     """The application for the service at ``address``; without keys nobody is asked for one."""
-    client = Client(address, timeout=_TIMEOUT)
+    client = Client(address, timeout=timeout)
 
     def check_key(given: Credentials) -> None:
         text = given.credentials if given is not None else ""
         matches = [secrets.compare_digest(text.encode(), key.encode()) for key in api_keys]
-        if api_keys and not any(matches):
+        if not any(matches):
             raise HTTPException(
                 401, "give a key of FD_API_KEY as a Bearer token", headers={"WWW-Authenticate": "Bearer"}
             )
@@ -73,7 +73,10 @@ def make_app(address: str, api_keys: tuple[str, ...]) -> FastAPI:
             raise HTTPException(404, str(error)) from error
 
     app = FastAPI(title="fdcache", version=__version__, description="The node-wide cache service.")
-    guarded: dict[str, Any] = {"dependencies": [Depends(check_key)], "responses": _FAILURES}
+    guarded: dict[str, Any] = {
+        "dependencies": [Depends(check_key)] if api_keys else [],
+        "responses": _FAILURES if api_keys else {503: _FAILURES[503], 404: _FAILURES[404]},
+    }
 
     @app.exception_handler(UnicodeError)
     def not_text(request: Request, error: Exception) -> Response:
