@@ -27,7 +27,7 @@ def start(*arguments: str, **options: object) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> None:
     """Wait for it; it must have ended well."""
     if process.wait() != 0:
-        raise SystemExit(f"{process.args} ended with status {process.returncode}")
+        raise SystemExit(f"{process.args!r} ended with status {process.returncode}")
 
 
 def say(text: str) -> None:

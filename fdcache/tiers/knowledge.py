@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -28,10 +29,15 @@ class Knowledge:
             (get(data[i : i + 32], ABSENT) for i in range(0, len(data), 32)), np.uint8, len(data) // 32
         )
 
-    def set(self, key: bytes, state: int) -> None:
-        """A block is there, is coming, or is gone."""
+    def state(self, key: bytes) -> int:
+        """0 absent or unknown, 1 ready, 2 being copied."""
+        return self._state.get(key, ABSENT)
+
+    def set(self, keys: Iterable[bytes], state: int) -> None:
+        """Blocks are there, are coming, or are gone."""
         with self._lock:
-            self._set(key, state)
+            for key in keys:
+                self._set(key, state)
 
     def _set(self, key: bytes, state: int) -> None:
         if state == ABSENT:

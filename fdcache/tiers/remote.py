@@ -34,11 +34,12 @@ from fdcache.node.protocol import (
 )
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host_cache import HostCache
-from fdcache.tiers.host_tier import NOTHING, HostMatch, TierFigures
+from fdcache.tiers.host_tier import NO_GENERATIONS, NO_SLOTS, NOTHING, HostMatch, TierFigures
 from fdcache.tiers.knowledge import ABSENT, PENDING, READY, Knowledge
 from fdcache.tiers.session import Session, SessionKeeper
 
-RESERVED, IS_READY, IS_PENDING, NO_PARENT = range(4)
+_ROOT = bytes(32)
+IS_READY, IS_PENDING, NO_PARENT = 1, 2, 3
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
 
 
@@ -62,16 +63,6 @@ class _Run:
     released: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A block on its way to the service's arena."""
-
-    session: Session
-    generation: int
-    hash: bytes
-    parent: bytes
-
-
 class RemoteHostTier:
     """The host tier of the service at ``settings.server``. Calls are the manager's, under its lock."""
 
@@ -83,7 +74,7 @@ class RemoteHostTier:
         self._runs: dict[int, _Run] = {}
         self._next_lease = 1
         self._loading: defaultdict[int, list[_Run]] = defaultdict(list)
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, tuple[Session, bytes, bytes]] = {}  # by slot: hash and parent
         self._reset_owed = False
         self._line = Connection(settings.server)
         self._keeper = SessionKeeper(settings, layout, self._knowledge, self._is_drained)
@@ -221,41 +212,48 @@ class RemoteHostTier:
     def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> RemoteSlots:
         """Slots from the stock; no round trip."""
         session = self._keeper.session
-        status = np.full(len(hashes), NO_PARENT, np.uint8)
+        status = bytearray(len(hashes))
+        keys, above = _keys(hashes), _keys(parents)
+        state = self._knowledge.state
         wanted: list[tuple[bytes, bytes]] = []
         fresh: set[bytes] = set()
-        presence, above = self._knowledge.presence(hashes), self._knowledge.presence(parents)
-        for i, (row, parent_row) in enumerate(zip(hashes, parents, strict=True)):
-            key, parent = row.tobytes(), parent_row.tobytes()
-            if presence[i] != ABSENT or key in fresh:
-                status[i] = IS_READY if presence[i] == READY else IS_PENDING
-            elif above[i] == READY or parent in fresh or not any(parent):
-                status[i] = RESERVED
+        for i, (key, parent) in enumerate(zip(keys, above, strict=True)):
+            if (known := state(key)) != ABSENT or key in fresh:
+                status[i] = IS_READY if known == READY else IS_PENDING
+            elif parent in fresh or parent == _ROOT or state(parent) == READY:
                 fresh.add(key)
                 wanted.append((key, parent))
+            else:
+                status[i] = NO_PARENT
+        marks = np.frombuffer(status, np.uint8)
         taken = self._keeper.take(session, len(wanted)) if session else None
         if session is None or taken is None:
             missing = len(wanted) - (len(session.stock) if session else 0)
-            empty = np.empty(0, np.int32)
-            return RemoteSlots(empty, empty.view(np.uint32), status, missing=missing)
-        for (slot, generation), (key, parent) in zip(taken, wanted, strict=True):
-            self._copies[slot] = _Copy(session, generation, key, parent)
-            self._knowledge.set(key, PENDING)
+            return RemoteSlots(NO_SLOTS, NO_GENERATIONS, marks, missing=missing)
+        for (slot, _), (key, parent) in zip(taken, wanted, strict=True):
+            self._copies[slot] = (session, key, parent)
+        self._knowledge.set(fresh, PENDING)
         slots = np.array([slot for slot, _ in taken], np.int32)
-        return RemoteSlots(slots, np.array([generation for _, generation in taken], np.uint32), status)
+        return RemoteSlots(slots, np.array([generation for _, generation in taken], np.uint32), marks)
 
     def complete(self, slots: Int32Array, copied: HashArray, checksums: UInt64Array) -> HashArray:
         """The service hears of it in the background and makes the blocks findable below READY parents."""
         ended = [self._copies.pop(slot) for slot in slots.tolist()]
-        for each, arrived in zip(ended, copied.tolist(), strict=True):
-            self._knowledge.set(each.hash, READY if arrived else ABSENT)
-        if ended and ended[0].session is self._keeper.session:
+        if not ended:
+            return np.asarray(copied, np.uint8)
+        session = ended[0][0]
+        arrived = copied.tolist()
+        self._knowledge.set((key for (_, key, _), good in zip(ended, arrived, strict=True) if good), READY)
+        self._knowledge.set(
+            (key for (_, key, _), good in zip(ended, arrived, strict=True) if not good), ABSENT
+        )
+        if session is self._keeper.session:
             self._keeper.tell(
-                ended[0].session,
+                session,
                 Publish(
                     slots=slots.tobytes(),
-                    parents=b"".join(each.parent for each in ended),
-                    hashes=b"".join(each.hash for each in ended),
+                    parents=b"".join([parent for _, _, parent in ended]),
+                    hashes=b"".join([key for _, key, _ in ended]),
                     copied=np.asarray(copied, np.uint8).tobytes(),
                     checksums=(checksums if len(checksums) else np.zeros(len(slots), np.uint64)).tobytes(),
                 ),
@@ -336,6 +334,11 @@ class RemoteHostTier:
         self._keeper.close()
         if not self._line.socket.closed:
             self._line.close()
+
+
+def _keys(hashes: HashArray) -> list[bytes]:
+    data = hashes.tobytes()
+    return [data[i : i + 32] for i in range(0, len(data), 32)]
 
 
 def _within_limits(paths: Sequence[tuple[HashArray, int]]) -> list[tuple[HashArray, int]]:

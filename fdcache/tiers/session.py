@@ -49,6 +49,7 @@ _MOST_STOCK = 8192
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
 _REGISTER_TIMEOUT = 2.0
 _REMOVED, _CLEARED = 1, 2
+_NOT_KEPT = 2  # and above: no parent, dropped
 
 
 @dataclass(eq=False, slots=True)
@@ -300,8 +301,8 @@ class SessionKeeper:
                 session.asked = 0
         elif isinstance(answer, Published):
             status = uint8_from(answer.status, "status")
-            for i in (status >= 2).nonzero()[0].tolist():
-                self._knowledge.set(answer.hashes[32 * i : 32 * i + 32], ABSENT)
+            lost = (status >= _NOT_KEPT).nonzero()[0].tolist()
+            self._knowledge.set((answer.hashes[32 * i : 32 * i + 32] for i in lost), ABSENT)
         elif isinstance(answer, Events):
             self._learn(session, answer)
         elif isinstance(answer, Alive):
