@@ -20,6 +20,7 @@ from collections.abc import Callable
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import zmq
@@ -40,7 +41,7 @@ from fdcache.settings.cache import CacheSettings, WritePolicy
 BLOCKS = 2048
 BLOCK = 64
 CLIENTS = (1, 8, 64)
-Results = Queue[list[float]]
+Results: TypeAlias = "Queue[list[float]]"
 STEP_SECONDS = 0.020
 STEPS = ((1, 32), (8, 8))
 """New prompts in a step, and blocks of each."""
