@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fdcache.client import Client
+from fdcache.client.tool import Client
 from fdcache_cli import output
 from fdcache_cli.app import Command, new_group
 from fdcache_cli.service_view import Columns, Rows, ServerOption, connect, seconds, size, table

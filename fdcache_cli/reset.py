@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fdcache.client import Client
+from fdcache.client.tool import Client
 from fdcache.settings.parsing import parse_duration
 from fdcache_cli import errors, output
 from fdcache_cli.service_view import ServerOption, connect, size

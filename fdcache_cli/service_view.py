@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fdcache.client import Client
+from fdcache.client.tool import Client
 from fdcache.settings import Settings
 from fdcache.settings.parsing import format_size
 

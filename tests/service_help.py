@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fdcache.client import Client
+from fdcache.client.tool import Client
 from fdcache.errors import ServiceError
 from fdcache.server.lifecycle import Server
 from fdcache.settings import Settings

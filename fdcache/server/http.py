@@ -13,7 +13,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from fdcache import __version__
-from fdcache.client import Client
+from fdcache.client.tool import Client
 from fdcache.errors import RefusedError, ServiceUnavailableError
 from fdcache.server.metrics import render
 
