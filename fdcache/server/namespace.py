@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,29 +16,12 @@ from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UIn
 from fdcache.node.extents import Extent, record_table
 from fdcache.node.protocol import Geometry
 from fdcache.server.arena import Arena
+from fdcache.server.counts import Counts, EvictionLog
 from fdcache.tiers import BlockPool
 
 _EVENTS = 65536
-_READY_HEADER = 2
+READY_HEADER = 2
 _REMOVED, _CLEARED, _LOST = 1, 2, 3
-
-
-@dataclass(slots=True)
-class Counts:
-    """Totals of one layout since the service started."""
-
-    lookups: int = 0
-    looked_up_blocks: int = 0
-    hit_blocks: int = 0
-    granted: int = 0
-    stored: int = 0
-    duplicates: int = 0
-    orphans: int = 0
-    dropped: int = 0
-    evicted: int = 0
-    corrupt: int = 0
-    recovered: int = 0
-    resets: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +31,6 @@ class Run:
     lease: int
     slots: Int32Array
     generations: UInt32Array
-
-
-@dataclass(slots=True)
-class EvictionLog:
-    """When blocks left the tier, the newest ``most`` of them."""
-
-    most: int
-    times: dict[bytes, float] = field(default_factory=dict)
-
-    def add(self, key: bytes, now: float) -> None:
-        """A block left."""
-        self.times.pop(key, None)
-        self.times[key] = now
-        while len(self.times) > self.most:
-            del self.times[next(iter(self.times))]
 
 
 class Namespace:
@@ -91,7 +59,7 @@ class Namespace:
             )
         self._most_extents = max(int(arena.manifest.extents * quota) // self.ranks, 1)
         self._extents: list[list[Extent]] = [[] for _ in range(self.ranks)]
-        self._tables: list[_core.RecordTable] = []
+        self.tables: list[_core.RecordTable] = []
         self.tier: BlockPool | None = None
         self.counts = Counts()
         self.evictions = EvictionLog(eviction_log)
@@ -153,7 +121,7 @@ class Namespace:
             self.tier.record_events(_EVENTS)
         else:
             self.tier.resize(self.num_slots)
-        self._tables = [record_table(self.geometry, extents) for extents in self._extents]
+        self.tables = [record_table(self.geometry, extents) for extents in self._extents]
 
     def shrink(self) -> bool:
         """Give the last extent of every rank back; False while a slot in it is in use."""
@@ -166,12 +134,12 @@ class Namespace:
         elif self.tier.resize(self.num_slots - self.geometry.records_per_extent):
             return False
         index = self.num_extents - 1
-        self._tables = []
+        self.tables = []
         for extents in self._extents:
             extents.pop().headers(self.geometry)[:] = 0
         self._arena.take_back([self.geometry.path(rank, index) for rank in range(self.ranks)])
         if self.num_extents:
-            self._tables = [record_table(self.geometry, extents) for extents in self._extents]
+            self.tables = [record_table(self.geometry, extents) for extents in self._extents]
         else:
             self.tier = None
             self.layout_path().unlink(missing_ok=True)
@@ -218,7 +186,7 @@ class Namespace:
         taken = tier.reserve(lease, count)
         for slot, generation in zip(taken.slots.tolist(), taken.generations.tolist(), strict=True):
             empty = _core.SlotHeader(0, generation, bytes(32), bytes(32), self.layout.fingerprint, 0, 0)
-            for table in self._tables:
+            for table in self.tables:
                 table.set_header(slot, empty)
         self.counts.granted += len(taken)
         self.unverified.difference_update(taken.slots.tolist())
@@ -229,7 +197,7 @@ class Namespace:
         there = np.ones(len(slots), np.bool_)
         for rank in range(self.ranks):
             headers = self.headers(rank, slots)
-            there &= headers["state"] == _READY_HEADER
+            there &= headers["state"] == READY_HEADER
             there &= headers["generation"] == generations
             there &= (headers["hash"] == hashes).all(axis=1)
         return there
@@ -271,9 +239,9 @@ class Namespace:
         node = self.tier.node(slot)
         if not node.findable or node.hash != key:
             return False  # it was given to others meanwhile
-        for table in self._tables:
+        for table in self.tables:
             header = table.header(slot)
-            if not header.is_valid or header.state != _READY_HEADER or header.hash != key:
+            if not header.is_valid or header.state != READY_HEADER or header.hash != key:
                 return True
             planes = self.layout.planes
             checksum = _core.record_checksum(
@@ -311,62 +279,7 @@ class Namespace:
             self.counts.evicted += 1
         self.pending_events.append((kinds, hashes, parents))
 
-    # --- recovery -----------------------------------------------------------------------------------------
-
-    def recover(self) -> int:
-        """Take over every block that stands whole in the extents of all ranks; how many.
-
-        Their checksums are verified when they are first read. Raises nothing for broken headers: those slots
-        are free.
-        """
-        assert self.tier is not None
-        slots = np.arange(self.num_slots, dtype=np.int32)
-        headers = [self.headers(rank, slots) for rank in range(self.ranks)]
-        first = headers[0]
-        good = first["state"] == _READY_HEADER
-        payload = self.layout.payload_bytes
-        for each in headers:
-            for name in ("state", "generation"):
-                good &= each[name] == first[name]
-            for name in ("hash", "parent"):
-                good &= (each[name] == first[name]).all(axis=1)
-            good &= (each["fingerprint"] == np.frombuffer(self.layout.fingerprint[:16], np.uint8)).all(axis=1)
-            good &= each["payload_bytes"] == payload
-        candidates = [
-            slot
-            for slot in np.flatnonzero(good).tolist()
-            if all(table.header(slot).is_valid for table in self._tables)
-        ]
-        newest = max(int(each["generation"].max(initial=0)) for each in headers)
-        ordered = _parents_first(candidates, first)
-        chosen = first[ordered]
-        taken = self.tier.restore(
-            np.array(ordered, np.int32),
-            np.ascontiguousarray(chosen["generation"]),
-            np.ascontiguousarray(chosen["parent"]),
-            np.ascontiguousarray(chosen["hash"]),
-            np.ascontiguousarray(chosen["payload_checksum"]),
-            min(newest + 1, 0xFFFFFFFF),
-        )
-        kept = [slot for slot, was_taken in zip(ordered, taken.tolist(), strict=True) if was_taken]
-        self.unverified = set(kept)
-        self.counts.recovered = len(kept)
-        return len(kept)
-
     def close(self) -> None:
         """Unmap everything."""
-        self._tables = []
+        self.tables = []
         self._extents = [[] for _ in range(self.ranks)]
-
-
-def _parents_first(slots: list[int], headers: np.ndarray) -> list[int]:
-    """Those of ``slots`` that hang together from the root, each after its parent."""
-    children: dict[bytes, list[int]] = {}
-    for slot in slots:
-        children.setdefault(headers[slot]["parent"].tobytes(), []).append(slot)
-    ordered: list[int] = []
-    level = children.pop(bytes(32), [])
-    while level:
-        ordered += level
-        level = [child for slot in level for child in children.pop(headers[slot]["hash"].tobytes(), [])]
-    return ordered

@@ -14,6 +14,7 @@ import numpy as np
 
 from fdcache.errors import FdcacheError, LayoutError, ProtocolError
 from fdcache.layout import KVLayout
+from fdcache.node.arrays import hashes_from, int32_from, uint8_from, uint64_from
 from fdcache.node.liveness import Watch, earlier_processes
 from fdcache.node.protocol import (
     MAX_BLOCKS,
@@ -41,15 +42,12 @@ from fdcache.node.protocol import (
     Release,
     RequestFrame,
     decode_request,
-    hashes_from,
-    int32_from,
-    uint8_from,
-    uint64_from,
 )
 from fdcache.server.arena import Arena
 from fdcache.server.clients import Client
 from fdcache.server.latency import Latencies
 from fdcache.server.namespace import Namespace
+from fdcache.server.recovery import recover
 from fdcache.settings.server import ServerSettings
 
 log = logging.getLogger("fdcache.server")
@@ -145,7 +143,7 @@ class Service:
             return 0
         namespace = self._new_namespace(layout)
         namespace.adopt(whole)
-        return namespace.recover()
+        return recover(namespace)
 
     def watch_earlier(self) -> None:
         """Wait for the clients of an earlier service: no slot is given away before they are back or gone."""

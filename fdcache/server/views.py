@@ -10,19 +10,13 @@ import msgspec
 import numpy as np
 
 from fdcache import __version__
-from fdcache.metadata import HashArray
 from fdcache.node.protocol import Answer, Ask, Refused, Told
+from fdcache.server.arguments import ArgumentError, Arguments, number, path
 from fdcache.server.clients import Client
 from fdcache.server.namespace import Namespace
 from fdcache.server.service import Service
 
-MOST_BLOCKS = 131072
 MOST_TREE = 1000
-Arguments = Mapping[str, Any]
-
-
-class ArgumentError(ValueError):
-    """An argument of a question that is not what it must be."""
 
 
 class Views:
@@ -158,7 +152,7 @@ class Views:
 
     def tree(self, arguments: Arguments) -> list[dict[str, Any]]:
         """The hottest blocks, each with its ancestors, parents first."""
-        limit = int(_number(arguments, "limit", 30, 1, MOST_TREE))
+        limit = int(number(arguments, "limit", 30, 1, MOST_TREE))
         found = []
         for namespace in self._chosen(arguments):
             tier = namespace.tier
@@ -221,7 +215,7 @@ class Views:
     def explain(self, arguments: Arguments) -> dict[str, Any]:
         """Where each block of a path is, and which one broke the run. ``hashes``: hexadecimal, in path order."""
         namespace = self._namespace(arguments)
-        hashes = _hashes(arguments)
+        hashes = path(arguments)
         namespace.collect_events()
         found = namespace.tier.find(hashes) if namespace.tier is not None else None
         there = (
@@ -260,7 +254,7 @@ class Views:
             raise ArgumentError(
                 f"tier: {tier!r} is not host, device or all; the storage tier is reset by its own"
             )
-        older = _number(arguments, "older_than", 0, 0, 1e12)
+        older = number(arguments, "older_than", 0, 0, 1e12)
         dry = bool(arguments.get("dry_run"))
         answer: dict[str, Any] = {"dry_run": dry, "host": [], "device": []}
         chosen = self._chosen(arguments)
@@ -350,25 +344,3 @@ def _figures(client: Client) -> dict[str, Any]:
     if not isinstance(figures, dict) or not isinstance(figures.get("counters", {}), dict):
         return {}
     return figures
-
-
-def _number(arguments: Arguments, name: str, default: float, least: float, most: float) -> float:
-    value = arguments.get(name, default)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise ArgumentError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
-    return value
-
-
-def _hashes(arguments: Arguments) -> HashArray:
-    texts = arguments.get("hashes")
-    if not isinstance(texts, list) or len(texts) > MOST_BLOCKS:
-        raise ArgumentError(f"hashes: give a list of up to {MOST_BLOCKS} hashes in hexadecimal")
-    try:
-        data = b"".join(bytes.fromhex(text) for text in texts)
-    except ValueError as error:
-        raise ArgumentError(f"hashes: {error}") from error
-    if len(data) != 32 * len(texts):
-        raise ArgumentError("hashes: each has 64 hexadecimal digits")
-    return np.frombuffer(data, np.uint8).reshape(-1, 32)

@@ -16,6 +16,7 @@ import numpy as np
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.node.arrays import hashes_from, int32_from, uint8_from, uint32_from
 from fdcache.node.connection import Connection
 from fdcache.node.protocol import (
     MAX_BLOCKS,
@@ -27,10 +28,6 @@ from fdcache.node.protocol import (
     Match,
     Matched,
     Publish,
-    hashes_from,
-    int32_from,
-    uint8_from,
-    uint32_from,
 )
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host_cache import HostCache

@@ -18,6 +18,7 @@ import zmq
 from fdcache.errors import ConfigurationError, ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.node.address import socket_path
+from fdcache.node.arrays import int32_from, uint8_from, uint32_from
 from fdcache.node.connection import Connection
 from fdcache.node.liveness import LiveFile
 from fdcache.node.protocol import (
@@ -36,9 +37,6 @@ from fdcache.node.protocol import (
     Registered,
     Release,
     Request,
-    int32_from,
-    uint8_from,
-    uint32_from,
 )
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.knowledge import ABSENT, Knowledge

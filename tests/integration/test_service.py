@@ -292,7 +292,7 @@ class TestRecovery:
         slot = int(
             namespace.tier.find(Request("x", PROMPT)._bind(BLOCK, engine.layout.fingerprint).hashes).slots[4]
         )
-        namespace._tables[rank].record(slot)[17] ^= 1
+        namespace.tables[rank].record(slot)[17] ^= 1
         service.crash()
         with local_service(tmp_path) as service:
             engine = Engine(service.address, layout(ranks=2))
