@@ -74,7 +74,7 @@ def serve(directory: str, ready: Event, stop: Event) -> None:
     )
     server = Server(settings)
     server.start()
-    namespace = server.service._new_namespace(layout())
+    namespace = server.service.shares.open(layout())
     while namespace.num_slots < 2 * BLOCKS and namespace.grow():
         pass
     fill(namespace)

@@ -56,3 +56,15 @@ def make_runtime_dir(directory: Path) -> None:
         )
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigurationError(f"{directory}: others can enter it; run chmod 700 {directory}")
+
+
+def client_dir(address: str) -> Path:
+    """The folder of a service's socket, where clients keep their live files. Raises ``ConfigurationError``."""
+    directory = socket_path(address).parent
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"FDCACHE_SERVER: the folder of the socket cannot be made: {error}; choose one that this user may use"
+        ) from error
+    return directory

@@ -116,7 +116,7 @@ class Server:
         wanted = self.settings.cache.host_memory
         if found is not None and settings.recover:
             if not wanted or found.extents == wanted // max(found.extent_bytes, 1):
-                self.recovered = self.service.recover(self.arena.adopt(found))
+                self.recovered = self.service.shares.recover(self.arena.adopt(found))
                 return
             log.warning("the earlier arena has another size than is asked for now: it is not recovered")
         self.arena.create(

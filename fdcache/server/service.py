@@ -12,13 +12,11 @@ from secrets import randbits
 
 import numpy as np
 
-from fdcache.errors import FdcacheError, LayoutError, ProtocolError
+from fdcache.errors import FdcacheError, ProtocolError
 from fdcache.layout import KVLayout
-from fdcache.node.arrays import hashes_from, int32_from, uint8_from, uint64_from
+from fdcache.node.arrays import int32_from
 from fdcache.node.liveness import Watch, earlier_processes
 from fdcache.node.protocol import (
-    MAX_BLOCKS,
-    MAX_PATHS,
     TIER_FIGURES,
     Alive,
     Answer,
@@ -34,7 +32,6 @@ from fdcache.node.protocol import (
     Match,
     Matched,
     Publish,
-    Published,
     Refill,
     Refused,
     Register,
@@ -43,30 +40,22 @@ from fdcache.node.protocol import (
     RequestFrame,
     decode_request,
 )
+from fdcache.server import blocks
 from fdcache.server.arena import Arena
 from fdcache.server.clients import Client
 from fdcache.server.latency import Latencies
 from fdcache.server.namespace import Namespace
-from fdcache.server.recovery import recover
+from fdcache.server.refusal import RefusalError
+from fdcache.server.shares import Shares
 from fdcache.settings.server import ServerSettings
 
 log = logging.getLogger("fdcache.server")
 
 MOST_CLIENTS = 1024
-MOST_RUNS = 65536
 MOST_LAYOUT_BYTES = 1 << 20
-_DROPPED = 3
 _SHARE_OF_STOCK = 4  # all clients of a layout together stock at most a quarter of its slots
 
 Teller = Callable[[bytes, Answer], bool]
-
-
-class RefusalError(FdcacheError):
-    """A request that is not carried out."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(slots=True)
@@ -94,7 +83,7 @@ class Service:
         self.settings = settings
         self.arena = arena
         self.runtime_dir = runtime_dir
-        self.namespaces: dict[bytes, Namespace] = {}
+        self.shares = Shares(settings, arena)
         self.clients: dict[int, Client] = {}
         self.totals = Totals()
         self.started = time.time()
@@ -105,45 +94,21 @@ class Service:
         self._salt = randbits(31) << 32
         self.earlier: list[Watch] = []
         self._handlers: dict[type, Callable[..., Answer]] = {
-            Match: self._match,
-            Release: self._release,
+            Match: lambda client, request: blocks.match(client, request, paused=self.paused),
+            Release: blocks.release,
             Refill: self._refill,
-            Publish: self._publish,
-            LoadEnded: self._load_ended,
+            Publish: blocks.publish,
+            LoadEnded: blocks.load_ended,
             Heartbeat: self._heartbeat,
             Bye: self._bye,
         }
 
+    @property
+    def namespaces(self) -> dict[bytes, Namespace]:
+        """The layouts, by fingerprint."""
+        return self.shares.namespaces
+
     # --- start --------------------------------------------------------------------------------------------
-
-    def recover(self, assigned: list[tuple[str, int, int]]) -> int:
-        """Take over the blocks in the extents of an earlier service; how many."""
-        by_namespace: dict[str, set[tuple[int, int]]] = {}
-        for name, rank, index in assigned:
-            by_namespace.setdefault(name, set()).add((rank, index))
-        recovered = 0
-        for name, extents in by_namespace.items():
-            recovered += self._recover_namespace(name, extents)
-        return recovered
-
-    def _recover_namespace(self, name: str, extents: set[tuple[int, int]]) -> int:
-        path = Path(f"{self.arena.directory}/{self.arena.prefix}-{name}.layout")
-        whole, layout = 0, None
-        try:
-            layout = KVLayout.from_json(path.read_bytes())
-            while all((rank, whole) in extents for rank in range(layout.tp_size)):
-                whole += 1
-        except (LayoutError, FileNotFoundError) as error:
-            log.warning("the blocks of layout %s are lost: %s", name, error)
-        prefix = f"{self.arena.directory}/{self.arena.prefix}-{name}"
-        torn = [f"{prefix}-r{rank}-{index:05d}" for rank, index in sorted(extents) if index >= whole]
-        self.arena.take_back(torn)
-        if layout is None or not whole:
-            path.unlink(missing_ok=True)
-            return 0
-        namespace = self._new_namespace(layout)
-        namespace.adopt(whole)
-        return recover(namespace)
 
     def watch_earlier(self) -> None:
         """Wait for the clients of an earlier service: no slot is given away before they are back or gone."""
@@ -202,7 +167,7 @@ class Service:
         if len(self.clients) >= MOST_CLIENTS:
             raise RefusalError("too_many", f"{MOST_CLIENTS} clients are registered already")
         layout = KVLayout.from_json(request.layout)
-        namespace = self.namespaces.get(layout.fingerprint) or self._new_namespace(layout)
+        namespace = self.shares.open(layout)
         if not namespace.num_extents and not self._make_room(namespace):
             raise RefusalError(
                 "no_memory",
@@ -246,65 +211,6 @@ class Service:
             "no_session", "the engine of this worker is not registered here, or has registered anew"
         )
 
-    def _match(self, client: Client, request: Match) -> Answer:
-        counts = int32_from(request.counts, "counts")
-        starts = int32_from(request.starts, "starts", len(counts))
-        hashes = hashes_from(request.hashes)
-        if len(counts) > MAX_PATHS or len(hashes) > MAX_BLOCKS:
-            raise RefusalError(
-                "too_many", f"more than {MAX_PATHS} paths or {MAX_BLOCKS} blocks in one look-up"
-            )
-        if (
-            (counts < 0).any()
-            or int(counts.sum()) != len(hashes)
-            or (starts < 0).any()
-            or (starts > counts).any()
-        ):
-            raise ProtocolError("counts and starts do not fit the hashes")
-        namespace = client.namespace
-        leases: list[int] = []
-        lengths: list[int] = []
-        slots, generations = [], []
-        end = 0
-        client.lookups += len(counts)
-        for size, start in zip(counts.tolist(), starts.tolist(), strict=True):
-            first, end = end, end + size
-            full = len(client.runs) >= MOST_RUNS
-            try:
-                run = None if self.paused or full else namespace.match(hashes[first:end], start)
-            except ValueError:
-                self._release(client, Release(leases))  # nobody will hear of them
-                raise
-            if run is None:
-                leases.append(0)
-                lengths.append(0)
-                continue
-            client.runs.add(run.lease)
-            leases.append(run.lease)
-            lengths.append(len(run.slots))
-            slots.append(run.slots)
-            generations.append(run.generations)
-        found = np.concatenate(slots) if slots else np.empty(0, np.int32)
-        marks = b""
-        if namespace.unverified and len(found):
-            unverified = namespace.unverified
-            marks = bytes(slot in unverified for slot in found.tolist())
-        return Matched(
-            leases=leases,
-            counts=np.array(lengths, np.int32).tobytes(),
-            slots=found.tobytes(),
-            generations=(np.concatenate(generations) if slots else found).tobytes(),
-            unverified=marks,
-        )
-
-    def _release(self, client: Client, request: Release) -> Answer:
-        tier = client.namespace.tier
-        for lease in request.leases:
-            if lease in client.runs and tier is not None:
-                client.runs.discard(lease)
-                tier.release(lease)
-        return Done()
-
     def _refill(self, client: Client, request: Refill) -> Answer:
         namespace = client.namespace
         nothing = np.empty(0, np.int32)
@@ -325,66 +231,9 @@ class Service:
         if client is None:
             return
         if isinstance(answer, Matched):
-            self._release(client, Release(answer.leases))
+            blocks.release(client, Release(answer.leases))
         elif isinstance(answer, Granted):
-            slots = int32_from(answer.slots, "slots")
-            self._take_back(client, slots, np.full((len(slots), 32), 255, np.uint8))
-
-    def _take_back(self, client: Client, slots: np.ndarray, hashes: np.ndarray) -> None:
-        nothing, sums = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
-        self._end_copies(client, slots, hashes, hashes, nothing, sums)
-
-    def _end_copies(
-        self,
-        client: Client,
-        slots: np.ndarray,
-        parents: np.ndarray,
-        hashes: np.ndarray,
-        copied: np.ndarray,
-        checksums: np.ndarray,
-    ) -> np.ndarray:
-        status = np.full(len(slots), _DROPPED, np.uint8)
-        for lease, positions in client.by_lease(slots.tolist()).items():
-            status[positions] = client.namespace.publish(
-                lease,
-                *(
-                    np.ascontiguousarray(each[positions])
-                    for each in (slots, parents, hashes, copied, checksums)
-                ),
-            )
-        client.ended(slots.tolist())
-        return status
-
-    def _publish(self, client: Client, request: Publish) -> Answer:
-        slots = int32_from(request.slots, "slots")
-        hashes = hashes_from(request.hashes)
-        parents = hashes_from(request.parents, "parents")
-        copied = uint8_from(request.copied, "copied", len(slots))
-        checksums = uint64_from(request.checksums, "checksums", len(slots))
-        if len(hashes) != len(slots) or len(parents) != len(slots):
-            raise ProtocolError("slots, hashes and parents differ in length")
-        numbers = slots.tolist()
-        if len(set(numbers)) != len(numbers) or not client.stock.keys() >= set(numbers):
-            raise RefusalError(
-                "not_yours", "slots: some were not granted to this session, or are named twice"
-            )
-        generations = np.array([client.stock[slot] for slot in numbers], np.uint32)
-        namespace = client.namespace
-        good = np.zeros(len(slots), np.bool_)
-        wanted = np.flatnonzero(copied)
-        if len(wanted):
-            good[wanted] = namespace.arrived(slots[wanted], generations[wanted], hashes[wanted])
-        status = self._end_copies(client, slots, parents, hashes, good, checksums)
-        client.stored += int((status == 0).sum())
-        return Published(request.hashes, status.tobytes())
-
-    def _load_ended(self, client: Client, request: LoadEnded) -> Answer:
-        slots = int32_from(request.slots, "slots")
-        hashes = hashes_from(request.hashes)
-        if len(hashes) != len(slots):
-            raise ProtocolError("slots and hashes differ in length")
-        client.namespace.load_ended(slots, hashes, uint8_from(request.copied, "copied", len(slots)))
-        return Done()
+            blocks.take_back(client, int32_from(answer.slots, "slots"))
 
     def _heartbeat(self, client: Client, request: Heartbeat) -> Answer:
         client.figures = request.figures[:65536]
@@ -443,75 +292,6 @@ class Service:
         client.take_everything_back()
         del self.clients[client.session]
 
-    def forget_unused(self) -> None:
-        """Give back the extents of layouts without blocks and without clients."""
-        used = {id(client.namespace) for client in self.clients.values()}
-        for fingerprint, namespace in list(self.namespaces.items()):
-            if id(namespace) in used:
-                continue
-            while namespace.num_extents and namespace.tier is not None and not namespace.tier.stats().ready:
-                if not namespace.shrink():
-                    break
-            if not namespace.num_extents:
-                namespace.close()
-                del self.namespaces[fingerprint]
-
-    def _new_namespace(self, layout: KVLayout) -> Namespace:
-        namespace = Namespace(self.arena, layout, self.settings.namespace_quota, self.settings.eviction_log)
-        self.namespaces[layout.fingerprint] = namespace
-        return namespace
-
     def _make_room(self, namespace: Namespace) -> bool:
-        """Let a layout grow, at the cost of one that has more than its share; whether it did.
-
-        A layout without clients gives first. Slots in use stay where they are.
-        """
-        self.forget_unused_but(namespace)
-        if self.earlier and self.arena.num_free < namespace.ranks:
-            return False
-        used = {id(client.namespace) for client in self.clients.values()}
-        share = self.arena.manifest.extents // max(len(self.namespaces), 1)
-        givers = sorted(
-            (each for each in self.namespaces.values() if each is not namespace and each.num_extents),
-            key=lambda each: (id(each) in used, -each.num_extents * each.ranks),
-        )
-        for giver in givers:
-            while (
-                self.arena.num_free < namespace.ranks
-                and namespace.num_extents * namespace.ranks < share
-                and (id(giver) not in used or giver.num_extents * giver.ranks > share)
-                and giver.num_extents > 1
-                and giver.shrink()
-            ):
-                pass
-        return namespace.grow()
-
-    def forget_unused_but(self, namespace: Namespace) -> None:
-        """As ``forget_unused``, sparing a layout that is about to be used."""
-        spared = self.namespaces.pop(namespace.layout.fingerprint, None)
-        self.forget_unused()
-        if spared is not None:
-            self.namespaces[namespace.layout.fingerprint] = spared
-
-    def check_integrity(self) -> list[str]:
-        """Every invariant that does not hold, in words."""
-        broken = [
-            f"layout {namespace.id}: {text}"
-            for namespace in self.namespaces.values()
-            if namespace.tier is not None
-            for text in namespace.tier.check_integrity()
-        ]
-        for namespace in self.namespaces.values():
-            if namespace.tier is None:
-                continue
-            clients = [client for client in self.clients.values() if client.namespace is namespace]
-            figures = namespace.tier.stats()
-            stocked = sum(len(client.stock) for client in clients)
-            leases = sum(1 + len(client.runs) + len(client.former) for client in clients)
-            if figures.writing < stocked:
-                broken.append(
-                    f"layout {namespace.id}: {figures.writing} slots are written, {stocked} granted"
-                )
-            if figures.leases != leases:
-                broken.append(f"layout {namespace.id}: {figures.leases} leases, {leases} known")
-        return broken
+        used = {client.namespace.id for client in self.clients.values()}
+        return self.shares.make_room(namespace, used, spare_all=bool(self.earlier))

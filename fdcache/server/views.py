@@ -12,7 +12,8 @@ import numpy as np
 from fdcache import __version__
 from fdcache.node.protocol import Answer, Ask, Refused, Told
 from fdcache.server.arguments import ArgumentError, Arguments, number, path
-from fdcache.server.clients import Client
+from fdcache.server.figures import client_figures, namespace_figures
+from fdcache.server.integrity import check_integrity
 from fdcache.server.namespace import Namespace
 from fdcache.server.service import Service
 
@@ -40,7 +41,7 @@ class Views:
             "reset": self.reset,
             "pause": lambda arguments: self._pause(True),
             "resume": lambda arguments: self._pause(False),
-            "integrity": lambda arguments: self._service.check_integrity(),
+            "integrity": lambda arguments: check_integrity(self._service),
         }
 
     def answer(self, ask: Ask) -> Answer:
@@ -66,7 +67,7 @@ class Views:
         """The whole service in figures."""
         service = self._service
         arena = service.arena
-        namespaces = [_namespace(each, service) for each in service.namespaces.values()]
+        namespaces = [namespace_figures(each, service) for each in service.namespaces.values()]
         totals = msgspec.to_builtins(service.totals)
         return {
             "version": __version__,
@@ -98,7 +99,7 @@ class Views:
                 "device": [
                     {"client": client.name, **device}
                     for client in service.clients.values()
-                    if (device := _figures(client).get("device"))
+                    if (device := client_figures(client).get("device"))
                 ],
             },
             "namespaces": namespaces,
@@ -107,7 +108,7 @@ class Views:
 
     def namespaces(self, arguments: Arguments) -> list[dict[str, Any]]:
         """One entry for each layout."""
-        return [_namespace(each, self._service) for each in self._service.namespaces.values()]
+        return [namespace_figures(each, self._service) for each in self._service.namespaces.values()]
 
     def clients(self, arguments: Arguments) -> list[dict[str, Any]]:
         """One entry for each client; ``figures`` are its own, as of its last sign of life."""
@@ -128,7 +129,7 @@ class Views:
                 "stored": client.stored,
                 "device_resets": client.device_resets,
                 "device_resets_applied": client.device_resets_applied,
-                "figures": _figures(client),
+                "figures": client_figures(client),
             }
             for client in self._service.clients.values()
         ]
@@ -140,8 +141,8 @@ class Views:
                 "client": client.name,
                 "writable_slots": len(client.stock),
                 "pinned_runs": len(client.runs),
-                "plans_in_flight": _figures(client).get("plans_in_flight", 0),
-                "queued_backups": _figures(client).get("queued_backups", 0),
+                "plans_in_flight": client_figures(client).get("plans_in_flight", 0),
+                "queued_backups": client_figures(client).get("queued_backups", 0),
             }
             for client in self._service.clients.values()
         ]
@@ -315,32 +316,3 @@ class Views:
         if len(chosen) != 1:
             raise ArgumentError(f"namespace: {len(chosen)} fit; name one of `fdcache inspect namespaces`")
         return chosen[0]
-
-
-def _namespace(namespace: Namespace, service: Service) -> dict[str, Any]:
-    figures = namespace.tier.stats() if namespace.tier is not None else None
-    names = ("slots", "free", "writing", "ready", "evictable", "pins", "leases", "epoch", "evictions")
-    return {
-        "namespace": namespace.id,
-        "model": namespace.layout.model,
-        "revision": namespace.layout.revision,
-        "ranks": namespace.ranks,
-        "block_size": namespace.layout.block_size,
-        "record_bytes": namespace.layout.record_bytes,
-        "extents": namespace.num_extents * namespace.ranks,
-        "bytes": namespace.bytes_held,
-        "clients": sum(client.namespace is namespace for client in service.clients.values()),
-        "unverified": len(namespace.unverified),
-        "tier": {name: getattr(figures, name) for name in names} if figures else {},
-        "totals": msgspec.to_builtins(namespace.counts),
-    }
-
-
-def _figures(client: Client) -> dict[str, Any]:
-    try:
-        figures = msgspec.json.decode(client.figures)
-    except msgspec.DecodeError:
-        return {}
-    if not isinstance(figures, dict) or not isinstance(figures.get("counters", {}), dict):
-        return {}
-    return figures

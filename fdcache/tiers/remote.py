@@ -33,7 +33,8 @@ from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host_cache import HostCache
 from fdcache.tiers.host_tier import NO_GENERATIONS, NO_SLOTS, NOTHING, HostMatch, TierFigures
 from fdcache.tiers.knowledge import ABSENT, PENDING, READY, Knowledge
-from fdcache.tiers.session import Session, SessionKeeper
+from fdcache.tiers.session import SessionKeeper
+from fdcache.tiers.stock import Session
 
 _ROOT = bytes(32)
 IS_READY, IS_PENDING, NO_PARENT = 1, 2, 3

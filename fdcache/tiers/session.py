@@ -8,16 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import zmq
 
-from fdcache.errors import ConfigurationError, ProtocolError, RefusedError, ServiceUnavailableError
+from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
-from fdcache.node.address import socket_path
+from fdcache.node.address import client_dir
 from fdcache.node.arrays import int32_from, uint8_from, uint32_from
 from fdcache.node.connection import Connection
 from fdcache.node.liveness import LiveFile
@@ -40,28 +38,13 @@ from fdcache.node.protocol import (
 )
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.knowledge import ABSENT, Knowledge
+from fdcache.tiers.stock import FIRST_STOCK, MOST_STOCK, Session
 
 _HEARTBEAT = 1.0
-_FIRST_STOCK = 64
-_MOST_STOCK = 8192
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
 _REGISTER_TIMEOUT = 2.0
 _REMOVED, _CLEARED = 1, 2
 _NOT_KEPT = 2  # and above: no parent, dropped
-
-
-@dataclass(eq=False, slots=True)
-class Session:
-    """One registration, from its answer until the service is lost; ``stock`` holds (slot, generation)."""
-
-    number: int
-    arena: str
-    num_slots: int
-    recovered: bool = True
-    stock: deque[tuple[int, int]] = field(default_factory=deque)
-    wanted: int = _FIRST_STOCK
-    asked: int = 0
-    figures: list[int] = field(default_factory=list)
 
 
 class SessionKeeper:
@@ -79,7 +62,7 @@ class SessionKeeper:
         self._knowledge = knowledge
         self._is_drained = is_drained
         self._address = settings.server
-        self._live = LiveFile(_runtime_dir(settings.server))
+        self._live = LiveFile(client_dir(settings.server))
         self.session: Session | None = None
         self.figures = b"{}"
         self.wants_figures = True
@@ -115,7 +98,7 @@ class SessionKeeper:
         with self._lock:
             stock = session.stock
             if session is not self.session or len(stock) < count:
-                session.wanted = min(max(session.wanted, 2 * count), _MOST_STOCK)
+                session.wanted = min(max(session.wanted, 2 * count), MOST_STOCK)
                 self._poke()
                 return None
             taken = sorted(islice(stock, count))
@@ -207,7 +190,7 @@ class SessionKeeper:
                     line.session = ended.number
                     self._say_goodbye(line)
                 if (session := self.session) is not None and now >= beat_at:
-                    session.wanted = max(session.wanted, _FIRST_STOCK)
+                    session.wanted = max(session.wanted, FIRST_STOCK)
                     self._send(line, session, Heartbeat(self.figures, self._device_resets_taken))
                     self.wants_figures = True
                     beat_at = now + _HEARTBEAT
@@ -344,14 +327,3 @@ def _drain(eventfd: int) -> None:
         os.eventfd_read(eventfd)
     except BlockingIOError:
         return
-
-
-def _runtime_dir(address: str) -> Path:
-    directory = socket_path(address).parent
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"FDCACHE_SERVER: the folder of the socket cannot be made: {error}; choose one that this user may use"
-        ) from error
-    return directory

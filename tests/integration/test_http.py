@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 from fdcache.server.http import make_app
 from tests.integration.test_service import PROMPT, Engine
-from tests.service_help import LocalService, local_service
+from tests.service_help import LocalService, local_service, until
 
 KEY = "k" * 32
 
@@ -25,13 +25,16 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def web(service: LocalService) -> Iterator[TestClient]:
-    engine = Engine(service.address)
-    engine.serve(PROMPT)
-    with TestClient(make_app(service.address, ())) as client:
-        yield client
-    engine.close()
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[TestClient]:
+    """A service of its own, with ten blocks in it."""
+    with local_service(tmp_path) as own:
+        engine = Engine(own.address)
+        engine.serve(PROMPT)
+        until(lambda: own.ask("stats")["tiers"]["host"]["ready"] == 10, "the blocks are stored")
+        with TestClient(make_app(own.address, ())) as client:
+            yield client
+        engine.close()
 
 
 PATHS = [
