@@ -12,6 +12,7 @@ import numpy as np
 from fdcache import __version__
 from fdcache.node.protocol import Answer, Ask, Refused, Told
 from fdcache.server.arguments import ArgumentError, Arguments, number, path
+from fdcache.server.commands import fitting_namespaces, reset
 from fdcache.server.figures import client_figures, namespace_figures
 from fdcache.server.integrity import check_integrity
 from fdcache.server.namespace import Namespace
@@ -38,7 +39,7 @@ class Views:
             "explain": self.explain,
             "layout": self.layout,
             "config": lambda arguments: {"fingerprint": fingerprint, "settings": dict(config)},
-            "reset": self.reset,
+            "reset": lambda arguments: reset(self._service, arguments),
             "pause": lambda arguments: self._pause(True),
             "resume": lambda arguments: self._pause(False),
             "integrity": lambda arguments: check_integrity(self._service),
@@ -155,7 +156,7 @@ class Views:
         """The hottest blocks, each with its ancestors, parents first."""
         limit = int(number(arguments, "limit", 30, 1, MOST_TREE))
         found = []
-        for namespace in self._chosen(arguments):
+        for namespace in fitting_namespaces(self._service, arguments):
             tier = namespace.tier
             if tier is None:
                 continue
@@ -187,7 +188,7 @@ class Views:
         if not 4 <= len(prefix) <= 64 or any(letter not in "0123456789abcdef" for letter in prefix.lower()):
             raise ArgumentError("hash: give 4 to 64 hexadecimal digits")
         found = []
-        for namespace in self._chosen(arguments):
+        for namespace in fitting_namespaces(self._service, arguments):
             tier = namespace.tier
             for slot in range(namespace.num_slots if tier is not None else 0):
                 assert tier is not None
@@ -243,76 +244,12 @@ class Views:
             blocks.append(entry)
         return {"namespace": namespace.id, "blocks": blocks, "broken_at": broken}
 
-    # --- commands -----------------------------------------------------------------------------------------
-
-    def reset(self, arguments: Arguments) -> dict[str, Any]:
-        """Forget blocks: ``tier`` host, device or all; of one ``namespace`` or all; ``older_than`` seconds.
-
-        ``dry_run`` only says what would go. A device reset is told to every engine and counted by client.
-        """
-        tier = str(arguments.get("tier", "all"))
-        if tier not in {"host", "device", "all"}:
-            raise ArgumentError(
-                f"tier: {tier!r} is not host, device or all; the storage tier is reset by its own"
-            )
-        older = number(arguments, "older_than", 0, 0, 1e12)
-        dry = bool(arguments.get("dry_run"))
-        answer: dict[str, Any] = {"dry_run": dry, "host": [], "device": []}
-        chosen = self._chosen(arguments)
-        if tier in {"host", "all"}:
-            answer["host"] = [self._reset_host(namespace, older, dry) for namespace in chosen]
-        if tier in {"device", "all"}:
-            for client in self._service.clients.values():
-                if client.namespace not in chosen:
-                    continue
-                client.device_resets += 0 if dry else 1
-                answer["device"].append({"client": client.name, "session": f"{client.session:x}"})
-        return answer
-
-    def _reset_host(self, namespace: Namespace, older: float, dry: bool) -> dict[str, Any]:
-        tier = namespace.tier
-        figures = tier.stats() if tier is not None else None
-        pinned = figures.ready - figures.evictable if figures else 0
-        if tier is None or figures is None:
-            blocks = 0
-        elif older:
-            old = [
-                node.hash
-                for slot in range(namespace.num_slots)
-                if (node := tier.node(slot)).findable and node.idle_seconds >= older
-            ]
-            rows = np.frombuffer(b"".join(old), np.uint8).reshape(-1, 32)
-            blocks = len(old) if dry else namespace.drop(rows)
-        else:
-            blocks = figures.ready if dry else namespace.reset()
-            if not dry:
-                for client in self._service.clients.values():
-                    if client.namespace is namespace:
-                        client.renew_stock()
-        return {
-            "namespace": namespace.id,
-            "blocks": blocks,
-            "bytes": blocks * namespace.layout.record_bytes * namespace.ranks,
-            "in_use": pinned,
-        }
-
     def _pause(self, paused: bool) -> dict[str, Any]:
         self._service.paused = paused
         return {"state": self.state()}
 
-    def _chosen(self, arguments: Arguments) -> list[Namespace]:
-        wanted = arguments.get("namespace")
-        if wanted is None:
-            return list(self._service.namespaces.values())
-        chosen = [
-            each for each in self._service.namespaces.values() if each.id.startswith(str(wanted).lower())
-        ]
-        if not chosen:
-            raise ArgumentError(f"namespace: none is called {wanted!r}; see `fdcache inspect namespaces`")
-        return chosen
-
     def _namespace(self, arguments: Arguments) -> Namespace:
-        chosen = self._chosen(arguments)
+        chosen = fitting_namespaces(self._service, arguments)
         if len(chosen) != 1:
             raise ArgumentError(f"namespace: {len(chosen)} fit; name one of `fdcache inspect namespaces`")
         return chosen[0]

@@ -77,3 +77,9 @@ class Knowledge:
         """Nothing is known; what is being copied still comes."""
         with self._lock:
             self._state = {key: state for key, state in self._state.items() if state == PENDING}
+
+
+def keys_of(hashes: HashArray) -> list[bytes]:
+    """Each hash as bytes."""
+    data = hashes.tobytes()
+    return [data[i : i + 32] for i in range(0, len(data), 32)]

@@ -7,7 +7,6 @@ are told in the background. A service that is gone is a tier with nothing in it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +18,6 @@ from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.node.arrays import hashes_from, int32_from, uint8_from, uint32_from
 from fdcache.node.connection import Connection
 from fdcache.node.protocol import (
-    MAX_BLOCKS,
-    MAX_PATHS,
     TIER_FIGURES,
     Answer,
     Ask,
@@ -32,7 +29,8 @@ from fdcache.node.protocol import (
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host_cache import HostCache
 from fdcache.tiers.host_tier import NO_GENERATIONS, NO_SLOTS, NOTHING, HostMatch, TierFigures
-from fdcache.tiers.knowledge import ABSENT, PENDING, READY, Knowledge
+from fdcache.tiers.knowledge import ABSENT, PENDING, READY, Knowledge, keys_of
+from fdcache.tiers.runs import PinnedRuns, within_limits
 from fdcache.tiers.session import SessionKeeper
 from fdcache.tiers.stock import Session
 
@@ -51,16 +49,6 @@ class RemoteSlots:
     missing: int = 0
 
 
-@dataclass(slots=True)
-class _Run:
-    """A pinned run: given back once it is released and no load reads it."""
-
-    session: Session
-    remote: int
-    loading: int = 0
-    released: bool = False
-
-
 class RemoteHostTier:
     """The host tier of the service at ``settings.server``. Calls are the manager's, under its lock."""
 
@@ -69,12 +57,10 @@ class RemoteHostTier:
         self._timeout = settings.rpc_timeout
         self._fingerprint = layout.fingerprint
         self._knowledge = Knowledge()
-        self._runs: dict[int, _Run] = {}
-        self._next_lease = 1
-        self._loading: defaultdict[int, list[_Run]] = defaultdict(list)
         self._copies: dict[int, tuple[Session, bytes, bytes]] = {}  # by slot: hash and parent
         self._reset_owed = False
         self._line = Connection(settings.server)
+        self._runs = PinnedRuns(self._unpin)
         self._keeper = SessionKeeper(settings, layout, self._knowledge, self._is_drained)
 
     @property
@@ -119,7 +105,7 @@ class RemoteHostTier:
             session = self._keeper.session
         if session is None or self._reset_owed:
             return [NOTHING] * len(paths)
-        paths = _within_limits(paths)
+        paths = within_limits(paths)
         body = Match(
             counts=np.array([len(hashes) for hashes, _ in paths], np.int32).tobytes(),
             starts=np.array([start for _, start in paths], np.int32).tobytes(),
@@ -152,9 +138,7 @@ class RemoteHostTier:
             if not lease:
                 matches.append(NOTHING)
                 continue
-            own = self._next_lease
-            self._next_lease += 1
-            self._runs[own] = _Run(session, lease)
+            own = self._runs.add(session, lease)
             marks = unverified[first:end] if len(unverified) else None
             matches.append(HostMatch(own, slots[first:end], generations[first:end], unverified=marks))
         return matches
@@ -166,40 +150,21 @@ class RemoteHostTier:
 
     def release(self, lease: int) -> bool:
         """Unpin a run; what is being loaded from it stays pinned until the load's end."""
-        run = self._runs.pop(lease, None)
-        if run is None:
-            return False
-        run.released = True
-        self._settle(run)
-        return True
+        return self._runs.release(lease)
+
+    def _unpin(self, session: Session, lease: int) -> None:
+        self._keeper.release(session, lease)
 
     def begin_load(self, lease: int, slots: Int32Array) -> None:
         """Copies out of these slots of a run begin."""
-        run = self._runs[lease]
-        run.loading += len(slots)
-        for slot in slots.tolist():
-            self._loading[slot].append(run)
+        self._runs.begin_load(lease, slots)
 
     def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
         """They end. The service hears of those that failed, and of the first success of a recovered block."""
-        ended = []
-        for slot in slots.tolist():
-            # Of several runs that pin a slot any may be counted down: those left pin what is still loading.
-            run = self._loading[slot].pop()
-            if not self._loading[slot]:
-                del self._loading[slot]
-            run.loading -= 1
-            if not run.loading:
-                ended.append(run)
         session = self._keeper.session
-        if session and ended and ended[0].session is session and (session.recovered or not copied.all()):
+        theirs = self._runs.end_load(slots)
+        if session and theirs is session and (session.recovered or not copied.all()):
             self._keeper.tell(session, LoadEnded(slots.tobytes(), hashes.tobytes(), copied.tobytes()))
-        for run in ended:
-            self._settle(run)
-
-    def _settle(self, run: _Run) -> None:
-        if run.released and not run.loading:
-            self._keeper.release(run.session, run.remote)
 
     # --- copies -------------------------------------------------------------------------------------------
 
@@ -211,7 +176,7 @@ class RemoteHostTier:
         """Slots from the stock; no round trip."""
         session = self._keeper.session
         status = bytearray(len(hashes))
-        keys, above = _keys(hashes), _keys(parents)
+        keys, above = keys_of(hashes), keys_of(parents)
         state = self._knowledge.state
         wanted: list[tuple[bytes, bytes]] = []
         fresh: set[bytes] = set()
@@ -260,7 +225,7 @@ class RemoteHostTier:
 
     def _is_drained(self) -> bool:
         """Whether no copy of this engine into or out of the arena is under way."""
-        return not self._copies and not self._loading
+        return not self._copies and not self._runs.slots_loading
 
     # --- the tier as a whole ------------------------------------------------------------------------------
 
@@ -312,7 +277,7 @@ class RemoteHostTier:
     @property
     def in_use(self) -> int:
         """Runs pinned and blocks being copied."""
-        return len(self._runs) + len(self._loading) + len(self._copies)
+        return len(self._runs) + self._runs.slots_loading + len(self._copies)
 
     def report(self, figures: Callable[[], bytes]) -> None:
         """Figures of the engine, a JSON object, that go with the next heartbeat."""
@@ -332,19 +297,3 @@ class RemoteHostTier:
         self._keeper.close()
         if not self._line.socket.closed:
             self._line.close()
-
-
-def _keys(hashes: HashArray) -> list[bytes]:
-    data = hashes.tobytes()
-    return [data[i : i + 32] for i in range(0, len(data), 32)]
-
-
-def _within_limits(paths: Sequence[tuple[HashArray, int]]) -> list[tuple[HashArray, int]]:
-    """As much of the paths as one message may ask for; the rest is not looked for."""
-    room = MAX_BLOCKS
-    cut = []
-    for i, (hashes, start) in enumerate(paths):
-        take = min(len(hashes), room) if i < MAX_PATHS else 0
-        cut.append((hashes[:take], min(start, take)))
-        room -= take
-    return cut
