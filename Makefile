@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 
-.PHONY: demo test check lint format bench clean
+.PHONY: demo demo-paddle gpu-extra test test-gpu check lint format bench clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -16,17 +16,26 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 demo: $(VENV)/.installed-plot  ## install, then a service, two engines one after the other and at once, and a look inside
 	$(BIN)/python examples/node.py
 
+demo-paddle: $(VENV)/.installed-plot,paddle  ## a model on Paddle answers the same with and without the cache; exits 1 if not
+	$(BIN)/python -W ignore -m examples.paddle_engine --workload chat --plot paddle-engine.png
+
 test: $(VENV)/.installed-test  ## all tests but the long ones
 	$(BIN)/pytest -n 2 -m 'not slow'
 
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs
 	$(BIN)/pytest -n 2 -m slow --timeout 1800
 
+test-gpu: $(VENV)/.installed-test  ## the tests that need a GPU; skipped with the reason where there is none
+	$(BIN)/pytest -m gpu tests/gpu
+
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+
+gpu-extra: $(VENV)/.installed-dev  ## the extra for GPUs resolves; nothing is installed
+	$(PIP) install --quiet --dry-run --no-build-isolation --constraint constraints.txt '.[gpu]'
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

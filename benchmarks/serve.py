@@ -27,6 +27,7 @@ import zmq
 
 from fdcache import _core
 from fdcache.controller.shared_arena import SharedHostArena
+from fdcache.devices.cpu import CpuDevice
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
 from fdcache.metadata import TransferPlan, TransferReport, TransferResult
@@ -183,7 +184,7 @@ def scheduler_step(
         enable_prefix_caching=cache,
     )
     with CacheManager(settings, shape) as manager:
-        arena = SharedHostArena(manager.host_cache, shape, 0) if server else None
+        arena = SharedHostArena(manager.host_cache, shape, 0, CpuDevice()) if server else None
         walls, cpus = [], []
         for step in range(300):
             requests = [

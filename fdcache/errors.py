@@ -29,6 +29,10 @@ class RequestStateError(FdcacheError):
     """A call that the request's state does not admit, such as committing a finished request."""
 
 
+class UnsupportedCallError(FdcacheError, NotImplementedError):
+    """A call that fdcache refuses on purpose; the message says what to call instead."""
+
+
 class StaleLeaseError(FdcacheError):
     """A lease from before a reset was asked to match, reserve or commit."""
 
@@ -51,6 +55,18 @@ class HostMemoryError(FdcacheError, MemoryError):
 
 class TensorError(FdcacheError, ValueError):
     """A tensor that is not a plane of the layout: wrong device, shape, bytes or strides."""
+
+
+class StreamError(FdcacheError, ValueError):
+    """A stream that cannot be used here: of another device, or being captured into a graph."""
+
+
+class DeviceError(FdcacheError):
+    """No such device, or none at all; the message says what there is."""
+
+
+class DeviceLostError(DeviceError):
+    """The device failed for good; the process must be started anew."""
 
 
 class TransferTimeoutError(FdcacheError, TimeoutError):

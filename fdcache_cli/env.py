@@ -47,7 +47,7 @@ class Format(StrEnum):
 
 
 def show(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Tell all of these.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Tell all of these.")] = None,
     *,
     group: Annotated[str | None, typer.Option(help="Only one group, such as cache.")] = None,
     changed: Annotated[bool, typer.Option("--changed", help="Only what differs from its default.")] = False,
@@ -91,14 +91,16 @@ def check(
     It starts nothing, so that it can run as an init container.
     """
     from fdcache.settings import survey
+    from fdcache.settings.problems import as_error
 
     found = survey()
-    failed = bool(found.problems if strict else found.errors)
+    problems = [as_error(problem) for problem in found.problems] if strict else found.problems
+    failed = bool(problems if strict else found.errors)
     if json:
-        problems = [dataclasses.asdict(problem) for problem in found.problems]
-        output.print_json({"ok": not failed, "problems": problems, "fingerprint": found.settings.fingerprint})
+        told = [dataclasses.asdict(problem) for problem in problems]
+        output.print_json({"ok": not failed, "problems": told, "fingerprint": found.settings.fingerprint})
     else:
-        _print_problems(found.problems, sys.stdout)
+        _print_problems(problems, sys.stdout)
         if not failed:
             output.print_line(f"the configuration is right; fingerprint {found.settings.fingerprint}")
     if failed:
@@ -111,7 +113,7 @@ def diff(
     ] = None,
     second: Annotated[
         Path | None,
-        typer.Argument(metavar="[B]", help="Another; else the environment.", exists=True, dir_okay=False),
+        typer.Argument(metavar="B", help="Another; else the environment.", exists=True, dir_okay=False),
     ] = None,
     server: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Compare the environment with this service instead.")

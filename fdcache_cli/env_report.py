@@ -9,6 +9,7 @@ import typer
 
 from fdcache.settings import VARIABLES, Candidate, Settings, Survey, Variable
 from fdcache.settings.names import suggest
+from fdcache.settings.tree import GROUPS
 from fdcache.settings.variable import User
 
 
@@ -26,12 +27,13 @@ def choose(
     Raises:
         typer.BadParameter: a name or the group does not exist.
     """
+    renamed = {alias: variable.name for variable in VARIABLES.values() for alias in variable.aliases}
+    names = [renamed.get(name, name) for name in names]
     for name in names:
         if name not in VARIABLES:
             raise typer.BadParameter(f"there is no setting {name}{_hint(name, VARIABLES)}")
-    groups = dict.fromkeys(variable.group for variable in VARIABLES.values())
-    if group is not None and group not in groups:
-        raise typer.BadParameter(f"there is no group {group}{_hint(group, groups)}: {', '.join(groups)}")
+    if group is not None and group not in GROUPS:
+        raise typer.BadParameter(f"there is no group {group}{_hint(group, GROUPS)}: {', '.join(GROUPS)}")
     chosen = [VARIABLES[name] for name in names] or list(VARIABLES.values())
     if not (names or group or changed or used or everything):
         return [v for v in chosen if v.used_by is User.FDCACHE or settings.changed(v.name)]

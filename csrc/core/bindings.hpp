@@ -10,5 +10,6 @@ void bind_tier(nanobind::module_ &module);
 void bind_record(nanobind::module_ &module);
 void bind_copy(nanobind::module_ &module);
 void bind_pattern(nanobind::module_ &module);
+void bind_swap(nanobind::module_ &module);
 
 }  // namespace fdcache

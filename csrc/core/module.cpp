@@ -9,4 +9,5 @@ NB_MODULE(_core, module) {
     fdcache::bind_record(module);
     fdcache::bind_copy(module);
     fdcache::bind_pattern(module);
+    fdcache::bind_swap(module);
 }

@@ -137,9 +137,9 @@ class Tier {
     std::vector<CommitStatus> commit(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                                      std::span<const Slot> slots);
 
-    // Anonymous slots of this lease, filled elsewhere, become entries where they were `copied`, parents first;
-    // whatever becomes of them the lease gives them up. Those not copied, of a lease from before a reset, of a
-    // hash that is there already, or without a READY parent are freed.
+    // Anonymous slots of this lease, filled elsewhere, become entries where they were `copied`, parents
+    // first; whatever becomes of them the lease gives them up. Those not copied, of a lease from before a
+    // reset, of a hash that is there already, or without a READY parent are freed.
     std::vector<PublishStatus> publish(LeaseId lease, std::span<const Digest> parents,
                                        std::span<const Digest> hashes, std::span<const Slot> slots,
                                        std::span<const std::uint8_t> copied,

@@ -180,7 +180,8 @@ void bind_tier(nb::module_ &module) {
             [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes,
                const VectorIn<std::int32_t> &slots, const VectorIn<std::uint8_t> &copied,
                const VectorIn<std::uint64_t> &checksums) {
-                for (const auto size : {parents.shape(0), slots.shape(0), copied.shape(0), checksums.shape(0)})
+                for (const auto size :
+                     {parents.shape(0), slots.shape(0), copied.shape(0), checksums.shape(0)})
                     require_equal(size, hashes.shape(0));
                 return status_array(tier.publish(lease, digests_of(parents), digests_of(hashes),
                                                  slots_of(slots), span_of(copied), span_of(checksums)));

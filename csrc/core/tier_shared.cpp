@@ -43,7 +43,8 @@ std::vector<std::uint8_t> Tier::restore(std::span<const FoundSlot> found, std::u
         if (each.slot >= entries_.size() || entries_[each.slot].state != SlotState::kFree)
             throw std::invalid_argument("slot " + std::to_string(static_cast<std::int32_t>(each.slot)) +
                                         " is not a free one");
-        if (each.hash.is_zero()) throw std::invalid_argument("a block hash is all zero, which stands for the root");
+        if (each.hash.is_zero())
+            throw std::invalid_argument("a block hash is all zero, which stands for the root");
     }
     std::vector<std::uint8_t> taken(found.size(), 0);
     std::vector<Slot> slots;
@@ -51,7 +52,8 @@ std::vector<std::uint8_t> Tier::restore(std::span<const FoundSlot> found, std::u
         const FoundSlot &each = found[i];
         const Slot parent = resolve_parent(each.parent);
         Entry &entry = entries_[each.slot];
-        if (parent == kNoSlot || index_.find(each.hash) != kNoSlot || entry.state != SlotState::kFree) continue;
+        if (parent == kNoSlot || index_.find(each.hash) != kNoSlot || entry.state != SlotState::kFree)
+            continue;
         entry = Entry{};
         entry.generation = each.generation;
         entry.checksum = each.checksum;
@@ -65,8 +67,7 @@ std::vector<std::uint8_t> Tier::restore(std::span<const FoundSlot> found, std::u
         taken[i] = 1;
     }
     std::erase_if(free_, [this](Slot slot) { return entries_[slot].state != SlotState::kFree; });
-    for (const Slot slot : free_)
-        entries_[slot].generation = std::max(entries_[slot].generation, generation);
+    for (const Slot slot : free_) entries_[slot].generation = std::max(entries_[slot].generation, generation);
     for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) end_hold(*slot);
     return taken;
 }

@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fdcache.controller.device_planes import allocate_planes, bind_tensors
-from fdcache.controller.host_arena import HostArena
+from fdcache.controller.host_arena import HostArena, Progress
 from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.controller.process_guard import ProcessGuard
 from fdcache.controller.transfers import PlanExecution, TransferQueue
-from fdcache.devices.base import Device, DevicePlanes, Stream
+from fdcache.devices.base import Device, DevicePlanes
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import CacheNotReadyError, PlanError, TransferTimeoutError
 from fdcache.layout import KVLayout
@@ -49,7 +49,7 @@ class CacheController:
             group_layers=settings.group_layers,
         )
         self._planes: DevicePlanes | None = None
-        self._allocated_blocks: int | None = None
+        self._allocated: tuple[int, str | None] | None = None
         self._arena: HostArena | SharedHostArena | None = None
         self._in_flight: dict[int, PlanExecution] = {}
         self._handlers: dict[int, AsyncTaskHandler[TransferReport]] = {}
@@ -68,17 +68,19 @@ class CacheController:
         """The host arena, once there is one."""
         return self._arena
 
-    def initialize_kv_cache(self, num_blocks: int) -> list[Any]:
+    def initialize_kv_cache(self, num_blocks: int, framework: str | None = None) -> list[Any]:
         """Allocate the device planes, zero filled: one tensor for each of ``layout.planes``, in that order.
 
         Shapes are (blocks, *plane.shape); a draft layer has ``layout.draft_blocks(num_blocks)`` blocks.
+        ``framework`` (numpy, cupy, torch, paddle) says whose tensors they are, by default the device's own.
+        Raises ``TensorError`` for one that is not there.
         """
         with self._lock:
             self._check_usable()
             self._check_no_planes()
-            tensors = allocate_planes(self.device, self.layout, num_blocks)
+            tensors = allocate_planes(self.device, self.layout, num_blocks, framework)
             self._bind(tensors)
-            self._allocated_blocks = num_blocks
+            self._allocated = (num_blocks, framework)
             return tensors
 
     def register_kv_cache(self, tensors: Sequence[Any]) -> None:
@@ -93,11 +95,12 @@ class CacheController:
             self._check_no_planes()
             self._bind(tensors)
 
-    def initialize_host_cache(self, host: int | HostCache) -> None:
+    def initialize_host_cache(self, host: int | HostCache, progress: Progress | None = None) -> None:
         """Make the host arena, or use the service's: ``host`` is ``CacheManager.host_cache``, or a number of blocks.
 
-        An own arena has records and slot headers for all its blocks, or is not made. Raises ``HostMemoryError``
-        when the memory is not there.
+        An own arena has records and slot headers for all its blocks, or is not made. ``progress`` is called with
+        the bytes that are ready and those there will be. Raises ``HostMemoryError`` when the memory is not there
+        or cannot be pinned.
         """
         with self._lock:
             self._check_usable()
@@ -106,15 +109,17 @@ class CacheController:
             if isinstance(host, HostCache) and host.server is not None:
                 from fdcache.controller.shared_arena import SharedHostArena  # brings the network library
 
-                self._arena = SharedHostArena(host, self.layout, self.rank)
+                self._arena = SharedHostArena(host, self.layout, self.rank, self.device)
             elif blocks := host.num_blocks if isinstance(host, HostCache) else host:
-                self._arena = HostArena(self.layout, blocks)
+                self._arena = HostArena(self.layout, blocks, self.device, progress)
 
-    def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Stream | None = None) -> LayerDoneCounter:
-        """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now.
+    def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Any = None) -> LayerDoneCounter:
+        """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now, and
+        what it is given later waits for the plan's evictions.
 
-        Raises ``PlanError`` for a plan that cannot be carried out and ``CacheNotReadyError`` when memory is
-        missing, in both cases with nothing launched. What fails later stands in the report.
+        ``compute_stream`` is whatever the device's ``as_stream`` takes. Raises ``PlanError`` for a plan that
+        cannot be carried out, ``CacheNotReadyError`` when memory is missing, ``DeviceLostError`` and
+        ``StreamError``, always with nothing launched. What fails later stands in the report.
         """
         with self._lock:
             self._check_usable()
@@ -124,11 +129,21 @@ class CacheController:
                 self._check_memory()
             refusal = self._arena.prepare(plan) if self._arena is not None else None
             execution, layer_events = self._queue.launch(
-                plan, self.rank, self._planes, self._arena, compute_stream, refusal
+                plan,
+                self.rank,
+                self._planes,
+                self._arena,
+                None if compute_stream is None else self.device.as_stream(compute_stream),
+                refusal,
             )
             self._in_flight[plan.plan_id] = execution
             self._handlers[plan.plan_id] = AsyncTaskHandler(execution)
-        return LayerDoneCounter(plan.plan_id, layer_events, default_timeout=self.settings.layer_timeout)
+        return LayerDoneCounter(
+            plan.plan_id,
+            layer_events,
+            default_timeout=self.settings.layer_timeout,
+            as_stream=self.device.as_stream,
+        )
 
     def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
         """The handler of a plan whose report was not polled yet. Raises ``PlanError`` for any other.
@@ -187,9 +202,9 @@ class CacheController:
         """
         with self._lock:
             self._check_usable()
-            if self._allocated_blocks is None:
+            if self._allocated is None:
                 raise CacheNotReadyError("the planes were registered by the engine; call register_kv_cache")
-            return self.initialize_kv_cache(self._allocated_blocks)
+            return self.initialize_kv_cache(*self._allocated)
 
     def free_cache(self) -> None:
         """Give up device planes and host arena, after the copies in flight. Both may be made again.
@@ -236,14 +251,15 @@ class CacheController:
 
     def _free(self) -> None:
         self._planes = None
-        self._allocated_blocks = None
+        self._allocated = None
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close()
 
     def _bind(self, tensors: Sequence[Any]) -> None:
-        self._planes = self.device.bind_planes(bind_tensors(self.device, self.layout, tensors))
-        self._allocated_blocks = None
+        bindings = bind_tensors(self.device, self.layout, tensors)
+        self._planes = self.device.bind_planes(bindings, self.layout.record_bytes)
+        self._allocated = None
 
     def _check_usable(self) -> None:
         self._guard.check()

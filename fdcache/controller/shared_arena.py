@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fdcache import _core
-from fdcache.errors import ProtocolError, ServiceError, ServiceUnavailableError
+from fdcache.devices.base import Device, PinnedMemory
+from fdcache.errors import HostMemoryError, ProtocolError, ServiceError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import TransferPlan
 from fdcache.node.address import socket_path
@@ -23,7 +24,7 @@ class SharedHostArena:
     plan names another session. ``extents`` are those mapped now.
     """
 
-    def __init__(self, host: HostCache, layout: KVLayout, rank: int) -> None:
+    def __init__(self, host: HostCache, layout: KVLayout, rank: int, device: Device) -> None:
         assert host.server is not None
         self.fingerprint = layout.fingerprint
         self._rank = rank
@@ -32,7 +33,9 @@ class SharedHostArena:
         self._address = host.server
         self._geometry: Geometry | None = None
         self._arena = ""
+        self._device = device
         self.extents: list[Extent] = []
+        self.pinned: list[PinnedMemory] = []
         self.table = _core.RecordTable([], 1, layout.record_bytes, [], 0, ())
 
     @property
@@ -53,7 +56,7 @@ class SharedHostArena:
             if plan.arena != self._arena:
                 self._attach(plan.arena or "")
             self._map(max(int(each.max()) for each in slots))
-        except (ServiceError, OSError) as error:
+        except (ServiceError, HostMemoryError, OSError) as error:
             return f"the service's arena cannot be used: {error}"
         return None
 
@@ -81,11 +84,13 @@ class SharedHostArena:
             return
         while len(self.extents) * geometry.records_per_extent <= slot:
             path = geometry.path(self._rank, len(self.extents))
-            self.extents.append(Extent(path, geometry.extent_bytes))
+            extent = Extent(path, geometry.extent_bytes)
+            self.pinned.append(self._device.pin_memory(extent.address, extent.nbytes, extent))
+            self.extents.append(extent)
         self.table = record_table(geometry, self.extents)
 
     def _unmap(self) -> None:
-        self.extents = []
+        self.extents, self.pinned = [], []
         self.table = _core.RecordTable([], 1, self._record_bytes, [], 0, ())
 
     def close(self) -> None:

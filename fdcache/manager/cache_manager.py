@@ -10,6 +10,7 @@ from types import TracebackType
 
 import msgspec
 
+from fdcache._core import SLOT_FREE
 from fdcache.errors import ConfigurationError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
@@ -310,6 +311,12 @@ class CacheManager:
         if self._host:
             usage[CacheLevel.HOST] = MemoryUsage.of(self._host, self.layout.record_bytes)
         return usage
+
+    def free_device_blocks(self) -> list[int]:
+        """The ids of the free device blocks; visits every block."""
+        with self._lock:
+            slots = range(self.num_device_blocks)
+            return [slot for slot in slots if self._device.node(slot).state == SLOT_FREE]
 
     def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
         """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing.

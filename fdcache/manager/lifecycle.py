@@ -22,6 +22,7 @@ from fdcache.manager.results import (
     MatchResult,
     MatchStatus,
 )
+from fdcache.manager.reuse import ReuseLimit
 from fdcache.manager.stats import Counters
 from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.settings.cache import CacheSettings
@@ -69,6 +70,7 @@ class RequestLifecycle:
         self._backups = backups
         self._counters = counters
         self._clock = clock
+        self._reuse = ReuseLimit(settings, layout.block_size, device, host)
         self.live: dict[str, Request] = {}
         self.plan = OpenPlan()
 
@@ -124,7 +126,7 @@ class RequestLifecycle:
         request._publishes = request._publishes and self._settings.enable_prefix_caching
         if not request._publishes:
             return _Search(request, tokens.hashes[:0], None)
-        hashes = tokens.hashes[: (request.num_tokens - 1) // self._block_size]
+        hashes = self._reuse.cut(tokens.hashes[: (request.num_tokens - 1) // self._block_size])
         return _Search(request, hashes, self._device.match(request._lease, hashes))
 
     def _match(self, search: _Search, host: HostMatch | None) -> MatchResult:

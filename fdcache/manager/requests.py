@@ -123,6 +123,11 @@ class Request:
         return self._table.slots
 
     @property
+    def is_loading(self) -> bool:
+        """Whether a load of its blocks is planned or under way whose outcome has not been told."""
+        return self._loading
+
+    @property
     def block_hashes(self) -> HashArray:
         """Hashes of the full blocks so far, shape (blocks, 32); empty before the first match."""
         return np.empty((0, 32), np.uint8) if self._blocks is None else self._blocks.hashes

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,13 +15,14 @@ from fdcache.settings.kinds import HOME_PATH
 from fdcache.settings.legacy import OLD_VARIABLES, old_default, old_value, to_text
 from fdcache.settings.names import suggest
 from fdcache.settings.problems import Problem, SettingsError
-from fdcache.settings.settings import find_layers
+from fdcache.settings.reading import read_secrets
 from fdcache.settings.sources import (
     ENV_FILE,
     FILE_SUFFIX,
     SECRETS_DIRECTORY,
     Layer,
     candidates,
+    dotenv_layer,
     environment_layer,
 )
 from fdcache.settings.variable import OldType, Variable
@@ -43,8 +45,12 @@ def spellings(variable: Variable) -> tuple[str, ...]:
 def _file_layers(env_file: str | None, secrets: str | None) -> tuple[tuple[Layer, ...], tuple[Problem, ...]]:
     """Read the files once: what stands in them takes effect at the start."""
     problems: list[Problem] = []
-    environ = {ENV_FILE: env_file or "", SECRETS_DIRECTORY: secrets or ""}
-    return tuple(find_layers(environ, {}, problems)[2:]), tuple(problems)
+    layers = []
+    if secrets:
+        layers.append(read_secrets(Path(secrets), problems))
+    if env_file:
+        layers.append(dotenv_layer(Path(env_file), problems))
+    return tuple(layers), tuple(problems)
 
 
 def look_up(variable: Variable) -> Any:

@@ -47,6 +47,22 @@ class CacheSettings(Group):
         unit="s",
     )
     enable_prefix_caching: Flag = variable("FDCACHE_PREFIX_CACHING", True, "Reuse blocks between requests.")
+    reuse_grid: Integer = variable(
+        "FDCACHE_REUSE_GRID",
+        0,
+        "Reused prefixes are cut to a multiple of this, the grid of an engine in deterministic mode; "
+        "0 is the block size. It must divide the block size or be a multiple of it.",
+        ge=0,
+        unit="tokens",
+    )
+    lookahead_tokens: Integer = variable(
+        "FDCACHE_LOOKAHEAD_TOKENS",
+        0,
+        "Tokens after a block on which its KV depends: 1 for draft layers that are fed the next token. The blocks "
+        "at the end of a match that they concern are computed again.",
+        ge=0,
+        unit="tokens",
+    )
     write_policy: WritePolicy = variable(
         "FDCACHE_WRITE_POLICY",
         WritePolicy.WRITE_THROUGH_SELECTIVE,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import GetCoreSchemaHandler, SecretStr
+from pydantic import GetCoreSchemaHandler, PlainSerializer, SecretStr
 from pydantic_core import CoreSchema, core_schema
 
 from fdcache.settings import parsing
@@ -125,7 +125,7 @@ Text = Annotated[str, TEXT]
 FilePath = Annotated[Path, PATH]
 HomePath = Annotated[Path, HOME_PATH]
 FilePathOrNone = Annotated[Path | None, PATH_OR_NONE]
-Url = Annotated[str, URL]
+Url = Annotated[str, URL, PlainSerializer(parsing.mask_url, when_used="json")]
 Size = Annotated[int, SIZE]
 Memory = Annotated[int | float, MEMORY]
 Megabytes = Annotated[int, MEGABYTES]

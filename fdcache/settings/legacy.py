@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from fdcache.settings.kinds import FLAG, INTEGERS
 from fdcache.settings.problems import SettingsError
-from fdcache.settings.settings import rejection
+from fdcache.settings.reading import rejection
 from fdcache.settings.sources import Candidate, Source
 from fdcache.settings.tree import VARIABLES
 from fdcache.settings.variable import OldType, Variable

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from fdcache.settings.problems import Problem, warning
 from fdcache.settings.sources import FILE_SUFFIX, PREFIXES, Layer
-from fdcache.settings.variable import Variable
 
 _LINK_NAME = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
@@ -33,9 +32,8 @@ def suggest(name: str, names: Iterable[str]) -> str | None:
     return folded[close[0]] if close else None
 
 
-def unknown_names(layers: Iterable[Layer], variables: Iterable[Variable]) -> Iterator[Problem]:
+def unknown_names(layers: Iterable[Layer], known: Collection[str]) -> Iterator[Problem]:
     """Find names with our prefixes that no variable has; service links are none of our business."""
-    known = {name for variable in variables for name in (variable.name, *variable.aliases)}
     for layer in layers:
         for name, given in layer.given.items():
             if not name.startswith(PREFIXES) or name in known or name.removesuffix(FILE_SUFFIX) in known:

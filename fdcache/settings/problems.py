@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fdcache.errors import ConfigurationError
@@ -49,3 +49,8 @@ def error(variables: tuple[str, ...], source: str, wrong: str, right: str) -> Pr
 def warning(variables: tuple[str, ...], source: str, wrong: str, right: str) -> Problem:
     """Make a warning."""
     return Problem(Severity.WARNING, variables, source, wrong, right)
+
+
+def as_error(problem: Problem) -> Problem:
+    """Take a warning for an error."""
+    return replace(problem, severity=Severity.ERROR)

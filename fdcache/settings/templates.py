@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import groupby
 
 from fdcache.settings import dotenv
-from fdcache.settings.tree import VARIABLES
+from fdcache.settings.tree import GROUPS, VARIABLES
 from fdcache.settings.variable import User, Variable
 
 _GIVEN = "FDCACHE_PREFIX_CACHING"
 """The one variable that YAML templates set, so that their mapping is not empty."""
-
-
-def _groups() -> Iterator[tuple[str, list[Variable]]]:
-    for group, members in groupby(VARIABLES.values(), key=lambda variable: variable.group):
-        yield group, list(members)
 
 
 def heading(group: str) -> str:
@@ -47,7 +41,7 @@ def _comments(variable: Variable, indent: str) -> Iterator[str]:
 def render_dotenv() -> str:
     """Write a dotenv file with every variable commented out at its default."""
     lines = ["# Settings of fdcache. Take the # from a line to set it; FDCACHE_ENV_FILE must name this file."]
-    for group, members in _groups():
+    for group, members in GROUPS.items():
         lines += ["", f"# --- {heading(group)} ---"]
         for variable in members:
             lines += ["", *_comments(variable, "")]
@@ -56,7 +50,7 @@ def render_dotenv() -> str:
 
 
 def _yaml_entries(indent: str) -> Iterator[str]:
-    for group, members in _groups():
+    for group, members in GROUPS.items():
         yield f"{indent}# --- {heading(group)} ---"
         for variable in members:
             yield from _comments(variable, indent)
@@ -111,7 +105,7 @@ def render_markdown() -> str:
         "(`512MiB`, `8GiB`, `4GB`), durations too (`500ms`, `30s`, `2m`). *Effect* says whether a change is",
         "seen at the next start or live.",
     ]
-    for group, members in _groups():
+    for group, members in GROUPS.items():
         lines += [
             "",
             f"## {heading(group).capitalize()}",

@@ -5,9 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field, PrivateAttr
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from fdcache.settings.attention import AttentionSettings
 from fdcache.settings.cache import CacheSettings
@@ -35,9 +41,14 @@ from fdcache.settings.variable import Group, Variable, describe
 if TYPE_CHECKING:
     from fdcache.layout import KVLayout
 
+SOURCES = "sources"
+"""The name under which the sources to read are passed; it is no field, and no value."""
 
-class SettingsTree(Group):
-    """Everything configurable, by group; without arguments, the defaults."""
+
+class SettingsTree(BaseSettings):
+    """Every group, and where each value came from."""
+
+    model_config = SettingsConfigDict(frozen=True, case_sensitive=True, hide_input_in_errors=True)
 
     files: FileSettings = Field(default_factory=FileSettings)
     deployment: DeploymentSettings = Field(default_factory=DeploymentSettings)
@@ -61,6 +72,20 @@ class SettingsTree(Group):
 
     _candidates: Mapping[str, tuple[Candidate, ...]] = PrivateAttr(default_factory=dict)
     _warnings: tuple[Problem, ...] = PrivateAttr(default=())
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take the sources that are passed; without any, the groups that are passed and nothing else."""
+        passed = cast(InitSettingsSource, init_settings).init_kwargs
+        sources: tuple[PydanticBaseSettingsSource, ...] = passed.get(SOURCES, (init_settings,))
+        return sources
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
@@ -148,10 +173,15 @@ class SettingsTree(Group):
         return list(Source).index(self.source(name))
 
 
-VARIABLES: Mapping[str, Variable] = {
-    variable.name: variable
+GROUPS: Mapping[str, tuple[Variable, ...]] = {
+    group: tuple(describe(group, info.annotation))
     for group, info in SettingsTree.model_fields.items()
     if isinstance(info.annotation, type) and issubclass(info.annotation, Group)
-    for variable in describe(group, info.annotation)
 }
+VARIABLES: Mapping[str, Variable] = {
+    variable.name: variable for members in GROUPS.values() for variable in members
+}
+KNOWN_NAMES = frozenset(
+    name for variable in VARIABLES.values() for name in (variable.name, *variable.aliases)
+)
 DEFAULTS = SettingsTree()

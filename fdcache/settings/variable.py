@@ -46,6 +46,11 @@ class Group(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            kind, _ = _kind_of(type(self).model_fields[name or ""])
+            yield name, mask_url(value) if value and kind is URL else value
+
 
 def variable(
     name: str,

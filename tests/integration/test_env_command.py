@@ -74,7 +74,9 @@ def test_check_says_power_of_two() -> None:
 def test_check_suggests_and_only_strict_fails() -> None:
     done = fdcache("env", "check", FD_LOG_DRI="x")
     assert (done.returncode, "FD_LOG_DIR" in done.stdout) == (0, True)
-    assert fdcache("env", "check", "--strict", FD_LOG_DRI="x").returncode == 78
+    strict = fdcache("env", "check", "--strict", FD_LOG_DRI="x")
+    assert strict.returncode == 78
+    assert strict.stdout.startswith("error: FD_LOG_DRI")
 
 
 def test_check_leaves_service_links_alone() -> None:
@@ -110,6 +112,17 @@ def test_any_other_command_meets_a_bad_configuration_the_same_way() -> None:
     assert "FDCACHE_RANKS" in done.stderr
     assert "FD_DEBUG" in done.stderr
     assert "Traceback" not in everything(done)
+
+
+def test_show_knows_a_deprecated_name() -> None:
+    done = fdcache("env", "show", "FD_NVFP4_MOE_BACKEND", FD_NVFP4_MOE_BACKEND="flashinfer-cudnn")
+    assert done.returncode == 0
+    assert done.stdout.startswith("FD_NVFP4_GEMM_BACKEND\n")
+    assert "'flashinfer-cudnn' as FD_NVFP4_MOE_BACKEND" in done.stdout
+
+
+def test_usage_line_names_the_arguments_once() -> None:
+    assert "[[" not in fdcache("env", "show", "--help").stdout + fdcache("env", "diff", "--help").stdout
 
 
 def test_show_gives_every_setting_as_json() -> None:

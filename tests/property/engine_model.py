@@ -14,6 +14,7 @@ import numpy as np
 
 from fdcache import _core
 from fdcache.controller.shared_arena import SharedHostArena
+from fdcache.devices.cpu import CpuDevice
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, MatchStatus, Request
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport, TransferResult
 
@@ -137,7 +138,7 @@ class Engine:
 
     def _arena(self, rank: int) -> SharedHostArena | None:
         host = self.manager.host_cache
-        return None if host.server is None else SharedHostArena(host, self.manager.layout, rank)
+        return None if host.server is None else SharedHostArena(host, self.manager.layout, rank, CpuDevice())
 
     def close(self) -> None:
         """Let go of a service; nothing is to be under way."""

@@ -145,6 +145,14 @@ def test_dockerfile_is_multi_stage_and_not_root() -> None:
         assert (ROOT / source).exists()
 
 
+def test_key_file_of_the_compose_file_reaches_no_image_and_no_repository() -> None:
+    (place,) = [secret["file"] for secret in load_yaml("compose.yaml")["secrets"].values()]
+    default = re.fullmatch(r"\$\{\w+:-\./(.+)\}", place)
+    assert default
+    for ignored in (".dockerignore", ".gitignore"):
+        assert f"examples/container/{default[1]}" in (ROOT / ignored).read_text().splitlines()
+
+
 def test_image_environment_is_valid(tmp_path: Path) -> None:
     environ = environment_of_image()
     assert environ["FDCACHE_SECRETS_DIR"] == "/run/secrets"

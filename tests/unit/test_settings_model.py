@@ -10,7 +10,7 @@ import pytest
 
 from fdcache.settings import VARIABLES, Settings, SettingsError, Variable
 from fdcache.settings.names import is_service_link
-from fdcache.settings.tree import DEFAULTS
+from fdcache.settings.tree import DEFAULTS, GROUPS, KNOWN_NAMES
 from fdcache.settings.variable import User
 
 ROOT = Path(__file__).parents[2]
@@ -209,18 +209,17 @@ def test_fingerprint_follows_values_but_not_secrets_or_spelling() -> None:
 
 
 CONSUMERS = {
-    "cache": ("fdcache/manager", "fdcache/tiers"),
-    "server": ("fdcache/server",),
-    "transfer": ("fdcache/controller",),
-    "deployment": ("fdcache_cli/replay.py",),
+    "cache": "fdcache/manager fdcache/tiers",
+    "server": "fdcache/server",
+    "transfer": "fdcache/controller fdcache/devices",
+    "deployment": "fdcache_cli/replay.py",
 }
 FILE_FIELDS = {"env_file": "ENV_FILE", "secrets_directory": "SECRETS_DIRECTORY"}
 
 
-def _sources(rooms: tuple[str, ...]) -> list[Path]:
-    paths = [ROOT / room for room in rooms]
-    files = [path for path in paths if path.is_file()]
-    return files + [file for path in paths for file in path.rglob("*.py") if file.name != "__init__.py"]
+def _sources(room: str) -> list[Path]:
+    path = ROOT / room
+    return [path] if path.is_file() else [file for file in path.rglob("*.py") if file.name != "__init__.py"]
 
 
 def _reads(paths: list[Path], group: str) -> Iterator[str]:
@@ -240,7 +239,7 @@ def _reads(paths: list[Path], group: str) -> Iterator[str]:
 )
 def test_each_own_field_is_read_by_the_room_it_configures(variable: Variable) -> None:
     if variable.group == "files":
-        loader = ast.parse((ROOT / "fdcache/settings/settings.py").read_text())
+        loader = ast.parse((ROOT / "fdcache/settings/reading.py").read_text())
         used = {node.id for node in ast.walk(loader) if isinstance(node, ast.Name)}
         assert FILE_FIELDS[variable.field] in used
         return
@@ -248,7 +247,7 @@ def test_each_own_field_is_read_by_the_room_it_configures(variable: Variable) ->
         called = ast.walk(ast.parse((ROOT / "fdcache_cli/replay.py").read_text()))
         assert "cache_for" in {node.attr for node in called if isinstance(node, ast.Attribute)}
         return
-    paths = _sources(CONSUMERS[variable.group])
+    paths = [path for room in CONSUMERS[variable.group].split() for path in _sources(room)]
     if not paths:
         pytest.skip(f"{CONSUMERS[variable.group]} is not there")
     assert variable.field in set(_reads(paths, variable.group))
@@ -261,3 +260,9 @@ def test_only_the_settings_read_the_environment() -> None:
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
                 readers.add(path.relative_to(ROOT).parts[1])
     assert readers == {"settings"}
+
+
+def test_each_name_belongs_to_one_variable() -> None:
+    variables = [variable for members in GROUPS.values() for variable in members]
+    names = [name for variable in variables for name in (variable.name, *variable.aliases)]
+    assert sorted(names) == sorted(KNOWN_NAMES)

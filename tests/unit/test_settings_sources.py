@@ -1,10 +1,12 @@
 """Where values come from, and which of several wins."""
 
+import logging
 from pathlib import Path
 
 import pytest
 
-from fdcache.settings import Settings, SettingsError, Source, survey
+from fdcache.settings import VARIABLES, Settings, SettingsError, Source, survey
+from fdcache.settings.cache import CacheSettings
 
 NAME = "FD_SERVICE_NAME"
 
@@ -226,3 +228,48 @@ def test_service_link_over_a_real_variable_is_explained() -> None:
 
 def test_names_of_others_are_left_alone() -> None:
     assert Settings.load(environ={"PATH": "/bin", "FDX": "1", "MY_FD_LOG_DRI": "x"}).warnings == ()
+
+
+def test_settings_made_directly_read_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / ".env", "cache={}\nFDCACHE_RANKS=7")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FDCACHE_RANKS", "7")
+    monkeypatch.setenv("deployment", '{"ranks": 7}')
+    monkeypatch.setenv("DEPLOYMENT", '{"ranks": 7}')
+    assert Settings().model_dump() == Settings.load(environ={}).model_dump()
+    given = Settings(cache=CacheSettings(device_blocks=3))
+    assert (given.cache.device_blocks, given.deployment.ranks) == (3, 1)
+
+
+def test_rejected_value_gives_way_to_the_default_not_to_a_weaker_source(everywhere: dict[str, str]) -> None:
+    write(Path(everywhere["FDCACHE_SECRETS_DIR"]) / "FDCACHE_RANKS", "5")
+    found = survey({**everywhere, "FDCACHE_RANKS": "many"}, defaults={"FDCACHE_RANKS": 3})
+    assert found.settings.deployment.ranks == 1
+    assert found.rejected == {"FDCACHE_RANKS"}
+    assert [candidate.value for candidate in found.settings.candidates("FDCACHE_RANKS")] == ["many", "5", 3]
+
+
+def test_debugging_the_settings_library_tells_no_value(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYDANTIC_SETTINGS_DEBUG", "1")
+    environ = {"FD_API_KEY": "hunter2", "EXPORTER_OTLP_ENDPOINT": "http://user:hunter2@host:4317"}
+    with caplog.at_level(logging.DEBUG, logger="pydantic_settings"):
+        Settings.load(environ=environ)
+    assert "environment" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+def test_user_and_password_of_an_address_are_not_shown() -> None:
+    names = [name for name, variable in VARIABLES.items() if variable.type == "address"]
+    assert names
+    settings = Settings.load(environ=dict.fromkeys(names, "http://user:hunter2@host:4317"))
+    assert settings.value(names[0]) == "http://user:hunter2@host:4317"
+    for shown in (
+        repr(settings),
+        str(settings),
+        settings.model_dump_json(),
+        str(settings.model_dump(mode="json")),
+    ):
+        assert "host:4317" in shown
+        assert "hunter2" not in shown

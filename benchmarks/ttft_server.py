@@ -1,0 +1,157 @@
+"""One sequence at a time, or a batch of decodes, on the model of ``ttft_model`` with its KV in fdcache."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.ttft_model import Model, Shape
+from fdcache import (
+    CacheController,
+    CacheManager,
+    CacheSettings,
+    LayerDoneCounter,
+    LoadStatus,
+    MatchStatus,
+    Request,
+    TransferSettings,
+)
+from fdcache.metadata import SLOT_HEADER_BYTES
+
+Tokens = NDArray[np.int64]
+PREFILL_CHUNK = 8192
+
+
+class Server:
+    """Model, manager and controller in one process. ``device``: ``cuda`` or ``cpu``."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        device: str,
+        *,
+        device_blocks: int,
+        host_blocks: int,
+        max_positions: int,
+        write_policy: str = "write_through",
+    ) -> None:
+        self.shape = shape
+        self.layout = shape.layout()
+        self.torch_device = device
+        settings = CacheSettings(
+            device_blocks=device_blocks,
+            host_memory=host_blocks * (self.layout.record_bytes + SLOT_HEADER_BYTES),
+            write_policy=write_policy,
+        )
+        self.manager = CacheManager(settings, self.layout)
+        self.controller = CacheController(TransferSettings(), self.layout, device=_fdcache_device(device))
+        planes = [
+            torch.zeros((device_blocks, *plane.shape), dtype=torch.bfloat16, device=device)
+            for plane in self.layout.planes
+        ]
+        self.controller.register_kv_cache(planes)
+        if host_blocks:
+            self.controller.initialize_host_cache(host_blocks)
+        self.model = Model(shape, device, planes, max_positions)
+        self.stream: Any = torch.cuda.current_stream() if device == "cuda" else None
+        self._names = 0
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.torch_device == "cuda":
+            torch.cuda.synchronize()
+
+    def request(self, prompt: Tokens) -> Request:
+        """A new request, matched."""
+        self._names += 1
+        request = Request(str(self._names), prompt)
+        result = self.manager.match_prefix([request])[0]
+        if result.status is not MatchStatus.MATCHED:
+            raise RuntimeError("the match was deferred, although nothing is under way")
+        return request
+
+    def allocate(self, request: Request, num_tokens: int) -> None:
+        """Blocks for so many tokens."""
+        allocation = self.manager.allocate_device_blocks([(request, num_tokens)])[0]
+        if not allocation.ok:
+            raise RuntimeError(f"{allocation.shortfall} device blocks too few")
+
+    def submit(self) -> list[LayerDoneCounter]:
+        """Close the step and put its plans on the streams."""
+        return [self.controller.submit_swap_tasks(plan, self.stream) for plan in self.manager.take_plans()]
+
+    def compute(self, request: Request, prompt: Tokens, counters: Iterable[LayerDoneCounter] = ()) -> int:
+        """Prefill what is not cached; the first token, on the host."""
+        return self.prefill(prompt, request.num_cached_tokens, request.block_table, tuple(counters))
+
+    def prefill(
+        self, prompt: Tokens, start: int, blocks: NDArray[np.int32], counters: Iterable[LayerDoneCounter] = ()
+    ) -> int:
+        """Prefill from token ``start`` on into ``blocks``; the first token, on the host."""
+        table = torch.from_numpy(blocks.astype(np.int64)).to(self.torch_device)
+        tokens = torch.from_numpy(prompt).to(self.torch_device)
+
+        def wait(layer: int) -> None:
+            for counter in counters:
+                counter.wait_for_layer(layer, stream=self.stream)
+
+        for first in range(start, len(prompt), PREFILL_CHUNK):
+            chunk = tokens[first : first + PREFILL_CHUNK]
+            token = self.model.prefill(chunk, first, table, wait if first == start else _no_wait)
+        return int(token)
+
+    def first_token(self, prompt: Tokens) -> tuple[float, int]:
+        """Seconds from the request's arrival to its first token, and the token; then everything is settled."""
+        self.synchronize()
+        start = time.perf_counter()
+        request = self.request(prompt)
+        self.allocate(request, len(prompt))
+        token = self.compute(request, prompt, self.submit())
+        seconds = time.perf_counter() - start
+        self.settle()
+        self.manager.commit([(request, len(prompt))])
+        self.manager.request_finish([request])
+        self.settle()
+        return seconds, token
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Apply the reports that are there. Raises when a load failed: nothing here should fail."""
+        reports = self.controller.wait_reports(60.0) if wait else self.controller.poll()
+        for outcome in self.manager.apply(reports):
+            if outcome.status is not LoadStatus.CONFIRMED:
+                raise RuntimeError(f"a load ended {outcome.status.value}: {outcome.error_message}")
+
+    def settle(self) -> None:
+        """Until every copy has ended and no backup is queued."""
+        while True:
+            self.submit()
+            stats = self.manager.get_stats()
+            if not stats.plans_in_flight and not stats.queued_backups:
+                return
+            self.collect(wait=True)
+
+    def forget_device(self) -> None:
+        """Empty the device tier; the host tier stays."""
+        self.manager.sleep()
+        self.manager.wakeup()
+
+    def close(self) -> None:
+        """Wait for copies and free everything."""
+        self.settle()
+        self.controller.shutdown()
+
+
+def _no_wait(layer: int) -> None:
+    """A later chunk reads blocks that the first one waited for."""
+
+
+def _fdcache_device(device: str) -> Any:
+    if device == "cpu":
+        return None
+    return importlib.import_module("fdcache.devices.cuda").CudaDevice(torch.cuda.current_device())

@@ -1,0 +1,95 @@
+"""Sizes of the model and limits of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fdcache import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer with random weights that follow from ``seed``.
+
+    ``latent_dim`` > 0 makes it MLA: one latent of that size and a rotary part of ``rope_dim`` per token instead of
+    keys and values per head. ``kv_dtype``: float32, bfloat16, or fp8 with a scale per head and token.
+    ``draft_layers``: 0, or 1 for a multi-token-prediction layer that proposes the token after the next.
+    """
+
+    vocab: int = 2048
+    hidden: int = 256
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 32
+    ffn: int = 512
+    latent_dim: int = 0
+    rope_dim: int = 16
+    draft_layers: int = 0
+    kv_dtype: str = "float32"
+    max_positions: int = 4096
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads: {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.draft_layers not in (0, 1):
+            raise ValueError(f"draft_layers must be 0 or 1, got {self.draft_layers}")
+        if self.latent_dim and self.kv_dtype == "fp8":
+            raise ValueError(
+                "kv_dtype: fp8 is for keys and values per head; use float32 or bfloat16 with latent_dim"
+            )
+
+    def layout(self, block_size: int, ranks: int) -> KVLayout:
+        """What fdcache has to know of the model: the planes of one block on one rank."""
+        if self.heads % ranks or (not self.latent_dim and self.kv_heads % ranks):
+            raise ValueError(f"ranks: {ranks} do not divide {self.heads} heads and {self.kv_heads} kv_heads")
+        revision = f"{self}"
+        if self.latent_dim:
+            return KVLayout.mla(
+                model="paddle-engine",
+                revision=revision,
+                block_size=block_size,
+                num_layers=self.layers,
+                num_draft_layers=self.draft_layers,
+                latent_dim=self.latent_dim + self.rope_dim,
+                dtype=self.kv_dtype,
+                tp_size=ranks,
+            )
+        build = KVLayout.block_fp8 if self.kv_dtype == "fp8" else KVLayout.uniform
+        return build(
+            model="paddle-engine",
+            revision=revision,
+            block_size=block_size,
+            num_layers=self.layers,
+            num_draft_layers=self.draft_layers,
+            kv_heads=self.kv_heads // ranks,
+            head_dim=self.head_dim,
+            dtype="float8_e4m3fn" if self.kv_dtype == "fp8" else self.kv_dtype,
+            tp_size=ranks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of the engine.
+
+    ``grid`` > 0 is deterministic mode: tokens are computed in padded chunks of ``grid`` rows, each at the row that its
+    position has on that grid, so a token gets the same bits whatever was computed with it; reuse is cut to the grid,
+    a multiple of ``split_kv``, the number of keys that attention reads at a time. 0: ordinary mode, all rows of
+    a step in one batch.
+    """
+
+    block_size: int = 16
+    device_blocks: int = 256
+    host_blocks: int = 0
+    max_running: int = 8
+    step_tokens: int = 128
+    grid: int = 32
+    split_kv: int = 16
+    ranks: int = 1
+    write_policy: str = "write_through"
+
+    def __post_init__(self) -> None:
+        if self.grid % self.split_kv:
+            raise ValueError(f"grid: {self.grid} is not a multiple of split_kv {self.split_kv}")

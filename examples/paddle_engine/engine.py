@@ -1,0 +1,203 @@
+"""The scheduler: continuous batching with chunked prefill, preemption and speculative decoding."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from examples.paddle_engine.batch import Chunk
+from examples.paddle_engine.config import EngineConfig
+from examples.paddle_engine.kv_cache import KVCache, Prompt
+from examples.paddle_engine.sampling import Sample
+from examples.paddle_engine.worker import ChunkResult, StepResult
+from fdcache import LoadOutcome, LoadStatus, TransferPlan
+
+
+class Ranks(Protocol):
+    """The workers, all of which execute every step."""
+
+    def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
+        """Rank 0's results and the reports of all ranks."""
+
+
+@dataclass(eq=False)
+class Task:
+    """One prompt under way. ``computed`` tokens have KV; ``held`` is a result above a load that is not confirmed."""
+
+    prompt: Prompt
+    arrival: float
+    samples: list[Sample] = field(default_factory=list)
+    computed: int = 0
+    draft: int | None = None
+    held: ChunkResult | None = None
+    first_token: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def name(self) -> str:
+        """The prompt's name."""
+        return self.prompt.name
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and accepted tokens."""
+        return [*self.prompt.tokens, *(sample.token for sample in self.samples)]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all tokens that were asked for are there."""
+        return len(self.samples) >= self.prompt.max_tokens
+
+
+class Engine:
+    """Serves prompts against a cache and its ranks, one step at a time."""
+
+    def __init__(self, config: EngineConfig, cache: KVCache, ranks: Ranks) -> None:
+        self._config = config
+        self._cache = cache
+        self._ranks = ranks
+        self.waiting: deque[Task] = deque()
+        self.running: list[Task] = []
+        self.steps = 0
+        self.loads_failed = 0
+
+    def submit(self, prompt: Prompt) -> Task:
+        """Queue a prompt."""
+        task = Task(prompt, time.perf_counter())
+        self.waiting.append(task)
+        return task
+
+    def run(self) -> None:
+        """Step until nothing is left."""
+        while self.waiting or self.running:
+            self.step()
+
+    def step(self) -> list[Task]:
+        """Schedule, copy, compute, accept; returns the tasks that ended."""
+        self.steps += 1
+        chunks = self._schedule()
+        result = self._ranks.execute(self._cache.take_plans(), chunks)
+        outcomes = {outcome.request_id: outcome for outcome in self._cache.apply(result.reports)}
+        results = {each.sequence: each for each in result.chunks}
+        ended = []
+        for task in list(self.running):
+            task.held = results.get(task.name, task.held)
+            if task.name in outcomes:
+                self._resolve(task, outcomes[task.name])
+            if task.held and not self._cache.is_loading(task.name):
+                self._accept(task, task.held)
+            if task.is_done:
+                self.running.remove(task)
+                self._cache.release(task.name, resumes=False)
+                ended.append(task)
+        return ended
+
+    # --- what to compute ----------------------------------------------------------------------------------
+
+    def _schedule(self) -> list[Chunk]:
+        """Running tasks in the order of their arrival, then new ones, within the step's tokens."""
+        chunks: list[Chunk] = []
+        budget = self._config.step_tokens
+        for task in list(self.running):
+            if task in self.running and task.held is None and budget > 0:
+                chunk = self._chunk(task, budget)
+                if chunk:
+                    chunks.append(chunk)
+                    budget -= len(chunk.tokens)
+        while self.waiting and len(self.running) < self._config.max_running and budget > 0:
+            task = self.waiting[0]
+            cached = self._cache.admit(task.prompt)
+            if cached is None:
+                self.waiting.rotate(-1)
+                break
+            task.computed = cached
+            chunk = self._next_chunk(task, budget)
+            if not self._cache.grow(task.name, chunk.stop):
+                self._cache.release(task.name, resumes=True)
+                self._check_fits(task)
+                break
+            task.cached_tokens = max(task.cached_tokens, cached)
+            self.running.append(self.waiting.popleft())
+            chunks.append(self._with_table(chunk))
+            budget -= len(chunk.tokens)
+        return chunks
+
+    def _chunk(self, task: Task, budget: int) -> Chunk | None:
+        """The next tokens of a running task; those that came last make room when there is none."""
+        chunk = self._next_chunk(task, budget)
+        while not self._cache.grow(task.name, chunk.stop):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is task:
+                self._check_fits(task)
+                return None
+        return self._with_table(chunk)
+
+    def _next_chunk(self, task: Task, budget: int) -> Chunk:
+        tokens = task.tokens
+        start, stop = task.computed, min(len(tokens), task.computed + budget)
+        grid = self._config.grid
+        if grid and stop < len(tokens) and stop // grid * grid > start:
+            stop = stop // grid * grid
+        ends = stop == len(tokens)
+        drafts = [task.draft] if ends and task.draft is not None and budget > stop - start else []
+        return Chunk(
+            sequence=task.name,
+            start=start,
+            tokens=np.array(tokens[start:stop] + drafts, np.int64),
+            block_table=np.empty(0, np.int32),
+            sample_from=stop - start - 1 if ends else stop - start,
+            next_token=0 if ends else tokens[stop],
+            temperature=task.prompt.temperature,
+            seed=task.prompt.seed,
+            images=task.prompt.images,
+        )
+
+    def _with_table(self, chunk: Chunk) -> Chunk:
+        return replace(chunk, block_table=self._cache.block_table(chunk.sequence))
+
+    def _preempt(self, task: Task) -> None:
+        """Give the blocks back; what stays cached of them is found again when the task resumes."""
+        self.running.remove(task)
+        self._cache.release(task.name, resumes=True)
+        task.computed = 0
+        task.held = task.draft = None
+        task.preemptions += 1
+        self.waiting.appendleft(task)
+
+    def _check_fits(self, task: Task) -> None:
+        if (
+            not self.running
+            and -(-(len(task.tokens) + 1) // self._config.block_size) > self._config.device_blocks
+        ):
+            raise RuntimeError(
+                f"{task.name} needs more than the {self._config.device_blocks} blocks there are; give the engine more"
+            )
+
+    # --- what came of it ----------------------------------------------------------------------------------
+
+    def _resolve(self, task: Task, outcome: LoadOutcome) -> None:
+        """The end of a load. Tokens computed above one that failed do not count."""
+        if outcome.status is LoadStatus.FAILED:
+            self.loads_failed += 1
+            task.computed = outcome.recompute_from
+            task.held = None
+        elif outcome.status is LoadStatus.OVERDUE:
+            self._preempt(task)
+
+    def _accept(self, task: Task, result: ChunkResult) -> None:
+        room = task.prompt.max_tokens - len(task.samples)
+        samples = result.samples[:room]
+        if samples and task.first_token is None:
+            task.first_token = time.perf_counter()
+        task.computed += result.computed
+        task.samples.extend(samples)
+        task.draft = result.draft
+        task.held = None
+        self._cache.append(task.name, [sample.token for sample in samples], task.computed)

@@ -1,0 +1,166 @@
+"""Where sequences get their blocks: from fdcache, or, to compare with, from a plain free list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from examples.paddle_engine.config import EngineConfig, ModelConfig
+from fdcache import (
+    CacheManager,
+    CacheSettings,
+    LoadOutcome,
+    MatchStatus,
+    MultimodalItem,
+    Request,
+    TransferPlan,
+    TransferReport,
+)
+from fdcache.metadata import SLOT_HEADER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a user asks for. ``images``: items whose placeholders are among the tokens."""
+
+    name: str
+    tokens: Sequence[int]
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    images: tuple[MultimodalItem, ...] = field(default=())
+
+
+class KVCache(Protocol):
+    """What the scheduler asks of a cache. Sequences are named by their prompt's name."""
+
+    def admit(self, prompt: Prompt) -> int | None:
+        """Find the cached prefix of a new or resumed sequence, in tokens; None: ask again in a later step."""
+
+    def grow(self, name: str, num_tokens: int) -> bool:
+        """Let the block table cover that many tokens; False, and nothing changed, when there is no room."""
+
+    def block_table(self, name: str) -> NDArray[np.int32]:
+        """The sequence's blocks, in order."""
+
+    def is_loading(self, name: str) -> bool:
+        """Whether blocks of the sequence are on their way and might not arrive."""
+
+    def take_plans(self) -> list[TransferPlan]:
+        """What the ranks have to copy in this step."""
+
+    def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
+        """Take the ranks' reports; the loads that ended."""
+
+    def append(self, name: str, tokens: Sequence[int], num_computed: int) -> None:
+        """Add accepted tokens; those before ``num_computed`` have their KV on every rank."""
+
+    def release(self, name: str, *, resumes: bool) -> None:
+        """Give the blocks back, at the end or, when the sequence ``resumes``, until it is admitted again."""
+
+
+class FdcacheBlocks:
+    """fdcache: all that the scheduler side is told stands here."""
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
+        layout = model.layout(engine.block_size, engine.ranks)
+        settings = CacheSettings(
+            device_blocks=engine.device_blocks,
+            host_memory=engine.host_blocks * (layout.record_bytes + SLOT_HEADER_BYTES),
+            write_policy=engine.write_policy,
+            reuse_grid=engine.grid,
+            lookahead_tokens=model.draft_layers,
+        )
+        self.manager = CacheManager(settings, layout)
+        self._requests: dict[str, Request] = {}
+
+    def admit(self, prompt: Prompt) -> int | None:
+        """Match the request; a deferred one waits for a block that somebody else is copying."""
+        request = self._requests.get(prompt.name)
+        if request is None:
+            request = Request(prompt.name, list(prompt.tokens), multimodal=prompt.images)
+            self._requests[prompt.name] = request
+        match = self.manager.match_prefix([request])[0]
+        return match.num_cached_tokens if match.status is MatchStatus.MATCHED else None
+
+    def grow(self, name: str, num_tokens: int) -> bool:
+        """Allocate; the first time, this also plans the loads."""
+        return self.manager.allocate_device_blocks([(self._requests[name], num_tokens)])[0].ok
+
+    def block_table(self, name: str) -> NDArray[np.int32]:
+        """The request's device slots."""
+        return self._requests[name].block_table
+
+    def is_loading(self, name: str) -> bool:
+        """Whether a load of the request is unconfirmed."""
+        return self._requests[name].is_loading
+
+    def take_plans(self) -> list[TransferPlan]:
+        """Close the step."""
+        return self.manager.take_plans()
+
+    def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
+        """Take the reports, and look for plans that are overdue."""
+        return self.manager.apply(reports) + self.manager.expire()
+
+    def append(self, name: str, tokens: Sequence[int], num_computed: int) -> None:
+        """Publish what was computed."""
+        request = self._requests[name]
+        request.append_tokens(list(tokens))
+        self.manager.commit([(request, num_computed)])
+
+    def release(self, name: str, *, resumes: bool) -> None:
+        """Unpin the blocks; they stay cached."""
+        self.manager.request_finish([self._requests[name]])
+        if not resumes:
+            del self._requests[name]
+
+
+class FreshBlocks:
+    """No cache: a free list. Everything is computed."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self._block_size = engine.block_size
+        self._free = list(range(engine.device_blocks))
+        self._tables: dict[str, list[int]] = {}
+
+    def admit(self, prompt: Prompt) -> int | None:
+        """Nothing is cached."""
+        self._tables[prompt.name] = []
+        return 0
+
+    def grow(self, name: str, num_tokens: int) -> bool:
+        """Take blocks from the free list."""
+        table = self._tables[name]
+        missing = -(-num_tokens // self._block_size) - len(table)
+        if missing > len(self._free):
+            return False
+        table.extend(self._free.pop() for _ in range(missing))
+        return True
+
+    def block_table(self, name: str) -> NDArray[np.int32]:
+        """The sequence's blocks."""
+        return np.array(self._tables[name], np.int32)
+
+    def is_loading(self, name: str) -> bool:
+        """Nothing is ever loaded."""
+        return False
+
+    def take_plans(self) -> list[TransferPlan]:
+        """Nothing is ever copied."""
+        return []
+
+    def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
+        """There are none."""
+        return []
+
+    def append(self, name: str, tokens: Sequence[int], num_computed: int) -> None:
+        """Nobody keeps them."""
+
+    def release(self, name: str, *, resumes: bool) -> None:
+        """Back to the free list."""
+        self._free.extend(self._tables.pop(name))

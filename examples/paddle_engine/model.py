@@ -1,0 +1,185 @@
+"""The transformer: RMSNorm, RoPE, grouped-query or latent attention over the paged cache, gated feed-forward."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import paddle
+from paddle import Tensor
+from paddle.nn import functional
+
+from examples.paddle_engine.batch import Batch, Span
+from examples.paddle_engine.config import ModelConfig
+from examples.paddle_engine.paged_kv import PagedKV
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over the ranks."""
+
+_SHARPNESS = 4.0
+"""Random weights look at everything a little; sharper attention makes a wrong block show in the tokens."""
+
+
+class Model:
+    """One rank's part of the model: its heads and its share of the feed-forward; the rest is on every rank."""
+
+    def __init__(self, config: ModelConfig, rank: int, ranks: int, reduce: Reduce) -> None:
+        self.config = config
+        self._rank = rank
+        self._ranks = ranks
+        self._reduce = reduce
+        self._heads = config.heads // ranks
+        rotary = config.rope_dim if config.latent_dim else config.head_dim
+        angles = (
+            np.arange(config.max_positions)[:, None] / 10000 ** (np.arange(0, rotary, 2) / rotary)[None, :]
+        )
+        self._cos = paddle.to_tensor(np.cos(angles).astype(np.float32))
+        self._sin = paddle.to_tensor(np.sin(angles).astype(np.float32))
+        self.load_weights(config.seed)
+
+    def load_weights(self, seed: int) -> None:
+        """Make all weights from a seed; each rank keeps its part."""
+        c, random = self.config, np.random.default_rng(seed)
+
+        def matrix(rows: int, columns: int, split: int | None = None) -> Tensor:
+            """``split``: the axis along which the ranks share the matrix."""
+            whole = (random.standard_normal((rows, columns)) / np.sqrt(rows)).astype(np.float32)
+            part = whole if split is None else np.split(whole, self._ranks, axis=split)[self._rank]
+            return paddle.to_tensor(np.ascontiguousarray(part))
+
+        def layer() -> dict[str, Tensor]:
+            if c.latent_dim:
+                per_head = c.latent_dim + c.rope_dim
+                attention = {
+                    "query": _SHARPNESS * matrix(c.hidden, c.heads * per_head, 1),
+                    "key": matrix(c.hidden, per_head),
+                    "expand": matrix(c.latent_dim, c.heads * c.head_dim, 1),
+                }
+            else:
+                attention = {
+                    "query": _SHARPNESS * matrix(c.hidden, c.heads * c.head_dim, 1),
+                    "key": matrix(c.hidden, c.kv_heads * c.head_dim, 1),
+                    "value": matrix(c.hidden, c.kv_heads * c.head_dim, 1),
+                }
+            return attention | {
+                "output": matrix(c.heads * c.head_dim, c.hidden, 0),
+                "gate": matrix(c.hidden, c.ffn, 1),
+                "up": matrix(c.hidden, c.ffn, 1),
+                "down": matrix(c.ffn, c.hidden, 0),
+            }
+
+        self._embedding = paddle.to_tensor(random.standard_normal((c.vocab, c.hidden)).astype(np.float32))
+        self._head = matrix(c.hidden, c.vocab)
+        self._layers = [layer() for _ in range(c.layers + c.draft_layers)]
+        self._draft_mix = matrix(2 * c.hidden, c.hidden)
+
+    def forward(self, batch: Batch, kv: PagedKV, before_layer: Callable[[int], None]) -> Tensor:
+        """Hidden states (rows, hidden) after the main layers; ``before_layer`` returns once its KV is there."""
+        x = self._embed(batch.tokens)
+        for item, rows in batch.images:
+            x[paddle.to_tensor(rows)] = self._image(item.hash)
+        for layer in range(self.config.layers):
+            before_layer(layer)
+            x = self._layer(layer, x, batch, kv)
+        return x
+
+    def draft(
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        next_tokens: Tensor,
+        kv: PagedKV,
+        before_layer: Callable[[int], None],
+    ) -> Tensor:
+        """Hidden states of the draft layer, which sees each row's hidden state and the token after it."""
+        layer = self.config.layers
+        before_layer(layer)
+        x = paddle.concat([_norm(hidden), _norm(self._embed(next_tokens))], axis=-1) @ self._draft_mix
+        return self._layer(layer, x, batch, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (rows, vocab)."""
+        return _norm(hidden) @ self._head
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return paddle.gather(self._embedding, tokens)
+
+    def _image(self, name: str | bytes) -> Tensor:
+        """Stands for a vision encoder: an embedding that follows from the image's hash."""
+        data = name.encode() if isinstance(name, str) else name
+        seed = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+        return paddle.to_tensor(
+            np.random.default_rng(seed).standard_normal(self.config.hidden).astype(np.float32)
+        )
+
+    def _layer(self, layer: int, x: Tensor, batch: Batch, kv: PagedKV) -> Tensor:
+        weights = self._layers[layer]
+        attend = self._latent_attention if self.config.latent_dim else self._grouped_attention
+        x = x + self._reduce(attend(layer, _norm(x), batch, kv) @ weights["output"])
+        h = _norm(x)
+        gated = functional.silu(h @ weights["gate"]) * (h @ weights["up"])
+        return x + self._reduce(gated @ weights["down"])
+
+    def _grouped_attention(self, layer: int, h: Tensor, batch: Batch, kv: PagedKV) -> Tensor:
+        weights, dim = self._layers[layer], self.config.head_dim
+        query = self._rotate((h @ weights["query"]).reshape([h.shape[0], -1, dim]), batch.positions)
+        key = self._rotate((h @ weights["key"]).reshape([h.shape[0], -1, dim]), batch.positions)
+        value = (h @ weights["value"]).reshape([h.shape[0], -1, dim])
+        _store(layer, batch, kv, key, value)
+        outputs = []
+        for span in batch.spans:
+            keys, values = kv.read(layer, span.blocks)
+            assert values is not None
+            outputs.append(_attend(query[span.first : span.last], keys, values, span, dim**-0.5))
+        return paddle.concat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _latent_attention(self, layer: int, h: Tensor, batch: Batch, kv: PagedKV) -> Tensor:
+        """The cache holds one vector per token: a latent that is key and value of all heads, and a rotary key."""
+        weights, c = self._layers[layer], self.config
+        query = (h @ weights["query"]).reshape([h.shape[0], self._heads, -1])
+        query = self._rotate_tail(query, batch.positions)
+        key = self._rotate_tail((h @ weights["key"]).unsqueeze(1), batch.positions)
+        _store(layer, batch, kv, key, None)
+        expand = weights["expand"].reshape([c.latent_dim, self._heads, c.head_dim]).transpose([1, 0, 2])
+        outputs = []
+        for span in batch.spans:
+            keys, _ = kv.read(layer, span.blocks)
+            mixed = _attend(
+                query[span.first : span.last], keys, keys[:, :, : c.latent_dim], span, query.shape[-1] ** -0.5
+            )
+            by_head = mixed.reshape([span.last - span.first, self._heads, c.latent_dim]).transpose([1, 0, 2])
+            outputs.append((by_head @ expand).transpose([1, 0, 2]).reshape([span.last - span.first, -1]))
+        return paddle.concat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotary position embedding of (rows, heads, dim)."""
+        cos = paddle.gather(self._cos, positions).unsqueeze(1)
+        sin = paddle.gather(self._sin, positions).unsqueeze(1)
+        first, second = x.chunk(2, axis=-1)
+        return paddle.concat([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    def _rotate_tail(self, x: Tensor, positions: Tensor) -> Tensor:
+        latent = self.config.latent_dim
+        return paddle.concat([x[:, :, :latent], self._rotate(x[:, :, latent:], positions)], axis=-1)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return x * paddle.rsqrt((x * x).mean(axis=-1, keepdim=True) + 1e-6)
+
+
+def _store(layer: int, batch: Batch, kv: PagedKV, key: Tensor, value: Tensor | None) -> None:
+    if len(batch.valid) < key.shape[0]:
+        rows = paddle.to_tensor(batch.valid)
+        key, value = paddle.gather(key, rows), None if value is None else paddle.gather(value, rows)
+    kv.write(layer, paddle.to_tensor(batch.slots), key, value)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, span: Span, scale: float) -> Tensor:
+    """Attention of (rows, heads, dim) over keys and values (kv_heads, tokens, dim); (rows, heads * value dim)."""
+    rows, heads, dim = query.shape
+    kv_heads = keys.shape[0]
+    grouped = query.transpose([1, 0, 2]).reshape([kv_heads, heads // kv_heads, rows, dim])
+    scores = (grouped * scale).matmul(keys.unsqueeze(1), transpose_y=True) + span.mask
+    mixed = functional.softmax(scores, axis=-1) @ values.unsqueeze(1)
+    return mixed.reshape([heads, rows, -1]).transpose([1, 0, 2]).reshape([rows, -1])

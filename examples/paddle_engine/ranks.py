@@ -1,0 +1,101 @@
+"""Tensor parallelism: one process per rank, which all execute the same steps."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
+from typing import Any
+
+import numpy as np
+
+from examples.paddle_engine.batch import Chunk
+from examples.paddle_engine.config import EngineConfig, ModelConfig
+from examples.paddle_engine.worker import StepResult, Worker
+from fdcache import TransferPlan
+
+_MOST_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class SumOverRanks:
+    """All-reduce through shared memory. Every rank adds in the same order, so all get the same bits."""
+
+    rank: int
+    buffers: Sequence[Any]
+    barrier: Any
+
+    def __call__(self, x: Any) -> Any:
+        """The sum of the ranks' tensors."""
+        import paddle
+
+        mine = np.frombuffer(self.buffers[self.rank], np.float32, count=x.size)
+        mine[:] = x.numpy().reshape(-1)
+        self.barrier.wait()
+        total = sum(np.frombuffer(buffer, np.float32, count=x.size) for buffer in self.buffers)
+        self.barrier.wait()
+        return paddle.to_tensor(total).reshape(x.shape)
+
+
+class RankProcesses:
+    """The workers of all ranks, each in a process of its own, behind the calls of one worker."""
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig, *, cached: bool) -> None:
+        context: SpawnContext = multiprocessing.get_context("spawn")
+        buffers = [context.RawArray(ctypes.c_float, _MOST_ROWS * model.hidden) for _ in range(engine.ranks)]
+        barrier = context.Barrier(engine.ranks)
+        self._shared = (buffers, barrier)  # a process that is starting still has to find them
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(engine.ranks):
+            pipe, theirs = context.Pipe()
+            reduce = SumOverRanks(rank, buffers, barrier)
+            process = context.Process(
+                target=_serve, args=(theirs, model, engine, cached, rank, reduce), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(pipe)
+            self._processes.append(process)
+
+    def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
+        """Rank 0's results; the reports of all ranks."""
+        results: list[StepResult] = self._call("execute", list(plans), list(chunks))
+        return StepResult(results[0].chunks, tuple(report for each in results for report in each.reports))
+
+    def update_weights(self, seed: int) -> None:
+        """Other weights on every rank."""
+        self._call("update_weights", seed)
+
+    def shutdown(self) -> None:
+        """End the processes."""
+        self._call("shutdown")
+        for process in self._processes:
+            process.join()
+
+    def _call(self, name: str, *arguments: object) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((name, arguments))
+        answers = [pipe.recv() for pipe in self._pipes]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+
+def _serve(
+    pipe: Connection, model: ModelConfig, engine: EngineConfig, cached: bool, rank: int, reduce: SumOverRanks
+) -> None:
+    """A rank's process: carry out calls until the last one."""
+    worker = Worker(model, engine, cached=cached, rank=rank, reduce=reduce)
+    name = ""
+    while name != "shutdown":
+        name, arguments = pipe.recv()
+        try:
+            pipe.send(getattr(worker, name)(*arguments))
+        except Exception as error:  # noqa: BLE001 (it is raised again by the caller)
+            reduce.barrier.abort()
+            pipe.send(error)

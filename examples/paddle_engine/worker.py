@@ -1,0 +1,173 @@
+"""One rank: the model, its paged cache, and everything that fdcache's worker side is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+from paddle import Tensor
+
+from examples.paddle_engine.batch import Batch, Chunk, make_batches
+from examples.paddle_engine.config import EngineConfig, ModelConfig
+from examples.paddle_engine.model import Model, Reduce
+from examples.paddle_engine.paged_kv import PagedKV
+from examples.paddle_engine.sampling import Sample, sample
+from fdcache import CacheController, TransferPlan, TransferReport, TransferSettings
+from fdcache.devices.base import Device
+from fdcache.integrations.paddle import allocate_planes, current_device
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What became of a chunk: the first ``computed`` of its tokens count, ``samples`` follow them."""
+
+    sequence: str
+    computed: int
+    samples: tuple[Sample, ...]
+    draft: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The chunks' results in their order, and the plans that ended meanwhile."""
+
+    chunks: tuple[ChunkResult, ...]
+    reports: tuple[TransferReport, ...]
+
+
+def no_reduce(x: Tensor) -> Tensor:
+    """The sum over one rank."""
+    return x
+
+
+class Worker:
+    """Executes steps. With ``cached`` its planes are registered with a ``CacheController``, else they are its own."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        *,
+        cached: bool,
+        rank: int = 0,
+        reduce: Reduce = no_reduce,
+        device: Device | None = None,
+    ) -> None:
+        self._engine = engine
+        self._model = Model(model, rank, engine.ranks, reduce)
+        layout = model.layout(engine.block_size, engine.ranks)
+        planes = allocate_planes(layout, engine.device_blocks)
+        self._kv = PagedKV(layout, planes)
+        self.logits: dict[tuple[str, int], NDArray[np.float32]] | None = None
+        self.controller: CacheController | None = None
+        if cached:
+            self.controller = CacheController(
+                TransferSettings(), layout, rank=rank, device=device or current_device()
+            )
+            self.controller.register_kv_cache(planes)
+            if engine.host_blocks:
+                self.controller.initialize_host_cache(engine.host_blocks)
+
+    def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
+        """Copy what the plans say and compute the chunks, each layer as soon as its blocks are there."""
+        counters = [self.controller.submit_swap_tasks(plan) for plan in plans] if self.controller else []
+
+        def wait_for_layer(layer: int) -> None:
+            for counter in counters:
+                counter.wait_for_layer(layer)
+
+        engine = self._engine
+        batches = make_batches(chunks, engine.block_size, engine.grid, engine.split_kv)
+        with paddle.no_grad():
+            hidden = [self._model.forward(batch, self._kv, wait_for_layer) for batch in batches]
+            accepted = [self._accept(number, chunk, batches, hidden) for number, chunk in enumerate(chunks)]
+            drafts: list[int | None] = [None] * len(chunks)
+            if self._model.config.draft_layers:
+                drafts = self._propose(chunks, batches, hidden, accepted, wait_for_layer)
+        results = tuple(
+            ChunkResult(
+                sequence=chunk.sequence,
+                computed=chunk.sample_from + len(samples),
+                samples=samples,
+                draft=draft if samples else None,
+            )
+            for chunk, samples, draft in zip(chunks, accepted, drafts, strict=True)
+        )
+        return StepResult(results, self._reports(wait=not chunks))
+
+    def update_weights(self, seed: int) -> None:
+        """Other weights; whatever is cached belongs to the old ones."""
+        self._model.load_weights(seed)
+
+    def shutdown(self) -> None:
+        """Wait for copies and let go of the memory."""
+        if self.controller:
+            self.controller.shutdown()
+
+    def _reports(self, *, wait: bool) -> tuple[TransferReport, ...]:
+        if self.controller is None:
+            return ()
+        return tuple(self.controller.wait_reports(timeout=1.0) if wait else self.controller.poll())
+
+    def _accept(
+        self, number: int, chunk: Chunk, batches: Sequence[Batch], hidden: Sequence[Tensor]
+    ) -> tuple[Sample, ...]:
+        """Sample the chunk's rows as long as the token in the next row is the one that was sampled."""
+        samples: list[Sample] = []
+        for column in range(chunk.sample_from, len(chunk.tokens)):
+            state = _row(number, column, batches, hidden)
+            logits = self._model.logits(state)[0].numpy()
+            position = chunk.start + column + 1
+            if self.logits is not None:
+                self.logits[chunk.sequence, position] = logits
+            samples.append(sample(logits, chunk.temperature, chunk.seed, position))
+            if column + 1 < len(chunk.tokens) and chunk.tokens[column + 1] != samples[-1].token:
+                break
+        return tuple(samples)
+
+    def _propose(
+        self,
+        chunks: Sequence[Chunk],
+        batches: Sequence[Batch],
+        hidden: Sequence[Tensor],
+        accepted: Sequence[tuple[Sample, ...]],
+        wait_for_layer: Callable[[int], None],
+    ) -> list[int | None]:
+        """Run the draft layer over the rows that count; its last row proposes the token after the sampled one."""
+        follows = []
+        for chunk, samples in zip(chunks, accepted, strict=True):
+            new = [each.token for each in samples] if samples else [chunk.next_token]
+            follows.append(
+                np.array([*chunk.tokens[1 : chunk.sample_from + 1], *new][: len(chunk.tokens)], np.int64)
+            )
+        narrowed = [batch.narrow([len(each) for each in follows]) for batch in batches]
+        drafted = []
+        for batch, states in zip(narrowed, hidden, strict=True):
+            tokens = np.zeros(states.shape[0], np.int64)
+            for row, owner, column in zip(batch.valid, batch.owner, batch.column, strict=True):
+                tokens[row] = follows[owner][column]
+            if len(batch.valid):
+                drafted.append(
+                    self._model.draft(batch, states, paddle.to_tensor(tokens), self._kv, wait_for_layer)
+                )
+            else:
+                drafted.append(states)
+        return [
+            int(self._model.logits(_row(number, len(follows[number]) - 1, narrowed, drafted)).argmax())
+            if samples
+            else None
+            for number, samples in enumerate(accepted)
+        ]
+
+
+def _row(number: int, column: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> Tensor:
+    """The hidden state (1, hidden) of one token of a chunk."""
+    for batch, states in zip(batches, hidden, strict=True):
+        at = np.flatnonzero((batch.owner == number) & (batch.column == column))
+        if len(at):
+            row = int(batch.valid[at[0]])
+            return states[row : row + 1]
+    raise IndexError(f"token {column} of chunk {number} was not computed")

@@ -1,0 +1,88 @@
+"""Conversations for the engine: the generated workloads, with the engine's own answers in them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from examples.paddle_engine.engine import Engine, Task
+from examples.paddle_engine.kv_cache import Prompt
+from fdcache.replay.items import OUTPUT_STREAMS, WorkItem, stream_tokens
+from fdcache.replay.workloads import WorkloadName, generate
+
+Answers = Mapping[int, Sequence[int]]
+"""The tokens generated for each item, by its index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Items of a workload; ``users`` are served at a time.
+
+    To suit a small model, lengths of prompts are divided by ``scale`` and those of answers by ``answer_scale``.
+    """
+
+    items: tuple[WorkItem, ...]
+    scale: int
+    answer_scale: int
+    vocab: int
+    seed: int
+    users: int
+    temperature: float
+
+    @classmethod
+    def generate(
+        cls,
+        name: str,
+        requests: int,
+        *,
+        scale: int,
+        answer_scale: int,
+        vocab: int,
+        seed: int,
+        users: int,
+        temperature: float,
+    ) -> Traffic:
+        """The first ``requests`` items of a workload."""
+        items = tuple(generate(WorkloadName(name), requests, seed))
+        return cls(items, scale, answer_scale, vocab, seed, users, temperature)
+
+    def prompt(self, item: WorkItem, answers: Answers) -> Prompt:
+        """The item's prompt; where it quotes an earlier answer, that answer."""
+        tokens: list[int] = []
+        for stream, length in zip(item.streams.tolist(), item.lengths.tolist(), strict=True):
+            if stream >= OUTPUT_STREAMS:
+                tokens.extend(answers[stream - OUTPUT_STREAMS])
+            else:
+                segment = np.array([stream], np.uint64), np.array([max(length // self.scale, 1)], np.int64)
+                tokens.extend((stream_tokens(*segment, self.seed) % self.vocab).tolist())
+        return Prompt(
+            name=f"item-{item.index}",
+            tokens=tokens,
+            max_tokens=max(item.output_length // self.answer_scale, 2),
+            temperature=self.temperature,
+            seed=item.index,
+        )
+
+    def serve(self, engine: Engine, answers: Answers | None = None) -> list[Task]:
+        """Serve all items, each turn after the one before it, and return their tasks in order.
+
+        Prompts quote ``answers``, those of another run, or else this run's own.
+        """
+        own: dict[int, list[int]] = {}
+        quoted = own if answers is None else answers
+        tasks: dict[int, Task] = {}
+        index_of = {f"item-{item.index}": item.index for item in self.items}
+        pending = deque(self.items)
+        while pending or engine.waiting or engine.running:
+            for item in list(pending):
+                if len(engine.waiting) + len(engine.running) >= self.users:
+                    break
+                if item.after is None or item.after in own:
+                    pending.remove(item)
+                    tasks[item.index] = engine.submit(self.prompt(item, quoted))
+            for task in engine.step():
+                own[index_of[task.name]] = [sample.token for sample in task.samples]
+        return [tasks[item.index] for item in self.items]

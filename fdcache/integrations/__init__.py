@@ -1,0 +1,1 @@
+"""fdcache beside other systems: Paddle and FastDeploy."""

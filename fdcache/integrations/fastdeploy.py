@@ -1,0 +1,22 @@
+"""A stand-in for FastDeploy's cache manager and controller (v1), over the real API of fdcache.
+
+``CacheManager`` is what its scheduler calls, ``CacheController`` what its workers call. FastDeploy is not imported:
+configuration, requests and attention backends are read by attribute name. docs/migration.md has a table of every
+member, and docs/fastdeploy.md the steps.
+"""
+
+from fdcache.controller.layer_counter import LayerDoneCounter
+from fdcache.errors import LayerSwapTimeoutError
+from fdcache.integrations.fastdeploy_config import layout_from_config, settings_from_config
+from fdcache.integrations.fastdeploy_controller import CacheController
+from fdcache.integrations.fastdeploy_manager import CacheManager, MatchedPrefix
+
+__all__ = [
+    "CacheController",
+    "CacheManager",
+    "LayerDoneCounter",
+    "LayerSwapTimeoutError",
+    "MatchedPrefix",
+    "layout_from_config",
+    "settings_from_config",
+]

@@ -1,0 +1,221 @@
+"""FastDeploy's worker-side cache controller, its names over fdcache's ``CacheController``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from fdcache.controller.cache_controller import CacheController as Controller
+from fdcache.controller.layer_counter import LayerDoneCounter
+from fdcache.devices.base import Device
+from fdcache.errors import CacheNotReadyError, LayoutError, UnsupportedCallError
+from fdcache.integrations.fastdeploy_config import layout_from_config, num_host_blocks
+from fdcache.layout import KVLayout, Plane
+from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
+from fdcache.settings.transfer import TransferSettings
+
+Allocate = Callable[[KVLayout, int], Sequence[Any]]
+
+
+class CacheController:
+    """What FastDeploy's worker calls, under the old names; ``core`` is fdcache's own controller.
+
+    ``allocate`` makes the tensors of all planes; by default Paddle does, or the attention backend where it has
+    ``create_kv_cache``. ``device`` says where they are, by default Paddle's current device.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        local_rank: int,
+        device_id: int,
+        *,
+        layout: KVLayout | None = None,
+        settings: TransferSettings | None = None,
+        device: Device | None = None,
+        allocate: Allocate | None = None,
+    ) -> None:
+        self.config = config
+        self.device_id = device_id
+        self.layout = layout or layout_from_config(config)
+        rank = local_rank % self.layout.tp_size
+        self.core = Controller(
+            settings or TransferSettings(), self.layout, rank=rank, device=device or _paddle_device()
+        )
+        self.swap_layer_done_counter: LayerDoneCounter | None = None
+        self._allocate = allocate or _allocate_in_paddle
+        self._tensors: list[Any] = []
+        self._unclaimed: list[Any] = []
+        self._ready = False
+        self._own_plans = count(-1, -1)
+
+    def is_initialized(self) -> bool:
+        """Whether the device planes are registered."""
+        return self._ready
+
+    # --- memory -------------------------------------------------------------------------------------------
+
+    def initialize_kv_cache(self, attn_backend: Any, num_gpu_blocks: int) -> list[Any]:
+        """The tensors of the main layers, K, V and scales layer by layer; also makes the host cache.
+
+        With draft layers everything is registered once ``initialize_mtp_kv_cache`` was called too. Raises
+        ``LayoutError`` when the backend's shapes are not the layout's.
+        """
+        main = [plane for plane in self.layout.planes if not self.layout.is_draft(plane.layer)]
+        return self._make(attn_backend, main, num_gpu_blocks)
+
+    def initialize_mtp_kv_cache(
+        self, attn_backend: Any, num_gpu_blocks: int, num_mtp_layers: int, layer_offset: int
+    ) -> list[Any]:
+        """The tensors of the draft layers, which are copied with the main ones. Raises ``LayoutError`` when they are
+        not the layout's.
+        """
+        expected = (self.layout.num_draft_layers, self.layout.num_layers)
+        if (num_mtp_layers, layer_offset) != expected:
+            raise LayoutError(
+                f"{num_mtp_layers} draft layers from layer {layer_offset} on, but the layout has "
+                f"{expected[0]} from layer {expected[1]} on; give the adapter that layout"
+            )
+        return self._make(attn_backend, self.layout.planes[len(self._tensors) :], num_gpu_blocks)
+
+    def initialize_host_cache(self, attn_backend: Any = None) -> None:
+        """Make the host cache of ``cache_config.num_cpu_blocks`` blocks, all of it or nothing; once."""
+        blocks = num_host_blocks(self.config)
+        if blocks and self.core.host_arena is None:
+            self.core.initialize_host_cache(blocks)
+
+    def get_kv_caches(self) -> dict[str, Any]:
+        """The tensors by name: kind, layer, rank and device."""
+        rank, planes = self.core.rank, self.layout.planes
+        return {
+            f"{plane.kind.value}_caches_{plane.layer}_rank{rank}.device{self.device_id}": tensor
+            for plane, tensor in zip(planes, self._tensors, strict=False)
+        }
+
+    def _make(self, attn_backend: Any, planes: Sequence[Plane], num_blocks: int) -> list[Any]:
+        if self._ready:
+            raise CacheNotReadyError("the device planes are registered already; call free_cache first")
+        made = self._from_backend(attn_backend, planes, num_blocks)
+        if made is None:
+            _check_shapes(attn_backend, planes, num_blocks)
+            self._unclaimed = self._unclaimed or list(self._allocate(self.layout, num_blocks))
+            made = self._unclaimed[: len(planes)]
+            if int(made[0].shape[0]) != num_blocks:
+                raise LayoutError(
+                    f"{num_blocks} blocks, but by the layout's ratio there are {made[0].shape[0]}"
+                )
+            del self._unclaimed[: len(planes)]
+        self._tensors += made
+        if len(self._tensors) == len(self.layout.planes):
+            self.core.register_kv_cache(self._tensors)
+            self.initialize_host_cache()
+            self._ready = True
+        return made
+
+    def _from_backend(self, attn_backend: Any, planes: Sequence[Plane], num_blocks: int) -> list[Any] | None:
+        """The tensors of a backend that makes them itself, by role; None for one that does not."""
+        create = getattr(attn_backend, "create_kv_cache", None)
+        if create is None:
+            return None
+        quantised = getattr(getattr(self.config, "quant_config", None), "kv_cache_quant_type", None)
+        tensors: list[Any] = []
+        for layer in sorted({plane.layer for plane in planes}):
+            made = create(
+                max_num_blocks=num_blocks,
+                cache_dtype=self.config.model_config.dtype,
+                kv_cache_quant_type=quantised,
+            )
+            kinds = [plane.kind.value for plane in self.layout.layer_planes(layer)]
+            if sorted(made) != sorted(kinds):
+                raise LayoutError(
+                    f"layer {layer}: the backend makes {sorted(made)}, the layout has {sorted(kinds)}"
+                )
+            tensors += [made[kind] for kind in kinds]
+        return tensors
+
+    # --- copies -------------------------------------------------------------------------------------------
+
+    def submit_swap_tasks(
+        self,
+        evict_metadata: Sequence[TransferPlan] | None,
+        swap_in_metadata: Sequence[TransferPlan] | None = None,
+    ) -> LayerDoneCounter | None:
+        """Put a batch's plans on the streams and return at once; the counter is that of the step's own plan.
+
+        Both records of a batch may be the list that ``issue_pending_backup_to_batch_request`` returned; a plan that
+        stands in both is submitted once.
+        """
+        plans = {plan.plan_id: plan for plan in (*(evict_metadata or ()), *(swap_in_metadata or ()))}
+        counters = [self.core.submit_swap_tasks(plan) for plan in plans.values()]
+        self.swap_layer_done_counter = counters[0] if counters else None
+        return self.swap_layer_done_counter
+
+    def load_host_to_device(self, metadata: CacheSwapMetadata) -> LayerDoneCounter:
+        """Copy one batch of blocks to the device, outside any plan; ``poll`` does not report it."""
+        return self._copy(metadata, SwapPurpose.LOAD)
+
+    def evict_device_to_host(self, metadata: CacheSwapMetadata) -> LayerDoneCounter:
+        """Copy one batch of blocks to the host, outside any plan; ``poll`` does not report it."""
+        return self._copy(metadata, SwapPurpose.EVICT)
+
+    def poll(self) -> list[TransferReport]:
+        """The reports of plans that ended since the last call; they go to ``CacheManager.apply``."""
+        return [report for report in self.core.poll() if report.plan_id > 0]
+
+    def _copy(self, metadata: CacheSwapMetadata, purpose: SwapPurpose) -> LayerDoneCounter:
+        if metadata.purpose is not purpose:
+            raise LayoutError(f"the record is a {metadata.purpose.value}, not a {purpose.value}")
+        number = next(self._own_plans)
+        is_load = purpose is SwapPurpose.LOAD
+        plan = TransferPlan(
+            plan_id=number, loads=metadata if is_load else None, evictions=None if is_load else metadata
+        )
+        return self.core.submit_swap_tasks(plan)
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def reset_cache(self) -> bool:
+        """Nothing to do: only the manager knows what is cached, and copies under way end by themselves."""
+        return True
+
+    def free_gpu_cache(self) -> None:
+        """Give up the device tensors, after the copies in flight; the host cache stays."""
+        self.core.sleep()
+        self._tensors.clear()
+        self._ready = False
+
+    def free_cache(self, clear_storage: bool = False) -> None:
+        """Give up device tensors and host cache, after the copies in flight."""
+        if clear_storage:
+            raise UnsupportedCallError("storage is cleared with fdcache's own calls, see docs/migration.md")
+        self.core.free_cache()
+        self._tensors.clear()
+        self._ready = False
+
+    def shutdown(self) -> None:
+        """Wait for copies and free everything."""
+        self.core.shutdown()
+
+
+def _check_shapes(attn_backend: Any, planes: Sequence[Plane], num_blocks: int) -> None:
+    """Compare with the shapes [blocks, heads, block_size, dim] that a backend names for key and value."""
+    shapes_of = getattr(attn_backend, "get_kv_cache_shape", None)
+    if shapes_of is None:
+        return
+    shapes = [tuple(shape) for shape in shapes_of(max_num_blocks=num_blocks) if shape]
+    expected = [(num_blocks, *plane.shape) for plane in planes if plane.layer == planes[0].layer]
+    if shapes != expected[: len(shapes)]:
+        raise LayoutError(f"the attention backend's cache has shapes {shapes}, the layout's {expected}")
+
+
+def _paddle_device() -> Device:
+    from fdcache.integrations.paddle import current_device
+
+    return current_device()
+
+
+def _allocate_in_paddle(layout: KVLayout, num_blocks: int) -> Sequence[Any]:
+    from fdcache.integrations.paddle import allocate_planes
+
+    return allocate_planes(layout, num_blocks)

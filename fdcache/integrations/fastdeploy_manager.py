@@ -1,0 +1,303 @@
+"""FastDeploy's scheduler-side cache manager, its names over fdcache's ``CacheManager``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Never
+
+import numpy as np
+
+from fdcache.errors import RequestStateError, UnsupportedCallError
+from fdcache.hashing import MultimodalItem
+from fdcache.integrations.fastdeploy_config import layout_from_config, settings_from_config
+from fdcache.layout import KVLayout
+from fdcache.manager.cache_manager import CacheManager as Manager
+from fdcache.manager.requests import Request
+from fdcache.manager.results import LoadOutcome, MatchStatus
+from fdcache.metadata import BlockNode, CacheLevel, TransferPlan, TransferReport
+from fdcache.settings.cache import CacheSettings
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedPrefix:
+    """What ``match_prefix`` leaves in ``request._match_result``; the path is device blocks, then host blocks."""
+
+    device_nodes: list[BlockNode] = field(default_factory=list)
+    matched_host_nums: int = 0
+    matched_storage_nums: int = 0
+    uncached_block_ids: list[int] = field(default_factory=list)
+
+    @property
+    def device_block_ids(self) -> list[int]:
+        """The device blocks that the request may use at once, in path order."""
+        return [node.block_id for node in self.device_nodes]
+
+    @property
+    def matched_device_nums(self) -> int:
+        """Blocks found on the device."""
+        return len(self.device_nodes)
+
+    @property
+    def total_matched_blocks(self) -> int:
+        """Blocks found in all tiers."""
+        return self.matched_device_nums + self.matched_host_nums + self.matched_storage_nums
+
+
+@dataclass(slots=True, eq=False)
+class _Served:
+    """An engine request and the cache's view of it; ``outputs`` of its generated tokens are known to the cache."""
+
+    engine_request: Any
+    request: Request
+    outputs: int
+    has_blocks: bool = False
+
+
+class CacheManager:
+    """What FastDeploy's scheduler calls, under the old names; ``core`` is fdcache's own manager.
+
+    New duties, without which nothing is ever reused from the host: give ``apply`` the reports that workers return
+    from ``CacheController.poll``, and act on the loads that failed. docs/migration.md compares every member.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        layout: KVLayout | None = None,
+        settings: CacheSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        layout = layout or layout_from_config(config)
+        self.config = config
+        self.core = Manager(settings or settings_from_config(config, layout), layout, clock=clock)
+        self.block_size = layout.block_size
+        self._served: dict[str, _Served] = {}
+
+    def is_initialized(self) -> bool:
+        """Whether the manager can be used: always, once it is made."""
+        return True
+
+    # --- blocks -------------------------------------------------------------------------------------------
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """Blocks of the device tier."""
+        return self.core.num_device_blocks
+
+    @property
+    def num_cpu_blocks(self) -> int:
+        """Blocks of the host tier."""
+        return self.core.num_host_blocks
+
+    @property
+    def enable_host_cache(self) -> bool:
+        """Whether there is a host tier."""
+        return self.num_cpu_blocks > 0
+
+    @property
+    def num_free_device_blocks(self) -> int:
+        """Device blocks that nobody holds and that cache nothing."""
+        return self.core.get_stats().device.free
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Host blocks that cache nothing; 0 without a host tier."""
+        host = self.core.get_stats().host
+        return host.free if host else 0
+
+    @property
+    def gpu_free_block_list(self) -> list[int]:
+        """The ids of the free device blocks. Visits every block: use ``num_free_device_blocks`` for their number."""
+        return self.core.free_device_blocks()
+
+    @property
+    def available_gpu_resource(self) -> float:
+        """The free share of the device tier."""
+        return self.num_free_device_blocks / self.num_gpu_blocks
+
+    def can_allocate_device_blocks(self, num_blocks: int) -> bool:
+        """Whether that many device blocks are free or can be made free now."""
+        return self.core.can_allocate_device_blocks(num_blocks)
+
+    can_allocate_gpu_blocks = can_allocate_device_blocks
+
+    def can_allocate_host_blocks(self, num_blocks: int) -> bool:
+        """Whether that many host blocks are free or can be made free now."""
+        host = self.core.get_stats().host
+        return host is not None and host.free + host.evictable >= num_blocks
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def match_prefix(self, request: Any, skip_storage: bool = True) -> None:
+        """Pin the longest cached prefix; the result is ``request._match_result``.
+
+        The request is the engine's: ``request_id``, ``prompt_token_ids``, ``output_token_ids`` and
+        ``multimodal_inputs`` are read. ``skip_storage`` has no effect: storage is read ahead of the match.
+        """
+        served = self._begin(request, use_cache=True)
+        result = self.core.match_prefix([served.request])[0]
+        if result.status is not MatchStatus.MATCHED:
+            request._match_result = MatchedPrefix()
+            return
+        found = self.core.find_blocks(served.request)[CacheLevel.DEVICE]
+        request._match_result = MatchedPrefix(
+            device_nodes=found[: len(served.request.block_table)],
+            matched_host_nums=result.num_host_blocks,
+            matched_storage_nums=result.num_storage_blocks,
+        )
+
+    def allocate_device_blocks(self, request: Any, num_blocks: int) -> list[int]:
+        """``num_blocks`` more blocks for the request's table, those to be loaded first; [] when there is no room.
+
+        A request that was not matched neither reuses nor leaves blocks. Raises ``RequestStateError`` for fewer
+        blocks than the match found in the host tier.
+        """
+        served = self._served.get(request.request_id)
+        if served is None:
+            served = self._begin(request, use_cache=False)
+            self.core.match_prefix([served.request])
+        self._publish(served)
+        covered = (len(served.request.block_table) + num_blocks) * self.block_size
+        allocation = self.core.allocate_device_blocks([(served.request, covered)])[0]
+        served.has_blocks |= allocation.ok
+        return [int(block) for block in allocation.block_ids]
+
+    allocate_gpu_blocks = allocate_device_blocks
+
+    def request_finish(self, request: Any) -> None:
+        """End, abort or preempt: what was computed stays cached, the pins go. Idempotent."""
+        served = self._served.pop(request.request_id, None)
+        if served is not None:
+            self._publish(served)
+            self.core.request_finish([served.request])
+
+    def _begin(self, request: Any, *, use_cache: bool) -> _Served:
+        known = self._served.get(request.request_id)
+        if known is not None and known.has_blocks:
+            raise RequestStateError(
+                f"request {request.request_id!r} is running; request_finish comes before it is matched again"
+            )
+        if known is not None:
+            self.core.request_finish([known.request])
+        outputs = _tokens(request.output_token_ids)
+        tokens = np.concatenate([_tokens(request.prompt_token_ids), outputs])
+        served = _Served(
+            request,
+            Request(request.request_id, tokens, multimodal=_images(request), use_cache=use_cache),
+            outputs=len(outputs),
+        )
+        self._served[request.request_id] = served
+        return served
+
+    def _publish(self, served: _Served) -> None:
+        """Tell the cache what exists: a token that was sampled proves the KV of all before it, and of no other."""
+        outputs = _tokens(served.engine_request.output_token_ids)
+        new = outputs[served.outputs :]
+        if len(new):
+            served.request.append_tokens(new)
+            served.outputs = len(outputs)
+            self.core.commit([(served.request, served.request.num_tokens - 1)])
+
+    # --- a step -------------------------------------------------------------------------------------------
+
+    def issue_pending_backup_to_batch_request(self) -> list[TransferPlan]:
+        """Close the step: everything that every rank has to copy, evictions and loads as well as backups.
+
+        Goes with the batch to ``CacheController.submit_swap_tasks``; [] when there is nothing to copy.
+        """
+        return self.core.take_plans()
+
+    def check_and_add_pending_backup(self) -> None:
+        """Publish what running requests have computed; the write policy queues their backups."""
+        for served in self._served.values():
+            self._publish(served)
+
+    def get_pending_backup_count(self) -> int:
+        """Blocks that wait for a backup."""
+        return self.core.get_stats().queued_backups
+
+    def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
+        """Take the workers' reports. A FAILED load: drop the tokens of the request's steps in flight and compute again
+        from ``recompute_from``. OVERDUE: preempt the request.
+        """
+        return self.core.apply(reports) + self.core.expire()
+
+    # --- the whole cache ----------------------------------------------------------------------------------
+
+    def resize_device_pool(self, num_gpu_blocks: int) -> bool:
+        """Change the number of device blocks; False, and nothing changed, while a block beyond it is in use."""
+        return self.core.resize_device_pool(num_gpu_blocks)
+
+    def update_cache_config(self, cache_config: Any) -> None:
+        """Take up the number of blocks that profiling found. Raises ``RequestStateError`` when blocks are in use."""
+        if not self.resize_device_pool(int(cache_config.total_block_num)):
+            raise RequestStateError(
+                f"cannot change to {cache_config.total_block_num} device blocks: blocks beyond are in use; "
+                "finish the requests first"
+            )
+        self.config.cache_config = cache_config
+
+    def reset_cache(self) -> bool:
+        """Forget everything that is cached; running requests keep their blocks and leave nothing behind."""
+        self.core.reset_cache()
+        return True
+
+    def get_stats(self) -> dict[str, Any]:
+        """Numbers of blocks and of both tiers."""
+        stats = self.core.get_stats()
+        return {
+            "initialized": True,
+            "num_gpu_blocks": self.num_gpu_blocks,
+            "num_cpu_blocks": self.num_cpu_blocks,
+            "block_size": self.block_size,
+            "num_free_device_blocks": self.num_free_device_blocks,
+            "num_free_host_blocks": self.num_free_host_blocks,
+            "device_pool": stats.device,
+            "host_pool": stats.host,
+            "counters": stats.counters,
+        }
+
+    def get_memory_usage(self) -> dict[str, dict[str, float]]:
+        """Blocks of device and host: total, used, free, and the used share in percent."""
+        sizes = {
+            "device": (self.num_gpu_blocks, self.num_free_device_blocks),
+            "host": (self.num_cpu_blocks, self.num_free_host_blocks),
+        }
+        return {
+            tier: {
+                "total_blocks": total,
+                "used_blocks": total - free,
+                "free_blocks": free,
+                "usage_percent": 100.0 * (total - free) / total if total else 0.0,
+            }
+            for tier, (total, free) in sizes.items()
+        }
+
+    # --- what a tier does not let others do ---------------------------------------------------------------
+
+    def _refuse(self, *_: object, **__: object) -> Never:
+        raise UnsupportedCallError(
+            "blocks belong to requests and copies, and no call takes or frees them by number; allocate with "
+            "allocate_device_blocks(request, n), give back with request_finish(request), see docs/migration.md"
+        )
+
+    allocate_host_blocks = free_device_blocks = free_host_blocks = _refuse
+    free_all_device_blocks = free_all_host_blocks = offload_to_host = load_from_host = _refuse
+    prepare_prefetch_metadata = write_cache_to_storage = _refuse
+
+
+def _tokens(tokens: Sequence[int] | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.asarray([] if tokens is None else tokens, np.int64)
+
+
+def _images(request: Any) -> tuple[MultimodalItem, ...]:
+    """The items of ``multimodal_inputs``: ``mm_positions`` (offset, length) and ``mm_hashes``, in order."""
+    inputs = getattr(request, "multimodal_inputs", None) or {}
+    positions, hashes = inputs.get("mm_positions") or [], inputs.get("mm_hashes") or []
+    return tuple(
+        MultimodalItem(int(position.offset), int(position.length), name)
+        for position, name in zip(positions, hashes, strict=True)
+    )

@@ -1,0 +1,200 @@
+"""What FastDeploy's worker expects of its cache controller, and both halves together on Paddle tensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fdcache.errors import CacheNotReadyError, LayoutError, UnsupportedCallError
+from fdcache.integrations.fastdeploy import CacheController, CacheManager, LayerSwapTimeoutError
+from tests.fastdeploy_help import BLOCK, fd_config, fd_request
+from tests.faults import PausingDevice
+
+paddle = pytest.importorskip("paddle")
+
+
+def backend(heads: int = 4, *, value: bool = True) -> Any:
+    """An attention backend that names the shapes of its cache."""
+
+    def get_kv_cache_shape(max_num_blocks: int) -> tuple[list[int], list[int]]:
+        shape = [max_num_blocks, heads, BLOCK, 8]
+        return (shape, shape) if value else ([max_num_blocks, 1, BLOCK, 24], [])
+
+    return SimpleNamespace(get_kv_cache_shape=get_kv_cache_shape)
+
+
+class TestMemory:
+    def test_tensors_come_layer_by_layer_zero_filled_in_the_models_dtype(self) -> None:
+        controller = CacheController(fd_config(), local_rank=0, device_id=0)
+        assert not controller.is_initialized()
+        tensors = controller.initialize_kv_cache(backend(), 8)
+        assert controller.is_initialized()
+        assert [(tensor.shape, tensor.dtype) for tensor in tensors] == [
+            ([8, 4, BLOCK, 8], paddle.bfloat16)
+        ] * 6
+        assert not any(tensor.astype("float32").any() for tensor in tensors)
+        assert list(controller.get_kv_caches())[:2] == [
+            "key_caches_0_rank0.device0",
+            "value_caches_0_rank0.device0",
+        ]
+        controller.shutdown()
+
+    def test_block_wise_fp8_brings_scales(self) -> None:
+        controller = CacheController(fd_config(quantised="block_wise_fp8"), 0, 0)
+        tensors = controller.initialize_kv_cache(backend(), 8)
+        assert [tensor.dtype for tensor in tensors[:4]] == [paddle.uint8] * 2 + [paddle.float32] * 2
+        assert tensors[2].shape == [8, 4, BLOCK]
+        controller.shutdown()
+
+    def test_a_backend_without_value_makes_keys_only(self) -> None:
+        controller = CacheController(fd_config(latent=16), 0, 0)
+        assert len(controller.initialize_kv_cache(backend(value=False), 8)) == 3
+        controller.shutdown()
+
+    def test_a_backend_that_makes_its_tensors_keeps_them(self) -> None:
+        made = []
+
+        def create_kv_cache(
+            max_num_blocks: int, cache_dtype: str, kv_cache_quant_type: str | None
+        ) -> dict[str, Any]:
+            shape = [max_num_blocks, 4, BLOCK, 8]
+            made.append({kind: paddle.zeros(shape, dtype=cache_dtype) for kind in ("value", "key")})
+            return made[-1]
+
+        controller = CacheController(fd_config(), 0, 0)
+        tensors = controller.initialize_kv_cache(SimpleNamespace(create_kv_cache=create_kv_cache), 8)
+        assert [id(tensor) for tensor in tensors] == [
+            id(each[kind]) for each in made for kind in ("key", "value")
+        ]
+        controller.shutdown()
+
+    def test_draft_layers_follow_and_complete_the_cache(self) -> None:
+        controller = CacheController(fd_config(method="mtp", ratio=1.5), 0, 0)
+        assert len(controller.initialize_kv_cache(backend(), 8)) == 6
+        assert not controller.is_initialized()
+        with pytest.raises(LayoutError, match="from layer 3 on"):
+            controller.initialize_mtp_kv_cache(backend(), 12, num_mtp_layers=2, layer_offset=3)
+        drafts = controller.initialize_mtp_kv_cache(backend(), 12, num_mtp_layers=1, layer_offset=3)
+        assert [tensor.shape[0] for tensor in drafts] == [12, 12]
+        assert controller.is_initialized()
+        controller.shutdown()
+
+    def test_shapes_that_are_not_the_layouts_are_refused(self) -> None:
+        with pytest.raises(LayoutError, match="shapes"):
+            CacheController(fd_config(), 0, 0).initialize_kv_cache(backend(heads=2), 8)
+
+    def test_freeing_gives_all_back_and_may_be_followed_by_a_new_start(self) -> None:
+        controller = CacheController(fd_config(), 0, 0)
+        controller.initialize_kv_cache(backend(), 8)
+        with pytest.raises(CacheNotReadyError):
+            controller.initialize_kv_cache(backend(), 8)
+        controller.free_gpu_cache()
+        assert controller.core.host_arena is not None
+        controller.initialize_kv_cache(backend(), 8)
+        with pytest.raises(UnsupportedCallError):
+            controller.free_cache(clear_storage=True)
+        controller.free_cache()
+        assert controller.get_kv_caches() == {}
+        assert controller.reset_cache()
+        controller.shutdown()
+
+
+class Engine:
+    """A scheduler and a worker that keep to the old calls. A block's content is its tokens, in every plane."""
+
+    def __init__(self, device: Any = None, **config: Any) -> None:
+        self.manager = CacheManager(fd_config(**config))
+        self.controller = CacheController(fd_config(**config), 0, 0, device=device)
+        self.planes = self.controller.initialize_kv_cache(backend(), self.manager.num_gpu_blocks)
+
+    def serve(self, request: Any) -> int:
+        """Serve a request, check everything that was reused, and return how many blocks that was."""
+        self.manager.match_prefix(request)
+        match = request._match_result
+        tokens = np.array(request.prompt_token_ids, np.float32)
+        total = len(tokens) // BLOCK + 1
+        table = match.device_block_ids
+        table = table + self.manager.allocate_gpu_blocks(request, total - len(table))
+        assert len(table) == total
+        plans = self.manager.issue_pending_backup_to_batch_request()
+        counter = self.controller.submit_swap_tasks(plans, plans)
+        for layer in range(3):
+            if counter:
+                counter.wait_for_layer(layer)
+            for plane in self.planes[2 * layer : 2 * layer + 2]:
+                for index in range(match.total_matched_blocks):
+                    expected = tokens[index * BLOCK : (index + 1) * BLOCK]
+                    assert (
+                        plane[table[index], 1, :, 3].astype("float32").numpy().tolist() == expected.tolist()
+                    )
+                for index in range(match.total_matched_blocks, len(tokens) // BLOCK):
+                    content = paddle.to_tensor(tokens[index * BLOCK : (index + 1) * BLOCK]).reshape(
+                        [1, BLOCK, 1]
+                    )
+                    plane[table[index]] = content.expand([4, BLOCK, 8]).astype("bfloat16")
+        self.collect()
+        request.output_token_ids.append(1)
+        self.manager.check_and_add_pending_backup()
+        self.manager.request_finish(request)
+        self.controller.submit_swap_tasks(self.manager.issue_pending_backup_to_batch_request())
+        self.collect()
+        return int(match.total_matched_blocks)
+
+    def collect(self) -> None:
+        while self.manager.core.get_stats().plans_in_flight:
+            self.manager.apply(self.controller.poll())
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_what_was_evicted_comes_back_byte_for_byte(policy: str) -> None:
+    engine = Engine(write_policy=policy, total_block_num=8, num_cpu_blocks=32)
+    for _ in range(2):
+        engine.serve(fd_request("a", prompt=[*range(4 * BLOCK), 99]))
+    engine.serve(fd_request("b", prompt=[*range(100, 100 + 6 * BLOCK), 99]))
+    assert engine.serve(fd_request("a again", prompt=[*range(4 * BLOCK), 99])) == 4
+    assert engine.manager.core.get_stats().counters.loads_confirmed == 1
+    engine.manager.core.check_integrity()
+    engine.controller.shutdown()
+
+
+def test_the_layer_counter_waits_layer_by_layer_and_times_out() -> None:
+    device = PausingDevice(pause_at=1)
+    engine = Engine(device, total_block_num=8, num_cpu_blocks=32)
+    device.resume.set()
+    engine.serve(fd_request("a", prompt=[*range(4 * BLOCK), 99]))
+    engine.serve(fd_request("b", prompt=[*range(100, 100 + 6 * BLOCK), 99]))
+    device.resume = type(device.resume)()
+    again = fd_request("a again", prompt=[*range(4 * BLOCK), 99])
+    engine.manager.match_prefix(again)
+    engine.manager.allocate_gpu_blocks(again, 5 - again._match_result.matched_device_nums)
+    counter = engine.controller.submit_swap_tasks(engine.manager.issue_pending_backup_to_batch_request())
+    assert counter is not None
+    assert counter is engine.controller.swap_layer_done_counter
+    counter.wait_for_layer(0)
+    with pytest.raises(LayerSwapTimeoutError):
+        counter.wait_for_layer(2, timeout=0.01)
+    assert not counter.is_all_done()
+    device.resume.set()
+    counter.wait_all()
+    engine.collect()
+    engine.controller.shutdown()
+
+
+def test_copies_outside_any_plan_are_not_reported() -> None:
+    engine = Engine(total_block_num=8, num_cpu_blocks=32)
+    engine.serve(fd_request("a", prompt=[*range(4 * BLOCK), 99]))
+    engine.serve(fd_request("b", prompt=[*range(100, 100 + 6 * BLOCK), 99]))
+    again = fd_request("a again", prompt=[*range(4 * BLOCK), 99])
+    engine.manager.match_prefix(again)
+    engine.manager.allocate_gpu_blocks(again, 5 - again._match_result.matched_device_nums)
+    (plan, *_) = engine.manager.issue_pending_backup_to_batch_request()
+    assert plan.loads is not None
+    engine.controller.load_host_to_device(plan.loads).wait_all()
+    assert engine.controller.poll() == []
+    with pytest.raises(LayoutError, match="load, not a evict"):
+        engine.controller.evict_device_to_host(plan.loads)
+    engine.controller.shutdown()
+    assert engine.controller.submit_swap_tasks(None, None) is None

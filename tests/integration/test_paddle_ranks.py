@@ -1,0 +1,49 @@
+"""The Paddle engine on two tensor-parallel ranks, each a process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from examples.paddle_engine.engine import Engine, Task
+from examples.paddle_engine.kv_cache import FdcacheBlocks, FreshBlocks, Prompt
+from tests.paddle_help import ENGINE, GQA, prompt, spoken, tokens
+
+ranks = pytest.importorskip("examples.paddle_engine.ranks")
+
+
+def test_two_ranks_say_the_same_with_device_and_host_hits() -> None:
+    config = replace(ENGINE, device_blocks=12, ranks=2)
+    workers = ranks.RankProcesses(GQA, config, cached=True)
+    prompts = [
+        prompt("first", tokens(0, 150)),
+        prompt("other", tokens(1, 150)),
+        prompt("again", tokens(0, 150)),
+    ]
+    prompts.append(prompt("on", [*tokens(0, 140), *tokens(2, 10)], temperature=0.8, seed=1))
+
+    def serve(cache: FdcacheBlocks | FreshBlocks) -> list[Task]:
+        engine = Engine(config, cache, workers)
+
+        def one(each: Prompt) -> Task:
+            task = engine.submit(each)
+            engine.run()
+            return task
+
+        return [one(each) for each in prompts]
+
+    def texts(tasks: Sequence[Task]) -> list[list[int]]:
+        return spoken(tasks)
+
+    computed = serve(FreshBlocks(config))
+    cache = FdcacheBlocks(GQA, config)
+    cached = serve(cache)
+    workers.shutdown()
+    assert texts(cached) == texts(computed)
+    counters = cache.manager.get_stats().counters
+    assert counters.host_hit_tokens > 0
+    assert counters.device_hit_tokens > 0
+    assert counters.loads_failed == 0
+    cache.manager.check_integrity()

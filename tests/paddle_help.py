@@ -1,0 +1,127 @@
+"""The engine of the examples with a small model, for tests that compare it with and without fdcache."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pytest
+
+pytest.importorskip("paddle")
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from examples.paddle_engine.batch import Chunk
+from examples.paddle_engine.config import EngineConfig, ModelConfig
+from examples.paddle_engine.engine import Engine, Task
+from examples.paddle_engine.kv_cache import FdcacheBlocks, FreshBlocks, Prompt
+from examples.paddle_engine.worker import StepResult, Worker
+from fdcache import TransferPlan
+from fdcache.devices.base import Device
+
+GQA = ModelConfig(vocab=256, hidden=48, layers=3, heads=4, kv_heads=2, head_dim=12, ffn=64)
+MLA = replace(GQA, latent_dim=16, rope_dim=8)
+FP8 = replace(GQA, kv_dtype="fp8")
+BF16 = replace(GQA, kv_dtype="bfloat16")
+MTP = replace(GQA, vocab=6, draft_layers=1)
+MODELS = {"gqa": GQA, "mla": MLA, "fp8": FP8, "bf16": BF16, "mtp": MTP}
+ENGINE = EngineConfig(device_blocks=64, host_blocks=64, step_tokens=64)
+
+
+def tokens(seed: int, count: int, vocab: int = GQA.vocab) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(0, vocab, count).tolist()
+    return found
+
+
+def prompt(name: str, text: Sequence[int], max_tokens: int = 8, **options: Any) -> Prompt:
+    return Prompt(name, list(text), max_tokens, **options)
+
+
+class Server:
+    """An engine with its cache and one rank; it keeps every logit it sampled from and every draft it made."""
+
+    def __init__(
+        self,
+        model: ModelConfig = GQA,
+        engine: EngineConfig = ENGINE,
+        *,
+        cached: bool = True,
+        device: Device | None = None,
+    ) -> None:
+        self.config = engine
+        self.model = model
+        self.cache: FdcacheBlocks | FreshBlocks = (
+            FdcacheBlocks(model, engine) if cached else FreshBlocks(engine)
+        )
+        self.worker = Worker(model, engine, cached=cached, device=device)
+        self.worker.logits = {}
+        self.drafts: dict[tuple[str, int], int] = {}
+        self.accepted_drafts = 0
+        self.engine = Engine(engine, self.cache, self)
+
+    def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
+        result = self.worker.execute(plans, chunks)
+        for chunk, answer in zip(chunks, result.chunks, strict=True):
+            if answer.draft is not None:
+                self.drafts[answer.sequence, chunk.start + answer.computed] = answer.draft
+            self.accepted_drafts += len(answer.samples) > 1
+        return result
+
+    @property
+    def fdcache(self) -> FdcacheBlocks:
+        assert isinstance(self.cache, FdcacheBlocks)
+        return self.cache
+
+    @property
+    def logits(self) -> dict[tuple[str, int], NDArray[np.float32]]:
+        assert self.worker.logits is not None
+        return self.worker.logits
+
+    def submit(self, *prompts: Prompt) -> list[Task]:
+        return [self.engine.submit(each) for each in prompts]
+
+    def serve(self, *prompts: Prompt) -> list[Task]:
+        tasks = self.submit(*prompts)
+        self.finish()
+        return tasks
+
+    def finish(self) -> None:
+        """Run to the end and let every copy be reported."""
+        self.engine.run()
+        if isinstance(self.cache, FdcacheBlocks):
+            while (
+                self.cache.manager.get_stats().plans_in_flight
+                or self.cache.manager.get_stats().queued_backups
+            ):
+                self.engine.step()
+            self.cache.manager.check_integrity()
+            stats = self.cache.manager.get_stats()
+            for tier in filter(None, (stats.device, stats.host)):
+                assert (tier.pins, tier.holds, tier.leases, tier.writing) == (0, 0, 0, 0)
+
+    def close(self) -> None:
+        self.worker.shutdown()
+
+
+def spoken(tasks: Sequence[Task]) -> list[list[int]]:
+    return [[sample.token for sample in task.samples] for task in tasks]
+
+
+def assert_as_without_cache(server: Server, tasks: Sequence[Task], weights: int | None = None) -> None:
+    """The same tokens, the same bits in every logit and the same drafts as an engine that computes everything."""
+    engine = replace(server.config, device_blocks=256, host_blocks=0)
+    alone = Server(server.model, engine, cached=False)
+    if weights is not None:
+        alone.worker.update_weights(weights)
+    expected = [alone.serve(task.prompt)[0] for task in tasks]
+    assert spoken(tasks) == spoken(expected)
+    names = {task.name for task in tasks}
+    for key, logits in alone.logits.items():
+        assert np.array_equal(server.logits[key], logits), f"the logits of {key} differ"
+    assert {key: draft for key, draft in server.drafts.items() if key[0] in names} == alone.drafts
