@@ -13,8 +13,8 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
-demo: $(VENV)/.installed-plot  ## install, replay a generated chat workload with every byte verified, show the report
-	$(BIN)/fdcache replay --workload chat
+demo: $(VENV)/.installed-plot  ## install, then a service, two engines one after the other and at once, and a look inside
+	$(BIN)/python examples/node.py
 
 demo-paddle: $(VENV)/.installed-plot,paddle  ## a model on Paddle answers the same with and without the cache; exits 1 if not
 	$(BIN)/python -W ignore -m examples.paddle_engine --workload chat --plot paddle-engine.png

@@ -177,6 +177,23 @@ class Tier:
         own, and the entry that was first is pinned. The lease is of the present epoch.
         """
 
+    def publish(
+        self,
+        lease: int,
+        parents: Bytes,
+        hashes: Bytes,
+        slots: Int32s,
+        copied: Bytes,
+        checksums: UInt64s,
+    ) -> Bytes:
+        """End the filling of the lease's own slots by others: 0 stored, 1 duplicate, 2 no parent, 3 dropped.
+
+        The lease gives all of them up. It may be of an earlier epoch: then all are dropped.
+        """
+
+    def drop(self, hashes: Bytes) -> int:
+        """Forget these entries and all that hang below them; how many. What is in use stays until it is not."""
+
     def complete(self, slots: Int32s, copied: Bytes, checksums: UInt64s) -> Bytes:
         """Report copies into this tier, parents first; ``checksums`` may be empty. 1 for what became ready.
 
@@ -205,9 +222,14 @@ class Tier:
         hashes: Bytes,
         parents: Bytes,
         checksums: UInt64s,
-        times: UInt64s,
+        times: UInt64s | None = None,
+        generation: int = 0,
     ) -> Bytes:
-        """Make entries of blocks that are there already, in free slots; says which they became."""
+        """Make entries of blocks that are there already, in free slots and any order; 1 for what was taken.
+
+        Of equal hashes the newest by ``times`` counts, or the first. New content of any slot gets a generation
+        above ``generation`` and all those given.
+        """
 
     def discard(self, slots: Int32s, quarantine: bool = False) -> BlockList:
         """Cut READY entries and all below them out; ``quarantine`` keeps the slots themselves out of use."""
@@ -260,7 +282,7 @@ class BlockCopy:
         hashes: NDArray[np.uint8],
         parents: NDArray[np.uint8],
         fingerprint: bytes,
-        verify: bool = False,
+        verify: NDArray[np.uint8] | None = None,
     ) -> None: ...
     @property
     def done(self) -> Event: ...
@@ -360,14 +382,14 @@ class SlotHeader:
     def written_ms(self) -> int: ...
 
 class RecordTable:
-    """Records in equal extents with their slot headers; ``owner`` keeps that memory alive."""
+    """Records in equal extents with each extent's slot headers; ``owner`` keeps that memory alive."""
 
     def __init__(
         self,
         extents: Sequence[int],
         records_per_extent: int,
         record_bytes: int,
-        headers: int,
+        headers: Sequence[int],
         num_slots: int,
         owner: object,
     ) -> None: ...

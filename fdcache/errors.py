@@ -136,3 +136,27 @@ class StorageTimeoutError(StorageError, TimeoutError):
 
 class ConnectorNotFoundError(StorageError, ConfigurationError):
     """No connector of the configured name; the message says what to install."""
+
+
+class ServiceError(FdcacheError):
+    """Something between a service and its clients."""
+
+
+class ServiceUnavailableError(ServiceError):
+    """No service answered in time."""
+
+
+class ProtocolError(ServiceError):
+    """A message that cannot be understood, or that breaks a limit."""
+
+
+class RefusedError(ServiceError):
+    """The service refused a request: ``code`` for programs, the message for people."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ServiceRunningError(ServiceError):
+    """Another service serves this address, or holds this arena; the message has its process id."""

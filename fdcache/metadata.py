@@ -96,6 +96,7 @@ class BlockNode(msgspec.Struct, kw_only=True, frozen=True):
 class CacheSwapMetadata(msgspec.Struct, kw_only=True):
     """One batch of block copies in one direction. Array fields are parallel: element i is one block.
 
+    ``unverified``, of loads, is 1 where nobody has read the host record since a recovery: its checksum is checked.
     ``success`` and ``error_message`` are set from the workers' results; until then a transfer maps nothing.
     """
 
@@ -108,6 +109,7 @@ class CacheSwapMetadata(msgspec.Struct, kw_only=True):
     dst_generations: UInt32Array
     hash_values: HashArray
     parent_hashes: HashArray
+    unverified: HashArray | None = None
     success: bool = False
     error_message: str | None = None
 
@@ -155,13 +157,14 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 
     Evictions empty device slots that loads and the step itself then write, so a worker orders loads and the
     step's compute after them. Backups only read the device and are ordered after nothing but the compute
-    that wrote their blocks.
+    that wrote their blocks. ``arena`` names the shared arena whose slots it means; None: the worker's own.
 
     ``storage`` are reported one by one as they end, ``cancelled`` names earlier ones that nobody wants any more;
     ``clear_storage`` empties the storage before anything of this plan.
     """
 
     plan_id: int
+    arena: str | None = None
     evictions: CacheSwapMetadata | None = None
     loads: CacheSwapMetadata | None = None
     backups: CacheSwapMetadata | None = None

@@ -108,16 +108,26 @@ def check(
 
 
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A dotenv file.", exists=True, dir_okay=False)],
+    first: Annotated[
+        Path | None, typer.Argument(metavar="[A]", help="A dotenv file.", exists=True, dir_okay=False)
+    ] = None,
     second: Annotated[
         Path | None,
         typer.Argument(metavar="B", help="Another; else the environment.", exists=True, dir_okay=False),
     ] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Compare the environment with this service instead.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Compare two dotenv files, or one with the environment; exit 1 if any setting differs."""
+    """Compare two dotenv files, or one or a running service with the environment; exit 1 if any setting differs."""
     from fdcache.settings import VARIABLES, Settings
 
+    if (first is None) == (server is None):
+        raise typer.BadParameter("give a file, or --server")
+    if first is None:
+        _diff_with_service(server, json)
+        return
     left = _settings_of(first)
     right = _settings_of(second) if second else Settings.load()
     comparable = [name for name, variable in VARIABLES.items() if variable.group != "files"]
@@ -131,6 +141,29 @@ def diff(
         rows = [(name, left.render(name) or "-", right.render(name) or "-") for name in differing]
         output.print_table(header, rows)
     if differing:
+        raise typer.Exit(errors.FAILED)
+
+
+def _diff_with_service(server: str | None, json: bool) -> None:
+    from fdcache.settings import VARIABLES, Settings
+    from fdcache_cli.service_view import connect
+
+    with connect(server) as client:
+        theirs = client.ask("config")["settings"]
+    mine = Settings.load()
+    compared = [
+        name for name, variable in VARIABLES.items() if variable.group != "files" and not variable.secret
+    ]
+    rows = [
+        (name, theirs.get(name) or "-", mine.render(name) or "-")
+        for name in compared
+        if theirs.get(name) != mine.render(name)
+    ]
+    if json:
+        output.print_json({"differences": [{"name": name, "a": a, "b": b} for name, a, b in rows]})
+    elif rows:
+        output.print_table(("NAME", "service", "environment"), rows)
+    if rows:
         raise typer.Exit(errors.FAILED)
 
 

@@ -1,19 +1,97 @@
-"""``fdcache inspect``: look into what fdcache keeps."""
+"""``fdcache inspect``: a running service in tables; the local storage is in ``inspect_storage``."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fdcache_cli import errors, output
+from fdcache.client.tool import Client
+from fdcache_cli import output
 from fdcache_cli.app import Command, new_group
-from fdcache_cli.progress import progress_bar
+from fdcache_cli.service_view import Columns, Rows, ServerOption, connect, seconds, size, table
 
-COMMANDS = (Command("storage", __name__, "storage", "What the files of the local storage hold."),)
+COMMANDS = (
+    Command("tiers", __name__, "tiers", "What each tier holds."),
+    Command("tree", __name__, "tree", "The hottest prefixes."),
+    Command("clients", __name__, "clients", "Who uses the service, and what each holds."),
+    Command("transfers", __name__, "transfers", "What is being copied."),
+    Command("namespaces", __name__, "namespaces", "The layouts and their shares."),
+    Command("block", __name__, "block", "Where a block is, by the beginning of its hash."),
+    Command("explain", __name__, "explain", "Why a prompt was a hit or a miss, block by block."),
+    Command(
+        "storage",
+        "fdcache_cli.inspect_storage",
+        "storage",
+        "What the files of the local storage hold; no service.",
+    ),
+)
 
-app = new_group(COMMANDS, help="Look into what fdcache keeps.")
+app = new_group(COMMANDS, help="Look into a running service, or what fdcache keeps on disk.")
+
+Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")]
+Namespace = Annotated[str | None, typer.Option(help="The beginning of a layout's name.")]
+
+_NAMESPACES: Columns = (
+    ("namespace", "namespace", str),
+    ("model", "model", str),
+    ("ranks", "ranks", str),
+    ("block", "block_size", str),
+    ("record", "record_bytes", size),
+    ("memory", "bytes", size),
+    ("clients", "clients", str),
+    ("ready", "ready", str),
+    ("free", "free", str),
+    ("hits", "hit_blocks", str),
+    ("asked", "looked_up_blocks", str),
+    ("stored", "stored", str),
+    ("evicted", "evicted", str),
+    ("corrupt", "corrupt", str),
+)
+_CLIENTS: Columns = (
+    ("client", "name", str),
+    ("pid", "pid", str),
+    ("namespace", "namespace", str),
+    ("ranks", "ranks", lambda ranks: ",".join(map(str, ranks))),
+    ("since", "connected_seconds", seconds),
+    ("silent", "silent_seconds", seconds),
+    ("slots", "stock", str),
+    ("runs", "runs", str),
+    ("lookups", "lookups", str),
+    ("stored", "stored", str),
+)
+_TRANSFERS: Columns = (
+    ("client", "client", str),
+    ("plans", "plans_in_flight", str),
+    ("queued backups", "queued_backups", str),
+    ("writable slots", "writable_slots", str),
+    ("pinned runs", "pinned_runs", str),
+)
+_TIERS: Columns = (
+    ("tier", "tier", str),
+    ("of", "of", str),
+    ("blocks", "blocks", str),
+    ("ready", "ready", str),
+    ("free", "free", str),
+    ("writing", "writing", str),
+    ("evictable", "evictable", str),
+    ("evictions", "evictions", str),
+)
+_BLOCKS: Columns = (
+    ("namespace", "namespace", str),
+    ("hash", "hash", lambda text: text[:16]),
+    ("slot", "slot", str),
+    ("depth", "depth", str),
+    ("pins", "pins", str),
+    ("hits", "hits", str),
+    ("idle", "idle_seconds", seconds),
+    ("evicted at", "evicted_at", lambda when: datetime.fromtimestamp(when).strftime("%H:%M:%S")),
+)
 
 
 @app.callback()
@@ -21,82 +99,182 @@ def inspect() -> None:
     """Hold the commands together."""
 
 
-def storage(
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="The folder of the storage, or one of its files.")
-    ],
+def tiers(server: ServerOption = None, *, json: Json = False, watch: Watch = False) -> None:
+    """What each tier holds: the service's host tier, and the device tiers of its clients."""
+    _show(server, "tiers", _tier_rows, _TIERS, json=json, watch=watch)
+
+
+def clients(server: ServerOption = None, *, json: Json = False, watch: Watch = False) -> None:
+    """Who uses the service, and what each holds."""
+    _show(server, "clients", list, _CLIENTS, json=json, watch=watch)
+
+
+def transfers(server: ServerOption = None, *, json: Json = False, watch: Watch = False) -> None:
+    """What is being copied, by client."""
+    _show(server, "transfers", list, _TRANSFERS, json=json, watch=watch)
+
+
+def namespaces(server: ServerOption = None, *, json: Json = False, watch: Watch = False) -> None:
+    """The layouts and their shares of the arena."""
+    _show(server, "namespaces", _namespace_rows, _NAMESPACES, json=json, watch=watch)
+
+
+def block(
+    prefix: Annotated[str, typer.Argument(metavar="HASH", help="At least 4 hexadecimal digits.")],
+    server: ServerOption = None,
     *,
-    verify: Annotated[bool, typer.Option("--verify", help="Read and check every record.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    json: Json = False,
 ) -> None:
-    """Tell what the files of the local storage hold; needs no server and changes nothing.
+    """Where a block is, or when it was evicted."""
+    _show(server, "block", list, _BLOCKS, json=json, watch=False, hash=prefix)
 
-    Ends with status 1 when a record, a header or a file is damaged.
-    """
-    from fdcache.storage.offline import read_file, slab_files
-    from fdcache.storage.summary import summarize
 
-    with progress_bar("checking") as advance:
-        files = [read_file(file, verify=verify, on_progress=advance) for file in slab_files(path)]
-    summary = summarize(files, verified=verify)
-    if json_output:
-        output.print_json(summary)
+def tree(
+    server: ServerOption = None,
+    *,
+    namespace: Namespace = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Hottest blocks.")] = 30,
+    json: Json = False,
+    watch: Watch = False,
+) -> None:
+    """Draw the hottest prefixes."""
+    with connect(server) as client:
+
+        def show() -> None:
+            found = client.ask("tree", limit=limit, namespace=namespace)
+            if json:
+                output.print_json(found)
+            else:
+                for line in draw_tree(found):
+                    output.print_line(line)
+
+        _repeat(show, watch)
+
+
+def explain(
+    tokens: Annotated[
+        Path, typer.Option(metavar="FILE", help="Token ids, a JSON list or numbers with spaces.", exists=True)
+    ],
+    server: ServerOption = None,
+    *,
+    namespace: Annotated[str, typer.Option(help="The beginning of the layout's name.")] = "",
+    tenant: Annotated[str | None, typer.Option(help="The tenant of the prompt.")] = None,
+    json: Json = False,
+) -> None:
+    """Tell of each block of a prompt where it is, or which one broke the run and when it was evicted."""
+    with connect(server) as client:
+        answer = explain_tokens(client, namespace, _read_tokens(tokens), tenant)
+    if json:
+        output.print_json(answer)
+        return
+    rows = [
+        [
+            str(each["position"]),
+            each["hash"][:16],
+            each["tier"] or "nowhere",
+            seconds(each["idle_seconds"]) if each["tier"] else "",
+            _evicted(each),
+        ]
+        for each in answer["blocks"]
+    ]
+    output.print_table(["block", "hash", "tier", "idle", "evicted"], rows)
+    broken = answer["broken_at"]
+    if broken is None:
+        output.print_line(f"a hit: all {len(rows)} full blocks are there")
     else:
-        _print(path, summary)
-    if summary["corrupt_blocks"] or summary["damaged_files"]:
-        raise typer.Exit(errors.FAILED)
+        when = _evicted(answer["blocks"][broken]) or "never stored, or not known any more"
+        output.print_line(f"the run ends before block {broken}: {when}")
 
 
-def _print(path: Path, summary: dict[str, Any]) -> None:
-    checked = "all checked" if summary["verified"] else "records not checked; --verify does it"
-    output.print_line(
-        f"{path}: {summary['blocks']:,} blocks, {_size(summary['bytes'])}, "
-        f"{summary['corrupt_blocks']:,} corrupt ({checked})"
-    )
-    header = (
-        "NAMESPACE",
-        "MODEL",
-        "RANKS",
-        "BLOCKS",
-        "OF",
-        "BYTES",
-        "DEPTH",
-        "AGE",
-        "UNREACHABLE",
-        "CORRUPT",
-    )
-    output.print_table(header, [_row(namespace) for namespace in summary["namespaces"]])
-    for damaged in summary["damaged_files"]:
-        output.print_line(f"damaged: {damaged['reason']}")
+def explain_tokens(client: Client, namespace: str, tokens: Sequence[int], tenant: str | None) -> Any:
+    """Ask about the path of a prompt, hashed with the layout that the service has."""
+    import msgspec
+
+    from fdcache.hashing import TokenBlocks, root_hash
+    from fdcache.layout import KVLayout
+
+    layout = KVLayout.from_json(msgspec.json.encode(client.ask("layout", namespace=namespace)))
+    blocks = TokenBlocks(layout.block_size, root_hash(layout.fingerprint, tenant))
+    blocks.append(list(tokens))
+    hashes = [row.tobytes().hex() for row in blocks.hashes]
+    return client.ask("explain", namespace=layout.fingerprint.hex()[:16], hashes=hashes)
 
 
-def _row(one: dict[str, Any]) -> tuple[str, ...]:
-    empty = one["oldest_seconds"] is None
-    return (
-        one["namespace"][:16],
-        f"{one['model']}@{one['revision']}",
-        f"{len(one['ranks'])} of {one['tp_size']}",
-        f"{one['blocks']:,}",
-        f"{one['capacity_blocks']:,}",
-        _size(one["bytes"]),
-        "-" if one["deepest"] is None else f"{one['mean_depth']} (to {one['deepest']})",
-        "-" if empty else f"{_age(one['newest_seconds'])} to {_age(one['oldest_seconds'])}",
-        f"{one['unreachable_blocks']:,}",
-        f"{one['corrupt_blocks']:,}",
-    )
+def draw_tree(found: Rows) -> list[str]:
+    """The blocks as an indented tree; runs without branches become one line."""
+    children: dict[str | None, Rows] = {}
+    for each in found:
+        children.setdefault(each["parent"], []).append(each)
+    lines: list[str] = []
+
+    def draw(node: dict[str, Any], indent: str) -> None:
+        length = 1
+        last = node
+        while len(below := children.get(last["hash"], [])) == 1 and below[0]["hits"] == node["hits"]:
+            last = below[0]
+            length += 1
+        blocks = "block" if length == 1 else "blocks"
+        lines.append(
+            f"{indent}{node['hash'][:12]}  {length} {blocks}, {node['hits']} hits, idle {seconds(last['idle_seconds'])}"
+        )
+        for child in sorted(children.get(last["hash"], []), key=lambda each: -each["hits"]):
+            draw(child, indent + "  ")
+
+    for root in sorted(children.get(None, []), key=lambda each: -each["hits"]):
+        draw(root, "")
+    return lines
 
 
-def _size(count: int) -> str:
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.4g}{unit}"
+def _evicted(block: dict[str, Any]) -> str:
+    when = block.get("evicted_at")
+    return f"evicted {seconds(time.time() - when)} ago" if when else ""
 
 
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f}{unit}"
-    return f"{max(seconds, 0):.0f}s"
+def _read_tokens(path: Path) -> list[int]:
+    text = path.read_text().strip()
+    try:
+        return [int(part) for part in text.strip("[]").replace(",", " ").split()]
+    except ValueError as error:
+        raise typer.BadParameter(f"{path}: {error}; give token ids", param_hint="--tokens") from error
+
+
+def _show(
+    server: str | None,
+    what: str,
+    rows: Callable[[Any], Rows],
+    columns: Columns,
+    *,
+    json: bool,
+    watch: bool,
+    **arguments: Any,
+) -> None:
+    with connect(server) as client:
+
+        def show() -> None:
+            answer = client.ask(what, **arguments)
+            if json:
+                output.print_json(answer)
+            else:
+                output.print_table(*table(rows(answer), columns))
+
+        _repeat(show, watch)
+
+
+def _repeat(show: Callable[[], None], watch: bool) -> None:
+    show()
+    while watch:
+        time.sleep(1.0)
+        if output.on_terminal():
+            output.print_line("\x1b[2J\x1b[H")
+        show()
+
+
+def _tier_rows(answer: Any) -> Rows:
+    host = answer["host"]
+    rows = [{"tier": "host", "of": f"service, {size(host['bytes'])}", "blocks": host["slots"], **host}]
+    rows += [{"tier": "device", "of": each["client"], **each} for each in answer["device"]]
+    return rows
+
+
+def _namespace_rows(answer: Any) -> Rows:
+    return [{**each, **each["totals"], **each["tier"]} for each in answer]

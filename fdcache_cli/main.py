@@ -9,9 +9,12 @@ from fdcache_cli.app import Command, new_group
 COMMANDS = (
     Command("init", "fdcache_cli.init", "init", "Compile the swap kernels and measure the link of each GPU."),
     Command("env", "fdcache_cli.env", "app", "Show, check and convert the settings."),
-    Command("inspect", "fdcache_cli.inspect", "app", "Look into what fdcache keeps."),
+    Command("serve", "fdcache_cli.serve", "serve", "Serve one warm host tier to all engines of this node."),
+    Command(
+        "inspect", "fdcache_cli.inspect", "app", "Look into a running service, or what fdcache keeps on disk."
+    ),
     Command("replay", "fdcache_cli.replay", "replay", "Replay a workload through the real cache and report."),
-    Command("reset", "fdcache_cli.reset", "app", "Remove what fdcache keeps."),
+    Command("reset", "fdcache_cli.reset", "app", "Forget cached blocks, in a running service or on disk."),
 )
 
 app = new_group(
@@ -38,3 +41,7 @@ def run() -> None:
         errors.guard(lambda: app(arguments, prog_name="fdcache"))
     else:
         errors.guard(lambda: chosen.load()(arguments[1:], prog_name=f"fdcache {chosen.name}"))
+
+
+if __name__ == "__main__":
+    run()

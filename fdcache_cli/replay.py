@@ -89,6 +89,12 @@ def replay(
             help=f"Of the local storage, for each rank. Default: {LAPTOP_DEFAULTS['FDCACHE_STORAGE_SIZE']}.",
         ),
     ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="Use the host tier of this service instead of one of the replay's own."
+        ),
+    ] = None,
     layout: Annotated[LayoutName, typer.Option(help="Planes of a layer.")] = LayoutName.UNIFORM,
     layers: Annotated[int, typer.Option(min=1, max=MOST_LAYERS, help="Main layers.")] = 2,
     draft_layers: Annotated[
@@ -156,6 +162,7 @@ def replay(
             "--eviction": eviction,
             "--storage": storage,
             "--storage-size": storage_size,
+            "--server": server,
         }
     )
     shape = Shape(layout, layers, draft_layers, kv_heads, head_dim, dtype)

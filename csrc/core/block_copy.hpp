@@ -17,13 +17,12 @@ namespace fdcache {
 enum class Direction : std::uint8_t { kToHost, kToDevice };
 
 // A batch is enqueued plane range by plane range, in order; a copy to the host computes the record checksum
-// over the ranges and stamps the slot ready with the last; with `verify` a load sums what has arrived and
-// compares. It owns none of the memory it names.
+// over the ranges and stamps the slot ready with the last; a load of a pair with `verify` sums what has
+// arrived and compares. It owns none of the memory it names.
 class BlockCopy {
   public:
     BlockCopy(Direction direction, std::vector<Plane> planes, RecordTable records,
-              std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint,
-              bool verify = false);
+              std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint);
 
     std::size_t num_blocks() const { return pairs_.size(); }
     std::size_t num_planes() const { return planes_.size(); }
@@ -61,7 +60,6 @@ class BlockCopy {
     const RecordTable records_;
     const std::vector<BlockPair> pairs_;
     const RecordKind kind_;
-    const bool verify_;
     std::atomic<Phase> phase_{Phase::kPending};
     std::vector<BlockFault> faults_;
     std::vector<std::uint64_t> sums_;

@@ -79,12 +79,16 @@ class BoundStream {
 BoundCopy make_copy(bool to_host, const nb::object &planes, const nb::object &records,
                     const InputArray<std::int32_t> &device_slots, const InputArray<std::int32_t> &host_slots,
                     const InputArray<std::uint32_t> &generations, const HashArray &hashes,
-                    const HashArray &parents, const nb::bytes &fingerprint, bool verify) {
+                    const HashArray &parents, const nb::bytes &fingerprint,
+                    const std::optional<InputArray<std::uint8_t>> &verify) {
     const auto &table = nb::cast<BoundRecords &>(records).table;
-    auto copy = std::make_shared<BlockCopy>(
-        to_host ? Direction::kToHost : Direction::kToDevice, nb::cast<BoundPlanes &>(planes).planes, table,
-        make_pairs(table, device_slots, host_slots, generations, hashes, parents),
-        fingerprint_of(fingerprint), verify);
+    auto pairs = make_pairs(table, device_slots, host_slots, generations, hashes, parents);
+    if (verify && verify->shape(0) != pairs.size())
+        throw std::invalid_argument("the arrays of a copy differ in length");
+    for (std::size_t i = 0; verify && i < pairs.size(); ++i) pairs[i].verify = verify->data()[i];
+    auto copy = std::make_shared<BlockCopy>(to_host ? Direction::kToHost : Direction::kToDevice,
+                                            nb::cast<BoundPlanes &>(planes).planes, table, std::move(pairs),
+                                            fingerprint_of(fingerprint));
     return {std::move(copy), planes, records};
 }
 
@@ -118,12 +122,12 @@ void bind_copy(nb::module_ &module) {
             [](BoundCopy *self, bool to_host, const nb::object &planes, const nb::object &records,
                InputArray<std::int32_t> device_slots, InputArray<std::int32_t> host_slots,
                InputArray<std::uint32_t> generations, HashArray hashes, HashArray parents,
-               const nb::bytes &fingerprint, bool verify) {
+               const nb::bytes &fingerprint, const std::optional<InputArray<std::uint8_t>> &verify) {
                 new (self) BoundCopy(make_copy(to_host, planes, records, device_slots, host_slots,
                                                generations, hashes, parents, fingerprint, verify));
             },
             "to_host"_a, "planes"_a, "records"_a, "device_slots"_a, "host_slots"_a, "generations"_a,
-            "hashes"_a, "parents"_a, "fingerprint"_a, "verify"_a = false)
+            "hashes"_a, "parents"_a, "fingerprint"_a, "verify"_a = nb::none())
         .def(
             "cancel", [](BoundCopy &self) { return self.copy->cancel(); },
             nb::call_guard<nb::gil_scoped_release>())

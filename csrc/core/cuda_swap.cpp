@@ -61,7 +61,7 @@ Swap::Swap(std::shared_ptr<Context> context, Kernels kernels, const SwapPolicy &
       done_(std::make_shared<Event>(context_, true)) {
     for (std::size_t i = 0; i < pairs_.size(); ++i) {
         if (direction_ == Direction::kToDevice) {
-            headers_[i] = load_header(records_.headers + pairs_[i].host_slot);
+            headers_[i] = load_header(records_.header(pairs_[i].host_slot));
             faults_[i] = check_source(headers_[i], pairs_[i], kind_);
         }
         if (faults_[i] == BlockFault::kNone) order_.push_back(i);
@@ -109,7 +109,7 @@ void Swap::begin(Lane &lane) {
     if (direction_ == Direction::kToHost) {
         for (const std::size_t pair : order_) {
             headers_[pair] = writing_header(pairs_[pair], kind_);
-            store_header(records_.headers + pairs_[pair].host_slot, headers_[pair]);
+            store_header(records_.header(pairs_[pair].host_slot), headers_[pair]);
         }
         // No byte of a record may change before its header says that it is being written.
         std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -23,7 +23,7 @@ void Swap::finish() {
 
 void Swap::finish_out(std::size_t row) {
     const std::size_t pair = order_[row];
-    SlotHeader *shared = records_.headers + pairs_[pair].host_slot;
+    SlotHeader *shared = records_.header(pairs_[pair].host_slot);
     if (load_header(shared) != headers_[pair]) {
         faults_[pair] = BlockFault::kChanged;
         return;
@@ -34,7 +34,7 @@ void Swap::finish_out(std::size_t row) {
 
 void Swap::finish_in(std::size_t row) {
     const std::size_t pair = order_[row];
-    if (load_header(records_.headers + pairs_[pair].host_slot) != headers_[pair]) {
+    if (load_header(records_.header(pairs_[pair].host_slot)) != headers_[pair]) {
         faults_[pair] = BlockFault::kChanged;
     } else if (verify_ && finish_checksum(host_table_[row].sum, kind_.payload_bytes) !=
                               headers_[pair].payload_checksum) {

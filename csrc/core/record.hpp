@@ -19,13 +19,18 @@ struct Plane {
     std::uint8_t *block(std::int32_t slot) const { return base + stride * slot; }
 };
 
-// Records in equal extents, headers beside them. It owns nothing.
+// Records in equal extents, each extent's headers together wherever they lie. It owns nothing.
 struct RecordTable {
     std::vector<std::uint8_t *> extents;
     std::size_t records_per_extent = 1;
     std::size_t record_bytes = 0;
-    SlotHeader *headers = nullptr;
+    std::vector<SlotHeader *> headers;  // of each extent's first record
     std::int32_t num_slots = 0;
+
+    SlotHeader *header(std::int32_t slot) const {
+        const auto index = static_cast<std::size_t>(slot);
+        return headers[index / records_per_extent] + index % records_per_extent;
+    }
 
     std::uint8_t *record(std::int32_t slot) const {
         const auto index = static_cast<std::size_t>(slot);

@@ -76,9 +76,9 @@ BoundPlanes make_planes(const std::vector<std::uintptr_t> &addresses,
 }
 
 BoundRecords make_records(const std::vector<std::uintptr_t> &extents, std::size_t records_per_extent,
-                          std::size_t record_bytes, std::uintptr_t headers, std::int32_t num_slots,
-                          nb::object owner) {
-    if (records_per_extent == 0 || num_slots < 0 ||
+                          std::size_t record_bytes, const std::vector<std::uintptr_t> &headers,
+                          std::int32_t num_slots, nb::object owner) {
+    if (records_per_extent == 0 || num_slots < 0 || headers.size() != extents.size() ||
         extents.size() * records_per_extent < static_cast<std::size_t>(num_slots)) {
         throw std::invalid_argument("the extents do not hold num_slots records");
     }
@@ -86,7 +86,7 @@ BoundRecords make_records(const std::vector<std::uintptr_t> &extents, std::size_
     for (const auto address : extents) table.extents.push_back(pointer(address));
     table.records_per_extent = records_per_extent;
     table.record_bytes = record_bytes;
-    table.headers = reinterpret_cast<SlotHeader *>(headers);
+    for (const auto address : headers) table.headers.push_back(reinterpret_cast<SlotHeader *>(address));
     table.num_slots = num_slots;
     return {std::move(table), std::move(owner)};
 }
@@ -205,7 +205,8 @@ void bind_memory(nb::module_ &module) {
         .def(
             "__init__",
             [](BoundRecords *self, const std::vector<std::uintptr_t> &extents, std::size_t records_per_extent,
-               std::size_t record_bytes, std::uintptr_t headers, std::int32_t num_slots, nb::object owner) {
+               std::size_t record_bytes, const std::vector<std::uintptr_t> &headers, std::int32_t num_slots,
+               nb::object owner) {
                 new (self) BoundRecords(make_records(extents, records_per_extent, record_bytes, headers,
                                                      num_slots, std::move(owner)));
             },
@@ -227,7 +228,7 @@ void bind_memory(nb::module_ &module) {
                     const std::int32_t slot = slots.data()[i];
                     check_slot(self.table, slot);
                     records.push_back(reinterpret_cast<std::uintptr_t>(self.table.record(slot)));
-                    headers.push_back(reinterpret_cast<std::uintptr_t>(self.table.headers + slot));
+                    headers.push_back(reinterpret_cast<std::uintptr_t>(self.table.header(slot)));
                 }
                 return nb::make_tuple(to_numpy<std::uint64_t>(std::move(records)),
                                       to_numpy<std::uint64_t>(std::move(headers)));
@@ -237,14 +238,14 @@ void bind_memory(nb::module_ &module) {
             "header",
             [](const BoundRecords &self, std::int32_t slot) {
                 check_slot(self.table, slot);
-                return load_header(self.table.headers + slot);
+                return load_header(self.table.header(slot));
             },
             "slot"_a)
         .def(
             "set_header",
             [](const BoundRecords &self, std::int32_t slot, const SlotHeader &header) {
                 check_slot(self.table, slot);
-                store_header(self.table.headers + slot, header);
+                store_header(self.table.header(slot), header);
             },
             "slot"_a, "header"_a);
 }

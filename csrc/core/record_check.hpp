@@ -29,6 +29,7 @@ struct BlockPair {
     std::uint32_t generation;  // of the host slot
     Digest hash;
     Digest parent;
+    bool verify = false;  // a load that succeeds only if the record has its checksum
 };
 
 // What all records of a layout share.

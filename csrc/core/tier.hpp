@@ -79,6 +79,8 @@ struct CopyReservation : Reservation {
 
 enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
 
+enum class PublishStatus : std::uint8_t { kStored, kDuplicate, kNoParent, kDropped };
+
 // Blocks whose bytes are there already, as a scan found them, in any order.
 struct FoundEntries {
     std::span<const Slot> slots;
@@ -86,7 +88,9 @@ struct FoundEntries {
     std::span<const Digest> hashes;
     std::span<const Digest> parents;
     std::span<const std::uint64_t> checksums;
-    std::span<const std::uint64_t> times;  // when each was written
+    std::span<const std::uint64_t> times;  // when each was written; empty where nobody knows
+
+    std::uint64_t time(std::size_t i) const { return times.empty() ? 0 : times[i]; }
 };
 
 struct TierEvent {
@@ -136,6 +140,17 @@ class Tier {
     std::vector<CommitStatus> commit(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                                      std::span<const Slot> slots);
 
+    // Anonymous slots of this lease, filled elsewhere, become entries where they were `copied`, parents
+    // first; whatever becomes of them the lease gives them up. Those not copied, of a lease from before a
+    // reset, of a hash that is there already, or without a READY parent are freed.
+    std::vector<PublishStatus> publish(LeaseId lease, std::span<const Digest> parents,
+                                       std::span<const Digest> hashes, std::span<const Slot> slots,
+                                       std::span<const std::uint8_t> copied,
+                                       std::span<const std::uint64_t> checksums);
+    // Takes entries, and all that hangs below them, out of the table; what is pinned or held stays until it
+    // is not. Returns how many entries went.
+    std::uint32_t drop(std::span<const Digest> hashes);
+
     // The report of a copy into pending slots, parents first. Returns which became READY.
     std::vector<std::uint8_t> complete(std::span<const Slot> slots, std::span<const std::uint8_t> copied,
                                        std::span<const std::uint64_t> checksums);
@@ -151,8 +166,9 @@ class Tier {
     BlockList coldest(std::uint32_t count) const;
 
     // Entries from a scan, in free slots; says which they became. Not those without a parent, nor a hash
-    // that is there already. New content of any slot gets a generation above all those found.
-    std::vector<std::uint8_t> restore(const FoundEntries &found);
+    // that is there already. New content of any slot gets a generation above `generation` and all those
+    // found.
+    std::vector<std::uint8_t> restore(const FoundEntries &found, std::uint32_t generation = 0);
     // READY entries turned out bad: they and all below them leave, in use or not, and are listed. With
     // `quarantine` the slots themselves (not those below) are never given to anything again until a resize
     // or the end of the tier.

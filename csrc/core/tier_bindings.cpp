@@ -1,3 +1,4 @@
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -177,6 +178,22 @@ void bind_tier(nb::module_ &module) {
             },
             nb::arg("lease"), nb::arg("parent"), nb::arg("hashes"), nb::arg("slots"))
         .def(
+            "publish",
+            [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes,
+               const VectorIn<std::int32_t> &slots, const VectorIn<std::uint8_t> &copied,
+               const VectorIn<std::uint64_t> &checksums) {
+                for (const auto size :
+                     {parents.shape(0), slots.shape(0), copied.shape(0), checksums.shape(0)})
+                    require_equal(size, hashes.shape(0));
+                return status_array(tier.publish(lease, digests_of(parents), digests_of(hashes),
+                                                 slots_of(slots), span_of(copied), span_of(checksums)));
+            },
+            nb::arg("lease"), nb::arg("parents"), nb::arg("hashes"), nb::arg("slots"), nb::arg("copied"),
+            nb::arg("checksums"))
+        .def(
+            "drop", [](Tier &tier, const HashesIn &hashes) { return tier.drop(digests_of(hashes)); },
+            nb::arg("hashes"))
+        .def(
             "complete",
             [](Tier &tier, const VectorIn<std::int32_t> &slots, const VectorIn<std::uint8_t> &copied,
                const VectorIn<std::uint64_t> &checksums) {
@@ -205,15 +222,18 @@ void bind_tier(nb::module_ &module) {
             "restore",
             [](Tier &tier, const VectorIn<std::int32_t> &slots, const VectorIn<std::uint32_t> &generations,
                const HashesIn &hashes, const HashesIn &parents, const VectorIn<std::uint64_t> &checksums,
-               const VectorIn<std::uint64_t> &times) {
-                for (const std::size_t size : {generations.shape(0), hashes.shape(0), parents.shape(0),
-                                               checksums.shape(0), times.shape(0)})
+               const std::optional<VectorIn<std::uint64_t>> &times, std::uint32_t generation) {
+                for (const std::size_t size :
+                     {generations.shape(0), hashes.shape(0), parents.shape(0), checksums.shape(0)})
                     require_equal(slots.shape(0), size);
-                return status_array(tier.restore({slots_of(slots), span_of(generations), digests_of(hashes),
-                                                  digests_of(parents), span_of(checksums), span_of(times)}));
+                if (times) require_equal(slots.shape(0), times->shape(0));
+                return status_array(tier.restore(
+                    {slots_of(slots), span_of(generations), digests_of(hashes), digests_of(parents),
+                     span_of(checksums), times ? span_of(*times) : std::span<const std::uint64_t>{}},
+                    generation));
             },
             nb::arg("slots"), nb::arg("generations"), nb::arg("hashes"), nb::arg("parents"),
-            nb::arg("checksums"), nb::arg("times"))
+            nb::arg("checksums"), nb::arg("times") = nb::none(), nb::arg("generation") = 0)
         .def(
             "discard",
             [](Tier &tier, const VectorIn<std::int32_t> &slots, bool quarantine) {

@@ -21,7 +21,7 @@ std::vector<std::size_t> parents_first(const FoundEntries &found) {
     by_hash.reserve(count);
     for (std::size_t i = 0; i < count; ++i) {
         const auto [place, fresh] = by_hash.emplace(found.hashes[i], i);
-        if (!fresh && found.times[place->second] < found.times[i]) place->second = i;
+        if (!fresh && found.time(place->second) < found.time(i)) place->second = i;
     }
     enum : std::uint8_t { kUnknown, kRooted, kOrphan };
     std::vector<std::uint8_t> known(count, kUnknown);
@@ -55,7 +55,7 @@ std::vector<std::size_t> parents_first(const FoundEntries &found) {
 
 }  // namespace
 
-std::vector<std::uint8_t> Tier::restore(const FoundEntries &found) {
+std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t generation) {
     std::lock_guard lock(mutex_);
     check_hashes(found.hashes);
     std::vector<std::uint8_t> restored(found.hashes.size(), 0);
@@ -78,14 +78,13 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found) {
         ++writing_;
         link(slot, found.hashes[i], parent);
         make_ready(slot);
-        newest[slot] = found.times[i];
+        newest[slot] = found.time(i);
         restored[i] = 1;
         kept.push_back(i);
     }
     std::erase_if(free_, [this](Slot slot) { return entries_[slot].state != SlotState::kFree; });
-    const std::uint32_t highest =
-        found.generations.empty() ? 0 : *std::max_element(found.generations.begin(), found.generations.end());
-    for (const Slot slot : free_) entries_[slot].generation = std::max(entries_[slot].generation, highest);
+    for (const std::uint32_t each : found.generations) generation = std::max(generation, each);
+    for (const Slot slot : free_) entries_[slot].generation = std::max(entries_[slot].generation, generation);
     // Coldest first: by the newest block of a subtree, its deepest blocks before those above them.
     for (auto i = kept.rbegin(); i != kept.rend(); ++i) {
         const Slot slot = found.slots[*i], parent = entries_[slot].parent;
@@ -121,11 +120,12 @@ BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
         if (!entries_[start].findable) continue;
         path.clear();
         Slot at = start;
-        while (at != kRoot && known[at] == kUnknown) {
+        // Above a pending block may stand one whose copy failed, which has no parent any more.
+        while (at < known.size() && known[at] == kUnknown) {
             path.push_back(at);
             at = entries_[at].parent;
         }
-        const std::uint8_t verdict = at == kRoot ? static_cast<std::uint8_t>(kKept) : known[at];
+        const std::uint8_t verdict = at < known.size() ? known[at] : static_cast<std::uint8_t>(kKept);
         for (const Slot slot : path) known[slot] = verdict;
     }
     std::vector<Slot> doomed;

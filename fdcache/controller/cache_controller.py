@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fdcache.controller.device_planes import allocate_planes, bind_tensors
 from fdcache.controller.host_arena import HostArena, Progress
@@ -17,11 +17,15 @@ from fdcache.controller.storage_transfers import StorageQueue, StorageTransfer
 from fdcache.controller.transfers import PlanExecution, Transfer, TransferQueue
 from fdcache.devices.base import Device, DevicePlanes, Event
 from fdcache.devices.cpu import CpuDevice, CpuEvent
-from fdcache.errors import CacheNotReadyError, PlanError, TransferTimeoutError
+from fdcache.errors import CacheNotReadyError, PlanError, StorageError, TransferTimeoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
 from fdcache.settings.transfer import TransferSettings, Verify
 from fdcache.storage.connector import BlockStorage, PlacedStorage, StorageStats
+from fdcache.tiers.host_cache import HostCache
+
+if TYPE_CHECKING:
+    from fdcache.controller.shared_arena import SharedHostArena
 
 _MIXED_WAIT = 0.002
 
@@ -52,7 +56,7 @@ class CacheController:
         )
         self._planes: DevicePlanes | None = None
         self._allocated: tuple[int, str | None] | None = None
-        self._arena: HostArena | None = None
+        self._arena: HostArena | SharedHostArena | None = None
         self._storage: StorageQueue | None = None
         self._in_flight: dict[int, PlanExecution] = {}
         self._handlers: dict[int, AsyncTaskHandler[TransferReport]] = {}
@@ -67,7 +71,7 @@ class CacheController:
         self.shutdown()
 
     @property
-    def host_arena(self) -> HostArena | None:
+    def host_arena(self) -> HostArena | SharedHostArena | None:
         """The host arena, once there is one."""
         return self._arena
 
@@ -98,17 +102,23 @@ class CacheController:
             self._check_no_planes()
             self._bind(tensors)
 
-    def initialize_host_cache(self, num_blocks: int, progress: Progress | None = None) -> None:
-        """Make the host arena: records and slot headers for ``num_blocks`` blocks, all or nothing.
+    def initialize_host_cache(self, host: int | HostCache, progress: Progress | None = None) -> None:
+        """Make the host arena, or use the service's: ``host`` is ``CacheManager.host_cache``, or a number of blocks.
 
-        ``progress`` is called with the bytes that are ready and those there will be. Raises
-        ``HostMemoryError`` when the memory is not there or cannot be pinned.
+        An own arena has records and slot headers for all its blocks, or is not made. ``progress`` is called with
+        the bytes that are ready and those there will be. Raises ``HostMemoryError`` when the memory is not there
+        or cannot be pinned.
         """
         with self._lock:
             self._check_usable()
             if self._arena is not None:
                 raise CacheNotReadyError("there is a host cache already; call free_cache first")
-            self._arena = HostArena(self.layout, num_blocks, self.device, progress)
+            if isinstance(host, HostCache) and host.server is not None:
+                from fdcache.controller.shared_arena import SharedHostArena  # brings the network library
+
+                self._arena = SharedHostArena(host, self.layout, self.rank, self.device)
+            elif blocks := host.num_blocks if isinstance(host, HostCache) else host:
+                self._arena = HostArena(self.layout, blocks, self.device, progress)
 
     def initialize_storage(self, storage: BlockStorage) -> StorageScan | None:
         """Use this rank's storage from now on; the controller owns it and closes it at the end.
@@ -124,6 +134,8 @@ class CacheController:
                 )
             if self._storage is not None:
                 raise CacheNotReadyError("there is a storage already; call free_cache first")
+            if not isinstance(self._arena, HostArena):
+                raise StorageError("storage reads into a host cache of its own, not into the service's")
             self._storage = StorageQueue(storage, self._arena)
             return storage.scan() if isinstance(storage, PlacedStorage) else None
 
@@ -148,12 +160,14 @@ class CacheController:
             if any(len(swap) for swap in plan.swaps()):
                 self._check_memory()
             storage = self._prepare_storage(plan)
+            refusal = self._arena.prepare(plan) if self._arena is not None else None
             execution, layer_events = self._queue.launch(
                 plan,
                 self.rank,
                 self._planes,
                 self._arena,
                 None if compute_stream is None else self.device.as_stream(compute_stream),
+                refusal,
             )
             self._expect(execution)
             self._launch_storage(plan, storage)
@@ -314,7 +328,9 @@ class CacheController:
             self._storage = None
         self._planes = None
         self._allocated = None
-        self._arena = None
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
 
     def _bind(self, tensors: Sequence[Any]) -> None:
         bindings = bind_tensors(self.device, self.layout, tensors)

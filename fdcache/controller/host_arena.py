@@ -11,6 +11,7 @@ from fdcache.controller.memory_budget import available_memory
 from fdcache.devices.base import Device, PinnedMemory
 from fdcache.errors import HostMemoryError
 from fdcache.layout import KVLayout
+from fdcache.metadata import TransferPlan
 
 EXTENT_BYTES = 64 << 20
 """Most bytes of an extent, unless one record needs more. No record and no copy crosses two extents."""
@@ -59,10 +60,17 @@ class HostArena:
             [extent.address for extent in self.extents],
             per_extent,
             record_bytes,
-            headers.address,
+            [headers.address + i * per_extent * HEADER_BYTES for i in range(num_extents)],
             num_blocks,
             (self.extents, self.pinned, headers),
         )
+
+    def prepare(self, plan: TransferPlan) -> str | None:
+        """All of it is there already."""
+        return None
+
+    def close(self) -> None:
+        """The memory goes with the last reference to it."""
 
 
 def _allocate(nbytes: int, node: int | None) -> _core.HostMemory:

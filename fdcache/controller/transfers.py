@@ -53,10 +53,12 @@ _LEVELS = {
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One transfer of a plan; ``copy`` is None when it has no blocks."""
+    """One transfer of a plan; ``copy`` is None when it has no blocks, or was refused: then all of them fail."""
 
     purpose: SwapPurpose
     copy: PendingCopy | None
+    size: int = 0
+    refusal: str | None = None
 
 
 class PlanExecution:
@@ -135,13 +137,17 @@ class TransferQueue:
         planes: DevicePlanes | None,
         arena: HostArena | None,
         compute_stream: Stream | None,
+        refusal: str | None = None,
     ) -> tuple[PlanExecution, list[Event | None]]:
         """Check the whole plan, then put it on the streams; also the event of each layer.
 
-        ``planes`` and ``arena`` may be None for a plan without blocks. Raises ``PlanError`` before anything
-        is launched.
+        ``planes`` and ``arena`` may be None for a plan without blocks. A ``refusal`` is why nothing of the plan
+        can be copied. Raises ``PlanError`` before anything is launched.
         """
         check_plan(plan)
+        if refusal is not None:
+            refused = [Transfer(swap.purpose, None, len(swap), refusal) for swap in plan.swaps()]
+            return PlanExecution(plan.plan_id, rank, refused), [None] * self._num_layers
         made = {swap.purpose: self._copy(swap, planes, arena) for swap in plan.swaps()}
         transfers = [Transfer(purpose, copy) for purpose, copy in made.items()]
         copies = {purpose: copy for purpose, copy in made.items() if copy is not None}
@@ -291,6 +297,7 @@ def _pairs(swap: CacheSwapMetadata) -> BlockPairs:
         generations=swap.dst_generations if to_host else swap.src_generations,
         hashes=swap.hash_values,
         parents=swap.parent_hashes,
+        verify=swap.unverified,
     )
 
 
@@ -298,10 +305,11 @@ def _result(transfer: Transfer) -> TransferResult:
     if transfer.copy is None:
         return TransferResult(
             purpose=transfer.purpose,
-            failed=np.empty(0, np.int32),
+            failed=np.arange(transfer.size, dtype=np.int32),
             checksums=np.empty(0, np.uint64),
             copied_bytes=0,
             seconds=0.0,
+            error_message=transfer.refusal,
         )
     outcome = transfer.copy.outcome()
     return TransferResult(

@@ -30,7 +30,7 @@ class BlockPairs:
     """Blocks to copy; element i of each array is one block. ``hashes`` and ``parents`` have shape (n, 32).
 
     ``generations`` are those of the host slots: a copy to the host writes them into the slot headers, a load
-    requires them there.
+    requires them there. ``verify``, of a load, marks records that have to have their checksum; None: none.
     """
 
     device_slots: Int32Array
@@ -38,6 +38,7 @@ class BlockPairs:
     generations: UInt32Array
     hashes: HashArray
     parents: HashArray
+    verify: HashArray | None = None
 
     def __len__(self) -> int:
         return len(self.device_slots)

@@ -202,6 +202,7 @@ class CpuDevice:
         if not isinstance(planes, CpuPlanes):
             raise TypeError(f"expected planes of the CPU device, got {type(planes).__name__}")
         check_pairs(pairs, direction, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
+        verify = np.ones(len(pairs), np.uint8) if self._verify else pairs.verify
         core = _core.BlockCopy(
             direction is Direction.TO_HOST,
             planes.table,
@@ -212,7 +213,7 @@ class CpuDevice:
             pairs.hashes,
             pairs.parents,
             arena.fingerprint,
-            self._verify,
+            verify,
         )
         return CpuBlockCopy(core, pairs)
 

@@ -232,7 +232,8 @@ class CudaDevice:
             hashes=pairs.hashes,
             parents=pairs.parents,
             fingerprint=arena.fingerprint,
-            verify=self.settings.verify is Verify.ALL,
+            verify=self.settings.verify is Verify.ALL
+            or (pairs.verify is not None and bool(pairs.verify.any())),
         )
         return CudaBlockCopy(
             core, pairs, context=self._context, memory=self._memory, owners=(planes, self._kernels)

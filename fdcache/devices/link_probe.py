@@ -195,7 +195,7 @@ class _Bench:
             [memory.address],
             self._blocks,
             layout.record_bytes,
-            headers.address,
+            [headers.address],
             self._blocks,
             (memory, headers),
         )

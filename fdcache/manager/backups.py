@@ -16,7 +16,7 @@ from fdcache.manager.blocks import Blocks
 from fdcache.manager.ledger import OpenPlan
 from fdcache.metadata import HashArray, SwapPurpose, UInt32Array
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostTier
 
 _ABSENT = 0
 _RESERVED = 0
@@ -28,7 +28,7 @@ _MOST_QUEUED = 16384
 class BackupPlanner:
     """Copies from the device tier to the host tier, by the write policy of ``settings``."""
 
-    def __init__(self, settings: CacheSettings, device: BlockPool, host: BlockPool) -> None:
+    def __init__(self, settings: CacheSettings, device: BlockPool, host: HostTier) -> None:
         self._device = device
         self._host = host
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
@@ -96,7 +96,7 @@ class BackupPlanner:
             self.dropped += len(oldest)
 
     def _flush_queue(self, plan: OpenPlan, in_flight: int) -> None:
-        room = _MOST_IN_FLIGHT - in_flight
+        room = min(_MOST_IN_FLIGHT - in_flight, self._host.copy_room)
         waiting: list[HashArray] = []
         while self._queue and room > 0:
             hashes = self._queue.popleft()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from threading import RLock
+from types import TracebackType
 
 import msgspec
 
@@ -33,7 +34,10 @@ from fdcache.metadata import (
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostTier, LocalHostTier
+from fdcache.tiers.host_cache import HostCache
+
+_LEVELS = (CacheLevel.DEVICE, CacheLevel.HOST)
 
 
 class ManagerState(StrEnum):
@@ -72,8 +76,7 @@ class CacheManager:
         self._lock = RLock()
         self._state = ManagerState.RUNNING
         self._device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
-        blocks = self.num_host_blocks
-        self._host = BlockPool(CacheLevel.HOST, blocks, settings.eviction) if blocks else None
+        self._host = self._make_host()
         self._backups = BackupPlanner(settings, self._device, self._host) if self._host else None
         self._counters = Counters()
         self._storage = self._make_storage(storage, lookup)
@@ -91,12 +94,24 @@ class CacheManager:
         for pool in self._pools():
             pool.record_events(settings.event_buffer)
 
+    def _make_host(self) -> HostTier | None:
+        if self.settings.server is not None:
+            from fdcache.tiers.remote import RemoteHostTier  # brings the network library
+
+            return RemoteHostTier(self.settings, self.layout)
+        blocks = self.num_host_blocks
+        return LocalHostTier(CacheLevel.HOST, blocks, self.settings.eviction) if blocks else None
+
     def _make_storage(
         self, storage: StorageTierSettings | None, lookup: StorageConnector | None
     ) -> StorageTier | None:
         if storage is None or not storage.is_on:
             return None
-        if self._host is None:
+        if not isinstance(self._host, LocalHostTier):
+            if self._host is not None:
+                raise ConfigurationError(
+                    f"FDCACHE_STORAGE={storage.connector} is for an engine with its own host tier; unset it or FDCACHE_SERVER"
+                )
             raise ConfigurationError(
                 f"FDCACHE_STORAGE={storage.connector} reads and writes through the host tier; set FDCACHE_HOST_MEMORY"
             )
@@ -104,13 +119,41 @@ class CacheManager:
             self.settings, storage, self.layout, self._device, self._host, lookup, self._counters, self._clock
         )
 
-    def _pools(self) -> Iterable[BlockPool]:
-        pools = (self._device, self._host, self._storage.pool if self._storage else None)
-        return [pool for pool in pools if pool is not None]
+    def _pools(self) -> list[BlockPool | HostTier]:
+        storage = self._storage.pool if self._storage else None
+        return [pool for pool in (self._device, self._host, storage) if pool is not None]
+
+    @property
+    def host_cache(self) -> HostCache:
+        """What every rank's ``CacheController.initialize_host_cache`` is given, embedded and shared."""
+        return self._host.host_cache if self._host else HostCache()
+
+    @property
+    def shared_blocks_in_use(self) -> int:
+        """What this engine pins and writes in a service's tier; 0 embedded, where ``get_stats`` has it."""
+        return self._host.in_use if self._host and self.settings.server is not None else 0
+
+    def close(self) -> None:
+        """Say goodbye to the service, if there is one: what this engine held there is free at once.
+
+        Call it when every worker has shut down. Harmless when done before, and in embedded use.
+        """
+        if self._host:
+            self._host.close()
+
+    def __enter__(self) -> CacheManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of the host tier; every rank's controller makes room for as many."""
+        """Blocks of the host tier; of a shared one, as many as the service has given this layout so far."""
+        if self.settings.server is not None:
+            return self._host.num_blocks if self._host else 0
         memory = self.settings.host_memory
         block_bytes = self.layout.record_bytes + SLOT_HEADER_BYTES
         if memory and memory < block_bytes:
@@ -152,10 +195,12 @@ class CacheManager:
         """
         requests = list(requests)
         with self._lock:
+            if self._host and self._host.take_device_reset():
+                self._reset_device()
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
             self._requests.check_match(requests)
-            return [self._requests.match(request) for request in requests]
+            return self._requests.match(requests)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
         """Whether that many blocks are free or can be made free now."""
@@ -182,6 +227,8 @@ class CacheManager:
         that no load waits for them to be confirmed.
         """
         with self._lock:
+            if self._host and self._host.take_device_reset():
+                self._reset_device()
             plans = [self._requests.close_plan()]
             if self._backups and self._state is ManagerState.RUNNING:
                 background = OpenPlan()
@@ -190,8 +237,11 @@ class CacheManager:
                     in_flight = self._ledger.blocks_in_flight(SwapPurpose.STORE)
                     self._storage.plan_background(background, in_flight)
                 plans.append(background)
+            if self._host:
+                self._host.report(lambda: msgspec.json.encode(self.get_stats()))
+            arena = self._host.arena if self._host else None
             now = self._clock()
-            return [self._ledger.close(plan, now) for plan in plans if not plan.is_empty]
+            return [self._ledger.close(plan, now, arena) for plan in plans if not plan.is_empty]
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Tell how many tokens of each request are accepted and have their KV on every rank.
@@ -242,19 +292,27 @@ class CacheManager:
     # --- the whole cache ----------------------------------------------------------------------------------
 
     def worker_lost(self, rank: int) -> list[LoadOutcome]:
-        """A rank's process is proved gone, and its part of every block with it: device and host tier are reset.
+        """A rank's process is proved gone, and its part of every block with it: its tiers are reset.
 
-        Its local storage is out of use until ``restore_storage`` is told what the ranks' files hold.
-        Raises ``PlanError`` for a rank that there is not.
+        The host tier of a service outlives it. Its local storage is out of use until ``restore_storage`` is told
+        what the ranks' files hold. Raises ``PlanError`` for a rank that there is not.
         """
         with self._lock:
             outcomes = [
                 outcome for flight in self._ledger.lose_rank(rank) for outcome in self._settle(flight)
             ]
-            self._reset_memory()
+            self._reset_device()
+            if self._host:
+                self._host.worker_lost()
             if self._storage:
                 self._storage.rank_lost(self._requests.plan)
             return outcomes
+
+    def _reset_device(self) -> None:
+        self._device.reset()
+        if self._backups:
+            self._backups.forget()
+        self._requests.stop_publishing()
 
     def reset_cache(self) -> int:
         """Forget every block of every tier; returns how many. Running requests keep theirs and publish no more.
@@ -262,20 +320,13 @@ class CacheManager:
         The workers empty their local storage with the next plan.
         """
         with self._lock:
-            forgotten = self._reset_memory()
+            forgotten = sum(pool.stats().ready for pool in (self._device, self._host) if pool is not None)
+            self._reset_device()
+            if self._host:
+                self._host.reset()
             if self._storage:
                 forgotten += self._storage.reset(self._requests.plan)
             return forgotten
-
-    def _reset_memory(self) -> int:
-        pools = [self._device, *([self._host] if self._host else [])]
-        forgotten = sum(pool.stats().ready for pool in pools)
-        for pool in pools:
-            pool.reset()
-        if self._backups:
-            self._backups.forget()
-        self._requests.stop_publishing()
-        return forgotten
 
     def resize_device_pool(self, num_blocks: int) -> bool:
         """Change the number of device blocks. False, and nothing changed, while a block beyond it is in use.
@@ -355,15 +406,23 @@ class CacheManager:
             return [slot for slot in slots if self._device.node(slot).state == SLOT_FREE]
 
     def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
-        """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing."""
+        """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing.
+
+        Of the tiers that this process has; ``fdcache inspect explain`` tells of a service's.
+        """
         with self._lock:
             hashes = request._bind(self.layout.block_size, self.layout.fingerprint).hashes
-            return {pool.level: pool.nodes(pool.find(hashes).slots.tolist()) for pool in self._pools()}
+            own = [pool for pool in self._pools() if isinstance(pool, BlockPool)]
+            return {pool.level: pool.nodes(pool.find(hashes).slots.tolist()) for pool in own}
 
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
         with self._lock:
-            return [event for pool in self._pools() for event in events_of(pool, self.layout.block_size)]
+            return [
+                event
+                for level, pool in zip(_LEVELS, self._pools(), strict=False)
+                for event in events_of(pool, level, self.layout.block_size)
+            ]
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` naming every invariant that does not hold."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from fdcache.metadata import CacheLevel
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostTier
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
@@ -47,16 +47,16 @@ CacheEvent = BlockStored | BlockRemoved | BlocksCleared | EventsLost
 _STORED, _REMOVED, _CLEARED = 0, 1, 2
 
 
-def events_of(pool: BlockPool, block_size: int) -> Iterator[CacheEvent]:
+def events_of(pool: BlockPool | HostTier, level: CacheLevel, block_size: int) -> Iterator[CacheEvent]:
     """The tier's events since the last call, oldest first."""
     kinds, hashes, parents = pool.take_events()
     for kind, block_hash, parent in zip(kinds.tolist(), hashes, parents, strict=True):
         if kind == _STORED:
             above = parent.tobytes()
-            yield BlockStored(pool.level, block_hash.tobytes(), above if any(above) else None, block_size)
+            yield BlockStored(level, block_hash.tobytes(), above if any(above) else None, block_size)
         elif kind == _REMOVED:
-            yield BlockRemoved(pool.level, block_hash.tobytes())
+            yield BlockRemoved(level, block_hash.tobytes())
         elif kind == _CLEARED:
-            yield BlocksCleared(pool.level)
+            yield BlocksCleared(level)
         else:
-            yield EventsLost(pool.level)
+            yield EventsLost(level)

@@ -13,6 +13,7 @@ from fdcache.manager.blocks import Blocks
 from fdcache.manager.orders import StorageOrder, Swap
 from fdcache.manager.requests import Request
 from fdcache.metadata import (
+    HashArray,
     Int32Array,
     StorageTask,
     SwapPurpose,
@@ -50,9 +51,17 @@ class OpenPlan:
         self.cancelled: tuple[int, ...] = ()
         self.clear_storage = False
 
-    def add(self, purpose: SwapPurpose, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
+    def add(
+        self,
+        purpose: SwapPurpose,
+        source: Blocks,
+        slots: Int32Array,
+        generations: UInt32Array,
+        *,
+        unverified: HashArray | None = None,
+    ) -> int:
         """Plan copies from ``source`` into ``slots``; returns their offset within the transfer."""
-        return self._swaps[purpose].add(source, slots, generations)
+        return self._swaps[purpose].add(source, slots, generations, unverified)
 
     def add_storage(
         self,
@@ -79,10 +88,11 @@ class OpenPlan:
         nothing_asked = not (self.storage or self.cancelled or self.clear_storage)
         return nothing_asked and not any(swap.size for swap in self._swaps.values())
 
-    def build(self, ids: Iterator[int]) -> TransferPlan:
+    def build(self, ids: Iterator[int], arena: str | None) -> TransferPlan:
         """The plan as it goes to the workers."""
         return TransferPlan(
             plan_id=next(ids),
+            arena=arena,
             storage=tuple(order.build(next(ids)) for order in self.storage),
             cancelled=self.cancelled,
             clear_storage=self.clear_storage,
@@ -155,9 +165,9 @@ class PlanLedger:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def close(self, open_plan: OpenPlan, now: float) -> TransferPlan:
-        """Number the plan and wait for its reports."""
-        plan = open_plan.build(self._ids)
+    def close(self, open_plan: OpenPlan, now: float, arena: str | None = None) -> TransferPlan:
+        """Number the plan and wait for its reports; ``arena`` names the one that its host slots mean."""
+        plan = open_plan.build(self._ids, arena)
         self._expect(plan, open_plan.loads, now + self._timeout)
         for task in plan.storage:
             self._expect(task, [], now + self._timeout + task.timeout)

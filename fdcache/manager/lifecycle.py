@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from fdcache._core import BlockList
+from fdcache._core import BlockList, MatchRun
 from fdcache.errors import IntegrityError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
@@ -27,9 +28,27 @@ from fdcache.manager.reuse import ReuseLimit
 from fdcache.manager.stats import Counters
 from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostMatch, HostTier
 
 _STORED = 0
+
+
+@dataclass(slots=True)
+class _Search:
+    """A look-up between its device and its host part; no ``hashes``: nothing is looked up."""
+
+    request: Request
+    hashes: HashArray
+    run: MatchRun | None
+    is_read: bool = False  # from storage, and worth waiting for
+
+    @property
+    def on_device(self) -> int:
+        return len(self.run) if self.run else 0
+
+    @property
+    def goes_on(self) -> bool:
+        return self.on_device < len(self.hashes)
 
 
 class RequestLifecycle:
@@ -40,7 +59,7 @@ class RequestLifecycle:
         settings: CacheSettings,
         layout: KVLayout,
         device: BlockPool,
-        host: BlockPool | None,
+        host: HostTier | None,
         backups: BackupPlanner | None,
         prefetcher: Prefetcher | None,
         counters: Counters,
@@ -119,39 +138,53 @@ class RequestLifecycle:
         tokens = request._bind(self._block_size, self._fingerprint)
         return tokens.hashes[: (request.num_tokens - 1) // self._block_size]
 
-    def match(self, request: Request) -> MatchResult:
-        """Pin the longest prefix that is cached, device blocks first, short of the last token."""
+    def match(self, requests: Sequence[Request]) -> list[MatchResult]:
+        """Pin the longest prefix of each that is cached, device blocks first, short of the last token.
+
+        What the device does not have is asked of the host in one call for all requests.
+        """
+        searches = [self._search_device(request) for request in requests]
+        paths = [(search.hashes, search.on_device) for search in searches if search.goes_on]
+        found = iter(self._host.match_paths(paths) if self._host and paths else ())
+        return [
+            self._match(search, next(found) if self._host and search.goes_on else None) for search in searches
+        ]
+
+    def _search_device(self, request: Request) -> _Search:
         hashes = self._matchable(request)
         self.live[request.request_id] = request
         request._lease = self._device.open_lease()
-        if not (request._publishes and self._settings.enable_prefix_caching):
-            request._publishes = False
-            return MatchResult(request.request_id, MatchStatus.MATCHED)
+        request._publishes = request._publishes and self._settings.enable_prefix_caching
+        if not request._publishes:
+            return _Search(request, hashes[:0], None)
         if self._prefetcher and self._prefetcher.must_wait(request, hashes, self.plan):
-            return self._postpone(request)
+            return _Search(request, hashes[:0], None, is_read=True)
         hashes = self._reuse.cut(hashes)
-        run = self._device.match(request._lease, hashes)
-        pending = run.pending
-        on_device = len(run)
+        return _Search(request, hashes, self._device.match(request._lease, hashes))
+
+    def _match(self, search: _Search, host: HostMatch | None) -> MatchResult:
+        request, run, on_device = search.request, search.run, search.on_device
+        if search.is_read:
+            return self._postpone(request)
         on_host = 0
-        if self._host and on_device < len(hashes):
-            request._host_lease = self._host.open_lease()
-            host_run = self._host.match(request._host_lease, hashes, on_device)
-            on_host = len(host_run)
-            pending = pending or (host_run.pending and not self._is_reading(hashes, on_device + on_host))
+        pending = run is not None and run.pending
+        if host is not None:
+            request._host_lease = host.lease
+            on_host = len(host)
+            pending = pending or (host.pending and not self._is_reading(search.hashes, on_device + on_host))
             if on_host:
-                request._host_run = HostRun(on_device, host_run.slots, host_run.generations)
+                request._host_run = HostRun(on_device, host.slots, host.generations, host.unverified)
         if pending:
             if self._must_wait(request):
                 return self._defer(request)
-            if run.pending:
+            if run is not None and run.pending:
                 self._drop_host_run(request)
                 on_host = 0
-        if on_device:
+        if run is not None and on_device:
             request._table.extend(run.slots)
             request._committed_blocks = request._told_blocks = on_device
             if self._backups:
-                self._backups.on_match(hashes[:on_device], run.hits)
+                self._backups.on_match(search.hashes[:on_device], run.hits)
         return self._matched(request, on_device, on_host)
 
     def _is_reading(self, hashes: HashArray, block: int) -> bool:
@@ -264,9 +297,11 @@ class RequestLifecycle:
             raise IntegrityError(
                 f"request {request.request_id!r}: {len(run)} loads got {len(taken)} device blocks"
             )
-        self._host.hold(run.slots)
+        self._host.begin_load(request._host_lease, run.slots)
         self._drop_host_run(request)
-        offset = self.plan.add(SwapPurpose.LOAD, source, taken.slots, taken.generations)
+        offset = self.plan.add(
+            SwapPurpose.LOAD, source, taken.slots, taken.generations, unverified=run.unverified
+        )
         self.plan.loads.append(LoadRange(request, request._incarnation, offset, len(run), run.start))
         request._loading = True
         request._table.extend(taken.slots)

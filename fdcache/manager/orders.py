@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from fdcache.manager.blocks import Blocks
-from fdcache.metadata import CacheLevel, CacheSwapMetadata, Int32Array, StorageTask, SwapPurpose, UInt32Array
+from fdcache.metadata import (
+    CacheLevel,
+    CacheSwapMetadata,
+    HashArray,
+    Int32Array,
+    StorageTask,
+    SwapPurpose,
+    UInt32Array,
+)
 
 _DIRECTION = {
     SwapPurpose.EVICT: (CacheLevel.DEVICE, CacheLevel.HOST),
@@ -26,14 +34,25 @@ class Swap:
         self.sources: list[Blocks] = []
         self.slots: list[Int32Array] = []
         self.generations: list[UInt32Array] = []
+        self.unverified: list[HashArray | None] = []
         self.size = 0
 
-    def add(self, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
-        """Copy ``source`` into ``slots``; returns their offset within the transfer."""
+    def add(
+        self,
+        source: Blocks,
+        slots: Int32Array,
+        generations: UInt32Array,
+        unverified: HashArray | None = None,
+    ) -> int:
+        """Copy ``source`` into ``slots``; returns their offset within the transfer.
+
+        ``unverified`` is 1 for blocks that nobody has read since they were recovered; None: there are none.
+        """
         offset = self.size
         self.sources.append(source)
         self.slots.append(slots)
         self.generations.append(generations)
+        self.unverified.append(unverified)
         self.size += len(source)
         return offset
 
@@ -53,6 +72,15 @@ class Swap:
             dst_generations=np.concatenate(self.generations),
             hash_values=source.hashes,
             parent_hashes=source.parents,
+            unverified=self._marks(),
+        )
+
+    def _marks(self) -> HashArray | None:
+        if all(marks is None for marks in self.unverified):
+            return None
+        parts = zip(self.unverified, self.sources, strict=True)
+        return np.concatenate(
+            [np.zeros(len(source), np.uint8) if marks is None else marks for marks, source in parts]
         )
 
 

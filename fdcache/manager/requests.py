@@ -51,13 +51,15 @@ class HostRun:
     start: int
     slots: Int32Array
     generations: UInt32Array
+    unverified: HashArray | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def without(self, count: int) -> HostRun:
         """The run less its first ``count`` blocks."""
-        return HostRun(self.start + count, self.slots[count:], self.generations[count:])
+        unverified = None if self.unverified is None else self.unverified[count:]
+        return HostRun(self.start + count, self.slots[count:], self.generations[count:], unverified)
 
 
 class Request:

@@ -7,7 +7,7 @@ import numpy as np
 from fdcache.errors import ConfigurationError
 from fdcache.metadata import HashArray
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostTier
 
 _ABSENT = 0
 
@@ -23,7 +23,7 @@ class ReuseLimit:
     """
 
     def __init__(
-        self, settings: CacheSettings, block_size: int, device: BlockPool, host: BlockPool | None
+        self, settings: CacheSettings, block_size: int, device: BlockPool, host: HostTier | None
     ) -> None:
         grid = settings.reuse_grid or block_size
         if grid % block_size and block_size % grid:
@@ -32,7 +32,7 @@ class ReuseLimit:
             )
         self._cell = max(grid // block_size, 1)
         self._lookahead = -(-settings.lookahead_tokens // block_size)
-        self._tiers = [device] if host is None else [device, host]
+        self._tiers: list[BlockPool | HostTier] = [device] if host is None else [device, host]
 
     def cut(self, hashes: HashArray) -> HashArray:
         """The leading hashes that a match may go through."""

@@ -9,7 +9,7 @@ from fdcache.manager.orders import StorageOrder
 from fdcache.manager.stats import Counters
 from fdcache.manager.storage_index import StorageIndex
 from fdcache.metadata import SwapPurpose
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostTier, LocalHostTier
 
 _NO_CHECKSUMS = np.empty(0, np.uint64)
 
@@ -17,7 +17,7 @@ _NO_CHECKSUMS = np.empty(0, np.uint64)
 def settle(
     flight: InFlightPlan,
     device: BlockPool,
-    host: BlockPool | None,
+    host: HostTier | None,
     storage: StorageIndex | None,
     counters: Counters,
 ) -> None:
@@ -33,7 +33,7 @@ def settle(
         _count(counters, swap.purpose, int(copied.sum()), len(swap))
         checksums = flight.checksums.get(swap.purpose, _NO_CHECKSUMS)
         if swap.purpose is SwapPurpose.STORE:
-            assert storage is not None
+            assert storage is not None and isinstance(host, LocalHostTier)
             arrived = storage.end_writes(swap, copied, checksums)
             host.unhold(swap.src_block_ids)
         elif swap.purpose is SwapPurpose.PREFETCH:
@@ -42,15 +42,16 @@ def settle(
             counters.blocks_corrupt_in_storage += int(corrupt.sum())
             arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
             storage.end_reads(swap, lost, corrupt)
-        else:
-            loads = swap.purpose is SwapPurpose.LOAD
-            source, target = (host, device) if loads else (device, host)
+        elif swap.purpose is SwapPurpose.LOAD:
             corrupt = swap.src_block_ids[flight.corrupt[swap.purpose]]
             if len(corrupt):
-                source.discard(corrupt)  # while it is held still; nobody is to load these bytes again
+                host.discard(corrupt)  # while it is held still; nobody is to load these bytes again
                 counters.blocks_corrupt_in_host += len(corrupt)
-            arrived = target.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
-            source.unhold(swap.src_block_ids)
+            arrived = device.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
+            host.end_load(swap.src_block_ids, swap.hash_values, copied.view(np.uint8))
+        else:
+            arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
+            device.unhold(swap.src_block_ids)
         flight.copied[swap.purpose] = arrived
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostTier
 
 
 class TierUsage(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class TierUsage(msgspec.Struct, frozen=True):
     evictions: int
 
     @classmethod
-    def of(cls, pool: BlockPool) -> TierUsage:
+    def of(cls, pool: BlockPool | HostTier) -> TierUsage:
         """The present state of a tier."""
         stats = pool.stats()
         return cls(
@@ -54,7 +54,7 @@ class MemoryUsage(msgspec.Struct, frozen=True):
     free_bytes: int
 
     @classmethod
-    def of(cls, pool: BlockPool, block_bytes: int) -> MemoryUsage:
+    def of(cls, pool: BlockPool | HostTier, block_bytes: int) -> MemoryUsage:
         """The tier's blocks times ``block_bytes``."""
         stats = pool.stats()
         free = stats.free * block_bytes
@@ -64,7 +64,7 @@ class MemoryUsage(msgspec.Struct, frozen=True):
     @property
     def usage(self) -> float:
         """Used share, 0 to 1."""
-        return self.used_bytes / self.total_bytes
+        return self.used_bytes / self.total_bytes if self.total_bytes else 0.0
 
 
 class Counters(msgspec.Struct):

@@ -59,24 +59,25 @@ def replay(
         layout=config.layout,
         transfer=config.transfer,
         device_blocks=config.cache.device_blocks,
-        host_blocks=manager.num_host_blocks,
+        host=manager.host_cache,
         verify_every=config.verify.every,
         faults=LoadFaults(config.load_failures, config.seed),
         storage=config.storage,
         mooncake=config.mooncake,
         device=config.device,
     )
-    ranks = start_ranks(spec, config.layout.tp_size)
-    try:
-        run = _Run(items, config, manager, ranks)
-        run.restore_storage()
-        interrupted = run.work(on_progress, should_stop)
-        run.drain()
-        return run.report(config, interrupted)
-    finally:
-        ranks.close()
-        if lookup is not None:
-            lookup.close()
+    with manager:
+        ranks = start_ranks(spec, config.layout.tp_size)
+        try:
+            run = _Run(items, config, manager, ranks)
+            run.restore_storage()
+            interrupted = run.work(on_progress, should_stop)
+            run.drain()
+            return run.report(config, interrupted)
+        finally:
+            ranks.close()
+            if lookup is not None:
+                lookup.close()
 
 
 class _Run:

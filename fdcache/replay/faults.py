@@ -57,6 +57,7 @@ class FaultyDevice(CpuDevice):
             else None,
             stopped=super().copy_blocks(planes, arena, _select(pairs, failing), direction),
             failed=failing.astype(np.int32),
+            sound=sound.astype(np.int32),
             layer=layer,
             first_plane=self._layers.index(layer),
             num_planes=len(self._layers),
@@ -72,6 +73,7 @@ class _StoppingCopy:
         stopped: BlockCopy,
         failed: Int32Array,
         *,
+        sound: Int32Array,
         layer: int,
         first_plane: int,
         num_planes: int,
@@ -79,6 +81,7 @@ class _StoppingCopy:
         self._whole = whole
         self._stopped = stopped
         self._failed = failed
+        self._sound = sound
         self._layer = layer
         self._first_plane = first_plane
         self._num_planes = num_planes
@@ -109,8 +112,9 @@ class _StoppingCopy:
     def outcome(self) -> CopyOutcome:
         """What came of it: the failed positions with the layer at which they stopped."""
         whole = None if self._whole is None else self._whole.outcome()
+        failed = self._failed if whole is None else np.union1d(self._failed, self._sound[whole.failed])
         return CopyOutcome(
-            failed=self._failed,
+            failed=failed.astype(np.int32),
             checksums=np.empty(0, dtype=np.uint64),
             copied_bytes=0 if whole is None else whole.copied_bytes,
             seconds=0.0 if whole is None else whole.seconds,
@@ -125,4 +129,5 @@ def _select(pairs: BlockPairs, index: np.ndarray) -> BlockPairs:
         generations=pairs.generations[index],
         hashes=pairs.hashes[index],
         parents=pairs.parents[index],
+        verify=None if pairs.verify is None else pairs.verify[index],
     )

@@ -38,6 +38,8 @@ def require_memory(config: ReplayConfig) -> None:
             f"{config.cache.device_blocks} blocks of {readable_size(block_bytes)} on {ranks} ranks take "
             f"{readable_size(device)}, but {readable_size(free)} are free; at most {fits} would fit",
         )
+    if config.cache.server is not None:
+        return
     host = config.cache.host_memory * ranks
     if host > free - device:
         raise ReplayOptionError(

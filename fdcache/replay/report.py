@@ -116,7 +116,10 @@ def build_report(
 ) -> Report:
     """The report of a replay whose requests have all ended and whose copies were all reported."""
     stats = manager.get_stats()
-    tiers = [tier for tier in (stats.device, stats.host, stats.storage) if tier is not None]
+    # The host tier of a service counts what all engines hold.
+    shared = config.cache.server is not None
+    own_host = None if shared else stats.host
+    tiers = [tier for tier in (stats.device, own_host, stats.storage) if tier is not None]
     return Report(
         tally=tally,
         interrupted=interrupted,
@@ -124,7 +127,8 @@ def build_report(
         host_evictions=stats.host.evictions if stats.host else 0,
         stores_dropped=stats.counters.stores_dropped,
         leaked_slots=sum(tier.blocks - tier.free - tier.ready - tier.quarantined for tier in tiers),
-        leaked_pins=sum(tier.pins + tier.holds + tier.leases for tier in tiers),
+        leaked_pins=sum(tier.pins + tier.holds + tier.leases for tier in tiers)
+        + manager.shared_blocks_in_use,
         integrity_error=_integrity_error(manager),
         manager_us={name: watch.microseconds(name) for name in MANAGER_CALLS},
         wall_seconds=wall_seconds,

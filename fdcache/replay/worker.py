@@ -19,6 +19,7 @@ from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings, Verify
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
+from fdcache.tiers import HostCache
 
 
 def peak_rss_bytes() -> int:
@@ -33,7 +34,7 @@ class WorkerSpec:
     layout: KVLayout
     transfer: TransferSettings
     device_blocks: int
-    host_blocks: int
+    host: HostCache
     verify_every: int
     faults: LoadFaults
     storage: StorageTierSettings
@@ -58,12 +59,11 @@ class RankWorker:
         self._layers = layout.total_layers
         self._controller = CacheController(spec.transfer, layout, rank=rank, device=device)
         tensors = self._controller.initialize_kv_cache(spec.device_blocks)
-        if spec.host_blocks:
-            self._controller.initialize_host_cache(spec.host_blocks)
+        self._controller.initialize_host_cache(spec.host)
         context = ConnectorContext(
             layout, rank, spec.storage, spec.mooncake, verify=spec.transfer.verify is not Verify.OFF
         )
-        storage = open_storage(context) if spec.host_blocks else None
+        storage = open_storage(context) if spec.host.num_blocks else None
         self._scan = self._controller.initialize_storage(storage) if storage is not None else None
         gpu = spec.device is DeviceName.CUDA
         self._planes: Planes = GpuPlanes(tensors, layout) if gpu else HostPlanes(tensors)

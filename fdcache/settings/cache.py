@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from fdcache.settings.kinds import Flag, Integer, Seconds, Size
+from fdcache.settings.kinds import Flag, Integer, Seconds, Size, Text
 from fdcache.settings.variable import Group, variable
 
 
@@ -27,7 +27,24 @@ class CacheSettings(Group):
         "FDCACHE_DEVICE_BLOCKS", 1024, "Blocks of the device tier.", gt=0, unit="blocks"
     )
     host_memory: Size = variable(
-        "FDCACHE_HOST_MEMORY", 0, "Host memory per rank; 0 turns the host tier off.", ge=0, unit="bytes"
+        "FDCACHE_HOST_MEMORY",
+        0,
+        "Host memory per rank; 0 turns the host tier off. Of a service, its whole arena; 0 lets it choose.",
+        ge=0,
+        unit="bytes",
+    )
+    server: Text | None = variable(
+        "FDCACHE_SERVER",
+        None,
+        "The service whose host tier is used, such as ipc:///run/fdcache/serve.sock; unset, each engine has "
+        "its own.",
+    )
+    rpc_timeout: Seconds = variable(
+        "FDCACHE_RPC_TIMEOUT",
+        0.1,
+        "How long a scheduler step waits for the service before it goes on without.",
+        gt=0,
+        unit="s",
     )
     enable_prefix_caching: Flag = variable("FDCACHE_PREFIX_CACHING", True, "Reuse blocks between requests.")
     reuse_grid: Integer = variable(

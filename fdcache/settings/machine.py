@@ -1,7 +1,8 @@
-"""How much memory this process may use."""
+"""What the machine and its service manager tell this process: memory, folders, whom to notify."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,3 +51,14 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+def runtime_base() -> Path | None:
+    """The user's own runtime folder, where the session manager made one."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) if base else None
+
+
+def notify_socket() -> str | None:
+    """The socket on which a service manager hears of readiness (the protocol of sd_notify)."""
+    return os.environ.get("NOTIFY_SOCKET") or None

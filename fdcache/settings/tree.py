@@ -30,6 +30,7 @@ from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.problems import Problem, SettingsError, error
 from fdcache.settings.sampling import SamplingSettings
 from fdcache.settings.scheduling import SchedulingSettings
+from fdcache.settings.server import ServerSettings
 from fdcache.settings.service import ServiceSettings
 from fdcache.settings.sources import Candidate, Source
 from fdcache.settings.storage import StorageSettings
@@ -54,6 +55,7 @@ class SettingsTree(BaseSettings):
     files: FileSettings = Field(default_factory=FileSettings)
     deployment: DeploymentSettings = Field(default_factory=DeploymentSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
+    server: ServerSettings = Field(default_factory=ServerSettings)
     transfer: TransferSettings = Field(default_factory=TransferSettings)
     storage_tier: StorageTierSettings = Field(default_factory=StorageTierSettings)
     mooncake: MooncakeSettings = Field(default_factory=MooncakeSettings)

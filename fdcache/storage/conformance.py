@@ -78,7 +78,7 @@ class HostRecords:
             [self._memory.address],
             count,
             layout.record_bytes,
-            self._headers.address,
+            [self._headers.address],
             count,
             (self._memory, self._headers),
         )

@@ -1,6 +1,8 @@
-"""Tiers: pools of blocks over the native core."""
+"""Tiers: pools of blocks over the native core, and the host tier of a service as this process sees it."""
 
 from fdcache.tiers.block_pool import BlockPool
+from fdcache.tiers.host_cache import HostCache
+from fdcache.tiers.host_tier import HostMatch, HostTier, LocalHostTier
 from fdcache.tiers.restoring import restore
 
-__all__ = ["BlockPool", "restore"]
+__all__ = ["BlockPool", "HostCache", "HostMatch", "HostTier", "LocalHostTier", "restore"]

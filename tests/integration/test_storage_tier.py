@@ -20,6 +20,7 @@ from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.settings.transfer import TransferSettings, Verify
 from fdcache.storage.connector import BatchResult, RecordBatch
 from fdcache.storage.slab import SlabStore
+from fdcache.tiers import LocalHostTier
 from tests.storage_help import MIB, open_store, storage_layout
 
 LAYOUT = storage_layout()
@@ -192,7 +193,7 @@ def test_two_requests_share_one_read(engine: Engine) -> None:
         assert engine.match(request).status is MatchStatus.DEFERRED
         engine.send()
     host = engine.manager._host
-    assert host is not None
+    assert isinstance(host, LocalHostTier)
     assert {node.cache_status for node in host.nodes(range(HOST_BLOCKS))} == {
         CacheStatus.LOADING_FROM_STORAGE
     }

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fdcache import _core
+from fdcache.controller.shared_arena import SharedHostArena
+from fdcache.devices.cpu import CpuDevice
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, MatchStatus, Request
-from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport, TransferResult
+from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport, TransferResult
 
 BLOCK = 4
 Prefix = tuple[int, ...]
@@ -50,10 +53,14 @@ class Job:
 
 
 class Rank:
-    """One worker: device and host blocks, and a queue of plans and steps."""
+    """One worker: device and host blocks, and a queue of plans and steps.
 
-    def __init__(self, index: int) -> None:
+    With ``arena`` its host blocks are a service's, whose headers it writes as a device would.
+    """
+
+    def __init__(self, index: int, arena: SharedHostArena | None = None) -> None:
         self.index = index
+        self.arena = arena
         self.device: dict[int, Prefix] = {}
         self.host: dict[int, tuple[int, Prefix]] = {}
         self.queue: deque[TransferPlan | Step] = deque()
@@ -65,7 +72,10 @@ class Rank:
             self._compute(work)
             return None
         results = []
+        refused = self.arena is not None and self.arena.prepare(work) is not None
         for swap in work.swaps():
+            if refused:
+                fails = frozenset(range(len(swap)))
             failed = sorted({position % len(swap) for position in fails})
             for i in range(len(swap)):
                 source, target = int(swap.src_block_ids[i]), int(swap.dst_block_ids[i])
@@ -77,6 +87,8 @@ class Rank:
                 else:
                     value = GARBAGE if i in failed else self.device.get(source, GARBAGE)
                     self.host[target] = (int(swap.dst_generations[i]), value)
+                    if self.arena is not None and i not in failed:
+                        self._stamp(self.arena, swap, i)
             results.append(
                 TransferResult(
                     purpose=swap.purpose,
@@ -88,6 +100,16 @@ class Rank:
                 )
             )
         return TransferReport(plan_id=work.plan_id, rank=self.index, results=tuple(results))
+
+    def _stamp(self, arena: SharedHostArena, swap: CacheSwapMetadata, i: int) -> None:
+        slot, generation = int(swap.dst_block_ids[i]), int(swap.dst_generations[i])
+        if arena.table.header(slot).generation != generation:
+            raise AssertionError(f"slot {slot} was given to others while rank {self.index} writes it")
+        record = arena.table.record(slot)
+        checksum = _core.record_checksum(record, [0], [len(record)])
+        hashes = (swap.hash_values[i].tobytes(), swap.parent_hashes[i].tobytes())
+        header = _core.SlotHeader(2, generation, *hashes, arena.fingerprint, len(record), checksum)
+        arena.table.set_header(slot, header)
 
     def _compute(self, step: Step) -> None:
         for block in range(-(-step.start // BLOCK)):
@@ -108,11 +130,22 @@ class Engine:
 
     def __init__(self, manager: CacheManager, num_ranks: int) -> None:
         self.manager = manager
-        self.ranks = [Rank(index) for index in range(num_ranks)]
+        self.ranks = [Rank(index, self._arena(index)) for index in range(num_ranks)]
         self.jobs: list[Job] = []
         self.steps: deque[Step] = deque()
         self.reports: list[TransferReport] = []
         self._named = 0
+
+    def _arena(self, rank: int) -> SharedHostArena | None:
+        host = self.manager.host_cache
+        return None if host.server is None else SharedHostArena(host, self.manager.layout, rank, CpuDevice())
+
+    def close(self) -> None:
+        """Let go of a service; nothing is to be under way."""
+        for rank in self.ranks:
+            if rank.arena is not None:
+                rank.arena.close()
+        self.manager.close()
 
     def submit(self, tokens: Prefix, use_cache: bool = True) -> None:
         self._named += 1
@@ -195,7 +228,11 @@ class Engine:
     def lose(self, rank: Rank) -> None:
         """The rank's process dies; the engine starts another and every job over."""
         outcomes = self.manager.worker_lost(rank.index)
-        self.ranks[rank.index] = Rank(rank.index)
+        if rank.arena is not None:
+            rank.arena.close()
+        self.ranks[rank.index] = Rank(rank.index, self._arena(rank.index))
+        if rank.arena is not None:
+            self.ranks[rank.index].host = rank.host  # a service's memory outlives its workers
         self.reports = [report for report in self.reports if report.rank != rank.index]
         for step in self.steps:
             step.executed_by.add(rank.index)

@@ -17,14 +17,15 @@ FOUNDATION = {"_core", "errors", "fingerprint", "hashing", "layout", "metadata",
 MAY_IMPORT = {
     **dict.fromkeys(FOUNDATION, FOUNDATION),
     "envs": FOUNDATION,
-    "tiers": FOUNDATION,
+    "node": FOUNDATION,
+    "tiers": FOUNDATION | {"node"},
     "devices": FOUNDATION,
-    "storage": FOUNDATION | {"tiers"},
-    "manager": FOUNDATION | {"tiers", "devices", "storage"},
-    "controller": FOUNDATION | {"tiers", "devices", "storage"},
-    "client": FOUNDATION | {"tiers", "devices", "storage", "manager", "controller"},
+    "storage": FOUNDATION | {"node", "tiers"},
+    "manager": FOUNDATION | {"node", "tiers", "devices", "storage"},
+    "controller": FOUNDATION | {"node", "tiers", "devices", "storage"},
+    "client": FOUNDATION | {"node", "tiers", "devices", "storage", "manager", "controller"},
     **{
-        room: FOUNDATION | {"tiers", "devices", "storage", "manager", "controller", "client"}
+        room: FOUNDATION | {"node", "tiers", "devices", "storage", "manager", "controller", "client"}
         for room in ("server", "replay", "integrations")
     },
 }

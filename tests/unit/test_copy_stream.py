@@ -31,7 +31,7 @@ class Memory:
         slots = np.array([0, 1], np.int32)
         hashes = np.ones((2, 32), np.uint8)
         planes = _core.PlaneTable([p.ctypes.data for p in self.planes], [64, 64], [64, 64], [0, 128], self)
-        records = _core.RecordTable([self.records.ctypes.data], 2, 4096, self.headers.ctypes.data, 2, self)
+        records = _core.RecordTable([self.records.ctypes.data], 2, 4096, [self.headers.ctypes.data], 2, self)
         generations = np.ones(2, np.uint32)
         return _core.BlockCopy(True, planes, records, slots, slots, generations, hashes, hashes, bytes(32))
 

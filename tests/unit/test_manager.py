@@ -18,6 +18,7 @@ from fdcache.metadata import (
     TransferResult,
 )
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers import LocalHostTier
 from tests.property.engine_model import BLOCK, Engine, Job, Step
 
 A = (1,) * BLOCK
@@ -463,7 +464,7 @@ class TestHostTier:
             )
             world.manager.apply([TransferReport(plan_id=plan.plan_id, rank=rank, results=(result,))])
         assert plan.backups is not None
-        assert world.manager._host is not None
+        assert isinstance(world.manager._host, LocalHostTier)
         assert world.manager._host.node(int(plan.backups.dst_block_ids[0])).checksum == 70
 
     def test_no_room_on_the_host_drops_copies_and_delays_nobody(self) -> None:

@@ -209,7 +209,8 @@ def test_fingerprint_follows_values_but_not_secrets_or_spelling() -> None:
 
 
 CONSUMERS = {
-    "cache": "fdcache/manager",
+    "cache": "fdcache/manager fdcache/tiers",
+    "server": "fdcache/server",
     "transfer": "fdcache/controller fdcache/devices",
     "deployment": "fdcache_cli/replay.py",
     "storage_tier": "fdcache",

@@ -159,3 +159,15 @@ def test_discarding_what_is_no_entry_changes_nothing() -> None:
     with pytest.raises(IndexError):
         tier.discard(slots([7]))
     assert hash_list(tier.find(hashes(chain(1))).hashes) == chain(1)
+
+
+def test_a_discard_passes_over_blocks_whose_parent_never_arrived() -> None:
+    tier = _core.Tier(6)
+    restore(tier, path(0, 1))
+    one, two = chain(7, 8)
+    taken = tier.reserve_copies(0, hashes([ROOT, one]), hashes([one, two]))
+    tier.complete(taken.slots[:1], np.zeros(1, np.uint8), np.empty(0, np.uint64))
+    assert tier.discard(slots([0])).slots.tolist() == [0]
+    assert tier.check_integrity() == []
+    assert tier.complete(taken.slots[1:], np.ones(1, np.uint8), np.empty(0, np.uint64)).tolist() == [0]
+    assert tier.stats().free == 6

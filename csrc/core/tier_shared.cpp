@@ -1,0 +1,98 @@
+// What a tier needs whose slots are filled by other processes: publish, drop.
+#include <algorithm>
+#include <unordered_set>
+
+#include "core/tier.hpp"
+
+namespace fdcache {
+
+std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Digest> parents,
+                                         std::span<const Digest> hashes, std::span<const Slot> slots,
+                                         std::span<const std::uint8_t> copied,
+                                         std::span<const std::uint64_t> checksums) {
+    std::lock_guard lock(mutex_);
+    Lease &lease = lease_of(lease_id);
+    check_computed(lease_id, slots);
+    check_hashes(hashes);
+    const bool current = lease.epoch == epoch_;
+    std::vector<PublishStatus> status(slots.size(), PublishStatus::kDropped);
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        if (!copied[i] || !current) continue;
+        const Slot parent = resolve_parent(parents[i]);
+        if (index_.find(hashes[i]) != kNoSlot) {
+            status[i] = PublishStatus::kDuplicate;
+        } else if (parent == kNoSlot) {
+            status[i] = PublishStatus::kNoParent;
+        } else {
+            link(slots[i], hashes[i], parent);
+            entries_[slots[i]].checksum = checksums[i];
+            make_ready(slots[i]);
+            status[i] = PublishStatus::kStored;
+        }
+    }
+    // The end of each path first, as in a release: so a path is walked up once and not once a block.
+    for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) unpin(*slot);
+    const std::unordered_set<Slot> gone(slots.begin(), slots.end());
+    std::erase_if(lease.slots, [&gone](Slot slot) { return gone.contains(slot); });
+    return status;
+}
+
+std::uint32_t Tier::drop(std::span<const Digest> hashes) {
+    std::lock_guard lock(mutex_);
+    enum class Fate : std::uint8_t { kUnknown, kStays, kGoes };
+    std::vector<Fate> fates(entries_.size(), Fate::kUnknown);
+    bool any = false;
+    for (const Digest &hash : hashes) {
+        const Slot slot = index_.find(hash);
+        if (slot == kNoSlot) continue;
+        fates[slot] = Fate::kGoes;
+        any = true;
+    }
+    if (!any) return 0;
+    std::vector<Slot> path, doomed;
+    for (Slot slot = 0; slot < entries_.size(); ++slot) {
+        if (!entries_[slot].findable) continue;
+        path.clear();
+        Slot above = slot;
+        for (; above != kRoot && entries_[above].findable && fates[above] == Fate::kUnknown;
+             above = entries_[above].parent)
+            path.push_back(above);
+        const bool goes = above != kRoot && entries_[above].findable && fates[above] == Fate::kGoes;
+        for (const Slot each : path) fates[each] = goes ? Fate::kGoes : Fate::kStays;
+        if (fates[slot] == Fate::kGoes) doomed.push_back(slot);
+    }
+    std::uint32_t entries = 0;
+    for (const Slot slot : doomed)
+        if (entries_[slot].state == SlotState::kReady) note(TierEvent::Kind::kRemoved, slot);
+    for (const Slot slot : doomed) {
+        index_.erase(slot);
+        if (order_->holds(slot)) order_->remove(slot);
+        Entry &entry = entries_[slot];
+        const Slot parent = entry.parent;
+        if (parent != kRoot && fates[parent] != Fate::kGoes) {
+            --entries_[parent].children;
+            if (entry.busy) --entries_[parent].busy_children;
+        }
+    }
+    for (const Slot slot : doomed) {
+        Entry &entry = entries_[slot];
+        const Slot parent = entry.parent;
+        entry.parent = kNoSlot;
+        entry.children = entry.busy_children = 0;
+        entry.findable = entry.busy = false;
+        if (entry.state == SlotState::kReady) {
+            entry.state = SlotState::kWriting;
+            --ready_;
+            ++writing_;
+            ++entries;
+        }
+        if (parent != kRoot && fates[parent] != Fate::kGoes) {
+            refresh_busy(parent);
+            free_if_unused(parent);
+        }
+    }
+    for (const Slot slot : doomed) free_if_unused(slot);
+    return entries;
+}
+
+}  // namespace fdcache

@@ -1,0 +1,6 @@
+"""The small ends of a service's line: for tools, and for engines that keep their own device blocks."""
+
+from fdcache.client.engine import AsyncEngineClient, EngineClient
+from fdcache.client.tool import Client
+
+__all__ = ["AsyncEngineClient", "Client", "EngineClient"]

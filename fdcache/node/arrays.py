@@ -1,0 +1,45 @@
+"""Arrays out of messages: checked, never copied."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.errors import ProtocolError
+from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.node.protocol import MAX_BLOCKS
+
+
+def hashes_from(data: bytes, field: str = "hashes") -> HashArray:
+    """Hashes, shape (n, 32). Raises ``ProtocolError`` naming the field."""
+    if len(data) % 32 or len(data) > 32 * MAX_BLOCKS:
+        raise ProtocolError(f"{field}: {len(data)} bytes are not up to {MAX_BLOCKS} hashes of 32 bytes")
+    return np.frombuffer(data, np.uint8).reshape(-1, 32)
+
+
+def int32_from(data: bytes, field: str, count: int | None = None) -> Int32Array:
+    """An int32 array. Raises ``ProtocolError`` naming the field."""
+    return _array(data, field, np.dtype("<i4"), count)
+
+
+def uint32_from(data: bytes, field: str, count: int | None = None) -> UInt32Array:
+    """An uint32 array. Raises ``ProtocolError`` naming the field."""
+    return _array(data, field, np.dtype("<u4"), count)
+
+
+def uint64_from(data: bytes, field: str, count: int | None = None) -> UInt64Array:
+    """An uint64 array. Raises ``ProtocolError`` naming the field."""
+    return _array(data, field, np.dtype("<u8"), count)
+
+
+def uint8_from(data: bytes, field: str, count: int | None = None) -> NDArray[np.uint8]:
+    """Bytes. Raises ``ProtocolError`` naming the field."""
+    return _array(data, field, np.dtype("u1"), count)
+
+
+def _array(data: bytes, field: str, dtype: np.dtype, count: int | None) -> NDArray:  # type: ignore[type-arg]
+    if len(data) % dtype.itemsize or len(data) > dtype.itemsize * MAX_BLOCKS:
+        raise ProtocolError(f"{field}: {len(data)} bytes are not up to {MAX_BLOCKS} items")
+    if count is not None and len(data) != count * dtype.itemsize:
+        raise ProtocolError(f"{field}: {len(data) // dtype.itemsize} items where {count} are needed")
+    return np.frombuffer(data, dtype)

@@ -1,0 +1,66 @@
+"""Shared memory: extents as files, mapped by whoever copies."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from fdcache import _core
+from fdcache.node.protocol import Geometry
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("state", "<u2"),
+        ("generation", "<u4"),
+        ("reserved", "<u4"),
+        ("payload_bytes", "<u8"),
+        ("payload_checksum", "<u8"),
+        ("hash", "u1", 32),
+        ("parent", "u1", 32),
+        ("fingerprint", "u1", 16),
+        ("tail", "<u8"),
+        ("header_checksum", "<u8"),
+    ]
+)
+"""A slot header as NumPy sees it; docs/format-record.md has the meaning."""
+
+
+class Extent:
+    """One mapped extent. The mapping ends with the last reference to it."""
+
+    def __init__(self, path: str | Path, nbytes: int) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(fd)
+        self.data = np.frombuffer(self._map, np.uint8)
+        self.nbytes = nbytes
+
+    @property
+    def address(self) -> int:
+        """Where it is in this process."""
+        return self.data.ctypes.data
+
+    def headers(self, geometry: Geometry) -> np.ndarray:
+        """Its slot headers, shape (records,), dtype ``HEADER``; a view."""
+        start, count = geometry.headers_offset, geometry.records_per_extent
+        return self.data[start : start + count * HEADER.itemsize].view(HEADER)
+
+
+def record_table(geometry: Geometry, extents: list[Extent]) -> _core.RecordTable:
+    """Records and headers of one rank's extents, which it keeps mapped."""
+    per_extent = geometry.records_per_extent
+    return _core.RecordTable(
+        [extent.address for extent in extents],
+        per_extent,
+        geometry.record_bytes,
+        [extent.address + geometry.headers_offset for extent in extents],
+        per_extent * len(extents),
+        tuple(extents),
+    )

@@ -1,0 +1,295 @@
+"""The messages between a service and its clients: msgspec types in msgpack, versioned, limited in size.
+
+A request is the array [version, session, id, body], an answer or a notice [version, id, body]; a notice answers
+nothing and has id 0. Arrays travel as one buffer each, little-endian: hashes 32 bytes a block, slots int32.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fdcache.errors import ProtocolError
+
+VERSION = 1
+MAX_FRAME = 8 << 20
+"""Most bytes of a message."""
+MAX_PATHS = 4096
+MAX_BLOCKS = 131072
+"""Most paths, and most blocks of all of them, in one look-up; also most blocks of any other message."""
+
+
+class Live(msgspec.Struct, frozen=True):
+    """How to tell whether a process is alive: its lock file, and its id in its own pid namespace.
+
+    ``engine`` is the lock file of the scheduler process for which this one works; its own for a scheduler.
+    """
+
+    path: str
+    engine: str
+    pid: int
+    pid_namespace: int
+    start_time: int
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """Where the extents of one layout are: files of ``extent_bytes`` in ``directory``, named by ``prefix``.
+
+    An extent holds ``records_per_extent`` records, then their slot headers. ``incarnation`` changes whenever
+    files of the same names are other memory.
+    """
+
+    directory: str
+    prefix: str
+    incarnation: int
+    extent_bytes: int
+    record_bytes: int
+
+    @property
+    def records_per_extent(self) -> int:
+        """Slots of an extent."""
+        return self.extent_bytes // (self.record_bytes + 128)
+
+    @property
+    def headers_offset(self) -> int:
+        """Where an extent's slot headers begin."""
+        return self.records_per_extent * self.record_bytes
+
+    def path(self, rank: int, index: int) -> str:
+        """The file of a rank's extent."""
+        return f"{self.directory}/{self.prefix}-r{rank}-{index:05d}"
+
+
+# --- requests ----------------------------------------------------------------------------------------------
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """A scheduler process wants blocks of this layout. It has no copy under way in any earlier session."""
+
+    layout: bytes
+    live: Live
+    name: str
+    events: bool = False
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """A worker process is going to copy for the session of the envelope."""
+
+    rank: int
+    live: Live
+
+
+class Match(msgspec.Struct, frozen=True, tag="match"):
+    """Look up paths: ``counts[i]`` hashes each, of which those before ``starts[i]`` are not asked for."""
+
+    counts: bytes
+    starts: bytes
+    hashes: bytes
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Runs of earlier look-ups are used no more."""
+
+    leases: list[int]
+
+
+class Refill(msgspec.Struct, frozen=True, tag="refill"):
+    """Slots to copy into are wanted."""
+
+    count: int
+
+
+class Publish(msgspec.Struct, frozen=True, tag="publish"):
+    """The end of copies into granted slots, parents first; what was not ``copied`` is given back."""
+
+    slots: bytes
+    parents: bytes
+    hashes: bytes
+    copied: bytes
+    checksums: bytes
+
+
+class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
+    """What came of loads of blocks that are unverified, or that failed."""
+
+    slots: bytes
+    hashes: bytes
+    copied: bytes
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The client is there; its own figures, a JSON object, for people to look at. ``resets``: those applied."""
+
+    figures: bytes
+    resets: int = 0
+
+
+class Bye(msgspec.Struct, frozen=True, tag="bye"):
+    """The client ends; no copy of its workers is under way."""
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """A tool's question or command: a name and its arguments."""
+
+    what: str
+    arguments: dict[str, str | int | float | bool | list[str] | None] = {}
+
+
+Request = Register | Attach | Match | Release | Refill | Publish | LoadEnded | Heartbeat | Bye | Ask
+
+# --- answers and notices -----------------------------------------------------------------------------------
+
+
+class Registered(msgspec.Struct, frozen=True, tag="registered"):
+    """The session is open."""
+
+    session: int
+    geometry: Geometry
+    num_slots: int
+
+
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    """The worker may map its extents and copy."""
+
+    geometry: Geometry
+
+
+class Matched(msgspec.Struct, frozen=True, tag="matched"):
+    """For each path a lease and how many blocks it pins; their slots and generations one after the other."""
+
+    leases: list[int]
+    counts: bytes
+    slots: bytes
+    generations: bytes
+    unverified: bytes
+
+
+class Granted(msgspec.Struct, frozen=True, tag="granted"):
+    """Slots to copy into; fewer than were wanted, perhaps none, when there is no room."""
+
+    slots: bytes
+    generations: bytes
+    num_slots: int
+
+
+class Published(msgspec.Struct, frozen=True, tag="published"):
+    """What became of each block: 0 stored, 1 there already, 2 without parent, 3 given back."""
+
+    hashes: bytes
+    status: bytes
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """The answer to a heartbeat: the figures of the client's layout, in the order of ``TIER_FIGURES``."""
+
+    figures: list[int]
+    device_resets: int = 0
+
+
+class Events(msgspec.Struct, frozen=True, tag="events"):
+    """What happened in the layout's tier: kinds (0 stored, 1 removed, 2 cleared, 3 lost), hashes, parents."""
+
+    kinds: bytes
+    hashes: bytes
+    parents: bytes
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Done, with nothing more to say."""
+
+
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """The answer to a tool, a JSON value."""
+
+    value: bytes
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The request was not carried out. ``code`` is for programs, ``message`` for people."""
+
+    code: str
+    message: str
+
+
+Answer = Registered | Attached | Matched | Granted | Published | Alive | Events | Done | Told | Refused
+
+TIER_FIGURES = (
+    "slots",
+    "free",
+    "writing",
+    "ready",
+    "pending",
+    "evictable",
+    "pins",
+    "holds",
+    "leases",
+    "epoch",
+    "evictions",
+)
+
+
+class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A request as it travels; the body is decoded once the version is known."""
+
+    version: int
+    session: int
+    id: int
+    body: msgspec.Raw
+
+
+class AnswerFrame(msgspec.Struct, frozen=True, array_like=True):
+    """An answer or a notice as it travels."""
+
+    version: int
+    id: int
+    body: msgspec.Raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_frame = msgspec.msgpack.Decoder(RequestFrame)
+_answer_frame = msgspec.msgpack.Decoder(AnswerFrame)
+_request = msgspec.msgpack.Decoder(Request)
+_answer = msgspec.msgpack.Decoder(Answer)
+
+
+def encode_request(session: int, number: int, body: Request) -> bytes:
+    """Pack a request."""
+    return _encoder.encode((VERSION, session, number, body))
+
+
+def encode_answer(number: int, body: Answer) -> bytes:
+    """Pack an answer, or with number 0 a notice."""
+    return _encoder.encode((VERSION, number, body))
+
+
+def decode_request_frame(data: bytes) -> RequestFrame:
+    """Unpack the outside of a request. Raises ``ProtocolError``."""
+    try:
+        return _request_frame.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a request: {error}") from error
+
+
+def decode_request(frame: RequestFrame) -> Request:
+    """Unpack the body of a request. Raises ``ProtocolError`` for another version or a malformed body."""
+    if frame.version != VERSION:
+        raise ProtocolError(
+            f"version {frame.version} is not {VERSION}, which is spoken here; upgrade one side"
+        )
+    try:
+        request: Request = _request.decode(frame.body)
+        return request
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed request: {error}") from error
+
+
+def decode_answer(data: bytes) -> tuple[int, Answer]:
+    """Unpack an answer: the number of its request, 0 for a notice. Raises ``ProtocolError``."""
+    try:
+        frame = _answer_frame.decode(data)
+        if frame.version != VERSION:
+            raise ProtocolError(
+                f"the service speaks version {frame.version}, not {VERSION}; upgrade one side"
+            )
+        return frame.id, _answer.decode(frame.body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"malformed answer: {error}") from error

@@ -1,0 +1,1 @@
+"""The service: one arena and one host tier for all engines of a node."""

@@ -1,0 +1,145 @@
+"""What clients ask about blocks: look-ups, the ends of copies, the ends of loads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fdcache.errors import ProtocolError
+from fdcache.metadata import Int32Array
+from fdcache.node.arrays import hashes_from, int32_from, uint8_from, uint64_from
+from fdcache.node.protocol import (
+    MAX_BLOCKS,
+    MAX_PATHS,
+    Answer,
+    Done,
+    LoadEnded,
+    Match,
+    Matched,
+    Publish,
+    Published,
+    Release,
+)
+from fdcache.server.clients import Client
+from fdcache.server.refusal import RefusalError
+
+MOST_RUNS = 65536
+_DROPPED = 3
+
+
+def match(client: Client, request: Match, *, paused: bool) -> Answer:
+    """Pin what is there of each path; nothing while the service is paused."""
+    counts = int32_from(request.counts, "counts")
+    starts = int32_from(request.starts, "starts", len(counts))
+    hashes = hashes_from(request.hashes)
+    if len(counts) > MAX_PATHS or len(hashes) > MAX_BLOCKS:
+        raise RefusalError("too_many", f"more than {MAX_PATHS} paths or {MAX_BLOCKS} blocks in one look-up")
+    if (
+        (counts < 0).any()
+        or int(counts.sum()) != len(hashes)
+        or (starts < 0).any()
+        or (starts > counts).any()
+    ):
+        raise ProtocolError("counts and starts do not fit the hashes")
+    namespace = client.namespace
+    leases: list[int] = []
+    lengths: list[int] = []
+    slots, generations = [], []
+    end = 0
+    client.lookups += len(counts)
+    for size, start in zip(counts.tolist(), starts.tolist(), strict=True):
+        first, end = end, end + size
+        full = len(client.runs) >= MOST_RUNS
+        try:
+            run = None if paused or full else namespace.match(hashes[first:end], start)
+        except ValueError:
+            release(client, Release(leases))  # nobody will hear of them
+            raise
+        if run is None:
+            leases.append(0)
+            lengths.append(0)
+            continue
+        client.runs.add(run.lease)
+        leases.append(run.lease)
+        lengths.append(len(run.slots))
+        slots.append(run.slots)
+        generations.append(run.generations)
+    found = np.concatenate(slots) if slots else np.empty(0, np.int32)
+    marks = b""
+    if namespace.unverified and len(found):
+        unverified = namespace.unverified
+        marks = bytes(slot in unverified for slot in found.tolist())
+    return Matched(
+        leases=leases,
+        counts=np.array(lengths, np.int32).tobytes(),
+        slots=found.tobytes(),
+        generations=(np.concatenate(generations) if slots else found).tobytes(),
+        unverified=marks,
+    )
+
+
+def release(client: Client, request: Release) -> Answer:
+    """Unpin runs of this client; others' are not touched."""
+    tier = client.namespace.tier
+    for lease in request.leases:
+        if lease in client.runs and tier is not None:
+            client.runs.discard(lease)
+            tier.release(lease)
+    return Done()
+
+
+def take_back(client: Client, slots: Int32Array) -> None:
+    """Slots that were granted and never heard of."""
+    hashes = np.full((len(slots), 32), 255, np.uint8)
+    nothing, sums = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
+    _end_copies(client, slots, hashes, hashes, nothing, sums)
+
+
+def _end_copies(
+    client: Client,
+    slots: np.ndarray,
+    parents: np.ndarray,
+    hashes: np.ndarray,
+    copied: np.ndarray,
+    checksums: np.ndarray,
+) -> np.ndarray:
+    status = np.full(len(slots), _DROPPED, np.uint8)
+    for lease, positions in client.by_lease(slots.tolist()).items():
+        status[positions] = client.namespace.publish(
+            lease,
+            *(np.ascontiguousarray(each[positions]) for each in (slots, parents, hashes, copied, checksums)),
+        )
+    client.ended(slots.tolist())
+    return status
+
+
+def publish(client: Client, request: Publish) -> Answer:
+    """Keep what every rank has whole; the other slots are free again."""
+    slots = int32_from(request.slots, "slots")
+    hashes = hashes_from(request.hashes)
+    parents = hashes_from(request.parents, "parents")
+    copied = uint8_from(request.copied, "copied", len(slots))
+    checksums = uint64_from(request.checksums, "checksums", len(slots))
+    if len(hashes) != len(slots) or len(parents) != len(slots):
+        raise ProtocolError("slots, hashes and parents differ in length")
+    numbers = slots.tolist()
+    if len(set(numbers)) != len(numbers) or not client.stock.keys() >= set(numbers):
+        raise RefusalError("not_yours", "slots: some were not granted to this session, or are named twice")
+    generations = np.array([client.stock[slot] for slot in numbers], np.uint32)
+    namespace = client.namespace
+    good = np.zeros(len(slots), np.bool_)
+    wanted = np.flatnonzero(copied)
+    if len(wanted):
+        good[wanted] = namespace.arrived(slots[wanted], generations[wanted], hashes[wanted])
+    status = _end_copies(client, slots, parents, hashes, good, checksums)
+    client.stored += int((status == 0).sum())
+    return Published(request.hashes, status.tobytes())
+
+
+def load_ended(client: Client, request: LoadEnded) -> Answer:
+    """Hear what came of loads."""
+    slots = int32_from(request.slots, "slots")
+    hashes = hashes_from(request.hashes)
+    if len(hashes) != len(slots):
+        raise ProtocolError("slots and hashes differ in length")
+    client.namespace.load_ended(slots, hashes, uint8_from(request.copied, "copied", len(slots)))
+    return Done()

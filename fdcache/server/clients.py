@@ -1,0 +1,113 @@
+"""Clients: who is registered, what each holds, and whether its processes are alive."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from fdcache.node.liveness import Watch
+from fdcache.node.protocol import Live
+from fdcache.server.namespace import Namespace
+
+
+@dataclass(eq=False, slots=True)
+class Client:
+    """One session. ``stock`` has the generation of each slot it may copy into, ``runs`` its pinned look-ups.
+
+    ``former`` has, by lease, those slots of the stock that were granted before a reset.
+
+    What is in ``stock`` is given back by the client, or when every one of its processes is proved gone.
+    """
+
+    session: int
+    identity: bytes
+    namespace: Namespace
+    live: Live
+    name: str
+    wants_events: bool
+    watches: list[Watch]
+    stock_lease: int
+    stock: dict[int, int] = field(default_factory=dict)
+    former: dict[int, set[int]] = field(default_factory=dict)
+    runs: set[int] = field(default_factory=set)
+    figures: bytes = b"{}"
+    since: float = field(default_factory=time.time)
+    seen: float = field(default_factory=time.monotonic)
+    silent: bool = False
+    ranks: dict[str, int] = field(default_factory=dict)
+    device_resets: int = 0
+    device_resets_applied: int = 0
+    lookups: int = 0
+    stored: int = 0
+
+    def watch(self, live: Live, rank: int) -> None:
+        """Another of its processes copies."""
+        if live.path not in self.ranks:
+            self.watches.append(Watch(live))
+        self.ranks[live.path] = rank
+
+    def is_gone(self) -> bool:
+        """Whether none of its processes is left; those that are gone are watched no more."""
+        alive = []
+        for watch in self.watches:
+            if watch.is_gone():
+                watch.bury()
+                self.ranks.pop(watch.live.path, None)
+            else:
+                alive.append(watch)
+        self.watches = alive
+        return not alive
+
+    def renew_stock(self) -> None:
+        """After a reset: what is copied into slots granted before it is not kept, whenever its end is told."""
+        tier = self.namespace.tier
+        if tier is not None:
+            earlier = set(self.stock).difference(*self.former.values())
+            self.former[self.stock_lease] = earlier
+            self.stock_lease = tier.open_lease()
+            self._release_former()
+
+    def by_lease(self, slots: list[int]) -> dict[int, list[int]]:
+        """The positions of these slots of its stock, by the lease that they stand under."""
+        groups: dict[int, list[int]] = {}
+        for position, slot in enumerate(slots):
+            lease = next((each for each, held in self.former.items() if slot in held), self.stock_lease)
+            groups.setdefault(lease, []).append(position)
+        return groups
+
+    def ended(self, slots: list[int]) -> None:
+        """These slots are its own no more."""
+        for slot in slots:
+            del self.stock[slot]
+        for held in self.former.values():
+            held.difference_update(slots)
+        self._release_former()
+
+    def _release_former(self) -> None:
+        tier = self.namespace.tier
+        for lease in [each for each, held in self.former.items() if not held]:
+            del self.former[lease]
+            if tier is not None:
+                tier.release(lease)
+
+    def give_up_runs(self) -> int:
+        """Unpin what it looked up; a load that still reads there finds the slot's header changed, and fails."""
+        tier = self.namespace.tier
+        if tier is not None:
+            for lease in self.runs:
+                tier.release(lease)
+        count = len(self.runs)
+        self.runs.clear()
+        return count
+
+    def take_everything_back(self) -> None:
+        """Its slots and pins: it has said that it is done with them, or is proved gone."""
+        self.give_up_runs()
+        if self.namespace.tier is not None:
+            for lease in (self.stock_lease, *self.former):
+                self.namespace.tier.release(lease)
+        self.former.clear()
+        self.stock.clear()
+        for watch in self.watches:
+            watch.close()
+        self.watches = []

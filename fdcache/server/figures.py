@@ -1,0 +1,42 @@
+"""Namespaces and clients as plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fdcache.server.clients import Client
+from fdcache.server.namespace import Namespace
+from fdcache.server.service import Service
+
+
+def namespace_figures(namespace: Namespace, service: Service) -> dict[str, Any]:
+    """One layout: what it is, what it has, what was done with it."""
+    figures = namespace.tier.stats() if namespace.tier is not None else None
+    names = ("slots", "free", "writing", "ready", "evictable", "pins", "leases", "epoch", "evictions")
+    return {
+        "namespace": namespace.id,
+        "model": namespace.layout.model,
+        "revision": namespace.layout.revision,
+        "ranks": namespace.ranks,
+        "block_size": namespace.layout.block_size,
+        "record_bytes": namespace.layout.record_bytes,
+        "extents": namespace.num_extents * namespace.ranks,
+        "bytes": namespace.bytes_held,
+        "clients": sum(client.namespace is namespace for client in service.clients.values()),
+        "unverified": len(namespace.unverified),
+        "tier": {name: getattr(figures, name) for name in names} if figures else {},
+        "totals": msgspec.to_builtins(namespace.counts),
+    }
+
+
+def client_figures(client: Client) -> dict[str, Any]:
+    """What a client says of itself; nothing if it says nothing that makes sense."""
+    try:
+        figures = msgspec.json.decode(client.figures)
+    except msgspec.DecodeError:
+        return {}
+    if not isinstance(figures, dict) or not isinstance(figures.get("counters", {}), dict):
+        return {}
+    return figures

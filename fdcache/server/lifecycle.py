@@ -1,0 +1,213 @@
+"""The life of a service: locks, memory, recovery, readiness, the end."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from fdcache.errors import ConfigurationError
+from fdcache.node.address import SCHEME, default_address, make_runtime_dir, socket_path
+from fdcache.node.liveness import earlier_processes
+from fdcache.server.arena import Arena
+from fdcache.server.loop import ServiceLoop, SocketLock
+from fdcache.server.service import Service
+from fdcache.server.views import Views
+from fdcache.settings import VARIABLES, Settings
+from fdcache.settings.machine import notify_socket
+
+log = logging.getLogger("fdcache.server")
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a service is to be reached; ``http`` is None when it is off."""
+
+    address: str
+    http: tuple[str, int] | None
+
+
+def endpoints(settings: Settings, address: str | None = None) -> Endpoints:
+    """The addresses in force. Raises ``ConfigurationError`` for one that cannot be served."""
+    chosen = address or settings.cache.server or default_address(settings.server.runtime_dir)
+    path = socket_path(chosen)
+    http = parse_http(settings.server.http_address)
+    if http is not None and not is_loopback(http[0]) and not settings.service.api_keys:
+        raise ConfigurationError(
+            f"FDCACHE_HTTP_ADDRESS: {http[0]} can be reached from elsewhere; set FD_API_KEY, or use 127.0.0.1"
+        )
+    return Endpoints(f"{SCHEME}{path}", http)
+
+
+def parse_http(text: str) -> tuple[str, int] | None:
+    """HOST:PORT, or None for off. Raises ``ConfigurationError``."""
+    if text.lower() in {"off", "none"}:
+        return None
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigurationError(
+            f"FDCACHE_HTTP_ADDRESS: {text!r} is not HOST:PORT, as 127.0.0.1:9470, or off"
+        )
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    return host in {"localhost", "::1"} or host.startswith("127.")
+
+
+class Server:
+    """One service from its locks to its last file.
+
+    ``start`` raises ``ServiceRunningError`` when another one serves the address, ``HostMemoryError`` when the
+    memory is not there; nothing is left then.
+    """
+
+    def __init__(self, settings: Settings, address: str | None = None) -> None:
+        self.settings = settings
+        self.endpoints = endpoints(settings, address)
+        self._socket = socket_path(self.endpoints.address)
+        name = hashlib.sha256(str(self._socket).encode()).hexdigest()[:8]
+        self.arena = Arena(settings.server.arena_dir, name)
+        self.service = Service(settings.server, self.arena, self._socket.parent)
+        config = {variable: settings.render(variable) for variable in VARIABLES}
+        self.views = Views(self.service, config, settings.fingerprint)
+        self.service.answer_tool = self.views.answer
+        self.recovered = 0
+        self._lock: SocketLock | None = None
+        self._loop: ServiceLoop | None = None
+        self._signals = 0
+        self._drain_until: float | None = None
+
+    def start(self, progress: Progress = lambda what, done, total: None) -> None:
+        """Take the locks, make or recover the arena, bind the socket."""
+        make_runtime_dir(self._socket.parent)
+        self._lock = SocketLock(self._socket)
+        try:
+            self._open_arena(progress)
+            self.service.watch_earlier()
+            self._loop = ServiceLoop(self.service, self._socket)
+        except BaseException:
+            self.arena.close()
+            self._lock.release()
+            raise
+        log.info(
+            "serving at %s: %d bytes in %s, %d blocks recovered",
+            self.endpoints.address,
+            self.arena.total_bytes,
+            self.arena.directory,
+            self.recovered,
+        )
+
+    def _open_arena(self, progress: Progress) -> None:
+        settings = self.settings.server
+        if not settings.arena_dir.is_dir():
+            raise ConfigurationError(f"FDCACHE_ARENA_DIR: {settings.arena_dir} is no folder; make it a tmpfs")
+        found = self.arena.lock()
+        wanted = self.settings.cache.host_memory
+        if found is not None and settings.recover:
+            if not wanted or found.extents == wanted // max(found.extent_bytes, 1):
+                self.recovered = self.service.shares.recover(self.arena.adopt(found))
+                return
+            log.warning("the earlier arena has another size than is asked for now: it is not recovered")
+        self.arena.create(
+            wanted,
+            settings.extent_size,
+            numa_node=settings.numa_node,
+            huge_pages=settings.huge_pages,
+            progress=lambda done, total: progress("touching memory", done, total),
+        )
+
+    def run(self) -> None:
+        """Serve until told to end; the second signal ends it without waiting for clients."""
+        assert self._loop is not None
+        _notify("READY=1")
+        tick = self.service.tick
+
+        def tick_and_drain(tell: Callable[..., bool]) -> None:
+            tick(tell)
+            self._drain()
+
+        self.service.tick = tick_and_drain  # type: ignore[method-assign]
+        with self._signals_caught():
+            self._loop.run()
+
+    def stop(self, *, force: bool = False) -> None:
+        """Begin to end, from any thread: not ready at once, then drain; ``force`` ends at once."""
+        assert self._loop is not None
+        if force or self._drain_until is not None:
+            self._loop.stop()
+            return
+        _notify("STOPPING=1")
+        self._drain_until = time.monotonic() + self.settings.server.drain_timeout
+
+    def _drain(self) -> None:
+        if self._drain_until is None or self._loop is None:
+            return
+        if not self.service.draining:
+            self._loop.say_goodbye()
+        if not self.service.clients or time.monotonic() > self._drain_until:
+            self._loop.stop()
+
+    def close(self) -> None:
+        """Take socket, shared memory and locks away."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+        for namespace in self.service.namespaces.values():
+            namespace.close()
+        self.arena.close()
+        for _ in earlier_processes(self._socket.parent):
+            pass  # of the living; the files of the dead are gone now
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def abandon(self) -> None:
+        """Leave everything as a service does that is killed, but for its locks: for tests of recovery."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+        self.arena.abandon()
+        if self._lock is not None:
+            self._lock.release(remove=False)
+            self._lock = None
+
+    @contextmanager
+    def _signals_caught(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self._signals += 1
+            self.stop(force=self._signals > 1)
+
+        former = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+
+def _notify(state: str) -> None:
+    """Tell the service manager, if there is one (the protocol of sd_notify)."""
+    target = notify_socket()
+    if not target:
+        return
+    address = "\0" + target[1:] if target.startswith("@") else target
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
+        try:
+            line.sendto(state.encode(), address)
+        except OSError as error:
+            log.warning("NOTIFY_SOCKET: %s", error)

@@ -1,0 +1,297 @@
+"""Service: what the node's cache knows and decides. One thread owns it, and it touches no socket."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from secrets import randbits
+
+import numpy as np
+
+from fdcache.errors import FdcacheError, ProtocolError
+from fdcache.layout import KVLayout
+from fdcache.node.arrays import int32_from
+from fdcache.node.liveness import Watch, earlier_processes
+from fdcache.node.protocol import (
+    TIER_FIGURES,
+    Alive,
+    Answer,
+    Ask,
+    Attach,
+    Attached,
+    Bye,
+    Done,
+    Events,
+    Granted,
+    Heartbeat,
+    LoadEnded,
+    Match,
+    Matched,
+    Publish,
+    Refill,
+    Refused,
+    Register,
+    Registered,
+    Release,
+    RequestFrame,
+    decode_request,
+)
+from fdcache.server import blocks
+from fdcache.server.arena import Arena
+from fdcache.server.clients import Client
+from fdcache.server.latency import Latencies
+from fdcache.server.namespace import Namespace
+from fdcache.server.refusal import RefusalError
+from fdcache.server.shares import Shares
+from fdcache.settings.server import ServerSettings
+
+log = logging.getLogger("fdcache.server")
+
+MOST_CLIENTS = 1024
+MOST_LAYOUT_BYTES = 1 << 20
+_SHARE_OF_STOCK = 4  # all clients of a layout together stock at most a quarter of its slots
+
+Teller = Callable[[bytes, Answer], bool]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Totals of the service since it started."""
+
+    requests: int = 0
+    refused: int = 0
+    undelivered: int = 0
+    clients_registered: int = 0
+    clients_lost: int = 0
+    slots_taken_back: int = 0
+    runs_given_up: int = 0
+    latencies: Latencies = field(default_factory=Latencies)
+
+
+class Service:
+    """Namespaces, clients and their requests.
+
+    ``tell(identity, notice)`` sends a notice and says whether it was taken. Nothing here blocks, and nothing
+    is freed that a living process may be writing.
+    """
+
+    def __init__(self, settings: ServerSettings, arena: Arena, runtime_dir: Path) -> None:
+        self.settings = settings
+        self.arena = arena
+        self.runtime_dir = runtime_dir
+        self.shares = Shares(settings, arena)
+        self.clients: dict[int, Client] = {}
+        self.totals = Totals()
+        self.started = time.time()
+        self.paused = False
+        self.draining = False
+        self.answer_tool: Callable[[Ask], Answer] = lambda ask: Refused("unknown", "no tools here")
+        self._serial = count(1)
+        self._salt = randbits(31) << 32
+        self.earlier: list[Watch] = []
+        self._handlers: dict[type, Callable[..., Answer]] = {
+            Match: lambda client, request: blocks.match(client, request, paused=self.paused),
+            Release: blocks.release,
+            Refill: self._refill,
+            Publish: blocks.publish,
+            LoadEnded: blocks.load_ended,
+            Heartbeat: self._heartbeat,
+            Bye: self._bye,
+        }
+
+    @property
+    def namespaces(self) -> dict[bytes, Namespace]:
+        """The layouts, by fingerprint."""
+        return self.shares.namespaces
+
+    # --- start --------------------------------------------------------------------------------------------
+
+    def watch_earlier(self) -> None:
+        """Wait for the clients of an earlier service: no slot is given away before they are back or gone."""
+        self.earlier = [Watch(live) for live in earlier_processes(self.runtime_dir)]
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def handle(self, identity: bytes, frame: RequestFrame) -> Answer:
+        """Carry out one request. Never raises for what a client sent."""
+        self.totals.requests += 1
+        began = time.perf_counter()
+        kind = "malformed"
+        try:
+            request = decode_request(frame)
+            kind = type(request).__name__.lower()
+            return self._carry_out(identity, frame.session, request)
+        except RefusalError as refusal:
+            self.totals.refused += 1
+            return Refused(refusal.code, str(refusal))
+        except (ProtocolError, ValueError, IndexError) as error:
+            self.totals.refused += 1
+            return Refused("malformed", str(error))
+        except FdcacheError as error:
+            self.totals.refused += 1
+            return Refused(type(error).__name__, str(error))
+        finally:
+            self.totals.latencies.observe(kind, time.perf_counter() - began)
+
+    def _carry_out(self, identity: bytes, session: int, request: object) -> Answer:
+        if isinstance(request, Ask):
+            return self.answer_tool(request)
+        if isinstance(request, Register):
+            return self._register(identity, request)
+        if isinstance(request, Attach):
+            return self._attach(session, request)
+        client = self.clients.get(session)
+        if self.draining and isinstance(request, Match):
+            raise RefusalError("draining", "the service is about to end")
+        if client is None:
+            raise RefusalError("no_session", f"session {session} is unknown here; register again")
+        client.seen = time.monotonic()
+        client.silent = False
+        return self._handlers[type(request)](client, request)
+
+    def _register(self, identity: bytes, request: Register) -> Answer:
+        if self.draining:
+            raise RefusalError("draining", "the service is about to end; try again later")
+        if len(request.layout) > MOST_LAYOUT_BYTES:
+            raise RefusalError("malformed", f"layout: more than {MOST_LAYOUT_BYTES} bytes")
+        self._check_live(request.live.path)
+        for client in [each for each in self.clients.values() if each.live.path == request.live.path]:
+            self._remove(client)
+        for watch in [each for each in self.earlier if each.live.engine == request.live.path]:
+            watch.close()
+            self.earlier.remove(watch)
+        if len(self.clients) >= MOST_CLIENTS:
+            raise RefusalError("too_many", f"{MOST_CLIENTS} clients are registered already")
+        layout = KVLayout.from_json(request.layout)
+        namespace = self.shares.open(layout)
+        if not namespace.num_extents and not self._make_room(namespace):
+            raise RefusalError(
+                "no_memory",
+                f"no extents are left for this layout on {namespace.ranks} ranks; give the service more "
+                "--host-memory, or reset a layout that is no longer used",
+            )
+        assert namespace.tier is not None
+        session = self._salt | next(self._serial)
+        self.clients[session] = Client(
+            session=session,
+            identity=identity,
+            namespace=namespace,
+            live=request.live,
+            name=request.name[:200],
+            wants_events=request.events,
+            watches=[Watch(request.live)],
+            stock_lease=namespace.tier.open_lease(),
+        )
+        self.totals.clients_registered += 1
+        log.info(
+            "client %s registered: process %d, layout %s", request.name[:200], request.live.pid, namespace.id
+        )
+        return Registered(session, namespace.geometry, namespace.num_slots)
+
+    def _check_live(self, path: str) -> None:
+        given = Path(path)
+        if given.parent != self.runtime_dir or not given.exists():
+            raise RefusalError("malformed", f"live.path: not a file in {self.runtime_dir}")
+
+    def _attach(self, session: int, request: Attach) -> Answer:
+        self._check_live(request.live.path)
+        for client in self.clients.values():
+            if client.live.path == request.live.engine and session in (0, client.session):
+                if not 0 <= request.rank < client.namespace.ranks:
+                    raise RefusalError(
+                        "malformed", f"rank {request.rank} is not below {client.namespace.ranks}"
+                    )
+                client.watch(request.live, request.rank)
+                return Attached(client.namespace.geometry)
+        raise RefusalError(
+            "no_session", "the engine of this worker is not registered here, or has registered anew"
+        )
+
+    def _refill(self, client: Client, request: Refill) -> Answer:
+        namespace = client.namespace
+        nothing = np.empty(0, np.int32)
+        slots, generations = nothing, nothing.view(np.uint32)
+        if not (self.paused or self.draining or self.earlier):
+            if namespace.tier is not None and namespace.tier.stats().free < request.count:
+                self._make_room(namespace)
+            fellows = sum(other.namespace is namespace for other in self.clients.values())
+            most = max(namespace.most_slots // (_SHARE_OF_STOCK * fellows), 1) - len(client.stock)
+            slots, generations = namespace.grant(client.stock_lease, max(0, min(request.count, most)))
+            client.stock.update(zip(slots.tolist(), generations.tolist(), strict=True))
+        return Granted(slots.tobytes(), generations.tobytes(), namespace.num_slots)
+
+    def undelivered(self, session: int, answer: Answer) -> None:
+        """An answer that its client's queue has no room for: what it gives is taken back."""
+        self.totals.undelivered += 1
+        client = self.clients.get(session)
+        if client is None:
+            return
+        if isinstance(answer, Matched):
+            blocks.release(client, Release(answer.leases))
+        elif isinstance(answer, Granted):
+            blocks.take_back(client, int32_from(answer.slots, "slots"))
+
+    def _heartbeat(self, client: Client, request: Heartbeat) -> Answer:
+        client.figures = request.figures[:65536]
+        client.device_resets_applied = max(client.device_resets_applied, request.resets)
+        tier = client.namespace.tier
+        figures = tier.stats() if tier is not None else None
+        return Alive(
+            [int(getattr(figures, name)) for name in TIER_FIGURES] if figures else [],
+            device_resets=client.device_resets,
+        )
+
+    def _bye(self, client: Client, request: Bye) -> Answer:
+        self._remove(client)
+        log.info("client %s said goodbye", client.name)
+        return Done()
+
+    # --- upkeep -------------------------------------------------------------------------------------------
+
+    def tick(self, tell: Teller) -> None:
+        """What time brings: deaths, silence, events to be told."""
+        now = time.monotonic()
+        for client in list(self.clients.values()):
+            if client.is_gone():
+                log.warning(
+                    "client %s is gone: %d slots and %d runs are taken back",
+                    client.name,
+                    len(client.stock),
+                    len(client.runs),
+                )
+                self.totals.clients_lost += 1
+                self.totals.slots_taken_back += len(client.stock)
+                self._remove(client)
+            elif now - client.seen > self.settings.session_timeout and not client.silent:
+                client.silent = True
+                self.totals.runs_given_up += client.give_up_runs()
+                log.warning("client %s is silent: its slots stay its own, its pins are given up", client.name)
+        for watch in [each for each in self.earlier if each.is_gone()]:
+            watch.bury()
+            self.earlier.remove(watch)
+        self.tell_events(tell)
+
+    def tell_events(self, tell: Teller) -> None:
+        """Tell clients what entered and left their layout's tier."""
+        for namespace in self.namespaces.values():
+            namespace.collect_events()
+            while namespace.pending_events:
+                kinds, hashes, parents = namespace.pending_events.popleft()
+                everything = Events(kinds.tobytes(), hashes.tobytes(), parents.tobytes())
+                matters = kinds != 0
+                gone = Events(kinds[matters].tobytes(), hashes[matters].tobytes(), parents[matters].tobytes())
+                for client in self.clients.values():
+                    if client.namespace is namespace and (client.wants_events or matters.any()):
+                        tell(client.identity, everything if client.wants_events else gone)
+
+    def _remove(self, client: Client) -> None:
+        client.take_everything_back()
+        del self.clients[client.session]
+
+    def _make_room(self, namespace: Namespace) -> bool:
+        used = {client.namespace.id for client in self.clients.values()}
+        return self.shares.make_room(namespace, used, spare_all=bool(self.earlier))

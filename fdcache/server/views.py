@@ -1,0 +1,255 @@
+"""What tools are told, and what they may command: the answers to ``Ask``. Read-only views are plain JSON values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fdcache import __version__
+from fdcache.node.protocol import Answer, Ask, Refused, Told
+from fdcache.server.arguments import ArgumentError, Arguments, number, path
+from fdcache.server.commands import fitting_namespaces, reset
+from fdcache.server.figures import client_figures, namespace_figures
+from fdcache.server.integrity import check_integrity
+from fdcache.server.namespace import Namespace
+from fdcache.server.service import Service
+
+MOST_TREE = 1000
+
+
+class Views:
+    """Answers tools. It runs in the service's thread and looks at its state directly."""
+
+    def __init__(self, service: Service, config: Mapping[str, str | None], fingerprint: str) -> None:
+        self._service = service
+        self._config = config
+        self._fingerprint = fingerprint
+        self._answers: dict[str, Callable[[Arguments], Any]] = {
+            "stats": self.stats,
+            "tiers": lambda arguments: self.stats(arguments)["tiers"],
+            "namespaces": self.namespaces,
+            "clients": self.clients,
+            "transfers": self.transfers,
+            "tree": self.tree,
+            "block": self.block,
+            "explain": self.explain,
+            "layout": self.layout,
+            "config": lambda arguments: {"fingerprint": fingerprint, "settings": dict(config)},
+            "reset": lambda arguments: reset(self._service, arguments),
+            "pause": lambda arguments: self._pause(True),
+            "resume": lambda arguments: self._pause(False),
+            "integrity": lambda arguments: check_integrity(self._service),
+        }
+
+    def answer(self, ask: Ask) -> Answer:
+        """Carry out one question or command."""
+        if ask.what not in self._answers:
+            return Refused("unknown", f"{ask.what!r} is none of {', '.join(self._answers)}")
+        try:
+            return Told(msgspec.json.encode(self._answers[ask.what](ask.arguments)))
+        except ArgumentError as error:
+            return Refused("malformed", str(error))
+
+    # --- views --------------------------------------------------------------------------------------------
+
+    def state(self) -> str:
+        """What the service is doing, in a word."""
+        if self._service.draining:
+            return "draining"
+        if self._service.paused:
+            return "paused"
+        return "recovering" if self._service.earlier else "ready"
+
+    def stats(self, arguments: Arguments) -> dict[str, Any]:
+        """The whole service in figures."""
+        service = self._service
+        arena = service.arena
+        namespaces = [namespace_figures(each, service) for each in service.namespaces.values()]
+        totals = msgspec.to_builtins(service.totals)
+        return {
+            "version": __version__,
+            "state": self.state(),
+            "uptime_seconds": time.time() - service.started,
+            "config_fingerprint": self._fingerprint,
+            "waiting_for_earlier": len(service.earlier),
+            "totals": totals,
+            "tiers": {
+                "host": {
+                    "bytes": arena.total_bytes,
+                    "extent_bytes": arena.manifest.extent_bytes,
+                    "extents": arena.manifest.extents,
+                    "free_extents": arena.num_free,
+                    **{
+                        name: sum(each["tier"].get(name, 0) for each in namespaces)
+                        for name in (
+                            "slots",
+                            "free",
+                            "writing",
+                            "ready",
+                            "evictable",
+                            "pins",
+                            "leases",
+                            "evictions",
+                        )
+                    },
+                },
+                "device": [
+                    {"client": client.name, **device}
+                    for client in service.clients.values()
+                    if (device := client_figures(client).get("device"))
+                ],
+            },
+            "namespaces": namespaces,
+            "clients": self.clients(arguments),
+        }
+
+    def namespaces(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """One entry for each layout."""
+        return [namespace_figures(each, self._service) for each in self._service.namespaces.values()]
+
+    def clients(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """One entry for each client; ``figures`` are its own, as of its last sign of life."""
+        now = time.monotonic()
+        return [
+            {
+                "session": f"{client.session:x}",
+                "name": client.name,
+                "namespace": client.namespace.id,
+                "pid": client.live.pid,
+                "ranks": sorted(client.ranks.values()),
+                "connected_seconds": time.time() - client.since,
+                "silent_seconds": now - client.seen,
+                "silent": client.silent,
+                "stock": len(client.stock),
+                "runs": len(client.runs),
+                "lookups": client.lookups,
+                "stored": client.stored,
+                "device_resets": client.device_resets,
+                "device_resets_applied": client.device_resets_applied,
+                "figures": client_figures(client),
+            }
+            for client in self._service.clients.values()
+        ]
+
+    def transfers(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """What is under way, by client: slots granted to copy into, runs pinned to be read, its own plans."""
+        return [
+            {
+                "client": client.name,
+                "writable_slots": len(client.stock),
+                "pinned_runs": len(client.runs),
+                "plans_in_flight": client_figures(client).get("plans_in_flight", 0),
+                "queued_backups": client_figures(client).get("queued_backups", 0),
+            }
+            for client in self._service.clients.values()
+        ]
+
+    def layout(self, arguments: Arguments) -> Any:
+        """The layout of a namespace, as JSON."""
+        return msgspec.json.decode(self._namespace(arguments).layout.to_json())
+
+    def tree(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """The hottest blocks, each with its ancestors, parents first."""
+        limit = int(number(arguments, "limit", 30, 1, MOST_TREE))
+        found = []
+        for namespace in fitting_namespaces(self._service, arguments):
+            tier = namespace.tier
+            if tier is None:
+                continue
+            nodes = [node for slot in range(namespace.num_slots) if (node := tier.node(slot)).findable]
+            hottest = sorted(nodes, key=lambda node: (-node.hits, node.depth))[:limit]
+            slots = np.array([node.slot for node in hottest], np.int32)
+            kept = set(tier.ancestry(slots).slots.tolist()) if len(slots) else set()
+            by_slot = {node.slot: node for node in nodes}
+            for node in nodes:
+                if node.slot in kept:
+                    above = by_slot.get(node.parent) if node.parent is not None else None
+                    found.append(
+                        {
+                            "namespace": namespace.id,
+                            "hash": node.hash.hex(),
+                            "parent": above.hash.hex() if above else None,
+                            "depth": node.depth,
+                            "hits": node.hits,
+                            "children": node.children,
+                            "pins": node.pins,
+                            "idle_seconds": node.idle_seconds,
+                        }
+                    )
+        return found
+
+    def block(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """Where blocks are whose hash begins with ``hash`` (hexadecimal)."""
+        prefix = str(arguments.get("hash", ""))
+        if not 4 <= len(prefix) <= 64 or any(letter not in "0123456789abcdef" for letter in prefix.lower()):
+            raise ArgumentError("hash: give 4 to 64 hexadecimal digits")
+        found = []
+        for namespace in fitting_namespaces(self._service, arguments):
+            tier = namespace.tier
+            for slot in range(namespace.num_slots if tier is not None else 0):
+                assert tier is not None
+                node = tier.node(slot)
+                if node.findable and node.hash.hex().startswith(prefix.lower()):
+                    found.append(
+                        {
+                            "namespace": namespace.id,
+                            "hash": node.hash.hex(),
+                            "slot": slot,
+                            "generation": node.generation,
+                            "depth": node.depth,
+                            "children": node.children,
+                            "pins": node.pins,
+                            "hits": node.hits,
+                            "idle_seconds": node.idle_seconds,
+                            "checksum": f"{node.checksum:016x}",
+                            "unverified": slot in namespace.unverified,
+                        }
+                    )
+            for key, when in namespace.evictions.times.items():
+                if key.hex().startswith(prefix.lower()):
+                    found.append({"namespace": namespace.id, "hash": key.hex(), "evicted_at": when})
+        return found
+
+    def explain(self, arguments: Arguments) -> dict[str, Any]:
+        """Where each block of a path is, and which one broke the run. ``hashes``: hexadecimal, in path order."""
+        namespace = self._namespace(arguments)
+        hashes = path(arguments)
+        namespace.collect_events()
+        found = namespace.tier.find(hashes) if namespace.tier is not None else None
+        there = (
+            {row.tobytes(): slot for row, slot in zip(found.hashes, found.slots.tolist(), strict=True)}
+            if found
+            else {}
+        )
+        blocks = []
+        broken = None
+        for position, row in enumerate(hashes):
+            key = row.tobytes()
+            entry: dict[str, Any] = {"position": position, "hash": key.hex(), "tier": None}
+            if key in there and namespace.tier is not None:
+                node = namespace.tier.node(there[key])
+                entry |= {
+                    "tier": "host",
+                    "slot": node.slot,
+                    "idle_seconds": node.idle_seconds,
+                    "hits": node.hits,
+                }
+            else:
+                entry["evicted_at"] = namespace.evictions.times.get(key)
+                broken = position if broken is None else broken
+            blocks.append(entry)
+        return {"namespace": namespace.id, "blocks": blocks, "broken_at": broken}
+
+    def _pause(self, paused: bool) -> dict[str, Any]:
+        self._service.paused = paused
+        return {"state": self.state()}
+
+    def _namespace(self, arguments: Arguments) -> Namespace:
+        chosen = fitting_namespaces(self._service, arguments)
+        if len(chosen) != 1:
+            raise ArgumentError(f"namespace: {len(chosen)} fit; name one of `fdcache inspect namespaces`")
+        return chosen[0]

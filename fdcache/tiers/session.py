@@ -1,0 +1,329 @@
+"""A client's session with a service, kept by a thread: stock of slots, ends of copies, signs of life."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+
+import numpy as np
+import zmq
+
+from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
+from fdcache.layout import KVLayout
+from fdcache.node.address import client_dir
+from fdcache.node.arrays import int32_from, uint8_from, uint32_from
+from fdcache.node.connection import Connection
+from fdcache.node.liveness import LiveFile
+from fdcache.node.protocol import (
+    Alive,
+    Answer,
+    Bye,
+    Events,
+    Granted,
+    Heartbeat,
+    Live,
+    Publish,
+    Published,
+    Refill,
+    Refused,
+    Register,
+    Registered,
+    Release,
+    Request,
+)
+from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.knowledge import ABSENT, Knowledge
+from fdcache.tiers.stock import FIRST_STOCK, MOST_STOCK, Session
+
+_HEARTBEAT = 1.0
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
+_REGISTER_TIMEOUT = 2.0
+_REMOVED, _CLEARED = 1, 2
+_NOT_KEPT = 2  # and above: no parent, dropped
+
+
+class SessionKeeper:
+    """Registers, refills, reconnects. ``session`` is None while there is no service to speak to.
+
+    A new session begins only once nothing of the one before is under way (``is_drained``): so the service may
+    give all its slots to others.
+    """
+
+    def __init__(
+        self, settings: CacheSettings, layout: KVLayout, knowledge: Knowledge, is_drained: Callable[[], bool]
+    ) -> None:
+        assert settings.server is not None
+        self._layout = layout
+        self._knowledge = knowledge
+        self._is_drained = is_drained
+        self._address = settings.server
+        self._live = LiveFile(client_dir(settings.server))
+        self.session: Session | None = None
+        self.figures = b"{}"
+        self.wants_figures = True
+        self.last_error = ""
+        self._lock = threading.Lock()
+        self._connected = threading.Condition(self._lock)
+        self._outbox: deque[tuple[Session, Request]] = deque()
+        self._releases: deque[tuple[Session, int]] = deque()
+        self._events: deque[Events] = deque()
+        self._event_capacity = settings.event_buffer
+        self._device_resets = 0
+        self._device_resets_taken = 0
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = False
+        self._owes_goodbye: Session | None = None
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="fdcache-session", daemon=True)
+        self._thread.start()
+        self.wait_connected(max(settings.rpc_timeout, 1.0))
+
+    @property
+    def live(self) -> Live:
+        """This process's proof of life."""
+        return self._live.live
+
+    def wait_connected(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for a session; whether there is one."""
+        with self._connected:
+            return self._connected.wait_for(lambda: self.session is not None, timeout)
+
+    def take(self, session: Session, count: int) -> list[tuple[int, int]] | None:
+        """Slots from the stock, all or none, ascending; what was short is asked for."""
+        with self._lock:
+            stock = session.stock
+            if session is not self.session or len(stock) < count:
+                session.wanted = min(max(session.wanted, 2 * count), MOST_STOCK)
+                self._poke()
+                return None
+            taken = sorted(islice(stock, count))
+            for _ in range(count):
+                stock.popleft()
+            if len(stock) < session.wanted // 2 and not session.asked:
+                self._poke()
+            return taken
+
+    def tell(self, session: Session, body: Request) -> None:
+        """Send in the background, in order; dropped when the session ends before."""
+        self._outbox.append((session, body))
+        self._poke()
+
+    def release(self, session: Session, lease: int) -> None:
+        """Give a run back, in the background."""
+        self._releases.append((session, lease))
+        if len(self._releases) >= 64:
+            self._poke()
+
+    def lose(self, session: Session, reason: str, *, goodbye: bool = False) -> None:
+        """The service did not answer, or does not know the session: it is over.
+
+        ``goodbye``: the service asked for an end and is told once nothing is under way any more.
+        """
+        with self._lock:
+            if self.session is session:
+                self.session = None
+                self._owes_goodbye = session if goodbye else None
+                self.last_error = reason
+                self._knowledge.clear()
+        self._poke()
+
+    def record_events(self, capacity: int) -> None:
+        """Keep the newest ``capacity`` batches of events."""
+        self._event_capacity = capacity
+        self._events = deque(self._events, maxlen=capacity or None)
+
+    def take_events(self) -> list[Events]:
+        """What came since the last call."""
+        taken = []
+        while self._events:
+            taken.append(self._events.popleft())
+        return taken
+
+    def take_device_reset(self) -> bool:
+        """Whether a reset of the device tier was asked for since the last call."""
+        if self._device_resets == self._device_resets_taken:
+            return False
+        self._device_resets_taken = self._device_resets
+        self._poke()
+        return True
+
+    def close(self) -> None:
+        """Say goodbye and end the thread; harmless when done before, and in a forked child."""
+        if self._closing or os.getpid() != self._pid:
+            return
+        self._closing = True
+        self._poke()
+        self._thread.join()
+        os.close(self._wake)
+        if self._is_drained():
+            self._live.close()
+
+    def _poke(self) -> None:
+        if not self._closing or self._thread.is_alive():
+            os.eventfd_write(self._wake, 1)
+
+    # --- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        line = Connection(self._address)
+        poller = zmq.Poller()
+        poller.register(line.socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        backoff, retry_at, beat_at = _FIRST_BACKOFF, 0.0, 0.0
+        try:
+            while not self._closing:
+                now = time.monotonic()
+                if self.session is None and not self._owes_goodbye and now >= retry_at and self._is_drained():
+                    if self._register(line):
+                        backoff, beat_at = _FIRST_BACKOFF, 0.0
+                    else:
+                        retry_at = time.monotonic() + backoff * random.uniform(0.5, 1.0)
+                        backoff = min(2 * backoff, _LONGEST_BACKOFF)
+                self._flush(line)
+                if (ended := self._owes_goodbye) is not None and self._is_drained():
+                    self._owes_goodbye = None
+                    line.session = ended.number
+                    self._say_goodbye(line)
+                if (session := self.session) is not None and now >= beat_at:
+                    session.wanted = max(session.wanted, FIRST_STOCK)
+                    self._send(line, session, Heartbeat(self.figures, self._device_resets_taken))
+                    self.wants_figures = True
+                    beat_at = now + _HEARTBEAT
+                ready = dict(poller.poll(50 if self.session is None else 250))
+                if self._wake in ready:
+                    _drain(self._wake)
+                self._receive(line)
+            self._flush(line)
+            if self.session is not None and self._is_drained():
+                self._say_goodbye(line)
+        finally:
+            line.close()
+
+    def _register(self, line: Connection) -> bool:
+        line.session = 0
+        try:
+            answer, _ = line.call(
+                Register(
+                    layout=self._layout.to_json().encode(),
+                    live=self._live.live,
+                    name=f"{self._layout.model}:{os.getpid()}",
+                    events=self._event_capacity > 0,
+                ),
+                _REGISTER_TIMEOUT,
+            )
+            if not isinstance(answer, Registered):
+                raise ProtocolError(f"a registration was answered by {type(answer).__name__}")
+        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
+            self.last_error = str(error)
+            return False
+        session = Session(
+            answer.session, f"{answer.geometry.incarnation:x}/{answer.session:x}", answer.num_slots
+        )
+        line.session = answer.session
+        with self._connected:
+            self._outbox.clear()
+            self._releases.clear()
+            self.session = session
+            self._connected.notify_all()
+        return True
+
+    def _flush(self, line: Connection) -> None:
+        while self._outbox:
+            session, body = self._outbox.popleft()
+            self._send(line, session, body)
+        leases: list[int] = []
+        while self._releases:
+            session, lease = self._releases.popleft()
+            if session is self.session:
+                leases.append(lease)
+        if leases and (current := self.session) is not None:
+            self._send(line, current, Release(leases))
+        if (current := self.session) is not None and not current.asked:
+            short = current.wanted - len(current.stock)
+            if short > current.wanted // 2:
+                current.asked = short
+                self._send(line, current, Refill(short))
+
+    def _send(self, line: Connection, session: Session, body: Request) -> None:
+        if session is not self.session:
+            return
+        try:
+            line.send(body)
+        except ServiceUnavailableError as error:
+            self.lose(session, str(error))
+
+    def _receive(self, line: Connection) -> None:
+        while (session := self.session) is not None:
+            try:
+                got = line.receive(0)
+            except ProtocolError as error:
+                self.lose(session, str(error))
+                return
+            if got is None:
+                return
+            self._take(session, got[1])
+
+    def _take(self, session: Session, answer: Answer) -> None:
+        if isinstance(answer, Granted):
+            slots = int32_from(answer.slots, "slots").tolist()
+            generations = uint32_from(answer.generations, "generations", len(slots)).tolist()
+            with self._lock:
+                session.stock.extend(zip(slots, generations, strict=True))
+                session.num_slots = answer.num_slots
+                if (
+                    len(slots) < session.asked
+                ):  # there is no more to give: be content until the next heartbeat
+                    session.wanted = max(len(session.stock), 1)
+                session.asked = 0
+        elif isinstance(answer, Published):
+            status = uint8_from(answer.status, "status")
+            lost = (status >= _NOT_KEPT).nonzero()[0].tolist()
+            self._knowledge.set((answer.hashes[32 * i : 32 * i + 32] for i in lost), ABSENT)
+        elif isinstance(answer, Events):
+            self._learn(session, answer)
+        elif isinstance(answer, Alive):
+            session.figures = answer.figures
+            self._device_resets = answer.device_resets
+        elif isinstance(answer, Refused) and answer.code in {"no_session", "draining"}:
+            self.lose(session, answer.message, goodbye=answer.code == "draining")
+
+    def _learn(self, session: Session, events: Events) -> None:
+        kinds = uint8_from(events.kinds, "kinds")
+        gone = bytearray()
+        for i in (kinds == _REMOVED).nonzero()[0].tolist():
+            gone += events.hashes[32 * i : 32 * i + 32]
+        if (kinds >= _CLEARED).any():
+            self._knowledge.clear()
+            self.return_stock(session)
+        else:
+            self._knowledge.remove(bytes(gone))
+        if self._event_capacity:
+            self._events.append(events)
+
+    def return_stock(self, session: Session) -> None:
+        """Slots granted before a reset are worth nothing: what is copied into them is not kept."""
+        with self._lock:
+            slots = np.array([slot for slot, _ in session.stock], np.int32)
+            session.stock.clear()
+        count = len(slots)
+        if count:
+            nothing, no_hash = bytes(count), b"\xff" * 32 * count
+            self.tell(session, Publish(slots.tobytes(), no_hash, no_hash, nothing, bytes(8 * count)))
+
+    def _say_goodbye(self, line: Connection) -> None:
+        try:
+            line.call(Bye(), 1.0)
+        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
+            self.last_error = str(error)  # it will see this process end
+
+
+def _drain(eventfd: int) -> None:
+    try:
+        os.eventfd_read(eventfd)
+    except BlockingIOError:
+        return

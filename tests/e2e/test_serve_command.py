@@ -1,0 +1,200 @@
+"""The commands as a user has them: serve, inspect, reset, env diff, and the demonstration."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_service import BLOCK, PROMPT, Engine
+from tests.service_help import ServiceProcess, service_process, until
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fdcache_cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200", **environment},
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with service_process(tmp_path_factory.mktemp("run") / "s") as running:
+        engine = Engine(running.address)
+        engine.serve(PROMPT)
+        until(lambda: running.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
+        yield running
+        engine.close()
+
+
+def inspect(service: ServiceProcess, *arguments: str) -> str:
+    done = run("inspect", *arguments, "--server", service.address)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class TestServe:
+    def test_without_arguments_it_just_works_and_leaves_nothing(self, tmp_path: Path) -> None:
+        runtime = tmp_path / "run"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fdcache_cli.main", "serve"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "FDCACHE_RUNTIME_DIR": str(runtime),
+                "FDCACHE_ARENA_DIR": str(tmp_path),
+                "FDCACHE_HTTP_ADDRESS": "127.0.0.1:0",
+                "FDCACHE_HOST_MEMORY": "4MiB",
+            },
+        )
+        assert process.stdout is not None
+        screen = []
+        while not (line := process.stdout.readline()).startswith("ready"):
+            assert line, "it ended"
+            screen.append(line)
+        assert str(runtime) in screen[0]
+        assert runtime.stat().st_mode & 0o777 == 0o700
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert list(runtime.iterdir()) == []
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+    def test_check_starts_nothing(self, tmp_path: Path) -> None:
+        done = run("serve", "--check", FDCACHE_RUNTIME_DIR=str(tmp_path / "run"))
+        assert done.returncode == 0
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--socket", "tcp://0.0.0.0:1"], "own node only"),
+            (["--socket", "relative.sock"], "absolute"),
+            (["--http", "0.0.0.0:9999"], "FD_API_KEY"),
+            (["--http", "nonsense"], "HOST:PORT"),
+            (["--host-memory", "a lot"], "size"),
+        ],
+    )
+    def test_what_cannot_be_served_is_refused_with_the_remedy(self, arguments: list[str], said: str) -> None:
+        done = run("serve", "--check", *arguments)
+        assert done.returncode == 78
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_more_memory_than_there_is(self, tmp_path: Path) -> None:
+        done = run(
+            "serve",
+            "--host-memory",
+            "1000TiB",
+            FDCACHE_RUNTIME_DIR=str(tmp_path),
+            FDCACHE_ARENA_DIR=str(tmp_path),
+        )
+        assert done.returncode != 0
+        assert "Traceback" not in done.stderr
+
+    def test_a_second_one_is_refused_with_the_pid(self, service: ServiceProcess) -> None:
+        assert service.process is not None
+        done = run("serve", "--socket", service.address, "--http", "off")
+        assert done.returncode == 1
+        assert str(service.process.pid) in done.stderr
+
+
+class TestInspect:
+    @pytest.mark.parametrize("what", ["tiers", "clients", "transfers", "namespaces", "tree"])
+    def test_tables_and_json(self, service: ServiceProcess, what: str) -> None:
+        assert inspect(service, what).strip()
+        assert json.loads(inspect(service, what, "--json"))
+
+    def test_a_block_by_the_beginning_of_its_hash(self, service: ServiceProcess) -> None:
+        (first, *_) = json.loads(inspect(service, "tree", "--json"))
+        (found,) = json.loads(inspect(service, "block", first["hash"][:12], "--json"))
+        assert found["hash"] == first["hash"]
+
+    def test_explain_names_the_block_that_breaks_the_run(
+        self, service: ServiceProcess, tmp_path: Path
+    ) -> None:
+        tokens = tmp_path / "tokens.json"
+        tokens.write_text(json.dumps([*PROMPT[: 6 * BLOCK], *range(900, 900 + 2 * BLOCK)]))
+        answer = json.loads(inspect(service, "explain", "--tokens", str(tokens), "--json"))
+        assert answer["broken_at"] == 6
+        assert [block["tier"] for block in answer["blocks"]] == ["host"] * 6 + [None] * 2
+        assert "before block 6" in inspect(service, "explain", "--tokens", str(tokens))
+
+    def test_without_a_service_it_says_what_to_do(self, tmp_path: Path) -> None:
+        done = run("inspect", "tiers", "--server", f"ipc://{tmp_path}/none.sock")
+        assert done.returncode == 1
+        assert "fdcache serve" in done.stderr
+
+
+class TestReset:
+    def test_it_does_not_act_unasked(self, service: ServiceProcess) -> None:
+        done = run("reset", "--server", service.address, "--tier", "host")
+        assert done.returncode == 2
+        assert "--yes" in done.stderr
+
+    def test_it_says_what_went(self, tmp_path: Path) -> None:
+        with service_process(tmp_path / "s") as service:
+            engine = Engine(service.address)
+            engine.serve(PROMPT)
+            until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
+            dry = run("reset", "--server", service.address, "--tier", "host", "--dry-run")
+            assert "would forget 10 blocks" in dry.stdout
+            done = run("reset", "--server", service.address, "--tier", "host", "--yes")
+            assert done.returncode == 0
+            assert "forgot 10 blocks" in done.stdout
+            late = run("reset", "--server", service.address, "--tier", "device", "--yes", "--wait", "100ms")
+            assert late.returncode == 1
+            assert "has not answered yet" in late.stdout
+            engine.close()
+
+
+def test_what_was_evicted_is_explained(tmp_path: Path) -> None:
+    with service_process(
+        tmp_path / "s", FDCACHE_HOST_MEMORY="128KiB", FDCACHE_EXTENT_SIZE="64KiB"
+    ) as service:
+        engine = Engine(service.address, device_blocks=64)
+        starts = iter(range(1000, 10**6, 1000))
+        engine.serve(PROMPT)
+
+        def has_evicted() -> bool:
+            start = next(starts)
+            engine.serve(list(range(start, start + 41)))
+            return bool(service.ask("namespaces")[0]["totals"]["evicted"] > 40)
+
+        until(has_evicted, "the blocks are evicted")
+        tokens = tmp_path / "tokens"
+        tokens.write_text(" ".join(map(str, PROMPT)))
+        assert "evicted" in inspect(service, "explain", "--tokens", str(tokens))
+        engine.close()
+
+
+def test_env_diff_compares_this_shell_with_the_service(service: ServiceProcess) -> None:
+    done = run("env", "diff", "--server", service.address, FDCACHE_DEVICE_BLOCKS="77")
+    assert done.returncode == 1
+    assert "FDCACHE_DEVICE_BLOCKS" in done.stdout
+
+
+def test_the_demonstration_ends_clean() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/node.py"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "left behind: nothing" in done.stdout
+    assert "corrupt blocks" in done.stdout

@@ -1,0 +1,121 @@
+"""HTTP: probes, keys, views, metrics, and OpenAPI held against what is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+
+from fdcache.server.http import make_app
+from tests.integration.test_service import PROMPT, Engine
+from tests.service_help import LocalService, local_service, until
+
+KEY = "k" * 32
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
+    directory: Path = tmp_path_factory.mktemp("service")
+    with local_service(directory) as running:
+        yield running
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[TestClient]:
+    """A service of its own, with ten blocks in it."""
+    with local_service(tmp_path) as own:
+        engine = Engine(own.address)
+        engine.serve(PROMPT)
+        until(lambda: own.ask("stats")["tiers"]["host"]["ready"] == 10, "the blocks are stored")
+        with TestClient(make_app(own.address, ())) as client:
+            yield client
+        engine.close()
+
+
+PATHS = [
+    ("GET", "/healthz"),
+    ("GET", "/readyz"),
+    ("GET", "/metrics"),
+    ("GET", "/v1/stats"),
+    ("GET", "/v1/namespaces"),
+    ("GET", "/v1/clients"),
+    ("GET", "/v1/tree"),
+    ("GET", "/v1/config"),
+    ("POST", "/v1/reset"),
+    ("POST", "/v1/pause"),
+    ("POST", "/v1/resume"),
+]
+
+
+def test_openapi_has_every_path(web: TestClient) -> None:
+    paths = web.get("/openapi.json").json()["paths"]
+    assert sorted((method.upper(), path) for path, each in paths.items() for method in each) == sorted(PATHS)
+
+
+@pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "guarded"])
+@pytest.mark.parametrize(("method", "path"), PATHS)
+def test_what_is_answered_is_what_openapi_says(
+    service: LocalService, method: str, path: str, keys: tuple[str, ...]
+) -> None:
+    schema = schemathesis.openapi.from_asgi("/openapi.json", make_app(service.address, keys))
+    headers = {"Authorization": f"Bearer {KEY}"} if keys and path.startswith(("/v1", "/metrics")) else {}
+    operation = schema[path][method]
+
+    @given(case=operation.as_strategy())
+    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+    def holds(case: Any) -> None:
+        case.call_and_validate(headers=headers)
+
+    holds()
+    service.ask("resume")
+
+
+class TestKeys:
+    @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+    def test_probes_never_need_one(self, service: LocalService, path: str) -> None:
+        with TestClient(make_app(service.address, (KEY,))) as web:
+            assert web.get(path).status_code == 200
+
+    @pytest.mark.parametrize("path", ["/metrics", "/v1/stats", "/v1/config", "/v1/clients", "/v1/namespaces"])
+    def test_everything_else_does(self, service: LocalService, path: str) -> None:
+        with TestClient(make_app(service.address, ("other", KEY))) as web:
+            assert web.get(path).status_code == 401
+            assert web.get(path, headers={"Authorization": f"Bearer {KEY[:-1]}"}).status_code == 401
+            assert web.get(path, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+
+
+def test_metrics_have_the_tier_the_layouts_and_latencies(web: TestClient) -> None:
+    text = web.get("/metrics").text
+    for name in (
+        "fdcache_build_info{",
+        "fdcache_host_ready_blocks 10.0",
+        "fdcache_hit_blocks_total{",
+        "fdcache_missed_blocks_total{",
+        'fdcache_request_seconds_bucket{kind="match",le="+Inf"}',
+        "fdcache_clients 1.0",
+        "fdcache_corrupt_blocks_total{",
+    ):
+        assert name in text
+
+
+def test_views_and_commands(web: TestClient) -> None:
+    stats = web.get("/v1/stats").json()
+    assert stats["tiers"]["host"]["ready"] == 10
+    assert len(web.get("/v1/tree", params={"limit": 5}).json()) >= 5
+    assert web.post("/v1/reset", json={"tier": "host", "dry_run": True}).json()["host"][0]["blocks"] == 10
+    assert web.post("/v1/pause").json() == {"state": "paused"}
+    assert web.post("/v1/resume").json() == {"state": "ready"}
+    assert web.post("/v1/reset", json={"tier": "nothing"}).status_code == 422
+
+
+def test_without_a_service_it_says_so(tmp_path: Path) -> None:
+    from fdcache.server import http
+
+    web = TestClient(http.make_app(f"ipc://{tmp_path}/none.sock", (), timeout=0.2))
+    assert web.get("/healthz").status_code == 200
+    assert web.get("/readyz").status_code == 503

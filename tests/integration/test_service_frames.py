@@ -1,0 +1,224 @@
+"""Whatever comes down the socket, the service answers what it can and lives on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from fdcache.errors import ProtocolError
+from fdcache.manager import Request as EngineRequest
+from fdcache.node.connection import Connection
+from fdcache.node.liveness import LiveFile
+from fdcache.node.protocol import (
+    VERSION,
+    Ask,
+    Attach,
+    Heartbeat,
+    LoadEnded,
+    Match,
+    Matched,
+    Publish,
+    Refill,
+    Refused,
+    Register,
+    Registered,
+    Release,
+    Request,
+    decode_answer,
+    encode_request,
+)
+from tests.integration.test_service import PROMPT, Engine, layout
+from tests.service_help import LocalService, local_service, until
+
+Line = tuple[LocalService, Connection]
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Iterator[Line]:
+    with local_service(tmp_path) as service:
+        connection = Connection(service.address)
+        yield service, connection
+        connection.close()
+
+
+def code(connection: Connection, body: Request) -> str:
+    number = connection.send(body)
+    while (got := connection.receive(5)) is not None:
+        if got[0] == number:
+            return got[1].code if isinstance(got[1], Refused) else "done"
+    return "silence"
+
+
+def register(connection: Connection, directory: Path) -> LiveFile:
+    live = LiveFile(directory)
+    answer, _ = connection.call(Register(layout().to_json().encode(), live.live, "test"), 5)
+    assert isinstance(answer, Registered)
+    connection.session = answer.session
+    return live
+
+
+def ints(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+class TestRefusals:
+    def test_another_version_is_named(self, line: Line) -> None:
+        _, connection = line
+        body = msgspec.msgpack.encode((VERSION + 1, 0, 7, Ask("stats")))
+        connection.socket.send(body)
+        number, answer = decode_answer(connection.socket.recv())
+        assert number == 7
+        assert isinstance(answer, Refused)
+        assert str(VERSION + 1) in answer.message
+
+    def test_an_unknown_session_is_told_to_register(self, line: Line) -> None:
+        _, connection = line
+        connection.session = 12345
+        for body in (Refill(5), Release([1]), Heartbeat(b"{}"), Match(b"", b"", b"")):
+            assert code(connection, body) == "no_session"
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            Match(ints(2), ints(0), bytes(32)),
+            Match(ints(1), ints(2), b"x" * 32),
+            Match(ints(-1), ints(0), b""),
+            Match(b"123", ints(0), b""),
+            Match(ints(1), ints(0), b"x" * 33),
+            Publish(ints(0), b"x" * 32, b"x" * 31, b"\1", bytes(8)),
+            Publish(ints(0), b"x" * 32, b"x" * 32, b"\1\1", bytes(8)),
+            LoadEnded(ints(1, 2), b"x" * 32, b"\1\1"),
+            Refill(-5),
+        ],
+    )
+    def test_arrays_that_do_not_fit_are_refused(self, line: Line, body: Request) -> None:
+        service, connection = line
+        live = register(connection, service.directory)
+        answer = code(connection, body)
+        assert answer == "malformed" or isinstance(body, Refill)
+        assert service.ask("integrity") == []
+        live.close()
+
+    def test_slots_of_others_cannot_be_published(self, line: Line) -> None:
+        service, connection = line
+        engine = Engine(service.address)
+        live = register(connection, service.directory)
+        stolen = ints(*(slot for slot in service.service.clients[max(service.service.clients) - 1].stock))
+        count = len(stolen) // 4
+        body = Publish(stolen, bytes(32) * count, b"x" * 32 * count, b"\1" * count, bytes(8 * count))
+        assert code(connection, body) == "not_yours"
+        engine.close()
+        live.close()
+
+    def test_hashes_that_are_no_path_leave_nothing_pinned(self, line: Line) -> None:
+        service, connection = line
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        hashes = EngineRequest("x", PROMPT)._bind(4, engine.layout.fingerprint).hashes
+        until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
+        engine.close()
+        live = register(connection, service.directory)
+        twisted = hashes[:5].tobytes() + hashes[[3, 1, 2]].tobytes()
+        assert code(connection, Match(ints(5, 3), ints(0, 0), twisted)) == "malformed"
+        tier = service.ask("namespaces")[0]["tier"]
+        assert (tier["pins"], tier["leases"]) == (0, 1)
+        assert service.ask("integrity") == []
+        live.close()
+
+    def test_leases_of_others_cannot_be_released(self, line: Line) -> None:
+        service, connection = line
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        live = register(connection, service.directory)
+        other = Connection(service.address)
+        other_live = register(other, service.directory)
+        hashes = EngineRequest("x", PROMPT)._bind(4, engine.layout.fingerprint).hashes
+        answer, _ = other.call(Match(ints(len(hashes)), ints(0), hashes.tobytes()), 5)
+        assert isinstance(answer, Matched)
+        assert code(connection, Release(answer.leases)) == "done"
+        assert service.ask("namespaces")[0]["tier"]["pins"] >= len(hashes)
+        engine.close()
+        for held in (live, other_live):
+            held.close()
+        other.close()
+
+    def test_a_live_file_elsewhere_is_refused(self, line: Line, tmp_path: Path) -> None:
+        _, connection = line
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        live = LiveFile(elsewhere)
+        assert code(connection, Register(layout().to_json().encode(), live.live, "test")) == "malformed"
+        assert code(connection, Attach(0, live.live)) == "malformed"
+        live.close()
+
+    def test_a_layout_that_cannot_be_is_refused(self, line: Line) -> None:
+        service, connection = line
+        live = LiveFile(service.directory)
+        for text in (b"", b"[]", b"{}", b"x" * 2_000_000):
+            assert code(connection, Register(text, live.live, "test")) != "done"
+        live.close()
+
+
+def mutations(rng: random.Random, count: int) -> list[bytes]:
+    seeds = [
+        encode_request(1, 2, Match(ints(1), ints(0), b"x" * 32)),
+        encode_request(1, 2, Publish(ints(0), b"x" * 32, b"x" * 32, b"\1", bytes(8))),
+        encode_request(0, 2, Ask("tree", {"limit": 5})),
+        encode_request(0, 2, Ask("reset", {"tier": "host"})),
+    ]
+    made = []
+    for _ in range(count):
+        data = bytearray(rng.choice(seeds))
+        for _ in range(rng.randrange(1, 6)):
+            kind = rng.randrange(3)
+            at = rng.randrange(len(data)) if data else 0
+            if kind == 0 and data:
+                data[at] = rng.randrange(256)
+            elif kind == 1:
+                data[at:at] = rng.randbytes(rng.randrange(1, 9))
+            else:
+                del data[at : at + rng.randrange(1, 9)]
+        made.append(bytes(data))
+    return made
+
+
+def test_fuzzed_frames_are_refused_and_take_no_memory(line: Line) -> None:
+    service, connection = line
+    rng = random.Random(20260731)
+    socket = connection.socket
+    process = psutil.Process()
+    live = register(connection, service.directory)
+
+    def storm(count: int) -> None:
+        for data in mutations(rng, count):
+            socket.send(data)
+            if rng.random() < 0.1:
+                socket.send_multipart([data] * rng.randrange(2, 5))
+            while socket.poll(0):
+                try:
+                    decode_answer(socket.recv())
+                except ProtocolError:
+                    pytest.fail("an answer of the service cannot be read")
+
+    storm(2000)
+    service.ask("stats")
+    before = process.memory_info().rss
+    storm(10000)
+    state = service.ask("stats")
+    assert state["totals"]["refused"] > 5000
+    assert service.ask("integrity") == []
+    assert process.memory_info().rss - before < 32 << 20
+    live.close()
+
+
+def test_frames_beyond_the_limit_close_only_their_own_line(line: Line) -> None:
+    service, connection = line
+    connection.socket.send(bytes(20 << 20))
+    assert not connection.socket.poll(300)
+    assert service.ask("stats")["state"] == "ready"

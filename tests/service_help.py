@@ -1,0 +1,148 @@
+"""Services for the tests: in a thread of this process, or as the real command that can be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fdcache.client.tool import Client
+from fdcache.errors import ServiceError
+from fdcache.server.lifecycle import Server
+from fdcache.settings import Settings
+
+TIMEOUT = 60.0
+
+
+def until(condition: Callable[[], object], what: str, timeout: float = TIMEOUT) -> None:
+    """Wait for something that has to become true."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout:g} s"
+        time.sleep(0.01)
+
+
+def arguments(directory: Path, **others: str) -> dict[str, object]:
+    """Settings of a service of the tests: everything in one folder, no HTTP."""
+    return {
+        "FDCACHE_SERVER": f"ipc://{directory}/fdcache.sock",
+        "FDCACHE_RUNTIME_DIR": str(directory),
+        "FDCACHE_ARENA_DIR": str(directory),
+        "FDCACHE_HTTP_ADDRESS": "off",
+        "FDCACHE_HOST_MEMORY": "16MiB",
+        **others,
+    }
+
+
+class LocalService:
+    """A service in a thread. The state of ``service`` may be looked at while nothing is asked of it."""
+
+    def __init__(self, directory: Path, **settings: str) -> None:
+        directory.chmod(0o700)
+        self.directory = directory
+        self.address = f"ipc://{directory}/fdcache.sock"
+        self.server = Server(Settings.load(environ={}, arguments=arguments(directory, **settings)))
+        self.server.start()
+        self._thread = threading.Thread(target=self.server.run)
+        self._thread.start()
+        self.client = Client(self.address, timeout=TIMEOUT)
+
+    @property
+    def service(self) -> Any:
+        return self.server.service
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        return self.client.ask(what, **arguments)
+
+    def stop(self) -> None:
+        """End it as a signal would, forced."""
+        if self._thread.is_alive():
+            self.server.stop(force=True)
+            self._thread.join()
+        self.client.close()
+        self.server.close()
+
+    def crash(self) -> None:
+        """End it as if it had been killed: arena and files stay."""
+        self.server.stop(force=True)
+        self._thread.join()
+        self.client.close()
+        self.server.abandon()
+
+
+@contextmanager
+def local_service(directory: Path, **settings: str) -> Iterator[LocalService]:
+    service = LocalService(directory, **settings)
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+class ServiceProcess:
+    """``fdcache serve`` as a process of its own."""
+
+    def __init__(self, directory: Path, **settings: str) -> None:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        directory.chmod(0o700)
+        self.directory = directory
+        self.address = f"ipc://{directory}/fdcache.sock"
+        self._settings = {name: str(value) for name, value in arguments(directory, **settings).items()}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        environment = {**os.environ, **self._settings}
+        log = (self.directory.parent / f"{self.directory.name}.log").open("ab")
+        with log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fdcache_cli.main", "serve"], env=environment, stdout=log, stderr=log
+            )
+        until(self.answers, "the service answers")
+
+    def answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, (self.directory.parent / f"{self.directory.name}.log").read_text()
+        with Client(self.address, timeout=1.0) as client:
+            try:
+                client.ask("stats")
+            except ServiceError:
+                return False
+            return True
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        with Client(self.address, timeout=TIMEOUT) as client:
+            return client.ask(what, **arguments)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def terminate(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(TIMEOUT)
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
+    def leftovers(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir())
+
+
+@contextmanager
+def service_process(directory: Path, **settings: str) -> Iterator[ServiceProcess]:
+    service = ServiceProcess(directory, **settings)
+    try:
+        service.start()
+        yield service
+    finally:
+        service.close()

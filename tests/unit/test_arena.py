@@ -1,0 +1,87 @@
+"""Extents as files: made, given, taken back, adopted, and checked before they are promised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fdcache.errors import HostMemoryError, ServiceRunningError
+from fdcache.server.arena import Arena, extent_bytes
+
+
+def arena(directory: Path) -> Arena:
+    made = Arena(directory, "t")
+    assert made.lock() is None
+    made.create(1 << 20, 1 << 16)
+    return made
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_every_file_bears_the_name_and_nothing_is_left_at_the_end(tmp_path: Path) -> None:
+    made = arena(tmp_path)
+    assert made.num_free == 16
+    assert len(names(tmp_path)) == 17
+    assert all(name.startswith("fdcache-t") for name in names(tmp_path))
+    made.close()
+    assert names(tmp_path) == []
+
+
+def test_an_extent_keeps_its_memory_when_it_changes_hands(tmp_path: Path) -> None:
+    made = arena(tmp_path)
+    path = str(tmp_path / "fdcache-t-00112233aabbccdd-r0-00000")
+    made.assign([path])
+    Path(path).write_bytes(b"x" * (1 << 16))
+    assert made.num_free == 15
+    made.take_back([path])
+    assert made.num_free == 16
+    assert not Path(path).exists()
+    assert sum(each.read_bytes()[:1] == b"x" for each in tmp_path.glob("*-free-*")) == 1
+    made.close()
+
+
+def test_what_a_dead_service_left_is_adopted(tmp_path: Path) -> None:
+    made = arena(tmp_path)
+    made.assign([str(tmp_path / f"fdcache-t-00112233aabbccdd-r{rank}-00000") for rank in (0, 1)])
+    (tmp_path / "fdcache-t-free-00099").write_bytes(b"torn")
+    incarnation = made.manifest.incarnation
+    made.abandon()
+    again = Arena(tmp_path, "t")
+    found = again.lock()
+    assert found is not None
+    assert again.adopt(found) == [("00112233aabbccdd", 0, 0), ("00112233aabbccdd", 1, 0)]
+    assert (again.num_free, again.manifest.incarnation) == (14, incarnation)
+    again.close()
+    assert names(tmp_path) == []
+
+
+def test_a_live_one_is_refused_with_its_pid(tmp_path: Path) -> None:
+    made = arena(tmp_path)
+    with pytest.raises(ServiceRunningError, match=r"process \d+"):
+        Arena(tmp_path, "t").lock()
+    made.close()
+
+
+def test_more_than_there_is_is_refused_with_the_remedy_and_nothing_is_left(tmp_path: Path) -> None:
+    made = Arena(tmp_path, "t")
+    made.lock()
+    with pytest.raises(HostMemoryError, match="--host-memory"):
+        made.create(1 << 60, 1 << 26)
+    made.close()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("total", "most", "expected"),
+    [
+        (1 << 30, 1 << 26, 1 << 26),
+        (1 << 28, 1 << 26, 1 << 24),
+        (1 << 20, 1 << 26, 1 << 16),
+        (8192, 1 << 26, 4096),
+    ],
+)
+def test_there_are_enough_extents_to_share(total: int, most: int, expected: int) -> None:
+    assert extent_bytes(total, most, huge_pages=False) == expected

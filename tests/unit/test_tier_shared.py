@@ -1,0 +1,166 @@
+"""Slots filled by other processes: publish, restore, drop."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from fdcache._core import Tier
+
+ROOT = bytes(32)
+
+
+def digest(name: int) -> bytes:
+    return name.to_bytes(4, "little") * 8
+
+
+def rows(*keys: bytes) -> np.ndarray:
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
+
+
+def publish(
+    tier: Tier, lease: int, slots: list[int], parents: list[bytes], hashes: list[bytes], copied: str = ""
+) -> list[int]:
+    marks = np.array([mark == "1" for mark in copied or "1" * len(slots)], np.uint8)
+    sums = np.arange(len(slots), dtype=np.uint64)
+    status = tier.publish(lease, rows(*parents), rows(*hashes), np.array(slots, np.int32), marks, sums)
+    return [int(each) for each in status]
+
+
+def stocked(slots: int, count: int) -> tuple[Tier, int, list[int]]:
+    tier = Tier(slots)
+    lease = tier.open_lease()
+    return tier, lease, tier.reserve(lease, count).slots.tolist()
+
+
+class TestPublish:
+    def test_a_path_becomes_findable_and_is_pinned_by_nobody(self) -> None:
+        tier, lease, slots = stocked(8, 5)
+        a, b, c = digest(1), digest(2), digest(3)
+        assert publish(tier, lease, slots[:3], [ROOT, a, b], [a, b, c]) == [0, 0, 0]
+        stats = tier.stats()
+        assert (stats.ready, stats.evictable, stats.pins, stats.writing) == (3, 3, 2, 2)
+        assert tier.node(slots[2]).checksum == 2
+        assert tier.check_integrity() == []
+
+    def test_what_cannot_be_kept_is_free_at_once(self) -> None:
+        tier, lease, slots = stocked(8, 4)
+        a, b, c = digest(1), digest(2), digest(3)
+        assert publish(tier, lease, slots[:1], [ROOT], [a]) == [0]
+        status = publish(tier, lease, slots[1:], [ROOT, c, a], [a, b, c], "110")
+        assert status == [1, 2, 3]
+        stats = tier.stats()
+        assert (stats.free, stats.ready, stats.writing) == (7, 1, 0)
+        assert tier.check_integrity() == []
+
+    def test_after_a_reset_the_slots_of_a_lease_from_before_are_dropped(self) -> None:
+        tier, lease, slots = stocked(4, 2)
+        tier.reset()
+        assert publish(tier, lease, slots, [ROOT, digest(1)], [digest(1), digest(2)]) == [3, 3]
+        assert tier.stats().free == 4
+
+    def test_slots_of_another_lease_are_refused_with_nothing_changed(self) -> None:
+        tier, lease, slots = stocked(4, 2)
+        other = tier.open_lease()
+        with pytest.raises(ValueError, match="not one that this lease reserved"):
+            publish(tier, other, slots, [ROOT, digest(1)], [digest(1), digest(2)])
+        assert tier.stats().writing == 2
+        assert publish(tier, lease, slots, [ROOT, digest(1)], [digest(1), digest(2)]) == [0, 0]
+
+
+class TestRestore:
+    def restore(self, tier: Tier, found: list[tuple[int, int, bytes, bytes]], generation: int) -> list[int]:
+        taken = tier.restore(
+            np.array([each[0] for each in found], np.int32),
+            np.array([each[1] for each in found], np.uint32),
+            rows(*(each[3] for each in found)),
+            rows(*(each[2] for each in found)),
+            np.zeros(len(found), np.uint64),
+            generation=generation,
+        )
+        return [int(each) for each in taken]
+
+    def test_entries_stand_where_they_were_with_their_generations(self) -> None:
+        tier = Tier(6)
+        a, b = digest(1), digest(2)
+        assert self.restore(tier, [(4, 7, ROOT, a), (2, 9, a, b)], 20) == [1, 1]
+        lease = tier.open_lease()
+        run = tier.match(lease, rows(a, b))
+        assert (run.slots.tolist(), run.generations.tolist()) == ([4, 2], [7, 9])
+        assert tier.reserve(lease, 4).generations.tolist() == [21] * 4
+        assert tier.check_integrity() == []
+
+    def test_orphans_and_doubles_are_not_taken(self) -> None:
+        tier = Tier(6)
+        a, b = digest(1), digest(2)
+        assert self.restore(tier, [(0, 1, digest(9), b), (1, 1, ROOT, a), (2, 1, ROOT, a)], 5) == [0, 1, 0]
+        assert tier.stats().free == 5
+        assert tier.check_integrity() == []
+
+    def test_a_slot_in_use_is_left_out(self) -> None:
+        tier, _, slots = stocked(4, 1)
+        assert self.restore(tier, [(slots[0], 1, ROOT, digest(1))], 5) == [0]
+
+
+class TestDrop:
+    def test_a_block_goes_with_all_that_continues_it(self) -> None:
+        tier, lease, slots = stocked(8, 5)
+        a, b, c, d, e = map(digest, range(1, 6))
+        publish(tier, lease, slots, [ROOT, a, b, a, d], [a, b, c, d, e])
+        assert tier.drop(rows(b)) == 2
+        assert tier.contains(rows(a, b, c, d, e)).tolist() == [1, 0, 0, 1, 1]
+        assert tier.stats().free == 5
+        assert tier.check_integrity() == []
+
+    def test_what_is_pinned_stays_until_it_is_not(self) -> None:
+        tier, lease, slots = stocked(4, 2)
+        a, b = digest(1), digest(2)
+        publish(tier, lease, slots, [ROOT, a], [a, b])
+        reader = tier.open_lease()
+        tier.match(reader, rows(a, b))
+        assert tier.drop(rows(a)) == 2
+        assert tier.stats().free == 2
+        tier.release(reader)
+        assert tier.stats().free == 4
+        assert tier.check_integrity() == []
+
+
+def test_invariants_hold_whatever_is_published_dropped_and_read() -> None:
+    rng = random.Random(7)
+    tier = Tier(40)
+    stock = tier.open_lease()
+    held: list[int] = []
+    known: dict[bytes, bytes] = {}
+    readers: list[int] = []
+    for step in range(3000):
+        choice = rng.randrange(6)
+        if choice == 0 and tier.available > 8:
+            held += tier.reserve(stock, rng.randrange(1, 5)).slots.tolist()
+        elif choice == 1 and held:
+            count = rng.randrange(1, min(4, len(held)) + 1)
+            slots, held = held[:count], held[count:]
+            parent = rng.choice([ROOT, *known])
+            hashes = [digest(step * 10 + i + 1) for i in range(count)]
+            parents = [parent, *hashes[:-1]]
+            known.update(zip(hashes, parents, strict=True))
+            publish(tier, stock, slots, parents, hashes, "".join(rng.choice("1110") for _ in slots))
+        elif choice == 2 and known:
+            path = [rng.choice(list(known))]
+            while path[0] != ROOT:
+                path.insert(0, known[path[0]])
+            readers.append(tier.open_lease())
+            tier.match(readers[-1], rows(*path[1:]))
+        elif choice == 3 and readers:
+            tier.release(readers.pop(rng.randrange(len(readers))))
+        elif choice == 4 and known and rng.random() < 0.3:
+            tier.drop(rows(rng.choice(list(known))))
+        elif choice == 5 and rng.random() < 0.02:
+            tier.reset()
+            tier.release(stock)
+            stock, held = tier.open_lease(), []
+            for reader in readers:
+                tier.release(reader)
+            readers.clear()
+        assert tier.check_integrity() == []
