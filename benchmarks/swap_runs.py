@@ -61,7 +61,7 @@ def main() -> None:
         write_policy=WritePolicy.WRITE_THROUGH,
     )
     config = ReplayConfig(layout=layout, cache=cache, verify=Verify.OFF)
-    engine.CacheManager = Recording  # type: ignore[misc]
+    engine.CacheManager = Recording  # type: ignore[attr-defined]
     engine.replay(read_trace(options.trace, options.requests), config)
     print("| blocks of a run | " + " | ".join(found) + " |")
     print("|---|" + "---|" * len(found))

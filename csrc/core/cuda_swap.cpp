@@ -11,9 +11,6 @@ namespace {
 constexpr unsigned kThreads = 512;
 constexpr unsigned kWarps = kThreads / 32;
 constexpr std::size_t kBatchBytes = std::size_t{16} << 20;  // longer batches are slower
-// The copy engines take narrow rows of one strided copy faster than as many pieces of a batch.
-constexpr std::size_t kNarrowRow = std::size_t{64} << 10;
-constexpr std::size_t kNarrowRows = 32;
 
 std::uint64_t payload_bytes(const std::vector<Plane> &planes) {
     return std::accumulate(planes.begin(), planes.end(), std::uint64_t{0},

@@ -67,6 +67,11 @@ struct BoundSwap {
     nb::object owners;
 };
 
+// Where the device sees the extents of an arena; made once, since an arena has thousands.
+struct BoundExtents {
+    std::vector<cuda::Address> addresses;
+};
+
 struct BoundRegistration {
     nb::object owner;  // goes last: memory is unpinned before it is freed
     std::unique_ptr<cuda::Registration> registration;
@@ -230,6 +235,13 @@ void bind_context(nb::module_ &module) {
             "context"_a, "address"_a, "nbytes"_a, "owner"_a)
         .def_prop_ro("device_address",
                      [](const BoundRegistration &self) { return self.registration->device_address(); });
+    nb::class_<BoundExtents>(module, "CudaExtents")
+        .def(
+            "__init__",
+            [](BoundExtents *self, std::vector<cuda::Address> addresses) {
+                new (self) BoundExtents{std::move(addresses)};
+            },
+            "addresses"_a);
     nb::class_<cuda::Lane>(module, "CudaLane")
         .def(
             "__init__",
@@ -244,21 +256,21 @@ void bind_context(nb::module_ &module) {
 
 BoundSwap make_swap(ContextPtr context, const std::vector<std::uintptr_t> &kernels, const SwapPolicy &policy,
                     bool to_host, const nb::object &planes, cuda::Address chunks,
-                    std::vector<unsigned> first_chunk, const nb::object &records,
-                    const std::vector<cuda::Address> &extents, const InputArray<std::int32_t> &device_slots,
-                    const InputArray<std::int32_t> &host_slots, const InputArray<std::uint32_t> &generations,
-                    const HashArray &hashes, const HashArray &parents, const nb::bytes &fingerprint,
-                    bool verify) {
+                    std::vector<unsigned> first_chunk, const nb::object &records, const BoundExtents &extents,
+                    const InputArray<std::int32_t> &device_slots, const InputArray<std::int32_t> &host_slots,
+                    const InputArray<std::uint32_t> &generations, const HashArray &hashes,
+                    const HashArray &parents, const nb::bytes &fingerprint, bool verify) {
     const auto &table = nb::cast<BoundRecords &>(records).table;
     const auto &bound = nb::cast<BoundPlanes &>(planes).planes;
     if (kernels.size() != 4) throw std::invalid_argument("kernels are copy_in, copy_out, sum, copy_words");
     if (first_chunk.size() != bound.size() + 1) throw std::invalid_argument("first_chunk and planes differ");
-    if (extents.size() < table.extents.size()) throw std::invalid_argument("extents are not all registered");
+    if (extents.addresses.size() < table.extents.size())
+        throw std::invalid_argument("extents are not all registered");
     const auto function = [&](std::size_t i) { return handle_of<cuda::FunctionHandle>(kernels[i]); };
     const cuda::Kernels functions{function(0), function(1), function(2), function(3)};
     auto swap = std::make_shared<cuda::Swap>(
         std::move(context), functions, policy, to_host ? Direction::kToHost : Direction::kToDevice, bound,
-        chunks, std::move(first_chunk), table, extents,
+        chunks, std::move(first_chunk), table, extents.addresses,
         make_pairs(table, device_slots, host_slots, generations, hashes, parents),
         fingerprint_of(fingerprint), verify);
     return {std::move(swap), nb::make_tuple(planes, records)};
@@ -270,10 +282,10 @@ void bind_batch(nb::module_ &module) {
             "__init__",
             [](BoundSwap *self, ContextPtr context, const std::vector<std::uintptr_t> &kernels,
                const SwapPolicy &policy, bool to_host, const nb::object &planes, cuda::Address chunks,
-               std::vector<unsigned> first_chunk, const nb::object &records,
-               const std::vector<cuda::Address> &extents, const InputArray<std::int32_t> &device_slots,
-               const InputArray<std::int32_t> &host_slots, const InputArray<std::uint32_t> &generations,
-               const HashArray &hashes, const HashArray &parents, const nb::bytes &fingerprint, bool verify) {
+               std::vector<unsigned> first_chunk, const nb::object &records, const BoundExtents &extents,
+               const InputArray<std::int32_t> &device_slots, const InputArray<std::int32_t> &host_slots,
+               const InputArray<std::uint32_t> &generations, const HashArray &hashes,
+               const HashArray &parents, const nb::bytes &fingerprint, bool verify) {
                 new (self)
                     BoundSwap(make_swap(std::move(context), kernels, policy, to_host, planes, chunks,
                                         std::move(first_chunk), records, extents, device_slots, host_slots,
