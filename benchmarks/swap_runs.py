@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -61,8 +62,8 @@ def main() -> None:
         write_policy=WritePolicy.WRITE_THROUGH,
     )
     config = ReplayConfig(layout=layout, cache=cache, verify=Verify.OFF)
-    engine.CacheManager = Recording  # type: ignore[attr-defined]
-    engine.replay(read_trace(options.trace, options.requests), config)
+    with patch.object(engine, "CacheManager", Recording):
+        engine.replay(read_trace(options.trace, options.requests), config)
     print("| blocks of a run | " + " | ".join(found) + " |")
     print("|---|" + "---|" * len(found))
     for low, high in zip(BUCKETS, [*BUCKETS[1:], 1 << 30], strict=True):

@@ -13,12 +13,12 @@ from typing import Annotated
 
 import typer
 
+from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import ReplayOptionError
 from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.engine import replay as run_replay
 from fdcache.replay.items import WorkItem
-from fdcache.replay.memory import available_bytes
-from fdcache.replay.options import LAPTOP_DEFAULTS, LayoutName, Shape, load_settings
+from fdcache.replay.options import LAPTOP_DEFAULTS, MOST_LAYERS, LayoutName, Shape, load_settings
 from fdcache.replay.planes import DeviceName
 from fdcache.replay.plot import require_plotting, write_plot
 from fdcache.replay.report import Report
@@ -75,9 +75,25 @@ def replay(
             f"Default: {LAPTOP_DEFAULTS['FDCACHE_HOST_MEMORY']}.",
         ),
     ] = None,
+    storage: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep blocks in local storage there, and start with what earlier runs left."
+        ),
+    ] = None,
+    storage_size: Annotated[
+        int | None,
+        typer.Option(
+            parser=_size,
+            metavar="SIZE",
+            help=f"Of the local storage, for each rank. Default: {LAPTOP_DEFAULTS['FDCACHE_STORAGE_SIZE']}.",
+        ),
+    ] = None,
     layout: Annotated[LayoutName, typer.Option(help="Planes of a layer.")] = LayoutName.UNIFORM,
-    layers: Annotated[int, typer.Option(min=1, help="Main layers.")] = 2,
-    draft_layers: Annotated[int, typer.Option(min=0, help="Draft (MTP) layers after them.")] = 0,
+    layers: Annotated[int, typer.Option(min=1, max=MOST_LAYERS, help="Main layers.")] = 2,
+    draft_layers: Annotated[
+        int, typer.Option(min=0, max=MOST_LAYERS, help="Draft (MTP) layers after them.")
+    ] = 0,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of one rank.")] = 1,
     head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 16,
     dtype: Annotated[
@@ -115,7 +131,7 @@ def replay(
     load_failures: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the loads from the host that is made to fail.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the workload, its tokens and the failures.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the workload, its tokens and the failures.")] = 0,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
@@ -138,6 +154,8 @@ def replay(
             "--write-policy": write_policy,
             "--write-through-threshold": write_through_threshold,
             "--eviction": eviction,
+            "--storage": storage,
+            "--storage-size": storage_size,
         }
     )
     shape = Shape(layout, layers, draft_layers, kv_heads, head_dim, dtype)
@@ -146,8 +164,10 @@ def replay(
         kv_layout = shape.build(settings.deployment.block_size, ranks)
         config = ReplayConfig(
             layout=kv_layout,
-            cache=settings.cache_for(kv_layout, available_bytes() // ranks),
+            cache=settings.cache_for(kv_layout, available_memory().nbytes // ranks),
             transfer=settings.transfer,
+            storage=settings.storage_tier,
+            mooncake=settings.mooncake,
             concurrency=concurrency,
             chunk_tokens=chunk_tokens,
             speed=speed,
@@ -175,19 +195,23 @@ def replay(
 def _settings(options: Mapping[str, object]) -> Settings:
     """The settings in force; what is wrong with an option is said in terms of options."""
     names = {f"FDCACHE_{option[2:].replace('-', '_').upper()}": option for option in options}
+    names["FDCACHE_STORAGE_DIR"] = "--storage"
+    given = {name: options[option] for name, option in names.items()}
+    # The option names a folder, which means local storage; the variable names any connector.
+    given["FDCACHE_STORAGE"] = "local" if options["--storage"] else None
     try:
-        return load_settings({name: options[option] for name, option in names.items()})
+        return load_settings(given)
     except SettingsError as error:
         concerned = {name for problem in error.problems for name in problem.variables}
-        given = [
+        guilty = [
             option for name, option in names.items() if name in concerned and options[option] is not None
         ]
-        if not given:
+        if not guilty:
             raise
         text = str(error)
-        for name, option in names.items():
+        for name, option in sorted(names.items(), reverse=True):
             text = text.replace(name, option)
-        raise typer.BadParameter(text, param_hint=given[0]) from error
+        raise typer.BadParameter(text, param_hint=guilty[0]) from error
 
 
 def _run(items: Iterator[WorkItem], config: ReplayConfig, total: int | None) -> Report:

@@ -13,13 +13,17 @@ from fdcache.controller.device_planes import allocate_planes, bind_tensors
 from fdcache.controller.host_arena import HostArena, Progress
 from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.controller.process_guard import ProcessGuard
-from fdcache.controller.transfers import PlanExecution, TransferQueue
-from fdcache.devices.base import Device, DevicePlanes
-from fdcache.devices.cpu import CpuDevice
+from fdcache.controller.storage_transfers import StorageQueue, StorageTransfer
+from fdcache.controller.transfers import PlanExecution, Transfer, TransferQueue
+from fdcache.devices.base import Device, DevicePlanes, Event
+from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.errors import CacheNotReadyError, PlanError, TransferTimeoutError
 from fdcache.layout import KVLayout
-from fdcache.metadata import AsyncTaskHandler, TransferPlan, TransferReport
-from fdcache.settings.transfer import TransferSettings
+from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
+from fdcache.settings.transfer import TransferSettings, Verify
+from fdcache.storage.connector import BlockStorage, PlacedStorage, StorageStats
+
+_MIXED_WAIT = 0.002
 
 
 class CacheController:
@@ -35,7 +39,9 @@ class CacheController:
         self.settings = settings
         self.layout = layout
         self.rank = rank
-        self.device: Device = device or CpuDevice(copy_threads=settings.copy_threads)
+        self.device: Device = device or CpuDevice(
+            copy_threads=settings.copy_threads, verify=settings.verify is Verify.ALL
+        )
         self._guard = ProcessGuard("CacheController")
         self._lock = threading.RLock()
         self._queue = TransferQueue(
@@ -47,6 +53,7 @@ class CacheController:
         self._planes: DevicePlanes | None = None
         self._allocated: tuple[int, str | None] | None = None
         self._arena: HostArena | None = None
+        self._storage: StorageQueue | None = None
         self._in_flight: dict[int, PlanExecution] = {}
         self._handlers: dict[int, AsyncTaskHandler[TransferReport]] = {}
         self._is_shut_down = False
@@ -103,13 +110,36 @@ class CacheController:
                 raise CacheNotReadyError("there is a host cache already; call free_cache first")
             self._arena = HostArena(self.layout, num_blocks, self.device, progress)
 
+    def initialize_storage(self, storage: BlockStorage) -> StorageScan | None:
+        """Use this rank's storage from now on; the controller owns it and closes it at the end.
+
+        Returns what a storage of slots holds, for ``CacheManager.restore_storage``, and None for others. The host
+        cache comes first. Raises ``StorageError`` when the host records cannot be made known to the storage.
+        """
+        with self._lock:
+            self._check_usable()
+            if self._arena is None:
+                raise CacheNotReadyError(
+                    "storage reads into the host cache: call initialize_host_cache first"
+                )
+            if self._storage is not None:
+                raise CacheNotReadyError("there is a storage already; call free_cache first")
+            self._storage = StorageQueue(storage, self._arena)
+            return storage.scan() if isinstance(storage, PlacedStorage) else None
+
+    def storage_stats(self) -> StorageStats | None:
+        """Counts and state of this rank's storage, or None without one."""
+        with self._lock:
+            return self._storage.storage.stats() if self._storage else None
+
     def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Any = None) -> LayerDoneCounter:
         """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now, and
         what it is given later waits for the plan's evictions.
 
         ``compute_stream`` is whatever the device's ``as_stream`` takes. Raises ``PlanError`` for a plan that
         cannot be carried out, ``CacheNotReadyError`` when memory is missing, ``DeviceLostError`` and
-        ``StreamError``, always with nothing launched. What fails later stands in the report.
+        ``StreamError``, always with nothing launched: the manager then needs ``TransferReport.refusal``, or it
+        waits for ever. What fails later stands in the report.
         """
         with self._lock:
             self._check_usable()
@@ -117,6 +147,7 @@ class CacheController:
                 raise PlanError(f"plan {plan.plan_id} is in flight already; its report was not polled yet")
             if any(len(swap) for swap in plan.swaps()):
                 self._check_memory()
+            storage = self._prepare_storage(plan)
             execution, layer_events = self._queue.launch(
                 plan,
                 self.rank,
@@ -124,14 +155,40 @@ class CacheController:
                 self._arena,
                 None if compute_stream is None else self.device.as_stream(compute_stream),
             )
-            self._in_flight[plan.plan_id] = execution
-            self._handlers[plan.plan_id] = AsyncTaskHandler(execution)
+            self._expect(execution)
+            self._launch_storage(plan, storage)
         return LayerDoneCounter(
             plan.plan_id,
             layer_events,
             default_timeout=self.settings.layer_timeout,
             as_stream=self.device.as_stream,
         )
+
+    def _expect(self, execution: PlanExecution) -> None:
+        self._in_flight[execution.plan_id] = execution
+        self._handlers[execution.plan_id] = AsyncTaskHandler(execution)
+
+    def _prepare_storage(self, plan: TransferPlan) -> list[StorageTransfer]:
+        if not plan.storage:
+            return []
+        if self._storage is None:
+            raise CacheNotReadyError("no storage: call initialize_storage")
+        for task in plan.storage:
+            if task.plan_id in self._in_flight:
+                raise PlanError(f"storage task {task.plan_id} is in flight already")
+        return [self._storage.prepare(task) for task in plan.storage]
+
+    def _launch_storage(self, plan: TransferPlan, transfers: list[StorageTransfer]) -> None:
+        if self._storage is None:
+            return
+        for plan_id in plan.cancelled:
+            self._storage.cancel(plan_id)
+        if plan.clear_storage:
+            self._storage.clear()
+        for transfer in transfers:
+            task = transfer.task
+            self._expect(PlanExecution(task.plan_id, self.rank, [Transfer(task.swap.purpose, transfer)]))
+            self._storage.submit(transfer)
 
     def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
         """The handler of a plan whose report was not polled yet. Raises ``PlanError`` for any other.
@@ -152,6 +209,8 @@ class CacheController:
             ended = [each for each in self._in_flight.values() if each.pending_event() is None]
             for execution in ended:
                 del self._in_flight[execution.plan_id], self._handlers[execution.plan_id]
+                if self._storage is not None:
+                    self._storage.forget(execution.plan_id)
             reports = [execution.result() for execution in ended]
             if reports:
                 self._queue.retire()
@@ -171,9 +230,21 @@ class CacheController:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             if None in pending:  # it ended since the poll
                 continue
-            if not self.device.wait_any([event for event in pending if event is not None], left):
+            if not self._wait_any([event for event in pending if event is not None], left):
                 break
         return reports
+
+    def _wait_any(self, events: Sequence[Event], timeout: float | None) -> bool:
+        """As the device's ``wait_any``; storage has events of its own, which another device does not know."""
+        others = [event for event in events if not isinstance(event, CpuEvent)]
+        if not others or len(others) == len(events):
+            return self.device.wait_any(events, timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not any(event.query() for event in events):
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self.device.wait_any(others, _MIXED_WAIT)
+        return True
 
     def sleep(self) -> None:
         """Give up the device planes, after the copies in flight; the host arena stays.
@@ -238,6 +309,9 @@ class CacheController:
                 )
 
     def _free(self) -> None:
+        if self._storage is not None:
+            self._storage.close()
+            self._storage = None
         self._planes = None
         self._allocated = None
         self._arena = None

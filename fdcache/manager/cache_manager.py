@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from threading import RLock
 
+import msgspec
+
 from fdcache._core import SLOT_FREE
-from fdcache.errors import ConfigurationError, RequestStateError
+from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.events import CacheEvent, events_of
 from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.manager.lifecycle import RequestLifecycle
 from fdcache.manager.requests import Request
-from fdcache.manager.results import Allocation, LoadOutcome, MatchResult
+from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.manager.settlement import settle
 from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
+from fdcache.manager.storage_tier import StorageTier
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
     BlockNode,
     CacheLevel,
+    StorageScan,
     SwapPurpose,
     TransferPlan,
     TransferReport,
 )
 from fdcache.settings.cache import CacheSettings
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.connector import StorageConnector
 from fdcache.tiers import BlockPool
 
 
@@ -46,11 +52,19 @@ class CacheManager:
     the engine accepted, ``request_finish`` what ended. Any number of steps may be under way. Calls are thread-safe.
 
     ``settings`` and ``layout`` are all it is told; every rank of ``layout.tp_size`` has to report each plan.
-    Raises ``ConfigurationError`` when the host memory holds not one block.
+    ``storage`` turns the storage tier on: local files, whose scans ``restore_storage`` waits for, or a store that
+    ``lookup`` asks. Raises ``ConfigurationError`` when the host memory holds not one block, or storage has no host
+    tier to read into.
     """
 
     def __init__(
-        self, settings: CacheSettings, layout: KVLayout, *, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: CacheSettings,
+        layout: KVLayout,
+        *,
+        storage: StorageTierSettings | None = None,
+        lookup: StorageConnector | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self.layout = layout
@@ -62,15 +76,37 @@ class CacheManager:
         self._host = BlockPool(CacheLevel.HOST, blocks, settings.eviction) if blocks else None
         self._backups = BackupPlanner(settings, self._device, self._host) if self._host else None
         self._counters = Counters()
+        self._storage = self._make_storage(storage, lookup)
         self._requests = RequestLifecycle(
-            settings, layout, self._device, self._host, self._backups, self._counters, clock
+            settings,
+            layout,
+            self._device,
+            self._host,
+            self._backups,
+            self._storage.prefetcher if self._storage else None,
+            self._counters,
+            clock,
         )
         self._ledger = PlanLedger(layout.tp_size, settings.plan_timeout)
         for pool in self._pools():
             pool.record_events(settings.event_buffer)
 
+    def _make_storage(
+        self, storage: StorageTierSettings | None, lookup: StorageConnector | None
+    ) -> StorageTier | None:
+        if storage is None or not storage.is_on:
+            return None
+        if self._host is None:
+            raise ConfigurationError(
+                f"FDCACHE_STORAGE={storage.connector} reads and writes through the host tier; set FDCACHE_HOST_MEMORY"
+            )
+        return StorageTier(
+            self.settings, storage, self.layout, self._device, self._host, lookup, self._counters, self._clock
+        )
+
     def _pools(self) -> Iterable[BlockPool]:
-        return (self._device, self._host) if self._host else (self._device,)
+        pools = (self._device, self._host, self._storage.pool if self._storage else None)
+        return [pool for pool in pools if pool is not None]
 
     @property
     def num_host_blocks(self) -> int:
@@ -88,16 +124,37 @@ class CacheManager:
         """Blocks of the device tier."""
         return self._device.stats().slots
 
+    def restore_storage(self, scans: Sequence[StorageScan]) -> int:
+        """Take up the blocks that the local storage of every rank holds; returns how many.
+
+        Until then nothing is read from storage or written to it. Raises ``PlanError`` unless there is one scan for
+        each rank.
+        """
+        with self._lock:
+            if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
+                raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
+            return self._storage.restore(scans) if self._storage else 0
+
     # --- a scheduler step ---------------------------------------------------------------------------------
+
+    def prefetch(self, requests: Iterable[Request]) -> None:
+        """Begin to read from storage what requests that have arrived will need; to be called before their match."""
+        with self._lock:
+            if self._state is ManagerState.RUNNING:
+                for request in requests:
+                    self._requests.prefetch(request)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Find and pin the longest cached prefix of each request, short of its last token.
 
-        Raises ``RequestStateError`` for a request that is matched or running already.
+        Raises ``RequestStateError`` for a request that is matched or running already, ``HashingError`` for tokens
+        that cannot be hashed; nothing is matched then.
         """
+        requests = list(requests)
         with self._lock:
             if self._state is not ManagerState.RUNNING:
-                return [self._requests.refuse_match(request) for request in requests]
+                return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
+            self._requests.check_match(requests)
             return [self._requests.match(request) for request in requests]
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
@@ -108,11 +165,14 @@ class CacheManager:
         """Let each request's block table cover ``num_tokens`` tokens, all or nothing per request.
 
         The first call after a match also plans the loads of its host blocks. Raises ``RequestStateError`` when a
-        request asks for fewer tokens than its match found.
+        request was not matched or asks for fewer tokens than its match found; nobody gets blocks then.
         """
+        demands = list(demands)
         with self._lock:
             if self._state is not ManagerState.RUNNING:
-                return [self._requests.refuse_allocation(request) for request, _ in demands]
+                paused = AllocationFailure.PAUSED
+                return [Allocation(request.request_id, failure=paused) for request, _ in demands]
+            self._requests.check_allocate(demands)
             return [self._requests.allocate(request, num_tokens) for request, num_tokens in demands]
 
     def take_plans(self) -> list[TransferPlan]:
@@ -126,6 +186,9 @@ class CacheManager:
             if self._backups and self._state is ManagerState.RUNNING:
                 background = OpenPlan()
                 self._backups.plan_background(background, self._ledger.blocks_in_flight(SwapPurpose.BACKUP))
+                if self._storage:
+                    in_flight = self._ledger.blocks_in_flight(SwapPurpose.STORE)
+                    self._storage.plan_background(background, in_flight)
                 plans.append(background)
             now = self._clock()
             return [self._ledger.close(plan, now) for plan in plans if not plan.is_empty]
@@ -134,18 +197,24 @@ class CacheManager:
         """Tell how many tokens of each request are accepted and have their KV on every rank.
 
         Full blocks become matchable, those above an unconfirmed load once it is confirmed. Raises
-        ``RequestStateError`` for more tokens than the request or its block table has.
+        ``RequestStateError`` for more tokens than the request or its block table has; nothing is committed then.
         """
+        progress = list(progress)
         with self._lock:
+            self._requests.check_commit(progress)
             for request, num_tokens in progress:
                 self._requests.commit(request, num_tokens)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Take the ranks' reports; returns the loads that ended with them.
 
-        Raises ``PlanError`` for a report that does not fit its plan. One that came before is counted, no more.
+        Raises ``PlanError`` for a report that does not fit its plan; none is taken then. One that came before is
+        counted, no more.
         """
+        reports = list(reports)
         with self._lock:
+            for report in reports:
+                self._ledger.check(report)
             outcomes: list[LoadOutcome] = []
             for report in reports:
                 if not self._ledger.expects(report):
@@ -157,11 +226,11 @@ class CacheManager:
     def expire(self) -> list[LoadOutcome]:
         """The loads of plans whose deadline has passed; each is told once. Their slots wait for the reports."""
         with self._lock:
+            late = self._ledger.newly_overdue(self._clock())
+            if self._storage:
+                self._storage.overdue(late)
             return [
-                self._requests.overdue(load)
-                for flight in self._ledger.newly_overdue(self._clock())
-                for load in flight.loads
-                if load.is_current
+                self._requests.overdue(load) for flight in late for load in flight.loads if load.is_current
             ]
 
     def request_finish(self, requests: Iterable[Request]) -> None:
@@ -173,27 +242,46 @@ class CacheManager:
     # --- the whole cache ----------------------------------------------------------------------------------
 
     def worker_lost(self, rank: int) -> list[LoadOutcome]:
-        """A rank's process is proved gone, and its part of every block with it: both tiers are reset."""
+        """A rank's process is proved gone, and its part of every block with it: device and host tier are reset.
+
+        Its local storage is out of use until ``restore_storage`` is told what the ranks' files hold.
+        Raises ``PlanError`` for a rank that there is not.
+        """
         with self._lock:
             outcomes = [
                 outcome for flight in self._ledger.lose_rank(rank) for outcome in self._settle(flight)
             ]
-            self.reset_cache()
+            self._reset_memory()
+            if self._storage:
+                self._storage.rank_lost(self._requests.plan)
             return outcomes
 
     def reset_cache(self) -> int:
-        """Forget every block of both tiers; returns how many. Running requests keep theirs and publish no more."""
+        """Forget every block of every tier; returns how many. Running requests keep theirs and publish no more.
+
+        The workers empty their local storage with the next plan.
+        """
         with self._lock:
-            forgotten = sum(pool.stats().ready for pool in self._pools())
-            for pool in self._pools():
-                pool.reset()
-            if self._backups:
-                self._backups.forget()
-            self._requests.stop_publishing()
+            forgotten = self._reset_memory()
+            if self._storage:
+                forgotten += self._storage.reset(self._requests.plan)
             return forgotten
 
+    def _reset_memory(self) -> int:
+        pools = [self._device, *([self._host] if self._host else [])]
+        forgotten = sum(pool.stats().ready for pool in pools)
+        for pool in pools:
+            pool.reset()
+        if self._backups:
+            self._backups.forget()
+        self._requests.stop_publishing()
+        return forgotten
+
     def resize_device_pool(self, num_blocks: int) -> bool:
-        """Change the number of device blocks. False, and nothing changed, while a block beyond it is in use."""
+        """Change the number of device blocks. False, and nothing changed, while a block beyond it is in use.
+
+        Raises ``ConfigurationError`` for a number that no pool can have.
+        """
         with self._lock:
             return self._device.resize(num_blocks) == 0
 
@@ -213,10 +301,11 @@ class CacheManager:
         Raises ``RequestStateError`` while requests are running or copies are under way.
         """
         with self._lock:
-            if self._requests.live or len(self._ledger) or not self._requests.plan.is_empty:
+            plans = len(self._ledger) + (not self._requests.plan.is_empty)
+            if self._requests.live or plans:
                 raise RequestStateError(
-                    f"cannot sleep with {len(self._requests.live)} requests and {len(self._ledger)} plans under way; "
-                    "pause, finish the requests, apply the reports, then sleep"
+                    f"cannot sleep with {len(self._requests.live)} requests and {plans} plans under way; "
+                    "pause, finish the requests, take the last plans, apply the reports, then sleep"
                 )
             self._state = ManagerState.ASLEEP
             self._device.reset()
@@ -236,15 +325,17 @@ class CacheManager:
         with self._lock:
             if self._backups:
                 self._counters.backups_dropped = self._backups.dropped
+            if self._storage:
+                self._counters.stores_dropped = self._storage.stores.dropped
             return CacheStats(
                 device=TierUsage.of(self._device),
                 host=TierUsage.of(self._host) if self._host else None,
-                counters=Counters(
-                    **{name: getattr(self._counters, name) for name in Counters.__struct_fields__}
-                ),
+                counters=msgspec.structs.replace(self._counters),
                 live_requests=len(self._requests.live),
                 plans_in_flight=len(self._ledger),
                 queued_backups=self._backups.queued if self._backups else 0,
+                queued_stores=self._storage.stores.queued if self._storage else 0,
+                storage=TierUsage.of(pool) if self._storage and (pool := self._storage.pool) else None,
             )
 
     def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
@@ -253,6 +344,8 @@ class CacheManager:
         usage = {CacheLevel.DEVICE: MemoryUsage.of(self._device, device_bytes)}
         if self._host:
             usage[CacheLevel.HOST] = MemoryUsage.of(self._host, self.layout.record_bytes)
+        if self._storage and self._storage.pool:
+            usage[CacheLevel.STORAGE] = MemoryUsage.of(self._storage.pool, self.layout.record_bytes)
         return usage
 
     def free_device_blocks(self) -> list[int]:
@@ -279,5 +372,13 @@ class CacheManager:
                 pool.verify()
 
     def _settle(self, flight: InFlightPlan) -> list[LoadOutcome]:
-        settle(flight, self._device, self._host, self._counters)
+        settle(
+            flight,
+            self._device,
+            self._host,
+            self._storage.index if self._storage else None,
+            self._counters,
+        )
+        if self._storage:
+            self._storage.settled(flight)
         return [self._requests.confirm(load, flight) for load in flight.loads if load.is_current]

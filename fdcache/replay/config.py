@@ -9,6 +9,8 @@ from fdcache.errors import ReplayOptionError
 from fdcache.layout import KVLayout
 from fdcache.replay.planes import DeviceName
 from fdcache.settings.cache import CacheSettings
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings
 
 SAMPLE_EVERY = 8
@@ -39,6 +41,8 @@ class ReplayConfig:
     layout: KVLayout
     cache: CacheSettings
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    storage: StorageTierSettings = field(default_factory=StorageTierSettings)
+    mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
     concurrency: int = 16
     chunk_tokens: int = 4096
     speed: float | None = None
@@ -58,6 +62,8 @@ class ReplayConfig:
             )
         if self.speed is not None and self.speed <= 0:
             raise ReplayOptionError("--speed", f"{self.speed} is not above 0; leave it out for full speed")
+        if self.seed < 0:
+            raise ReplayOptionError("--seed", f"{self.seed} is below 0")
         if self.load_failures and self.device is not DeviceName.CPU:
             raise ReplayOptionError("--load-failures", "failures are made on the CPU device only")
         if not 0 <= self.load_failures <= 1:

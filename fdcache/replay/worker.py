@@ -14,7 +14,11 @@ from fdcache.layout import KVLayout
 from fdcache.replay.faults import FaultyDevice, LoadFaults
 from fdcache.replay.messages import StepOrder, StepResult
 from fdcache.replay.planes import DeviceName, GpuPlanes, HostPlanes, Planes, open_gpu
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.transfer import TransferSettings, Verify
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.factory import open_storage
 
 
 def peak_rss_bytes() -> int:
@@ -32,6 +36,8 @@ class WorkerSpec:
     host_blocks: int
     verify_every: int
     faults: LoadFaults
+    storage: StorageTierSettings
+    mooncake: MooncakeSettings
     device: DeviceName = DeviceName.CPU
 
 
@@ -47,13 +53,18 @@ class RankWorker:
         if spec.device is DeviceName.CUDA:
             device = open_gpu(rank, spec.transfer)
         elif spec.faults.rate:
-            device = FaultyDevice(spec.faults, layout, rank, copy_threads=spec.transfer.copy_threads)
+            device = FaultyDevice(spec.faults, layout, rank, spec.transfer)
         self._verify_every = spec.verify_every
         self._layers = layout.total_layers
         self._controller = CacheController(spec.transfer, layout, rank=rank, device=device)
         tensors = self._controller.initialize_kv_cache(spec.device_blocks)
         if spec.host_blocks:
             self._controller.initialize_host_cache(spec.host_blocks)
+        context = ConnectorContext(
+            layout, rank, spec.storage, spec.mooncake, verify=spec.transfer.verify is not Verify.OFF
+        )
+        storage = open_storage(context) if spec.host_blocks else None
+        self._scan = self._controller.initialize_storage(storage) if storage is not None else None
         gpu = spec.device is DeviceName.CUDA
         self._planes: Planes = GpuPlanes(tensors, layout) if gpu else HostPlanes(tensors)
         self._model = PatternModel(
@@ -81,7 +92,15 @@ class RankWorker:
             self._planes.store(layer)
         for sequence in order.ends:
             model.end(sequence)
-        return StepResult(verified, differing, self._controller.poll(), peak_rss_bytes())
+        scan, self._scan = self._scan, None
+        return StepResult(
+            verified,
+            differing,
+            self._controller.poll(),
+            peak_rss_bytes(),
+            scan,
+            self._controller.storage_stats(),
+        )
 
     def close(self) -> None:
         """Wait for the copies in flight and give all memory back."""

@@ -1,0 +1,181 @@
+"""An open slab file and the lock on it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from fdcache import _core
+from fdcache.errors import (
+    StorageBusyError,
+    StorageDeviceError,
+    StorageError,
+    StorageFullError,
+    StorageGoneError,
+    StorageReadOnlyError,
+)
+from fdcache.layout import KVLayout
+from fdcache.storage.slab_format import Superblock, check_fits, create_file, read_superblock
+
+_SCAN_STEP = 65536
+_UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+ScanProgress = Callable[[int, int], None]
+"""Called with slots scanned so far and in all."""
+
+
+def storage_error(number: int, path: Path) -> StorageError:
+    """The typed error for an errno."""
+    reason = os.strerror(number)
+    if number in _FULL:
+        return StorageFullError(
+            number, f"no room to write ({reason}); free space or lower FDCACHE_STORAGE_SIZE", str(path)
+        )
+    if number in _UNWRITABLE:
+        return StorageReadOnlyError(number, f"cannot be written ({reason}); check mount and owner", str(path))
+    if number == errno.ENOENT:
+        return StorageGoneError(number, "is gone; check the mount", str(path))
+    return StorageDeviceError(number, f"the device failed ({reason}); see the kernel log", str(path))
+
+
+def is_same_file(fd: int, path: Path) -> bool:
+    """Whether the open file still is the one of that name. Raises ``OSError`` when that cannot be told."""
+    ours, there = os.fstat(fd), path.stat()
+    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+
+
+class SlabLock:
+    """The one right to use a slab file: a lock on the file beside it, which ends with the process.
+
+    Raises ``StorageBusyError`` when another process has it.
+    """
+
+    def __init__(self, slab: Path) -> None:
+        self._path = slab.with_suffix(".lock")
+        self._fd = self._acquire()
+
+    def _acquire(self) -> int:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise storage_error(error.errno or errno.EIO, self._path.parent) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise StorageBusyError(
+                f"{self._path.with_suffix('.slab')}: another process is using it; end that one, or give each its "
+                "own FDCACHE_STORAGE_DIR"
+            ) from error
+        return fd
+
+    def renew(self) -> None:
+        """Take the lock again where the file system was exchanged below it."""
+        with suppress(FileNotFoundError):
+            if is_same_file(self._fd, self._path):
+                return
+        fd = self._acquire()
+        os.close(self._fd)
+        self._fd = fd
+
+    def release(self) -> None:
+        """Give it back."""
+        os.close(self._fd)
+
+
+class SlabHandle:
+    """A slab file with ``slots`` slots, open and scanned; made when it is not there. The caller holds its lock.
+
+    Raises ``StorageFormatError`` for a file that is none of this layout, rank and version, and the errors of
+    ``storage_error`` when it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        layout: KVLayout,
+        rank: int,
+        slots: int,
+        threads: int,
+        on_progress: ScanProgress | None = None,
+    ) -> None:
+        self.path = path
+        try:
+            if not path.exists():
+                create_file(path, layout, Superblock.plan(layout, rank, slots))
+            self.header_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise storage_error(error.errno or errno.EIO, path) from error
+        try:
+            self.superblock = self._fit(layout, rank, slots)
+            self.record_fd = self._open_direct()
+        except OSError as error:
+            os.close(self.header_fd)
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error(error.errno or errno.EIO, path) from error
+        except BaseException:
+            os.close(self.header_fd)
+            raise
+        self.core = open_core(self.superblock, layout, self.record_fd, self.header_fd, threads)
+        self.found = self.corrupt = 0
+        for first in range(0, slots, _SCAN_STEP):
+            last = min(first + _SCAN_STEP, slots)
+            ready, corrupt = self.core.scan(first, last)
+            self.found += ready
+            self.corrupt += corrupt
+            if on_progress is not None:
+                on_progress(last, slots)
+        # A file cut short holds fewer records; its slots are empty now and have room again.
+        os.ftruncate(self.header_fd, self.superblock.file_bytes)
+
+    def _fit(self, layout: KVLayout, rank: int, slots: int) -> Superblock:
+        superblock = read_superblock(self.header_fd, self.path)
+        check_fits(superblock, layout, rank, self.path)
+        if superblock.slots == slots:
+            return superblock
+        if slots > superblock.header_capacity:
+            raise StorageError(
+                f"{self.path}: can grow to {superblock.header_capacity} blocks, not to {slots}; "
+                "lower FDCACHE_STORAGE_SIZE or start a new file with `fdcache reset storage --all`"
+            )
+        resized = superblock.resized(slots)
+        resized.write(self.header_fd)
+        return resized
+
+    def _open_direct(self) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC
+        try:
+            return os.open(self.path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return os.open(self.path, flags)
+
+    def close(self) -> None:
+        """Close the file; nothing may be under way."""
+        os.close(self.record_fd)
+        os.close(self.header_fd)
+
+
+def open_core(
+    superblock: Superblock, layout: KVLayout, record_fd: int, header_fd: int, threads: int
+) -> _core.SlabFile:
+    """The native side of an open file."""
+    return _core.SlabFile(
+        record_fd,
+        header_fd,
+        superblock.header_offset,
+        superblock.record_offset,
+        superblock.record_bytes,
+        superblock.slots,
+        superblock.fingerprint,
+        [(plane.offset, plane.nbytes) for plane in layout.planes],
+        threads,
+    )
