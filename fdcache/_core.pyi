@@ -589,6 +589,11 @@ class CudaRegistration:
     @property
     def device_address(self) -> int: ...
 
+class CudaExtents:
+    """Where a GPU sees the extents of an arena."""
+
+    def __init__(self, addresses: Sequence[int]) -> None: ...
+
 class CudaLane:
     """A stream for kernels, one for the copy engine, and the ring between them."""
 
@@ -609,7 +614,7 @@ class CudaSwap:
         chunks: int,
         first_chunk: Sequence[int],
         records: RecordTable,
-        extents: Sequence[int],
+        extents: CudaExtents,
         device_slots: NDArray[np.int32],
         host_slots: NDArray[np.int32],
         generations: NDArray[np.uint32],

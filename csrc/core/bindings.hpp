@@ -12,5 +12,6 @@ void bind_copy(nanobind::module_ &module);
 void bind_slab(nanobind::module_ &module);
 void bind_pattern(nanobind::module_ &module);
 void bind_swap(nanobind::module_ &module);
+void bind_swap_plan(nanobind::module_ &module);
 
 }  // namespace fdcache

@@ -21,7 +21,7 @@
 #include "core/cuda_context.hpp"
 #include "core/cuda_lane.hpp"
 #include "core/cuda_swap.hpp"
-#include "core/swap_plan.hpp"
+#include "core/swap_plan_bindings.hpp"
 
 namespace fdcache {
 namespace {
@@ -29,10 +29,6 @@ namespace {
 using namespace nb::literals;
 using EventPtr = std::shared_ptr<cuda::Event>;
 using ContextPtr = std::shared_ptr<cuda::Context>;
-
-constexpr char kKernelSource[] = {
-#include "swap_source.inc"
-    , 0};
 
 std::uint8_t *pointer(std::uintptr_t address) {
     return reinterpret_cast<std::uint8_t *>(address);
@@ -67,113 +63,15 @@ struct BoundSwap {
     nb::object owners;
 };
 
+// Where the device sees the extents of an arena; made once, since an arena has thousands.
+struct BoundExtents {
+    std::vector<cuda::Address> addresses;
+};
+
 struct BoundRegistration {
     nb::object owner;  // goes last: memory is unpinned before it is freed
     std::unique_ptr<cuda::Registration> registration;
 };
-
-SwapThresholds thresholds_of(const std::vector<std::size_t> &values) {
-    if (values.size() != 3)
-        throw std::invalid_argument("thresholds are direct_plane, staged_column, run_copy");
-    return {values[0], values[1], values[2]};
-}
-
-PlaneRange range_of(const std::vector<Plane> &planes, std::size_t first, std::size_t last) {
-    if (first >= last || last > planes.size()) throw nb::index_error("plane range");
-    return {first, last};
-}
-
-using Pairs = std::vector<std::pair<std::size_t, std::size_t>>;
-
-Pairs pairs_of(const std::vector<Rows> &rows) {
-    Pairs pairs;
-    for (const Rows &part : rows) pairs.emplace_back(part.first, part.count);
-    return pairs;
-}
-
-void bind_plan(nb::module_ &module) {
-    nb::enum_<SwapMethod>(module, "SwapMethod")
-        .value("DIRECT", SwapMethod::kDirect)
-        .value("STAGED", SwapMethod::kStaged)
-        .value("KERNEL", SwapMethod::kKernel);
-    nb::enum_<SwapChoice>(module, "SwapChoice")
-        .value("AUTO", SwapChoice::kAuto)
-        .value("DIRECT", SwapChoice::kDirect)
-        .value("STAGED", SwapChoice::kStaged)
-        .value("KERNEL", SwapChoice::kKernel);
-    nb::class_<SwapPolicy>(module, "SwapPolicy")
-        .def(
-            "__init__",
-            [](SwapPolicy *self, SwapChoice choice, const std::vector<std::size_t> &to_host,
-               const std::vector<std::size_t> &to_device, std::size_t staging_bytes, unsigned kernel_ctas,
-               unsigned transpose_ctas, std::size_t direct_pieces, bool batched) {
-                new (self) SwapPolicy{choice,
-                                      thresholds_of(to_host),
-                                      thresholds_of(to_device),
-                                      staging_bytes,
-                                      kernel_ctas,
-                                      transpose_ctas,
-                                      direct_pieces,
-                                      batched};
-            },
-            "choice"_a, "to_host"_a, "to_device"_a, "staging_bytes"_a, "kernel_ctas"_a, "transpose_ctas"_a,
-            "direct_pieces"_a, "batched"_a)
-        .def_ro("kernel_ctas", &SwapPolicy::kernel_ctas)
-        .def_ro("batched", &SwapPolicy::batched);
-    module.def(
-        "are_sound_slots",
-        [](const InputArray<std::int32_t> &slots, std::int32_t limit, bool distinct) {
-            return are_sound_slots({slots.data(), slots.shape(0)}, limit, distinct);
-        },
-        "slots"_a, "limit"_a, "distinct"_a);
-    module.def(
-        "find_runs",
-        [](const InputArray<std::int32_t> &slots, std::size_t records_per_extent) {
-            return pairs_of(find_runs({slots.data(), slots.shape(0)}, records_per_extent));
-        },
-        "host_slots"_a, "records_per_extent"_a);
-    module.def(
-        "find_device_runs",
-        [](std::size_t first, std::size_t count, const InputArray<std::int64_t> &slots) {
-            if (count == 0 || first + count > slots.shape(0)) throw nb::index_error("run");
-            return pairs_of(find_device_runs({first, count}, {slots.data(), slots.shape(0)}));
-        },
-        "first"_a, "count"_a, "device_slots"_a);
-    module.def(
-        "choose_method",
-        [](const SwapPolicy &policy, bool to_host, const nb::object &planes, std::size_t first,
-           std::size_t last, std::size_t record_bytes, std::size_t rows, std::size_t runs) {
-            const auto &table = nb::cast<BoundPlanes &>(planes).planes;
-            if (rows == 0 || runs == 0) throw std::invalid_argument("there are no rows");
-            return choose_method(policy, to_host ? Direction::kToHost : Direction::kToDevice, table,
-                                 range_of(table, first, last), record_bytes, rows, runs);
-        },
-        "policy"_a, "to_host"_a, "planes"_a, "first_plane"_a, "last_plane"_a, "record_bytes"_a, "rows"_a,
-        "runs"_a);
-    module.def(
-        "split_range",
-        [](const nb::object &planes, std::size_t first, std::size_t last, std::size_t record_bytes,
-           std::size_t limit) {
-            const auto &table = nb::cast<BoundPlanes &>(planes).planes;
-            Pairs parts;
-            for (const PlaneRange part :
-                 split_range(table, range_of(table, first, last), record_bytes, limit)) {
-                parts.emplace_back(part.first, part.last);
-            }
-            return parts;
-        },
-        "planes"_a, "first_plane"_a, "last_plane"_a, "record_bytes"_a, "limit"_a);
-    module.def(
-        "swap_chunks",
-        [](const nb::object &planes, std::size_t record_bytes) {
-            const auto table = cuda::make_chunks(nb::cast<BoundPlanes &>(planes).planes, record_bytes);
-            return nb::make_tuple(nb::bytes(reinterpret_cast<const char *>(table.chunks.data()),
-                                            table.chunks.size() * sizeof(swap::Chunk)),
-                                  table.first);
-        },
-        "planes"_a, "record_bytes"_a);
-    module.def("swap_source", [] { return std::string(kKernelSource); });
-}
 
 void bind_context(nb::module_ &module) {
     nb::exception<cuda::Error>(module, "CudaError", PyExc_RuntimeError);
@@ -230,6 +128,13 @@ void bind_context(nb::module_ &module) {
             "context"_a, "address"_a, "nbytes"_a, "owner"_a)
         .def_prop_ro("device_address",
                      [](const BoundRegistration &self) { return self.registration->device_address(); });
+    nb::class_<BoundExtents>(module, "CudaExtents")
+        .def(
+            "__init__",
+            [](BoundExtents *self, std::vector<cuda::Address> addresses) {
+                new (self) BoundExtents{std::move(addresses)};
+            },
+            "addresses"_a);
     nb::class_<cuda::Lane>(module, "CudaLane")
         .def(
             "__init__",
@@ -244,21 +149,21 @@ void bind_context(nb::module_ &module) {
 
 BoundSwap make_swap(ContextPtr context, const std::vector<std::uintptr_t> &kernels, const SwapPolicy &policy,
                     bool to_host, const nb::object &planes, cuda::Address chunks,
-                    std::vector<unsigned> first_chunk, const nb::object &records,
-                    const std::vector<cuda::Address> &extents, const InputArray<std::int32_t> &device_slots,
-                    const InputArray<std::int32_t> &host_slots, const InputArray<std::uint32_t> &generations,
-                    const HashArray &hashes, const HashArray &parents, const nb::bytes &fingerprint,
-                    bool verify) {
+                    std::vector<unsigned> first_chunk, const nb::object &records, const BoundExtents &extents,
+                    const InputArray<std::int32_t> &device_slots, const InputArray<std::int32_t> &host_slots,
+                    const InputArray<std::uint32_t> &generations, const HashArray &hashes,
+                    const HashArray &parents, const nb::bytes &fingerprint, bool verify) {
     const auto &table = nb::cast<BoundRecords &>(records).table;
     const auto &bound = nb::cast<BoundPlanes &>(planes).planes;
     if (kernels.size() != 4) throw std::invalid_argument("kernels are copy_in, copy_out, sum, copy_words");
     if (first_chunk.size() != bound.size() + 1) throw std::invalid_argument("first_chunk and planes differ");
-    if (extents.size() < table.extents.size()) throw std::invalid_argument("extents are not all registered");
+    if (extents.addresses.size() < table.extents.size())
+        throw std::invalid_argument("extents are not all registered");
     const auto function = [&](std::size_t i) { return handle_of<cuda::FunctionHandle>(kernels[i]); };
     const cuda::Kernels functions{function(0), function(1), function(2), function(3)};
     auto swap = std::make_shared<cuda::Swap>(
         std::move(context), functions, policy, to_host ? Direction::kToHost : Direction::kToDevice, bound,
-        chunks, std::move(first_chunk), table, extents,
+        chunks, std::move(first_chunk), table, extents.addresses,
         make_pairs(table, device_slots, host_slots, generations, hashes, parents),
         fingerprint_of(fingerprint), verify);
     return {std::move(swap), nb::make_tuple(planes, records)};
@@ -270,10 +175,10 @@ void bind_batch(nb::module_ &module) {
             "__init__",
             [](BoundSwap *self, ContextPtr context, const std::vector<std::uintptr_t> &kernels,
                const SwapPolicy &policy, bool to_host, const nb::object &planes, cuda::Address chunks,
-               std::vector<unsigned> first_chunk, const nb::object &records,
-               const std::vector<cuda::Address> &extents, const InputArray<std::int32_t> &device_slots,
-               const InputArray<std::int32_t> &host_slots, const InputArray<std::uint32_t> &generations,
-               const HashArray &hashes, const HashArray &parents, const nb::bytes &fingerprint, bool verify) {
+               std::vector<unsigned> first_chunk, const nb::object &records, const BoundExtents &extents,
+               const InputArray<std::int32_t> &device_slots, const InputArray<std::int32_t> &host_slots,
+               const InputArray<std::uint32_t> &generations, const HashArray &hashes,
+               const HashArray &parents, const nb::bytes &fingerprint, bool verify) {
                 new (self)
                     BoundSwap(make_swap(std::move(context), kernels, policy, to_host, planes, chunks,
                                         std::move(first_chunk), records, extents, device_slots, host_slots,
@@ -336,7 +241,6 @@ void bind_batch(nb::module_ &module) {
 }  // namespace
 
 void bind_swap(nb::module_ &module) {
-    bind_plan(module);
     bind_context(module);
     bind_batch(module);
 }

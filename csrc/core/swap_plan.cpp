@@ -82,7 +82,9 @@ SwapMethod choose_method(const SwapPolicy &policy, Direction direction, std::spa
     // Without batches every piece is a copy of its own, with the copy engine idle before it.
     const std::size_t needed = policy.batched ? limits.staged_column : limits.run_copy / 2;
     const std::size_t piece = policy.batched ? column : column * (rows / runs);
-    return fits && piece >= needed ? SwapMethod::kStaged : SwapMethod::kKernel;
+    // A kernel would reach a little more, at the cost of multiprocessors and of whatever goes the other way.
+    const bool strided = rows / runs >= kNarrowRows && column >= kNarrowRow / 8;
+    return fits && (strided || piece >= needed) ? SwapMethod::kStaged : SwapMethod::kKernel;
 }
 
 }  // namespace fdcache

@@ -35,6 +35,10 @@ struct SwapPolicy {
     bool batched;               // whether the driver takes many small copies in one call
 };
 
+// The copy engines take narrow rows of one strided copy faster than as many pieces of a batch.
+inline constexpr std::size_t kNarrowRow = std::size_t{64} << 10;
+inline constexpr std::size_t kNarrowRows = 32;
+
 // Blocks [first, first + count) of a batch in the order of their host slots.
 struct Rows {
     std::size_t first;

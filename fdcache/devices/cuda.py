@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -149,6 +150,7 @@ class CudaDevice:
         self._chosen = chosen
         self._policy = make_policy(self.settings, chosen, batched=batched)
         self._memory = CudaMemory(self.gpu, self._context)
+        self._extents: WeakKeyDictionary[HostArena, _core.CudaExtents] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -225,7 +227,7 @@ class CudaDevice:
             chunks=planes.chunks,
             first_chunk=planes.first_chunk,
             records=arena.table,
-            extents=[extent.device_address for extent in arena.pinned],
+            extents=self._extents_of(arena),
             device_slots=pairs.device_slots,
             host_slots=pairs.host_slots,
             generations=pairs.generations,
@@ -238,6 +240,11 @@ class CudaDevice:
         return CudaBlockCopy(
             core, pairs, context=self._context, memory=self._memory, owners=(planes, self._kernels)
         )
+
+    def _extents_of(self, arena: HostArena) -> _core.CudaExtents:
+        if arena not in self._extents:
+            self._extents[arena] = _core.CudaExtents([extent.device_address for extent in arena.pinned])
+        return self._extents[arena]
 
 
 def _cuda_event(event: Event) -> CudaEvent:

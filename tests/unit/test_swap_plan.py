@@ -147,6 +147,12 @@ def test_auto_goes_by_the_calibration(
     assert method_of(uniform(plane_kib), make_policy(), to_host=to_host, planes=planes) is method
 
 
+def test_narrow_columns_of_long_runs_are_strided_copies_rather_than_a_kernel() -> None:
+    narrow = {"planes": (0, 2), "rows": 64}
+    assert method_of(uniform(4), make_policy(), runs=3, **narrow) is _core.SwapMethod.KERNEL  # type: ignore[arg-type]
+    assert method_of(uniform(4), make_policy(), runs=2, **narrow) is _core.SwapMethod.STAGED  # type: ignore[arg-type]
+
+
 def test_large_batches_of_large_planes_are_staged_so_that_submitting_them_stays_short() -> None:
     layout = uniform(128)
     assert method_of(layout, make_policy(), rows=128) is _core.SwapMethod.DIRECT
