@@ -148,7 +148,7 @@ def decode(manager: CacheManager, clock: Clock, entry: Running) -> None:
 
 def decode_step_us(concurrency: int) -> float:
     """One token for every running request, median over many steps, in a pool that is full."""
-    blocks = 20_000
+    blocks = max(20_000, 128 * concurrency)
     manager = CacheManager(CacheSettings(device_blocks=blocks), layout())
     random = np.random.default_rng(0)
     filler = Request("filler", random.integers(0, 1000, blocks * BLOCK, dtype=np.int32))

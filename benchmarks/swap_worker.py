@@ -139,19 +139,24 @@ class SwapWorker:
         count = nbytes // self.layout.record_bytes
         return count * self.layout.payload_bytes / statistics.median(seconds)
 
-    def rate_both(self, pick: Callable[[int], Pick], nbytes: int, repeats: int = 4) -> float:
-        """Bytes a second of a load and a backup at once, of different blocks, by the host's clock."""
+    def rate_both(self, pick: Callable[[int], Pick], nbytes: int, plans: int = 4) -> float:
+        """Bytes a second of loads and backups at once, of different blocks, by the host's clock.
+
+        ``plans`` follow each other, so that what stands at the ends, with one way idle, weighs little.
+        """
         rates = []
-        for _ in range(repeats + 1):
+        for _ in range(3):
             whole = pick(2 * nbytes)
             half = len(whole.host) // 2
-            load, backup = (
-                Pick(whole.device[:half], whole.host[:half]),
-                Pick(whole.device[half:], whole.host[half:]),
-            )
-            plan = self.plan(load=load, backup=backup)
+            load = Pick(whole.device[:half], whole.host[:half])
+            backup = Pick(whole.device[half:], whole.host[half:])
+            queue = [self.plan(load=load, backup=backup) for _ in range(plans)]
             start = time.perf_counter()
-            self.controller.submit_swap_tasks(plan)
-            self.finish()
-            rates.append(2 * half * self.layout.payload_bytes / (time.perf_counter() - start))
-        return statistics.median(rates[1:])
+            for plan in queue:
+                self.controller.submit_swap_tasks(plan)
+            left = plans
+            while left:
+                left -= len(self.controller.wait_reports(60.0))
+            seconds = time.perf_counter() - start
+            rates.append(2 * half * plans * self.layout.payload_bytes / seconds)
+        return statistics.median(rates)

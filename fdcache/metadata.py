@@ -209,6 +209,24 @@ class TransferReport(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     rank: int
     results: tuple[TransferResult, ...]
 
+    @classmethod
+    def refusal(cls, plan: TransferPlan, rank: int, reason: str) -> TransferReport:
+        """The report of a rank that copied nothing, for a plan that could not be submitted there."""
+        return cls(
+            plan_id=plan.plan_id, rank=rank, results=tuple(_nothing(swap, reason) for swap in plan.swaps())
+        )
+
+
+def _nothing(swap: CacheSwapMetadata, reason: str) -> TransferResult:
+    return TransferResult(
+        purpose=swap.purpose,
+        failed=np.arange(len(swap), dtype=np.int32),
+        checksums=np.empty(0, np.uint64),
+        copied_bytes=0,
+        seconds=0.0,
+        error_message=reason,
+    )
+
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):

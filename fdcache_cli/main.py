@@ -7,6 +7,7 @@ from fdcache_cli import errors
 from fdcache_cli.app import Command, new_group
 
 COMMANDS = (
+    Command("init", "fdcache_cli.init", "init", "Compile the swap kernels and measure the link of each GPU."),
     Command("env", "fdcache_cli.env", "app", "Show, check and convert the settings."),
     Command("inspect", "fdcache_cli.inspect", "app", "Look into what fdcache keeps."),
     Command("replay", "fdcache_cli.replay", "replay", "Replay a workload through the real cache and report."),

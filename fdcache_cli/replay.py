@@ -13,12 +13,13 @@ from typing import Annotated
 
 import typer
 
+from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import ReplayOptionError
 from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.engine import replay as run_replay
 from fdcache.replay.items import WorkItem
-from fdcache.replay.memory import available_bytes
-from fdcache.replay.options import LAPTOP_DEFAULTS, LayoutName, Shape, load_settings
+from fdcache.replay.options import LAPTOP_DEFAULTS, MOST_LAYERS, LayoutName, Shape, load_settings
+from fdcache.replay.planes import DeviceName
 from fdcache.replay.plot import require_plotting, write_plot
 from fdcache.replay.report import Report
 from fdcache.replay.trace import read_trace
@@ -89,8 +90,10 @@ def replay(
         ),
     ] = None,
     layout: Annotated[LayoutName, typer.Option(help="Planes of a layer.")] = LayoutName.UNIFORM,
-    layers: Annotated[int, typer.Option(min=1, help="Main layers.")] = 2,
-    draft_layers: Annotated[int, typer.Option(min=0, help="Draft (MTP) layers after them.")] = 0,
+    layers: Annotated[int, typer.Option(min=1, max=MOST_LAYERS, help="Main layers.")] = 2,
+    draft_layers: Annotated[
+        int, typer.Option(min=0, max=MOST_LAYERS, help="Draft (MTP) layers after them.")
+    ] = 0,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of one rank.")] = 1,
     head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 16,
     dtype: Annotated[
@@ -122,10 +125,13 @@ def replay(
     verify: Annotated[
         Verify, typer.Option(help="Which reused blocks are compared byte by byte.")
     ] = Verify.ALL,
+    device: Annotated[
+        DeviceName, typer.Option(help="What plays the device: memory of this machine, or its GPUs.")
+    ] = DeviceName.CPU,
     load_failures: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the loads from the host that is made to fail.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the workload, its tokens and the failures.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the workload, its tokens and the failures.")] = 0,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
@@ -158,7 +164,7 @@ def replay(
         kv_layout = shape.build(settings.deployment.block_size, ranks)
         config = ReplayConfig(
             layout=kv_layout,
-            cache=settings.cache_for(kv_layout, available_bytes() // ranks),
+            cache=settings.cache_for(kv_layout, available_memory().nbytes // ranks),
             transfer=settings.transfer,
             storage=settings.storage_tier,
             mooncake=settings.mooncake,
@@ -168,6 +174,7 @@ def replay(
             verify=verify,
             seed=seed,
             load_failures=load_failures,
+            device=device,
         )
         if plot is not None:
             require_plotting(plot)

@@ -79,18 +79,21 @@ class _FailsFrom:
 
 
 class PausingDevice(CpuDevice):
-    """Holds each copy before its group ``pause_at`` until ``resume`` is set; ``ranges`` has all groups."""
+    """Holds each copy in ``directions`` before its group ``pause_at`` until ``resume`` is set; ``ranges`` has all
+    groups."""
 
-    def __init__(self, pause_at: int) -> None:
+    def __init__(self, pause_at: int, directions: Sequence[Direction] = tuple(Direction)) -> None:
         super().__init__()
         self.resume = CpuEvent()
         self.ranges: list[tuple[int, int]] = []
-        self._pause_at = pause_at
+        self.pause_at = pause_at
+        self._directions = directions
 
     def copy_blocks(
         self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
     ) -> BlockCopy:
-        return _Paused(super().copy_blocks(planes, arena, pairs, direction), self, self._pause_at)
+        pause_at = self.pause_at if direction in self._directions else -1
+        return _Paused(super().copy_blocks(planes, arena, pairs, direction), self, pause_at)
 
 
 class _Paused:

@@ -135,6 +135,14 @@ Registration::~Registration() {
     driver().context_pop(&popped);
 }
 
+std::array<unsigned char, 16> device_uuid(int ordinal) {
+    int device = 0;
+    std::array<unsigned char, 16> uuid{};
+    check(driver().device_get(&device, ordinal), "cuDeviceGet");
+    check(driver().device_uuid(uuid.data(), device), "cuDeviceGetUuid");
+    return uuid;
+}
+
 bool is_capturing(const Context &context, StreamHandle stream) {
     const Current current(context);
     int status = 0;

@@ -1,6 +1,7 @@
 // A GPU's primary context, its events and registered host memory. No call relies on the current device.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <memory>
@@ -89,6 +90,9 @@ class Registration {
     void *data_;
     Address address_ = 0;
 };
+
+// The UUID of the device with that ordinal.
+std::array<unsigned char, 16> device_uuid(int ordinal);
 
 bool is_capturing(const Context &context, StreamHandle stream);
 

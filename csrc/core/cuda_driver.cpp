@@ -26,6 +26,7 @@ Driver load_driver() {
     load(library, "cuGetErrorName", loaded.get_error_name);
     load(library, "cuGetErrorString", loaded.get_error_string);
     load(library, "cuDeviceGet", loaded.device_get);
+    load(library, "cuDeviceGetUuid_v2", loaded.device_uuid);
     load(library, "cuDevicePrimaryCtxRetain", loaded.context_retain);
     load(library, "cuDevicePrimaryCtxRelease_v2", loaded.context_release);
     load(library, "cuCtxPushCurrent_v2", loaded.context_push);

@@ -58,6 +58,7 @@ struct Driver {
     int (*get_error_name)(int, const char **);
     int (*get_error_string)(int, const char **);
     int (*device_get)(int *, int);
+    int (*device_uuid)(void *, int);
     int (*context_retain)(ContextHandle *, int);
     int (*context_release)(int);
     int (*context_push)(ContextHandle);

@@ -11,7 +11,9 @@ namespace {
 constexpr unsigned kThreads = 512;
 constexpr unsigned kWarps = kThreads / 32;
 constexpr std::size_t kBatchBytes = std::size_t{16} << 20;  // longer batches are slower
-constexpr std::size_t kNarrowRun = std::size_t{128} << 10;
+// The copy engines take narrow rows of one strided copy faster than as many pieces of a batch.
+constexpr std::size_t kNarrowRow = std::size_t{64} << 10;
+constexpr std::size_t kNarrowRows = 32;
 
 std::uint64_t payload_bytes(const std::vector<Plane> &planes) {
     return std::accumulate(planes.begin(), planes.end(), std::uint64_t{0},
@@ -113,11 +115,7 @@ void Swap::begin(Lane &lane) {
         std::atomic_thread_fence(std::memory_order_seq_cst);
     }
     begun_->record(lane.main());
-    if (!rows_.empty()) {
-        const auto table = reinterpret_cast<Address>(host_table_);
-        check(driver().copy(device_table_, table, rows_.size() * sizeof(swap::Block), lane.main()),
-              "cuMemcpyAsync");
-    }
+    if (!rows_.empty()) copy_table(reinterpret_cast<Address>(host_table_), device_table_, lane.main());
     lane.hand_over(lane.main(), lane.copy());
 }
 
@@ -126,9 +124,7 @@ void Swap::end(Lane &lane) {
         launch(kernels_.sum, policy_.transpose_ctas, {0, planes_.size()}, {0, rows_.size()}, {}, lane.main());
     }
     if ((verify_ || direction_ == Direction::kToHost) && !rows_.empty()) {
-        const auto table = reinterpret_cast<Address>(host_table_);
-        check(driver().copy(table, device_table_, rows_.size() * sizeof(swap::Block), lane.main()),
-              "cuMemcpyAsync");
+        copy_table(device_table_, reinterpret_cast<Address>(host_table_), lane.main());
     }
     ended_ = true;
     done_->record(lane.main());
@@ -233,7 +229,7 @@ void Swap::copy_run(Side host, Side device, std::size_t width, std::size_t rows,
         return;
     }
     const std::size_t nbytes = width * rows;
-    const bool narrow = width < limits().staged_column && nbytes >= kNarrowRun;
+    const bool narrow = width < kNarrowRow && rows >= kNarrowRows;
     if (rows > 1 && (narrow || nbytes >= limits().run_copy)) {
         copy_strided(host, device, width, rows, stream);
         return;
@@ -297,6 +293,15 @@ void Swap::flush_pieces(StreamHandle stream) {
         }
     }
     pieces_ = {};
+}
+
+void Swap::copy_table(Address from, Address to, StreamHandle stream) {
+    constexpr unsigned kMostCtas = 4;
+    auto words = static_cast<unsigned>(rows_.size() * sizeof(swap::Block) / sizeof(swap::Word));
+    const unsigned ctas = std::min(kMostCtas, (words + kThreads - 1) / kThreads);
+    void *arguments[] = {&from, &to, &words};
+    check(driver().launch(kernels_.copy_words, ctas, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
+          "cuLaunchKernel");
 }
 
 void Swap::launch(FunctionHandle function, unsigned ctas, PlaneRange range, Rows rows, swap::Target target,

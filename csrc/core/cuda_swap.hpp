@@ -22,6 +22,7 @@ struct Kernels {
     FunctionHandle copy_in;
     FunctionHandle copy_out;
     FunctionHandle sum;
+    FunctionHandle copy_words;
 };
 
 // A plane's chunks for the kernels, in the planes' order.
@@ -80,6 +81,7 @@ class Swap {
     void copy_strided(Side host, Side device, std::size_t width, std::size_t rows, StreamHandle stream);
     void add_piece(Address host, Address device, std::size_t nbytes, StreamHandle stream);
     void flush_pieces(StreamHandle stream);
+    void copy_table(Address from, Address to, StreamHandle stream);
     void launch(FunctionHandle function, unsigned ctas, PlaneRange range, Rows rows, swap::Target target,
                 StreamHandle stream);
     void finish_out(std::size_t row);

@@ -186,6 +186,13 @@ void bind_context(nb::module_ &module) {
                 return cuda::is_capturing(self, handle_of<cuda::StreamHandle>(stream));
             },
             "stream"_a);
+    module.def(
+        "device_uuid",
+        [](int ordinal) {
+            const auto uuid = cuda::device_uuid(ordinal);
+            return nb::bytes(reinterpret_cast<const char *>(uuid.data()), uuid.size());
+        },
+        "ordinal"_a);
     module.def("has_batched_copies", [] { return cuda::driver().copy_batch != nullptr; });
     nb::class_<cuda::Event>(module, "CudaEvent")
         .def(
@@ -244,12 +251,11 @@ BoundSwap make_swap(ContextPtr context, const std::vector<std::uintptr_t> &kerne
                     bool verify) {
     const auto &table = nb::cast<BoundRecords &>(records).table;
     const auto &bound = nb::cast<BoundPlanes &>(planes).planes;
-    if (kernels.size() != 3) throw std::invalid_argument("kernels are copy_in, copy_out, sum");
+    if (kernels.size() != 4) throw std::invalid_argument("kernels are copy_in, copy_out, sum, copy_words");
     if (first_chunk.size() != bound.size() + 1) throw std::invalid_argument("first_chunk and planes differ");
     if (extents.size() < table.extents.size()) throw std::invalid_argument("extents are not all registered");
-    const cuda::Kernels functions{handle_of<cuda::FunctionHandle>(kernels[0]),
-                                  handle_of<cuda::FunctionHandle>(kernels[1]),
-                                  handle_of<cuda::FunctionHandle>(kernels[2])};
+    const auto function = [&](std::size_t i) { return handle_of<cuda::FunctionHandle>(kernels[i]); };
+    const cuda::Kernels functions{function(0), function(1), function(2), function(3)};
     auto swap = std::make_shared<cuda::Swap>(
         std::move(context), functions, policy, to_host ? Direction::kToHost : Direction::kToDevice, bound,
         chunks, std::move(first_chunk), table, extents,

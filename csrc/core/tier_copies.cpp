@@ -24,6 +24,7 @@ CopyReservation Tier::reserve_copies(LeaseId lease_id, std::span<const Digest> p
     CopyReservation out;
     out.status.reserve(hashes.size());
     std::unordered_set<Digest, DigestHash> wanted;
+    wanted.reserve(hashes.size());
     SlotSet kept;
     for (std::size_t i = 0; i < hashes.size(); ++i) {
         const Slot present = index_.find(hashes[i]);

@@ -170,3 +170,12 @@ extern "C" __global__ void __launch_bounds__(1024)
     fdcache_sum(const Chunk *chunks, Block *blocks, Range range, Target target) {
     move_blocks<Way::kSumOnly>(chunks, blocks, range, target);
 }
+
+// A small table to or from pinned host memory. A copy engine would make it wait behind the large copies of
+// other batches in the same direction.
+extern "C" __global__ void __launch_bounds__(1024)
+    fdcache_copy_words(const Word *from, Word *to, unsigned count) {
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+        to[i] = from[i];
+    }
+}

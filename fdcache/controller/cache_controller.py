@@ -138,7 +138,8 @@ class CacheController:
 
         ``compute_stream`` is whatever the device's ``as_stream`` takes. Raises ``PlanError`` for a plan that
         cannot be carried out, ``CacheNotReadyError`` when memory is missing, ``DeviceLostError`` and
-        ``StreamError``, always with nothing launched. What fails later stands in the report.
+        ``StreamError``, always with nothing launched: the manager then needs ``TransferReport.refusal``, or it
+        waits for ever. What fails later stands in the report.
         """
         with self._lock:
             self._check_usable()

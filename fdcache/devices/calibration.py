@@ -26,11 +26,13 @@ class Thresholds:
     """Bytes from which on a way of copying pays, in one direction.
 
     ``direct_plane``: planes go straight between record and layer by the copy engine. ``staged_column``:
-    columns of a record go through the staging ring. ``run_copy``: a run is one strided copy by itself.
+    columns of a record go through the staging ring. ``group_column``: they do so at nearly the link's speed.
+    ``run_copy``: a run is one strided copy by itself.
     """
 
     direct_plane: int
     staged_column: int
+    group_column: int = 128 * KIB
     run_copy: int = 8 * MIB
 
 
@@ -56,7 +58,7 @@ class Calibration:
     driver: int = 0
     topology: str = ""
     measured_at: str = ""
-    to_device: Thresholds = Thresholds(direct_plane=32 * KIB, staged_column=64 * KIB)
+    to_device: Thresholds = Thresholds(direct_plane=32 * KIB, staged_column=32 * KIB)
     to_host: Thresholds = Thresholds(direct_plane=256 * KIB, staged_column=128 * KIB)
     kernel_ctas: int = 2
     transpose_ctas: int = 32

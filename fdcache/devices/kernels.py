@@ -8,14 +8,14 @@ from typing import Any
 from fdcache import _core
 from fdcache.devices.topology import import_cupy
 
-_NAMES = ("fdcache_copy_in", "fdcache_copy_out", "fdcache_sum")
+_NAMES = ("fdcache_copy_in", "fdcache_copy_out", "fdcache_sum", "fdcache_copy_words")
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Handles of copy_in, copy_out and sum; ``module`` keeps them loaded."""
+    """Handles of copy_in, copy_out, sum and copy_words; ``module`` keeps them loaded."""
 
-    handles: tuple[int, int, int]
+    handles: tuple[int, ...]
     module: Any
 
 
@@ -24,5 +24,5 @@ def load_kernels(ordinal: int) -> Kernels:
     cupy = import_cupy()
     with cupy.cuda.Device(ordinal):
         module = cupy.RawModule(code=_core.swap_source(), options=("-std=c++17",), backend="nvrtc")
-        copy_in, copy_out, checksum = (module.get_function(name).kernel.ptr for name in _NAMES)
-    return Kernels((copy_in, copy_out, checksum), module)
+        handles = tuple(module.get_function(name).kernel.ptr for name in _NAMES)
+    return Kernels(handles, module)

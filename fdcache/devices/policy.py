@@ -1,9 +1,12 @@
-"""From settings and calibration to how a device copies."""
+"""From measurements and settings to how a device copies."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from fdcache import _core
-from fdcache.devices.calibration import KIB, MIB, Calibration, Thresholds
+from fdcache.devices.calibration import KIB, MIB, NEVER, Calibration, Measurement, Thresholds
+from fdcache.devices.topology import Gpu
 from fdcache.settings.transfer import SwapMethod, TransferSettings
 
 STAGING_SLOT_BYTES = 16 * MIB
@@ -51,9 +54,57 @@ def min_group_bytes(
     """
     wanted = max(_MIN_GROUP // max(num_blocks, 1), num_blocks * record_bytes // _MAX_PIECES)
     staged = settings.swap_method in (SwapMethod.AUTO, SwapMethod.STAGED) and settings.swap_sm_budget > 0
-    if batched and staged:
-        wanted = max(wanted, 2 * calibration.to_device.staged_column)
+    if batched and staged and calibration.to_device.group_column < NEVER:
+        wanted = max(wanted, calibration.to_device.group_column)
     return -(-wanted // _GROUP_GRAIN) * _GROUP_GRAIN
+
+
+_FULL_SPEED = 0.955
+"""The share of the link from which on the copy engines alone, which disturb nobody, are preferred."""
+
+
+def choose_calibration(
+    gpu: Gpu, found: Sequence[Measurement], *, link_to_device: float, link_to_host: float, measured_at: str
+) -> Calibration:
+    """What follows from measurements, each with the link's GB/s in its direction.
+
+    Planes are copied directly from the size on at which that fills the link, columns are staged from the size
+    on at which that beats the kernel, and the kernel has the fewest thread blocks that reach 98% of its best.
+    """
+    kernel = [each for each in found if each.method == "kernel"]
+    return Calibration(
+        measured_at=measured_at,
+        to_device=_thresholds([m for m in found if m.direction == "host to device"], link_to_device),
+        to_host=_thresholds([m for m in found if m.direction == "device to host"], link_to_host),
+        kernel_ctas=max((_fewest_ctas(kernel, way) for way in {m.direction for m in kernel}), default=2),
+        link_to_device=link_to_device,
+        link_to_host=link_to_host,
+        measurements=tuple(found),
+    ).made_for(gpu)
+
+
+def _thresholds(found: Sequence[Measurement], link: float) -> Thresholds:
+    best_kernel = max((m.gb_per_s for m in found if m.method == "kernel"), default=0.0)
+    return Thresholds(
+        direct_plane=_from_size(found, "direct", _FULL_SPEED * link),
+        staged_column=_from_size(found, "staged", best_kernel),
+        group_column=_from_size(found, "staged", _FULL_SPEED * link),
+    )
+
+
+def _from_size(found: Iterable[Measurement], method: str, wanted: float) -> int:
+    """The smallest size from which on every measured size reaches the speed."""
+    least = NEVER
+    for each in sorted((m for m in found if m.method == method), key=lambda m: -m.piece_bytes):
+        if each.gb_per_s < wanted:
+            break
+        least = each.piece_bytes
+    return least
+
+
+def _fewest_ctas(kernel: Sequence[Measurement], direction: str) -> int:
+    rates = {m.thread_blocks: m.gb_per_s for m in kernel if m.direction == direction}
+    return min(ctas for ctas, rate in rates.items() if rate >= 0.98 * max(rates.values()))
 
 
 def _values(thresholds: Thresholds) -> list[int]:

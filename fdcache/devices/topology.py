@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fdcache import _core
 from fdcache.errors import DeviceError
 
 
@@ -76,7 +77,8 @@ def _describe(runtime: Any, ordinal: int, driver: int) -> Gpu:
     folder = Path("/sys/bus/pci/devices") / address
     return Gpu(
         ordinal=ordinal,
-        uuid=f"GPU-{uuid.UUID(bytes=bytes(properties['uuid'])[:16])}",
+        # CuPy's own properties cut a UUID off at its first zero byte.
+        uuid=f"GPU-{uuid.UUID(bytes=_core.device_uuid(ordinal))}",
         name=properties["name"].decode(),
         driver=driver,
         pci_address=address,

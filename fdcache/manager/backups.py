@@ -7,6 +7,7 @@ Backups never make anybody wait: what finds no room is dropped and counted.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from fdcache.tiers import BlockPool
 
 _ABSENT = 0
 _RESERVED = 0
+_NO_PARENT = 3
 _MOST_IN_FLIGHT = 1024
 _MOST_QUEUED = 16384
 
@@ -52,18 +54,21 @@ class BackupPlanner:
             if reached.any():
                 self._enqueue(hashes[reached])
 
-    def on_evict(self, evicted: BlockList, plan: OpenPlan) -> None:
-        """The device tier dropped blocks whose slots have new owners: copy out first what is worth it."""
-        if not len(evicted):
-            return
-        self._credit += len(evicted)
-        worth = evicted.hits >= (0 if self._writes_back else self._threshold)
+    def on_evict(self, evicted: Sequence[BlockList], plan: OpenPlan) -> None:
+        """The device tier dropped blocks whose slots have new owners: copy out first what is worth it.
+
+        All lists of one allocation come together, in the order dropped: a later one may hold the parents of an earlier.
+        """
+        hits = np.concatenate([dropped.hits for dropped in evicted])
+        self._credit += len(hits)
+        worth = hits >= (0 if self._writes_back else self._threshold)
         if not worth.any():
             return
-        blocks = Blocks.of(evicted).select(np.flatnonzero(worth)[::-1])  # parents first
+        blocks = Blocks.concat(map(Blocks.of, evicted)).select(np.flatnonzero(worth)[::-1])  # parents first
         dirty = blocks.select(self._host.contains(blocks.hashes) == _ABSENT)
         if len(dirty):
-            self._copy(dirty, SwapPurpose.EVICT, plan)
+            orphans = self._copy(dirty, SwapPurpose.EVICT, plan)
+            self.dropped += len(orphans)
 
     def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
         """What may be copied in this step without anybody waiting; ``in_flight``: backups under way."""
@@ -92,6 +97,7 @@ class BackupPlanner:
 
     def _flush_queue(self, plan: OpenPlan, in_flight: int) -> None:
         room = _MOST_IN_FLIGHT - in_flight
+        waiting: list[HashArray] = []
         while self._queue and room > 0:
             hashes = self._queue.popleft()
             now, later = hashes[:room], hashes[room:]
@@ -101,8 +107,10 @@ class BackupPlanner:
             room -= len(now)
             absent = now[self._host.contains(now) == _ABSENT]
             blocks = Blocks.of(self._device.find(absent))
-            if len(blocks):
-                self._copy(blocks, SwapPurpose.BACKUP, plan)
+            if len(blocks) and len(orphans := self._copy(blocks, SwapPurpose.BACKUP, plan)):
+                waiting.append(orphans)
+                self._queued += len(orphans)
+        self._queue.extendleft(reversed(waiting))
 
     def _refill_clean_reserve(self, plan: OpenPlan, in_flight: int) -> None:
         wanted = min(self._clean_reserve - in_flight, self._credit)
@@ -114,8 +122,11 @@ class BackupPlanner:
             self._copy(dirty, SwapPurpose.BACKUP, plan)
         self._credit -= plan.size(SwapPurpose.BACKUP)
 
-    def _copy(self, blocks: Blocks, purpose: SwapPurpose, plan: OpenPlan) -> None:
-        """Reserve host slots for ``blocks`` (parents first) as far as there is room, and plan the copies."""
+    def _copy(self, blocks: Blocks, purpose: SwapPurpose, plan: OpenPlan) -> HashArray:
+        """Reserve host slots for ``blocks`` (parents first) as far as there is room, and plan the copies.
+
+        Returns the hashes of those that cannot be copied yet, because an ancestor's copy is not confirmed.
+        """
         blocks = self._with_uncovered_ancestors(blocks)
         while len(blocks):
             taken = self._host.reserve_copies(0, blocks.parents, blocks.hashes)
@@ -127,7 +138,8 @@ class BackupPlanner:
             if len(source):
                 self._device.hold(source.slots)
                 plan.add(purpose, source, taken.slots, taken.generations)
-            return
+            return blocks.select(taken.status == _NO_PARENT).hashes
+        return blocks.hashes
 
     def _with_uncovered_ancestors(self, blocks: Blocks) -> Blocks:
         own = {row.tobytes() for row in blocks.hashes}

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from threading import RLock
 
+import msgspec
+
 from fdcache._core import SLOT_FREE
 from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.layout import KVLayout
@@ -15,7 +17,7 @@ from fdcache.manager.events import CacheEvent, events_of
 from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.manager.lifecycle import RequestLifecycle
 from fdcache.manager.requests import Request
-from fdcache.manager.results import Allocation, LoadOutcome, MatchResult
+from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.manager.settlement import settle
 from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
 from fdcache.manager.storage_tier import StorageTier
@@ -148,11 +150,14 @@ class CacheManager:
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Find and pin the longest cached prefix of each request, short of its last token.
 
-        Raises ``RequestStateError`` for a request that is matched or running already.
+        Raises ``RequestStateError`` for a request that is matched or running already, ``HashingError`` for tokens
+        that cannot be hashed; nothing is matched then.
         """
+        requests = list(requests)
         with self._lock:
             if self._state is not ManagerState.RUNNING:
-                return [self._requests.refuse_match(request) for request in requests]
+                return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
+            self._requests.check_match(requests)
             return [self._requests.match(request) for request in requests]
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
@@ -163,11 +168,14 @@ class CacheManager:
         """Let each request's block table cover ``num_tokens`` tokens, all or nothing per request.
 
         The first call after a match also plans the loads of its host blocks. Raises ``RequestStateError`` when a
-        request asks for fewer tokens than its match found.
+        request was not matched or asks for fewer tokens than its match found; nobody gets blocks then.
         """
+        demands = list(demands)
         with self._lock:
             if self._state is not ManagerState.RUNNING:
-                return [self._requests.refuse_allocation(request) for request, _ in demands]
+                paused = AllocationFailure.PAUSED
+                return [Allocation(request.request_id, failure=paused) for request, _ in demands]
+            self._requests.check_allocate(demands)
             return [self._requests.allocate(request, num_tokens) for request, num_tokens in demands]
 
     def take_plans(self) -> list[TransferPlan]:
@@ -192,18 +200,24 @@ class CacheManager:
         """Tell how many tokens of each request are accepted and have their KV on every rank.
 
         Full blocks become matchable, those above an unconfirmed load once it is confirmed. Raises
-        ``RequestStateError`` for more tokens than the request or its block table has.
+        ``RequestStateError`` for more tokens than the request or its block table has; nothing is committed then.
         """
+        progress = list(progress)
         with self._lock:
+            self._requests.check_commit(progress)
             for request, num_tokens in progress:
                 self._requests.commit(request, num_tokens)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Take the ranks' reports; returns the loads that ended with them.
 
-        Raises ``PlanError`` for a report that does not fit its plan. One that came before is counted, no more.
+        Raises ``PlanError`` for a report that does not fit its plan; none is taken then. One that came before is
+        counted, no more.
         """
+        reports = list(reports)
         with self._lock:
+            for report in reports:
+                self._ledger.check(report)
             outcomes: list[LoadOutcome] = []
             for report in reports:
                 if not self._ledger.expects(report):
@@ -234,6 +248,7 @@ class CacheManager:
         """A rank's process is proved gone, and its part of every block with it: device and host tier are reset.
 
         Its local storage is out of use until ``restore_storage`` is told what the ranks' files hold.
+        Raises ``PlanError`` for a rank that there is not.
         """
         with self._lock:
             outcomes = [
@@ -266,7 +281,10 @@ class CacheManager:
         return forgotten
 
     def resize_device_pool(self, num_blocks: int) -> bool:
-        """Change the number of device blocks. False, and nothing changed, while a block beyond it is in use."""
+        """Change the number of device blocks. False, and nothing changed, while a block beyond it is in use.
+
+        Raises ``ConfigurationError`` for a number that no pool can have.
+        """
         with self._lock:
             return self._device.resize(num_blocks) == 0
 
@@ -286,10 +304,11 @@ class CacheManager:
         Raises ``RequestStateError`` while requests are running or copies are under way.
         """
         with self._lock:
-            if self._requests.live or len(self._ledger) or not self._requests.plan.is_empty:
+            plans = len(self._ledger) + (not self._requests.plan.is_empty)
+            if self._requests.live or plans:
                 raise RequestStateError(
-                    f"cannot sleep with {len(self._requests.live)} requests and {len(self._ledger)} plans under way; "
-                    "pause, finish the requests, apply the reports, then sleep"
+                    f"cannot sleep with {len(self._requests.live)} requests and {plans} plans under way; "
+                    "pause, finish the requests, take the last plans, apply the reports, then sleep"
                 )
             self._state = ManagerState.ASLEEP
             self._device.reset()
@@ -314,9 +333,7 @@ class CacheManager:
             return CacheStats(
                 device=TierUsage.of(self._device),
                 host=TierUsage.of(self._host) if self._host else None,
-                counters=Counters(
-                    **{name: getattr(self._counters, name) for name in Counters.__struct_fields__}
-                ),
+                counters=msgspec.structs.replace(self._counters),
                 live_requests=len(self._requests.live),
                 plans_in_flight=len(self._ledger),
                 queued_backups=self._backups.queued if self._backups else 0,

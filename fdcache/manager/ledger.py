@@ -114,8 +114,8 @@ class InFlightPlan:
         self.errors.append(f"rank {rank}: {reason}")
         self.waiting_for.discard(rank)
 
-    def add(self, report: TransferReport) -> None:
-        """Count one rank's report. Raises ``PlanError`` when it does not fit the plan."""
+    def check(self, report: TransferReport) -> None:
+        """Raise ``PlanError`` for a report that does not fit the plan."""
         expected = [(swap.purpose, len(swap)) for swap in self.plan.swaps()]
         if [result.purpose for result in report.results] != [purpose for purpose, _ in expected]:
             raise PlanError(
@@ -129,6 +129,9 @@ class InFlightPlan:
                 raise PlanError(
                     f"report of plan {report.plan_id}: {len(result.checksums)} checksums for {size} blocks"
                 )
+
+    def add(self, report: TransferReport) -> None:
+        """Count one rank's report, which was checked."""
         for result in report.results:
             self.copied[result.purpose][result.failed] = False
             self.lost[result.purpose][result.lost] = True
@@ -172,23 +175,30 @@ class PlanLedger:
             corrupt={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
         )
 
+    def check(self, report: TransferReport) -> None:
+        """Raise ``PlanError`` for a report by no rank, or one that does not fit the plan it is expected for."""
+        self._check_rank(report.rank)
+        if self.expects(report):
+            self._plans[report.plan_id].check(report)
+
+    def _check_rank(self, rank: int) -> None:
+        if rank not in self._ranks:
+            raise PlanError(f"rank {rank} is not one of the {len(self._ranks)} ranks")
+
     def expects(self, report: TransferReport) -> bool:
         """Whether this rank's report of this plan is still out."""
-        if report.rank not in self._ranks:
-            raise PlanError(
-                f"report of plan {report.plan_id}: rank {report.rank} is not below {len(self._ranks)}"
-            )
         flight = self._plans.get(report.plan_id)
         return flight is not None and report.rank in flight.waiting_for
 
     def record(self, report: TransferReport) -> InFlightPlan | None:
-        """Count an expected report; returns the plan when it was the last one."""
+        """Count an expected report, which was checked; returns the plan when it was the last one."""
         flight = self._plans[report.plan_id]
         flight.add(report)
         return self._plans.pop(report.plan_id) if not flight.waiting_for else None
 
     def lose_rank(self, rank: int) -> list[InFlightPlan]:
-        """The plans that nobody else reports, now that this rank's process is gone."""
+        """The plans that nobody else reports, now that this rank's process is gone. Raises ``PlanError``."""
+        self._check_rank(rank)
         for flight in self._plans.values():
             if rank in flight.waiting_for:
                 flight.fail(rank, "its process is gone")

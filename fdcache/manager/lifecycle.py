@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from fdcache.manager.ledger import InFlightPlan, LoadRange, OpenPlan
 from fdcache.manager.prefetch import Prefetcher
 from fdcache.manager.requests import HostRun, Request
 from fdcache.manager.results import (
+    NO_BLOCKS,
     Allocation,
     AllocationFailure,
     LoadOutcome,
@@ -28,7 +29,6 @@ from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import BlockPool
 
-_NO_BLOCKS = np.empty(0, np.int32)
 _STORED = 0
 
 
@@ -69,13 +69,40 @@ class RequestLifecycle:
         for request in self.live.values():
             request._publishes = False
 
-    def refuse_match(self, request: Request) -> MatchResult:
-        """The manager is paused."""
-        return MatchResult(request.request_id, MatchStatus.DEFERRED)
+    def check_match(self, requests: Sequence[Request]) -> None:
+        """Raise for the first request that cannot be matched, before anything changes for any of them."""
+        seen: dict[str, Request] = {}
+        for request in requests:
+            if request._lease or seen.get(request.request_id) is request:
+                raise RequestStateError(
+                    f"request {request.request_id!r} is matched or running; finish it before it is matched again"
+                )
+            if request.request_id in self.live or request.request_id in seen:
+                raise RequestStateError(f"another request with the id {request.request_id!r} is running")
+            request._bind(self._block_size, self._fingerprint)
+            seen[request.request_id] = request
 
-    def refuse_allocation(self, request: Request) -> Allocation:
-        """The manager is paused."""
-        return Allocation(request.request_id, _NO_BLOCKS, AllocationFailure.PAUSED)
+    def check_allocate(self, demands: Sequence[tuple[Request, int]]) -> None:
+        """As ``check_match``, for requests that cannot be given so many tokens' blocks."""
+        for request, num_tokens in demands:
+            if self.live.get(request.request_id) is not request:
+                raise RequestStateError(
+                    f"request {request.request_id!r} has to be matched before it gets blocks"
+                )
+            if num_tokens < request.num_cached_tokens:
+                raise RequestStateError(
+                    f"request {request.request_id!r}: {num_tokens} tokens are fewer than the "
+                    f"{request.num_cached_tokens} that its match found"
+                )
+
+    def check_commit(self, progress: Sequence[tuple[Request, int]]) -> None:
+        """As ``check_match``, for requests that have no blocks or not so many tokens."""
+        for request, num_tokens in progress:
+            limit = min(request.num_tokens, len(request._table) * self._block_size)
+            if self.live.get(request.request_id) is not request or not 0 <= num_tokens <= limit:
+                raise RequestStateError(
+                    f"request {request.request_id!r}: cannot commit {num_tokens} tokens, it has blocks for {limit}"
+                )
 
     def prefetch(self, request: Request) -> None:
         """Begin to read from storage what a request that has arrived will need."""
@@ -94,13 +121,9 @@ class RequestLifecycle:
 
     def match(self, request: Request) -> MatchResult:
         """Pin the longest prefix that is cached, device blocks first, short of the last token."""
-        if request._lease:
-            raise RequestStateError(
-                f"request {request.request_id!r} is matched or running; finish it before it is matched again"
-            )
         hashes = self._matchable(request)
-        self._adopt(request)
-        request._matched = True
+        self.live[request.request_id] = request
+        request._lease = self._device.open_lease()
         if not (request._publishes and self._settings.enable_prefix_caching):
             request._publishes = False
             return MatchResult(request.request_id, MatchStatus.MATCHED)
@@ -126,7 +149,7 @@ class RequestLifecycle:
                 on_host = 0
         if on_device:
             request._table.extend(run.slots)
-            request._committed_blocks = on_device
+            request._committed_blocks = request._told_blocks = on_device
             if self._backups:
                 self._backups.on_match(hashes[:on_device], run.hits)
         return self._matched(request, on_device, on_host)
@@ -171,36 +194,29 @@ class RequestLifecycle:
         self._counters.deferred_lookups += 1
         return MatchResult(request.request_id, MatchStatus.DEFERRED)
 
-    def _adopt(self, request: Request) -> None:
-        known = self.live.setdefault(request.request_id, request)
-        if known is not request:
-            raise RequestStateError(f"another request with the id {request.request_id!r} is running")
-        request._lease = self._device.open_lease()
-
     def allocate(self, request: Request, num_tokens: int) -> Allocation:
         """Grow the block table to ``num_tokens`` tokens; the first time, plan the loads as well."""
-        if not request._matched:
-            raise RequestStateError(f"request {request.request_id!r} has to be matched before it gets blocks")
-        if num_tokens < request.num_cached_tokens:
-            raise RequestStateError(
-                f"request {request.request_id!r}: {num_tokens} tokens are fewer than the "
-                f"{request.num_cached_tokens} that its match found"
-            )
         if request._host_run and not self._host_run_is_loadable(request):
             self._defer(request)
-            return Allocation(request.request_id, _NO_BLOCKS, AllocationFailure.DEFERRED)
-        before = len(request._table)
-        wanted = max(0, -(-num_tokens // self._block_size) - before)
-        missing = wanted - self._device.available
-        if missing > 0:
+            return Allocation(request.request_id, failure=AllocationFailure.DEFERRED)
+        wanted = -(-num_tokens // self._block_size) - len(request._table)
+        if wanted > 0 and (missing := wanted - self._device.available) > 0:
             self._counters.allocation_failures += 1
-            return Allocation(request.request_id, _NO_BLOCKS, AllocationFailure.NO_BLOCKS, missing)
+            return Allocation(request.request_id, NO_BLOCKS, AllocationFailure.NO_BLOCKS, missing)
         if not request._counted:
             self._count_hits(request)
+        if wanted > 0:
+            self._take_blocks(request, wanted)
+        told, request._told_blocks = request._told_blocks, len(request._table)
+        added = request._table.slots[told:] if request._told_blocks > told else NO_BLOCKS
+        return Allocation(request.request_id, added)
+
+    def _take_blocks(self, request: Request, wanted: int) -> None:
+        """Extend the block table by so many available blocks, those to be loaded first."""
         # Copies out hold blocks that were evictable, so every slot is taken before the first of them is planned.
+        stop = len(request._table) + wanted
         evicted = [self._plan_loads(request, request._host_run)] if request._host_run else []
-        fresh = before + wanted - len(request._table)
-        if fresh:
+        if fresh := stop - len(request._table):
             taken = self._device.reserve(request._lease, fresh)
             if taken.missing:
                 raise IntegrityError(
@@ -209,9 +225,7 @@ class RequestLifecycle:
             request._table.extend(taken.slots)
             evicted.append(taken.evicted)
         if self._backups:
-            for dropped in evicted:
-                self._backups.on_evict(dropped, self.plan)
-        return Allocation(request.request_id, request._table.slots[before:])
+            self._backups.on_evict(evicted, self.plan)
 
     def _count_hits(self, request: Request) -> None:
         request._counted = True
@@ -269,11 +283,6 @@ class RequestLifecycle:
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """Publish the full blocks among the first ``num_tokens`` tokens, but none above an unconfirmed load."""
-        limit = min(request.num_tokens, len(request._table) * self._block_size)
-        if not request._lease or num_tokens > limit:
-            raise RequestStateError(
-                f"request {request.request_id!r}: cannot commit {num_tokens} tokens, it has blocks for {limit}"
-            )
         request._reported_tokens = num_tokens
         if request._publishes and not request._loading:
             self._publish(request)
@@ -299,11 +308,11 @@ class RequestLifecycle:
 
     def _let_go(self, request: Request) -> None:
         """Release what a match pinned; its reads from storage go on."""
-        if not request._lease:
+        if self.live.get(request.request_id) is not request:
             return
+        del self.live[request.request_id]
         self._drop_host_run(request)
         self._device.release(request._lease)
-        self.live.pop(request.request_id, None)
         request._reset()
 
     def confirm(self, load: LoadRange, flight: InFlightPlan) -> LoadOutcome:
@@ -314,7 +323,6 @@ class RequestLifecycle:
         good = load.count if copied.all() else int(np.argmin(copied))
         request._committed_blocks += good
         if good < load.count:
-            request._reported_tokens = 0
             request.num_cached_tokens = request._committed_blocks * self._block_size
             self._counters.loads_failed += 1
             return self._outcome(

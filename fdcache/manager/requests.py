@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fdcache.errors import RequestStateError
 from fdcache.hashing import MultimodalItem, TokenBlocks, Tokens, root_hash
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
 
@@ -86,6 +87,7 @@ class Request:
         self._adapter_id = adapter_id
         self._tenant = tenant
         self._blocks: TokenBlocks | None = None
+        self._namespace: tuple[int, bytes] | None = None
         self._incarnation = 0
         self._fetch: Fetch | None = None
         self._reset()
@@ -95,10 +97,10 @@ class Request:
         self.num_cached_tokens = 0
         self._fetched_blocks = 0
         self._table = BlockTable()
+        self._told_blocks = 0
         self._lease = 0
         self._host_lease = 0
         self._host_run: HostRun | None = None
-        self._matched = False
         self._counted = False
         self._publishes = self.use_cache
         self._committed_blocks = 0
@@ -108,12 +110,20 @@ class Request:
         self._incarnation += 1
 
     def _bind(self, block_size: int, fingerprint: bytes) -> TokenBlocks:
-        """The tokens, made at first use: the keys depend on the layout."""
+        """The tokens, made at first use: the keys depend on the layout.
+
+        Raises ``HashingError`` for tokens that cannot be hashed.
+        """
         if self._blocks is None:
             root = root_hash(fingerprint, self._tenant)
             tokens = TokenBlocks(block_size, root, multimodal=self._multimodal, adapter_id=self._adapter_id)
             tokens.append(self._prompt)
             self._blocks = tokens
+            self._namespace = (block_size, fingerprint)
+        elif self._namespace != (block_size, fingerprint):
+            raise RequestStateError(
+                f"request {self.request_id!r} was matched by a manager of another layout; make a new request"
+            )
         return self._blocks
 
     @property
@@ -137,7 +147,7 @@ class Request:
         return np.empty((0, 32), np.uint8) if self._blocks is None else self._blocks.hashes
 
     def append_tokens(self, tokens: Tokens) -> None:
-        """Add accepted generated tokens. The request must have been matched or allocated before."""
+        """Add accepted generated tokens. Raises ``RequestStateError`` before the first match."""
         if self._blocks is None:
-            raise RuntimeError(f"request {self.request_id!r} was never matched or allocated")
+            raise RequestStateError(f"request {self.request_id!r} has to be matched before it gets tokens")
         self._blocks.append(tokens)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+import numpy as np
+
 from fdcache.metadata import Int32Array
+
+NO_BLOCKS = np.empty(0, np.int32)
 
 
 class MatchStatus(StrEnum):
@@ -15,8 +19,7 @@ class MatchStatus(StrEnum):
     DEFERRED = "deferred"
 
 
-@dataclass(frozen=True, slots=True)
-class MatchResult:
+class MatchResult(msgspec.Struct, frozen=True):
     """The longest cached prefix of a request, in path order: device blocks, then host, then storage.
 
     DEFERRED: another request is copying the next block, or the manager is paused. Nothing is pinned; ask again
@@ -44,17 +47,17 @@ class AllocationFailure(StrEnum):
     PAUSED = "paused"
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(msgspec.Struct, frozen=True):
     """The blocks one request got in this step, or why it got none.
 
-    ``block_ids`` are the slots added to its block table: those to be loaded, then those to be computed.
+    ``block_ids`` are the slots added to its block table since its match or its last allocation: those that others
+    brought to the device meanwhile, those to be loaded, then those to be computed.
     NO_BLOCKS leaves the request as it was, ``shortfall`` blocks are missing; DEFERRED undoes its match, which
     must be asked for again in a later step.
     """
 
     request_id: str
-    block_ids: Int32Array
+    block_ids: Int32Array = NO_BLOCKS
     failure: AllocationFailure | None = None
     shortfall: int = 0
 
@@ -72,8 +75,7 @@ class LoadStatus(StrEnum):
     OVERDUE = "overdue"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOutcome:
+class LoadOutcome(msgspec.Struct, frozen=True):
     """The end of one request's load, once every rank has reported it.
 
     FAILED: discard the tokens of all its steps in flight and compute again from token ``recompute_from``, in the

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from fdcache.errors import ReplayOptionError
 from fdcache.layout import KVLayout
+from fdcache.replay.planes import DeviceName
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.storage_tier import StorageTierSettings
@@ -48,6 +49,7 @@ class ReplayConfig:
     verify: Verify = Verify.ALL
     seed: int = 0
     load_failures: float = 0.0
+    device: DeviceName = DeviceName.CPU
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
@@ -60,6 +62,10 @@ class ReplayConfig:
             )
         if self.speed is not None and self.speed <= 0:
             raise ReplayOptionError("--speed", f"{self.speed} is not above 0; leave it out for full speed")
+        if self.seed < 0:
+            raise ReplayOptionError("--seed", f"{self.seed} is below 0")
+        if self.load_failures and self.device is not DeviceName.CPU:
+            raise ReplayOptionError("--load-failures", "failures are made on the CPU device only")
         if not 0 <= self.load_failures <= 1:
             raise ReplayOptionError("--load-failures", f"{self.load_failures} is not between 0 and 1")
 

@@ -64,6 +64,7 @@ def replay(
         faults=LoadFaults(config.load_failures, config.seed),
         storage=config.storage,
         mooncake=config.mooncake,
+        device=config.device,
     )
     ranks = start_ranks(spec, config.layout.tp_size)
     try:

@@ -68,6 +68,11 @@ class Job:
             return self.prompt_length
         return min(self.computed + 1, len(self.tokens))
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has all its tokens, and none above a load that may yet fail."""
+        return self.computed >= self.total and not self.loading
+
     def append_accepted(self) -> None:
         """Give the cache's view of the request the tokens accepted since the last time."""
         have, accepted = self.request.num_tokens, self.accepted()
@@ -76,14 +81,14 @@ class Job:
 
     def admit(self, cached: int, loading: bool) -> None:
         """The cache found ``cached`` leading tokens; the rest is to be computed."""
-        self.known = self.request.num_tokens
+        self.known = min(self.request.num_tokens, self.total)
         self.loading = loading
         self._start_from(cached)
 
     def rewind(self, tokens: int) -> None:
         """Void what was computed or is being computed above ``tokens``; what is below is compared again."""
         self.epoch += 1
-        self.known = max(self.known, self.request.num_tokens)
+        self.known = min(self.request.num_tokens, self.total)
         self.loading = False
         self.suspects.clear()
         self._start_from(tokens)

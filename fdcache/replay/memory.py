@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import ReplayOptionError
 from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.replay.config import ReplayConfig
-from fdcache.settings.machine import memory
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -21,22 +19,20 @@ def readable_size(size: float) -> str:
     return f"{size:.4g}{_UNITS[unit]}"
 
 
-def available_bytes() -> int:
-    """Memory that can still be had, by the kernel's estimate and the control group's limit."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    limit = memory().cgroup
-    return free if limit is None else min(free, limit)
-
-
 def require_memory(config: ReplayConfig) -> None:
     """Raise ``ReplayOptionError``, naming the option and what would fit, when the tiers do not fit."""
     layout, ranks = config.layout, config.layout.tp_size
-    free = available_bytes()
+    free = available_memory().nbytes
     block_bytes = sum(plane.device_stride for plane in layout.planes)
     device = config.cache.device_blocks * block_bytes * ranks
     if device > free:
         fits = free // (block_bytes * ranks)
+        if not fits:
+            raise ReplayOptionError(
+                "--device-blocks",
+                f"not one block of {readable_size(block_bytes)} on {ranks} ranks fits into the "
+                f"{readable_size(free)} that are free; make --block-size, --layers, --kv-heads or --head-dim smaller",
+            )
         raise ReplayOptionError(
             "--device-blocks",
             f"{config.cache.device_blocks} blocks of {readable_size(block_bytes)} on {ranks} ranks take "

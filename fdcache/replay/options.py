@@ -20,6 +20,9 @@ LAPTOP_DEFAULTS: Mapping[str, int | str] = {
 }
 """What holds for a replay where neither an option nor the environment says otherwise."""
 
+MOST_LAYERS = 1024
+"""Main or draft layers of a replay; every plane of every layer is a tensor of its own."""
+
 
 class LayoutName(StrEnum):
     """The layouts that a replay can build."""

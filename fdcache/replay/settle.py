@@ -39,17 +39,18 @@ class Settlement:
     def settle(self, step: Step, results: list[StepResult], now: float) -> None:
         """Apply one step's results, one of each rank."""
         self._tally.count_results(results)
-        ended = self._settle_loads(results)
+        advanced = self._settle_loads(results)
         segments = list(step.segments.values())
         for position, block in {pair for result in results for pair in result.differing}:
             if segments[position].epoch == segments[position].job.epoch:
                 segments[position].job.suspects.add(block)
-        ended += self._settle_tokens(segments)
+        advanced += self._settle_tokens(segments)
+        ended = [job for job in dict.fromkeys(advanced) if job.ended]
         if ended:
             self._scheduler.finish(ended, now)
 
     def _settle_loads(self, results: list[StepResult]) -> list[Job]:
-        """Carry the reports to the manager; returns the jobs that only waited for their load."""
+        """Carry the reports to the manager; returns the jobs whose loads are confirmed."""
         reports = [report for result in results for report in result.reports]
         for report in reports:
             self._plans[report.plan_id] -= 1
@@ -66,7 +67,7 @@ class Settlement:
 
     def _follow(self, outcomes: Iterable[LoadOutcome]) -> list[Job]:
         jobs = {job.request.request_id: job for job in self._scheduler.running}
-        ended = []
+        confirmed = []
         for outcome in outcomes:
             job = jobs.get(outcome.request_id)
             if job is None:
@@ -74,8 +75,7 @@ class Settlement:
             if outcome.status is LoadStatus.CONFIRMED:
                 job.loading = False
                 self._judge(job)
-                if job.computed >= job.total:
-                    ended.append(job)
+                confirmed.append(job)
             elif outcome.status is LoadStatus.FAILED:
                 self._tally.failed_loads += 1
                 self._tally.recomputed_tokens += job.planned - outcome.recompute_from
@@ -83,12 +83,12 @@ class Settlement:
             else:
                 self._tally.overdue_loads += 1
                 self._scheduler.preempt(job)
-        return ended
+        return confirmed
 
     def _settle_tokens(self, segments: list[Segment]) -> list[Job]:
-        """Accept the tokens that are still wanted; returns the jobs that have all of theirs."""
+        """Accept the tokens that are still wanted; returns the jobs that got some."""
         progress = []
-        ended = []
+        advanced = []
         for segment in segments:
             job = segment.job
             if segment.epoch != job.epoch:
@@ -100,13 +100,12 @@ class Settlement:
             if filled_block:
                 job.append_accepted()
                 progress.append((job.request, segment.end))
-            if segment.end >= job.total and not job.loading:
-                ended.append(job)
+            advanced.append(job)
         if progress:
             since = self._watch.now()
             self._manager.commit(progress)
             self._watch.add("commit", since, len(progress))
-        return ended
+        return advanced
 
     def _judge(self, job: Job) -> None:
         self._tally.corrupt_blocks += len(job.suspects)

@@ -9,9 +9,11 @@ import numpy as np
 
 from fdcache._core import PatternModel
 from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import Device
 from fdcache.layout import KVLayout
 from fdcache.replay.faults import FaultyDevice, LoadFaults
 from fdcache.replay.messages import StepOrder, StepResult
+from fdcache.replay.planes import DeviceName, GpuPlanes, HostPlanes, Planes, open_gpu
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings, Verify
@@ -36,6 +38,7 @@ class WorkerSpec:
     faults: LoadFaults
     storage: StorageTierSettings
     mooncake: MooncakeSettings
+    device: DeviceName = DeviceName.CPU
 
 
 class RankWorker:
@@ -46,7 +49,11 @@ class RankWorker:
 
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
         layout = spec.layout
-        device = FaultyDevice(spec.faults, layout, rank, spec.transfer) if spec.faults.rate else None
+        device: Device | None = None
+        if spec.device is DeviceName.CUDA:
+            device = open_gpu(rank, spec.transfer)
+        elif spec.faults.rate:
+            device = FaultyDevice(spec.faults, layout, rank, spec.transfer)
         self._verify_every = spec.verify_every
         self._layers = layout.total_layers
         self._controller = CacheController(spec.transfer, layout, rank=rank, device=device)
@@ -58,8 +65,10 @@ class RankWorker:
         )
         storage = open_storage(context) if spec.host_blocks else None
         self._scan = self._controller.initialize_storage(storage) if storage is not None else None
+        gpu = spec.device is DeviceName.CUDA
+        self._planes: Planes = GpuPlanes(tensors, layout) if gpu else HostPlanes(tensors)
         self._model = PatternModel(
-            [tensor.reshape(tensor.shape[0], -1).view(np.uint8) for tensor in tensors],
+            [array.reshape(array.shape[0], -1).view(np.uint8) for array in self._planes.arrays],
             np.array([plane.layer for plane in layout.planes], dtype=np.int32),
             layout.total_layers,
             layout.block_size,
@@ -73,11 +82,14 @@ class RankWorker:
             model.begin(sequence, tokens)
         counters = [self._controller.submit_swap_tasks(plan) for plan in order.plans]
         verified = model.prepare(order.segments, order.blocks, self._verify_every)
+        self._planes.open_step(order)
         differing: list[tuple[int, int]] = []
         for layer in range(self._layers):
             for counter in counters:
                 counter.wait_for_layer(layer)
+            self._planes.fetch(layer)
             differing += model.run_layer(layer)
+            self._planes.store(layer)
         for sequence in order.ends:
             model.end(sequence)
         scan, self._scan = self._scan, None

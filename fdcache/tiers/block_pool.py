@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fdcache import _core
-from fdcache.errors import IntegrityError
+from fdcache.errors import ConfigurationError, IntegrityError
 from fdcache.metadata import BlockNode, CacheLevel, CacheStatus
 
 _READY = {
@@ -20,14 +20,27 @@ _PENDING = {
 }
 
 
+MOST_BLOCKS = 2**31 - 1
+"""Blocks of a tier at most: slots are int32."""
+
+
 class BlockPool(_core.Tier):
-    """A tier of ``num_blocks`` slots at one level. The calls of the data path are those of the native class."""
+    """A tier of ``num_blocks`` slots at one level. The calls of the data path are those of the native class.
+
+    Raises ``ConfigurationError`` for a number of slots that no tier can have.
+    """
 
     def __init__(self, level: CacheLevel, num_blocks: int, eviction: str = "lru") -> None:
+        _check_size(level, num_blocks)
         super().__init__(num_blocks, eviction)
         self.level = level
         self.loading_from_storage: set[int] = set()
         """Slots that blocks are on their way into from storage; whoever reads them says so."""
+
+    def resize(self, slots: int) -> int:
+        """Change the number of slots; returns how many in use stand against it, 0 when done."""
+        _check_size(self.level, slots)
+        return super().resize(slots)
 
     def nodes(self, slots: Iterable[int]) -> list[BlockNode]:
         """What stands in these slots, for people and tools; slots that nobody can find are left out."""
@@ -61,3 +74,8 @@ class BlockPool(_core.Tier):
         broken = self.check_integrity()
         if broken:
             raise IntegrityError(f"{self.level.value} tier: " + "; ".join(broken))
+
+
+def _check_size(level: CacheLevel, num_blocks: int) -> None:
+    if not 1 <= num_blocks <= MOST_BLOCKS:
+        raise ConfigurationError(f"{num_blocks} {level.value} blocks: a tier has 1 to {MOST_BLOCKS}")

@@ -124,9 +124,12 @@ def test_a_malformed_line_is_named_by_file_line_and_field(tmp_path: Path, line: 
         (["--host-memory", "1KiB"], "--host-memory", "at least 8320 bytes"),
         (["--host-memory", "much"], "--host-memory", "write 512MiB"),
         (["--device-blocks", "2000000000"], "--device-blocks", "would fit"),
+        (["--kv-heads", "1000000000"], "--device-blocks", "smaller"),
         (["--host-memory", "0", "--write-policy", "write_back"], "--write-policy", "set --host-memory"),
         (["--chunk-tokens", "3"], "--chunk-tokens", "at least 16"),
         (["--dtype", "float12"], "--dtype", "use one of"),
+        (["--layers", "100000000"], "--layers", "1024"),
+        (["--seed", "-1"], "--seed", "0"),
         (["--plot", "no/such/folder.png"], "--plot", "does not exist"),
     ],
 )

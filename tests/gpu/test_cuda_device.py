@@ -187,7 +187,7 @@ def test_a_refused_copy_is_a_failed_report_and_the_device_goes_on(monkeypatch: A
         worker.run(plan(1, evict=[(0, 0)]))
         before = worker.block(0)
         sound = worker.gpu._kernels
-        monkeypatch.setattr(worker.gpu, "_kernels", type(sound)((0, 0, 0), sound.module))
+        monkeypatch.setattr(worker.gpu, "_kernels", type(sound)((0, 0, 0, 0), sound.module))
         (refused,) = worker.run(plan(2, load=[(0, 1)])).results
         assert refused.failed.tolist() == [0]
         assert "cuLaunchKernel" in str(refused.error_message)

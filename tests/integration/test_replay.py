@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +15,19 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import BlockCopy, BlockPairs, DevicePlanes, Direction, HostArena
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import ReplayError, ReplayOptionError
+from fdcache.manager import CacheManager, Request
 from fdcache.metadata import SwapPurpose, TransferReport
-from fdcache.replay import worker
+from fdcache.replay import engine, worker
 from fdcache.replay.config import Verify
 from fdcache.replay.engine import replay
 from fdcache.replay.items import WorkItem
+from fdcache.replay.messages import StepResult
 from fdcache.replay.options import LayoutName
+from fdcache.replay.ranks import LocalRank
+from fdcache.replay.report import build_report
+from fdcache.replay.stopwatch import Stopwatch
+from fdcache.replay.tally import Tally
+from fdcache.replay.timeline import Timeline
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import WritePolicy
 from tests.replay_help import assert_clean, run_chat, small_config
@@ -48,6 +56,56 @@ def test_a_host_tier_smaller_than_the_device_tier_is_clean(policy: WritePolicy) 
     assert_clean(report)
     assert report.host_evictions > 0
     assert report.tally.preemptions > 0
+
+
+def test_traffic_is_counted_by_direction() -> None:
+    config = small_config(concurrency=1, cache={"write_policy": WritePolicy.WRITE_THROUGH})
+    report = run_chat(config, requests=20, workload=WorkloadName.UNIQUE)
+    assert report.tally.d2h.bytes > 0
+    assert report.tally.h2d.bytes == 0
+
+
+class LateReports:
+    """A rank whose reports come two steps late, as those of a busy link do."""
+
+    def __init__(self, spec: worker.WorkerSpec, _count: int) -> None:
+        self._rank = LocalRank(spec)
+        self._held: deque[list[TransferReport]] = deque([[], []])
+        self.send = self._rank.send
+        self.close = self._rank.close
+
+    def receive(self) -> list[StepResult]:
+        (result,) = self._rank.receive()
+        self._held.append(result.reports)
+        return [replace(result, reports=self._held.popleft())]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_that_end_before_their_loads_are_reported_are_clean(
+    policy: WritePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "start_ranks", LateReports)
+    items = [
+        replace(item, output_length=min(item.output_length, 2))
+        for item in generate(WorkloadName.CHAT, 100, 0)
+    ]
+    report = replay(iter(items), small_config(cache={"write_policy": policy}, load_failures=0.4))
+    assert_clean(report)
+    assert report.tally.failed_loads > 0
+    assert report.tally.hit_tokens["host"] > 0
+
+
+def test_what_the_manager_still_holds_counts_as_leaked() -> None:
+    config = small_config()
+    manager = CacheManager(config.cache, config.layout)
+    held, matched = Request("held", [1, 2]), Request("matched", [3])
+    manager.match_prefix([held, matched])
+    manager.allocate_device_blocks([(held, 2)])
+    report = build_report(
+        config, manager, Tally(), Stopwatch(), Timeline(), wall_seconds=0.0, interrupted=False
+    )
+    assert (report.leaked_slots, report.leaked_pins) == (1, 1 + 2)
+    assert not report.clean
 
 
 @pytest.mark.parametrize("layout", list(LayoutName))

@@ -143,6 +143,7 @@ def test_use_after_a_fork_is_refused_and_the_child_ends_cleanly() -> None:
 
 def test_workers_leave_no_thread_and_no_memory_behind() -> None:
     process = psutil.Process()
+    gc.collect()
     threads = process.num_threads()
 
     def cycle() -> None:
@@ -161,6 +162,6 @@ def test_workers_leave_no_thread_and_no_memory_behind() -> None:
     for _ in range(20):
         cycle()
     gc.collect()
-    assert process.num_threads() == threads
+    assert process.num_threads() <= threads
     # Each cycle takes more than 16 MiB; 20 that leaked would hold 320.
     assert process.memory_info().rss - before < 32 << 20

@@ -8,6 +8,7 @@ import pytest
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import Direction
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.errors import (
     CacheNotReadyError,
@@ -184,16 +185,22 @@ class TestOrder:
         worker.run(plan(2, load=[(1, 2)]))
         assert worker.block(2) == written
 
-    def test_loads_wait_for_the_evictions_of_their_plan(self, worker: Worker) -> None:
-        worker.run(plan(1, backup=[(0, 0)]))
-        gate = Gate()
-        counter = worker.controller.submit_swap_tasks(plan(2, evict=[(1, 1)], load=[(0, 1)]), gate.stream)
-        before = worker.block(1)
-        assert not counter.is_layer_done(0)
-        assert worker.block(1) == before
-        gate.open()
-        counter.wait_all()
-        assert worker.block(1) == worker.block(0)
+    def test_loads_wait_for_the_evictions_of_their_plan(self) -> None:
+        device = PausingDevice(pause_at=-1, directions=[Direction.TO_HOST])
+        with Worker(uniform_layout(), device=device) as worker:
+            worker.run(plan(1, backup=[(0, 0)]))
+            before = worker.block(1)
+            device.pause_at = 0  # the eviction cannot begin; nothing but its event can hold the load
+            counter = worker.controller.submit_swap_tasks(plan(2, evict=[(1, 1)], load=[(0, 1)]))
+            with pytest.raises(LayerSwapTimeoutError):
+                counter.wait_for_layer(0, 0.05)
+            assert worker.block(1) == before
+            device.resume.set()
+            counter.wait_all()
+            assert worker.block(1) == worker.block(0)
+            worker.report()
+            worker.run(plan(3, load=[(1, 2)]))
+            assert worker.block(2) == before
 
     def test_layers_of_one_group_are_done_together_and_groups_in_order(self) -> None:
         device = PausingDevice(pause_at=99)

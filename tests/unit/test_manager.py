@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fdcache.errors import ConfigurationError, PlanError, RequestStateError
+from fdcache.errors import ConfigurationError, HashingError, PlanError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager import AllocationFailure, CacheManager, LoadStatus, ManagerState, MatchStatus, Request
 from fdcache.manager.events import BlockRemoved, BlocksCleared, BlockStored, EventsLost
@@ -69,6 +69,12 @@ class World:
 
     def settle(self) -> None:
         self.engine.drain()
+
+    def execute(self) -> None:
+        """The ranks do what they were sent; their reports are not delivered."""
+        for rank in self.engine.ranks:
+            while rank.queue:
+                self.engine.execute(rank, frozenset())
 
     def serve(self, *tokens: int, use_cache: bool = True) -> Job:
         """One request from start to end; returns its job."""
@@ -181,6 +187,51 @@ class TestMatch:
         assert world.match(*A, *TAIL) == (0, 0)
 
 
+class TestAllOrNothing:
+    """A call that takes a list changes nothing when one of its elements is refused."""
+
+    def test_matches(self) -> None:
+        world = World()
+        running = world.submit(*A)
+        world.engine.schedule([running], 100)
+        before = world.manager.get_stats()
+        new = Request("new", [*A, *TAIL])
+        for refused in (running.request, Request("new", [1]), new, Request("huge", [2**40])):
+            with pytest.raises((RequestStateError, HashingError)):
+                world.manager.match_prefix([new, refused])
+            assert world.manager.get_stats() == before
+        assert world.manager.match_prefix([new])[0].status is MatchStatus.MATCHED
+
+    def test_allocations(self) -> None:
+        world = World()
+        world.serve(*A, *B, *TAIL)
+        first, short = Request("first", [1, 2, 3]), Request("short", [*A, *B, *C])
+        world.manager.match_prefix([first, short])
+        for refused in ((short, 3), (Request("unmatched", [1]), 1)):
+            with pytest.raises(RequestStateError):
+                world.manager.allocate_device_blocks([(first, 3), refused])
+            assert len(first.block_table) == 0
+
+    def test_commits(self) -> None:
+        world = World()
+        first, second = Request("first", [*A, 1]), Request("second", [*B, 1])
+        world.manager.match_prefix([first, second])
+        world.manager.allocate_device_blocks([(first, 5), (second, 5)])
+        for refused in ((second, 6), (second, -1), (Request("unmatched", [1]), 0)):
+            with pytest.raises(RequestStateError, match="cannot commit"):
+                world.manager.commit([(first, 5), refused])
+            assert world.manager.get_stats().device.ready == 0
+
+    def test_reports(self) -> None:
+        world = TestHostTier.with_blocks_on_the_host_only()
+        world.engine.schedule([world.submit(*A, *B, *TAIL)], 100)
+        world.execute()
+        (report,) = world.engine.reports
+        with pytest.raises(PlanError, match="rank 7"):
+            world.manager.apply([report, TransferReport(plan_id=1, rank=7, results=())])
+        assert [outcome.status for outcome in world.manager.apply([report])] == [LoadStatus.CONFIRMED]
+
+
 class TestAllocate:
     def test_all_or_nothing_with_the_shortfall(self) -> None:
         world = World(device=3)
@@ -202,6 +253,16 @@ class TestAllocate:
         world.manager.match_prefix([request])
         with pytest.raises(RequestStateError, match="3 tokens are fewer than the 8"):
             world.manager.allocate_device_blocks([(request, 3)])
+
+    def test_what_a_request_found_is_counted_once_however_often_it_grows(self) -> None:
+        world = World()
+        world.serve(*A, *TAIL)
+        request = Request("r", [*A, *B, *C])
+        world.manager.match_prefix([request])
+        for tokens in (5, 9, 12):
+            world.manager.allocate_device_blocks([(request, tokens)])
+        counters = world.manager.get_stats().counters
+        assert (counters.lookups, counters.lookup_tokens, counters.device_hit_tokens) == (2, 5 + 12, BLOCK)
 
     def test_committing_more_than_there_is_is_refused(self) -> None:
         world = World()
@@ -236,6 +297,38 @@ class TestAllocate:
         assert world.match(*A, *B, *TAIL) == (2, 0)
         world.assert_nothing_is_held()
 
+    def test_a_request_belongs_to_the_manager_that_matched_it(self) -> None:
+        ours, other = World().manager, World().manager
+        request = Request("r", [*A, 1])
+        ours.match_prefix([request])
+        for call in (
+            lambda: other.match_prefix([request]),
+            lambda: other.allocate_device_blocks([(request, 5)]),
+            lambda: other.commit([(request, 0)]),
+        ):
+            with pytest.raises(RequestStateError):
+                call()
+        other.request_finish([request])
+        assert ours.allocate_device_blocks([(request, 5)])[0].ok
+        ours.request_finish([request])
+        other_layout = CacheManager(CacheSettings(device_blocks=4), layout(ranks=2))
+        with pytest.raises(RequestStateError, match="another layout"):
+            other_layout.match_prefix([request])
+
+    def test_tokens_before_the_first_match_are_refused(self) -> None:
+        with pytest.raises(RequestStateError, match="has to be matched"):
+            Request("r", [1]).append_tokens([2])
+
+    def test_the_blocks_told_are_those_of_the_table(self) -> None:
+        world = TestHostTier.with_blocks_on_the_host_only()
+        request = Request("waits", [*A, *B, *TAIL])
+        world.manager.match_prefix([request])
+        world.engine.schedule([world.submit(*A, *B, *TAIL)], 100)
+        world.settle()  # what was on the host alone is on the device now
+        told = world.manager.allocate_device_blocks([(request, 9)])[0].block_ids.tolist()
+        assert told == request.block_table.tolist()
+        assert len(world.manager.allocate_device_blocks([(request, 9)])[0].block_ids) == 0
+
 
 class TestHostTier:
     def test_a_block_evicted_from_the_device_comes_back_from_the_host(self) -> None:
@@ -251,6 +344,30 @@ class TestHostTier:
             assert world.manager.get_stats().counters.blocks_loaded > 0
             world.engine.finish(job)
             world.assert_nothing_is_held()
+
+    def test_a_block_is_backed_up_though_its_parents_copy_was_under_way(self) -> None:
+        world = World(host=8)
+        job = world.submit(*A, *B, *C, *TAIL)
+        for _ in range(4):
+            world.engine.schedule([job], BLOCK)
+            world.execute()
+            world.engine.accept_oldest()  # no report so far
+        world.settle()
+        for _ in range(3):
+            world.engine.schedule([], 1)
+            world.settle()
+        host = world.manager.get_stats().host
+        assert host is not None
+        assert (host.ready, world.manager.get_stats().queued_backups) == (3, 0)
+
+    def test_a_path_evicted_for_loads_and_new_blocks_alike_is_kept_whole(self) -> None:
+        world = World(device=4, host=8, policy=WritePolicy.WRITE_BACK, clean_reserve=0)
+        world.serve(*A, *TAIL)
+        world.serve(*B, *C, *C, *B)  # takes the whole device
+        assert world.match(*A, *TAIL) == (0, 1)
+        world.serve(*A, *A, *TAIL)  # one block loaded, two computed: three blocks of the path go
+        assert world.match(*B, *C, *C, *B, *TAIL) == (1, 3)
+        assert world.manager.get_stats().counters.backups_dropped == 0
 
     def test_selective_copies_only_what_is_reused(self) -> None:
         world = World(host=8, policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_through_threshold=2)
@@ -293,6 +410,61 @@ class TestHostTier:
         world.engine.deliver(0)
         assert world.manager.get_stats().counters.loads_confirmed == 1
         assert world.manager.get_stats().plans_in_flight == 1
+
+    def test_backups_in_flight_are_bounded_and_the_others_follow(self) -> None:
+        world = World(device=1200, host=1200)
+        job = world.submit(*range(1100 * BLOCK), *TAIL)
+        world.engine.schedule([job], 1 << 20)
+        world.settle()
+        sizes = []
+        for _ in range(3):
+            plans = world.manager.take_plans()
+            sizes.append(sum(len(swap) for plan in plans for swap in plan.swaps()))
+            for rank in world.engine.ranks:
+                rank.queue.extend(plans)
+        assert sizes == [1024, 0, 0]
+        world.settle()
+        world.engine.schedule([], 1)
+        world.settle()
+        host = world.manager.get_stats().host
+        assert host is not None
+        assert host.ready == 1100
+
+    def test_the_backup_queue_is_bounded_and_drops_the_oldest(self) -> None:
+        world = World(device=20_000, host=1)
+        for first in (0, 50_000):
+            request = Request(str(first), np.arange(first, first + 10_000 * BLOCK, dtype=np.int32))
+            world.manager.match_prefix([request])
+            world.manager.allocate_device_blocks([(request, request.num_tokens)])
+            world.manager.commit([(request, request.num_tokens)])
+        stats = world.manager.get_stats()
+        assert (stats.queued_backups, stats.counters.backups_dropped) == (10_000, 10_000)
+
+    def test_a_reset_drops_the_backup_queue(self) -> None:
+        world = World(host=8)
+        world.engine.schedule([world.submit(*A, *TAIL)], 100)
+        world.settle()
+        assert world.manager.get_stats().queued_backups == 1
+        world.manager.reset_cache()
+        assert world.manager.get_stats().queued_backups == 0
+
+    def test_a_host_block_has_the_checksum_of_rank_0s_record(self) -> None:
+        world = World(host=8, ranks=2)
+        world.engine.schedule([world.submit(*A, *TAIL)], 100)
+        world.settle()
+        (plan,) = world.manager.take_plans()
+        for rank in (1, 0):
+            result = TransferResult(
+                purpose=SwapPurpose.BACKUP,
+                failed=np.empty(0, np.int32),
+                checksums=np.array([70 + rank], np.uint64),
+                copied_bytes=1,
+                seconds=0.0,
+            )
+            world.manager.apply([TransferReport(plan_id=plan.plan_id, rank=rank, results=(result,))])
+        assert plan.backups is not None
+        assert world.manager._host is not None
+        assert world.manager._host.node(int(plan.backups.dst_block_ids[0])).checksum == 70
 
     def test_no_room_on_the_host_drops_copies_and_delays_nobody(self) -> None:
         world = World(device=4, host=1, policy=WritePolicy.WRITE_BACK, clean_reserve=0)
@@ -375,6 +547,21 @@ class TestFailures:
         world.engine.finish(job)
         world.assert_nothing_is_held()
 
+    def test_after_a_failed_load_the_prompt_may_be_computed_in_smaller_steps(self) -> None:
+        world = TestHostTier.with_blocks_on_the_host_only()
+        request = Request("r", [*A, *B, *C, *TAIL])
+        world.manager.match_prefix([request])
+        world.manager.allocate_device_blocks([(request, 13)])
+        (plan,) = world.manager.take_plans()
+        (outcome,) = world.manager.apply([TransferReport.refusal(plan, 0, "refused")])
+        assert (outcome.recompute_from, request.num_cached_tokens) == (0, 0)
+        (allocation,) = world.manager.allocate_device_blocks([(request, 1)])
+        assert (allocation.ok, len(allocation.block_ids)) == (True, 0)
+        world.manager.commit([(request, 4)])
+        assert world.manager.get_stats().device.ready == 1
+        world.manager.request_finish([request])
+        world.assert_nothing_is_held()
+
     def test_nothing_above_an_unconfirmed_load_is_committed(self) -> None:
         world = TestHostTier.with_blocks_on_the_host_only()
         job = world.submit(*A, *B, *C, *TAIL)
@@ -401,6 +588,14 @@ class TestFailures:
         world.settle()
         world.assert_nothing_is_held()
 
+    def test_nobody_is_told_of_an_overdue_load_whose_request_ended(self) -> None:
+        world = TestHostTier.with_blocks_on_the_host_only()
+        job = world.submit(*A, *B, *TAIL)
+        world.engine.schedule([job], 100)
+        world.engine.finish(job)
+        world.now = 100.0
+        assert world.manager.expire() == []
+
     def test_a_lost_worker_takes_the_cache_with_it_and_leaves_nothing_held(self) -> None:
         world = TestHostTier.with_blocks_on_the_host_only()
         job = world.submit(*A, *B, *TAIL)
@@ -408,6 +603,40 @@ class TestFailures:
         world.engine.lose(world.engine.ranks[0])
         assert world.match(*A, *B, *TAIL) == (0, 0)
         world.assert_nothing_is_held()
+
+    def test_losing_a_rank_that_there_is_not_changes_nothing(self) -> None:
+        world = World()
+        world.serve(*A, *TAIL)
+        with pytest.raises(PlanError, match="rank 1 is not one of the 1 ranks"):
+            world.manager.worker_lost(1)
+        assert world.match(*A, *TAIL) == (1, 0)
+
+    def test_a_plan_that_could_not_be_submitted_is_a_failed_load(self) -> None:
+        world = TestHostTier.with_blocks_on_the_host_only()
+        request = Request("r", [*A, *B, *TAIL])
+        world.manager.match_prefix([request])
+        world.manager.allocate_device_blocks([(request, 9)])
+        (plan,) = world.manager.take_plans()
+        (outcome,) = world.manager.apply([TransferReport.refusal(plan, 0, "no device planes")])
+        assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 0)
+        assert "no device planes" in (outcome.error_message or "")
+        world.manager.request_finish([request])
+        world.assert_nothing_is_held()
+
+    @pytest.mark.parametrize("end", ["lost", "reset"])
+    def test_a_load_that_the_cache_forgot_is_a_failed_load(self, end: str) -> None:
+        world = TestHostTier.with_blocks_on_the_host_only()
+        world.engine.schedule([world.submit(*A, *B, *TAIL)], 100)
+        if end == "lost":
+            outcomes = world.manager.worker_lost(0)
+        else:
+            world.manager.reset_cache()
+            world.execute()
+            outcomes = world.manager.apply(world.engine.reports)
+        message = {"lost": "rank 0: its process is gone", "reset": "the cache was reset"}[end]
+        assert [(each.status, each.recompute_from, each.error_message) for each in outcomes] == [
+            (LoadStatus.FAILED, 0, message)
+        ]
 
     def test_reports_that_do_not_fit_are_refused_and_repeated_ones_counted(self) -> None:
         world = World(host=8)
@@ -485,6 +714,15 @@ class TestWholeCache:
         assert world.manager.can_allocate_device_blocks(16)
         assert not world.manager.can_allocate_device_blocks(17)
 
+    @pytest.mark.parametrize("blocks", [0, -1, 2**31])
+    def test_a_number_of_blocks_that_cannot_be_is_refused(self, blocks: int) -> None:
+        world = World()
+        with pytest.raises(ConfigurationError, match=f"{blocks} device blocks"):
+            world.manager.resize_device_pool(blocks)
+        assert world.manager.num_device_blocks == 8
+        with pytest.raises(ConfigurationError, match="host blocks"):
+            CacheManager(CacheSettings(device_blocks=1, host_memory=2**31 * 4224), layout())
+
     def test_pause_defers_and_refuses_and_wakeup_goes_on(self) -> None:
         world = World()
         running, waiting = world.submit(*A, *TAIL), world.submit(*B, *TAIL)
@@ -498,6 +736,15 @@ class TestWholeCache:
         world.engine.schedule([running, waiting], 100)
         assert running.running
         assert waiting.running
+
+    def test_a_paused_manager_backs_nothing_up(self) -> None:
+        world = World(host=8)
+        world.engine.schedule([world.submit(*A, *TAIL)], 100)
+        world.settle()
+        world.manager.pause()
+        assert world.manager.take_plans() == []
+        world.manager.wakeup()
+        assert len(world.manager.take_plans()) == 1
 
     def test_sleep_needs_quiet_and_keeps_the_host_tier(self) -> None:
         world = World(host=8)

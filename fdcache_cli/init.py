@@ -1,0 +1,106 @@
+"""``fdcache init``: make a machine ready: compile the swap kernels, measure the link, keep what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fdcache_cli import output
+
+if TYPE_CHECKING:
+    from fdcache.devices.calibration import Calibration
+
+
+def init(
+    device: Annotated[
+        list[str] | None,
+        typer.Option(metavar="UUID", help="Only this GPU; may be repeated. Default: all visible."),
+    ] = None,
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Measure again what was measured already.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the first GPU's measurements too (needs matplotlib)."),
+    ] = None,
+) -> None:
+    """Compile the swap kernels for each GPU, measure its link in both directions, and keep what was found.
+
+    A calibration of another driver, topology or version is measured again. Copies on a GPU without one go by
+    safe defaults.
+    """
+    from fdcache.devices.topology import find_gpu, visible_gpus
+
+    if plot is not None:
+        from fdcache.devices.link_plot import require_plotting
+
+        require_plotting(plot)
+    gpus = [find_gpu(uuid) for uuid in device] if device else visible_gpus()
+    calibrations = [_calibrate(gpu.uuid, force=force, quiet=json) for gpu in gpus]
+    if json:
+        import msgspec
+
+        output.print_json({"calibrations": [msgspec.to_builtins(each) for each in calibrations]})
+    else:
+        for calibration in calibrations:
+            _show(calibration)
+    if plot is not None:
+        from fdcache.devices.link_plot import write_plot
+
+        write_plot(calibrations[0], plot)
+
+
+def _calibrate(uuid: str, *, force: bool, quiet: bool) -> Calibration:
+    from fdcache.devices.calibration import load_calibration, save_calibration
+    from fdcache.devices.link_probe import LinkProbe
+    from fdcache.devices.topology import find_gpu
+    from fdcache.settings import Settings
+
+    gpu = find_gpu(uuid)
+    folder = Settings.load().transfer.calibration_dir
+    kept = None if force else load_calibration(gpu, folder)
+    if kept is not None:
+        return kept
+
+    def tell(step: str) -> None:
+        if not quiet and output.on_terminal():
+            output.print_line(f"{gpu.name}: {step}")
+
+    calibration = LinkProbe(gpu, tell).measure()
+    path = save_calibration(calibration, gpu, folder)
+    if not quiet:
+        output.print_line(f"{gpu.name}: measured, kept in {path}")
+    return calibration
+
+
+def _show(calibration: Calibration) -> None:
+    links = {"host to device": calibration.link_to_device, "device to host": calibration.link_to_host}
+    output.print_line(
+        f"{calibration.gpu} ({calibration.topology}), measured {calibration.measured_at}: one large copy "
+        f"{calibration.link_to_device:.1f} GB/s to the device, {calibration.link_to_host:.1f} to the host"
+    )
+    rows = [
+        [
+            each.direction,
+            each.method,
+            f"{each.piece_bytes // 1024} KiB",
+            str(each.thread_blocks or "-"),
+            f"{each.gb_per_s:.1f}",
+            f"{each.gb_per_s / links[each.direction]:.3f}",
+            "-" if each.slowdown is None else f"{100 * each.slowdown:+.1f}%",
+        ]
+        for each in calibration.measurements
+    ]
+    header = ("direction", "method", "pieces", "thread blocks", "GB/s", "of the link", "neighbour")
+    output.print_table(header, rows)
+    for way, limits in (("to the device", calibration.to_device), ("to the host", calibration.to_host)):
+        output.print_line(
+            f"{way}: planes from {_size(limits.direct_plane)} go straight, columns from "
+            f"{_size(limits.staged_column)} through the ring, the rest by {calibration.kernel_ctas} thread blocks"
+        )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // 1024} KiB" if nbytes < 1 << 40 else "no size"

@@ -1,0 +1,51 @@
+"""``fdcache init`` on a GPU: it measures, keeps, shows, and measures again what is stale."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fdcache.devices.calibration import Calibration, load_calibration, save_calibration
+from fdcache.devices.cuda import CudaDevice
+from fdcache.devices.topology import visible_gpus
+from fdcache.settings.transfer import TransferSettings
+
+
+def run_init(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from fdcache_cli.main import run; run()", "init", *options],
+        env=os.environ | {"FDCACHE_CALIBRATION_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_init_measures_keeps_and_shows(tmp_path: Path) -> None:
+    picture = tmp_path / "link.svg"
+    pytest.importorskip("matplotlib")
+    uuid = visible_gpus()[0].uuid
+    done = run_init(tmp_path, "--device", uuid, "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert "planes from" in done.stdout and uuid in done.stdout
+    assert picture.stat().st_size > 1000
+    again = run_init(tmp_path, "--device", uuid, "--json")
+    (shown,) = json.loads(again.stdout)["calibrations"]
+    kept = load_calibration(visible_gpus()[0], tmp_path)
+    assert kept is not None
+    assert shown["measured_at"] == kept.measured_at
+    assert {each.method for each in kept.measurements} == {"direct", "staged", "kernel"}
+    assert kept.link_to_device > 1 and kept.link_to_host > 1
+    assert CudaDevice(settings=TransferSettings(calibration_dir=tmp_path)).calibration == kept
+
+
+def test_a_stale_calibration_is_not_used(tmp_path: Path) -> None:
+    gpu = visible_gpus()[0]
+    save_calibration(Calibration(gpu=gpu.uuid, driver=1, topology=gpu.topology), gpu, tmp_path)
+    assert CudaDevice(settings=TransferSettings(calibration_dir=tmp_path)).calibration is None

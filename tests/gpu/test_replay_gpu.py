@@ -1,0 +1,33 @@
+"""The whole cache over a GPU: a workload with every reused block compared byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from fdcache.replay.config import ReplayConfig, Verify
+from fdcache.replay.engine import replay
+from fdcache.replay.planes import DeviceName
+from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.settings.transfer import SwapMethod, TransferSettings
+from tests.gpu.test_cuda_swaps import METHODS
+from tests.property.test_round_trips import LAYOUTS
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["uniform", "fp8", "mla"])
+def test_no_reused_block_is_corrupt(name: str, method: str, policy: WritePolicy) -> None:
+    layout = LAYOUTS[name]
+    config = ReplayConfig(
+        layout=layout,
+        cache=CacheSettings(
+            device_blocks=512, host_memory=2048 * layout.record_bytes, write_policy=policy, clean_reserve=16
+        ),
+        transfer=TransferSettings(swap_method=SwapMethod(method)),
+        verify=Verify.ALL,
+        device=DeviceName.CUDA,
+    )
+    report = replay(generate(WorkloadName.CHAT, 30, seed=1), config)
+    assert report.tally.verified_blocks > 0 and report.tally.h2d.bytes > 0
+    assert report.tally.corrupt_blocks == 0

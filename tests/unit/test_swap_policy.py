@@ -1,0 +1,127 @@
+"""From measurements to a calibration, from that and settings to a policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fdcache.controller.transfers import layer_groups, widen_groups
+from fdcache.devices.calibration import (
+    FORMAT,
+    KIB,
+    MIB,
+    NEVER,
+    Calibration,
+    Measurement,
+    calibration_path,
+    load_calibration,
+    save_calibration,
+)
+from fdcache.devices.policy import choose_calibration, make_policy, min_group_bytes
+from fdcache.devices.topology import Gpu, link_of, numa_node_of
+from fdcache.settings.transfer import SwapMethod, TransferSettings
+
+GPU = Gpu(0, "GPU-1", "a GPU", 13000, "0000:00:06.0", "PCIe 32.0 GT/s x16", 1, 132)
+
+
+def measurements(direction: str) -> list[Measurement]:
+    direct = {16: 20.0, 32: 54.0, 64: 53.0, 128: 54.5}
+    staged = {32: 40.0, 64: 52.0, 128: 54.0}
+    kernel = {1: 35.0, 2: 51.0, 4: 51.4}
+    return [
+        *(Measurement(direction, "direct", size * KIB, 0, rate) for size, rate in direct.items()),
+        *(Measurement(direction, "staged", size * KIB, 0, rate) for size, rate in staged.items()),
+        *(Measurement(direction, "kernel", 8 * KIB, ctas, rate) for ctas, rate in kernel.items()),
+    ]
+
+
+def calibration(link: float = 55.0) -> Calibration:
+    found = measurements("host to device") + measurements("device to host")
+    return choose_calibration(GPU, found, link_to_device=link, link_to_host=link, measured_at="now")
+
+
+def test_thresholds_are_the_sizes_from_which_on_a_way_is_fast() -> None:
+    found = calibration()
+    assert found.to_device.direct_plane == 32 * KIB
+    assert found.to_device.staged_column == 64 * KIB
+    assert found.to_device.group_column == 128 * KIB
+    assert found.kernel_ctas == 2
+    assert found.suits(GPU)
+
+
+def test_a_way_that_is_never_fast_is_never_taken() -> None:
+    found = calibration(link=80.0)
+    assert found.to_device.direct_plane == NEVER and found.to_device.group_column == NEVER
+
+
+def test_a_calibration_is_kept_for_its_gpu(tmp_path: Path) -> None:
+    assert load_calibration(GPU, tmp_path) is None
+    found = calibration()
+    assert save_calibration(found, GPU, tmp_path / "a" / "b") == calibration_path(GPU, tmp_path / "a" / "b")
+    assert load_calibration(GPU, tmp_path / "a" / "b") == found
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["GPU-1.json"]
+
+
+@pytest.mark.parametrize("change", [{"driver": 12080}, {"pci_address": "0000:41:00.0"}, {"numa_node": 0}])
+def test_another_driver_or_place_makes_a_calibration_stale(
+    tmp_path: Path, change: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    save_calibration(calibration(), GPU, tmp_path)
+    assert load_calibration(replace(GPU, **change), tmp_path) is None  # type: ignore[arg-type]
+    assert "fdcache init" in caplog.text
+
+
+def test_another_format_or_a_broken_file_is_no_calibration(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_calibration(replace(calibration(), format=FORMAT + 1), GPU, tmp_path)
+    assert load_calibration(GPU, tmp_path) is None
+    calibration_path(GPU, tmp_path).write_text("{")
+    assert load_calibration(GPU, tmp_path) is None
+    assert "cannot be read" in caplog.text
+
+
+def test_settings_bound_the_thread_blocks() -> None:
+    calibrated = replace(calibration(), kernel_ctas=4)
+    ctas = {
+        (wanted, budget): make_policy(
+            TransferSettings(swap_ctas=wanted, swap_sm_budget=budget), calibrated, batched=True
+        ).kernel_ctas
+        for wanted in (0, 8)
+        for budget in (0, 2, 32)
+    }
+    assert ctas == {(0, 0): 0, (0, 2): 2, (0, 32): 4, (8, 0): 0, (8, 2): 2, (8, 32): 8}
+
+
+def group(blocks: int, record: int, method: SwapMethod = SwapMethod.AUTO, *, batched: bool = True) -> int:
+    settings = TransferSettings(swap_method=method)
+    return min_group_bytes(settings, Calibration(), blocks, record, batched=batched)
+
+
+def test_groups_are_wide_enough_for_the_copy_engines_and_not_too_many() -> None:
+    assert group(1000, MIB) >= Calibration().to_device.group_column
+    assert group(8192, MIB) * 6144 >= 8192 * MIB
+    assert group(1, MIB) >= MIB
+    assert group(1000, MIB, SwapMethod.KERNEL) < group(1000, MIB) + 1
+    assert all(group(blocks, MIB) % (64 * KIB) == 0 for blocks in (1, 7, 100, 5000))
+
+
+def test_groups_are_joined_until_they_are_wide_enough_and_the_first_stays_small() -> None:
+    offsets = [100 * layer for layer in range(11)]
+    groups = layer_groups(10, 1, 2)
+    assert widen_groups(groups, offsets, 0) == groups
+    assert widen_groups(groups, offsets, 350) == [(0, 1), (1, 5), (5, 10)]
+    assert widen_groups(groups, offsets, 10_000) == [(0, 1), (1, 10)]
+    assert widen_groups([(0, 10)], offsets, 10_000) == [(0, 10)]
+
+
+def test_link_and_node_come_from_sysfs(tmp_path: Path) -> None:
+    assert link_of(tmp_path) == "PCIe link unknown" and numa_node_of(tmp_path) is None
+    (tmp_path / "max_link_speed").write_text("32.0 GT/s PCIe\n")
+    (tmp_path / "max_link_width").write_text("16\n")
+    (tmp_path / "numa_node").write_text("-1\n")
+    assert link_of(tmp_path) == "PCIe 32.0 GT/s PCIe x16" and numa_node_of(tmp_path) is None
+    (tmp_path / "numa_node").write_text("1\n")
+    assert numa_node_of(tmp_path) == 1
