@@ -181,7 +181,10 @@ class CacheManager:
     # --- a scheduler step ---------------------------------------------------------------------------------
 
     def prefetch(self, requests: Iterable[Request]) -> None:
-        """Begin to read from storage what requests that have arrived will need; to be called before their match."""
+        """Begin to read from storage what requests that have arrived will need; to be called before their match.
+
+        What comes is kept in the host tier for them until they are matched, or finished without.
+        """
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 for request in requests:

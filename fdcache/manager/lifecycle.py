@@ -193,7 +193,10 @@ class RequestLifecycle:
 
     def _matched(self, request: Request, on_device: int, on_host: int) -> MatchResult:
         request._deferred_since = None
-        fetched = self._prefetcher.fetched(request, on_device, on_host) if self._prefetcher else 0
+        fetched = 0
+        if self._prefetcher:
+            fetched = self._prefetcher.fetched(request, on_device, on_host)
+            self._prefetcher.let_go(request)
         request._fetched_blocks = fetched
         request.num_cached_tokens = (on_device + on_host) * self._block_size
         return MatchResult(

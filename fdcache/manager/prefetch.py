@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fdcache.errors import StaleLeaseError
 from fdcache.layout import KVLayout
 from fdcache.manager.blocks import Blocks, parents_of
 from fdcache.manager.fetch import Fetch, Read
@@ -45,9 +46,10 @@ class Prefetcher:
         self._index = index
         self._counters = counters
         self._clock = clock
-        # What is being read cannot be evicted: half of the host tier must stay free to move.
+        # What is being read, or waits for its request, cannot be evicted: half of the host tier must be free to move.
         self._most_in_flight = max(1, host.stats().slots // 2)
         self._in_flight = 0
+        self._kept = 0
         self._reading: dict[bytes, Read] = {}
         self._unwanted: list[Read] = []
 
@@ -89,10 +91,31 @@ class Prefetcher:
             return
         fetch.ended = True
         for read in fetch.reads:
-            read.waiters -= 1
-            if read.waiters == 0:
+            read.waiters.remove(fetch)
+            if not read.waiters:
                 self._unwanted.append(read)
         fetch.reads.clear()
+        self.let_go(request)
+
+    def let_go(self, request: Request) -> None:
+        """The request has pinned what it found, or wants it no more."""
+        fetch = request._fetch
+        if fetch is not None and fetch.lease:
+            self._host.release(fetch.lease)
+            self._kept -= fetch.kept
+            fetch.lease = fetch.kept = 0
+
+    def _keep(self, fetch: Fetch) -> None:
+        """Pin what has come so far, lest others' blocks drive it out before the request's turn."""
+        if not fetch.lease:
+            fetch.lease = self._host.open_lease()
+        wanted = fetch.hashes[: fetch.stop]
+        try:
+            pinned = len(self._host.match(fetch.lease, wanted, fetch.first + fetch.kept))
+        except StaleLeaseError:
+            return  # a reset has taken away what came
+        fetch.kept += pinned
+        self._kept += pinned
 
     def release(self, request: Request) -> None:
         """The request has ended, or was preempted."""
@@ -126,6 +149,8 @@ class Prefetcher:
         self._host.loading_from_storage.difference_update(swap.dst_block_ids.tolist())
         for read in self._reads_of(swap):
             read.order.failed = read.order.failed or failed
+            for fetch in read.waiters:
+                self._keep(fetch)
             for block_hash in read.hashes:
                 self._reading.pop(block_hash, None)
             if read in self._unwanted:
@@ -144,15 +169,17 @@ class Prefetcher:
         on_host = _leading(presence == _READY)
         if fetch is None:
             budget = self._clock() + self._settings.prefetch_timeout
-            fetch = request._fetch = Fetch(on_host, on_host, budget)
+            fetch = request._fetch = Fetch(hashes, on_host, on_host, budget)
         if on_host < fetch.stop:
             fetch.ended = True  # evicted again: the host tier is too busy to fight for
             return
         if on_host < len(hashes) and presence[on_host] != _ABSENT:
             self._join(fetch, hashes, on_host, int(_leading(presence != _ABSENT)))
             return
-        if self._in_flight >= self._most_in_flight:
-            return  # others' reads come first
+        if self._in_flight + self._kept >= self._most_in_flight:
+            # Others' reads come first; what waits for its request may wait for this one in turn.
+            fetch.ended = not self._in_flight
+            return
         stored = self._index.run(hashes, on_host)
         if stored is None:
             return
@@ -174,7 +201,7 @@ class Prefetcher:
         read = self._reading.get(hashes[start].tobytes())
         if read is None:
             return
-        read.waiters += 1
+        read.waiters.append(fetch)
         if read in self._unwanted and not read.order.plan_id:
             self._unwanted.remove(read)
         fetch.reads.append(read)
@@ -183,7 +210,7 @@ class Prefetcher:
 
     def _read(self, fetch: Fetch, hashes: HashArray, start: int, stop: int, plan: OpenPlan) -> bool:
         """Reserve host blocks as far as there is room, and plan the read; whether there was anything to read."""
-        stop = min(stop, start + self._most_in_flight - self._in_flight)
+        stop = min(stop, start + self._most_in_flight - self._in_flight - self._kept)
         while start < stop:
             parents = parents_of(hashes, start, stop)
             taken = self._host.reserve_copies(0, parents, hashes[start:stop])
@@ -216,7 +243,7 @@ class Prefetcher:
     ) -> None:
         count = len(source)
         order = plan.add_storage(SwapPurpose.PREFETCH, source, slots, generations, self._settings.timeout)
-        read = Read([row.tobytes() for row in source.hashes], order, waiters=1)
+        read = Read([row.tobytes() for row in source.hashes], order, waiters=[fetch])
         self._reading.update(dict.fromkeys(read.hashes, read))
         self._in_flight += count
         self._host.loading_from_storage.update(slots.tolist())

@@ -84,7 +84,7 @@ class Scheduler:
 
     def abort(self) -> None:
         """Release every request, wherever it is."""
-        self._manager.request_finish([job.request for job in self.running])
+        self._manager.request_finish([job.request for job in (*self.running, *self._waiting)])
         self._ended += [job.index for job in self.running]
         for job in self.running:
             job.epoch += 1
@@ -146,7 +146,12 @@ class Scheduler:
         if self._config.storage.is_on:
             self._look_ahead(now)
         put_back: list[Job] = []
-        while budget > 0 and (self._room_may_have_come or not self.running):
+        # No further than the requests that may run at once: those beyond would only be deferred as well.
+        while (
+            budget > 0
+            and len(put_back) < self._config.concurrency
+            and (self._room_may_have_come or not self.running)
+        ):
             # Matches pin blocks: the first request must not be kept out by what its fellows in the batch pin.
             places = self._config.concurrency - len(self.running) if self.running else 1
             batch = self._next_jobs(budget, places, now)

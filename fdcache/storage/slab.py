@@ -76,10 +76,11 @@ class SlabStore:
         except BaseException:
             self._file_lock.release()
             raise
-        self._syncer = threading.Thread(
-            target=self._sync_each, args=(fsync_interval,), name="fdcache-fsync", daemon=True
-        )
+        self._syncer: threading.Thread | None = None
         if fsync is FsyncPolicy.INTERVAL:
+            self._syncer = threading.Thread(
+                target=self._sync_each, args=(fsync_interval,), name="fdcache-fsync", daemon=True
+            )
             self._syncer.start()
 
     def _open(self, on_progress: ScanProgress | None) -> SlabHandle:
@@ -286,7 +287,7 @@ class SlabStore:
                 return
             self._closed.set()
             self._idle.wait_for(lambda: self._using == 0)
-        if self._syncer.is_alive():
+        if self._syncer is not None:
             self._syncer.join()
         if self._fsync is not FsyncPolicy.NEVER and self._file.core.unsynced:
             with suppress(OSError):

@@ -326,7 +326,8 @@ def test_a_controller_without_storage_refuses_its_tasks(engine: Engine, tmp_path
         with pytest.raises(CacheNotReadyError, match="initialize_storage"):
             other.submit_swap_tasks(plan)
     engine.controller.submit_swap_tasks(plan)
-    engine.plans.append(plan)
+    engine.settle()
+    engine.manager.request_finish([request])
 
 
 def test_scans_of_the_wrong_ranks_are_refused(engine: Engine) -> None:
