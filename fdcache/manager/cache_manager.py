@@ -110,7 +110,7 @@ class CacheManager:
         if not isinstance(self._host, LocalHostTier):
             if self._host is not None:
                 raise ConfigurationError(
-                    f"FDCACHE_STORAGE={storage.connector} is for an engine with its own host tier; unset it or FDCACHE_SERVER"
+                    f"FDCACHE_STORAGE={storage.connector} needs an engine's own host tier; unset it or FDCACHE_SERVER"
                 )
             raise ConfigurationError(
                 f"FDCACHE_STORAGE={storage.connector} reads and writes through the host tier; set FDCACHE_HOST_MEMORY"
