@@ -112,6 +112,7 @@ class TierStats:
     ready: int
     pending: int
     evictable: int
+    quarantined: int
     pins: int
     holds: int
     leases: int
@@ -195,6 +196,20 @@ class Tier:
 
     def coldest(self, count: int) -> BlockList:
         """What would be evicted next, in that order."""
+
+    def restore(
+        self,
+        slots: Int32s,
+        generations: UInt32s,
+        hashes: Bytes,
+        parents: Bytes,
+        checksums: UInt64s,
+        times: UInt64s,
+    ) -> Bytes:
+        """Make entries of blocks that are there already, in free slots; says which they became."""
+
+    def discard(self, slots: Int32s, quarantine: bool = False) -> BlockList:
+        """Cut READY entries and all below them out; ``quarantine`` keeps the slots themselves out of use."""
 
     def reset(self) -> None:
         """Forget every entry; slots in use stay with their leases and copies until those end."""
@@ -338,6 +353,8 @@ class SlotHeader:
     def parent(self) -> bytes: ...
     @property
     def fingerprint(self) -> bytes: ...
+    @property
+    def written_ms(self) -> int: ...
 
 class RecordTable:
     """Records in equal extents with their slot headers; ``owner`` keeps that memory alive."""
@@ -354,12 +371,74 @@ class RecordTable:
     @property
     def num_slots(self) -> int: ...
     def record(self, slot: int) -> NDArray[np.uint8]: ...
+    def addresses(self, slots: Int32s) -> tuple[UInt64s, UInt64s]: ...
     def header(self, slot: int) -> SlotHeader: ...
     def set_header(self, slot: int, header: SlotHeader) -> None: ...
 
 def wait_any(events: Sequence[Event], timeout: float | None = None) -> bool: ...
 def record_checksum(record: NDArray[np.uint8], offsets: Sequence[int], sizes: Sequence[int]) -> int: ...
 def copy_with_checksum(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> int: ...
+
+# --- slab ------------------------------------------------------------------------------------------
+# Faults per block: 0 none, 1 miss, 2 corrupt, 3 source changed, 4 error, 5 timeout, 6 cancelled.
+
+class CancelFlag:
+    """Set once, from any thread, to take back what has not begun."""
+
+    def __init__(self) -> None: ...
+    def set(self) -> None: ...
+    @property
+    def is_set(self) -> bool: ...
+
+class SlabFile:
+    """Records and headers of an open slab file; reads, writes, checks give (faults, checksums, bytes, errno)."""
+
+    def __init__(
+        self,
+        record_fd: int,
+        header_fd: int,
+        header_offset: int,
+        record_offset: int,
+        record_bytes: int,
+        slots: int,
+        fingerprint: bytes,
+        parts: Sequence[tuple[int, int]],
+        threads: int,
+    ) -> None: ...
+    def scan(self, first: int, last: int) -> tuple[int, int]: ...
+    def entries(self) -> tuple[Int32s, UInt32s, Bytes, Bytes, UInt64s, UInt64s]: ...
+    def read(
+        self,
+        slots: Int32s,
+        generations: UInt32s,
+        host_generations: UInt32s,
+        hashes: Bytes,
+        parents: Bytes,
+        records: UInt64s,
+        headers: UInt64s,
+        timeout: float,
+        verify: bool,
+        cancel: CancelFlag | None = None,
+    ) -> tuple[Bytes, UInt64s, int, int]: ...
+    def write(
+        self,
+        slots: Int32s,
+        generations: UInt32s,
+        host_generations: UInt32s,
+        hashes: Bytes,
+        parents: Bytes,
+        records: UInt64s,
+        headers: UInt64s,
+        timeout: float,
+        sync: bool,
+        now_ms: int,
+        cancel: CancelFlag | None = None,
+    ) -> tuple[Bytes, UInt64s, int, int]: ...
+    def verify(self, slots: Int32s) -> tuple[Bytes, UInt64s, int, int]: ...
+    def erase(self, slots: Int32s) -> int: ...
+    def sync(self) -> int: ...
+    @property
+    def unsynced(self) -> bool: ...
 
 # --- pattern ---------------------------------------------------------------------------------------
 

@@ -88,3 +88,39 @@ class ReplayOptionError(ConfigurationError, ValueError):
         super().__init__(f"{option}: {reason}")
         self.option = option
         self.reason = reason
+
+
+class StorageError(FdcacheError):
+    """The storage tier cannot do what was asked; engines go on without it."""
+
+
+class StorageFormatError(StorageError):
+    """A storage file of another program, version, layout or rank, or one whose superblock is damaged."""
+
+
+class StorageBusyError(StorageError):
+    """Another process has the storage file open for writing."""
+
+
+class StorageFullError(StorageError, OSError):
+    """No room on the file system, or a quota or file size limit is reached; the tier reads but does not write."""
+
+
+class StorageReadOnlyError(StorageError, OSError):
+    """The file system or its permissions do not allow writing; the tier reads but does not write."""
+
+
+class StorageGoneError(StorageError, OSError):
+    """The storage file or its mount is not there any more; the tier is off until it is back."""
+
+
+class StorageDeviceError(StorageError, OSError):
+    """The device failed to read or write; the tier is off until it answers again."""
+
+
+class StorageTimeoutError(StorageError, TimeoutError):
+    """The storage did not answer within the deadline."""
+
+
+class ConnectorNotFoundError(StorageError, ConfigurationError):
+    """No connector of the configured name; the message says what to install."""

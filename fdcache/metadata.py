@@ -43,6 +43,9 @@ class CacheStatus(StrEnum):
     HOST = "host"
     SWAP_TO_HOST = "swap_to_host"
     SWAP_TO_DEVICE = "swap_to_device"
+    STORAGE = "storage"
+    SWAP_TO_STORAGE = "swap_to_storage"
+    LOADING_FROM_STORAGE = "loading_from_storage"
 
 
 class TransferStatus(StrEnum):
@@ -56,11 +59,13 @@ class TransferStatus(StrEnum):
 
 
 class SwapPurpose(StrEnum):
-    """Why blocks are copied; loads go first, backups last."""
+    """Why blocks are copied; loads go first, backups last. Stores and prefetches move between host and storage."""
 
     LOAD = "load"
     EVICT = "evict"
     BACKUP = "backup"
+    STORE = "store"
+    PREFETCH = "prefetch"
 
 
 class BlockNode(msgspec.Struct, kw_only=True, frozen=True):
@@ -117,29 +122,69 @@ class CacheSwapMetadata(msgspec.Struct, kw_only=True):
         return dict(zip(self.src_block_ids.tolist(), self.dst_block_ids.tolist(), strict=True))
 
 
+class StorageTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One transfer between host and storage: a plan by itself, with its own report, for disks take their time.
+
+    ``timeout``: seconds after which a rank begins nothing more of it.
+    """
+
+    plan_id: int
+    swap: CacheSwapMetadata
+    timeout: float
+
+    def swaps(self) -> tuple[CacheSwapMetadata, ...]:
+        """The transfer."""
+        return (self.swap,)
+
+
+class StorageScan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What one rank's storage held when it was opened: parallel arrays, element i is one block in one slot."""
+
+    rank: int
+    capacity: int
+    slots: Int32Array
+    generations: UInt32Array
+    hashes: HashArray
+    parents: HashArray
+    checksums: UInt64Array
+    written_ms: UInt64Array
+
+
 class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What every rank copies for one scheduler step.
 
     Evictions empty device slots that loads and the step itself then write, so a worker orders loads and the
     step's compute after them. Backups only read the device and are ordered after nothing but the compute
     that wrote their blocks.
+
+    ``storage`` are reported one by one as they end, ``cancelled`` names earlier ones that nobody wants any more;
+    ``clear_storage`` empties the storage before anything of this plan.
     """
 
     plan_id: int
     evictions: CacheSwapMetadata | None = None
     loads: CacheSwapMetadata | None = None
     backups: CacheSwapMetadata | None = None
+    storage: tuple[StorageTask, ...] = ()
+    cancelled: tuple[int, ...] = ()
+    clear_storage: bool = False
 
     def swaps(self) -> tuple[CacheSwapMetadata, ...]:
         """The non-empty transfers in the order of execution: evictions, loads, backups."""
         return tuple(swap for swap in (self.evictions, self.loads, self.backups) if swap is not None)
+
+    @property
+    def plan_ids(self) -> tuple[int, ...]:
+        """The plans in it that every rank reports: itself and its storage tasks."""
+        return (self.plan_id, *(task.plan_id for task in self.storage))
 
 
 class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
     """What one rank says of one transfer of a plan.
 
     ``failed`` holds the positions (indices into the transfer's arrays) that were not copied; ``checksums``
-    has one record checksum per position for copies to the host and is empty for loads.
+    has one record checksum per position for copies to the host and is empty for loads. ``lost`` are those of the
+    failed whose source is not there any more, ``corrupt`` those that were refused for their checksum.
     """
 
     purpose: SwapPurpose
@@ -148,6 +193,8 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
     copied_bytes: int
     seconds: float
     error_message: str | None = None
+    lost: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    corrupt: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def success(self) -> bool:
@@ -178,11 +225,12 @@ def _decode_array(_type: type, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _plan_decoder = msgspec.msgpack.Decoder(TransferPlan, dec_hook=_decode_array)
+_scan_decoder = msgspec.msgpack.Decoder(StorageScan, dec_hook=_decode_array)
 _report_decoder = msgspec.msgpack.Decoder(TransferReport, dec_hook=_decode_array)
 
 
-def encode(record: TransferPlan | TransferReport) -> bytes:
-    """Pack a plan or a report with msgpack."""
+def encode(record: TransferPlan | TransferReport | StorageScan) -> bytes:
+    """Pack a plan, a report or a scan with msgpack."""
     return _encoder.encode(record)
 
 
@@ -194,6 +242,11 @@ def decode_plan(data: bytes) -> TransferPlan:
 def decode_report(data: bytes) -> TransferReport:
     """Unpack a report. Raises ``msgspec.DecodeError`` for anything else."""
     return _report_decoder.decode(data)
+
+
+def decode_scan(data: bytes) -> StorageScan:
+    """Unpack a scan. Raises ``msgspec.DecodeError`` for anything else."""
+    return _scan_decoder.decode(data)
 
 
 class AsyncTask(Protocol[T_co]):

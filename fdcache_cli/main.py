@@ -8,7 +8,9 @@ from fdcache_cli.app import Command, new_group
 
 COMMANDS = (
     Command("env", "fdcache_cli.env", "app", "Show, check and convert the settings."),
+    Command("inspect", "fdcache_cli.inspect", "app", "Look into what fdcache keeps."),
     Command("replay", "fdcache_cli.replay", "replay", "Replay a workload through the real cache and report."),
+    Command("reset", "fdcache_cli.reset", "app", "Remove what fdcache keeps."),
 )
 
 app = new_group(

@@ -74,6 +74,20 @@ def replay(
             f"Default: {LAPTOP_DEFAULTS['FDCACHE_HOST_MEMORY']}.",
         ),
     ] = None,
+    storage: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep blocks in local storage there, and start with what earlier runs left."
+        ),
+    ] = None,
+    storage_size: Annotated[
+        int | None,
+        typer.Option(
+            parser=_size,
+            metavar="SIZE",
+            help=f"Of the local storage, for each rank. Default: {LAPTOP_DEFAULTS['FDCACHE_STORAGE_SIZE']}.",
+        ),
+    ] = None,
     layout: Annotated[LayoutName, typer.Option(help="Planes of a layer.")] = LayoutName.UNIFORM,
     layers: Annotated[int, typer.Option(min=1, help="Main layers.")] = 2,
     draft_layers: Annotated[int, typer.Option(min=0, help="Draft (MTP) layers after them.")] = 0,
@@ -134,6 +148,8 @@ def replay(
             "--write-policy": write_policy,
             "--write-through-threshold": write_through_threshold,
             "--eviction": eviction,
+            "--storage": storage,
+            "--storage-size": storage_size,
         }
     )
     shape = Shape(layout, layers, draft_layers, kv_heads, head_dim, dtype)
@@ -144,6 +160,8 @@ def replay(
             layout=kv_layout,
             cache=settings.cache_for(kv_layout, available_bytes() // ranks),
             transfer=settings.transfer,
+            storage=settings.storage_tier,
+            mooncake=settings.mooncake,
             concurrency=concurrency,
             chunk_tokens=chunk_tokens,
             speed=speed,
@@ -170,19 +188,23 @@ def replay(
 def _settings(options: Mapping[str, object]) -> Settings:
     """The settings in force; what is wrong with an option is said in terms of options."""
     names = {f"FDCACHE_{option[2:].replace('-', '_').upper()}": option for option in options}
+    names["FDCACHE_STORAGE_DIR"] = "--storage"
+    given = {name: options[option] for name, option in names.items()}
+    # The option names a folder, which means local storage; the variable names any connector.
+    given["FDCACHE_STORAGE"] = "local" if options["--storage"] else None
     try:
-        return load_settings({name: options[option] for name, option in names.items()})
+        return load_settings(given)
     except SettingsError as error:
         concerned = {name for problem in error.problems for name in problem.variables}
-        given = [
+        guilty = [
             option for name, option in names.items() if name in concerned and options[option] is not None
         ]
-        if not given:
+        if not guilty:
             raise
         text = str(error)
-        for name, option in names.items():
+        for name, option in sorted(names.items(), reverse=True):
             text = text.replace(name, option)
-        raise typer.BadParameter(text, param_hint=given[0]) from error
+        raise typer.BadParameter(text, param_hint=guilty[0]) from error
 
 
 def _run(items: Iterator[WorkItem], config: ReplayConfig, total: int | None) -> Report:

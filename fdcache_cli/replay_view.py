@@ -71,6 +71,7 @@ def print_report(report: Report) -> None:
         "loads that failed": f"{tally.failed_loads:,} ({tally.recomputed_tokens:,} tokens computed again)",
         "host to device": _traffic(tally.h2d),
         "device to host": _traffic(tally.d2h),
+        **_storage_rows(report),
         "manager, us a request": _calls(report),
         "time": f"{report.wall_seconds:.1f} s, {tally.steps:,} steps",
         "peak memory": readable_size(report.peak_rss_bytes),
@@ -78,6 +79,18 @@ def print_report(report: Report) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)
+
+
+def _storage_rows(report: Report) -> dict[str, str]:
+    storage = report.to_dict()["storage"]
+    if storage is None:
+        return {}
+    tally = report.tally
+    return {
+        "storage": f"{storage['connector']}, {', '.join(storage['states'])}; {storage['restored_blocks']:,} blocks "
+        f"from earlier, {storage['stored']:,} stored, {storage['hits']:,} read, {storage['corrupt']:,} refused",
+        "from and to storage": f"{_traffic(tally.from_storage)}, {_traffic(tally.to_storage)}",
+    }
 
 
 def _judged(count: int) -> str:

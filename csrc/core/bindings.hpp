@@ -9,6 +9,7 @@ void bind_hashing(nanobind::module_ &module);
 void bind_tier(nanobind::module_ &module);
 void bind_record(nanobind::module_ &module);
 void bind_copy(nanobind::module_ &module);
+void bind_slab(nanobind::module_ &module);
 void bind_pattern(nanobind::module_ &module);
 
 }  // namespace fdcache

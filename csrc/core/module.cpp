@@ -8,5 +8,6 @@ NB_MODULE(_core, module) {
     fdcache::bind_tier(module);
     fdcache::bind_record(module);
     fdcache::bind_copy(module);
+    fdcache::bind_slab(module);
     fdcache::bind_pattern(module);
 }

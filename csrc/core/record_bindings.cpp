@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/arrays.hpp"
 #include "core/bindings.hpp"
 #include "core/bound_memory.hpp"
 #include "core/checksum.hpp"
@@ -167,7 +168,8 @@ void bind_header(nb::module_ &module) {
         .def_prop_ro("payload_checksum", [](const SlotHeader &self) { return self.payload_checksum; })
         .def_prop_ro("hash", [](const SlotHeader &self) { return as_bytes(self.hash.bytes); })
         .def_prop_ro("parent", [](const SlotHeader &self) { return as_bytes(self.parent.bytes); })
-        .def_prop_ro("fingerprint", [](const SlotHeader &self) { return as_bytes(self.fingerprint); });
+        .def_prop_ro("fingerprint", [](const SlotHeader &self) { return as_bytes(self.fingerprint); })
+        .def_prop_ro("written_ms", [](const SlotHeader &self) { return self.written_ms; });
 }
 
 void bind_memory(nb::module_ &module) {
@@ -216,6 +218,20 @@ void bind_memory(nb::module_ &module) {
                 return ByteView(table.record(slot), {table.record_bytes}, self);
             },
             "slot"_a)
+        .def(
+            "addresses",
+            [](const BoundRecords &self, const InputArray<std::int32_t> &slots) {
+                std::vector<std::uint64_t> records, headers;
+                for (std::size_t i = 0; i < slots.shape(0); ++i) {
+                    const std::int32_t slot = slots.data()[i];
+                    check_slot(self.table, slot);
+                    records.push_back(reinterpret_cast<std::uintptr_t>(self.table.record(slot)));
+                    headers.push_back(reinterpret_cast<std::uintptr_t>(self.table.headers + slot));
+                }
+                return nb::make_tuple(to_numpy<std::uint64_t>(std::move(records)),
+                                      to_numpy<std::uint64_t>(std::move(headers)));
+            },
+            "slots"_a)
         .def(
             "header",
             [](const BoundRecords &self, std::int32_t slot) {

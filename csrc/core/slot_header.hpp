@@ -27,7 +27,7 @@ struct SlotHeader {
     Digest hash{};
     Digest parent{};
     std::array<std::uint8_t, 16> fingerprint{};
-    std::uint64_t reserved_tail = 0;
+    std::uint64_t written_ms = 0;  // in a slab file: since 1970; 0 in an arena
     std::uint64_t header_checksum = 0;
 
     friend bool operator==(const SlotHeader &, const SlotHeader &) = default;

@@ -79,6 +79,16 @@ struct CopyReservation : Reservation {
 
 enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
 
+// Blocks whose bytes are there already, as a scan found them, in any order.
+struct FoundEntries {
+    std::span<const Slot> slots;
+    std::span<const std::uint32_t> generations;
+    std::span<const Digest> hashes;
+    std::span<const Digest> parents;
+    std::span<const std::uint64_t> checksums;
+    std::span<const std::uint64_t> times;  // when each was written
+};
+
 struct TierEvent {
     enum class Kind : std::uint8_t { kStored, kRemoved, kCleared, kLost };
     Kind kind;
@@ -87,7 +97,7 @@ struct TierEvent {
 };
 
 struct TierStats {
-    std::uint32_t slots, free, writing, ready, pending, evictable;
+    std::uint32_t slots, free, writing, ready, pending, evictable, quarantined;
     std::uint64_t pins, holds, leases, epoch, evictions, lookups, memory_bytes;
 };
 
@@ -139,6 +149,14 @@ class Tier {
     BlockList ancestry(std::span<const Slot> slots) const;
     // The next `count` entries to be evicted, in that order.
     BlockList coldest(std::uint32_t count) const;
+
+    // Entries from a scan, in free slots; says which they became. Not those without a parent, nor a hash
+    // that is there already. New content of any slot gets a generation above all those found.
+    std::vector<std::uint8_t> restore(const FoundEntries &found);
+    // READY entries turned out bad: they and all below them leave, in use or not, and are listed. With
+    // `quarantine` the slots themselves (not those below) are never given to anything again until a resize
+    // or the end of the tier.
+    BlockList discard(std::span<const Slot> slots, bool quarantine);
 
     // Forgets every entry. Slots in use stay with their leases and copies until those end.
     void reset();
@@ -230,6 +248,7 @@ class Tier {
     std::uint64_t pins_ = 0;
     std::uint64_t holds_ = 0;
     std::uint32_t writing_ = 0;
+    std::uint32_t quarantined_ = 0;  // slots that `discard` keeps out of use, each by a hold
     std::uint32_t ready_ = 0;
     std::uint32_t first_generation_ = 0;  // of slots added by a resize: above any that was taken away
     mutable std::uint64_t lookups_ = 0;

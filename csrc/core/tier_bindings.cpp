@@ -87,6 +87,7 @@ void bind_records(nb::module_ &module) {
         .def_ro("ready", &TierStats::ready)
         .def_ro("pending", &TierStats::pending)
         .def_ro("evictable", &TierStats::evictable)
+        .def_ro("quarantined", &TierStats::quarantined)
         .def_ro("pins", &TierStats::pins)
         .def_ro("holds", &TierStats::holds)
         .def_ro("leases", &TierStats::leases)
@@ -200,6 +201,25 @@ void bind_tier(nb::module_ &module) {
             },
             nb::arg("slots"))
         .def("coldest", &Tier::coldest, nb::arg("count"))
+        .def(
+            "restore",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots, const VectorIn<std::uint32_t> &generations,
+               const HashesIn &hashes, const HashesIn &parents, const VectorIn<std::uint64_t> &checksums,
+               const VectorIn<std::uint64_t> &times) {
+                for (const std::size_t size : {generations.shape(0), hashes.shape(0), parents.shape(0),
+                                               checksums.shape(0), times.shape(0)})
+                    require_equal(slots.shape(0), size);
+                return status_array(tier.restore({slots_of(slots), span_of(generations), digests_of(hashes),
+                                                  digests_of(parents), span_of(checksums), span_of(times)}));
+            },
+            nb::arg("slots"), nb::arg("generations"), nb::arg("hashes"), nb::arg("parents"),
+            nb::arg("checksums"), nb::arg("times"))
+        .def(
+            "discard",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots, bool quarantine) {
+                return tier.discard(slots_of(slots), quarantine);
+            },
+            nb::arg("slots"), nb::arg("quarantine") = false)
         .def("reset", &Tier::reset, LetOthersRun())
         .def("resize", &Tier::resize, nb::arg("slots"), LetOthersRun())
         .def("record_events", &Tier::record_events, nb::arg("capacity"))

@@ -111,7 +111,8 @@ TierStats Tier::stats() const {
     stats.pending = index_.size() - ready_;
     stats.evictable = order_->size();
     stats.pins = pins_;
-    stats.holds = holds_;
+    stats.quarantined = quarantined_;
+    stats.holds = holds_ - quarantined_;
     stats.leases = leases_.size();
     stats.epoch = epoch_;
     stats.evictions = evictions_;

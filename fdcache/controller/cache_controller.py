@@ -13,13 +13,17 @@ from fdcache.controller.device_planes import allocate_planes, bind_tensors
 from fdcache.controller.host_arena import HostArena
 from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.controller.process_guard import ProcessGuard
-from fdcache.controller.transfers import PlanExecution, TransferQueue
-from fdcache.devices.base import Device, DevicePlanes, Stream
-from fdcache.devices.cpu import CpuDevice
+from fdcache.controller.storage_transfers import StorageQueue, StorageTransfer
+from fdcache.controller.transfers import PlanExecution, Transfer, TransferQueue
+from fdcache.devices.base import Device, DevicePlanes, Event, Stream
+from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.errors import CacheNotReadyError, PlanError, TransferTimeoutError
 from fdcache.layout import KVLayout
-from fdcache.metadata import AsyncTaskHandler, TransferPlan, TransferReport
+from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
 from fdcache.settings.transfer import TransferSettings
+from fdcache.storage.connector import BlockStorage, PlacedStorage, StorageStats
+
+_MIXED_WAIT = 0.002
 
 
 class CacheController:
@@ -47,6 +51,7 @@ class CacheController:
         self._planes: DevicePlanes | None = None
         self._allocated_blocks: int | None = None
         self._arena: HostArena | None = None
+        self._storage: StorageQueue | None = None
         self._in_flight: dict[int, PlanExecution] = {}
         self._handlers: dict[int, AsyncTaskHandler[TransferReport]] = {}
         self._is_shut_down = False
@@ -100,6 +105,28 @@ class CacheController:
                 raise CacheNotReadyError("there is a host cache already; call free_cache first")
             self._arena = HostArena(self.layout, num_blocks)
 
+    def initialize_storage(self, storage: BlockStorage) -> StorageScan | None:
+        """Use this rank's storage from now on; the controller owns it and closes it at the end.
+
+        Returns what a storage of slots holds, for ``CacheManager.restore_storage``, and None for others. The host
+        cache comes first. Raises ``StorageError`` when the host records cannot be made known to the storage.
+        """
+        with self._lock:
+            self._check_usable()
+            if self._arena is None:
+                raise CacheNotReadyError(
+                    "storage reads into the host cache: call initialize_host_cache first"
+                )
+            if self._storage is not None:
+                raise CacheNotReadyError("there is a storage already; call free_cache first")
+            self._storage = StorageQueue(storage, self._arena)
+            return storage.scan() if isinstance(storage, PlacedStorage) else None
+
+    def storage_stats(self) -> StorageStats | None:
+        """Counts and state of this rank's storage, or None without one."""
+        with self._lock:
+            return self._storage.storage.stats() if self._storage else None
+
     def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Stream | None = None) -> LayerDoneCounter:
         """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now.
 
@@ -112,12 +139,39 @@ class CacheController:
                 raise PlanError(f"plan {plan.plan_id} is in flight already; its report was not polled yet")
             if any(len(swap) for swap in plan.swaps()):
                 self._check_memory()
+            storage = self._prepare_storage(plan)
             execution, layer_events = self._queue.launch(
                 plan, self.rank, self._planes, self._arena, compute_stream
             )
-            self._in_flight[plan.plan_id] = execution
-            self._handlers[plan.plan_id] = AsyncTaskHandler(execution)
+            self._expect(execution)
+            self._launch_storage(plan, storage)
         return LayerDoneCounter(plan.plan_id, layer_events, default_timeout=self.settings.layer_timeout)
+
+    def _expect(self, execution: PlanExecution) -> None:
+        self._in_flight[execution.plan_id] = execution
+        self._handlers[execution.plan_id] = AsyncTaskHandler(execution)
+
+    def _prepare_storage(self, plan: TransferPlan) -> list[StorageTransfer]:
+        if not plan.storage:
+            return []
+        if self._storage is None:
+            raise CacheNotReadyError("no storage: call initialize_storage")
+        for task in plan.storage:
+            if task.plan_id in self._in_flight:
+                raise PlanError(f"storage task {task.plan_id} is in flight already")
+        return [self._storage.prepare(task) for task in plan.storage]
+
+    def _launch_storage(self, plan: TransferPlan, transfers: list[StorageTransfer]) -> None:
+        if self._storage is None:
+            return
+        for plan_id in plan.cancelled:
+            self._storage.cancel(plan_id)
+        if plan.clear_storage:
+            self._storage.clear()
+        for transfer in transfers:
+            task = transfer.task
+            self._expect(PlanExecution(task.plan_id, self.rank, [Transfer(task.swap.purpose, transfer)]))
+            self._storage.submit(transfer)
 
     def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
         """The handler of a plan whose report was not polled yet. Raises ``PlanError`` for any other.
@@ -138,6 +192,8 @@ class CacheController:
             ended = [each for each in self._in_flight.values() if each.pending_event() is None]
             for execution in ended:
                 del self._in_flight[execution.plan_id], self._handlers[execution.plan_id]
+                if self._storage is not None:
+                    self._storage.forget(execution.plan_id)
             reports = [execution.result() for execution in ended]
             if reports:
                 self._queue.retire()
@@ -157,9 +213,21 @@ class CacheController:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             if None in pending:  # it ended since the poll
                 continue
-            if not self.device.wait_any([event for event in pending if event is not None], left):
+            if not self._wait_any([event for event in pending if event is not None], left):
                 break
         return reports
+
+    def _wait_any(self, events: Sequence[Event], timeout: float | None) -> bool:
+        """As the device's ``wait_any``; storage has events of its own, which another device does not know."""
+        others = [event for event in events if not isinstance(event, CpuEvent)]
+        if not others or len(others) == len(events):
+            return self.device.wait_any(events, timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not any(event.query() for event in events):
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self.device.wait_any(others, _MIXED_WAIT)
+        return True
 
     def sleep(self) -> None:
         """Give up the device planes, after the copies in flight; the host arena stays.
@@ -224,6 +292,9 @@ class CacheController:
                 )
 
     def _free(self) -> None:
+        if self._storage is not None:
+            self._storage.close()
+            self._storage = None
         self._planes = None
         self._allocated_blocks = None
         self._arena = None

@@ -23,6 +23,7 @@ from fdcache.devices.base import (
     Direction,
     Event,
     HostArena,
+    PendingCopy,
     Stream,
 )
 from fdcache.devices.validation import first_repeated
@@ -55,7 +56,7 @@ class Transfer:
     """One transfer of a plan; ``copy`` is None when it has no blocks."""
 
     purpose: SwapPurpose
-    copy: BlockCopy | None
+    copy: PendingCopy | None
 
 
 class PlanExecution:
@@ -138,8 +139,9 @@ class TransferQueue:
         is launched.
         """
         check_plan(plan)
-        transfers = [Transfer(swap.purpose, self._copy(swap, planes, arena)) for swap in plan.swaps()]
-        copies = {transfer.purpose: transfer.copy for transfer in transfers if transfer.copy is not None}
+        made = {swap.purpose: self._copy(swap, planes, arena) for swap in plan.swaps()}
+        transfers = [Transfer(purpose, copy) for purpose, copy in made.items()]
+        copies = {purpose: copy for purpose, copy in made.items() if copy is not None}
         if copies and compute_stream is not None:
             self._order_after(compute_stream, copies)
         layer_events: list[Event | None] = [None] * self._num_layers
@@ -281,4 +283,6 @@ def _result(transfer: Transfer) -> TransferResult:
         copied_bytes=outcome.copied_bytes,
         seconds=outcome.seconds,
         error_message=outcome.error_message,
+        lost=outcome.lost,
+        corrupt=outcome.corrupt,
     )

@@ -7,9 +7,11 @@ whole blocks between the device's planes and host records (``Direction``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
+
+import numpy as np
 
 from fdcache._core import RecordTable
 from fdcache.layout import Plane
@@ -43,13 +45,18 @@ class BlockPairs:
 
 @dataclass(frozen=True, slots=True)
 class CopyOutcome:
-    """What came of a copy: failed positions, checksums (one per position, none for loads), bytes, seconds."""
+    """What came of a copy: failed positions, checksums (one per position, none for loads), bytes, seconds.
+
+    Of the failed, ``lost`` were not in the storage any more and ``corrupt`` were refused for their checksum.
+    """
 
     failed: Int32Array
     checksums: UInt64Array
     copied_bytes: int
     seconds: float
     error_message: str | None
+    lost: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    corrupt: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +135,8 @@ class Stream(Protocol):
         """End the stream; what is still queued is abandoned and its events are reached."""
 
 
-class BlockCopy(Protocol):
-    """A batch of block copies, validated and ready to be enqueued."""
+class PendingCopy(Protocol):
+    """Blocks on their way."""
 
     @property
     def done(self) -> Event:
@@ -139,17 +146,21 @@ class BlockCopy(Protocol):
     def started(self) -> bool:
         """Whether a copy has begun."""
 
-    def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
-        """Copy planes ``first_plane`` up to, not including, ``last_plane`` on the stream.
-
-        The ranges of one batch are enqueued in order, on one stream, and together cover all planes.
-        """
-
     def cancel(self) -> bool:
         """Take the batch back if none of it has begun: it touches no memory and all its positions fail."""
 
     def outcome(self) -> CopyOutcome:
         """What came of it, once ``done`` is reached."""
+
+
+class BlockCopy(PendingCopy, Protocol):
+    """A batch of block copies, validated and ready to be enqueued."""
+
+    def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
+        """Copy planes ``first_plane`` up to, not including, ``last_plane`` on the stream.
+
+        The ranges of one batch are enqueued in order, on one stream, and together cover all planes.
+        """
 
 
 class Device(Protocol):

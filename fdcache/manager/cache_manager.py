@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from threading import RLock
 
 from fdcache._core import SLOT_FREE
-from fdcache.errors import ConfigurationError, RequestStateError
+from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.events import CacheEvent, events_of
@@ -18,15 +18,19 @@ from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, LoadOutcome, MatchResult
 from fdcache.manager.settlement import settle
 from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
+from fdcache.manager.storage_tier import StorageTier
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
     BlockNode,
     CacheLevel,
+    StorageScan,
     SwapPurpose,
     TransferPlan,
     TransferReport,
 )
 from fdcache.settings.cache import CacheSettings
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.connector import StorageConnector
 from fdcache.tiers import BlockPool
 
 
@@ -46,11 +50,19 @@ class CacheManager:
     the engine accepted, ``request_finish`` what ended. Any number of steps may be under way. Calls are thread-safe.
 
     ``settings`` and ``layout`` are all it is told; every rank of ``layout.tp_size`` has to report each plan.
-    Raises ``ConfigurationError`` when the host memory holds not one block.
+    ``storage`` turns the storage tier on: local files, whose scans ``restore_storage`` waits for, or a store that
+    ``lookup`` asks. Raises ``ConfigurationError`` when the host memory holds not one block, or storage has no host
+    tier to read into.
     """
 
     def __init__(
-        self, settings: CacheSettings, layout: KVLayout, *, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: CacheSettings,
+        layout: KVLayout,
+        *,
+        storage: StorageTierSettings | None = None,
+        lookup: StorageConnector | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self.layout = layout
@@ -62,15 +74,37 @@ class CacheManager:
         self._host = BlockPool(CacheLevel.HOST, blocks, settings.eviction) if blocks else None
         self._backups = BackupPlanner(settings, self._device, self._host) if self._host else None
         self._counters = Counters()
+        self._storage = self._make_storage(storage, lookup)
         self._requests = RequestLifecycle(
-            settings, layout, self._device, self._host, self._backups, self._counters, clock
+            settings,
+            layout,
+            self._device,
+            self._host,
+            self._backups,
+            self._storage.prefetcher if self._storage else None,
+            self._counters,
+            clock,
         )
         self._ledger = PlanLedger(layout.tp_size, settings.plan_timeout)
         for pool in self._pools():
             pool.record_events(settings.event_buffer)
 
+    def _make_storage(
+        self, storage: StorageTierSettings | None, lookup: StorageConnector | None
+    ) -> StorageTier | None:
+        if storage is None or not storage.is_on:
+            return None
+        if self._host is None:
+            raise ConfigurationError(
+                f"FDCACHE_STORAGE={storage.connector} reads and writes through the host tier; set FDCACHE_HOST_MEMORY"
+            )
+        return StorageTier(
+            self.settings, storage, self.layout, self._device, self._host, lookup, self._counters, self._clock
+        )
+
     def _pools(self) -> Iterable[BlockPool]:
-        return (self._device, self._host) if self._host else (self._device,)
+        pools = (self._device, self._host, self._storage.pool if self._storage else None)
+        return [pool for pool in pools if pool is not None]
 
     @property
     def num_host_blocks(self) -> int:
@@ -88,7 +122,25 @@ class CacheManager:
         """Blocks of the device tier."""
         return self._device.stats().slots
 
+    def restore_storage(self, scans: Sequence[StorageScan]) -> int:
+        """Take up the blocks that the local storage of every rank holds; returns how many.
+
+        Until then nothing is read from storage or written to it. Raises ``PlanError`` unless there is one scan for
+        each rank.
+        """
+        with self._lock:
+            if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
+                raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
+            return self._storage.restore(scans) if self._storage else 0
+
     # --- a scheduler step ---------------------------------------------------------------------------------
+
+    def prefetch(self, requests: Iterable[Request]) -> None:
+        """Begin to read from storage what requests that have arrived will need; to be called before their match."""
+        with self._lock:
+            if self._state is ManagerState.RUNNING:
+                for request in requests:
+                    self._requests.prefetch(request)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Find and pin the longest cached prefix of each request, short of its last token.
@@ -126,6 +178,9 @@ class CacheManager:
             if self._backups and self._state is ManagerState.RUNNING:
                 background = OpenPlan()
                 self._backups.plan_background(background, self._ledger.blocks_in_flight(SwapPurpose.BACKUP))
+                if self._storage:
+                    in_flight = self._ledger.blocks_in_flight(SwapPurpose.STORE)
+                    self._storage.plan_background(background, in_flight)
                 plans.append(background)
             now = self._clock()
             return [self._ledger.close(plan, now) for plan in plans if not plan.is_empty]
@@ -157,11 +212,11 @@ class CacheManager:
     def expire(self) -> list[LoadOutcome]:
         """The loads of plans whose deadline has passed; each is told once. Their slots wait for the reports."""
         with self._lock:
+            late = self._ledger.newly_overdue(self._clock())
+            if self._storage:
+                self._storage.overdue(late)
             return [
-                self._requests.overdue(load)
-                for flight in self._ledger.newly_overdue(self._clock())
-                for load in flight.loads
-                if load.is_current
+                self._requests.overdue(load) for flight in late for load in flight.loads if load.is_current
             ]
 
     def request_finish(self, requests: Iterable[Request]) -> None:
@@ -173,24 +228,39 @@ class CacheManager:
     # --- the whole cache ----------------------------------------------------------------------------------
 
     def worker_lost(self, rank: int) -> list[LoadOutcome]:
-        """A rank's process is proved gone, and its part of every block with it: both tiers are reset."""
+        """A rank's process is proved gone, and its part of every block with it: device and host tier are reset.
+
+        Its local storage is out of use until ``restore_storage`` is told what the ranks' files hold.
+        """
         with self._lock:
             outcomes = [
                 outcome for flight in self._ledger.lose_rank(rank) for outcome in self._settle(flight)
             ]
-            self.reset_cache()
+            self._reset_memory()
+            if self._storage:
+                self._storage.rank_lost(self._requests.plan)
             return outcomes
 
     def reset_cache(self) -> int:
-        """Forget every block of both tiers; returns how many. Running requests keep theirs and publish no more."""
+        """Forget every block of every tier; returns how many. Running requests keep theirs and publish no more.
+
+        The workers empty their local storage with the next plan.
+        """
         with self._lock:
-            forgotten = sum(pool.stats().ready for pool in self._pools())
-            for pool in self._pools():
-                pool.reset()
-            if self._backups:
-                self._backups.forget()
-            self._requests.stop_publishing()
+            forgotten = self._reset_memory()
+            if self._storage:
+                forgotten += self._storage.reset(self._requests.plan)
             return forgotten
+
+    def _reset_memory(self) -> int:
+        pools = [self._device, *([self._host] if self._host else [])]
+        forgotten = sum(pool.stats().ready for pool in pools)
+        for pool in pools:
+            pool.reset()
+        if self._backups:
+            self._backups.forget()
+        self._requests.stop_publishing()
+        return forgotten
 
     def resize_device_pool(self, num_blocks: int) -> bool:
         """Change the number of device blocks. False, and nothing changed, while a block beyond it is in use."""
@@ -236,6 +306,8 @@ class CacheManager:
         with self._lock:
             if self._backups:
                 self._counters.backups_dropped = self._backups.dropped
+            if self._storage:
+                self._counters.stores_dropped = self._storage.stores.dropped
             return CacheStats(
                 device=TierUsage.of(self._device),
                 host=TierUsage.of(self._host) if self._host else None,
@@ -245,6 +317,8 @@ class CacheManager:
                 live_requests=len(self._requests.live),
                 plans_in_flight=len(self._ledger),
                 queued_backups=self._backups.queued if self._backups else 0,
+                queued_stores=self._storage.stores.queued if self._storage else 0,
+                storage=TierUsage.of(pool) if self._storage and (pool := self._storage.pool) else None,
             )
 
     def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
@@ -253,6 +327,8 @@ class CacheManager:
         usage = {CacheLevel.DEVICE: MemoryUsage.of(self._device, device_bytes)}
         if self._host:
             usage[CacheLevel.HOST] = MemoryUsage.of(self._host, self.layout.record_bytes)
+        if self._storage and self._storage.pool:
+            usage[CacheLevel.STORAGE] = MemoryUsage.of(self._storage.pool, self.layout.record_bytes)
         return usage
 
     def free_device_blocks(self) -> list[int]:
@@ -279,5 +355,13 @@ class CacheManager:
                 pool.verify()
 
     def _settle(self, flight: InFlightPlan) -> list[LoadOutcome]:
-        settle(flight, self._device, self._host, self._counters)
+        settle(
+            flight,
+            self._device,
+            self._host,
+            self._storage.index if self._storage else None,
+            self._counters,
+        )
+        if self._storage:
+            self._storage.settled(flight)
         return [self._requests.confirm(load, flight) for load in flight.loads if load.is_current]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -9,22 +10,18 @@ import numpy as np
 
 from fdcache.errors import PlanError
 from fdcache.manager.blocks import Blocks
+from fdcache.manager.orders import StorageOrder, Swap
 from fdcache.manager.requests import Request
 from fdcache.metadata import (
-    CacheLevel,
-    CacheSwapMetadata,
     Int32Array,
+    StorageTask,
     SwapPurpose,
     TransferPlan,
     TransferReport,
     UInt32Array,
 )
 
-_DIRECTION = {
-    SwapPurpose.EVICT: (CacheLevel.DEVICE, CacheLevel.HOST),
-    SwapPurpose.BACKUP: (CacheLevel.DEVICE, CacheLevel.HOST),
-    SwapPurpose.LOAD: (CacheLevel.HOST, CacheLevel.DEVICE),
-}
+_ON_DEVICE = (SwapPurpose.EVICT, SwapPurpose.LOAD, SwapPurpose.BACKUP)
 
 
 @dataclass(slots=True)
@@ -43,52 +40,34 @@ class LoadRange:
         return self.request._incarnation == self.incarnation
 
 
-class _Swap:
-    """One transfer under construction."""
-
-    def __init__(self, purpose: SwapPurpose) -> None:
-        self.purpose = purpose
-        self.sources: list[Blocks] = []
-        self.slots: list[Int32Array] = []
-        self.generations: list[UInt32Array] = []
-        self.size = 0
-
-    def add(self, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
-        offset = self.size
-        self.sources.append(source)
-        self.slots.append(slots)
-        self.generations.append(generations)
-        self.size += len(source)
-        return offset
-
-    def build(self) -> CacheSwapMetadata | None:
-        if not self.size:
-            return None
-        source = Blocks.concat(self.sources)
-        src_type, dst_type = _DIRECTION[self.purpose]
-        return CacheSwapMetadata(
-            purpose=self.purpose,
-            src_type=src_type,
-            dst_type=dst_type,
-            src_block_ids=source.slots,
-            src_generations=source.generations,
-            dst_block_ids=np.concatenate(self.slots),
-            dst_generations=np.concatenate(self.generations),
-            hash_values=source.hashes,
-            parent_hashes=source.parents,
-        )
-
-
 class OpenPlan:
     """What the present step has planned so far."""
 
     def __init__(self) -> None:
-        self._swaps = {purpose: _Swap(purpose) for purpose in SwapPurpose}
+        self._swaps = {purpose: Swap(purpose) for purpose in _ON_DEVICE}
         self.loads: list[LoadRange] = []
+        self.storage: list[StorageOrder] = []
+        self.cancelled: tuple[int, ...] = ()
+        self.clear_storage = False
 
     def add(self, purpose: SwapPurpose, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
         """Plan copies from ``source`` into ``slots``; returns their offset within the transfer."""
         return self._swaps[purpose].add(source, slots, generations)
+
+    def add_storage(
+        self,
+        purpose: SwapPurpose,
+        source: Blocks,
+        slots: Int32Array,
+        generations: UInt32Array,
+        timeout: float,
+    ) -> StorageOrder:
+        """Plan a transfer between host and storage, a task by itself."""
+        swap = Swap(purpose)
+        swap.add(source, slots, generations)
+        order = StorageOrder(swap, timeout)
+        self.storage.append(order)
+        return order
 
     def size(self, purpose: SwapPurpose) -> int:
         """Blocks planned so far for this purpose."""
@@ -97,12 +76,16 @@ class OpenPlan:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to copy."""
-        return not any(swap.size for swap in self._swaps.values())
+        nothing_asked = not (self.storage or self.cancelled or self.clear_storage)
+        return nothing_asked and not any(swap.size for swap in self._swaps.values())
 
-    def build(self, plan_id: int) -> TransferPlan:
+    def build(self, ids: Iterator[int]) -> TransferPlan:
         """The plan as it goes to the workers."""
         return TransferPlan(
-            plan_id=plan_id,
+            plan_id=next(ids),
+            storage=tuple(order.build(next(ids)) for order in self.storage),
+            cancelled=self.cancelled,
+            clear_storage=self.clear_storage,
             evictions=self._swaps[SwapPurpose.EVICT].build(),
             loads=self._swaps[SwapPurpose.LOAD].build(),
             backups=self._swaps[SwapPurpose.BACKUP].build(),
@@ -113,11 +96,13 @@ class OpenPlan:
 class InFlightPlan:
     """A plan and what its ranks have said so far; ``copied`` has one mask per transfer, over all ranks."""
 
-    plan: TransferPlan
+    plan: TransferPlan | StorageTask
     loads: list[LoadRange]
     deadline: float
     waiting_for: set[int]
     copied: dict[SwapPurpose, np.ndarray]
+    lost: dict[SwapPurpose, np.ndarray]
+    corrupt: dict[SwapPurpose, np.ndarray]
     checksums: dict[SwapPurpose, np.ndarray] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     overdue: bool = False
@@ -137,14 +122,17 @@ class InFlightPlan:
                 f"report of plan {report.plan_id} by rank {report.rank} has other transfers than the plan"
             )
         for result, (_, size) in zip(report.results, expected, strict=True):
-            if len(result.failed) and not 0 <= int(result.failed.min()) <= int(result.failed.max()) < size:
-                raise PlanError(f"report of plan {report.plan_id}: failed positions must be below {size}")
+            for positions in (result.failed, result.lost, result.corrupt):
+                if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < size:
+                    raise PlanError(f"report of plan {report.plan_id}: failed positions must be below {size}")
             if len(result.checksums) not in (0, size):
                 raise PlanError(
                     f"report of plan {report.plan_id}: {len(result.checksums)} checksums for {size} blocks"
                 )
         for result in report.results:
             self.copied[result.purpose][result.failed] = False
+            self.lost[result.purpose][result.lost] = True
+            self.corrupt[result.purpose][result.corrupt] = True
             if report.rank == 0:
                 self.checksums[result.purpose] = result.checksums
             if result.error_message:
@@ -166,15 +154,23 @@ class PlanLedger:
 
     def close(self, open_plan: OpenPlan, now: float) -> TransferPlan:
         """Number the plan and wait for its reports."""
-        plan = open_plan.build(next(self._ids))
+        plan = open_plan.build(self._ids)
+        self._expect(plan, open_plan.loads, now + self._timeout)
+        for task in plan.storage:
+            self._expect(task, [], now + self._timeout + task.timeout)
+        return plan
+
+    def _expect(self, plan: TransferPlan | StorageTask, loads: list[LoadRange], deadline: float) -> None:
+        sizes = {swap.purpose: len(swap) for swap in plan.swaps()}
         self._plans[plan.plan_id] = InFlightPlan(
             plan=plan,
-            loads=open_plan.loads,
-            deadline=now + self._timeout,
+            loads=loads,
+            deadline=deadline,
             waiting_for=set(self._ranks),
-            copied={swap.purpose: np.ones(len(swap), np.bool_) for swap in plan.swaps()},
+            copied={purpose: np.ones(size, np.bool_) for purpose, size in sizes.items()},
+            lost={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
+            corrupt={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
         )
-        return plan
 
     def expects(self, report: TransferReport) -> bool:
         """Whether this rank's report of this plan is still out."""

@@ -12,6 +12,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.blocks import ROOT, Blocks, parents_of
 from fdcache.manager.ledger import InFlightPlan, LoadRange, OpenPlan
+from fdcache.manager.prefetch import Prefetcher
 from fdcache.manager.requests import HostRun, Request
 from fdcache.manager.results import (
     Allocation,
@@ -23,7 +24,7 @@ from fdcache.manager.results import (
 )
 from fdcache.manager.reuse import ReuseLimit
 from fdcache.manager.stats import Counters
-from fdcache.metadata import SwapPurpose
+from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import BlockPool
 
@@ -41,6 +42,7 @@ class RequestLifecycle:
         device: BlockPool,
         host: BlockPool | None,
         backups: BackupPlanner | None,
+        prefetcher: Prefetcher | None,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
@@ -50,6 +52,7 @@ class RequestLifecycle:
         self._device = device
         self._host = host
         self._backups = backups
+        self._prefetcher = prefetcher
         self._counters = counters
         self._clock = clock
         self._reuse = ReuseLimit(settings, layout.block_size, device, host)
@@ -74,19 +77,36 @@ class RequestLifecycle:
         """The manager is paused."""
         return Allocation(request.request_id, _NO_BLOCKS, AllocationFailure.PAUSED)
 
+    def prefetch(self, request: Request) -> None:
+        """Begin to read from storage what a request that has arrived will need."""
+        if (
+            self._prefetcher
+            and self._settings.enable_prefix_caching
+            and request.use_cache
+            and not request._lease
+        ):
+            self._prefetcher.prefetch(request, self._matchable(request), self.plan)
+
+    def _matchable(self, request: Request) -> HashArray:
+        """The hashes of the blocks that a match may find: short of the last token."""
+        tokens = request._bind(self._block_size, self._fingerprint)
+        return tokens.hashes[: (request.num_tokens - 1) // self._block_size]
+
     def match(self, request: Request) -> MatchResult:
         """Pin the longest prefix that is cached, device blocks first, short of the last token."""
         if request._lease:
             raise RequestStateError(
                 f"request {request.request_id!r} is matched or running; finish it before it is matched again"
             )
-        tokens = request._bind(self._block_size, self._fingerprint)
+        hashes = self._matchable(request)
         self._adopt(request)
         request._matched = True
         if not (request._publishes and self._settings.enable_prefix_caching):
             request._publishes = False
             return MatchResult(request.request_id, MatchStatus.MATCHED)
-        hashes = self._reuse.cut(tokens.hashes[: (request.num_tokens - 1) // self._block_size])
+        if self._prefetcher and self._prefetcher.must_wait(request, hashes, self.plan):
+            return self._postpone(request)
+        hashes = self._reuse.cut(hashes)
         run = self._device.match(request._lease, hashes)
         pending = run.pending
         on_device = len(run)
@@ -94,8 +114,8 @@ class RequestLifecycle:
         if self._host and on_device < len(hashes):
             request._host_lease = self._host.open_lease()
             host_run = self._host.match(request._host_lease, hashes, on_device)
-            pending = pending or host_run.pending
             on_host = len(host_run)
+            pending = pending or (host_run.pending and not self._is_reading(hashes, on_device + on_host))
             if on_host:
                 request._host_run = HostRun(on_device, host_run.slots, host_run.generations)
         if pending:
@@ -111,14 +131,21 @@ class RequestLifecycle:
                 self._backups.on_match(hashes[:on_device], run.hits)
         return self._matched(request, on_device, on_host)
 
+    def _is_reading(self, hashes: HashArray, block: int) -> bool:
+        """Whether a block comes from storage: how long to wait for it was decided before the match."""
+        return self._prefetcher is not None and self._prefetcher.is_reading(hashes[block].tobytes())
+
     def _matched(self, request: Request, on_device: int, on_host: int) -> MatchResult:
         request._deferred_since = None
+        fetched = self._prefetcher.fetched(request, on_device, on_host) if self._prefetcher else 0
+        request._fetched_blocks = fetched
         request.num_cached_tokens = (on_device + on_host) * self._block_size
         return MatchResult(
             request.request_id,
             MatchStatus.MATCHED,
             num_device_blocks=on_device,
-            num_host_blocks=on_host,
+            num_host_blocks=on_host - fetched,
+            num_storage_blocks=fetched,
             num_cached_tokens=request.num_cached_tokens,
         )
 
@@ -128,9 +155,15 @@ class RequestLifecycle:
             request._deferred_since = now
         return now - request._deferred_since < self._settings.defer_timeout
 
+    def _postpone(self, request: Request) -> MatchResult:
+        """Its blocks are being read; how long that may take is not for ``defer_timeout`` to say."""
+        self._let_go(request)
+        self._counters.deferred_lookups += 1
+        return MatchResult(request.request_id, MatchStatus.DEFERRED)
+
     def _defer(self, request: Request) -> MatchResult:
         since = request._deferred_since
-        self.finish(request)
+        self._let_go(request)
         request._deferred_since = since
         self._counters.deferred_lookups += 1
         return MatchResult(request.request_id, MatchStatus.DEFERRED)
@@ -184,7 +217,9 @@ class RequestLifecycle:
         counters.lookups += 1
         counters.lookup_tokens += request.num_tokens
         counters.device_hit_tokens += request._committed_blocks * self._block_size
-        counters.host_hit_tokens += on_host * self._block_size
+        from_storage = min(request._fetched_blocks, on_host)
+        counters.host_hit_tokens += (on_host - from_storage) * self._block_size
+        counters.storage_hit_tokens += from_storage * self._block_size
 
     def _host_run_is_loadable(self, request: Request) -> bool:
         """Since the match, others may have brought blocks of the run to the device: those are device hits now.
@@ -255,6 +290,12 @@ class RequestLifecycle:
 
     def finish(self, request: Request) -> None:
         """Give back everything the request holds; copies under way keep their slots until they are reported."""
+        if self._prefetcher:
+            self._prefetcher.release(request)
+        self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
+        """Release what a match pinned; its reads from storage go on."""
         if not request._lease:
             return
         self._drop_host_run(request)

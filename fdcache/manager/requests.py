@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fdcache.hashing import MultimodalItem, TokenBlocks, Tokens, root_hash
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
+
+if TYPE_CHECKING:
+    from fdcache.manager.fetch import Fetch
 
 
 class BlockTable:
@@ -83,11 +87,13 @@ class Request:
         self._tenant = tenant
         self._blocks: TokenBlocks | None = None
         self._incarnation = 0
+        self._fetch: Fetch | None = None
         self._reset()
 
     def _reset(self) -> None:
         """Back to a request that holds nothing; what it held must have been released."""
         self.num_cached_tokens = 0
+        self._fetched_blocks = 0
         self._table = BlockTable()
         self._lease = 0
         self._host_lease = 0

@@ -5,37 +5,74 @@ from __future__ import annotations
 import numpy as np
 
 from fdcache.manager.ledger import InFlightPlan
+from fdcache.manager.orders import StorageOrder
 from fdcache.manager.stats import Counters
+from fdcache.manager.storage_index import StorageIndex
 from fdcache.metadata import SwapPurpose
 from fdcache.tiers import BlockPool
 
 _NO_CHECKSUMS = np.empty(0, np.uint64)
 
 
-def settle(flight: InFlightPlan, device: BlockPool, host: BlockPool | None, counters: Counters) -> None:
+def settle(
+    flight: InFlightPlan,
+    device: BlockPool,
+    host: BlockPool | None,
+    storage: StorageIndex | None,
+    counters: Counters,
+) -> None:
     """Give back what the plan's copies held, and let what arrived be found.
 
     Afterwards ``flight.copied`` says of each block whether its tier has it, which after a reset it has not.
     """
-    assert host is not None, "a plan without a host tier copies nothing"
     for swap in flight.plan.swaps():
+        assert host is not None, "a plan without a host tier copies nothing"
         copied = flight.copied[swap.purpose]
         swap.success = bool(copied.all())
         swap.error_message = None if swap.success else "; ".join(flight.errors)
-        loads = swap.purpose is SwapPurpose.LOAD
-        source, target = (host, device) if loads else (device, host)
-        checksums = flight.checksums.get(swap.purpose, _NO_CHECKSUMS)
-        arrived = target.complete(swap.dst_block_ids, copied.view(np.uint8), checksums)
-        source.unhold(swap.src_block_ids)
-        flight.copied[swap.purpose] = arrived.view(np.bool_)
         _count(counters, swap.purpose, int(copied.sum()), len(swap))
+        checksums = flight.checksums.get(swap.purpose, _NO_CHECKSUMS)
+        if swap.purpose is SwapPurpose.STORE:
+            assert storage is not None
+            arrived = storage.end_writes(swap, copied, checksums)
+            host.unhold(swap.src_block_ids)
+        elif swap.purpose is SwapPurpose.PREFETCH:
+            assert storage is not None
+            lost, corrupt = flight.lost[swap.purpose], flight.corrupt[swap.purpose]
+            counters.blocks_corrupt_in_storage += int(corrupt.sum())
+            arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
+            storage.end_reads(swap, lost, corrupt)
+        else:
+            loads = swap.purpose is SwapPurpose.LOAD
+            source, target = (host, device) if loads else (device, host)
+            arrived = target.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
+            source.unhold(swap.src_block_ids)
+        flight.copied[swap.purpose] = arrived
+
+
+def withdraw(order: StorageOrder, host: BlockPool, storage: StorageIndex) -> None:
+    """Give back what a transfer holds that no rank has heard of."""
+    swap = order.build(0).swap
+    nothing = np.zeros(len(swap), np.bool_)
+    if swap.purpose is SwapPurpose.STORE:
+        storage.end_writes(swap, nothing, _NO_CHECKSUMS)
+        host.unhold(swap.src_block_ids)
+    else:
+        host.complete(swap.dst_block_ids, nothing.view(np.uint8), _NO_CHECKSUMS)
+        storage.end_reads(swap, nothing, nothing)
+    order.failed = True
+
+
+_COUNTERS = {
+    SwapPurpose.LOAD: "blocks_loaded",
+    SwapPurpose.EVICT: "blocks_evicted_to_host",
+    SwapPurpose.BACKUP: "blocks_backed_up",
+    SwapPurpose.STORE: "blocks_stored",
+    SwapPurpose.PREFETCH: "blocks_prefetched",
+}
 
 
 def _count(counters: Counters, purpose: SwapPurpose, copied: int, planned: int) -> None:
     counters.copies_failed += planned - copied
-    if purpose is SwapPurpose.LOAD:
-        counters.blocks_loaded += copied
-    elif purpose is SwapPurpose.EVICT:
-        counters.blocks_evicted_to_host += copied
-    else:
-        counters.blocks_backed_up += copied
+    name = _COUNTERS[purpose]
+    setattr(counters, name, getattr(counters, name) + copied)

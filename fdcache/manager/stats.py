@@ -8,7 +8,10 @@ from fdcache.tiers import BlockPool
 
 
 class TierUsage(msgspec.Struct, frozen=True):
-    """One tier at one moment. ``writing`` includes ``pending``; ``evictable`` is part of ``ready``."""
+    """One tier at one moment. ``writing`` includes ``pending`` and ``quarantined``; ``evictable`` is part of ``ready``.
+
+    ``quarantined`` slots held a record that turned out corrupt and are not used again.
+    """
 
     blocks: int
     free: int
@@ -16,6 +19,7 @@ class TierUsage(msgspec.Struct, frozen=True):
     pending: int
     ready: int
     evictable: int
+    quarantined: int
     pins: int
     holds: int
     leases: int
@@ -33,6 +37,7 @@ class TierUsage(msgspec.Struct, frozen=True):
             pending=stats.pending,
             ready=stats.ready,
             evictable=stats.evictable,
+            quarantined=stats.quarantined,
             pins=stats.pins,
             holds=stats.holds,
             leases=stats.leases,
@@ -80,11 +85,18 @@ class Counters(msgspec.Struct):
     blocks_backed_up: int = 0
     copies_failed: int = 0
     backups_dropped: int = 0
+    blocks_stored: int = 0
+    blocks_prefetched: int = 0
+    blocks_requested_from_storage: int = 0
+    blocks_corrupt_in_storage: int = 0
+    stores_dropped: int = 0
+    prefetches_shared: int = 0
+    prefetches_timed_out: int = 0
     unexpected_reports: int = 0
 
 
 class CacheStats(msgspec.Struct, frozen=True):
-    """A snapshot of the manager. ``host`` is None without a host tier."""
+    """A snapshot of the manager. A tier that is not there is None, as is the index of a store that others keep."""
 
     device: TierUsage
     host: TierUsage | None
@@ -92,3 +104,5 @@ class CacheStats(msgspec.Struct, frozen=True):
     live_requests: int
     plans_in_flight: int
     queued_backups: int
+    queued_stores: int = 0
+    storage: TierUsage | None = None

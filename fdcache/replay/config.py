@@ -8,6 +8,8 @@ from enum import StrEnum
 from fdcache.errors import ReplayOptionError
 from fdcache.layout import KVLayout
 from fdcache.settings.cache import CacheSettings
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings
 
 SAMPLE_EVERY = 8
@@ -38,6 +40,8 @@ class ReplayConfig:
     layout: KVLayout
     cache: CacheSettings
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    storage: StorageTierSettings = field(default_factory=StorageTierSettings)
+    mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
     concurrency: int = 16
     chunk_tokens: int = 4096
     speed: float | None = None

@@ -24,6 +24,8 @@ from fdcache.replay.stopwatch import Stopwatch
 from fdcache.replay.tally import Tally
 from fdcache.replay.timeline import Timeline
 from fdcache.replay.worker import WorkerSpec
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.factory import open_lookup
 
 STEPS_AHEAD = 2
 """Steps sent and not yet answered, at most: the one being computed and the one planned ahead of it."""
@@ -51,7 +53,8 @@ def replay(
     afterwards, whatever happens.
     """
     require_memory(config)
-    manager = CacheManager(config.cache, config.layout)
+    lookup = open_lookup(ConnectorContext(config.layout, None, config.storage, config.mooncake))
+    manager = CacheManager(config.cache, config.layout, storage=config.storage, lookup=lookup)
     spec = WorkerSpec(
         layout=config.layout,
         transfer=config.transfer,
@@ -59,15 +62,20 @@ def replay(
         host_blocks=manager.num_host_blocks,
         verify_every=config.verify.every,
         faults=LoadFaults(config.load_failures, config.seed),
+        storage=config.storage,
+        mooncake=config.mooncake,
     )
     ranks = start_ranks(spec, config.layout.tp_size)
     try:
         run = _Run(items, config, manager, ranks)
+        run.restore_storage()
         interrupted = run.work(on_progress, should_stop)
         run.drain()
         return run.report(config, interrupted)
     finally:
         ranks.close()
+        if lookup is not None:
+            lookup.close()
 
 
 class _Run:
@@ -82,6 +90,7 @@ class _Run:
         self._manager = manager
         self._ranks = ranks
         self._num_ranks = config.layout.tp_size
+        self._has_storage = config.storage.is_on
         arrivals = Arrivals(items, config.speed, window=64 + 4 * config.concurrency)
         self._arrivals = arrivals
         self._scheduler = Scheduler(config, manager, arrivals, self.tally, self.watch)
@@ -109,6 +118,16 @@ class _Run:
                 self._idle(now)
             self.timeline.record(now, self.tally, self._manager)
         return False
+
+    def restore_storage(self) -> None:
+        """Take up what the ranks' local storage holds from earlier runs."""
+        if not self._has_storage:
+            return
+        nothing = np.empty((6, 0), dtype=np.int32)
+        self._ranks.send(StepOrder(None, nothing, nothing[0]))
+        scans = [result.scan for result in self._ranks.receive() if result.scan is not None]
+        if scans:
+            self.tally.storage_restored = self._manager.restore_storage(scans)
 
     def drain(self) -> None:
         """Settle what was sent, release every request, and wait for all copies."""
@@ -146,7 +165,8 @@ class _Run:
 
     def _send(self, step: Step, order: StepOrder) -> None:
         for plan in order.plans:
-            self._settlement.expect(plan.plan_id, self._num_ranks)
+            for plan_id in plan.plan_ids:
+                self._settlement.expect(plan_id, self._num_ranks)
         self._ranks.send(order)
         self._sent.append(step)
 

@@ -8,7 +8,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache.metadata import TransferPlan, TransferReport, decode_plan, decode_report, encode
+from fdcache.metadata import (
+    StorageScan,
+    TransferPlan,
+    TransferReport,
+    decode_plan,
+    decode_report,
+    decode_scan,
+    encode,
+)
+from fdcache.storage.connector import StorageStats
 
 Int32Array = NDArray[np.int32]
 
@@ -33,13 +42,16 @@ class StepOrder:
 class StepResult:
     """What came of one step: blocks compared, the (segment, block) pairs that differ, finished transfers.
 
-    ``peak_rss_bytes`` is that of the process that computed it.
+    ``peak_rss_bytes`` is that of the process that computed it. ``scan`` is what the rank's storage held, in its
+    first answer, ``storage`` the storage's counts so far.
     """
 
     verified: int
     differing: list[tuple[int, int]]
     reports: list[TransferReport]
     peak_rss_bytes: int
+    scan: StorageScan | None = None
+    storage: StorageStats | None = None
 
 
 class _OrderWire(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +68,8 @@ class _ResultWire(msgspec.Struct, frozen=True, array_like=True):
     reports: list[bytes]
     peak_rss_bytes: int
     error: str | None = None
+    scan: bytes | None = None
+    storage: StorageStats | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -91,7 +105,14 @@ def decode_order(data: bytes) -> StepOrder:
 def encode_result(result: StepResult) -> bytes:
     """Pack a result with msgpack."""
     reports = [encode(report) for report in result.reports]
-    wire = _ResultWire(result.verified, result.differing, reports, result.peak_rss_bytes)
+    wire = _ResultWire(
+        result.verified,
+        result.differing,
+        reports,
+        result.peak_rss_bytes,
+        scan=None if result.scan is None else encode(result.scan),
+        storage=result.storage,
+    )
     return _encoder.encode(wire)
 
 
@@ -106,4 +127,5 @@ def decode_result(data: bytes) -> StepResult:
     if wire.error is not None:
         raise RankError(wire.error)
     reports = [decode_report(report) for report in wire.reports]
-    return StepResult(wire.verified, wire.differing, reports, wire.peak_rss_bytes)
+    scan = None if wire.scan is None else decode_scan(wire.scan)
+    return StepResult(wire.verified, wire.differing, reports, wire.peak_rss_bytes, scan, wire.storage)

@@ -13,7 +13,11 @@ from fdcache.settings import Settings
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
 """Short names of element types; the full names of ``KVLayout`` serve as well."""
 
-LAPTOP_DEFAULTS: Mapping[str, int | str] = {"FDCACHE_DEVICE_BLOCKS": 1024, "FDCACHE_HOST_MEMORY": "64MiB"}
+LAPTOP_DEFAULTS: Mapping[str, int | str] = {
+    "FDCACHE_DEVICE_BLOCKS": 1024,
+    "FDCACHE_HOST_MEMORY": "64MiB",
+    "FDCACHE_STORAGE_SIZE": "1GiB",
+}
 """What holds for a replay where neither an option nor the environment says otherwise."""
 
 

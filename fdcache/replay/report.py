@@ -29,6 +29,7 @@ class Report:
     interrupted: bool
     evictions: int
     host_evictions: int
+    stores_dropped: int
     leaked_slots: int
     leaked_pins: int
     integrity_error: str | None
@@ -70,11 +71,36 @@ class Report:
             "evictions": self.evictions,
             "host_evictions": self.host_evictions,
             "swap": {"h2d": _traffic(tally.h2d), "d2h": _traffic(tally.d2h)},
+            "storage": self._storage() if tally.storage else None,
             "manager_us": self.manager_us,
             "steps": tally.steps,
             "wall_seconds": round(self.wall_seconds, 3),
             "peak_rss_bytes": self.peak_rss_bytes,
             "settings": self.settings,
+        }
+
+    def _storage(self) -> dict[str, Any]:
+        """Counts summed over ranks; what was refused for its checksum was recomputed, never served."""
+        ranks = self.tally.storage
+        summed = (
+            "hits",
+            "misses",
+            "corrupt",
+            "stored",
+            "errors",
+            "timeouts",
+            "peer_gone",
+            "corrupt_found_on_start",
+        )
+        return {
+            "connector": ranks[0].name,
+            "states": [stats.state.value for stats in ranks],
+            "errors_seen": [stats.error for stats in ranks if stats.error],
+            "restored_blocks": self.tally.storage_restored,
+            "dropped_stores": self.stores_dropped,
+            **{name: sum(getattr(stats, name) for stats in ranks) for name in summed},
+            "read": _traffic(self.tally.from_storage),
+            "written": _traffic(self.tally.to_storage),
         }
 
 
@@ -90,13 +116,14 @@ def build_report(
 ) -> Report:
     """The report of a replay whose requests have all ended and whose copies were all reported."""
     stats = manager.get_stats()
-    tiers = [stats.device] if stats.host is None else [stats.device, stats.host]
+    tiers = [tier for tier in (stats.device, stats.host, stats.storage) if tier is not None]
     return Report(
         tally=tally,
         interrupted=interrupted,
         evictions=stats.device.evictions,
         host_evictions=stats.host.evictions if stats.host else 0,
-        leaked_slots=sum(tier.blocks - tier.free - tier.ready for tier in tiers),
+        stores_dropped=stats.counters.stores_dropped,
+        leaked_slots=sum(tier.blocks - tier.free - tier.ready - tier.quarantined for tier in tiers),
         leaked_pins=sum(tier.pins + tier.holds + tier.leases for tier in tiers),
         integrity_error=_integrity_error(manager),
         manager_us={name: watch.microseconds(name) for name in MANAGER_CALLS},
@@ -129,6 +156,7 @@ def _settings(config: ReplayConfig) -> dict[str, Any]:
         "record_bytes": layout.record_bytes,
         "ranks": layout.tp_size,
         **config.cache.model_dump(mode="json"),
+        "storage": config.storage.model_dump(mode="json") if config.storage.is_on else None,
         "concurrency": config.concurrency,
         "chunk_tokens": config.chunk_tokens,
         "speed": config.speed,

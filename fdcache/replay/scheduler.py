@@ -143,6 +143,8 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int, now: float) -> None:
         """Match and start waiting requests while there are places, tokens and blocks for them."""
+        if self._config.storage.is_on:
+            self._look_ahead(now)
         put_back: list[Job] = []
         while budget > 0 and (self._room_may_have_come or not self.running):
             # Matches pin blocks: the first request must not be kept out by what its fellows in the batch pin.
@@ -167,6 +169,12 @@ class Scheduler:
             batch.append(job)
             budget -= job.request.num_tokens
         return batch
+
+    def _look_ahead(self, now: float) -> None:
+        """Let requests arrive before their turn, so that their blocks come from storage meanwhile."""
+        while len(self._waiting) < self._config.concurrency and (job := self._arrive(now)) is not None:
+            self._waiting.append(job)
+            self._manager.prefetch([job.request])
 
     def _arrive(self, now: float) -> Job | None:
         """The next request that the pool can hold at all."""

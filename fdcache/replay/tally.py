@@ -8,6 +8,7 @@ from fdcache.manager import MatchResult
 from fdcache.metadata import SwapPurpose, TransferReport
 from fdcache.replay.job import Job
 from fdcache.replay.messages import StepResult
+from fdcache.storage.connector import StorageStats
 
 
 @dataclass(slots=True)
@@ -38,8 +39,12 @@ class Tally:
     recomputed_tokens: int = 0
     steps: int = 0
     other_rss_bytes: int = 0
+    storage_restored: int = 0
+    storage: list[StorageStats] = field(default_factory=list)
     h2d: Traffic = field(default_factory=Traffic)
     d2h: Traffic = field(default_factory=Traffic)
+    to_storage: Traffic = field(default_factory=Traffic)
+    from_storage: Traffic = field(default_factory=Traffic)
 
     @property
     def hit_rate(self) -> float:
@@ -59,12 +64,20 @@ class Tally:
         self.verified_blocks += sum(result.verified for result in results)
         if len(results) > 1:
             self.other_rss_bytes = sum(result.peak_rss_bytes for result in results)
+        self.storage = [result.storage for result in results if result.storage is not None]
         for result in results:
             for report in result.reports:
                 self._count_traffic(report)
 
     def _count_traffic(self, report: TransferReport) -> None:
         for result in report.results:
-            traffic = self.h2d if result.purpose is SwapPurpose.LOAD else self.d2h
+            traffic = self._traffic_of(result.purpose)
             traffic.bytes += result.copied_bytes
             traffic.seconds += result.seconds
+
+    def _traffic_of(self, purpose: SwapPurpose) -> Traffic:
+        if purpose is SwapPurpose.LOAD:
+            return self.h2d
+        if purpose is SwapPurpose.STORE:
+            return self.to_storage
+        return self.from_storage if purpose is SwapPurpose.PREFETCH else self.d2h

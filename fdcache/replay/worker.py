@@ -12,7 +12,11 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.replay.faults import FaultyDevice, LoadFaults
 from fdcache.replay.messages import StepOrder, StepResult
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.factory import open_storage
 
 
 def peak_rss_bytes() -> int:
@@ -30,6 +34,8 @@ class WorkerSpec:
     host_blocks: int
     verify_every: int
     faults: LoadFaults
+    storage: StorageTierSettings
+    mooncake: MooncakeSettings
 
 
 class RankWorker:
@@ -51,6 +57,9 @@ class RankWorker:
         tensors = self._controller.initialize_kv_cache(spec.device_blocks)
         if spec.host_blocks:
             self._controller.initialize_host_cache(spec.host_blocks)
+        context = ConnectorContext(layout, rank, spec.storage, spec.mooncake)
+        storage = open_storage(context) if spec.host_blocks else None
+        self._scan = self._controller.initialize_storage(storage) if storage is not None else None
         self._model = PatternModel(
             [tensor.reshape(tensor.shape[0], -1).view(np.uint8) for tensor in tensors],
             np.array([plane.layer for plane in layout.planes], dtype=np.int32),
@@ -73,7 +82,15 @@ class RankWorker:
             differing += model.run_layer(layer)
         for sequence in order.ends:
             model.end(sequence)
-        return StepResult(verified, differing, self._controller.poll(), peak_rss_bytes())
+        scan, self._scan = self._scan, None
+        return StepResult(
+            verified,
+            differing,
+            self._controller.poll(),
+            peak_rss_bytes(),
+            scan,
+            self._controller.storage_stats(),
+        )
 
     def close(self) -> None:
         """Wait for the copies in flight and give all memory back."""

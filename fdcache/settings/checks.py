@@ -18,6 +18,7 @@ def cross_checks(settings: SettingsTree, memory: Memory) -> Iterator[Problem]:
     yield from _host_memory(settings, memory)
     yield from _device_memory(settings)
     yield from _write_policy(settings)
+    yield from _storage(settings)
     yield from _recovery(settings)
     yield from _ranks(settings)
 
@@ -73,6 +74,27 @@ def _write_policy(settings: SettingsTree) -> Iterator[Problem]:
             _sources(settings, name, "FDCACHE_HOST_MEMORY"),
             f"{WritePolicy(settings.cache.write_policy).value} writes to a host tier, and there is none",
             "set FDCACHE_HOST_MEMORY, such as 8GiB, or unset FDCACHE_WRITE_POLICY",
+        )
+
+
+def _storage(settings: SettingsTree) -> Iterator[Problem]:
+    if settings.storage_tier.is_on and not settings.cache.host_memory:
+        names = ("FDCACHE_STORAGE", "FDCACHE_HOST_MEMORY")
+        yield error(
+            names,
+            _sources(settings, *names),
+            f"{settings.storage_tier.connector} reads and writes through a host tier, and there is none",
+            "set FDCACHE_HOST_MEMORY, such as 8GiB, or FDCACHE_STORAGE=none",
+        )
+    if settings.storage_tier.connector.lower() == "mooncake" and not (
+        settings.mooncake.master or settings.mooncake.config_path
+    ):
+        names = ("FDCACHE_STORAGE", "MOONCAKE_MASTER_SERVER_ADDR")
+        yield error(
+            names,
+            _sources(settings, *names),
+            "mooncake has no master to ask",
+            "set MOONCAKE_MASTER_SERVER_ADDR, such as master:50051, or MOONCAKE_CONFIG_PATH",
         )
 
 

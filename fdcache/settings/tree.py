@@ -26,12 +26,14 @@ from fdcache.settings.kernels import KernelSettings
 from fdcache.settings.logging import LoggingSettings
 from fdcache.settings.model import ModelSettings
 from fdcache.settings.moe import MoeSettings
+from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.problems import Problem, SettingsError, error
 from fdcache.settings.sampling import SamplingSettings
 from fdcache.settings.scheduling import SchedulingSettings
 from fdcache.settings.service import ServiceSettings
 from fdcache.settings.sources import Candidate, Source
 from fdcache.settings.storage import StorageSettings
+from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.tracing import TracingSettings
 from fdcache.settings.transfer import TransferSettings
 from fdcache.settings.usage import UsageSettings
@@ -53,6 +55,8 @@ class SettingsTree(BaseSettings):
     deployment: DeploymentSettings = Field(default_factory=DeploymentSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
     transfer: TransferSettings = Field(default_factory=TransferSettings)
+    storage_tier: StorageTierSettings = Field(default_factory=StorageTierSettings)
+    mooncake: MooncakeSettings = Field(default_factory=MooncakeSettings)
     logging: LoggingSettings = Field(default_factory=LoggingSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)
     usage: UsageSettings = Field(default_factory=UsageSettings)

@@ -8,8 +8,16 @@ from fdcache import _core
 from fdcache.errors import IntegrityError
 from fdcache.metadata import BlockNode, CacheLevel, CacheStatus
 
-_READY = {CacheLevel.DEVICE: CacheStatus.DEVICE, CacheLevel.HOST: CacheStatus.HOST}
-_PENDING = {CacheLevel.DEVICE: CacheStatus.SWAP_TO_DEVICE, CacheLevel.HOST: CacheStatus.SWAP_TO_HOST}
+_READY = {
+    CacheLevel.DEVICE: CacheStatus.DEVICE,
+    CacheLevel.HOST: CacheStatus.HOST,
+    CacheLevel.STORAGE: CacheStatus.STORAGE,
+}
+_PENDING = {
+    CacheLevel.DEVICE: CacheStatus.SWAP_TO_DEVICE,
+    CacheLevel.HOST: CacheStatus.SWAP_TO_HOST,
+    CacheLevel.STORAGE: CacheStatus.SWAP_TO_STORAGE,
+}
 
 
 class BlockPool(_core.Tier):

@@ -212,6 +212,8 @@ CONSUMERS = {
     "cache": "fdcache/manager",
     "transfer": "fdcache/controller",
     "deployment": "fdcache_cli/replay.py",
+    "storage_tier": "fdcache",
+    "mooncake": "fdcache/storage",
 }
 FILE_FIELDS = {"env_file": "ENV_FILE", "secrets_directory": "SECRETS_DIRECTORY"}
 

@@ -1,0 +1,234 @@
+"""What the scheduler knows of the storage tier: a pool whose slots it hands out, or a store that is asked."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.manager.blocks import Blocks
+from fdcache.metadata import (
+    CacheLevel,
+    CacheSwapMetadata,
+    HashArray,
+    Int32Array,
+    StorageScan,
+    UInt32Array,
+    UInt64Array,
+)
+from fdcache.storage.connector import RunResult, StorageConnector
+from fdcache.tiers import BlockPool, restore
+
+Mask = NDArray[np.bool_]
+
+RESERVED, NO_PARENT = 0, 3
+_ABSENT = 0
+
+
+class StorageIndex(Protocol):
+    """Which blocks are stored, and where. What it hands out is held until the matching ``end_`` call."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it knows what the storage held at the start; before that nothing is read or written."""
+
+    def run(self, hashes: HashArray, start: int) -> int | None:
+        """How many blocks of this path are stored from ``start`` on; None while that is being asked."""
+
+    def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
+        """Hold those of ``hashes``, one path in order, that are stored without a gap from the first on."""
+
+    def end_reads(self, swap: CacheSwapMetadata, lost: Mask, corrupt: Mask) -> None:
+        """The reads have ended; what was lost or corrupt is forgotten."""
+
+    def is_absent(self, hashes: HashArray) -> Mask:
+        """Which blocks are neither stored nor on their way."""
+
+    def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
+        """Take places for blocks, parents first: a status per block, and the slots of those reserved."""
+
+    def end_writes(self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array) -> Mask:
+        """The writes have ended; says what is stored now."""
+
+    def reset(self) -> int:
+        """Forget everything; returns how many blocks that were."""
+
+
+class LocalIndex:
+    """The third tier: slots of every rank's slab file, the same block in the same slot of each."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self._open = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``restore`` was called."""
+        return self._open
+
+    def restore(self, scans: Sequence[StorageScan]) -> int:
+        """Take up what all ranks' files hold; returns the number of blocks."""
+        restored = restore(self.pool, scans)
+        self._open = True
+        return restored
+
+    def close(self) -> None:
+        """Forget the files: a rank opens its own again."""
+        self._open = False
+        self.pool.reset()
+
+    def run(self, hashes: HashArray, start: int) -> int | None:
+        """How many blocks are stored from ``start`` on; they count as used now."""
+        lease = self.pool.open_lease()
+        found = len(self.pool.match(lease, hashes, start))
+        self.pool.release(lease)
+        return found
+
+    def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
+        """Hold the blocks' slots."""
+        found = Blocks.of(self.pool.find(hashes))
+        held = np.flatnonzero((found.hashes != hashes[: len(found)]).any(axis=1))
+        found = found.select(slice(0, int(held[0]) if len(held) else len(found)))
+        self.pool.hold(found.slots)
+        return found
+
+    def end_reads(self, swap: CacheSwapMetadata, lost: Mask, corrupt: Mask) -> None:
+        """Let the slots go. Those of corrupt records are not used again."""
+        # While the slots are held still: nobody can have given them to other blocks.
+        if corrupt.any():
+            self.pool.discard(swap.src_block_ids[corrupt], True)
+        if lost.any():
+            self.pool.discard(swap.src_block_ids[lost])
+        self.pool.unhold(swap.src_block_ids)
+
+    def is_absent(self, hashes: HashArray) -> Mask:
+        """Which blocks are neither stored nor pending."""
+        return np.asarray(self.pool.contains(hashes) == _ABSENT)
+
+    def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
+        """Reserve slots, evicting what is coldest; for want of room the last blocks get none."""
+        count = len(blocks)
+        while count:
+            taken = self.pool.reserve_copies(0, blocks.parents[:count], blocks.hashes[:count])
+            if not taken.missing:
+                status = np.full(len(blocks), NO_PARENT + 1, np.uint8)
+                status[:count] = taken.status
+                return status, taken.slots, taken.generations
+            count -= min(count, taken.missing)
+        nothing = np.empty(0, np.int32)
+        return np.full(len(blocks), NO_PARENT + 1, np.uint8), nothing, nothing.view(np.uint32)
+
+    def end_writes(self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array) -> Mask:
+        """What was written becomes findable."""
+        return self.pool.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
+
+    def reset(self) -> int:
+        """Forget every block."""
+        forgotten = self.pool.stats().ready
+        self.pool.reset()
+        return forgotten
+
+    @staticmethod
+    def make(slots: int) -> LocalIndex:
+        """An index of so many slots."""
+        return LocalIndex(BlockPool(CacheLevel.STORAGE, slots))
+
+
+class RemoteIndex:
+    """A store that others use too: it is asked what it holds, by a thread of its own, never by the caller.
+
+    What this engine has stored is remembered, so as not to store it twice; ``timeout`` bounds a question and
+    ``fresh_seconds`` how long its answer holds.
+    """
+
+    is_open = True
+
+    def __init__(
+        self,
+        connector: StorageConnector,
+        *,
+        timeout: float,
+        fresh_seconds: float = 2.0,
+        most_known: int = 1 << 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connector = connector
+        self._timeout = timeout
+        self._fresh_seconds = fresh_seconds
+        self._most_known = most_known
+        self._clock = clock
+        self._asker = ThreadPoolExecutor(2, thread_name_prefix="fdcache-lookup")
+        self._answers: OrderedDict[tuple[bytes, int], tuple[Future[RunResult], float]] = OrderedDict()
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+
+    def run(self, hashes: HashArray, start: int) -> int | None:
+        """The answer of the store, once it is there. No answer within the deadline counts as nothing stored."""
+        if start >= len(hashes):
+            return 0
+        key = (hashes[-1].tobytes(), start)
+        now = self._clock()
+        asked = self._answers.get(key)
+        if asked is None or (asked[0].done() and now > asked[1]):
+            rest = hashes[start:].copy()
+            future = self._asker.submit(self._connector.exists, rest, self._timeout)
+            self._answers[key] = (future, now + self._fresh_seconds)
+            while len(self._answers) > 4096:
+                self._answers.popitem(last=False)[1][0].cancel()
+            return None
+        future = asked[0]
+        if not future.done():
+            return None
+        if future.cancelled() or future.exception() is not None:
+            return 0
+        return future.result().length
+
+    def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
+        """Nothing to hold: the blocks go by hash."""
+        count = len(hashes)
+        return Blocks(np.full(count, -1, np.int32), np.zeros(count, np.uint32), hashes, parents)
+
+    def end_reads(self, swap: CacheSwapMetadata, lost: Mask, corrupt: Mask) -> None:
+        """Blocks that are gone may be stored again; earlier answers may be wrong."""
+        if lost.any() or corrupt.any():
+            self._answers.clear()
+            for row in swap.hash_values[lost | corrupt]:
+                self._known.pop(row.tobytes(), None)
+
+    def is_absent(self, hashes: HashArray) -> Mask:
+        """Which blocks this engine has not stored or begun to store."""
+        return np.array([row.tobytes() not in self._known for row in hashes], np.bool_)
+
+    def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
+        """Every block gets a place; the store makes the room."""
+        count = len(blocks)
+        self._know(blocks.hashes)
+        return np.zeros(count, np.uint8), np.full(count, -1, np.int32), np.zeros(count, np.uint32)
+
+    def end_writes(self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array) -> Mask:
+        """What failed may be stored again."""
+        for row in swap.hash_values[~copied]:
+            self._known.pop(row.tobytes(), None)
+        self._answers.clear()
+        return copied
+
+    def reset(self) -> int:
+        """Forget what this engine has stored."""
+        self._known.clear()
+        self._answers.clear()
+        return 0
+
+    def close(self) -> None:
+        """End the thread and the connector."""
+        self._asker.shutdown(wait=False, cancel_futures=True)
+        self._connector.close()
+
+    def _know(self, hashes: HashArray) -> None:
+        for row in hashes:
+            self._known[row.tobytes()] = None
+        while len(self._known) > self._most_known:
+            self._known.popitem(last=False)

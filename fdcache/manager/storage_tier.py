@@ -1,0 +1,92 @@
+"""StorageTier: index, reads and writes of the storage tier, as one thing to the manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from fdcache.layout import KVLayout
+from fdcache.manager.ledger import InFlightPlan, OpenPlan
+from fdcache.manager.prefetch import Prefetcher
+from fdcache.manager.settlement import withdraw
+from fdcache.manager.stats import Counters
+from fdcache.manager.storage_index import LocalIndex, RemoteIndex
+from fdcache.manager.stores import StorePlanner
+from fdcache.metadata import StorageScan, SwapPurpose
+from fdcache.settings.cache import CacheSettings
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.connector import StorageConnector
+from fdcache.storage.slab_format import slots_for
+from fdcache.tiers import BlockPool
+
+
+class StorageTier:
+    """What the manager has of storage. Without ``lookup`` it is local: slots of every rank's slab file."""
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        storage_tier: StorageTierSettings,
+        layout: KVLayout,
+        device: BlockPool,
+        host: BlockPool,
+        lookup: StorageConnector | None,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._host = host
+        self.index: LocalIndex | RemoteIndex = (
+            LocalIndex.make(slots_for(storage_tier.size, layout))
+            if lookup is None
+            else RemoteIndex(lookup, timeout=storage_tier.timeout, clock=clock)
+        )
+        self.prefetcher = Prefetcher(storage_tier, layout, device, host, self.index, counters, clock)
+        self.stores = StorePlanner(settings, storage_tier, host, self.index)
+
+    @property
+    def pool(self) -> BlockPool | None:
+        """The index as a tier, when it is one."""
+        return self.index.pool if isinstance(self.index, LocalIndex) else None
+
+    def restore(self, scans: Sequence[StorageScan]) -> int:
+        """Take up what the ranks' files hold."""
+        return self.index.restore(scans) if isinstance(self.index, LocalIndex) else 0
+
+    def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
+        """Writes that may be planned now, and reads that nobody wants any more."""
+        self.stores.plan(plan, in_flight)
+        plan.cancelled = self.prefetcher.take_unwanted()
+
+    def settled(self, flight: InFlightPlan) -> None:
+        """A plan has ended on every rank and is settled in the tiers."""
+        for swap in flight.plan.swaps():
+            if swap.purpose is SwapPurpose.PREFETCH:
+                self.prefetcher.settled(flight)
+            elif swap.purpose in (SwapPurpose.EVICT, SwapPurpose.BACKUP):
+                self.stores.on_arrival(swap.hash_values[flight.copied[swap.purpose]])
+
+    def overdue(self, flights: Iterable[InFlightPlan]) -> None:
+        """Nobody waits for these reads any more; their slots do."""
+        for flight in flights:
+            for swap in flight.plan.swaps():
+                if swap.purpose is SwapPurpose.PREFETCH:
+                    self.prefetcher.overdue(swap)
+
+    def reset(self, plan: OpenPlan) -> int:
+        """Forget every block, in the files too; what is planned and not sent is taken back."""
+        self._withdraw(plan)
+        plan.clear_storage = True
+        return self.index.reset()
+
+    def rank_lost(self, plan: OpenPlan) -> None:
+        """A rank is gone: a local index holds no more until the ranks' files are scanned again."""
+        self._withdraw(plan)
+        if isinstance(self.index, LocalIndex):
+            self.index.close()
+
+    def _withdraw(self, plan: OpenPlan) -> None:
+        for order in plan.storage:
+            withdraw(order, self._host, self.index)
+            if order.swap.purpose is SwapPurpose.PREFETCH:
+                self.prefetcher.withdrawn(order)
+        plan.storage.clear()
+        self.stores.forget()

@@ -1,0 +1,107 @@
+"""Which host blocks are written to storage, and when: the write policies, one tier further down.
+
+Storage is closed under prefixes, so what is written takes its uncovered ancestors along, parents first. Stores never
+make anybody wait: what finds no room in the queue, the host or the storage is dropped and counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from fdcache.manager.blocks import Blocks
+from fdcache.manager.ledger import OpenPlan
+from fdcache.manager.storage_index import NO_PARENT, RESERVED, StorageIndex
+from fdcache.metadata import HashArray, SwapPurpose
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.tiers import BlockPool
+
+_MOST_PER_TASK = 64
+_MOST_QUEUED = 16384
+
+
+class StorePlanner:
+    """Copies from the host tier to storage, by the write policy of ``settings``.
+
+    With write_back the coldest host blocks are written before they have to go; else every block is written once
+    it has come to the host, which with write_through_selective takes its hits.
+    """
+
+    def __init__(
+        self, settings: CacheSettings, storage_tier: StorageTierSettings, host: BlockPool, index: StorageIndex
+    ) -> None:
+        self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
+        self._clean_reserve = settings.clean_reserve
+        self._timeout = storage_tier.timeout
+        # What is being written cannot be evicted: most of the host tier must stay free to move.
+        self._most_in_flight = max(1, min(storage_tier.write_blocks, host.stats().slots // 4))
+        self._host = host
+        self._index = index
+        self._queue: deque[HashArray] = deque()
+        self._queued = 0
+        self.dropped = 0
+
+    @property
+    def queued(self) -> int:
+        """Blocks that wait for a later plan."""
+        return self._queued
+
+    def on_arrival(self, hashes: HashArray) -> None:
+        """Blocks came to the host tier from the device."""
+        if len(hashes) and not self._writes_back:
+            self._enqueue(hashes)
+
+    def plan(self, plan: OpenPlan, in_flight: int) -> None:
+        """Plan what may be written now; ``in_flight``: blocks on their way to storage."""
+        room = self._most_in_flight - in_flight
+        if room <= 0 or not self._index.is_open:
+            return
+        wanted = self._coldest(room) if self._writes_back else self._next_queued(room)
+        if not len(wanted):
+            return
+        above = Blocks.of(self._host.ancestry(wanted.slots))
+        blocks = above.select(self._index.is_absent(above.hashes))
+        status, slots, generations = self._index.begin_writes(blocks)
+        waiting = blocks.select(status == NO_PARENT)
+        if len(waiting) and not self._writes_back:
+            self._enqueue(waiting.hashes)  # their parents are being written
+        self.dropped += int((status > NO_PARENT).sum())
+        source = blocks.select(status == RESERVED)
+        self._host.hold(source.slots)
+        for first in range(0, len(source), _MOST_PER_TASK):
+            part = slice(first, first + _MOST_PER_TASK)
+            plan.add_storage(
+                SwapPurpose.STORE, source.select(part), slots[part], generations[part], self._timeout
+            )
+
+    def forget(self) -> None:
+        """Drop the queue: its blocks are gone."""
+        self._queue.clear()
+        self._queued = 0
+
+    def _enqueue(self, hashes: HashArray) -> None:
+        self._queue.append(hashes)
+        self._queued += len(hashes)
+        while self._queued > _MOST_QUEUED:
+            oldest = self._queue.popleft()
+            self._queued -= len(oldest)
+            self.dropped += len(oldest)
+
+    def _next_queued(self, room: int) -> Blocks:
+        parts: list[HashArray] = []
+        while self._queue and room > 0:
+            hashes = self._queue.popleft()
+            now, later = hashes[:room], hashes[room:]
+            if len(later):
+                self._queue.appendleft(later)
+            self._queued -= len(now)
+            room -= len(now)
+            parts.append(now)
+        wanted = np.concatenate(parts) if parts else np.empty((0, 32), np.uint8)
+        return Blocks.of(self._host.find(wanted[self._index.is_absent(wanted)]))
+
+    def _coldest(self, room: int) -> Blocks:
+        cold = Blocks.of(self._host.coldest(min(room, self._clean_reserve)))
+        return cold.select(self._index.is_absent(cold.hashes))

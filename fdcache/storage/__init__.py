@@ -1,0 +1,1 @@
+"""The storage tier: connectors to where blocks outlive the process."""

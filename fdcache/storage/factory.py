@@ -1,0 +1,86 @@
+"""From the setting FDCACHE_STORAGE to a connector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+
+from fdcache.errors import ConnectorNotFoundError
+from fdcache.storage.connector import BlockStorage, StorageConnector
+from fdcache.storage.context import ConnectorContext
+
+ENTRY_POINTS = "fdcache.storage_connectors"
+"""The group in which an installed package names its connectors: a ``ConnectorFactory`` each."""
+
+
+ConnectorFactory = Callable[[ConnectorContext], StorageConnector]
+
+
+def open_storage(context: ConnectorContext) -> BlockStorage | None:
+    """The storage of a worker, None when there is none. Raises ``StorageError`` when it cannot be opened."""
+    settings = context.settings
+    if not settings.is_on:
+        return None
+    if settings.connector != "local":
+        return _connector(context)
+    from fdcache.storage.slab import SlabStore
+
+    return SlabStore(
+        settings.directory,
+        context.layout,
+        rank=context.rank or 0,
+        size=settings.size,
+        fsync=settings.fsync,
+        fsync_interval=settings.fsync_interval,
+        verify=context.verify,
+        threads=settings.threads,
+        retry_after=settings.retry_after,
+    )
+
+
+def open_lookup(context: ConnectorContext) -> StorageConnector | None:
+    """What the scheduler asks, None for a local storage or none. Raises ``StorageError`` as above."""
+    if not context.settings.is_on or context.settings.connector == "local":
+        return None
+    return _connector(context)
+
+
+def _connector(context: ConnectorContext) -> StorageConnector:
+    name = context.settings.connector
+    if name == "mooncake":
+        from fdcache.storage.mooncake import MooncakeConnector
+
+        return MooncakeConnector(context)
+    found = next(iter(entry_points(group=ENTRY_POINTS, name=name)), None)
+    if found is None:
+        raise ConnectorNotFoundError(_absent(name))
+    return _make(found, context)
+
+
+def _make(found: EntryPoint, context: ConnectorContext) -> StorageConnector:
+    try:
+        factory = found.load()
+    except ImportError as error:
+        raise ConnectorNotFoundError(
+            f"FDCACHE_STORAGE={found.name}: {found.value} cannot be loaded: {error}"
+        ) from error
+    connector = factory(context)
+    if not isinstance(connector, StorageConnector):
+        raise ConnectorNotFoundError(
+            f"FDCACHE_STORAGE={found.name}: {found.value} made a {type(connector).__name__}, which is no "
+            "StorageConnector; see fdcache.storage.connector"
+        )
+    return connector
+
+
+def _absent(name: str) -> str:
+    if name == "attnstore":
+        return (
+            "FDCACHE_STORAGE=attnstore: the AttentionStore SDK is its vendor's and no public package; install the "
+            f"vendor's connector, a package with the entry point 'attnstore' in the group {ENTRY_POINTS!r}"
+        )
+    known = ", ".join(sorted({"none", "local", "mooncake", *(entry_points(group=ENTRY_POINTS).names)}))
+    return (
+        f"FDCACHE_STORAGE={name}: no such connector; use one of {known}, or install the package that has the entry "
+        f"point {name!r} in the group {ENTRY_POINTS!r}"
+    )

@@ -1,0 +1,107 @@
+"""LocalConnector: a slab file that goes by hash, for whoever has no scheduler to hand out its slots."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from fdcache import _core
+from fdcache.metadata import CacheLevel, HashArray
+from fdcache.storage.connector import LOST, BatchResult, Outcome, RecordBatch, RunResult, StorageStats
+from fdcache.storage.slab import SlabStore
+from fdcache.tiers import BlockPool, restore
+
+_READY, _RESERVED, _IS_READY = 1, 0, 1
+
+
+class LocalConnector:
+    """A ``SlabStore`` with its own index: the least recently used blocks leave first, from the leaves on.
+
+    A block is stored only below a stored parent. It owns ``store`` and closes it.
+    """
+
+    name = "local"
+
+    def __init__(self, store: SlabStore) -> None:
+        self._store = store
+        self._pool = BlockPool(CacheLevel.STORAGE, store.num_slots)
+        self._lock = threading.Lock()
+        restore(self._pool, [store.scan()])
+
+    def register(self, records: _core.RecordTable) -> None:
+        """Any memory will do."""
+        self._store.register(records)
+
+    def exists(self, hashes: HashArray, timeout: float) -> RunResult:
+        """How many of the first blocks are stored by this rank; the others' files are out of sight."""
+        absent = np.flatnonzero(self._pool.contains(hashes) != _READY)
+        return RunResult(int(absent[0]) if len(absent) else len(hashes))
+
+    def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
+        """Read blocks; one that turns out corrupt leaves the index with all below it."""
+        with self._lock:
+            presence = self._pool.contains(batch.hashes) == _READY
+            found = self._pool.find(batch.hashes)
+            self._pool.hold(found.slots)
+        result = BatchResult.of(len(batch), Outcome.MISS)
+        outcomes, checksums = result.outcomes, result.checksums
+        placed = replace(batch.select(presence), slots=found.slots, generations=found.generations)
+        read = self._store.get(placed, timeout, cancel)
+        outcomes[presence], checksums[presence] = read.outcomes, read.checksums
+        with self._lock:
+            self._pool.unhold(found.slots)
+            corrupt = found.slots[read.outcomes == Outcome.CORRUPT]
+            gone = found.slots[np.isin(read.outcomes, LOST)]
+            if len(corrupt):
+                self._pool.discard(corrupt, True)
+            if len(gone):
+                self._pool.discard(gone)
+        return BatchResult(outcomes, checksums, read.moved_bytes, read.error)
+
+    def put(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
+        """Store blocks, parents first. What finds no room, or no stored parent, is an ERROR."""
+        with self._lock:
+            taken = self._pool.reserve_copies(0, batch.parents, batch.hashes)
+            if taken.missing:
+                return BatchResult.of(len(batch), Outcome.ERROR, f"{taken.missing} slots are missing")
+        mine = taken.status == _RESERVED
+        placed = replace(batch.select(mine), slots=taken.slots, generations=taken.generations)
+        written = self._store.put(placed, timeout, cancel)
+        with self._lock:
+            self._pool.complete(taken.slots, written.ok.view(np.uint8), written.checksums)
+        outcomes = np.full(len(batch), Outcome.ERROR, np.uint8)
+        outcomes[taken.status == _IS_READY] = Outcome.OK
+        outcomes[mine] = written.outcomes
+        checksums = np.zeros(len(batch), np.uint64)
+        checksums[mine] = written.checksums
+        error = written.error
+        if error is None and (outcomes == Outcome.ERROR).any():
+            error = "a block has no stored parent"
+        return BatchResult(outcomes, checksums, written.moved_bytes, error)
+
+    def delete(self, hashes: HashArray, timeout: float) -> BatchResult:
+        """Remove blocks, and with each what hangs below it. Raises ``StorageError`` on a file that is read-only."""
+        with self._lock:
+            present = self._pool.contains(hashes) == _READY
+            gone = self._pool.discard(self._pool.find(hashes).slots)
+            self._store.erase(gone.slots)
+        result = BatchResult.of(len(hashes), Outcome.MISS)
+        result.outcomes[present] = Outcome.OK
+        return result
+
+    def clear(self, timeout: float) -> int:
+        """Remove every block of this file; other layouts and ranks have files of their own."""
+        with self._lock:
+            self._pool.reset()
+            return self._store.clear(timeout)
+
+    def stats(self) -> StorageStats:
+        """Counts and state."""
+        return msgspec.structs.replace(self._store.stats(), blocks=self._pool.stats().ready)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._store.close()

@@ -1,0 +1,214 @@
+"""The slab file as docs/format-storage.md writes it down: superblock, layout, slot headers, records."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fdcache.errors import LayoutError, StorageError, StorageFormatError
+from fdcache.layout import KVLayout
+from fdcache.metadata import SLOT_HEADER_BYTES
+
+MAGIC = b"FDCSLAB\x00"
+VERSION = 1
+PAGE = 4096
+SUFFIX = ".slab"
+
+_FIELDS = struct.Struct("<8sIIIIIIQQQQQQQ32s32s")
+_COPIES = 2
+_SPARE_SLOTS = 4
+"""Room for slot headers in a new file, as a multiple of its slots: so much it can grow later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """What a slab file says of itself. Offsets and sizes in bytes; ``sequence`` counts its versions."""
+
+    rank: int
+    num_ranks: int
+    slots: int
+    header_capacity: int
+    record_bytes: int
+    layout_offset: int
+    layout_bytes: int
+    header_offset: int
+    record_offset: int
+    created_ms: int
+    sequence: int
+    fingerprint: bytes
+    layout_digest: bytes
+
+    @classmethod
+    def plan(cls, layout: KVLayout, rank: int, slots: int) -> Superblock:
+        """The superblock of a new file."""
+        text = layout.to_json().encode()
+        layout_offset = _COPIES * PAGE
+        header_offset = _page_up(layout_offset + len(text))
+        capacity = slots * _SPARE_SLOTS
+        return cls(
+            rank=rank,
+            num_ranks=layout.tp_size,
+            slots=slots,
+            header_capacity=capacity,
+            record_bytes=layout.record_bytes,
+            layout_offset=layout_offset,
+            layout_bytes=len(text),
+            header_offset=header_offset,
+            record_offset=_page_up(header_offset + capacity * SLOT_HEADER_BYTES),
+            created_ms=time.time_ns() // 1_000_000,
+            sequence=1,
+            fingerprint=layout.fingerprint,
+            layout_digest=hashlib.sha256(text).digest(),
+        )
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the file with all its slots."""
+        return self.record_offset + self.slots * self.record_bytes
+
+    def resized(self, slots: int) -> Superblock:
+        """The same file with another number of slots, at most ``header_capacity``."""
+        return replace(self, slots=slots, sequence=self.sequence + 1)
+
+    def pack(self) -> bytes:
+        """One page."""
+        fields = _FIELDS.pack(
+            MAGIC,
+            VERSION,
+            self.rank,
+            self.num_ranks,
+            self.slots,
+            self.header_capacity,
+            0,
+            self.record_bytes,
+            self.layout_offset,
+            self.layout_bytes,
+            self.header_offset,
+            self.record_offset,
+            self.created_ms,
+            self.sequence,
+            self.fingerprint,
+            self.layout_digest,
+        )
+        return (fields + hashlib.sha256(fields).digest()).ljust(PAGE, b"\0")
+
+    def write(self, fd: int) -> None:
+        """Put it on the page whose turn it is and sync; the copy before it stays whole meanwhile."""
+        os.pwrite(fd, self.pack(), self.sequence % _COPIES * PAGE)
+        os.fdatasync(fd)
+
+
+def _page_up(offset: int) -> int:
+    return -(-offset // PAGE) * PAGE
+
+
+def file_name(fingerprint: bytes, rank: int) -> str:
+    """The name of a layout's and rank's file in its folder."""
+    return f"fdcache-{fingerprint[:8].hex()}-rank{rank}{SUFFIX}"
+
+
+def read_superblock(fd: int, path: Path) -> Superblock:
+    """The newest whole superblock. Raises ``StorageFormatError`` for a file that is none of ours."""
+    pages = [os.pread(fd, PAGE, copy * PAGE) for copy in range(_COPIES)]
+    found = [block for page in pages if (block := _unpack(page)) is not None]
+    if found:
+        return max(found, key=lambda block: block.sequence)
+    ours = [page for page in pages if page.startswith(MAGIC)]
+    if not ours:
+        raise StorageFormatError(f"{path}: not a slab file of fdcache; use another folder or remove it")
+    version = int.from_bytes(ours[0][len(MAGIC) : len(MAGIC) + 4], "little")
+    if version != VERSION:
+        raise StorageFormatError(
+            f"{path}: written in format version {version}, this fdcache reads version {VERSION}; "
+            "use another folder, or remove the file with the fdcache that wrote it"
+        )
+    raise StorageFormatError(f"{path}: both superblocks are damaged; `fdcache reset storage` removes it")
+
+
+def _unpack(page: bytes) -> Superblock | None:
+    fields, digest = page[: _FIELDS.size], page[_FIELDS.size : _FIELDS.size + 32]
+    if len(page) < PAGE or hashlib.sha256(fields).digest() != digest:
+        return None
+    magic, version, rank, ranks, slots, capacity, _, *rest = _FIELDS.unpack(fields)
+    if (magic, version) != (MAGIC, VERSION):
+        return None
+    record, layout_at, layout_size, headers_at, records_at, created, sequence, fingerprint, layout = rest
+    return Superblock(
+        rank=rank,
+        num_ranks=ranks,
+        slots=slots,
+        header_capacity=capacity,
+        record_bytes=record,
+        layout_offset=layout_at,
+        layout_bytes=layout_size,
+        header_offset=headers_at,
+        record_offset=records_at,
+        created_ms=created,
+        sequence=sequence,
+        fingerprint=fingerprint,
+        layout_digest=layout,
+    )
+
+
+def read_layout(fd: int, superblock: Superblock, path: Path) -> KVLayout:
+    """The layout that the file was made for. Raises ``StorageFormatError`` when it is damaged."""
+    text = os.pread(fd, superblock.layout_bytes, superblock.layout_offset)
+    if hashlib.sha256(text).digest() != superblock.layout_digest:
+        raise StorageFormatError(f"{path}: the layout in it is damaged; `fdcache reset storage` removes it")
+    try:
+        return KVLayout.from_json(text)
+    except LayoutError as error:
+        raise StorageFormatError(f"{path}: the layout in it is none of this version: {error}") from error
+
+
+def create_file(path: Path, layout: KVLayout, superblock: Superblock) -> None:
+    """Make the file, whole or not at all; the caller holds its lock."""
+    scratch = path.with_suffix(".new")
+    fd = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, superblock.file_bytes)
+        os.pwrite(fd, layout.to_json().encode(), superblock.layout_offset)
+        superblock.write(fd)
+        os.fsync(fd)
+        scratch.rename(path)
+    finally:
+        os.close(fd)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def check_fits(superblock: Superblock, layout: KVLayout, rank: int, path: Path) -> None:
+    """Raise ``StorageFormatError`` for a file of another layout or rank."""
+    if superblock.fingerprint != layout.fingerprint:
+        raise StorageFormatError(
+            f"{path}: made for another model or layout (fingerprint {superblock.fingerprint.hex()[:16]}, "
+            f"not {layout.fingerprint.hex()[:16]}); it was renamed: give it back its name or remove it"
+        )
+    if (superblock.rank, superblock.num_ranks) != (rank, layout.tp_size):
+        raise StorageFormatError(
+            f"{path}: made for rank {superblock.rank} of {superblock.num_ranks}, not {rank} of {layout.tp_size}"
+        )
+
+
+def slots_for(size: int, layout: KVLayout) -> int:
+    """Slots of a file of at most ``size`` bytes. Raises ``StorageError`` when not one fits."""
+    slot_bytes = layout.record_bytes + _SPARE_SLOTS * SLOT_HEADER_BYTES
+    slots = (size - _most_overhead(layout)) // slot_bytes
+    if slots < 1:
+        raise StorageError(
+            f"FDCACHE_STORAGE_SIZE: {size} bytes hold not one block of {layout.record_bytes} bytes; "
+            f"give at least {_most_overhead(layout) + slot_bytes}"
+        )
+    return int(min(slots, (2**31 - 1) // _SPARE_SLOTS))
+
+
+def _most_overhead(layout: KVLayout) -> int:
+    """Bytes before the records beside the slot headers: superblocks, layout, rounding."""
+    return _COPIES * PAGE + _page_up(len(layout.to_json().encode())) + PAGE

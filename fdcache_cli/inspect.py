@@ -1,0 +1,102 @@
+"""``fdcache inspect``: look into what fdcache keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fdcache_cli import errors, output
+from fdcache_cli.app import Command, new_group
+from fdcache_cli.progress import progress_bar
+
+COMMANDS = (Command("storage", __name__, "storage", "What the files of the local storage hold."),)
+
+app = new_group(COMMANDS, help="Look into what fdcache keeps.")
+
+
+@app.callback()
+def inspect() -> None:
+    """Hold the commands together."""
+
+
+def storage(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="The folder of the storage, or one of its files.")
+    ],
+    *,
+    verify: Annotated[bool, typer.Option("--verify", help="Read and check every record.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Tell what the files of the local storage hold; needs no server and changes nothing.
+
+    Ends with status 1 when a record, a header or a file is damaged.
+    """
+    from fdcache.storage.offline import read_file, slab_files
+    from fdcache.storage.summary import summarize
+
+    with progress_bar("checking") as advance:
+        files = [read_file(file, verify=verify, on_progress=advance) for file in slab_files(path)]
+    summary = summarize(files, verified=verify)
+    if json_output:
+        output.print_json(summary)
+    else:
+        _print(path, summary)
+    if summary["corrupt_blocks"] or summary["damaged_files"]:
+        raise typer.Exit(errors.FAILED)
+
+
+def _print(path: Path, summary: dict[str, Any]) -> None:
+    checked = "all checked" if summary["verified"] else "records not checked; --verify does it"
+    output.print_line(
+        f"{path}: {summary['blocks']:,} blocks, {_size(summary['bytes'])}, "
+        f"{summary['corrupt_blocks']:,} corrupt ({checked})"
+    )
+    header = (
+        "NAMESPACE",
+        "MODEL",
+        "RANKS",
+        "BLOCKS",
+        "OF",
+        "BYTES",
+        "DEPTH",
+        "AGE",
+        "UNREACHABLE",
+        "CORRUPT",
+    )
+    output.print_table(header, [_row(namespace) for namespace in summary["namespaces"]])
+    for damaged in summary["damaged_files"]:
+        output.print_line(f"damaged: {damaged['reason']}")
+
+
+def _row(one: dict[str, Any]) -> tuple[str, ...]:
+    empty = one["oldest_seconds"] is None
+    return (
+        one["namespace"][:16],
+        f"{one['model']}@{one['revision']}",
+        f"{len(one['ranks'])} of {one['tp_size']}",
+        f"{one['blocks']:,}",
+        f"{one['capacity_blocks']:,}",
+        _size(one["bytes"]),
+        "-" if one["deepest"] is None else f"{one['mean_depth']} (to {one['deepest']})",
+        "-" if empty else f"{_age(one['newest_seconds'])} to {_age(one['oldest_seconds'])}",
+        f"{one['unreachable_blocks']:,}",
+        f"{one['corrupt_blocks']:,}",
+    )
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.4g}{unit}"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{max(seconds, 0):.0f}s"

@@ -1,0 +1,85 @@
+"""``fdcache reset``: remove what fdcache keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fdcache_cli import output
+from fdcache_cli.app import Command, new_group
+from fdcache_cli.progress import progress_bar
+
+COMMANDS = (Command("storage", __name__, "storage", "Remove blocks from the files of the local storage."),)
+
+app = new_group(COMMANDS, help="Remove what fdcache keeps.")
+
+
+@app.callback()
+def reset() -> None:
+    """Hold the commands together."""
+
+
+def _duration(text: str) -> float:
+    from fdcache.settings.parsing import parse_duration
+
+    units = {"d": 86400.0, "w": 7 * 86400.0}
+    try:
+        if text[-1:] in units:
+            return float(text[:-1]) * units[text[-1]]
+        return float(parse_duration(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no duration; write 30m, 12h, 7d or 2w") from None
+
+
+def storage(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="The folder of the storage, or one of its files.")
+    ],
+    *,
+    namespace: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only this model, or the fingerprint that begins so."),
+    ] = None,
+    older_than: Annotated[
+        float | None,
+        typer.Option(parser=_duration, metavar="AGE", help="Only blocks written longer ago, as 12h or 7d."),
+    ] = None,
+    corrupt: Annotated[
+        bool, typer.Option("--corrupt", help="Only what a check of every record refuses.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Remove blocks from the files of the local storage, and what hangs below them; needs no server.
+
+    Conditions add up. A file that an engine has open is refused. Files of others in the folder are not touched.
+    """
+    from fdcache.storage.offline import Selection, remove
+
+    if everything == bool(namespace or older_than is not None or corrupt):
+        raise typer.BadParameter("say what to remove: --all, or any of --namespace, --older-than, --corrupt")
+    selection = Selection(namespace, older_than, corrupt, everything)
+    with progress_bar("checking") as advance:
+        removals = remove(path, selection, dry_run=dry_run, on_progress=advance)
+    if json_output:
+        output.print_json(
+            {
+                "dry_run": dry_run,
+                "blocks": sum(one.blocks for one in removals),
+                "bytes": sum(one.nbytes for one in removals),
+                "files": [
+                    {"path": str(one.path), "blocks": one.blocks, "bytes": one.nbytes, "whole": one.whole}
+                    for one in removals
+                ],
+            }
+        )
+        return
+    verb = "would remove" if dry_run else "removed"
+    for one in removals:
+        what = "the file and its" if one.whole else ""
+        output.print_line(f"{one.path}: {verb} {what} {one.blocks:,} blocks".replace("  ", " "))
+    if not removals:
+        output.print_line(f"{path}: nothing to remove")

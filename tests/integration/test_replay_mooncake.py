@@ -1,0 +1,75 @@
+"""Replays against Mooncake with a real master: engines share what one of them computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.conformance import HostRecords, conformance_layout
+from tests.mooncake_master import Master, find_master
+from tests.replay_help import assert_clean, run_chat, small_config
+
+REPLAY = (
+    *("replay", "--requests", "150", "--device-blocks", "150", "--host-memory", "2MiB", "--json"),
+    *("--write-policy", "write_through"),
+)
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Master]:
+    master = Master(find_master(), tmp_path)
+    yield master
+    master.kill()
+
+
+def start(master: Master) -> subprocess.Popen[str]:
+    program = "from fdcache_cli.main import run; run()"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *REPLAY],
+        env={**os.environ, **master.environment()},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    report: dict[str, Any] = json.loads(output)
+    assert report["corrupt_blocks"] == report["leaked_slots"] == report["leaked_pins"] == 0
+    assert report["verified_blocks"] > 0
+    return report
+
+
+def test_two_processes_share_a_store(master: Master) -> None:
+    # A node that stays: what an engine stored in its own memory leaves with it.
+    layout = conformance_layout("a node of its own")
+    node = master.connect(layout)
+    node.register(HostRecords(layout, 1).table)
+    together = [start(master), start(master)]
+    reports = [finish(process) for process in together]
+    assert sum(report["storage"]["stored"] for report in reports) > 0
+    assert sum(report["hit_tokens"]["storage"] for report in reports) > 0
+    assert all(report["storage"]["corrupt"] == 0 for report in reports)
+    node.close()
+
+
+def test_a_master_that_dies_does_not_stop_the_engine(master: Master) -> None:
+    mooncake = MooncakeSettings(master=master.address, protocol="tcp", global_segment_size=32 << 20)
+    tier = StorageTierSettings(connector="mooncake", retry_after=0.2)
+    config = small_config(device_blocks=150, host_memory=2 << 20, storage=tier, mooncake=mooncake)
+    assert_clean(run_chat(config, requests=40))
+    master.kill()
+    report = run_chat(config, requests=40)
+    assert_clean(report)
+    assert report.tally.hit_tokens["storage"] == 0
+    assert report.to_dict()["storage"]["states"] == ["off"]

@@ -1,0 +1,153 @@
+"""``fdcache inspect storage`` and ``fdcache reset storage``: without a server, and touching nothing of others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fdcache.storage.slab_format import read_superblock
+from tests.storage_help import Records, open_store, path_hashes, storage_layout
+
+LAYOUT = storage_layout(model="one")
+OTHER = storage_layout(model="two", tp_size=2)
+
+
+def fdcache(*arguments: object, status: int = 0) -> str:
+    program = "from fdcache_cli.main import run; run()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def inspect(folder: Path, *options: str, status: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        fdcache("inspect", "storage", folder, "--json", *options, status=status)
+    )
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten blocks of one model, four on each rank of another, and a file that is none of fdcache's."""
+    for layout, rank, count in ((LAYOUT, 0, 10), (OTHER, 0, 4), (OTHER, 1, 4)):
+        store = open_store(tmp_path, layout, rank=rank)
+        records = Records(layout)
+        assert store.put(records.full_batch(path_hashes(count), slots=range(count)), 10).ok.all()
+        store.close()
+    (tmp_path / "notes.txt").write_text("not ours")
+    return tmp_path
+
+
+def damage(folder: Path, *slots: int) -> None:
+    path = next(path for path in folder.glob("*.slab") if read(path) == LAYOUT.fingerprint)
+    with path.open("r+b") as file:
+        block = read_superblock(file.fileno(), path)
+        for slot in slots:
+            os.pwrite(file.fileno(), b"\x99" * 64, block.record_offset + slot * block.record_bytes)
+
+
+def read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return read_superblock(file.fileno(), path).fingerprint
+
+
+def test_inspect_counts_by_namespace(folder: Path) -> None:
+    found = inspect(folder)
+    assert (found["blocks"], found["corrupt_blocks"], found["verified"]) == (18, 0, False)
+    assert found["bytes"] == 10 * LAYOUT.record_bytes + 8 * OTHER.record_bytes
+    by_model = {one["model"]: one for one in found["namespaces"]}
+    assert by_model["one"]["blocks"] == 10
+    assert by_model["one"]["deepest"] == 9
+    assert by_model["two"]["ranks"] == [0, 1]
+    assert by_model["one"]["namespace"] == LAYOUT.fingerprint.hex()
+    text = fdcache("inspect", "storage", folder)
+    assert "18 blocks" in text
+    assert "--verify does it" in text
+
+
+def test_verify_finds_damaged_records_and_says_so_by_its_status(folder: Path) -> None:
+    damage(folder, 3, 7)
+    assert inspect(folder)["corrupt_blocks"] == 0
+    found = inspect(folder, "--verify", status=1)
+    assert found["corrupt_blocks"] == 2
+    assert sorted(slot for file in found["files"] for slot in file["corrupt_slots"]) == [3, 7]
+
+
+def test_inspect_works_while_an_engine_has_the_file(folder: Path) -> None:
+    store = open_store(folder, LAYOUT)
+    assert inspect(folder)["blocks"] == 18
+    assert "an engine is using it" in fdcache("reset", "storage", folder, "--namespace", "one", status=1)
+    store.close()
+
+
+def test_inspect_reports_a_file_that_is_damaged_as_a_whole(folder: Path) -> None:
+    path = sorted(folder.glob("*.slab"))[0]
+    with path.open("r+b") as file:
+        file.write(b"\xff" * 8192)
+    found = inspect(folder, status=1)
+    assert [one["path"] for one in found["damaged_files"]] == [str(path)]
+    fdcache("reset", "storage", folder, "--corrupt")
+    assert not path.exists()
+    assert not inspect(folder)["damaged_files"]
+
+
+def test_a_dry_run_changes_nothing(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.glob("*.slab")}
+    assert "would remove" in fdcache("reset", "storage", folder, "--all", "--dry-run")
+    assert {path: path.read_bytes() for path in folder.glob("*.slab")} == before
+
+
+def test_all_removes_our_files_and_no_others(folder: Path) -> None:
+    fdcache("reset", "storage", folder, "--all")
+    assert not list(folder.glob("*.slab"))
+    assert (folder / "notes.txt").read_text() == "not ours"
+
+
+def test_a_namespace_is_a_model_or_the_beginning_of_a_fingerprint(folder: Path) -> None:
+    fdcache("reset", "storage", folder, "--namespace", "two")
+    assert [one["model"] for one in inspect(folder)["namespaces"]] == ["one"]
+    fdcache("reset", "storage", folder, "--namespace", LAYOUT.fingerprint.hex()[:10])
+    assert inspect(folder)["blocks"] == 0
+
+
+def test_corrupt_removes_damaged_blocks_and_what_hangs_below_them(folder: Path) -> None:
+    damage(folder, 7)
+    fdcache("reset", "storage", folder, "--corrupt")
+    found = inspect(folder, "--verify")
+    assert found["corrupt_blocks"] == 0
+    assert {one["model"]: one["blocks"] for one in found["namespaces"]} == {"one": 7, "two": 8}
+    store = open_store(folder, LAYOUT)
+    assert store.scan().slots.tolist() == list(range(7))
+    store.close()
+
+
+def test_older_than_removes_by_age(folder: Path) -> None:
+    removed = json.loads(fdcache("reset", "storage", folder, "--older-than", "1h", "--json"))
+    assert removed["blocks"] == 0
+    removed = json.loads(fdcache("reset", "storage", folder, "--older-than", "0s", "--json"))
+    assert removed["blocks"] == 18
+    assert inspect(folder)["blocks"] == 0
+
+
+def test_wrong_use_is_told(folder: Path) -> None:
+    assert "say what to remove" in fdcache("reset", "storage", folder, status=2)
+    assert "say what to remove" in fdcache("reset", "storage", folder, "--all", "--corrupt", status=2)
+    assert "no duration" in fdcache("reset", "storage", folder, "--older-than", "soon", status=2)
+    assert "no such folder" in fdcache("inspect", "storage", folder / "nowhere", status=1)
+
+
+def test_blocks_that_nothing_leads_to_are_counted(folder: Path) -> None:
+    store = open_store(folder, LAYOUT)
+    store.erase(np.array([4], np.int32))
+    store.close()
+    one = next(each for each in inspect(folder)["namespaces"] if each["model"] == "one")
+    assert (one["blocks"], one["unreachable_blocks"], one["deepest"]) == (9, 5, 3)

@@ -1,0 +1,218 @@
+"""File systems that fail: the store says how, does not get in the way, and comes back without a restart."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fdcache.errors import StorageReadOnlyError
+from fdcache.replay.report import Report
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.connector import Outcome, StorageState
+from tests.replay_help import assert_clean, run_chat, small_config
+from tests.storage_help import MIB, Records, open_store, path_hashes, storage_layout
+
+LAYOUT = storage_layout()
+COUNT = 60
+
+
+def mount(folder: Path, size: str) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "fdcache-test", str(folder)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def unmount(folder: Path, *options: str) -> None:
+    subprocess.run(["umount", *options, str(folder)], check=True, capture_output=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if not mount(folder, "256k"):
+        pytest.skip("mounting a tmpfs is not allowed here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
+
+
+@pytest.fixture
+def records() -> Records:
+    return Records(LAYOUT, COUNT)
+
+
+def test_a_full_disk_makes_the_store_read_only_until_there_is_room(
+    small_disk: Path, records: Records
+) -> None:
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(100 << 10))
+    store = open_store(small_disk, LAYOUT)
+    hashes = path_hashes(COUNT)
+    batch = records.full_batch(hashes, slots=range(COUNT))
+    stored = store.put(batch, 10)
+    assert 0 < stored.ok.sum() < COUNT
+    assert set(stored.outcomes.tolist()) == {Outcome.OK, Outcome.ERROR}
+    assert store.stats().state is StorageState.READ_ONLY
+    assert "StorageFullError" in str(store.stats().error)
+    assert "FDCACHE_STORAGE_SIZE" in str(store.stats().error)
+    assert store.stats().errors == (~stored.ok).sum()
+    kept = batch.select(stored.ok)
+    assert store.get(kept, 10).ok.all(), "it reads while it cannot write"
+    ballast.unlink()
+    records.full_batch(hashes)
+    assert store.put(batch.select(~stored.ok).select(slice(0, 5)), 10).ok.all()
+    assert store.stats().state is StorageState.READY
+    store.close()
+
+
+def test_a_limit_on_file_sizes_is_a_full_disk(tmp_path: Path) -> None:
+    program = """
+import resource, sys
+from pathlib import Path
+from fdcache.storage.slab_format import read_superblock
+from tests.integration.test_storage_failures import COUNT, LAYOUT
+from tests.storage_help import Records, open_store, path_hashes
+store = open_store(Path(sys.argv[1]), LAYOUT)
+limit = store._superblock.record_offset + 10 * LAYOUT.record_bytes
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+stored = store.put(Records(LAYOUT, COUNT).full_batch(path_hashes(COUNT), slots=range(COUNT)), 10)
+print(int(stored.ok.sum()), store.stats().state.value, store.stats().error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    assert done.stdout.startswith("10 read_only StorageFullError")
+
+
+def test_a_replay_on_a_full_disk_goes_on(small_disk: Path) -> None:
+    tier = StorageTierSettings(connector="local", directory=small_disk, size=64 * MIB, retry_after=0.05)
+    report = run_chat(
+        small_config(
+            device_blocks=150, host_memory=2 * MIB, storage=tier, cache={"write_policy": "write_through"}
+        )
+    )
+    assert_clean(report)
+    assert storage(report)["states"] == ["read_only"]
+    assert storage(report)["errors"] > 0
+    assert storage(report)["stored"] > 0
+
+
+def storage(report: Report) -> dict[str, Any]:
+    found = report.to_dict()["storage"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_vanished_mount_turns_the_store_off_until_it_is_back(tmp_path: Path, records: Records) -> None:
+    disk, folder = tmp_path / "disk", tmp_path / "mount"
+    disk.mkdir()
+    folder.mkdir()
+    # A file system of its own below the mount point, so that its absence can be told.
+    if not mount(disk, "1m"):
+        pytest.skip("mounting a tmpfs is not allowed here")
+    subprocess.run(["mount", "--bind", disk, folder], check=True)
+    store = open_store(folder, LAYOUT)
+    hashes = path_hashes(8)
+    batch = records.full_batch(hashes, slots=range(8))
+    assert store.put(batch, 10).ok.all()
+    unmount(folder, "-l")
+    for _ in range(2):
+        gone = store.get(batch, 10)
+        assert (gone.outcomes == Outcome.ERROR).all()
+        assert "StorageGoneError" in str(store.stats().error)
+        assert store.stats().state is StorageState.OFF
+        assert not any(folder.iterdir()), "nothing is written into the empty mount point"
+    subprocess.run(["mount", "--bind", disk, folder], check=True)
+    assert store.get(batch, 10).ok.all()
+    assert store.stats().state is StorageState.READY
+    assert all(records.holds(slot, hashes[slot].tobytes()) for slot in range(8))
+    store.close()
+    unmount(folder)
+    unmount(disk)
+
+
+def test_a_device_that_fails_is_told_from_a_miss_and_opened_anew(tmp_path: Path, records: Records) -> None:
+    store = open_store(tmp_path, LAYOUT)
+    hashes = path_hashes(8)
+    batch = records.full_batch(hashes, slots=range(8))
+    assert store.put(batch, 10).ok.all()
+    # Reads of a pipe fail as those of a broken device do, through the same calls.
+    reading, writing = os.pipe()
+    os.dup2(reading, store._record_fd)
+    failed = store.get(batch, 10)
+    assert (failed.outcomes == Outcome.ERROR).all()
+    assert store.stats().state is StorageState.OFF
+    assert "StorageDeviceError" in str(store.stats().error)
+    assert all(records.table.header(slot).state != 2 for slot in range(8))
+    assert store.get(batch, 10).ok.all(), "retry_after is 0: the next call opens the file anew"
+    assert store.stats().state is StorageState.READY
+    assert all(records.holds(slot, hashes[slot].tobytes()) for slot in range(8))
+    os.close(reading)
+    os.close(writing)
+    store.close()
+
+
+def test_while_it_is_left_alone_a_failed_store_costs_no_call(tmp_path: Path, records: Records) -> None:
+    store = open_store(tmp_path, LAYOUT, retry_after=3600.0)
+    batch = records.full_batch(path_hashes(4), slots=range(4))
+    assert store.put(batch, 10).ok.all()
+    reading, writing = os.pipe()
+    saved = os.dup(store._record_fd)
+    os.dup2(reading, store._record_fd)
+    assert not store.get(batch, 10).ok.any()
+    os.dup2(saved, store._record_fd)
+    assert (store.get(batch, 10).outcomes == Outcome.ERROR).all()
+    for fd in (reading, writing, saved):
+        os.close(fd)
+    store.close()
+
+
+def test_a_read_only_file_system_is_refused_with_the_reason(small_disk: Path) -> None:
+    open_store(small_disk, LAYOUT).close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(StorageReadOnlyError, match="check mount and owner"):
+        open_store(small_disk, LAYOUT)
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    open_store(small_disk, LAYOUT).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_folder_of_somebody_else_is_refused_with_the_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o700)
+    program = """
+import os, sys
+from pathlib import Path
+from fdcache.errors import StorageReadOnlyError
+from tests.integration.test_storage_failures import LAYOUT
+from tests.storage_help import open_store
+os.setresuid(65534, 65534, 65534)
+try:
+    open_store(Path(sys.argv[1]), LAYOUT)
+except StorageReadOnlyError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    assert done.stdout.startswith("refused:")
+    assert "check mount and owner" in done.stdout
+
+
+def test_limits_of_this_process_are_unchanged() -> None:
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

@@ -1,0 +1,87 @@
+"""A real Mooncake master on loopback, for the tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fdcache.layout import KVLayout
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.mooncake import MooncakeConnector
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Master:
+    """The master's process; it can be killed and started again at the same address."""
+
+    def __init__(self, program: str, folder: Path) -> None:
+        self._program = program
+        self._log = folder / "master.log"
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    self._program,
+                    "--rpc_address=127.0.0.1",
+                    f"--rpc_port={self.port}",
+                    f"--metrics_port={free_port()}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                with socket.create_connection(("127.0.0.1", self.port), 1):
+                    return
+            except OSError:
+                time.sleep(0.05)
+        raise RuntimeError(f"the master did not start: {self._log.read_text()}")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "FDCACHE_STORAGE": "mooncake",
+            "MOONCAKE_MASTER_SERVER_ADDR": self.address,
+            "MOONCAKE_PROTOCOL": "tcp",
+            "MOONCAKE_GLOBAL_SEGMENT_SIZE": "64MiB",
+        }
+
+    def connect(self, layout: KVLayout, rank: int | None = 0, **tier: object) -> MooncakeConnector:
+        settings = MooncakeSettings(master=self.address, protocol="tcp", global_segment_size=32 << 20)
+        return MooncakeConnector(
+            ConnectorContext(layout, rank, StorageTierSettings(connector="mooncake", **tier), settings)
+        )
+
+
+def find_master() -> str:
+    pytest.importorskip("mooncake.store", reason="the package of the extra 'mooncake' is not there")
+    program = shutil.which("mooncake_master", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("mooncake_master is not on the PATH")
+    return program
