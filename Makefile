@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 
-.PHONY: demo demo-paddle gpu-extra test check lint format bench clean
+.PHONY: demo demo-paddle gpu-extra test test-gpu check lint format bench clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -24,6 +24,9 @@ test: $(VENV)/.installed-test  ## all tests but the long ones
 
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs
 	$(BIN)/pytest -n 2 -m slow --timeout 1800
+
+test-gpu: $(VENV)/.installed-test  ## the tests that need a GPU; skipped with the reason where there is none
+	$(BIN)/pytest -m gpu tests/gpu
 
 lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks.ttft_model import LLAMA_3_8B, TINY, Shape
 from benchmarks.ttft_server import Server
 from fdcache import Request
+from fdcache.manager.stats import Counters
 
 SHAPES = {"llama-3-8b": LLAMA_3_8B, "tiny": TINY}
 Row = dict[str, Any]
@@ -203,6 +204,11 @@ class Visitors:
         self._server.manager.request_finish([request for request, _ in going])
 
 
+def blocks_moved(counters: Counters) -> int:
+    """Blocks copied either way so far."""
+    return counters.blocks_loaded + counters.blocks_backed_up + counters.blocks_evicted_to_host
+
+
 def decode_beside_swaps(shape: Shape, device: str, *, sequences: int, context: int, rounds: int) -> Row:
     """Milliseconds of a decode step with nothing else, and with swaps both ways running all the time."""
     steps, per_visit, visitors = 48, 16, 12
@@ -238,7 +244,7 @@ def decode_beside_swaps(shape: Shape, device: str, *, sequences: int, context: i
     after = server.manager.get_stats().counters
     alone, swapping = (statistics.median(column) for column in zip(*pairs, strict=True))
     server.manager.request_finish(decode.requests)
-    moved = after.blocks_loaded - before.blocks_loaded + after.blocks_backed_up - before.blocks_backed_up
+    moved = blocks_moved(after) - blocks_moved(before)
     server.close()
     return {
         "sequences": sequences,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -154,4 +153,6 @@ def _no_wait(layer: int) -> None:
 def _fdcache_device(device: str) -> Any:
     if device == "cpu":
         return None
-    return importlib.import_module("fdcache.devices.cuda").CudaDevice(torch.cuda.current_device())
+    from fdcache.devices.cuda import CudaDevice
+
+    return CudaDevice(torch.cuda.current_device())

@@ -57,6 +57,18 @@ class TensorError(FdcacheError, ValueError):
     """A tensor that is not a plane of the layout: wrong device, shape, bytes or strides."""
 
 
+class StreamError(FdcacheError, ValueError):
+    """A stream that cannot be used here: of another device, or being captured into a graph."""
+
+
+class DeviceError(FdcacheError):
+    """No such device, or none at all; the message says what there is."""
+
+
+class DeviceLostError(DeviceError):
+    """The device failed for good; the process must be started anew."""
+
+
 class TransferTimeoutError(FdcacheError, TimeoutError):
     """Copies in flight did not end within the caller's timeout; nothing that they touch was freed."""
 

@@ -19,6 +19,7 @@ from fdcache.devices.base import (
     Event,
     HostArena,
     Stream,
+    enqueue_each,
 )
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 
@@ -67,6 +68,9 @@ class _FailsFrom:
         copy = self._sound if last_plane <= self._plane else self._failing
         copy.enqueue(stream, first_plane, last_plane)
 
+    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[Event]:
+        return enqueue_each(self, stream, ranges, CpuEvent)
+
     def cancel(self) -> bool:
         return not self.started and self._sound.cancel() and self._failing.cancel()
 
@@ -110,6 +114,9 @@ class _Paused:
         self._groups += 1
         self._device.ranges.append((first_plane, last_plane))
         self._copy.enqueue(stream, first_plane, last_plane)
+
+    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[Event]:
+        return enqueue_each(self, stream, ranges, CpuEvent)
 
     def cancel(self) -> bool:
         return self._copy.cancel()

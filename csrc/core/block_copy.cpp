@@ -8,6 +8,14 @@
 #include "core/checksum.hpp"
 
 namespace fdcache {
+namespace {
+
+std::uint64_t payload_bytes(const std::vector<Plane> &planes) {
+    return std::accumulate(planes.begin(), planes.end(), std::uint64_t{0},
+                           [](std::uint64_t sum, const Plane &plane) { return sum + plane.nbytes; });
+}
+
+}  // namespace
 
 BlockCopy::BlockCopy(Direction direction, std::vector<Plane> planes, RecordTable records,
                      std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint)
@@ -15,10 +23,7 @@ BlockCopy::BlockCopy(Direction direction, std::vector<Plane> planes, RecordTable
       planes_(std::move(planes)),
       records_(std::move(records)),
       pairs_(std::move(pairs)),
-      fingerprint_(fingerprint),
-      payload_bytes_(
-          std::accumulate(planes_.begin(), planes_.end(), std::uint64_t{0},
-                          [](std::uint64_t sum, const Plane &plane) { return sum + plane.nbytes; })),
+      kind_{fingerprint, payload_bytes(planes_)},
       faults_(pairs_.size(), BlockFault::kNone),
       sums_(direction == Direction::kToHost ? pairs_.size() : 0, 0) {}
 
@@ -63,26 +68,14 @@ void BlockCopy::abandon() {
 }
 
 std::uint64_t BlockCopy::copied_bytes() const {
-    return payload_bytes_ *
+    return kind_.payload_bytes *
            static_cast<std::uint64_t>(std::count(faults_.begin(), faults_.end(), BlockFault::kNone));
-}
-
-SlotHeader BlockCopy::header_of(const BlockPair &pair) const {
-    SlotHeader header;
-    header.state = SlotState::kWriting;
-    header.generation = pair.generation;
-    header.payload_bytes = payload_bytes_;
-    header.hash = pair.hash;
-    header.parent = pair.parent;
-    header.fingerprint = fingerprint_;
-    header.seal();
-    return header;
 }
 
 void BlockCopy::copy_out(std::size_t index, PlaneRange range) {
     const BlockPair &pair = pairs_[index];
     SlotHeader *shared = records_.headers + pair.host_slot;
-    SlotHeader header = header_of(pair);
+    const SlotHeader header = writing_header(pair, kind_);
     if (range.first == 0) {
         store_header(shared, header);
         // No byte of the record may become visible before the header says that it is being written.
@@ -100,18 +93,15 @@ void BlockCopy::copy_out(std::size_t index, PlaneRange range) {
         faults_[index] = BlockFault::kChanged;
         return;
     }
-    sums_[index] = finish_checksum(sums_[index], payload_bytes_);
-    header.state = SlotState::kReady;
-    header.payload_checksum = sums_[index];
-    header.seal();
-    store_header(shared, header);
+    sums_[index] = finish_checksum(sums_[index], kind_.payload_bytes);
+    store_header(shared, ready_header(header, sums_[index]));
 }
 
 void BlockCopy::copy_in(std::size_t index, PlaneRange range) {
     const BlockPair &pair = pairs_[index];
     const SlotHeader *shared = records_.headers + pair.host_slot;
     const SlotHeader before = load_header(shared);
-    if (const BlockFault fault = check_source(before, pair); fault != BlockFault::kNone) {
+    if (const BlockFault fault = check_source(before, pair, kind_); fault != BlockFault::kNone) {
         faults_[index] = fault;
         return;
     }
@@ -123,21 +113,6 @@ void BlockCopy::copy_in(std::size_t index, PlaneRange range) {
     }
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (load_header(shared) != before) faults_[index] = BlockFault::kChanged;
-}
-
-BlockFault BlockCopy::check_source(const SlotHeader &header, const BlockPair &pair) const {
-    // A table fresh from the system holds zeros: a slot never written is empty rather than broken.
-    if (header == SlotHeader{}) return BlockFault::kNotReady;
-    if (header.magic != SlotHeader::kMagic || header.version != SlotHeader::kVersion ||
-        header.header_checksum != header.computed_checksum()) {
-        return BlockFault::kNoHeader;
-    }
-    if (header.generation != pair.generation) return BlockFault::kOtherGeneration;
-    if (header.hash != pair.hash) return BlockFault::kOtherHash;
-    if (header.fingerprint != fingerprint_ || header.payload_bytes != payload_bytes_)
-        return BlockFault::kOtherLayout;
-    if (header.state != SlotState::kReady) return BlockFault::kNotReady;
-    return BlockFault::kNone;
 }
 
 }  // namespace fdcache

@@ -10,30 +10,11 @@
 
 #include "core/event.hpp"
 #include "core/record.hpp"
+#include "core/record_check.hpp"
 
 namespace fdcache {
 
 enum class Direction : std::uint8_t { kToHost, kToDevice };
-
-enum class BlockFault : std::uint8_t {
-    kNone,
-    kNoHeader,         // magic, version or header checksum is wrong
-    kNotReady,         // empty, or being written
-    kOtherGeneration,  // the slot was given to new content
-    kOtherHash,
-    kOtherLayout,  // fingerprint or payload length
-    kChanged,      // the header changed during the copy
-    kCancelled,
-    kAbandoned,  // the stream was closed first
-};
-
-struct BlockPair {
-    std::int32_t device_slot;
-    std::int32_t host_slot;
-    std::uint32_t generation;  // of the host slot
-    Digest hash;
-    Digest parent;
-};
 
 // A batch is enqueued plane range by plane range, in order; a copy to the host computes the record checksum
 // over the ranges and stamps the slot ready with the last. It owns none of the memory it names.
@@ -70,15 +51,12 @@ class BlockCopy {
 
     void copy_out(std::size_t index, PlaneRange range);
     void copy_in(std::size_t index, PlaneRange range);
-    BlockFault check_source(const SlotHeader &header, const BlockPair &pair) const;
-    SlotHeader header_of(const BlockPair &pair) const;
 
     const Direction direction_;
     const std::vector<Plane> planes_;
     const RecordTable records_;
     const std::vector<BlockPair> pairs_;
-    const std::array<std::uint8_t, 16> fingerprint_;
-    const std::uint64_t payload_bytes_;
+    const RecordKind kind_;
     std::atomic<Phase> phase_{Phase::kPending};
     std::vector<BlockFault> faults_;
     std::vector<std::uint64_t> sums_;

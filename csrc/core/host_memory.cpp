@@ -1,6 +1,7 @@
 #include "core/host_memory.hpp"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -39,6 +40,15 @@ HostMemory::HostMemory(std::size_t nbytes) : data_(nullptr), size_(nbytes) {
 
 HostMemory::~HostMemory() {
     munmap(data_, size_);
+}
+
+void HostMemory::prefer_node(unsigned node) {
+    constexpr int kPreferred = 1;
+    constexpr unsigned kBits = 8 * sizeof(unsigned long);
+    std::vector<unsigned long> mask(node / kBits + 1, 0);
+    mask[node / kBits] = 1UL << (node % kBits);
+    // The policy of this memory alone: no thread is bound. A refusal costs speed, nothing else.
+    syscall(SYS_mbind, data_, size_, kPreferred, mask.data(), mask.size() * kBits + 1, 0);
 }
 
 void HostMemory::populate(unsigned threads) {

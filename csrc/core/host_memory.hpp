@@ -14,6 +14,9 @@ class HostMemory {
     HostMemory(const HostMemory &) = delete;
     HostMemory &operator=(const HostMemory &) = delete;
 
+    // Pages not touched yet will come from that NUMA node while it has any. Kernels without NUMA ignore it.
+    void prefer_node(unsigned node);
+
     // Gives every page its memory now, by `threads` short-lived threads. Throws std::bad_alloc.
     void populate(unsigned threads);
 

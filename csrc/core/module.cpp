@@ -10,4 +10,5 @@ NB_MODULE(_core, module) {
     fdcache::bind_copy(module);
     fdcache::bind_slab(module);
     fdcache::bind_pattern(module);
+    fdcache::bind_swap(module);
 }

@@ -175,6 +175,7 @@ void bind_header(nb::module_ &module) {
 void bind_memory(nb::module_ &module) {
     nb::class_<HostMemory>(module, "HostMemory")
         .def(nb::init<std::size_t>(), "nbytes"_a)
+        .def("prefer_node", &HostMemory::prefer_node, "node"_a)
         .def("populate", &HostMemory::populate, "threads"_a, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("address",
                      [](const HostMemory &self) { return reinterpret_cast<std::uintptr_t>(self.data()); })

@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Any
 
 from fdcache.controller.device_planes import allocate_planes, bind_tensors
-from fdcache.controller.host_arena import HostArena
+from fdcache.controller.host_arena import HostArena, Progress
 from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.controller.process_guard import ProcessGuard
 from fdcache.controller.storage_transfers import StorageQueue, StorageTransfer
 from fdcache.controller.transfers import PlanExecution, Transfer, TransferQueue
-from fdcache.devices.base import Device, DevicePlanes, Event, Stream
+from fdcache.devices.base import Device, DevicePlanes, Event
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.errors import CacheNotReadyError, PlanError, TransferTimeoutError
 from fdcache.layout import KVLayout
@@ -49,7 +49,7 @@ class CacheController:
             group_layers=settings.group_layers,
         )
         self._planes: DevicePlanes | None = None
-        self._allocated_blocks: int | None = None
+        self._allocated: tuple[int, str | None] | None = None
         self._arena: HostArena | None = None
         self._storage: StorageQueue | None = None
         self._in_flight: dict[int, PlanExecution] = {}
@@ -69,17 +69,19 @@ class CacheController:
         """The host arena, once there is one."""
         return self._arena
 
-    def initialize_kv_cache(self, num_blocks: int) -> list[Any]:
+    def initialize_kv_cache(self, num_blocks: int, framework: str | None = None) -> list[Any]:
         """Allocate the device planes, zero filled: one tensor for each of ``layout.planes``, in that order.
 
         Shapes are (blocks, *plane.shape); a draft layer has ``layout.draft_blocks(num_blocks)`` blocks.
+        ``framework`` (numpy, cupy, torch, paddle) says whose tensors they are, by default the device's own.
+        Raises ``TensorError`` for one that is not there.
         """
         with self._lock:
             self._check_usable()
             self._check_no_planes()
-            tensors = allocate_planes(self.device, self.layout, num_blocks)
+            tensors = allocate_planes(self.device, self.layout, num_blocks, framework)
             self._bind(tensors)
-            self._allocated_blocks = num_blocks
+            self._allocated = (num_blocks, framework)
             return tensors
 
     def register_kv_cache(self, tensors: Sequence[Any]) -> None:
@@ -94,16 +96,17 @@ class CacheController:
             self._check_no_planes()
             self._bind(tensors)
 
-    def initialize_host_cache(self, num_blocks: int) -> None:
+    def initialize_host_cache(self, num_blocks: int, progress: Progress | None = None) -> None:
         """Make the host arena: records and slot headers for ``num_blocks`` blocks, all or nothing.
 
-        Raises ``HostMemoryError`` when the memory is not there.
+        ``progress`` is called with the bytes that are ready and those there will be. Raises
+        ``HostMemoryError`` when the memory is not there or cannot be pinned.
         """
         with self._lock:
             self._check_usable()
             if self._arena is not None:
                 raise CacheNotReadyError("there is a host cache already; call free_cache first")
-            self._arena = HostArena(self.layout, num_blocks)
+            self._arena = HostArena(self.layout, num_blocks, self.device, progress)
 
     def initialize_storage(self, storage: BlockStorage) -> StorageScan | None:
         """Use this rank's storage from now on; the controller owns it and closes it at the end.
@@ -127,11 +130,13 @@ class CacheController:
         with self._lock:
             return self._storage.storage.stats() if self._storage else None
 
-    def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Stream | None = None) -> LayerDoneCounter:
-        """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now.
+    def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Any = None) -> LayerDoneCounter:
+        """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now, and
+        what it is given later waits for the plan's evictions.
 
-        Raises ``PlanError`` for a plan that cannot be carried out and ``CacheNotReadyError`` when memory is
-        missing, in both cases with nothing launched. What fails later stands in the report.
+        ``compute_stream`` is whatever the device's ``as_stream`` takes. Raises ``PlanError`` for a plan that
+        cannot be carried out, ``CacheNotReadyError`` when memory is missing, ``DeviceLostError`` and
+        ``StreamError``, always with nothing launched. What fails later stands in the report.
         """
         with self._lock:
             self._check_usable()
@@ -141,11 +146,20 @@ class CacheController:
                 self._check_memory()
             storage = self._prepare_storage(plan)
             execution, layer_events = self._queue.launch(
-                plan, self.rank, self._planes, self._arena, compute_stream
+                plan,
+                self.rank,
+                self._planes,
+                self._arena,
+                None if compute_stream is None else self.device.as_stream(compute_stream),
             )
             self._expect(execution)
             self._launch_storage(plan, storage)
-        return LayerDoneCounter(plan.plan_id, layer_events, default_timeout=self.settings.layer_timeout)
+        return LayerDoneCounter(
+            plan.plan_id,
+            layer_events,
+            default_timeout=self.settings.layer_timeout,
+            as_stream=self.device.as_stream,
+        )
 
     def _expect(self, execution: PlanExecution) -> None:
         self._in_flight[execution.plan_id] = execution
@@ -244,9 +258,9 @@ class CacheController:
         """
         with self._lock:
             self._check_usable()
-            if self._allocated_blocks is None:
+            if self._allocated is None:
                 raise CacheNotReadyError("the planes were registered by the engine; call register_kv_cache")
-            return self.initialize_kv_cache(self._allocated_blocks)
+            return self.initialize_kv_cache(*self._allocated)
 
     def free_cache(self) -> None:
         """Give up device planes and host arena, after the copies in flight. Both may be made again.
@@ -296,12 +310,13 @@ class CacheController:
             self._storage.close()
             self._storage = None
         self._planes = None
-        self._allocated_blocks = None
+        self._allocated = None
         self._arena = None
 
     def _bind(self, tensors: Sequence[Any]) -> None:
-        self._planes = self.device.bind_planes(bind_tensors(self.device, self.layout, tensors))
-        self._allocated_blocks = None
+        bindings = bind_tensors(self.device, self.layout, tensors)
+        self._planes = self.device.bind_planes(bindings, self.layout.record_bytes)
+        self._allocated = None
 
     def _check_usable(self) -> None:
         self._guard.check()

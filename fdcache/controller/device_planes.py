@@ -17,11 +17,16 @@ def plane_blocks(layout: KVLayout, plane: Plane, num_blocks: int) -> int:
     return layout.draft_blocks(num_blocks) if plane.layer >= layout.num_layers else num_blocks
 
 
-def allocate_planes(device: Device, layout: KVLayout, num_blocks: int) -> list[Any]:
-    """A zero-filled tensor for each plane, in the layout's order."""
+def allocate_planes(
+    device: Device, layout: KVLayout, num_blocks: int, framework: str | None = None
+) -> list[Any]:
+    """A zero-filled tensor of ``framework`` for each plane, in the layout's order."""
     if num_blocks < 1:
         raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
-    return [device.allocate_plane(plane, plane_blocks(layout, plane, num_blocks)) for plane in layout.planes]
+    return [
+        device.allocate_plane(plane, plane_blocks(layout, plane, num_blocks), framework)
+        for plane in layout.planes
+    ]
 
 
 def bind_tensors(device: Device, layout: KVLayout, tensors: Sequence[Any]) -> list[PlaneBinding]:

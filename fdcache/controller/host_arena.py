@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 
 from fdcache import _core
 from fdcache.controller.memory_budget import available_memory
+from fdcache.devices.base import Device, PinnedMemory
 from fdcache.errors import HostMemoryError
 from fdcache.layout import KVLayout
 
@@ -13,17 +16,25 @@ EXTENT_BYTES = 64 << 20
 """Most bytes of an extent, unless one record needs more. No record and no copy crosses two extents."""
 
 HEADER_BYTES = 128
-_TOUCH_THREADS = 4
+_TOUCH_THREADS = 8
+
+Progress = Callable[[int, int], None]
+"""Told the bytes that are ready, and those there will be."""
+
+logger = logging.getLogger(__name__)
 
 
 class HostArena:
     """``num_blocks`` record slots in memory of this process, all of it there from the start.
 
-    Raises ``HostMemoryError`` when the machine or a control group does not have the memory; nothing is kept
-    then.
+    Extents lie on the device's NUMA node, where it has one, and are pinned for it one by one.
+    Raises ``HostMemoryError`` when the machine or a control group does not have the memory, or it cannot be
+    pinned; nothing is kept then.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: Device, progress: Progress | None = None
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -32,24 +43,40 @@ class HostArena:
         per_extent = min(max(EXTENT_BYTES // record_bytes, 1), num_blocks)
         num_extents = -(-num_blocks // per_extent)
         _check_budget(num_blocks, record_bytes, num_extents * per_extent * record_bytes)
-        try:
-            self.extents = tuple(_core.HostMemory(per_extent * record_bytes) for _ in range(num_extents))
-            headers = _core.HostMemory(num_blocks * HEADER_BYTES)
-            for memory in (*self.extents, headers):
-                memory.populate(min(_TOUCH_THREADS, os.cpu_count() or 1))
-        except MemoryError as error:
-            raise HostMemoryError(
-                f"the system refused {num_blocks} host blocks of {record_bytes} bytes; ask for fewer, "
-                "or raise the limits on this process's memory (ulimit -v, vm.overcommit_memory)"
-            ) from error
+        extent_bytes = per_extent * record_bytes
+        headers = _allocate(num_blocks * HEADER_BYTES, device.numa_node)
+        extents: list[_core.HostMemory] = []
+        pinned: list[PinnedMemory] = []
+        for index in range(num_extents):
+            extents.append(_allocate(extent_bytes, device.numa_node))
+            pinned.append(device.pin_memory(extents[-1].address, extent_bytes, extents[-1]))
+            if progress is not None:
+                progress((index + 1) * extent_bytes, num_extents * extent_bytes)
+        logger.info("host arena: %d blocks in %d extents ready", num_blocks, num_extents)
+        self.extents = tuple(extents)
+        self.pinned = tuple(pinned)
         self.table = _core.RecordTable(
             [extent.address for extent in self.extents],
             per_extent,
             record_bytes,
             headers.address,
             num_blocks,
-            (self.extents, headers),
+            (self.extents, self.pinned, headers),
         )
+
+
+def _allocate(nbytes: int, node: int | None) -> _core.HostMemory:
+    try:
+        memory = _core.HostMemory(nbytes)
+        if node is not None:
+            memory.prefer_node(node)
+        memory.populate(min(_TOUCH_THREADS, os.cpu_count() or 1))
+    except MemoryError as error:
+        raise HostMemoryError(
+            f"the system refused {nbytes} bytes of host memory; ask for fewer host blocks, or raise the limits "
+            "on this process's memory (ulimit -v, vm.overcommit_memory)"
+        ) from error
+    return memory
 
 
 def _check_budget(num_blocks: int, record_bytes: int, record_total: int) -> None:

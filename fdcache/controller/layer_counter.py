@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fdcache.controller.process_guard import ProcessGuard
 from fdcache.devices.base import Event, Stream
@@ -15,13 +16,21 @@ class LayerDoneCounter:
     be read or written. A layer is done when its copies have ended, be it with a failure: that stands in the
     report. Waits are on the copies' own events.
 
-    ``layer_events`` has one event per layer, None for a layer without copies.
+    ``layer_events`` has one event per layer, None for a layer without copies; ``as_stream`` is the device's.
     """
 
-    def __init__(self, plan_id: int, layer_events: Sequence[Event | None], *, default_timeout: float) -> None:
+    def __init__(
+        self,
+        plan_id: int,
+        layer_events: Sequence[Event | None],
+        *,
+        default_timeout: float,
+        as_stream: Callable[[Any], Stream],
+    ) -> None:
         self.plan_id = plan_id
         self._events = tuple(layer_events)
         self._default_timeout = default_timeout
+        self._as_stream = as_stream
         self._guard = ProcessGuard("LayerDoneCounter")
 
     @property
@@ -42,19 +51,19 @@ class LayerDoneCounter:
         """The layers whose copies have not ended."""
         return [layer for layer in range(self.num_layers) if not self.is_layer_done(layer)]
 
-    def wait_for_layer(
-        self, layer: int, timeout: float | None = None, *, stream: Stream | None = None
-    ) -> None:
+    def wait_for_layer(self, layer: int, timeout: float | None = None, *, stream: Any = None) -> None:
         """Wait for a layer: the calling thread, or ``stream`` without holding up the thread.
 
-        ``timeout`` in seconds bounds the thread's wait (default: ``TransferSettings.layer_timeout``).
+        ``stream`` is whatever the device's ``as_stream`` takes; one that is being captured into a CUDA graph
+        is refused with ``StreamError``. ``timeout`` in seconds bounds the thread's wait (default:
+        ``TransferSettings.layer_timeout``).
         Raises ``LayerSwapTimeoutError`` when it passes, ``PlanError`` for a layer that does not exist.
         """
         event = self._event(layer)
         if event is None:
             return
         if stream is not None:
-            stream.wait_event(event)
+            self._as_stream(stream).wait_event(event)
             return
         seconds = self._default_timeout if timeout is None else timeout
         if not event.wait(seconds):
@@ -63,12 +72,13 @@ class LayerDoneCounter:
                 f"pending layers: {self.pending_layers()}"
             )
 
-    def wait_all(self, timeout: float | None = None) -> None:
-        """Wait for all layers, ``timeout`` seconds together; as ``wait_for_layer``."""
+    def wait_all(self, timeout: float | None = None, *, stream: Any = None) -> None:
+        """Wait for all layers, the thread ``timeout`` seconds together; as ``wait_for_layer``."""
         seconds = self._default_timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         for layer in range(self.num_layers):
-            self.wait_for_layer(layer, max(deadline - time.monotonic(), 0.0))
+            if layer == 0 or self._events[layer] is not self._events[layer - 1]:
+                self.wait_for_layer(layer, max(deadline - time.monotonic(), 0.0), stream=stream)
 
     def _event(self, layer: int) -> Event | None:
         self._guard.check()

@@ -118,7 +118,10 @@ class TransferQueue:
     ) -> None:
         self._device = device
         self._num_layers = layout.total_layers
+        starts = [layout.layer_planes(layer)[0].offset for layer in range(layout.total_layers)]
+        self._offsets = [*starts, layout.record_bytes]
         self._groups = layer_groups(layout.total_layers, first_group_layers, group_layers)
+        self._widened: dict[int, list[tuple[int, int]]] = {}
         planes = [len(layout.layer_planes(layer)) for layer in range(layout.total_layers)]
         self._first_plane = [0, *accumulate(planes)]
         self._loads = device.create_stream()
@@ -148,10 +151,12 @@ class TransferQueue:
         if (evictions := copies.get(SwapPurpose.EVICT)) is not None:
             evictions.enqueue(self._evictions, 0, self._first_plane[-1])
             layer_events = [evictions.done] * self._num_layers
+            if compute_stream is not None:
+                compute_stream.wait_event(evictions.done)
         if (loads := copies.get(SwapPurpose.LOAD)) is not None:
             if evictions is not None:
                 self._loads.wait_event(evictions.done)
-            layer_events = self._enqueue_groups(loads)
+            layer_events = self._enqueue_groups(loads, len(plan.loads or ()))
         if (backups := copies.get(SwapPurpose.BACKUP)) is not None:
             backups.enqueue(self._backups, 0, self._first_plane[-1])
         return PlanExecution(plan.plan_id, rank, transfers), layer_events
@@ -188,12 +193,14 @@ class TransferQueue:
         for purpose in copies:
             streams[purpose].wait_event(computed)
 
-    def _enqueue_groups(self, loads: BlockCopy) -> list[Event | None]:
+    def _enqueue_groups(self, loads: BlockCopy, num_blocks: int) -> list[Event | None]:
+        min_bytes = self._device.min_group_bytes(num_blocks, self._offsets[-1])
+        if min_bytes not in self._widened:
+            self._widened[min_bytes] = widen_groups(self._groups, self._offsets, min_bytes)
+        groups = self._widened[min_bytes]
+        ranges = [(self._first_plane[first], self._first_plane[last]) for first, last in groups]
         events: list[Event | None] = []
-        for first, last in self._groups:
-            loads.enqueue(self._loads, self._first_plane[first], self._first_plane[last])
-            event = self._device.create_event()
-            event.record(self._loads)
+        for (first, last), event in zip(groups, loads.enqueue_groups(self._loads, ranges), strict=True):
             events += [event] * (last - first)
         return events
 
@@ -202,6 +209,27 @@ def layer_groups(num_layers: int, first: int, later: int) -> list[tuple[int, int
     """Ranges of layers, the end not included: one of ``first`` layers, the others of ``later``."""
     starts = [0, *range(min(first, num_layers), num_layers, later)]
     return list(zip(starts, [*starts[1:], num_layers], strict=True))
+
+
+def widen_groups(
+    groups: Sequence[tuple[int, int]], offsets: Sequence[int], min_bytes: int
+) -> list[tuple[int, int]]:
+    """The same groups, later ones joined until each has ``min_bytes`` of the record; the first stays small.
+
+    ``offsets`` has the record offset of each layer, and the end.
+    """
+    first, *later = groups
+    widened: list[tuple[int, int]] = []
+    for start, end in later:
+        narrow = bool(widened) and offsets[widened[-1][1]] - offsets[widened[-1][0]] < min_bytes
+        if narrow:
+            widened[-1] = (widened[-1][0], end)
+        else:
+            widened.append((start, end))
+    if len(widened) > 1 and offsets[widened[-1][1]] - offsets[widened[-1][0]] < min_bytes:
+        _, end = widened.pop()
+        widened[-1] = (widened[-1][0], end)
+    return [first, *widened]
 
 
 def check_plan(plan: TransferPlan) -> None:

@@ -6,7 +6,7 @@ whole blocks between the device's planes and host records (``Direction``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -81,8 +81,20 @@ class PlaneBinding:
     owner: object
 
 
+class PinnedMemory(Protocol):
+    """Host memory that the device's copies reach, for as long as this object lives."""
+
+    @property
+    def device_address(self) -> int:
+        """Where the device sees it."""
+
+
 class HostArena(Protocol):
     """Host records with their slot headers."""
+
+    @property
+    def pinned(self) -> Sequence[PinnedMemory]:
+        """The extents, in order, as the device sees them."""
 
     @property
     def num_blocks(self) -> int:
@@ -162,9 +174,44 @@ class BlockCopy(PendingCopy, Protocol):
         The ranges of one batch are enqueued in order, on one stream, and together cover all planes.
         """
 
+    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> Sequence[Event]:
+        """Enqueue ranges of planes one after the other; an event recorded after each."""
+
+
+def enqueue_each(
+    copy: BlockCopy, stream: Stream, ranges: Sequence[tuple[int, int]], create_event: Callable[[], Event]
+) -> list[Event]:
+    """``BlockCopy.enqueue_groups`` by its ``enqueue``."""
+    events = []
+    for first, last in ranges:
+        copy.enqueue(stream, first, last)
+        events.append(create_event())
+        events[-1].record(stream)
+    return events
+
 
 class Device(Protocol):
     """A device that holds planes."""
+
+    @property
+    def numa_node(self) -> int | None:
+        """The node of the host memory nearest to the device, None where that is not known."""
+
+    def min_group_bytes(self, num_blocks: int, record_bytes: int) -> int:
+        """Bytes of a record that a group of layers should have at least in a load of so many blocks.
+
+        Narrower groups cost more, in copies to submit or in speed, than an earlier layer gains.
+        """
+
+    @property
+    def lost(self) -> str | None:
+        """Why the device can no longer be used; None while it can."""
+
+    def as_stream(self, stream: Any) -> Stream:
+        """A stream of this device, or of a framework on this device, as a ``Stream``.
+
+        Raises ``StreamError`` or ``TypeError`` for anything else.
+        """
 
     def create_stream(self, *, background: bool = False) -> Stream:
         """A new stream; a background one gives way to the others."""
@@ -175,14 +222,23 @@ class Device(Protocol):
     def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
         """Wait on the host until one of the events is reached; whether one was."""
 
-    def allocate_plane(self, plane: Plane, num_blocks: int) -> Any:
-        """A zero-filled tensor of shape (num_blocks, *plane.shape) with the plane's device stride."""
+    def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None = None) -> Any:
+        """A zero-filled tensor of shape (num_blocks, *plane.shape) with the plane's device stride.
+
+        ``framework`` is one of ``frameworks.FRAMEWORKS``; None is the device's own. Raises ``TensorError``.
+        """
+
+    def pin_memory(self, address: int, nbytes: int, owner: object) -> PinnedMemory:
+        """Let the device's copies reach host memory, which ``owner`` keeps.
+
+        Raises ``HostMemoryError`` with the remedy when the system refuses.
+        """
 
     def inspect_tensor(self, tensor: Any) -> TensorView:
         """Where a tensor of any framework lies. Raises ``TensorError`` when it is not on this device."""
 
-    def bind_planes(self, bindings: Sequence[PlaneBinding]) -> DevicePlanes:
-        """The planes of a layout, in its order, for ``copy_blocks``."""
+    def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> DevicePlanes:
+        """The planes of a layout, in its order, for ``copy_blocks`` with records of that size."""
 
     def copy_blocks(
         self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction

@@ -6,7 +6,7 @@ Unlike CUDA, a stream that waits for an event not recorded yet is held until it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,42 +20,19 @@ from fdcache.devices.base import (
     Direction,
     Event,
     HostArena,
+    PinnedMemory,
     PlaneBinding,
     Stream,
     TensorView,
+    enqueue_each,
 )
+from fdcache.devices.faults import make_outcome
+from fdcache.devices.frameworks import as_tensor
 from fdcache.devices.validation import check_pairs
 from fdcache.errors import TensorError
 from fdcache.layout import Plane
 
 _DLPACK_CPU = 1
-_NUMPY_DTYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-
-
-class _Fault(IntEnum):
-    """Why a block was not copied; the values are those of the core."""
-
-    NONE = 0
-    NO_HEADER = 1
-    NOT_READY = 2
-    OTHER_GENERATION = 3
-    OTHER_HASH = 4
-    OTHER_LAYOUT = 5
-    CHANGED = 6
-    CANCELLED = 7
-    ABANDONED = 8
-
-
-_FAULT_TEXT = {
-    _Fault.NO_HEADER: "host slot {slot} has no valid header",
-    _Fault.NOT_READY: "host slot {slot} is not ready",
-    _Fault.OTHER_GENERATION: "host slot {slot} was given to new content",
-    _Fault.OTHER_HASH: "host slot {slot} holds another block",
-    _Fault.OTHER_LAYOUT: "host slot {slot} holds a record of another layout",
-    _Fault.CHANGED: "host slot {slot} changed during the copy",
-    _Fault.CANCELLED: "cancelled",
-    _Fault.ABANDONED: "abandoned, its stream was closed",
-}
 
 
 class CpuEvent:
@@ -100,6 +77,12 @@ class CpuStream:
         self.core.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _HostMemory:
+    device_address: int
+    owner: object
+
+
 class CpuPlanes:
     """The planes of a layout in ordinary memory."""
 
@@ -132,32 +115,41 @@ class CpuBlockCopy:
         """Copy a range of planes on the stream."""
         _cpu_stream(stream).core.copy(self._core, first_plane, last_plane)
 
+    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[Event]:
+        """Enqueue ranges of planes one after the other; an event recorded after each."""
+        return enqueue_each(self, stream, ranges, CpuEvent)
+
     def cancel(self) -> bool:
         """Take the batch back if none of it has begun."""
         return self._core.cancel()
 
     def outcome(self) -> CopyOutcome:
         """What came of it, once ``done`` is reached."""
-        faults = np.frombuffer(self._core.faults(), dtype=np.uint8)
-        failed = np.flatnonzero(faults).astype(np.int32)
-        return CopyOutcome(
-            failed=failed,
-            checksums=np.frombuffer(self._core.checksums(), dtype=np.uint64),
+        return make_outcome(
+            self._pairs,
+            self._core.faults(),
+            self._core.checksums(),
             copied_bytes=self._core.copied_bytes,
             seconds=self._core.seconds,
-            error_message=self._explain(int(failed[0]), faults, len(failed)) if len(failed) else None,
         )
-
-    def _explain(self, position: int, faults: np.ndarray[Any, Any], count: int) -> str:
-        reason = _FAULT_TEXT[_Fault(faults[position])].format(slot=self._pairs.host_slots[position])
-        return f"{count} of {len(faults)} blocks failed; position {position}: {reason}"
 
 
 class CpuDevice:
     """Ordinary memory as a device. ``copy_threads`` threads serve each stream but the background ones."""
 
+    numa_node = None
+    lost = None
+
     def __init__(self, *, copy_threads: int = 1) -> None:
         self._copy_threads = copy_threads
+
+    def as_stream(self, stream: Any) -> CpuStream:
+        """The stream itself, if it is one of this device."""
+        return _cpu_stream(stream)
+
+    def min_group_bytes(self, num_blocks: int, record_bytes: int) -> int:
+        """None: groups cost a CPU nothing."""
+        return 0
 
     def create_stream(self, *, background: bool = False) -> CpuStream:
         """A new stream; a background one has one thread of low priority."""
@@ -171,18 +163,14 @@ class CpuDevice:
         """Wait until one of the events is reached; whether one was."""
         return _core.wait_any([_cpu_event(event).core for event in events], timeout)
 
-    def allocate_plane(self, plane: Plane, num_blocks: int) -> np.ndarray[Any, Any]:
-        """A zero-filled array; bfloat16 comes as uint16 and fp8 as uint8, which NumPy has."""
-        dtype = np.dtype(_NUMPY_DTYPES.get(plane.dtype, plane.dtype))
-        if plane.device_stride % dtype.itemsize:
-            raise TensorError(
-                f"plane {plane.kind.value} of layer {plane.layer}: device_stride {plane.device_stride} is "
-                f"not a multiple of the {dtype.itemsize} bytes of {plane.dtype}"
-            )
+    def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None = None) -> Any:
+        """A zero-filled tensor; NumPy's unless ``framework`` says otherwise."""
         memory = np.zeros(num_blocks * plane.device_stride, dtype=np.uint8)
-        block = np.ndarray(plane.shape, dtype, memory)
-        strides = (plane.device_stride, *block.strides)
-        return np.ndarray((num_blocks, *plane.shape), dtype, memory, strides=strides)
+        return as_tensor(memory, plane, num_blocks, framework or "numpy")
+
+    def pin_memory(self, address: int, nbytes: int, owner: object) -> PinnedMemory:
+        """Nothing to do: the CPU reaches all memory."""
+        return _HostMemory(address, owner)
 
     def inspect_tensor(self, tensor: Any) -> TensorView:
         """Where a tensor lies, through DLPack."""
@@ -199,7 +187,7 @@ class CpuDevice:
             )
         return TensorView(held.address, held.shape, held.strides, held.itemsize, held)
 
-    def bind_planes(self, bindings: Sequence[PlaneBinding]) -> CpuPlanes:
+    def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> CpuPlanes:
         """The planes of a layout, in its order."""
         return CpuPlanes(bindings)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fdcache import _core
 from fdcache.devices.base import BlockPairs, Direction
 from fdcache.errors import PlanError
 from fdcache.metadata import Int32Array
@@ -13,9 +14,14 @@ def check_pairs(pairs: BlockPairs, direction: Direction, *, device_blocks: int, 
     """Raise ``PlanError`` naming the pair for unequal lengths, a slot out of range or written twice."""
     count = len(pairs)
     _check_lengths(pairs, count)
+    to_host = direction is Direction.TO_HOST
+    device_sound = _core.are_sound_slots(pairs.device_slots, device_blocks, distinct=not to_host)
+    host_sound = _core.are_sound_slots(pairs.host_slots, host_blocks, distinct=to_host)
+    if device_sound and host_sound:
+        return
     _check_range("device", pairs.device_slots, device_blocks)
     _check_range("host", pairs.host_slots, host_blocks)
-    written = pairs.host_slots if direction is Direction.TO_HOST else pairs.device_slots
+    written = pairs.host_slots if to_host else pairs.device_slots
     if (repeated := first_repeated(written)) is not None:
         first, second = repeated
         raise PlanError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import paddle
 
-from fdcache.controller.cache_controller import CacheController
 from fdcache.controller.device_planes import plane_blocks
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
@@ -21,8 +19,9 @@ def current_device() -> Device:
     if kind == "cpu":
         return CpuDevice()
     if kind == "gpu":
-        device: Device = importlib.import_module("fdcache.devices.cuda").CudaDevice(int(ordinal or 0))
-        return device
+        from fdcache.devices.cuda import CudaDevice
+
+        return CudaDevice(int(ordinal or 0))
     raise TensorError(
         f"Paddle's device is {kind}; fdcache knows cpu and gpu, so choose one with paddle.set_device"
     )
@@ -32,23 +31,12 @@ def allocate_planes(layout: KVLayout, num_blocks: int) -> list[paddle.Tensor]:
     """Zero-filled tensors for ``CacheController.register_kv_cache``: one for each of ``layout.planes``.
 
     Shapes are (blocks, *plane.shape), on Paddle's current device; a draft layer has ``layout.draft_blocks(num_blocks)``
-    blocks. Paddle keeps the memory, so its kernels use the tensors like any others.
+    blocks. Paddle keeps the memory, so its kernels use the tensors like any others. The other way round,
+    ``CacheController.initialize_kv_cache(num_blocks, framework="paddle")`` keeps it, and gives it back in ``sleep``.
     """
     if num_blocks < 1:
         raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
     return [_zeros(plane, plane_blocks(layout, plane, num_blocks)) for plane in layout.planes]
-
-
-def view_planes(controller: CacheController, num_blocks: int) -> list[paddle.Tensor]:
-    """Let the controller allocate its device planes and view them, without a copy, as Paddle tensors.
-
-    The other way round from ``allocate_planes``: fdcache keeps the memory, ``sleep`` gives it back. Views are valid
-    until ``sleep``, ``free_cache`` or ``shutdown``. Planes are passed on as bytes and viewed as what they are, for
-    NumPy has neither bfloat16 nor fp8.
-    """
-    arrays = controller.initialize_kv_cache(num_blocks)
-    planes = controller.layout.planes
-    return [_view(array, plane) for array, plane in zip(arrays, planes, strict=True)]
 
 
 def _zeros(plane: Plane, num_blocks: int) -> paddle.Tensor:
@@ -58,9 +46,3 @@ def _zeros(plane: Plane, num_blocks: int) -> paddle.Tensor:
     if plane.dtype.startswith("float8"):
         return paddle.zeros(shape, dtype="uint8").view(dtype)
     return paddle.zeros(shape, dtype=dtype)
-
-
-def _view(array: Any, plane: Plane) -> paddle.Tensor:
-    """Bytes are what both sides have a name for."""
-    dtype: Any = getattr(paddle, plane.dtype)
-    return paddle.from_dlpack(array.view("uint8")).view(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +13,10 @@ from fdcache.devices.base import (
     CopyOutcome,
     DevicePlanes,
     Direction,
+    Event,
     HostArena,
     Stream,
+    enqueue_each,
 )
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.layout import KVLayout
@@ -93,6 +96,10 @@ class _StoppingCopy:
             self._stopped.enqueue(stream, first_plane, min(last_plane, self._first_plane))
         if last_plane == self._num_planes:
             self.done.record(stream)
+
+    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[Event]:
+        """Enqueue ranges of planes one after the other; an event recorded after each."""
+        return enqueue_each(self, stream, ranges, CpuEvent)
 
     def cancel(self) -> bool:
         """Never: a copy that is bound to fail runs to its failure."""

@@ -1,7 +1,25 @@
 """What the worker side is told: how blocks are copied."""
 
-from fdcache.settings.kinds import Integer, Seconds
+from enum import StrEnum
+
+from fdcache.settings.kinds import HomePath, Integer, Seconds
 from fdcache.settings.variable import Group, variable
+
+
+class SwapMethod(StrEnum):
+    """How blocks travel between GPU and host memory."""
+
+    AUTO = "auto"
+    DMA = "dma"
+    KERNEL = "kernel"
+    STAGED = "staged"
+
+
+class Verify(StrEnum):
+    """Which bytes are checked against their record's checksum."""
+
+    STORAGE = "storage"
+    ALL = "all"
 
 
 class TransferSettings(Group):
@@ -25,4 +43,35 @@ class TransferSettings(Group):
         "How long shutdown waits for copies in flight.",
         gt=0,
         unit="s",
+    )
+    swap_method: SwapMethod = variable(
+        "FDCACHE_SWAP_METHOD",
+        SwapMethod.AUTO,
+        "How blocks travel between GPU and host memory: copy engines alone (dma), copy engines and a staging "
+        "ring (staged), a kernel that reads host memory in place (kernel), or what was measured as fastest.",
+    )
+    swap_ctas: Integer = variable(
+        "FDCACHE_SWAP_CTAS",
+        0,
+        "Thread blocks of the kernel that copies scattered blocks; 0 takes the calibrated number.",
+        ge=0,
+        le=1024,
+        unit="thread blocks",
+    )
+    swap_sm_budget: Integer = variable(
+        "FDCACHE_SWAP_SM_BUDGET",
+        32,
+        "Most multiprocessors that a copy kernel may hold; 0 leaves copies to the copy engines.",
+        ge=0,
+        unit="multiprocessors",
+    )
+    verify: Verify = variable(
+        "FDCACHE_VERIFY",
+        Verify.STORAGE,
+        "Which bytes are checked against their checksum: what is read from storage, or all loads too.",
+    )
+    calibration_dir: HomePath = variable(
+        "FDCACHE_CALIBRATION_DIR",
+        "~/.cache/fdcache/calibration",
+        "Where `fdcache init` keeps what it measured of each GPU.",
     )

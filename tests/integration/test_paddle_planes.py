@@ -31,7 +31,7 @@ def registered(controller: CacheController, num_blocks: int) -> list[Any]:
 
 
 def viewed(controller: CacheController, num_blocks: int) -> list[Any]:
-    tensors: list[Any] = planes_in.view_planes(controller, num_blocks)
+    tensors: list[Any] = controller.initialize_kv_cache(num_blocks, framework="paddle")
     return tensors
 
 

@@ -10,6 +10,7 @@ import pytest
 from fdcache.controller import host_arena
 from fdcache.controller.host_arena import HostArena
 from fdcache.controller.memory_budget import available_memory
+from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import HostMemoryError
 from tests.swaps import uniform_layout
 
@@ -19,7 +20,7 @@ GIB = 1 << 30
 def test_records_are_page_aligned_apart_and_within_one_extent(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = uniform_layout()
     monkeypatch.setattr(host_arena, "EXTENT_BYTES", 3 * layout.record_bytes + 1)
-    arena = HostArena(layout, 10)
+    arena = HostArena(layout, 10, CpuDevice())
     assert {extent.nbytes for extent in arena.extents} == {3 * layout.record_bytes}
     starts = [arena.table.record(slot).ctypes.data for slot in range(10)]
     assert all(start % 4096 == 0 for start in starts)
@@ -35,19 +36,19 @@ def test_records_are_page_aligned_apart_and_within_one_extent(monkeypatch: pytes
 
 
 def test_a_record_view_keeps_the_arena_alive() -> None:
-    view = HostArena(uniform_layout(), 2).table.record(1)
+    view = HostArena(uniform_layout(), 2, CpuDevice()).table.record(1)
     view[:] = 7
     assert int(np.sum(view)) == 7 * len(view)
 
 
 def test_refuses_no_blocks() -> None:
     with pytest.raises(ValueError, match="num_blocks"):
-        HostArena(uniform_layout(), 0)
+        HostArena(uniform_layout(), 0, CpuDevice())
 
 
 def test_says_how_many_blocks_would_fit() -> None:
     with pytest.raises(HostMemoryError, match=r"ask for at most \d+ blocks"):
-        HostArena(uniform_layout(), 1 << 40)
+        HostArena(uniform_layout(), 1 << 40, CpuDevice())
 
 
 def machine(root: Path, available: int, groups: str) -> None:

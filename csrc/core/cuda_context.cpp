@@ -1,0 +1,145 @@
+#include "core/cuda_context.hpp"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace fdcache::cuda {
+namespace {
+
+constexpr unsigned kNoTiming = 2;
+constexpr unsigned kPortableMapped = 1 | 2;
+
+// After these every later call on the context fails too.
+constexpr std::array kFatal = {4, 46, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999};
+
+}  // namespace
+
+Context::Context(int ordinal) : ordinal_(ordinal) {
+    check(driver().device_get(&device_, ordinal), "cuDeviceGet");
+    check(driver().context_retain(&handle_, device_), "cuDevicePrimaryCtxRetain");
+}
+
+Context::~Context() {
+    // Results are of no use here: a lost device refuses every call.
+    if (driver().context_push(handle_) == kSuccess) {
+        for (auto &events : idle_) {
+            for (EventHandle event : events) driver().event_destroy(event);
+        }
+        ContextHandle popped;
+        driver().context_pop(&popped);
+    }
+    driver().context_release(device_);
+}
+
+std::optional<std::string> Context::lost() const {
+    const std::lock_guard lock(mutex_);
+    return lost_;
+}
+
+void Context::note(const Error &error) {
+    if (std::find(kFatal.begin(), kFatal.end(), error.code) == kFatal.end()) return;
+    const std::lock_guard lock(mutex_);
+    if (!lost_) lost_ = error.what();
+}
+
+EventHandle Context::take_event(bool timing) {
+    {
+        const std::lock_guard lock(mutex_);
+        auto &idle = idle_[timing];
+        if (!idle.empty()) {
+            EventHandle event = idle.back();
+            idle.pop_back();
+            return event;
+        }
+    }
+    const Current current(*this);
+    EventHandle event;
+    check(driver().event_create(&event, timing ? 0 : kNoTiming), "cuEventCreate");
+    return event;
+}
+
+void Context::give_event(EventHandle event, bool timing) {
+    const std::lock_guard lock(mutex_);
+    idle_[timing].push_back(event);
+}
+
+Current::Current(const Context &context) {
+    check(driver().context_push(context.handle()), "cuCtxPushCurrent");
+    driver().exchange_capture_mode(&capture_mode_);
+}
+
+Current::~Current() {
+    driver().exchange_capture_mode(&capture_mode_);
+    ContextHandle popped;
+    driver().context_pop(&popped);
+}
+
+Event::Event(std::shared_ptr<Context> context, bool timing)
+    : context_(std::move(context)), timing_(timing), handle_(context_->take_event(timing)) {}
+
+Event::~Event() {
+    context_->give_event(handle_, timing_);
+}
+
+void Event::record(StreamHandle stream) {
+    try {
+        const Current current(*context_);
+        check(driver().event_record(handle_, stream), "cuEventRecord");
+    } catch (const Error &error) {
+        context_->note(error);
+        failed_ = true;
+    }
+}
+
+void Event::hold(StreamHandle stream) const {
+    if (failed_) return;
+    const Current current(*context_);
+    check(driver().stream_wait(stream, handle_, 0), "cuStreamWaitEvent");
+}
+
+bool Event::is_reached() const {
+    if (failed_) return true;
+    try {
+        const Current current(*context_);
+        const int result = driver().event_query(handle_);
+        if (result == kNotReady) return false;
+        check(result, "cuEventQuery");
+    } catch (const Error &error) {
+        context_->note(error);
+    }
+    return true;
+}
+
+double Event::seconds_since(const Event &earlier) const {
+    const Current current(*context_);
+    float milliseconds = 0;
+    check(driver().event_elapsed(&milliseconds, earlier.handle_, handle_), "cuEventElapsedTime");
+    return milliseconds / 1e3;
+}
+
+Registration::Registration(std::shared_ptr<Context> context, void *data, std::size_t nbytes)
+    : context_(std::move(context)), data_(data) {
+    const Current current(*context_);
+    check(driver().host_register(data, nbytes, kPortableMapped), "cuMemHostRegister");
+    if (const int result = driver().host_device_address(&address_, data, 0); result != kSuccess) {
+        driver().host_unregister(data);
+        check(result, "cuMemHostGetDevicePointer");
+    }
+}
+
+Registration::~Registration() {
+    if (driver().context_push(context_->handle()) != kSuccess) return;
+    driver().host_unregister(data_);
+    ContextHandle popped;
+    driver().context_pop(&popped);
+}
+
+bool is_capturing(const Context &context, StreamHandle stream) {
+    const Current current(context);
+    int status = 0;
+    check(driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
+    return status != 0;
+}
+
+}  // namespace fdcache::cuda

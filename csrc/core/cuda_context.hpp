@@ -1,0 +1,95 @@
+// A GPU's primary context, its events and registered host memory. No call relies on the current device.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/cuda_driver.hpp"
+
+namespace fdcache::cuda {
+
+// Holds the primary context of one device, which every framework of the process shares.
+class Context {
+  public:
+    explicit Context(int ordinal);
+    ~Context();
+    Context(const Context &) = delete;
+    Context &operator=(const Context &) = delete;
+
+    ContextHandle handle() const { return handle_; }
+    int ordinal() const { return ordinal_; }
+    // Why the device can no longer be used, once a call said so.
+    std::optional<std::string> lost() const;
+    // Remembers an error after which no call on this device succeeds any more.
+    void note(const Error &error);
+
+    EventHandle take_event(bool timing);
+    void give_event(EventHandle event, bool timing);
+
+  private:
+    int ordinal_;
+    int device_ = 0;
+    ContextHandle handle_ = nullptr;
+    mutable std::mutex mutex_;
+    std::optional<std::string> lost_;
+    std::vector<EventHandle> idle_[2];
+};
+
+// Makes a context current for a scope. Calls within it disturb no stream capture of another library.
+class Current {
+  public:
+    explicit Current(const Context &context);
+    ~Current();
+    Current(const Current &) = delete;
+    Current &operator=(const Current &) = delete;
+
+  private:
+    int capture_mode_ = 2;  // relaxed; the thread's own one meanwhile
+};
+
+// Recorded once; its driver event goes back for reuse when the last holder is gone.
+class Event {
+  public:
+    Event(std::shared_ptr<Context> context, bool timing);
+    ~Event();
+    Event(const Event &) = delete;
+    Event &operator=(const Event &) = delete;
+
+    // On a failure the event counts as reached: a failed copy is told by its report, not by its waiters.
+    void record(StreamHandle stream);
+    void hold(StreamHandle stream) const;
+    // An event of a lost device is reached: nothing runs there any more.
+    bool is_reached() const;
+    double seconds_since(const Event &earlier) const;
+
+  private:
+    std::shared_ptr<Context> context_;
+    bool timing_;
+    EventHandle handle_;
+    std::atomic<bool> failed_{false};
+};
+
+// Host memory pinned for all contexts; undone at the end of its life.
+class Registration {
+  public:
+    Registration(std::shared_ptr<Context> context, void *data, std::size_t nbytes);
+    ~Registration();
+    Registration(const Registration &) = delete;
+    Registration &operator=(const Registration &) = delete;
+
+    Address device_address() const { return address_; }
+
+  private:
+    std::shared_ptr<Context> context_;
+    void *data_;
+    Address address_ = 0;
+};
+
+bool is_capturing(const Context &context, StreamHandle stream);
+
+}  // namespace fdcache::cuda

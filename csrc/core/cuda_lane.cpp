@@ -1,0 +1,52 @@
+#include "core/cuda_lane.hpp"
+
+#include <utility>
+
+namespace fdcache::cuda {
+namespace {
+
+void record(EventHandle event, StreamHandle stream) {
+    check(driver().event_record(event, stream), "cuEventRecord");
+}
+
+void hold(StreamHandle stream, EventHandle event) {
+    check(driver().stream_wait(stream, event, 0), "cuStreamWaitEvent");
+}
+
+}  // namespace
+
+Lane::Lane(std::shared_ptr<Context> context, StreamHandle main, StreamHandle copy, Address staging,
+           std::size_t slot_bytes, unsigned slots)
+    : context_(std::move(context)),
+      main_(main),
+      copy_(copy),
+      staging_(staging),
+      slot_bytes_(slot_bytes),
+      slots_(slots),
+      handed_over_(context_->take_event(false)) {
+    for (Slot &slot : slots_) slot.freed = context_->take_event(false);
+}
+
+Lane::~Lane() {
+    context_->give_event(handed_over_, false);
+    for (const Slot &slot : slots_) context_->give_event(slot.freed, false);
+}
+
+Address Lane::take_slot(StreamHandle user) {
+    next_ = (next_ + 1) % slots_.size();
+    if (slots_[next_].used) hold(user, slots_[next_].freed);
+    return staging_ + next_ * slot_bytes_;
+}
+
+void Lane::free_slot(StreamHandle user) {
+    record(slots_[next_].freed, user);
+    slots_[next_].used = true;
+}
+
+void Lane::hand_over(StreamHandle from, StreamHandle to) {
+    // A wait takes the event as it was recorded last, so that one event serves all of them.
+    record(handed_over_, from);
+    hold(to, handed_over_);
+}
+
+}  // namespace fdcache::cuda

@@ -1,0 +1,45 @@
+#include "core/cuda_swap.hpp"
+
+namespace fdcache::cuda {
+
+void Swap::finish() {
+    if (finished_) return;
+    finished_ = true;
+    if (const auto lost = context_->lost(); lost && error_.empty()) error_ = *lost;
+    if (!error_.empty()) {
+        for (const std::size_t pair : order_) faults_[pair] = BlockFault::kDevice;
+        return;
+    }
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    for (std::size_t row = 0; row < order_.size(); ++row) {
+        if (direction_ == Direction::kToHost) {
+            finish_out(row);
+        } else {
+            finish_in(row);
+        }
+    }
+    seconds_ = done_->seconds_since(*begun_);
+}
+
+void Swap::finish_out(std::size_t row) {
+    const std::size_t pair = order_[row];
+    SlotHeader *shared = records_.headers + pairs_[pair].host_slot;
+    if (load_header(shared) != headers_[pair]) {
+        faults_[pair] = BlockFault::kChanged;
+        return;
+    }
+    sums_[pair] = finish_checksum(host_table_[row].sum, kind_.payload_bytes);
+    store_header(shared, ready_header(headers_[pair], sums_[pair]));
+}
+
+void Swap::finish_in(std::size_t row) {
+    const std::size_t pair = order_[row];
+    if (load_header(records_.headers + pairs_[pair].host_slot) != headers_[pair]) {
+        faults_[pair] = BlockFault::kChanged;
+    } else if (verify_ && finish_checksum(host_table_[row].sum, kind_.payload_bytes) !=
+                              headers_[pair].payload_checksum) {
+        faults_[pair] = BlockFault::kCorrupt;
+    }
+}
+
+}  // namespace fdcache::cuda

@@ -1,0 +1,338 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/bindings.hpp"
+#include "core/copy_bindings.hpp"
+#include "core/cuda_context.hpp"
+#include "core/cuda_lane.hpp"
+#include "core/cuda_swap.hpp"
+#include "core/swap_plan.hpp"
+
+namespace fdcache {
+namespace {
+
+using namespace nb::literals;
+using EventPtr = std::shared_ptr<cuda::Event>;
+using ContextPtr = std::shared_ptr<cuda::Context>;
+
+constexpr char kKernelSource[] = {
+#include "swap_source.inc"
+    , 0};
+
+std::uint8_t *pointer(std::uintptr_t address) {
+    return reinterpret_cast<std::uint8_t *>(address);
+}
+
+template <typename Handle>
+Handle handle_of(std::uintptr_t value) {
+    return reinterpret_cast<Handle>(value);
+}
+
+// The driver has no wait with a deadline, so the host looks again and again, more seldom with time.
+bool poll_any(const std::vector<EventPtr> &events, Deadline deadline) {
+    using Clock = std::chrono::steady_clock;
+    constexpr Clock::duration kShortest = std::chrono::microseconds(2);
+    constexpr Clock::duration kLongest = std::chrono::microseconds(100);
+    const auto start = Clock::now();
+    while (true) {
+        if (std::ranges::any_of(events, [](const EventPtr &event) { return event->is_reached(); }))
+            return true;
+        const auto now = Clock::now();
+        if (deadline && now >= *deadline) return false;
+        std::this_thread::sleep_for(std::clamp((now - start) / 16, kShortest, kLongest));
+    }
+}
+
+bool wait_events(const std::vector<EventPtr> &events, std::optional<double> timeout) {
+    return wait_interruptibly(timeout, [&](Deadline deadline) { return poll_any(events, deadline); });
+}
+
+struct BoundSwap {
+    std::shared_ptr<cuda::Swap> swap;
+    nb::object owners;
+};
+
+struct BoundRegistration {
+    nb::object owner;  // goes last: memory is unpinned before it is freed
+    std::unique_ptr<cuda::Registration> registration;
+};
+
+SwapThresholds thresholds_of(const std::vector<std::size_t> &values) {
+    if (values.size() != 3)
+        throw std::invalid_argument("thresholds are direct_plane, staged_column, run_copy");
+    return {values[0], values[1], values[2]};
+}
+
+PlaneRange range_of(const std::vector<Plane> &planes, std::size_t first, std::size_t last) {
+    if (first >= last || last > planes.size()) throw nb::index_error("plane range");
+    return {first, last};
+}
+
+using Pairs = std::vector<std::pair<std::size_t, std::size_t>>;
+
+Pairs pairs_of(const std::vector<Rows> &rows) {
+    Pairs pairs;
+    for (const Rows &part : rows) pairs.emplace_back(part.first, part.count);
+    return pairs;
+}
+
+void bind_plan(nb::module_ &module) {
+    nb::enum_<SwapMethod>(module, "SwapMethod")
+        .value("DIRECT", SwapMethod::kDirect)
+        .value("STAGED", SwapMethod::kStaged)
+        .value("KERNEL", SwapMethod::kKernel);
+    nb::enum_<SwapChoice>(module, "SwapChoice")
+        .value("AUTO", SwapChoice::kAuto)
+        .value("DIRECT", SwapChoice::kDirect)
+        .value("STAGED", SwapChoice::kStaged)
+        .value("KERNEL", SwapChoice::kKernel);
+    nb::class_<SwapPolicy>(module, "SwapPolicy")
+        .def(
+            "__init__",
+            [](SwapPolicy *self, SwapChoice choice, const std::vector<std::size_t> &to_host,
+               const std::vector<std::size_t> &to_device, std::size_t staging_bytes, unsigned kernel_ctas,
+               unsigned transpose_ctas, std::size_t direct_pieces, bool batched) {
+                new (self) SwapPolicy{choice,
+                                      thresholds_of(to_host),
+                                      thresholds_of(to_device),
+                                      staging_bytes,
+                                      kernel_ctas,
+                                      transpose_ctas,
+                                      direct_pieces,
+                                      batched};
+            },
+            "choice"_a, "to_host"_a, "to_device"_a, "staging_bytes"_a, "kernel_ctas"_a, "transpose_ctas"_a,
+            "direct_pieces"_a, "batched"_a)
+        .def_ro("kernel_ctas", &SwapPolicy::kernel_ctas)
+        .def_ro("batched", &SwapPolicy::batched);
+    module.def(
+        "are_sound_slots",
+        [](const InputArray<std::int32_t> &slots, std::int32_t limit, bool distinct) {
+            return are_sound_slots({slots.data(), slots.shape(0)}, limit, distinct);
+        },
+        "slots"_a, "limit"_a, "distinct"_a);
+    module.def(
+        "find_runs",
+        [](const InputArray<std::int32_t> &slots, std::size_t records_per_extent) {
+            return pairs_of(find_runs({slots.data(), slots.shape(0)}, records_per_extent));
+        },
+        "host_slots"_a, "records_per_extent"_a);
+    module.def(
+        "find_device_runs",
+        [](std::size_t first, std::size_t count, const InputArray<std::int64_t> &slots) {
+            if (count == 0 || first + count > slots.shape(0)) throw nb::index_error("run");
+            return pairs_of(find_device_runs({first, count}, {slots.data(), slots.shape(0)}));
+        },
+        "first"_a, "count"_a, "device_slots"_a);
+    module.def(
+        "choose_method",
+        [](const SwapPolicy &policy, bool to_host, const nb::object &planes, std::size_t first,
+           std::size_t last, std::size_t record_bytes, std::size_t rows, std::size_t runs) {
+            const auto &table = nb::cast<BoundPlanes &>(planes).planes;
+            if (rows == 0 || runs == 0) throw std::invalid_argument("there are no rows");
+            return choose_method(policy, to_host ? Direction::kToHost : Direction::kToDevice, table,
+                                 range_of(table, first, last), record_bytes, rows, runs);
+        },
+        "policy"_a, "to_host"_a, "planes"_a, "first_plane"_a, "last_plane"_a, "record_bytes"_a, "rows"_a,
+        "runs"_a);
+    module.def(
+        "split_range",
+        [](const nb::object &planes, std::size_t first, std::size_t last, std::size_t record_bytes,
+           std::size_t limit) {
+            const auto &table = nb::cast<BoundPlanes &>(planes).planes;
+            Pairs parts;
+            for (const PlaneRange part :
+                 split_range(table, range_of(table, first, last), record_bytes, limit)) {
+                parts.emplace_back(part.first, part.last);
+            }
+            return parts;
+        },
+        "planes"_a, "first_plane"_a, "last_plane"_a, "record_bytes"_a, "limit"_a);
+    module.def(
+        "swap_chunks",
+        [](const nb::object &planes, std::size_t record_bytes) {
+            const auto table = cuda::make_chunks(nb::cast<BoundPlanes &>(planes).planes, record_bytes);
+            return nb::make_tuple(nb::bytes(reinterpret_cast<const char *>(table.chunks.data()),
+                                            table.chunks.size() * sizeof(swap::Chunk)),
+                                  table.first);
+        },
+        "planes"_a, "record_bytes"_a);
+    module.def("swap_source", [] { return std::string(kKernelSource); });
+}
+
+void bind_context(nb::module_ &module) {
+    nb::exception<cuda::Error>(module, "CudaError", PyExc_RuntimeError);
+    nb::class_<cuda::Context>(module, "CudaContext")
+        .def(nb::init<int>(), "ordinal"_a)
+        .def_prop_ro("lost", &cuda::Context::lost)
+        .def(
+            "is_capturing",
+            [](const cuda::Context &self, std::uintptr_t stream) {
+                return cuda::is_capturing(self, handle_of<cuda::StreamHandle>(stream));
+            },
+            "stream"_a);
+    module.def("has_batched_copies", [] { return cuda::driver().copy_batch != nullptr; });
+    nb::class_<cuda::Event>(module, "CudaEvent")
+        .def(
+            "__init__",
+            [](cuda::Event *self, ContextPtr context, bool timing) {
+                new (self) cuda::Event(std::move(context), timing);
+            },
+            "context"_a, "timing"_a = false)
+        .def(
+            "record",
+            [](cuda::Event &self, std::uintptr_t stream) {
+                self.record(handle_of<cuda::StreamHandle>(stream));
+            },
+            "stream"_a)
+        .def(
+            "hold",
+            [](cuda::Event &self, std::uintptr_t stream) {
+                self.hold(handle_of<cuda::StreamHandle>(stream));
+            },
+            "stream"_a)
+        .def("query", &cuda::Event::is_reached)
+        .def("seconds_since", &cuda::Event::seconds_since, "earlier"_a);
+    module.def("wait_cuda_events", &wait_events, "events"_a, "timeout"_a = nb::none());
+    nb::class_<BoundRegistration>(module, "CudaRegistration")
+        .def(
+            "__init__",
+            [](BoundRegistration *self, ContextPtr context, std::uintptr_t address, std::size_t nbytes,
+               nb::object owner) {
+                auto pinned = [&] {
+                    const nb::gil_scoped_release release;
+                    return std::make_unique<cuda::Registration>(std::move(context), pointer(address), nbytes);
+                }();
+                new (self) BoundRegistration{std::move(owner), std::move(pinned)};
+            },
+            "context"_a, "address"_a, "nbytes"_a, "owner"_a)
+        .def_prop_ro("device_address",
+                     [](const BoundRegistration &self) { return self.registration->device_address(); });
+    nb::class_<cuda::Lane>(module, "CudaLane")
+        .def(
+            "__init__",
+            [](cuda::Lane *self, ContextPtr context, std::uintptr_t main, std::uintptr_t copy,
+               cuda::Address staging, std::size_t slot_bytes, unsigned slots) {
+                if (slots == 0) throw std::invalid_argument("a ring has at least one slot");
+                new (self) cuda::Lane(std::move(context), handle_of<cuda::StreamHandle>(main),
+                                      handle_of<cuda::StreamHandle>(copy), staging, slot_bytes, slots);
+            },
+            "context"_a, "main"_a, "copy"_a, "staging"_a, "slot_bytes"_a, "slots"_a);
+}
+
+BoundSwap make_swap(ContextPtr context, const std::vector<std::uintptr_t> &kernels, const SwapPolicy &policy,
+                    bool to_host, const nb::object &planes, cuda::Address chunks,
+                    std::vector<unsigned> first_chunk, const nb::object &records,
+                    const std::vector<cuda::Address> &extents, const InputArray<std::int32_t> &device_slots,
+                    const InputArray<std::int32_t> &host_slots, const InputArray<std::uint32_t> &generations,
+                    const HashArray &hashes, const HashArray &parents, const nb::bytes &fingerprint,
+                    bool verify) {
+    const auto &table = nb::cast<BoundRecords &>(records).table;
+    const auto &bound = nb::cast<BoundPlanes &>(planes).planes;
+    if (kernels.size() != 3) throw std::invalid_argument("kernels are copy_in, copy_out, sum");
+    if (first_chunk.size() != bound.size() + 1) throw std::invalid_argument("first_chunk and planes differ");
+    if (extents.size() < table.extents.size()) throw std::invalid_argument("extents are not all registered");
+    const cuda::Kernels functions{handle_of<cuda::FunctionHandle>(kernels[0]),
+                                  handle_of<cuda::FunctionHandle>(kernels[1]),
+                                  handle_of<cuda::FunctionHandle>(kernels[2])};
+    auto swap = std::make_shared<cuda::Swap>(
+        std::move(context), functions, policy, to_host ? Direction::kToHost : Direction::kToDevice, bound,
+        chunks, std::move(first_chunk), table, extents,
+        make_pairs(table, device_slots, host_slots, generations, hashes, parents),
+        fingerprint_of(fingerprint), verify);
+    return {std::move(swap), nb::make_tuple(planes, records)};
+}
+
+void bind_batch(nb::module_ &module) {
+    nb::class_<BoundSwap>(module, "CudaSwap")
+        .def(
+            "__init__",
+            [](BoundSwap *self, ContextPtr context, const std::vector<std::uintptr_t> &kernels,
+               const SwapPolicy &policy, bool to_host, const nb::object &planes, cuda::Address chunks,
+               std::vector<unsigned> first_chunk, const nb::object &records,
+               const std::vector<cuda::Address> &extents, const InputArray<std::int32_t> &device_slots,
+               const InputArray<std::int32_t> &host_slots, const InputArray<std::uint32_t> &generations,
+               const HashArray &hashes, const HashArray &parents, const nb::bytes &fingerprint, bool verify) {
+                new (self)
+                    BoundSwap(make_swap(std::move(context), kernels, policy, to_host, planes, chunks,
+                                        std::move(first_chunk), records, extents, device_slots, host_slots,
+                                        generations, hashes, parents, fingerprint, verify));
+            },
+            "context"_a, "kernels"_a, "policy"_a, "to_host"_a, "planes"_a, "chunks"_a, "first_chunk"_a,
+            "records"_a, "extents"_a, "device_slots"_a, "host_slots"_a, "generations"_a, "hashes"_a,
+            "parents"_a, "fingerprint"_a, "verify"_a)
+        .def_prop_ro("table_bytes", [](const BoundSwap &self) { return self.swap->table_bytes(); })
+        .def(
+            "set_table",
+            [](BoundSwap &self, std::uintptr_t host, cuda::Address device) {
+                self.swap->set_table(pointer(host), device);
+            },
+            "host"_a, "device"_a)
+        .def(
+            "enqueue",
+            [](BoundSwap &self, cuda::Lane &lane, std::size_t first, std::size_t last) {
+                const PlaneRange range = range_of(self.swap->planes(), first, last);
+                const nb::gil_scoped_release release;
+                self.swap->enqueue(lane, range);
+            },
+            "lane"_a, "first_plane"_a, "last_plane"_a)
+        .def(
+            "enqueue_groups",
+            [](BoundSwap &self, cuda::Lane &lane, ContextPtr context, const Pairs &ranges) {
+                std::vector<EventPtr> events;
+                for (const auto &[first, last] : ranges) {
+                    const PlaneRange range = range_of(self.swap->planes(), first, last);
+                    self.swap->enqueue(lane, range);
+                    events.push_back(std::make_shared<cuda::Event>(context, false));
+                    events.back()->record(lane.main());
+                }
+                return events;
+            },
+            "lane"_a, "context"_a, "ranges"_a)
+        .def(
+            "refuse",
+            [](BoundSwap &self, std::uintptr_t stream, const std::string &reason) {
+                self.swap->refuse(handle_of<cuda::StreamHandle>(stream), reason);
+            },
+            "stream"_a, "reason"_a)
+        .def("finish", [](BoundSwap &self) { self.swap->finish(); })
+        .def_prop_ro("started", [](const BoundSwap &self) { return self.swap->started(); })
+        .def_prop_ro("done", [](const BoundSwap &self) { return self.swap->done(); })
+        .def_prop_ro("copied_bytes", [](const BoundSwap &self) { return self.swap->copied_bytes(); })
+        .def_prop_ro("seconds", [](const BoundSwap &self) { return self.swap->seconds(); })
+        .def_prop_ro("error", [](const BoundSwap &self) { return self.swap->error(); })
+        .def("faults",
+             [](const BoundSwap &self) {
+                 const auto &faults = self.swap->faults();
+                 return nb::bytes(reinterpret_cast<const char *>(faults.data()), faults.size());
+             })
+        .def("checksums", [](const BoundSwap &self) {
+            const auto &sums = self.swap->checksums();
+            return nb::bytes(reinterpret_cast<const char *>(sums.data()), 8 * sums.size());
+        });
+}
+
+}  // namespace
+
+void bind_swap(nb::module_ &module) {
+    bind_plan(module);
+    bind_context(module);
+    bind_batch(module);
+}
+
+}  // namespace fdcache

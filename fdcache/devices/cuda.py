@@ -1,0 +1,245 @@
+"""The CUDA device: one GPU of this process, its streams and events, and block copies on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fdcache import _core
+from fdcache.devices.base import (
+    BlockCopy,
+    BlockPairs,
+    CopyOutcome,
+    DevicePlanes,
+    Direction,
+    Event,
+    HostArena,
+    PinnedMemory,
+    PlaneBinding,
+    Stream,
+    TensorView,
+)
+from fdcache.devices.calibration import Calibration, load_calibration
+from fdcache.devices.cuda_memory import CudaMemory
+from fdcache.devices.cuda_streams import CudaEvent, CudaStream, ExternalStream, cuda_stream, handle_of
+from fdcache.devices.faults import make_outcome
+from fdcache.devices.kernels import load_kernels
+from fdcache.devices.policy import make_policy, min_group_bytes
+from fdcache.devices.topology import find_gpu
+from fdcache.devices.validation import check_pairs
+from fdcache.errors import DeviceError, DeviceLostError
+from fdcache.layout import Plane
+from fdcache.settings.transfer import TransferSettings, Verify
+
+
+class CudaPlanes:
+    """The planes of a layout in GPU memory, and the table of their chunks that the kernels read."""
+
+    def __init__(self, bindings: Sequence[PlaneBinding], record_bytes: int, memory: CudaMemory) -> None:
+        self.num_planes = len(bindings)
+        self.num_blocks = min(binding.num_blocks for binding in bindings)
+        self.table = _core.PlaneTable(
+            [binding.address for binding in bindings],
+            [binding.stride for binding in bindings],
+            [binding.plane.nbytes for binding in bindings],
+            [binding.plane.offset for binding in bindings],
+            [binding.owner for binding in bindings],
+        )
+        chunks, self.first_chunk = _core.swap_chunks(self.table, record_bytes)
+        self._chunks = memory.allocate(len(chunks))
+        self._chunks.set(np.frombuffer(chunks, np.uint8))
+        self.chunks: int = self._chunks.data.ptr
+
+
+class CudaBlockCopy:
+    """A batch of block copies on a GPU."""
+
+    def __init__(
+        self,
+        core: _core.CudaSwap,
+        pairs: BlockPairs,
+        *,
+        context: _core.CudaContext,
+        memory: CudaMemory,
+        owners: object,
+    ) -> None:
+        self._core = core
+        self._context = context
+        self._pairs = pairs
+        self._memory = memory
+        self._owners = owners
+        self._table = memory.take_table(core.table_bytes)
+        core.set_table(self._table.host, self._table.device)
+        self._outcome: CopyOutcome | None = None
+        self.done = CudaEvent(core.done)
+
+    @property
+    def started(self) -> bool:
+        """Whether the batch was enqueued."""
+        return self._core.started
+
+    def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
+        """Copy a range of planes on the stream."""
+        lane = self._lane(cuda_stream(stream))
+        if lane is not None:
+            self._core.enqueue(lane, first_plane, last_plane)
+
+    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[CudaEvent]:
+        """Enqueue ranges of planes one after the other; an event recorded after each."""
+        lane = self._lane(cuda_stream(stream))
+        if lane is None:
+            return [self.done] * len(ranges)
+        return [CudaEvent(event) for event in self._core.enqueue_groups(lane, self._context, ranges)]
+
+    def _lane(self, stream: CudaStream) -> _core.CudaLane | None:
+        """The lane to copy on; None once the batch is refused because there is none."""
+        stream.hold(self)
+        try:
+            return stream.lane()
+        except DeviceError as error:
+            self._core.refuse(stream.handle, str(error))
+            return None
+
+    def cancel(self) -> bool:
+        """Nothing that was enqueued on a GPU can be taken back."""
+        return False
+
+    def outcome(self) -> CopyOutcome:
+        """What came of it, once ``done`` is reached; records that arrived are stamped ready."""
+        if self._outcome is None:
+            self._core.finish()
+            self._outcome = make_outcome(
+                self._pairs,
+                self._core.faults(),
+                self._core.checksums(),
+                copied_bytes=self._core.copied_bytes,
+                seconds=self._core.seconds,
+                detail=self._core.error,
+            )
+            self._memory.give_table(self._table)
+        return self._outcome
+
+
+class CudaDevice:
+    """One GPU, named by UUID or by its ordinal among those that CUDA shows to this process.
+
+    Everything is bound to it, whatever device is current. Without a calibration of this GPU, driver and
+    topology (``fdcache init``) copies go by safe defaults. Raises ``DeviceError`` when there is no such GPU.
+    """
+
+    def __init__(
+        self,
+        device: str | int | None = None,
+        *,
+        settings: TransferSettings | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.gpu = find_gpu(device)
+        self.settings = settings or TransferSettings()
+        self.calibration = calibration or load_calibration(self.gpu, self.settings.calibration_dir)
+        chosen = self.calibration or Calibration()
+        try:
+            self._context = _core.CudaContext(self.gpu.ordinal)
+            batched = _core.has_batched_copies()
+        except _core.CudaError as error:
+            raise DeviceError(f"{self.gpu.name} ({self.gpu.uuid}) cannot be used: {error}") from error
+        self._kernels = load_kernels(self.gpu.ordinal)
+        self._chosen = chosen
+        self._policy = make_policy(self.settings, chosen, batched=batched)
+        self._memory = CudaMemory(self.gpu, self._context)
+
+    @property
+    def name(self) -> str:
+        """The GPU's name and UUID."""
+        return f"{self.gpu.name} ({self.gpu.uuid})"
+
+    @property
+    def numa_node(self) -> int | None:
+        """The node of the GPU's PCI device."""
+        return self.gpu.numa_node
+
+    @property
+    def lost(self) -> str | None:
+        """Why the GPU can no longer be used by this process; None while it can."""
+        return self._context.lost
+
+    def min_group_bytes(self, num_blocks: int, record_bytes: int) -> int:
+        """What the copy engines and the submitting thread need; see ``policy.min_group_bytes``."""
+        return min_group_bytes(
+            self.settings, self._chosen, num_blocks, record_bytes, batched=self._policy.batched
+        )
+
+    def as_stream(self, stream: Any) -> Stream:
+        """A stream of fdcache, CuPy, torch or Paddle, one with ``__cuda_stream__``, or a handle as an int."""
+        if isinstance(stream, CudaStream | ExternalStream):
+            return stream
+        return ExternalStream(self._context, handle_of(stream), stream)
+
+    def create_stream(self, *, background: bool = False) -> CudaStream:
+        """A new stream with its own staging ring; a background one has the lowest priority."""
+        return CudaStream(self.gpu, self._context, self._memory, background=background)
+
+    def create_event(self) -> CudaEvent:
+        """A new event, not recorded."""
+        return CudaEvent(_core.CudaEvent(self._context))
+
+    def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
+        """Wait until one of the events is reached; whether one was."""
+        return _core.wait_cuda_events([_cuda_event(event).core for event in events], timeout)
+
+    def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None = None) -> Any:
+        """A zero-filled tensor; CuPy's unless ``framework`` says otherwise."""
+        return self._memory.allocate_plane(plane, num_blocks, framework)
+
+    def pin_memory(self, address: int, nbytes: int, owner: object) -> PinnedMemory:
+        """Register host memory for all GPUs of this process."""
+        return self._memory.pin(address, nbytes, owner)
+
+    def inspect_tensor(self, tensor: Any) -> TensorView:
+        """Where a tensor lies, through DLPack or ``__cuda_array_interface__``."""
+        return self._memory.inspect(tensor)
+
+    def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> CudaPlanes:
+        """The planes of a layout, in its order."""
+        return CudaPlanes(bindings, record_bytes, self._memory)
+
+    def copy_blocks(
+        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
+    ) -> BlockCopy:
+        """A batch of copies, not enqueued yet. Raises ``PlanError`` naming the pair that cannot be copied,
+        ``DeviceLostError`` when the GPU has failed.
+        """
+        if not isinstance(planes, CudaPlanes):
+            raise TypeError(f"expected planes of the CUDA device, got {type(planes).__name__}")
+        if (reason := self.lost) is not None:
+            raise DeviceLostError(f"{self.name} has failed ({reason}); start this process anew")
+        check_pairs(pairs, direction, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
+        core = _core.CudaSwap(
+            context=self._context,
+            kernels=self._kernels.handles,
+            policy=self._policy,
+            to_host=direction is Direction.TO_HOST,
+            planes=planes.table,
+            chunks=planes.chunks,
+            first_chunk=planes.first_chunk,
+            records=arena.table,
+            extents=[extent.device_address for extent in arena.pinned],
+            device_slots=pairs.device_slots,
+            host_slots=pairs.host_slots,
+            generations=pairs.generations,
+            hashes=pairs.hashes,
+            parents=pairs.parents,
+            fingerprint=arena.fingerprint,
+            verify=self.settings.verify is Verify.ALL,
+        )
+        return CudaBlockCopy(
+            core, pairs, context=self._context, memory=self._memory, owners=(planes, self._kernels)
+        )
+
+
+def _cuda_event(event: Event) -> CudaEvent:
+    if not isinstance(event, CudaEvent):
+        raise TypeError(f"expected an event of the CUDA device, got {type(event).__name__}")
+    return event

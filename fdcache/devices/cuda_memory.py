@@ -1,0 +1,140 @@
+"""Memory of one GPU: planes, staging rings, block tables, and tensors that an engine brings."""
+
+from __future__ import annotations
+
+import resource
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fdcache import _core
+from fdcache.devices.base import TensorView
+from fdcache.devices.frameworks import as_tensor
+from fdcache.devices.topology import Gpu, import_cupy
+from fdcache.errors import DeviceError, HostMemoryError, TensorError
+from fdcache.layout import Plane
+
+_DLPACK_CUDA = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """Room for the block table of one batch, pinned on the host and on the device."""
+
+    host: int
+    device: int
+    nbytes: int
+    owners: tuple[Any, Any]
+
+
+class CudaMemory:
+    """Allocations on one GPU, whatever device is current. Not for several threads at once."""
+
+    def __init__(self, gpu: Gpu, context: _core.CudaContext) -> None:
+        self._gpu = gpu
+        self._context = context
+        self._cupy = import_cupy()
+        self._tables: dict[int, list[BlockTable]] = defaultdict(list)
+
+    def allocate(self, nbytes: int) -> Any:
+        """Zero-filled memory as a one-dimensional CuPy array; there when this returns."""
+        cupy = self._cupy
+        with cupy.cuda.Device(self._gpu.ordinal):
+            try:
+                memory = cupy.zeros(nbytes, dtype=cupy.uint8)
+            except cupy.cuda.memory.OutOfMemoryError as error:
+                raise DeviceError(f"{self._gpu.name} has no {nbytes} bytes left: {error}") from error
+            cupy.cuda.get_current_stream().synchronize()
+        return memory
+
+    def reserve(self, nbytes: int) -> Any:
+        """Memory of its own, not zeroed, as a CuPy memory pointer. No pool hands it to another stream."""
+        cupy = self._cupy
+        with cupy.cuda.Device(self._gpu.ordinal):
+            try:
+                return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+            except (cupy.cuda.memory.OutOfMemoryError, cupy.cuda.runtime.CUDARuntimeError) as error:
+                raise DeviceError(f"{self._gpu.name} gave no {nbytes} bytes: {error}") from error
+
+    def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None) -> Any:
+        """A zero-filled tensor of ``framework``, CuPy's by default."""
+        memory = self.allocate(num_blocks * plane.device_stride)
+        with self._cupy.cuda.Device(self._gpu.ordinal):
+            return as_tensor(memory, plane, num_blocks, framework or "cupy")
+
+    def take_table(self, nbytes: int) -> BlockTable:
+        """A block table of at least ``nbytes`` bytes."""
+        size = 1 << max(nbytes - 1, 4095).bit_length()
+        if self._tables[size]:
+            return self._tables[size].pop()
+        cupy = self._cupy
+        with cupy.cuda.Device(self._gpu.ordinal):
+            pinned = cupy.cuda.alloc_pinned_memory(size)
+        device = self.reserve(size)
+        return BlockTable(pinned.ptr, device.ptr, size, (pinned, device))
+
+    def give_table(self, table: BlockTable) -> None:
+        """Take a table back whose batch has ended."""
+        self._tables[table.nbytes].append(table)
+
+    def pin(self, address: int, nbytes: int, owner: object) -> _core.CudaRegistration:
+        """Register host memory. Raises ``HostMemoryError`` with the remedy."""
+        try:
+            return _core.CudaRegistration(self._context, address, nbytes, owner)
+        except _core.CudaError as error:
+            raise HostMemoryError(
+                f"{nbytes} bytes of host memory could not be pinned: {error}; {_memlock_remedy(nbytes)}"
+            ) from error
+
+    def inspect(self, tensor: Any) -> TensorView:
+        """Where a tensor lies, through DLPack or ``__cuda_array_interface__``."""
+        view = _through_dlpack(tensor) or _through_array_interface(tensor)
+        if view is None:
+            raise TensorError(
+                f"a {type(tensor).__name__} passes itself on neither by DLPack nor by "
+                "__cuda_array_interface__; pass its bytes, such as tensor.view(torch.uint8)"
+            )
+        attributes = self._cupy.cuda.runtime.pointerGetAttributes(view.address)
+        if attributes.device != self._gpu.ordinal or attributes.devicePointer != view.address:
+            raise TensorError(
+                f"the tensor is not in the memory of {self._gpu.uuid} (visible device {self._gpu.ordinal})"
+            )
+        return view
+
+
+def _memlock_remedy(nbytes: int) -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit != resource.RLIM_INFINITY and limit < nbytes:
+        return (
+            f"this process may lock {limit} bytes: raise the limit (ulimit -l unlimited, LimitMEMLOCK=infinity, "
+            "docker run --ulimit memlock=-1)"
+        )
+    return "ask for fewer host blocks, or leave more memory free"
+
+
+def _through_dlpack(tensor: Any) -> TensorView | None:
+    try:
+        held = _core.Tensor(tensor)
+    except (TypeError, BufferError, RuntimeError):
+        return None
+    if held.device_type != _DLPACK_CUDA:
+        raise TensorError(f"the tensor is on DLPack device type {held.device_type}, not in GPU memory")
+    return TensorView(held.address, held.shape, held.strides, held.itemsize, held)
+
+
+def _through_array_interface(tensor: Any) -> TensorView | None:
+    try:
+        interface = tensor.__cuda_array_interface__
+    except (AttributeError, TypeError):  # torch raises the latter for dtypes that the interface lacks
+        return None
+    address, read_only = interface["data"]
+    if read_only:
+        raise TensorError("the tensor is read-only")
+    shape = tuple(interface["shape"])
+    itemsize = np.dtype(interface["typestr"]).itemsize
+    strides = interface.get("strides")
+    if strides is None:
+        strides = tuple(itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+    return TensorView(address, shape, tuple(strides), itemsize, tensor)

@@ -1,0 +1,167 @@
+"""Streams and events of a GPU: fdcache's own, and those of the engine."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from fdcache import _core
+from fdcache.devices.base import Event, Stream
+from fdcache.devices.cuda_memory import CudaMemory
+from fdcache.devices.policy import STAGING_SLOT_BYTES, STAGING_SLOTS
+from fdcache.devices.topology import Gpu, import_cupy
+from fdcache.errors import StreamError
+
+_BACKGROUND_PRIORITY = 0
+_PRIORITY = -5
+"""CUDA clips priorities to what the GPU has; lower numbers go first."""
+
+
+class CudaEvent:
+    """A point in a stream of a GPU. Its driver event is used again once nobody holds this object."""
+
+    def __init__(self, core: _core.CudaEvent) -> None:
+        self.core = core
+
+    def record(self, stream: Stream) -> None:
+        """Let it be reached when the stream has done everything enqueued so far."""
+        own = gpu_stream(stream)
+        own.check_not_captured("submit_swap_tasks")
+        self.core.record(own.handle)
+
+    def query(self) -> bool:
+        """Whether it was reached; on a GPU that has failed every event is."""
+        return self.core.query()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait up to ``timeout`` seconds, None for ever; whether it was reached."""
+        return _core.wait_cuda_events([self.core], timeout)
+
+
+class ExternalStream:
+    """A stream of the engine. It is used, never owned; ``owner`` keeps it alive."""
+
+    def __init__(self, context: _core.CudaContext, handle: int, owner: object) -> None:
+        self._context = context
+        self.handle = handle
+        self._owner = owner
+
+    def check_not_captured(self, call: str) -> None:
+        """Raise ``StreamError`` while the stream is being captured into a CUDA graph."""
+        if self._context.is_capturing(self.handle):
+            raise StreamError(
+                f"{call}: the stream is being captured into a CUDA graph, which would wait for this plan's "
+                "events in every replay; before the graph is launched call wait_all(stream=...) instead"
+            )
+
+    def wait_event(self, event: Event) -> None:
+        """Hold later operations until the event is reached. Raises ``StreamError`` during a capture."""
+        self.check_not_captured("wait_for_layer")
+        _hold(event, self.handle)
+
+    def retire(self) -> None:
+        """Nothing of fdcache is kept alive by it."""
+
+    def close(self) -> None:
+        """It is the engine's."""
+
+
+class _Batch(Protocol):
+    @property
+    def done(self) -> CudaEvent: ...
+
+
+class CudaStream:
+    """One direction and purpose: a stream for kernels and one for the copy engine, and a staging ring."""
+
+    def __init__(self, gpu: Gpu, context: _core.CudaContext, memory: CudaMemory, *, background: bool) -> None:
+        cupy = import_cupy()
+        priority = _BACKGROUND_PRIORITY if background else _PRIORITY
+        with cupy.cuda.Device(gpu.ordinal):
+            self._streams = [cupy.cuda.Stream(non_blocking=True, priority=priority) for _ in range(2)]
+        self._context = context
+        self._memory = memory
+        self._ring: Any = None
+        self._lane: _core.CudaLane | None = None
+        self._held: list[_Batch] = []
+        self.handle: int = self._streams[0].ptr
+
+    def check_not_captured(self, call: str) -> None:
+        """It never is: nobody else has it."""
+
+    def lane(self) -> _core.CudaLane:
+        """The streams as the core wants them; the ring is allocated at the first use.
+
+        Raises ``DeviceError`` when the GPU has no memory for it, or has failed.
+        """
+        if self._lane is None:
+            self._ring = self._memory.reserve(STAGING_SLOTS * STAGING_SLOT_BYTES)
+            main, copy = self._streams
+            self._lane = _core.CudaLane(
+                self._context, main.ptr, copy.ptr, self._ring.ptr, STAGING_SLOT_BYTES, STAGING_SLOTS
+            )
+        return self._lane
+
+    def hold(self, batch: _Batch) -> None:
+        """Keep a batch, and the memory that it names, until it has ended."""
+        if not self._held or self._held[-1] is not batch:
+            self.retire()
+            self._held.append(batch)
+
+    def wait_event(self, event: Event) -> None:
+        """Hold later operations until the event is reached."""
+        _hold(event, self.handle)
+
+    def retire(self) -> None:
+        """Let go of the memory that finished copies kept alive."""
+        self._held = [batch for batch in self._held if not batch.done.query()]
+
+    def close(self) -> None:
+        """Wait for what was enqueued, then let go of everything. On a GPU that has failed there is no wait."""
+        for batch in self._held:
+            batch.done.wait()
+        self._held = []
+        self._lane = None
+        self._ring = None
+
+    def __del__(self) -> None:
+        # Copies in flight must not outlive the memory that they name.
+        if getattr(self, "_held", None):
+            self.close()
+
+
+def handle_of(stream: Any) -> int:
+    """The driver's handle of a stream of any framework. Raises ``TypeError`` for anything else."""
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    for attribute in ("cuda_stream", "ptr"):
+        handle = getattr(stream, attribute, None)
+        if isinstance(handle, int):
+            return handle
+    base = getattr(stream, "stream_base", None)
+    if base is not None and isinstance(getattr(base, "raw_stream", None), int):
+        return int(base.raw_stream)
+    raise TypeError(
+        f"a {type(stream).__name__} is no CUDA stream; pass a torch, CuPy or Paddle stream or its handle"
+    )
+
+
+def gpu_stream(stream: Stream) -> CudaStream | ExternalStream:
+    """The stream, if it is one of a GPU. Raises ``TypeError``."""
+    if not isinstance(stream, CudaStream | ExternalStream):
+        raise TypeError(f"expected a stream of the CUDA device, got {type(stream).__name__}")
+    return stream
+
+
+def cuda_stream(stream: Stream) -> CudaStream:
+    """The stream, if it is one that fdcache made. Raises ``TypeError``."""
+    if not isinstance(stream, CudaStream):
+        raise TypeError(f"copies run on fdcache's own streams, got {type(stream).__name__}")
+    return stream
+
+
+def _hold(event: Event, handle: int) -> None:
+    if not isinstance(event, CudaEvent):
+        raise TypeError(f"expected an event of the CUDA device, got {type(event).__name__}")
+    event.core.hold(handle)

@@ -1,0 +1,105 @@
+"""Which GPUs there are and where they sit: by UUID and PCI address, never by an index that another may count."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fdcache.errors import DeviceError
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU that this process may use. ``ordinal`` counts the visible ones of this process only."""
+
+    ordinal: int
+    uuid: str
+    name: str
+    driver: int
+    pci_address: str
+    link: str
+    numa_node: int | None
+    multiprocessors: int
+
+    @property
+    def topology(self) -> str:
+        """What the speed of copies depends on besides GPU and driver."""
+        node = "unknown" if self.numa_node is None else str(self.numa_node)
+        return f"{self.pci_address}, {self.link}, NUMA node {node}"
+
+
+def import_cupy() -> Any:
+    """CuPy. Raises ``DeviceError`` naming the package to install."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(
+            f"the CUDA device needs CuPy, which cannot be imported ({error}); "
+            "install fdcache[cuda12] or fdcache[cuda13]"
+        ) from error
+    return cupy
+
+
+def visible_gpus() -> list[Gpu]:
+    """The GPUs that CUDA shows to this process, in its order. Raises ``DeviceError`` when there is none."""
+    runtime = import_cupy().cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+        driver = runtime.driverGetVersion()
+    except runtime.CUDARuntimeError as error:
+        raise DeviceError(f"no usable GPU: {error}") from error
+    return [_describe(runtime, ordinal, driver) for ordinal in range(count)]
+
+
+def find_gpu(wanted: str | int | None) -> Gpu:
+    """The GPU with that UUID (or an unambiguous beginning of it) or that ordinal; None is the first.
+
+    Raises ``DeviceError`` naming the GPUs that are visible.
+    """
+    gpus = visible_gpus()
+    if isinstance(wanted, str):
+        found = [gpu for gpu in gpus if gpu.uuid.lower().startswith(wanted.lower())]
+    else:
+        found = [gpu for gpu in gpus if gpu.ordinal == (wanted or 0)]
+    if len(found) != 1:
+        shown = ", ".join(f"{gpu.ordinal}: {gpu.uuid}" for gpu in gpus) or "none"
+        raise DeviceError(f"device {wanted!r} is not one of the visible GPUs ({shown})")
+    return found[0]
+
+
+def _describe(runtime: Any, ordinal: int, driver: int) -> Gpu:
+    properties = runtime.getDeviceProperties(ordinal)
+    address = runtime.deviceGetPCIBusId(ordinal)
+    address = (address.decode() if isinstance(address, bytes) else str(address)).lower()
+    folder = Path("/sys/bus/pci/devices") / address
+    return Gpu(
+        ordinal=ordinal,
+        uuid=f"GPU-{uuid.UUID(bytes=bytes(properties['uuid'])[:16])}",
+        name=properties["name"].decode(),
+        driver=driver,
+        pci_address=address,
+        link=link_of(folder),
+        numa_node=numa_node_of(folder),
+        multiprocessors=properties["multiProcessorCount"],
+    )
+
+
+def link_of(folder: Path) -> str:
+    """The PCI link in words, from a device's folder in sysfs."""
+    speed, width = _read(folder / "max_link_speed"), _read(folder / "max_link_width")
+    return f"PCIe {speed} x{width}" if speed and width else "PCIe link unknown"
+
+
+def numa_node_of(folder: Path) -> int | None:
+    """The NUMA node of a PCI device, from its folder in sysfs; None where the machine does not say."""
+    text = _read(folder / "numa_node")
+    return int(text) if text and int(text) >= 0 else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,52 @@
+"""A worker whose device is a GPU, for the tests that need one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fdcache.devices.calibration import Calibration
+from fdcache.devices.cuda import CudaDevice
+from fdcache.layout import KVLayout
+from fdcache.settings.transfer import TransferSettings
+from tests.swaps import Worker
+
+
+class GpuWorker(Worker):
+    """As ``Worker``; ``tensors`` are CuPy arrays. Copies go by the default calibration."""
+
+    def __init__(
+        self, layout: KVLayout | None = None, *, gpu: str | int | None = None, **options: Any
+    ) -> None:
+        fields = set(TransferSettings.model_fields)
+        settings = {name: value for name, value in options.items() if name in fields}
+        device = CudaDevice(gpu, settings=TransferSettings(**settings), calibration=Calibration())
+        super().__init__(layout, device=device, **options)
+        self.gpu = device
+
+    def scramble(self, slot: int) -> list[bytes]:
+        import cupy
+
+        self.set_block(
+            slot, [self.rng.integers(0, 256, plane.nbytes, dtype=np.uint8) for plane in self.layout.planes]
+        )
+        cupy.cuda.runtime.deviceSynchronize()
+        return self.block(slot)
+
+    def set_block(self, slot: int, planes: list[Any]) -> None:
+        import cupy
+
+        for tensor, plane, data in zip(self.tensors, self.layout.planes, planes, strict=True):
+            with tensor.device:
+                tensor[slot] = cupy.asarray(data).view(tensor.dtype).reshape(plane.shape)
+
+    def block(self, slot: int) -> list[bytes]:
+        import cupy
+
+        return [cupy.asnumpy(cupy.ascontiguousarray(tensor[slot])).tobytes() for tensor in self.tensors]
+
+    def bytes_of(self, tensor: Any) -> bytes:
+        import cupy
+
+        return bytes(cupy.asnumpy(cupy.ascontiguousarray(tensor)).tobytes())
