@@ -260,6 +260,7 @@ class BlockCopy:
         hashes: NDArray[np.uint8],
         parents: NDArray[np.uint8],
         fingerprint: bytes,
+        verify: bool = False,
     ) -> None: ...
     @property
     def done(self) -> Event: ...

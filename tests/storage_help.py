@@ -11,6 +11,7 @@ import numpy as np
 
 from fdcache import _core
 from fdcache.controller.host_arena import HostArena
+from fdcache.devices.cpu import CpuDevice
 from fdcache.layout import KVLayout
 from fdcache.settings.storage_tier import FsyncPolicy
 from fdcache.storage.connector import RecordBatch
@@ -54,7 +55,7 @@ class Records:
 
     def __init__(self, layout: KVLayout, blocks: int = 64) -> None:
         self.layout = layout
-        self.arena = HostArena(layout, blocks)
+        self.arena = HostArena(layout, blocks, CpuDevice())
         self.table = self.arena.table
 
     def fill(self, slot: int, block_hash: bytes, parent: bytes = ROOT, generation: int = 1) -> None:

@@ -18,14 +18,16 @@ std::uint64_t payload_bytes(const std::vector<Plane> &planes) {
 }  // namespace
 
 BlockCopy::BlockCopy(Direction direction, std::vector<Plane> planes, RecordTable records,
-                     std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint)
+                     std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint,
+                     bool verify)
     : direction_(direction),
       planes_(std::move(planes)),
       records_(std::move(records)),
       pairs_(std::move(pairs)),
       kind_{fingerprint, payload_bytes(planes_)},
+      verify_(verify),
       faults_(pairs_.size(), BlockFault::kNone),
-      sums_(direction == Direction::kToHost ? pairs_.size() : 0, 0) {}
+      sums_(direction == Direction::kToHost || verify ? pairs_.size() : 0, 0) {}
 
 bool BlockCopy::cancel() {
     Phase expected = Phase::kPending;
@@ -109,10 +111,18 @@ void BlockCopy::copy_in(std::size_t index, PlaneRange range) {
     const std::uint8_t *record = records_.record(pair.host_slot);
     for (std::size_t i = range.first; i < range.last; ++i) {
         const Plane &plane = planes_[i];
-        std::memcpy(plane.block(pair.device_slot), record + plane.offset, plane.nbytes);
+        std::uint8_t *target = plane.block(pair.device_slot);
+        if (verify_)
+            sums_[index] += copy_with_checksum(target, record + plane.offset, plane.nbytes, plane.offset / 8);
+        else
+            std::memcpy(target, record + plane.offset, plane.nbytes);
     }
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (load_header(shared) != before) faults_[index] = BlockFault::kChanged;
+    if (load_header(shared) != before)
+        faults_[index] = BlockFault::kChanged;
+    else if (verify_ && range.last == planes_.size() &&
+             finish_checksum(sums_[index], kind_.payload_bytes) != before.payload_checksum)
+        faults_[index] = BlockFault::kCorrupt;
 }
 
 }  // namespace fdcache

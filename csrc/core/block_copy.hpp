@@ -17,11 +17,13 @@ namespace fdcache {
 enum class Direction : std::uint8_t { kToHost, kToDevice };
 
 // A batch is enqueued plane range by plane range, in order; a copy to the host computes the record checksum
-// over the ranges and stamps the slot ready with the last. It owns none of the memory it names.
+// over the ranges and stamps the slot ready with the last; with `verify` a load sums what has arrived and
+// compares. It owns none of the memory it names.
 class BlockCopy {
   public:
     BlockCopy(Direction direction, std::vector<Plane> planes, RecordTable records,
-              std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint);
+              std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint,
+              bool verify = false);
 
     std::size_t num_blocks() const { return pairs_.size(); }
     std::size_t num_planes() const { return planes_.size(); }
@@ -42,7 +44,9 @@ class BlockCopy {
     // Valid once done is set.
     BlockFault fault(std::size_t index) const { return faults_[index]; }
     // One per block for copies to the host, none for loads.
-    const std::vector<std::uint64_t> &checksums() const { return sums_; }
+    std::vector<std::uint64_t> checksums() const {
+        return direction_ == Direction::kToHost ? sums_ : std::vector<std::uint64_t>{};
+    }
     std::uint64_t copied_bytes() const;
     double seconds() const { return seconds_; }
 
@@ -57,6 +61,7 @@ class BlockCopy {
     const RecordTable records_;
     const std::vector<BlockPair> pairs_;
     const RecordKind kind_;
+    const bool verify_;
     std::atomic<Phase> phase_{Phase::kPending};
     std::vector<BlockFault> faults_;
     std::vector<std::uint64_t> sums_;

@@ -79,12 +79,12 @@ class BoundStream {
 BoundCopy make_copy(bool to_host, const nb::object &planes, const nb::object &records,
                     const InputArray<std::int32_t> &device_slots, const InputArray<std::int32_t> &host_slots,
                     const InputArray<std::uint32_t> &generations, const HashArray &hashes,
-                    const HashArray &parents, const nb::bytes &fingerprint) {
+                    const HashArray &parents, const nb::bytes &fingerprint, bool verify) {
     const auto &table = nb::cast<BoundRecords &>(records).table;
     auto copy = std::make_shared<BlockCopy>(
         to_host ? Direction::kToHost : Direction::kToDevice, nb::cast<BoundPlanes &>(planes).planes, table,
         make_pairs(table, device_slots, host_slots, generations, hashes, parents),
-        fingerprint_of(fingerprint));
+        fingerprint_of(fingerprint), verify);
     return {std::move(copy), planes, records};
 }
 
@@ -118,12 +118,12 @@ void bind_copy(nb::module_ &module) {
             [](BoundCopy *self, bool to_host, const nb::object &planes, const nb::object &records,
                InputArray<std::int32_t> device_slots, InputArray<std::int32_t> host_slots,
                InputArray<std::uint32_t> generations, HashArray hashes, HashArray parents,
-               const nb::bytes &fingerprint) {
+               const nb::bytes &fingerprint, bool verify) {
                 new (self) BoundCopy(make_copy(to_host, planes, records, device_slots, host_slots,
-                                               generations, hashes, parents, fingerprint));
+                                               generations, hashes, parents, fingerprint, verify));
             },
             "to_host"_a, "planes"_a, "records"_a, "device_slots"_a, "host_slots"_a, "generations"_a,
-            "hashes"_a, "parents"_a, "fingerprint"_a)
+            "hashes"_a, "parents"_a, "fingerprint"_a, "verify"_a = false)
         .def(
             "cancel", [](BoundCopy &self) { return self.copy->cancel(); },
             nb::call_guard<nb::gil_scoped_release>())
@@ -140,7 +140,7 @@ void bind_copy(nb::module_ &module) {
                  return nb::bytes(reinterpret_cast<const char *>(faults.data()), faults.size());
              })
         .def("checksums", [](const BoundCopy &self) {
-            const auto &sums = self.copy->checksums();
+            const auto sums = self.copy->checksums();
             return nb::bytes(reinterpret_cast<const char *>(sums.data()), 8 * sums.size());
         });
     nb::class_<BoundStream>(module, "CopyStream")

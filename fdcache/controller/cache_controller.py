@@ -20,7 +20,7 @@ from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.errors import CacheNotReadyError, PlanError, TransferTimeoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.transfer import TransferSettings, Verify
 from fdcache.storage.connector import BlockStorage, PlacedStorage, StorageStats
 
 _MIXED_WAIT = 0.002
@@ -39,7 +39,9 @@ class CacheController:
         self.settings = settings
         self.layout = layout
         self.rank = rank
-        self.device: Device = device or CpuDevice(copy_threads=settings.copy_threads)
+        self.device: Device = device or CpuDevice(
+            copy_threads=settings.copy_threads, verify=settings.verify is Verify.ALL
+        )
         self._guard = ProcessGuard("CacheController")
         self._lock = threading.RLock()
         self._queue = TransferQueue(

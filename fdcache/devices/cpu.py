@@ -135,13 +135,17 @@ class CpuBlockCopy:
 
 
 class CpuDevice:
-    """Ordinary memory as a device. ``copy_threads`` threads serve each stream but the background ones."""
+    """Ordinary memory as a device. ``copy_threads`` threads serve each stream but the background ones.
+
+    ``verify``: every load is compared with its record's checksum once it has arrived.
+    """
 
     numa_node = None
     lost = None
 
-    def __init__(self, *, copy_threads: int = 1) -> None:
+    def __init__(self, *, copy_threads: int = 1, verify: bool = False) -> None:
         self._copy_threads = copy_threads
+        self._verify = verify
 
     def as_stream(self, stream: Any) -> CpuStream:
         """The stream itself, if it is one of this device."""
@@ -208,6 +212,7 @@ class CpuDevice:
             pairs.hashes,
             pairs.parents,
             arena.fingerprint,
+            self._verify,
         )
         return CpuBlockCopy(core, pairs)
 

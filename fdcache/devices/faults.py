@@ -58,4 +58,5 @@ def make_outcome(
         first = int(failed[0])
         reason = _TEXT[Fault(codes[first])].format(slot=pairs.host_slots[first], detail=detail)
         message = f"{len(failed)} of {len(codes)} blocks failed; position {first}: {reason}"
-    return CopyOutcome(failed, sums, copied_bytes, seconds, message)
+    corrupt = np.flatnonzero(codes == Fault.CORRUPT).astype(np.int32)
+    return CopyOutcome(failed, sums, copied_bytes, seconds, message, corrupt=corrupt)

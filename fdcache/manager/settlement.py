@@ -45,6 +45,10 @@ def settle(
         else:
             loads = swap.purpose is SwapPurpose.LOAD
             source, target = (host, device) if loads else (device, host)
+            corrupt = swap.src_block_ids[flight.corrupt[swap.purpose]]
+            if len(corrupt):
+                source.discard(corrupt)  # while it is held still; nobody is to load these bytes again
+                counters.blocks_corrupt_in_host += len(corrupt)
             arrived = target.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
             source.unhold(swap.src_block_ids)
         flight.copied[swap.purpose] = arrived

@@ -89,6 +89,7 @@ class Counters(msgspec.Struct):
     blocks_prefetched: int = 0
     blocks_requested_from_storage: int = 0
     blocks_corrupt_in_storage: int = 0
+    blocks_corrupt_in_host: int = 0
     stores_dropped: int = 0
     prefetches_shared: int = 0
     prefetches_timed_out: int = 0

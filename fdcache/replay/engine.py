@@ -124,7 +124,7 @@ class _Run:
         if not self._has_storage:
             return
         nothing = np.empty((6, 0), dtype=np.int32)
-        self._ranks.send(StepOrder(None, nothing, nothing[0]))
+        self._ranks.send(StepOrder([], nothing, nothing[0]))
         scans = [result.scan for result in self._ranks.receive() if result.scan is not None]
         if scans:
             self.tally.storage_restored = self._manager.restore_storage(scans)

@@ -21,6 +21,7 @@ from fdcache.devices.base import (
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array
+from fdcache.settings.transfer import TransferSettings, Verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class LoadFaults:
 class FaultyDevice(CpuDevice):
     """A CPU device that leaves some blocks of some loads half copied, and says so as a device would."""
 
-    def __init__(self, faults: LoadFaults, layout: KVLayout, rank: int, *, copy_threads: int = 1) -> None:
-        super().__init__(copy_threads=copy_threads)
+    def __init__(self, faults: LoadFaults, layout: KVLayout, rank: int, transfer: TransferSettings) -> None:
+        super().__init__(copy_threads=transfer.copy_threads, verify=transfer.verify is Verify.ALL)
         self._rate = faults.rate
         self._random = np.random.default_rng((faults.seed, rank))
         self._layers = [plane.layer for plane in layout.planes]

@@ -14,7 +14,7 @@ from fdcache.replay.faults import FaultyDevice, LoadFaults
 from fdcache.replay.messages import StepOrder, StepResult
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.storage_tier import StorageTierSettings
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.transfer import TransferSettings, Verify
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
 
@@ -46,18 +46,16 @@ class RankWorker:
 
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
         layout = spec.layout
-        device = (
-            FaultyDevice(spec.faults, layout, rank, copy_threads=spec.transfer.copy_threads)
-            if spec.faults.rate
-            else None
-        )
+        device = FaultyDevice(spec.faults, layout, rank, spec.transfer) if spec.faults.rate else None
         self._verify_every = spec.verify_every
         self._layers = layout.total_layers
         self._controller = CacheController(spec.transfer, layout, rank=rank, device=device)
         tensors = self._controller.initialize_kv_cache(spec.device_blocks)
         if spec.host_blocks:
             self._controller.initialize_host_cache(spec.host_blocks)
-        context = ConnectorContext(layout, rank, spec.storage, spec.mooncake)
+        context = ConnectorContext(
+            layout, rank, spec.storage, spec.mooncake, verify=spec.transfer.verify is not Verify.OFF
+        )
         storage = open_storage(context) if spec.host_blocks else None
         self._scan = self._controller.initialize_storage(storage) if storage is not None else None
         self._model = PatternModel(

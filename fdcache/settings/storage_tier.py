@@ -15,14 +15,6 @@ class FsyncPolicy(StrEnum):
     ALWAYS = "always"
 
 
-class Verify(StrEnum):
-    """Which blocks are compared with their checksum."""
-
-    OFF = "off"
-    STORAGE = "storage"
-    ALL = "all"
-
-
 class PrefetchPolicy(StrEnum):
     """How long a request waits for blocks that are being read from storage."""
 
@@ -78,12 +70,6 @@ class StorageTierSettings(Group):
         "How long after its start one read or write begins no further block.",
         gt=0,
         unit="s",
-    )
-    verify: Verify = variable(
-        "FDCACHE_VERIFY",
-        Verify.STORAGE,
-        "Which blocks are compared with their checksum: off checks recovered blocks once, storage every read "
-        "from storage, all loads into the device too.",
     )
     prefetch_policy: PrefetchPolicy = variable(
         "FDCACHE_PREFETCH_POLICY",

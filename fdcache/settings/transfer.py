@@ -16,8 +16,9 @@ class SwapMethod(StrEnum):
 
 
 class Verify(StrEnum):
-    """Which bytes are checked against their record's checksum."""
+    """Which blocks are compared with their checksum."""
 
+    OFF = "off"
     STORAGE = "storage"
     ALL = "all"
 
@@ -68,7 +69,8 @@ class TransferSettings(Group):
     verify: Verify = variable(
         "FDCACHE_VERIFY",
         Verify.STORAGE,
-        "Which bytes are checked against their checksum: what is read from storage, or all loads too.",
+        "Which blocks are compared with their checksum: off checks what an earlier process left at its first read, "
+        "storage every read from storage, all loads into the device too.",
     )
     calibration_dir: HomePath = variable(
         "FDCACHE_CALIBRATION_DIR",

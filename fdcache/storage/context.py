@@ -6,19 +6,18 @@ from dataclasses import dataclass
 
 from fdcache.layout import KVLayout
 from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings, Verify
+from fdcache.settings.storage_tier import StorageTierSettings
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """What a connector is made from. ``rank`` None: for the scheduler, which only asks what exists."""
+    """What a connector is made from. ``rank`` None: for the scheduler, which only asks what exists.
+
+    ``verify``: whether every read is compared with its checksum.
+    """
 
     layout: KVLayout
     rank: int | None
     settings: StorageTierSettings
     mooncake: MooncakeSettings
-
-    @property
-    def verify(self) -> bool:
-        """Whether every read is compared with its checksum."""
-        return self.settings.verify is not Verify.OFF
+    verify: bool = True

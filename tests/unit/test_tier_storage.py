@@ -35,7 +35,7 @@ def path(first_slot: int, *numbers: int) -> list[tuple[int, bytes, bytes]]:
 
 def match(tier: _core.Tier, *numbers: int) -> list[int]:
     lease = tier.open_lease()
-    found = tier.match(lease, hashes(chain(*numbers))).slots.tolist()
+    found: list[int] = tier.match(lease, hashes(chain(*numbers))).slots.tolist()
     tier.release(lease)
     return found
 

@@ -1,0 +1,208 @@
+"""Throughput of the local storage tier beside fio and beside a file for each block.
+
+    python -m benchmarks.storage [FOLDER] [--megabytes 512] [--depth 16] [--rounds 3] [--record-kib 1024]
+
+All three move the same bytes with O_DIRECT, the same block size and the same number of requests in flight, on the
+same file system, by turns in one run. Of fio the better of libaio and psync threads counts. The store checks every
+record it reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from fdcache.layout import KVLayout
+from fdcache.settings.storage_tier import FsyncPolicy
+from fdcache.storage.conformance import HostRecords, path_of
+from fdcache.storage.connector import RecordBatch
+from fdcache.storage.slab import SlabStore
+
+_BATCH = 256
+PHASES = ("fill", "rewrite", "read")
+"""The first writes into a sparse file, writes over it, reads."""
+MIB = 1 << 20
+
+
+def layout_of(record_kib: int) -> KVLayout:
+    """A layout whose record has so many KiB: key and value planes of 64 KiB, or of half the record."""
+    plane_kib = min(64, record_kib // 2)
+    return KVLayout.uniform(
+        model="bench",
+        revision="1",
+        block_size=16,
+        kv_heads=plane_kib // 4,
+        head_dim=128,
+        dtype="bfloat16",
+        num_layers=record_kib // (2 * plane_kib),
+    )
+
+
+class Slab:
+    """The local storage."""
+
+    name = "fdcache"
+
+    def __init__(self, folder: Path, layout: KVLayout, blocks: int, depth: int) -> None:
+        self._records = HostRecords(layout, _BATCH)
+        self._hashes = path_of(_BATCH, "bench")
+        self._batch = self._records.fill(self._hashes)
+        self._blocks = blocks
+        # One thread of the store is kept free for reads, so that writes have ``depth`` of them.
+        size = blocks * (layout.record_bytes + 512) + MIB
+        self._store = SlabStore(
+            folder / "slab", layout, rank=0, size=size, fsync=FsyncPolicy.NEVER, threads=depth + 1
+        )
+
+    def _batches(self) -> list[RecordBatch]:
+        ones = np.ones(_BATCH, np.uint32)
+        return [
+            replace(self._batch, slots=np.arange(first, first + _BATCH, dtype=np.int32), generations=ones)
+            for first in range(0, self._blocks, _BATCH)
+        ]
+
+    def write(self) -> None:
+        for batch in self._batches():
+            if not self._store.put(batch, 600).ok.all():
+                raise SystemExit(self._store.stats().error)
+
+    def read(self) -> None:
+        for batch in self._batches():
+            if not self._store.get(batch, 600).ok.all():
+                raise SystemExit(self._store.stats().error)
+
+    def close(self) -> None:
+        self._store.close()
+        shutil.rmtree(self._store.path.parent)
+
+
+class FilePerBlock:
+    """What others do: every block a file of its own; here with O_DIRECT and threads, and without a checksum."""
+
+    name = "file per block"
+
+    def __init__(self, folder: Path, layout: KVLayout, blocks: int, depth: int) -> None:
+        self._folder = folder / "files"
+        self._folder.mkdir()
+        self._records = HostRecords(layout, _BATCH)
+        self._records.fill(path_of(_BATCH, "bench"))
+        self._views = [self._records.table.record(slot) for slot in range(_BATCH)]
+        self._blocks = blocks
+        self._threads = ThreadPoolExecutor(depth)
+
+    def _write_one(self, block: int) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT
+        fd = os.open(self._folder / f"{block:08x}.kv", flags, 0o600)
+        os.pwritev(fd, [self._views[block % _BATCH].data], 0)
+        os.close(fd)
+
+    def _read_one(self, block: int) -> None:
+        fd = os.open(self._folder / f"{block:08x}.kv", os.O_RDONLY | os.O_DIRECT)
+        os.preadv(fd, [self._views[block % _BATCH].data], 0)
+        os.close(fd)
+
+    def write(self) -> None:
+        for _ in self._threads.map(self._write_one, range(self._blocks)):
+            pass
+
+    def read(self) -> None:
+        for _ in self._threads.map(self._read_one, range(self._blocks)):
+            pass
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        shutil.rmtree(self._folder)
+
+
+def fio(folder: Path, record_bytes: int, nbytes: int, depth: int) -> dict[str, float]:
+    """Bytes a second of fio in each phase, by the better of two ways to keep ``depth`` requests in flight."""
+    share = nbytes // depth // record_bytes * record_bytes
+    ways = (
+        ("--ioengine=libaio", f"--iodepth={depth}", f"--size={nbytes}"),
+        ("--ioengine=psync", f"--numjobs={depth}", f"--size={share}", f"--offset_increment={share}"),
+    )
+    best = dict.fromkeys(PHASES, 0.0)
+    for way in ways:
+        for phase in PHASES:
+            kind = "read" if phase == "read" else "write"
+            best[phase] = max(best[phase], _fio(folder, kind, record_bytes, way))
+        (folder / "fio").unlink()
+    return best
+
+
+def _fio(folder: Path, kind: str, record_bytes: int, way: tuple[str, ...]) -> float:
+    done = subprocess.run(
+        [
+            *("fio", "--name=bench", f"--filename={folder / 'fio'}", f"--rw={kind}", f"--bs={record_bytes}"),
+            *("--direct=1", "--fallocate=none", "--thread", "--group_reporting", "--output-format=json"),
+            *way,
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return float(json.loads(done.stdout)["jobs"][0][kind]["bw_bytes"])
+
+
+def timed(action: Callable[[], None], nbytes: int) -> float:
+    begin = time.perf_counter()
+    action()
+    return nbytes / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=None)
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--depth", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--record-kib", type=int, default=1024)
+    options = parser.parse_args()
+    if shutil.which("fio") is None:
+        raise SystemExit("fio is not there; install it (Debian: apt-get install fio)")
+    layout = layout_of(options.record_kib)
+    blocks = options.megabytes * MIB // layout.record_bytes // _BATCH * _BATCH
+    nbytes = blocks * layout.record_bytes
+    speeds: dict[tuple[str, str], list[float]] = {}
+    folder = Path(tempfile.mkdtemp(prefix="fdcache-bench", dir=options.folder))
+    try:
+        for _ in range(options.rounds):
+            for phase, speed in fio(folder, layout.record_bytes, nbytes, options.depth).items():
+                speeds.setdefault(("fio", phase), []).append(speed)
+            for kind in (Slab, FilePerBlock):
+                store = kind(folder, layout, blocks, options.depth)
+                for phase in PHASES:
+                    speed = timed(store.read if phase == "read" else store.write, nbytes)
+                    speeds.setdefault((store.name, phase), []).append(speed)
+                store.close()
+    finally:
+        shutil.rmtree(folder)
+    print(f"{platform.node()} {platform.release()}, {os.cpu_count()} cores, {folder.parent}")
+    print(
+        f"records of {options.record_kib} KiB, {nbytes // MIB} MiB, depth {options.depth}, O_DIRECT, "
+        f"median of {options.rounds}"
+    )
+    print(f"{'MB/s, of fio':16}" + "".join(f"{phase:>10}{'':>8}" for phase in PHASES))
+    for name in ("fio", Slab.name, FilePerBlock.name):
+        cells = ""
+        for phase in PHASES:
+            speed = statistics.median(speeds[name, phase])
+            cells += f"{speed / 1e6:10.0f}{speed / statistics.median(speeds['fio', phase]):8.2f}"
+        print(f"{name:16}{cells}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""Manager and controller with storage between them: who waits, who shares, what a failure costs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fdcache import _core
+from fdcache.controller.cache_controller import CacheController
+from fdcache.errors import CacheNotReadyError, ConfigurationError, PlanError
+from fdcache.manager import Allocation, CacheManager, LoadStatus, MatchResult, MatchStatus, Request
+from fdcache.metadata import SwapPurpose, TransferPlan
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.settings.transfer import TransferSettings, Verify
+from fdcache.storage.connector import BatchResult, RecordBatch
+from fdcache.storage.slab import SlabStore
+from tests.storage_help import MIB, open_store, storage_layout
+
+LAYOUT = storage_layout()
+BLOCK = LAYOUT.block_size
+HOST_BLOCKS = 40
+
+
+class SlowStore(SlabStore):
+    """A disk that answers a read when it is told to."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reads: list[int] = []
+        super().__init__(*arguments, **options)
+
+    def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
+        self.reads.append(len(batch))
+        assert self.gate.wait(60)
+        return super().get(batch, timeout, cancel)
+
+
+class Engine:
+    """One rank in this process; it computes nothing, so blocks hold what the device planes held."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
+        verify: Verify = Verify.STORAGE,
+    ) -> None:
+        self.now = 0.0
+        storage = StorageTierSettings(
+            connector="local",
+            directory=folder,
+            size=4 * MIB,
+            prefetch_policy=policy,
+            prefetch_timeout=1.0,
+            retry_after=0.0,
+        )
+        cache = CacheSettings(
+            device_blocks=30,
+            host_memory=HOST_BLOCKS * (LAYOUT.record_bytes + 128),
+            write_policy=WritePolicy.WRITE_THROUGH,
+        )
+        self.manager = CacheManager(cache, LAYOUT, storage=storage, clock=lambda: self.now)
+        self.controller = CacheController(TransferSettings(verify=verify), LAYOUT)
+        self.tensors = self.controller.initialize_kv_cache(30)
+        self.controller.initialize_host_cache(self.manager.num_host_blocks)
+        self.store = SlowStore(folder, LAYOUT, rank=0, size=4 * MIB, threads=2, retry_after=0.0)
+        scan = self.controller.initialize_storage(self.store)
+        assert scan is not None
+        self.restored = self.manager.restore_storage([scan])
+        self.plans: list[TransferPlan] = []
+
+    def send(self) -> list[TransferPlan]:
+        plans = self.manager.take_plans()
+        for plan in plans:
+            self.plans.append(plan)
+            self.controller.submit_swap_tasks(plan)
+        return plans
+
+    def settle(self) -> None:
+        """Send and apply until nothing is left to copy."""
+        for _ in range(500):
+            plans = self.send()
+            reports = self.controller.wait_reports(30)
+            self.manager.apply(reports)
+            if not plans and not reports:
+                return
+        raise AssertionError("copies never end")
+
+    def compute(self, request: Request, tokens: int) -> None:
+        """Fill the request's blocks on the device with what follows from their place in the path."""
+        for index, slot in enumerate(request.block_table.tolist()):
+            for tensor in self.tensors:
+                tensor[slot] = (index * 7 + request._prompt[0]) % 251
+        self.manager.commit([(request, tokens)])
+
+    def match(self, request: Request) -> MatchResult:
+        return self.manager.match_prefix([request])[0]
+
+    def allocate(self, request: Request) -> Allocation:
+        return self.manager.allocate_device_blocks([(request, request.num_tokens)])[0]
+
+    def run(self, name: str, tokens: list[int]) -> MatchResult:
+        """A whole request, waiting as long as the match is deferred."""
+        request = Request(name, tokens)
+        match = self.match(request)
+        while match.status is MatchStatus.DEFERRED:
+            self.send()
+            self.manager.apply(self.controller.wait_reports(30))
+            match = self.match(request)
+        assert self.allocate(request).ok
+        self.settle()
+        self.check(request, match.num_cached_tokens // BLOCK)
+        self.compute(request, len(tokens))
+        self.manager.request_finish([request])
+        self.settle()
+        self.manager.check_integrity()
+        return match
+
+    def check(self, request: Request, cached: int) -> None:
+        for index, slot in enumerate(request.block_table[:cached].tolist()):
+            expected = (index * 7 + request._prompt[0]) % 251
+            for tensor in self.tensors:
+                assert (tensor[slot] == expected).all(), f"block {index} holds something else"
+
+    def close(self) -> None:
+        self.store.gate.set()
+        self.settle()
+        self.manager.check_integrity()
+        stats = self.manager.get_stats()
+        for tier in (stats.device, stats.host, stats.storage):
+            assert tier is not None
+            assert tier.pins == tier.holds == tier.leases == 0
+            assert tier.writing == tier.quarantined
+        self.controller.shutdown()
+
+
+def tokens_of(first: int, blocks: int) -> list[int]:
+    return [first] * (blocks * BLOCK + 1)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A folder with a path of 8 blocks that begins with token 1."""
+    engine = Engine(tmp_path)
+    engine.run("first", tokens_of(1, 8))
+    assert engine.manager.get_stats().counters.blocks_stored == 8
+    engine.close()
+    return tmp_path
+
+
+@pytest.fixture
+def engine(stored: Path) -> Iterator[Engine]:
+    engine = Engine(stored)
+    assert engine.restored == 8
+    yield engine
+    engine.close()
+
+
+def counters(engine: Engine) -> Any:
+    return engine.manager.get_stats().counters
+
+
+def test_a_cold_process_gets_its_blocks_from_storage_with_their_bytes(engine: Engine) -> None:
+    match = engine.run("again", tokens_of(1, 8))
+    assert (match.num_device_blocks, match.num_host_blocks, match.num_storage_blocks) == (0, 0, 8)
+    assert counters(engine).storage_hit_tokens == 8 * BLOCK
+    match = engine.run("warm", tokens_of(1, 8))
+    assert (match.num_device_blocks, match.num_storage_blocks) == (8, 0)
+
+
+def test_prefetch_at_arrival_needs_no_wait_at_the_match(engine: Engine) -> None:
+    request = Request("early", tokens_of(1, 8))
+    engine.manager.prefetch([request])
+    engine.settle()
+    match = engine.match(request)
+    assert match.status is MatchStatus.MATCHED
+    assert match.num_storage_blocks == 8
+    engine.manager.request_finish([request])
+
+
+def test_two_requests_share_one_read(engine: Engine) -> None:
+    engine.store.gate.clear()
+    requests = [Request(f"r{i}", tokens_of(1, 8)) for i in range(3)]
+    for request in requests:
+        assert engine.match(request).status is MatchStatus.DEFERRED
+        engine.send()
+    engine.store.gate.set()
+    engine.settle()
+    for request in requests:
+        match = engine.match(request)
+        assert match.status is MatchStatus.MATCHED
+        assert match.num_storage_blocks == 8
+    assert engine.store.reads == [8]
+    assert counters(engine).prefetches_shared == 2
+    engine.manager.request_finish(requests)
+
+
+def test_a_cancelled_request_takes_back_its_read_when_nobody_else_wants_it(engine: Engine) -> None:
+    engine.store.gate.clear()
+    other = Request("other", tokens_of(1, 2))
+    request = Request("gone", tokens_of(1, 8))
+    engine.manager.prefetch([other])
+    engine.send()
+    engine.manager.request_finish([other])
+    engine.manager.prefetch([request])
+    engine.send()
+    engine.manager.request_finish([request])
+    engine.send()
+    engine.store.gate.set()
+    engine.settle()
+    assert sum(len(plan.cancelled) for plan in engine.plans) >= 1
+    assert counters(engine).blocks_prefetched < 8
+    assert engine.run("later", tokens_of(1, 8)).num_storage_blocks >= 6
+
+
+def test_best_effort_waits_for_nothing(stored: Path) -> None:
+    engine = Engine(stored, policy=PrefetchPolicy.BEST_EFFORT)
+    engine.store.gate.clear()
+    request = Request("hurry", tokens_of(1, 8))
+    engine.manager.prefetch([request])
+    engine.send()
+    match = engine.match(request)
+    assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
+    assert engine.allocate(request).ok
+    engine.store.gate.set()
+    engine.settle()
+    engine.compute(request, request.num_tokens)
+    engine.manager.request_finish([request])
+    engine.close()
+
+
+def test_timeout_waits_for_its_budget_and_no_longer(stored: Path) -> None:
+    engine = Engine(stored, policy=PrefetchPolicy.TIMEOUT)
+    engine.store.gate.clear()
+    request = Request("patient", tokens_of(1, 8))
+    assert engine.match(request).status is MatchStatus.DEFERRED
+    engine.send()
+    engine.now = 0.9
+    assert engine.match(request).status is MatchStatus.DEFERRED
+    engine.now = 2.0
+    match = engine.match(request)
+    assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
+    assert counters(engine).prefetches_timed_out == 1
+    engine.manager.request_finish([request])
+    engine.close()
+
+
+def test_the_first_corrupt_block_ends_the_run_and_the_rest_is_computed(engine: Engine) -> None:
+    block = engine.store._superblock
+    with engine.store.path.open("r+b") as file:
+        file.seek(block.record_offset + 5 * block.record_bytes)
+        file.write(b"\xde\xad")
+    match = engine.run("damaged", tokens_of(1, 8))
+    assert match.num_storage_blocks == 5
+    assert counters(engine).blocks_corrupt_in_storage == 1
+    storage = engine.manager.get_stats().storage
+    assert storage is not None
+    assert storage.quarantined == 1
+    engine.settle()
+    assert counters(engine).blocks_stored == 3, "what was recomputed is stored anew, elsewhere"
+
+
+def test_a_read_begins_where_the_host_ends_though_the_device_has_more(engine: Engine) -> None:
+    engine.run("warm", tokens_of(1, 4))
+    assert engine.manager._host is not None
+    engine.manager._host.reset()
+    match = engine.run("longer", tokens_of(1, 8))
+    assert match.num_device_blocks == 4
+    assert match.num_storage_blocks == 4
+    assert engine.manager._host.stats().ready == 8
+
+
+def test_a_reset_forgets_the_files_too(engine: Engine) -> None:
+    assert engine.manager.reset_cache() == 8
+    engine.settle()
+    assert engine.run("again", tokens_of(1, 8)).num_cached_tokens == 0
+    assert engine.manager.reset_cache() > 0
+    engine.settle()
+    engine.controller.wait_reports(0)
+    engine.close()
+    assert len(open_store(engine.store.path.parent, LAYOUT).scan().slots) == 0
+
+
+def test_nothing_is_read_or_written_before_the_files_are_taken_up(stored: Path) -> None:
+    engine = Engine(stored)
+    engine.manager.worker_lost(0)
+    assert engine.run("blind", tokens_of(1, 8)).num_cached_tokens == 0
+    assert counters(engine).blocks_stored == 0
+    assert engine.manager.restore_storage([engine.store.scan()]) == 8
+    engine.manager._host.reset()  # type: ignore[union-attr]
+    engine.manager._device.reset()
+    assert engine.run("seeing", tokens_of(1, 8)).num_storage_blocks == 8
+    engine.close()
+
+
+def test_storage_without_a_host_tier_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="FDCACHE_HOST_MEMORY"):
+        CacheManager(
+            CacheSettings(device_blocks=4), LAYOUT, storage=StorageTierSettings(connector="local", size=MIB)
+        )
+
+
+def test_a_controller_without_storage_refuses_its_tasks(engine: Engine, tmp_path: Path) -> None:
+    request = Request("r", tokens_of(1, 8))
+    engine.manager.prefetch([request])
+    (plan,) = engine.manager.take_plans()
+    assert [swap.purpose for task in plan.storage for swap in task.swaps()] == [SwapPurpose.PREFETCH]
+    with CacheController(TransferSettings(), LAYOUT) as other:
+        other.initialize_kv_cache(30)
+        with pytest.raises(CacheNotReadyError, match="initialize_host_cache"):
+            other.initialize_storage(open_store(tmp_path / "none", LAYOUT))
+        other.initialize_host_cache(HOST_BLOCKS)
+        with pytest.raises(CacheNotReadyError, match="initialize_storage"):
+            other.submit_swap_tasks(plan)
+    engine.controller.submit_swap_tasks(plan)
+    engine.plans.append(plan)
+
+
+def test_scans_of_the_wrong_ranks_are_refused(engine: Engine) -> None:
+    with pytest.raises(PlanError, match="each of the 1 ranks"):
+        engine.manager.restore_storage([])
+
+
+def test_a_full_host_tier_reads_as_much_as_fits(engine: Engine) -> None:
+    engine.run("other", tokens_of(9, 20))
+    assert engine.run("again", tokens_of(1, 8)).num_storage_blocks == 8
+    assert np.count_nonzero(engine.store.reads) > 0
+
+
+def test_verify_all_refuses_host_bytes_that_changed_and_forgets_them(stored: Path) -> None:
+    engine = Engine(stored, verify=Verify.ALL)
+    first = Request("first", tokens_of(1, 8))
+    engine.manager.prefetch([first])
+    engine.settle()
+    arena = engine.controller.host_arena
+    assert arena is not None
+    changed = next(slot for slot in range(HOST_BLOCKS) if arena.table.header(slot).state == 2)
+    arena.table.record(changed)[LAYOUT.planes[-1].offset] ^= 1
+    assert engine.match(first).num_cached_tokens == 8 * BLOCK
+    assert engine.allocate(first).ok
+    engine.send()
+    (outcome,) = engine.manager.apply(engine.controller.wait_reports(30))
+    assert outcome.status is LoadStatus.FAILED
+    assert "checksum" in str(outcome.error_message)
+    assert counters(engine).blocks_corrupt_in_host == 1
+    engine.settle()
+    engine.compute(first, first.num_tokens)
+    engine.manager.request_finish([first])
+    engine.close()
