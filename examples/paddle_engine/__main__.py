@@ -82,7 +82,9 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, each a process")
     parser.add_argument("--write-policy", default=engine.write_policy)
-    parser.add_argument("--storage", type=Path, metavar="DIR", help="a folder that keeps blocks from run to run")
+    parser.add_argument(
+        "--storage", type=Path, metavar="DIR", help="a folder that keeps blocks from run to run"
+    )
     flags = parser.parse_args(arguments)
     demo = Demo(
         ModelConfig(
