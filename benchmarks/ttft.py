@@ -56,10 +56,13 @@ def timed(work: Callable[..., object], *arguments: object) -> float:
     return time.perf_counter() - start
 
 
-def first_tokens(shape: Shape, device: str, lengths: list[int], rounds: int) -> list[Row]:
-    """TTFT for each prompt length: computed, from the device, from the host.
+def first_tokens(
+    shape: Shape, device: str, lengths: list[int], rounds: int, storage: Path | None
+) -> list[Row]:
+    """TTFT for each prompt length: computed, from the device, from the host, and from storage where there is a folder
+    for it.
 
-    "tokens equal" counts prompts whose first token is the same all three ways; chunks of other shapes round bfloat16
+    "tokens equal" counts prompts whose first token is the same all ways; chunks of other shapes round bfloat16
     otherwise, so on random weights a few may differ.
 
     The goal for the host: at most 1.15 times the bytes over the link's bandwidth, plus the step that a device hit
@@ -72,11 +75,13 @@ def first_tokens(shape: Shape, device: str, lengths: list[int], rounds: int) -> 
         device_blocks=blocks,
         host_blocks=2 * blocks,
         max_positions=max(lengths) + shape.block_size,
+        storage=storage,
     )
     link = link_bandwidth(device, min(server.layout.payload_bytes * blocks, 1 << 30))
     rows = []
     for length in lengths:
-        seconds: dict[str, list[float]] = {"computed": [], "device": [], "host": []}
+        tiers = ("computed", "device", "host", "storage") if storage else ("computed", "device", "host")
+        seconds: dict[str, list[float]] = {tier: [] for tier in tiers}
         equal = 0
         for seed in range(rounds + 1):  # the first round warms up
             server.manager.reset_cache()
@@ -85,6 +90,8 @@ def first_tokens(shape: Shape, device: str, lengths: list[int], rounds: int) -> 
             for tier, measured in seconds.items():
                 if tier == "host":
                     server.forget_device()
+                if tier == "storage":
+                    server.forget_all_but_storage()
                 elapsed, token = server.first_token(text)
                 said.append(token)
                 if seed:
@@ -349,6 +356,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--part", action="append", choices=["ttft", "decode", "overhead"])
+    parser.add_argument(
+        "--storage", type=Path, metavar="DIR", help="a folder on a local disk, for the storage tier"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     flags = parser.parse_args(arguments)
@@ -356,7 +366,7 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, Any] = {"shape": shape.name, "device": _name(device)}
     with torch.inference_mode():
         if "ttft" in parts:
-            found["ttft"] = first_tokens(shape, device, flags.lengths, flags.rounds)
+            found["ttft"] = first_tokens(shape, device, flags.lengths, flags.rounds, flags.storage)
             show("time to first token", found["ttft"])
             if flags.plot:
                 plot(found["ttft"], flags.plot)

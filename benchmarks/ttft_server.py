@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,11 @@ from fdcache import (
     TransferSettings,
 )
 from fdcache.metadata import SLOT_HEADER_BYTES
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.connector import PlacedStorage
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.factory import open_storage
 
 Tokens = NDArray[np.int64]
 PREFILL_CHUNK = 8192
@@ -39,16 +45,27 @@ class Server:
         host_blocks: int,
         max_positions: int,
         write_policy: str = "write_through",
+        storage: Path | None = None,
     ) -> None:
         self.shape = shape
         self.layout = shape.layout()
         self.torch_device = device
-        settings = CacheSettings(
+        self._settings = CacheSettings(
             device_blocks=device_blocks,
             host_memory=host_blocks * (self.layout.record_bytes + SLOT_HEADER_BYTES),
             write_policy=write_policy,
         )
-        self.manager = CacheManager(settings, self.layout)
+        self._storage_tier = StorageTierSettings()
+        if storage:
+            size = 4 * host_blocks * self.layout.record_bytes
+            self._storage_tier = StorageTierSettings(
+                connector="local",
+                directory=storage,
+                size=size,
+                prefetch_policy="wait_complete",
+                timeout=300.0,
+            )
+        self.manager = CacheManager(self._settings, self.layout, storage=self._storage_tier)
         self.controller = CacheController(TransferSettings(), self.layout, device=_fdcache_device(device))
         planes = [
             torch.zeros((device_blocks, *plane.shape), dtype=torch.bfloat16, device=device)
@@ -57,6 +74,10 @@ class Server:
         self.controller.register_kv_cache(planes)
         if host_blocks:
             self.controller.initialize_host_cache(host_blocks)
+        context = ConnectorContext(self.layout, 0, self._storage_tier, MooncakeSettings())
+        self._storage = open_storage(context)
+        if self._storage and (scan := self.controller.initialize_storage(self._storage)):
+            self.manager.restore_storage([scan])
         self.model = Model(shape, device, planes, max_positions)
         self.stream: Any = torch.cuda.current_stream() if device == "cuda" else None
         self._names = 0
@@ -67,12 +88,13 @@ class Server:
             torch.cuda.synchronize()
 
     def request(self, prompt: Tokens) -> Request:
-        """A new request, matched."""
+        """A new request, matched; it waits until what storage has of it is read."""
         self._names += 1
         request = Request(str(self._names), prompt)
-        result = self.manager.match_prefix([request])[0]
-        if result.status is not MatchStatus.MATCHED:
-            raise RuntimeError("the match was deferred, although nothing is under way")
+        self.manager.prefetch([request])
+        while self.manager.match_prefix([request])[0].status is not MatchStatus.MATCHED:
+            self.submit()
+            self.collect(wait=True)
         return request
 
     def allocate(self, request: Request, num_tokens: int) -> None:
@@ -131,7 +153,7 @@ class Server:
         while True:
             self.submit()
             stats = self.manager.get_stats()
-            if not stats.plans_in_flight and not stats.queued_backups:
+            if not (stats.plans_in_flight or stats.queued_backups or stats.queued_stores):
                 return
             self.collect(wait=True)
 
@@ -139,6 +161,12 @@ class Server:
         """Empty the device tier; the host tier stays."""
         self.manager.sleep()
         self.manager.wakeup()
+
+    def forget_all_but_storage(self) -> None:
+        """What a new process finds: the blocks in storage."""
+        assert isinstance(self._storage, PlacedStorage)
+        self.manager = CacheManager(self._settings, self.layout, storage=self._storage_tier)
+        self.manager.restore_storage([self._storage.scan()])
 
     def close(self) -> None:
         """Wait for copies and free everything."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fdcache.metadata import TransferPlan, TransferReport, TransferResult
+from fdcache.metadata import StorageTask, SwapPurpose, TransferPlan, TransferReport, TransferResult
 
 BLOCK = 4
 
@@ -65,7 +65,7 @@ def fd_request(
     )
 
 
-def report_of(plan: TransferPlan, failed: Sequence[int] = ()) -> TransferReport:
+def report_of(plan: TransferPlan | StorageTask, failed: Sequence[int] = ()) -> TransferReport:
     """Rank 0's report of a plan; the loads at these positions failed."""
     return TransferReport(
         plan_id=plan.plan_id,
@@ -73,7 +73,7 @@ def report_of(plan: TransferPlan, failed: Sequence[int] = ()) -> TransferReport:
         results=tuple(
             TransferResult(
                 purpose=swap.purpose,
-                failed=np.array(failed if swap is plan.loads else [], np.int32),
+                failed=np.array(failed if swap.purpose is SwapPurpose.LOAD else [], np.int32),
                 checksums=np.empty(0, np.uint64),
                 copied_bytes=0,
                 seconds=0.0,

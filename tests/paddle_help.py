@@ -61,6 +61,9 @@ class Server:
         )
         self.worker = Worker(model, engine, cached=cached, device=device)
         self.worker.logits = {}
+        self.restored = 0
+        if isinstance(self.cache, FdcacheBlocks):
+            self.restored = self.cache.restore(self.worker.storage_scans())
         self.drafts: dict[tuple[str, int], int] = {}
         self.accepted_drafts = 0
         self.engine = Engine(engine, self.cache, self)
@@ -95,15 +98,16 @@ class Server:
         """Run to the end and let every copy be reported."""
         self.engine.run()
         if isinstance(self.cache, FdcacheBlocks):
-            while (
-                self.cache.manager.get_stats().plans_in_flight
-                or self.cache.manager.get_stats().queued_backups
-            ):
+            while self._is_busy():
                 self.engine.step()
             self.cache.manager.check_integrity()
             stats = self.cache.manager.get_stats()
             for tier in filter(None, (stats.device, stats.host)):
                 assert (tier.pins, tier.holds, tier.leases, tier.writing) == (0, 0, 0, 0)
+
+    def _is_busy(self) -> bool:
+        stats = self.fdcache.manager.get_stats()
+        return bool(stats.plans_in_flight or stats.queued_backups or stats.queued_stores)
 
     def close(self) -> None:
         self.worker.shutdown()

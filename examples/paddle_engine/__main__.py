@@ -34,6 +34,8 @@ class Demo:
     def run(self, cache: FreshBlocks | FdcacheBlocks, reference: Run | None = None) -> Run:
         """Serve the traffic; later turns quote the answers of ``reference``, so that both runs see equal prompts."""
         workers = self.workers(cached=isinstance(cache, FdcacheBlocks))
+        if isinstance(cache, FdcacheBlocks):
+            cache.restore(workers.storage_scans())
         warm_up = Engine(self.engine, FreshBlocks(self.engine), workers)
         warm_up.submit(Prompt("warm-up", [0] * self.engine.step_tokens, max_tokens=4))
         warm_up.run()
@@ -80,6 +82,9 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks, each a process")
     parser.add_argument("--write-policy", default=engine.write_policy)
+    parser.add_argument(
+        "--storage", type=Path, metavar="DIR", help="a folder that keeps blocks from run to run"
+    )
     flags = parser.parse_args(arguments)
     demo = Demo(
         ModelConfig(
@@ -102,6 +107,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
             grid=0 if flags.ordinary else engine.grid,
             ranks=flags.ranks,
             write_policy=flags.write_policy,
+            storage=flags.storage,
         ),
         Traffic.generate(
             flags.workload,

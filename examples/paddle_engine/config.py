@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from fdcache import KVLayout
+from fdcache.settings.storage_tier import StorageTierSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class EngineConfig:
     ``grid`` > 0 is deterministic mode: tokens are computed in padded chunks of ``grid`` rows, each at the row that its
     position has on that grid, so a token gets the same bits whatever was computed with it; reuse is cut to the grid,
     a multiple of ``split_kv``, the number of keys that attention reads at a time. 0: ordinary mode, all rows of
-    a step in one batch.
+    a step in one batch. ``storage``: a folder in which blocks outlive the process.
     """
 
     block_size: int = 16
@@ -89,7 +91,17 @@ class EngineConfig:
     split_kv: int = 16
     ranks: int = 1
     write_policy: str = "write_through"
+    storage: Path | None = None
 
     def __post_init__(self) -> None:
         if self.grid % self.split_kv:
             raise ValueError(f"grid: {self.grid} is not a multiple of split_kv {self.split_kv}")
+
+    @property
+    def storage_tier(self) -> StorageTierSettings:
+        """Local files for each rank, which a request waits for, or none."""
+        if self.storage is None:
+            return StorageTierSettings()
+        return StorageTierSettings(
+            connector="local", directory=self.storage, size="256MiB", prefetch_policy="wait_complete"
+        )

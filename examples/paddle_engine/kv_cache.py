@@ -20,7 +20,7 @@ from fdcache import (
     TransferPlan,
     TransferReport,
 )
-from fdcache.metadata import SLOT_HEADER_BYTES
+from fdcache.metadata import SLOT_HEADER_BYTES, StorageScan
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,20 @@ class FdcacheBlocks:
             reuse_grid=engine.grid,
             lookahead_tokens=model.draft_layers,
         )
-        self.manager = CacheManager(settings, layout)
+        self.manager = CacheManager(settings, layout, storage=engine.storage_tier)
         self._requests: dict[str, Request] = {}
 
+    def restore(self, scans: Sequence[StorageScan]) -> int:
+        """Take up what the ranks found in their storage; returns the number of blocks."""
+        return self.manager.restore_storage(scans) if scans else 0
+
     def admit(self, prompt: Prompt) -> int | None:
-        """Match the request; a deferred one waits for a block that somebody else is copying."""
+        """Match the request; a deferred one waits for a block that somebody else copies, or that comes from storage."""
         request = self._requests.get(prompt.name)
         if request is None:
             request = Request(prompt.name, list(prompt.tokens), multimodal=prompt.images)
             self._requests[prompt.name] = request
+            self.manager.prefetch([request])
         match = self.manager.match_prefix([request])[0]
         return match.num_cached_tokens if match.status is MatchStatus.MATCHED else None
 

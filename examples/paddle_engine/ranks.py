@@ -16,6 +16,7 @@ from examples.paddle_engine.batch import Chunk
 from examples.paddle_engine.config import EngineConfig, ModelConfig
 from examples.paddle_engine.worker import StepResult, Worker
 from fdcache import TransferPlan
+from fdcache.metadata import StorageScan
 
 _MOST_ROWS = 4096
 
@@ -65,6 +66,10 @@ class RankProcesses:
         """Rank 0's results; the reports of all ranks."""
         results: list[StepResult] = self._call("execute", list(plans), list(chunks))
         return StepResult(results[0].chunks, tuple(report for each in results for report in each.reports))
+
+    def storage_scans(self) -> list[StorageScan]:
+        """What the ranks' storage held at the start."""
+        return [scan for scans in self._call("storage_scans") for scan in scans]
 
     def update_weights(self, seed: int) -> None:
         """Other weights on every rank."""

@@ -18,6 +18,10 @@ from examples.paddle_engine.sampling import Sample, sample
 from fdcache import CacheController, TransferPlan, TransferReport, TransferSettings
 from fdcache.devices.base import Device
 from fdcache.integrations.paddle import allocate_planes, current_device
+from fdcache.metadata import StorageScan
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.factory import open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class Worker:
         self._kv = PagedKV(layout, planes)
         self.logits: dict[tuple[str, int], NDArray[np.float32]] | None = None
         self.controller: CacheController | None = None
+        self._scan: StorageScan | None = None
         if cached:
             self.controller = CacheController(
                 TransferSettings(), layout, rank=rank, device=device or current_device()
@@ -70,6 +75,9 @@ class Worker:
             self.controller.register_kv_cache(planes)
             if engine.host_blocks:
                 self.controller.initialize_host_cache(engine.host_blocks)
+            context = ConnectorContext(layout, rank, engine.storage_tier, MooncakeSettings())
+            if storage := open_storage(context):
+                self._scan = self.controller.initialize_storage(storage)
 
     def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
         """Copy what the plans say and compute the chunks, each layer as soon as its blocks are there."""
@@ -97,6 +105,10 @@ class Worker:
             for chunk, samples, draft in zip(chunks, accepted, drafts, strict=True)
         )
         return StepResult(results, self._reports(wait=not chunks))
+
+    def storage_scans(self) -> list[StorageScan]:
+        """What this rank's storage held at the start; nothing without storage."""
+        return [self._scan] if self._scan else []
 
     def update_weights(self, seed: int) -> None:
         """Other weights; whatever is cached belongs to the old ones."""

@@ -9,7 +9,8 @@ from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.errors import LayerSwapTimeoutError
 from fdcache.integrations.fastdeploy_config import layout_from_config, settings_from_config
 from fdcache.integrations.fastdeploy_controller import CacheController
-from fdcache.integrations.fastdeploy_manager import CacheManager, MatchedPrefix
+from fdcache.integrations.fastdeploy_manager import CacheManager
+from fdcache.integrations.fastdeploy_requests import MatchedPrefix
 
 __all__ = [
     "CacheController",

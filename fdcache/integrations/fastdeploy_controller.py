@@ -12,8 +12,9 @@ from fdcache.devices.base import Device
 from fdcache.errors import CacheNotReadyError, LayoutError, UnsupportedCallError
 from fdcache.integrations.fastdeploy_config import layout_from_config, num_host_blocks
 from fdcache.layout import KVLayout, Plane
-from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
+from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.transfer import TransferSettings
+from fdcache.storage.connector import BlockStorage
 
 Allocate = Callable[[KVLayout, int], Sequence[Any]]
 
@@ -84,6 +85,10 @@ class CacheController:
         blocks = num_host_blocks(self.config)
         if blocks and self.core.host_arena is None:
             self.core.initialize_host_cache(blocks)
+
+    def initialize_storage(self, storage: BlockStorage) -> StorageScan | None:
+        """Use this rank's storage from now on; the scan goes to ``CacheManager.core.restore_storage``."""
+        return self.core.initialize_storage(storage)
 
     def get_kv_caches(self) -> dict[str, Any]:
         """The tensors by name: kind, layer, rank and device."""
@@ -188,7 +193,10 @@ class CacheController:
     def free_cache(self, clear_storage: bool = False) -> None:
         """Give up device tensors and host cache, after the copies in flight."""
         if clear_storage:
-            raise UnsupportedCallError("storage is cleared with fdcache's own calls, see docs/migration.md")
+            raise UnsupportedCallError(
+                "a worker does not clear storage that others' indexes name; CacheManager.reset_cache() forgets it on "
+                "all ranks"
+            )
         self.core.free_cache()
         self._tensors.clear()
         self._ready = False

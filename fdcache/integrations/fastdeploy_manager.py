@@ -3,56 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any, Never
 
 import numpy as np
 
 from fdcache.errors import RequestStateError, UnsupportedCallError
-from fdcache.hashing import MultimodalItem
 from fdcache.integrations.fastdeploy_config import layout_from_config, settings_from_config
+from fdcache.integrations.fastdeploy_requests import MatchedPrefix, Served, images_of, tokens_of
 from fdcache.layout import KVLayout
 from fdcache.manager.cache_manager import CacheManager as Manager
 from fdcache.manager.requests import Request
-from fdcache.manager.results import LoadOutcome, MatchStatus
-from fdcache.metadata import BlockNode, CacheLevel, TransferPlan, TransferReport
+from fdcache.manager.results import AllocationFailure, LoadOutcome, MatchStatus
+from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
-
-
-@dataclass(frozen=True, slots=True)
-class MatchedPrefix:
-    """What ``match_prefix`` leaves in ``request._match_result``; the path is device blocks, then host blocks."""
-
-    device_nodes: list[BlockNode] = field(default_factory=list)
-    matched_host_nums: int = 0
-    matched_storage_nums: int = 0
-    uncached_block_ids: list[int] = field(default_factory=list)
-
-    @property
-    def device_block_ids(self) -> list[int]:
-        """The device blocks that the request may use at once, in path order."""
-        return [node.block_id for node in self.device_nodes]
-
-    @property
-    def matched_device_nums(self) -> int:
-        """Blocks found on the device."""
-        return len(self.device_nodes)
-
-    @property
-    def total_matched_blocks(self) -> int:
-        """Blocks found in all tiers."""
-        return self.matched_device_nums + self.matched_host_nums + self.matched_storage_nums
-
-
-@dataclass(slots=True, eq=False)
-class _Served:
-    """An engine request and the cache's view of it; ``outputs`` of its generated tokens are known to the cache."""
-
-    engine_request: Any
-    request: Request
-    outputs: int
-    has_blocks: bool = False
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.connector import StorageConnector
 
 
 class CacheManager:
@@ -68,13 +34,16 @@ class CacheManager:
         *,
         layout: KVLayout | None = None,
         settings: CacheSettings | None = None,
+        storage: StorageTierSettings | None = None,
+        lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         layout = layout or layout_from_config(config)
         self.config = config
-        self.core = Manager(settings or settings_from_config(config, layout), layout, clock=clock)
+        settings = settings or settings_from_config(config, layout)
+        self.core = Manager(settings, layout, storage=storage, lookup=lookup, clock=clock)
         self.block_size = layout.block_size
-        self._served: dict[str, _Served] = {}
+        self._served: dict[str, Served] = {}
 
     def is_initialized(self) -> bool:
         """Whether the manager can be used: always, once it is made."""
@@ -135,12 +104,15 @@ class CacheManager:
         """Pin the longest cached prefix; the result is ``request._match_result``.
 
         The request is the engine's: ``request_id``, ``prompt_token_ids``, ``output_token_ids`` and
-        ``multimodal_inputs`` are read. ``skip_storage`` has no effect: storage is read ahead of the match.
+        ``multimodal_inputs`` are read. Without ``skip_storage`` a read from storage begins, if none has.
         """
         served = self._begin(request, use_cache=True)
+        if not skip_storage:
+            self.core.prefetch([served.request])
         result = self.core.match_prefix([served.request])[0]
-        if result.status is not MatchStatus.MATCHED:
-            request._match_result = MatchedPrefix()
+        served.matched = result.status is MatchStatus.MATCHED
+        if not served.matched:
+            request._match_result = MatchedPrefix(deferred=True)
             return
         found = self.core.find_blocks(served.request)[CacheLevel.DEVICE]
         request._match_result = MatchedPrefix(
@@ -148,6 +120,11 @@ class CacheManager:
             matched_host_nums=result.num_host_blocks,
             matched_storage_nums=result.num_storage_blocks,
         )
+
+    def prefetch_storage(self, request: Any) -> bool:
+        """Begin to read from storage what a request that has arrived will need; False without storage."""
+        self.core.prefetch([self._begin(request, use_cache=True).request])
+        return CacheLevel.STORAGE in self.core.get_memory_usage()
 
     def allocate_device_blocks(self, request: Any, num_blocks: int) -> list[int]:
         """``num_blocks`` more blocks for the request's table, those to be loaded first; [] when there is no room.
@@ -158,11 +135,14 @@ class CacheManager:
         served = self._served.get(request.request_id)
         if served is None:
             served = self._begin(request, use_cache=False)
-            self.core.match_prefix([served.request])
+            served.matched = self.core.match_prefix([served.request])[0].status is MatchStatus.MATCHED
+        if not served.matched:
+            return []
         self._publish(served)
         covered = (len(served.request.block_table) + num_blocks) * self.block_size
         allocation = self.core.allocate_device_blocks([(served.request, covered)])[0]
         served.has_blocks |= allocation.ok
+        served.matched = allocation.failure is not AllocationFailure.DEFERRED
         return [int(block) for block in allocation.block_ids]
 
     allocate_gpu_blocks = allocate_device_blocks
@@ -174,27 +154,33 @@ class CacheManager:
             self._publish(served)
             self.core.request_finish([served.request])
 
-    def _begin(self, request: Any, *, use_cache: bool) -> _Served:
+    def _begin(self, request: Any, *, use_cache: bool) -> Served:
         known = self._served.get(request.request_id)
         if known is not None and known.has_blocks:
             raise RequestStateError(
                 f"request {request.request_id!r} is running; request_finish comes before it is matched again"
             )
+        if (
+            known is not None
+            and not known.matched
+            and known.outputs == len(tokens_of(request.output_token_ids))
+        ):
+            return known  # waiting still, perhaps for storage
         if known is not None:
             self.core.request_finish([known.request])
-        outputs = _tokens(request.output_token_ids)
-        tokens = np.concatenate([_tokens(request.prompt_token_ids), outputs])
-        served = _Served(
+        outputs = tokens_of(request.output_token_ids)
+        tokens = np.concatenate([tokens_of(request.prompt_token_ids), outputs])
+        served = Served(
             request,
-            Request(request.request_id, tokens, multimodal=_images(request), use_cache=use_cache),
+            Request(request.request_id, tokens, multimodal=images_of(request), use_cache=use_cache),
             outputs=len(outputs),
         )
         self._served[request.request_id] = served
         return served
 
-    def _publish(self, served: _Served) -> None:
+    def _publish(self, served: Served) -> None:
         """Tell the cache what exists: a token that was sampled proves the KV of all before it, and of no other."""
-        outputs = _tokens(served.engine_request.output_token_ids)
+        outputs = tokens_of(served.engine_request.output_token_ids)
         new = outputs[served.outputs :]
         if len(new):
             served.request.append_tokens(new)
@@ -287,17 +273,3 @@ class CacheManager:
     allocate_host_blocks = free_device_blocks = free_host_blocks = _refuse
     free_all_device_blocks = free_all_host_blocks = offload_to_host = load_from_host = _refuse
     prepare_prefetch_metadata = write_cache_to_storage = _refuse
-
-
-def _tokens(tokens: Sequence[int] | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.asarray([] if tokens is None else tokens, np.int64)
-
-
-def _images(request: Any) -> tuple[MultimodalItem, ...]:
-    """The items of ``multimodal_inputs``: ``mm_positions`` (offset, length) and ``mm_hashes``, in order."""
-    inputs = getattr(request, "multimodal_inputs", None) or {}
-    positions, hashes = inputs.get("mm_positions") or [], inputs.get("mm_hashes") or []
-    return tuple(
-        MultimodalItem(int(position.offset), int(position.length), name)
-        for position, name in zip(positions, hashes, strict=True)
-    )

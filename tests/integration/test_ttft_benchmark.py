@@ -28,17 +28,34 @@ def test_all_parts_run_on_a_tiny_model(tmp_path: Path) -> None:
         "2",
     ]
     picture = tmp_path / "ttft.png"
-    assert ttft.main([*flags, "--context", "40", "--json", str(found), "--plot", str(picture)]) == 0
+    assert (
+        ttft.main(
+            [
+                *flags,
+                "--context",
+                "40",
+                "--storage",
+                str(tmp_path),
+                "--json",
+                str(found),
+                "--plot",
+                str(picture),
+            ]
+        )
+        == 0
+    )
     data = json.loads(found.read_text())
     assert [row["prompt"] for row in data["ttft"]] == [64, 128]
-    assert all(row["host ms"] > 0 for row in data["ttft"])
+    assert all(row["host ms"] > 0 and row["storage ms"] > 0 for row in data["ttft"])
     assert data["decode"]["sequences"] == 2
     assert [row["policy"] for row in data["overhead"]] == ["write_through_selective", "write_through"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_hits_come_from_the_tier_that_they_are_named_after() -> None:
-    server = ttft.Server(ttft.TINY, "cpu", device_blocks=16, host_blocks=32, max_positions=200)
+def test_hits_come_from_the_tier_that_they_are_named_after(tmp_path: Path) -> None:
+    server = ttft.Server(
+        ttft.TINY, "cpu", device_blocks=16, host_blocks=32, max_positions=200, storage=tmp_path
+    )
     text = ttft.prompt(ttft.TINY, 100, 1)
     first = server.first_token(text)[1]
     assert server.first_token(text)[1] == first
@@ -46,6 +63,9 @@ def test_hits_come_from_the_tier_that_they_are_named_after() -> None:
     server.forget_device()
     assert server.first_token(text)[1] == first
     assert server.manager.get_stats().counters.host_hit_tokens == 96
+    server.forget_all_but_storage()
+    assert server.first_token(text)[1] == first
+    assert server.manager.get_stats().counters.storage_hit_tokens == 96
     server.close()
 
 

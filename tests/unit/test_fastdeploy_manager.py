@@ -5,12 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fdcache.errors import ConfigurationError, RequestStateError, UnsupportedCallError
+from fdcache.hashing import hash_blocks, root_hash
 from fdcache.integrations.fastdeploy import CacheManager, layout_from_config
-from fdcache.metadata import TransferPlan
+from fdcache.metadata import StorageScan, TransferPlan
 from fdcache.planes import PlaneKind
+from fdcache.settings.storage_tier import StorageTierSettings
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request, report_of
 
 
@@ -245,6 +248,41 @@ class TestRequests:
         run(manager, request)
         manager.request_finish(request)
         assert manager.num_free_device_blocks == manager.num_gpu_blocks
+
+
+class TestStorage:
+    def test_a_request_waits_for_its_blocks_and_gets_none_meanwhile(self) -> None:
+        settings = StorageTierSettings(connector="local", prefetch_policy="wait_complete", size="1MiB")
+        manager = CacheManager(fd_config(), storage=settings)
+        request = fd_request("a", 3 * BLOCK)
+        hashes = hash_blocks(
+            request.prompt_token_ids, BLOCK, parent=root_hash(layout_from_config(fd_config()).fingerprint)
+        )
+        parents = np.concatenate([np.zeros((1, 32), np.uint8), hashes[:-1]])
+        scan = StorageScan(
+            rank=0,
+            capacity=16,
+            slots=np.arange(3, dtype=np.int32),
+            generations=np.ones(3, np.uint32),
+            hashes=hashes,
+            parents=parents,
+            checksums=np.zeros(3, np.uint64),
+            written_ms=np.ones(3, np.uint64),
+        )
+        assert manager.core.restore_storage([scan]) == 3
+        assert manager.prefetch_storage(request)
+        manager.match_prefix(request, skip_storage=False)
+        assert request._match_result.deferred
+        assert manager.allocate_device_blocks(request, 3) == []
+        (plan,) = manager.issue_pending_backup_to_batch_request()
+        (task,) = plan.storage
+        manager.apply([report_of(task)])
+        manager.match_prefix(request)
+        assert (request._match_result.deferred, request._match_result.matched_storage_nums) == (False, 2)
+        assert len(manager.allocate_device_blocks(request, 4)) == 4
+
+    def test_without_storage_nothing_is_prefetched(self) -> None:
+        assert not make().prefetch_storage(fd_request("a", BLOCK))
 
 
 class TestWholeCache:

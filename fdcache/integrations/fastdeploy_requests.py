@@ -1,0 +1,68 @@
+"""What the stand-in keeps of FastDeploy's requests, and what it reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fdcache.hashing import MultimodalItem
+from fdcache.manager.requests import Request
+from fdcache.metadata import BlockNode
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedPrefix:
+    """What ``match_prefix`` leaves in ``request._match_result``; the path is device blocks, then host blocks.
+
+    ``deferred``: its blocks are still being read from storage; match it again in a later step.
+    """
+
+    device_nodes: list[BlockNode] = field(default_factory=list)
+    matched_host_nums: int = 0
+    matched_storage_nums: int = 0
+    uncached_block_ids: list[int] = field(default_factory=list)
+    deferred: bool = False
+
+    @property
+    def device_block_ids(self) -> list[int]:
+        """The device blocks that the request may use at once, in path order."""
+        return [node.block_id for node in self.device_nodes]
+
+    @property
+    def matched_device_nums(self) -> int:
+        """Blocks found on the device."""
+        return len(self.device_nodes)
+
+    @property
+    def total_matched_blocks(self) -> int:
+        """Blocks found in all tiers."""
+        return self.matched_device_nums + self.matched_host_nums + self.matched_storage_nums
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """An engine request and the cache's view of it; ``outputs`` of its generated tokens are known to the cache."""
+
+    engine_request: Any
+    request: Request
+    outputs: int
+    has_blocks: bool = False
+    matched: bool = False
+
+
+def tokens_of(tokens: Sequence[int] | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Token ids of any sequence, or none."""
+    return np.asarray([] if tokens is None else tokens, np.int64)
+
+
+def images_of(request: Any) -> tuple[MultimodalItem, ...]:
+    """The items of ``multimodal_inputs``: ``mm_positions`` (offset, length) and ``mm_hashes``, in order."""
+    inputs = getattr(request, "multimodal_inputs", None) or {}
+    positions, hashes = inputs.get("mm_positions") or [], inputs.get("mm_hashes") or []
+    return tuple(
+        MultimodalItem(int(position.offset), int(position.length), name)
+        for position, name in zip(positions, hashes, strict=True)
+    )
