@@ -109,7 +109,7 @@ def check(
 
 def diff(
     first: Annotated[
-        Path | None, typer.Argument(metavar="[A]", help="A dotenv file.", exists=True, dir_okay=False)
+        Path | None, typer.Argument(metavar="A", help="A dotenv file.", exists=True, dir_okay=False)
     ] = None,
     second: Annotated[
         Path | None,
