@@ -13,7 +13,8 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
 	PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
-demo: $(VENV)/.installed-plot  ## install, then a service, two engines one after the other and at once, and a look inside
+demo: $(VENV)/.installed-plot  ## install, the embedded cache on chat traffic, then a service with two engines and a look inside
+	$(BIN)/fdcache replay --workload chat
 	$(BIN)/python examples/node.py
 
 demo-paddle: $(VENV)/.installed-plot,paddle  ## a model on Paddle answers the same with and without the cache; exits 1 if not
