@@ -16,7 +16,7 @@ from fdcache.controller.process_guard import ProcessGuard
 from fdcache.controller.storage_transfers import StorageQueue, StorageTransfer
 from fdcache.controller.transfers import PlanExecution, Transfer, TransferQueue
 from fdcache.devices.base import Device, DevicePlanes, Event
-from fdcache.devices.cpu import CpuDevice, CpuEvent
+from fdcache.devices.cpu import CpuDevice, CpuEvent, wait_any_cpu_event
 from fdcache.errors import CacheNotReadyError, PlanError, StorageError, TransferTimeoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
@@ -251,7 +251,9 @@ class CacheController:
     def _wait_any(self, events: Sequence[Event], timeout: float | None) -> bool:
         """As the device's ``wait_any``; storage has events of its own, which another device does not know."""
         others = [event for event in events if not isinstance(event, CpuEvent)]
-        if not others or len(others) == len(events):
+        if not others:
+            return wait_any_cpu_event(events, timeout)
+        if len(others) == len(events):
             return self.device.wait_any(events, timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         while not any(event.query() for event in events):

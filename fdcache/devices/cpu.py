@@ -165,7 +165,7 @@ class CpuDevice:
 
     def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
         """Wait until one of the events is reached; whether one was."""
-        return _core.wait_any([_cpu_event(event).core for event in events], timeout)
+        return wait_any_cpu_event(events, timeout)
 
     def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None = None) -> Any:
         """A zero-filled tensor; NumPy's unless ``framework`` says otherwise."""
@@ -222,6 +222,11 @@ def _cpu_stream(stream: Stream) -> CpuStream:
     if not isinstance(stream, CpuStream):
         raise TypeError(f"expected a stream of the CPU device, got {type(stream).__name__}")
     return stream
+
+
+def wait_any_cpu_event(events: Sequence[Event], timeout: float | None = None) -> bool:
+    """Wait until one of the events, all of them ``CpuEvent``, is reached; whether one was."""
+    return _core.wait_any([_cpu_event(event).core for event in events], timeout)
 
 
 def _cpu_event(event: Event) -> CpuEvent:
