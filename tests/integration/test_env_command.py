@@ -1,6 +1,5 @@
 """``fdcache env`` as it is run: real processes, real exit statuses."""
 
-import importlib.util
 import json
 import os
 import pty
@@ -105,8 +104,6 @@ def test_check_lists_all_problems_as_json() -> None:
 
 
 def test_any_other_command_meets_a_bad_configuration_the_same_way() -> None:
-    if importlib.util.find_spec("fdcache_cli.replay") is None:
-        pytest.skip("there is no other command that reads settings")
     done = fdcache("replay", "--requests", "1", FDCACHE_RANKS="many", FD_DEBUG="2")
     assert done.returncode == 78
     assert "FDCACHE_RANKS" in done.stderr
