@@ -100,5 +100,10 @@ class CacheSettings(Group):
         unit="s",
     )
     event_buffer: Integer = variable(
-        "FDCACHE_EVENT_BUFFER", 0, "Most tier events kept for take_events(); 0 is off.", ge=0, unit="events"
+        "FDCACHE_EVENT_BUFFER",
+        0,
+        "Most tier events kept for take_events(); 0 is off.",
+        ge=0,
+        le=100_000_000,
+        unit="events",
     )
