@@ -48,12 +48,7 @@ class CacheController:
         )
         self._guard = ProcessGuard("CacheController")
         self._lock = threading.RLock()
-        self._queue = TransferQueue(
-            self.device,
-            layout,
-            first_group_layers=settings.first_group_layers,
-            group_layers=settings.group_layers,
-        )
+        self._queue = TransferQueue(self.device, layout, settings, self._lock)
         self._planes: DevicePlanes | None = None
         self._allocated: tuple[int, str | None] | None = None
         self._arena: HostArena | SharedHostArena | None = None
@@ -145,7 +140,8 @@ class CacheController:
 
     def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Any = None) -> LayerDoneCounter:
         """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now, and
-        what it is given later waits for the plan's evictions.
+        what it is given later waits for the plan's evictions. Loads beyond ``TransferSettings.loads_ahead`` begin
+        later, at the latest when a layer is waited for.
 
         ``compute_stream`` is whatever the device's ``as_stream`` takes. Raises ``PlanError`` for a plan that
         cannot be carried out, ``CacheNotReadyError`` when memory is missing, ``DeviceLostError`` and
@@ -160,7 +156,7 @@ class CacheController:
                 self._check_memory()
             storage = self._prepare_storage(plan)
             refusal = self._arena.prepare(plan) if self._arena is not None else None
-            execution, layer_events = self._queue.launch(
+            execution, layers = self._queue.launch(
                 plan,
                 self.rank,
                 self._planes,
@@ -172,7 +168,8 @@ class CacheController:
             self._launch_storage(plan, storage)
         return LayerDoneCounter(
             plan.plan_id,
-            layer_events,
+            self.layout.total_layers,
+            layers,
             default_timeout=self.settings.layer_timeout,
             as_stream=self.device.as_stream,
         )

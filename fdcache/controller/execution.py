@@ -6,19 +6,61 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from fdcache.devices.base import Event, PendingCopy
+from fdcache.devices.base import CopyOutcome, Event, PendingCopy
 from fdcache.metadata import SwapPurpose, TransferReport, TransferResult, TransferStatus
+
+
+class Work(Protocol):
+    """The blocks of one transfer on their way."""
+
+    def pending_event(self) -> Event | None:
+        """An event that must be reached before it has ended; None when it has."""
+
+    @property
+    def started(self) -> bool:
+        """Whether a copy has begun."""
+
+    def cancel(self) -> bool:
+        """Take it back if none of it has begun: all its positions fail."""
+
+    def outcome(self) -> CopyOutcome:
+        """What came of it, once it has ended."""
+
+
+class LaunchedCopy:
+    """A copy that is on its stream."""
+
+    def __init__(self, copy: PendingCopy) -> None:
+        self._copy = copy
+
+    def pending_event(self) -> Event | None:
+        """Its end, until that is reached."""
+        return None if self._copy.done.query() else self._copy.done
+
+    @property
+    def started(self) -> bool:
+        """Whether a copy has begun."""
+        return self._copy.started
+
+    def cancel(self) -> bool:
+        """Take it back if none of it has begun."""
+        return self._copy.cancel()
+
+    def outcome(self) -> CopyOutcome:
+        """What came of it."""
+        return self._copy.outcome()
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One transfer of a plan; ``copy`` is None when it has no blocks, or was refused: then all of them fail."""
+    """One transfer of a plan; ``work`` is None when it has no blocks, or was refused: then all of them fail."""
 
     purpose: SwapPurpose
-    copy: PendingCopy | None
+    work: Work | None
     size: int = 0
     refusal: str | None = None
 
@@ -36,8 +78,8 @@ class PlanExecution:
     def pending_event(self) -> Event | None:
         """An event that must be reached before the plan has ended; None when it has."""
         for transfer in self._transfers:
-            if transfer.copy is not None and not transfer.copy.done.query():
-                return transfer.copy.done
+            if transfer.work is not None and (event := transfer.work.pending_event()) is not None:
+                return event
         return None
 
     def wait(self, timeout: float | None) -> bool:
@@ -50,7 +92,7 @@ class PlanExecution:
 
     def cancel(self) -> bool:
         """Take back the transfers that have not started; whether there was one."""
-        taken = [transfer.copy.cancel() for transfer in self._transfers if transfer.copy is not None]
+        taken = [transfer.work.cancel() for transfer in self._transfers if transfer.work is not None]
         return any(taken)
 
     def status(self) -> TransferStatus:
@@ -58,7 +100,7 @@ class PlanExecution:
         if self.pending_event() is None:
             success = all(result.success for result in self.result().results)
             return TransferStatus.COMPLETED if success else TransferStatus.FAILED
-        started = any(transfer.copy is not None and transfer.copy.started for transfer in self._transfers)
+        started = any(transfer.work is not None and transfer.work.started for transfer in self._transfers)
         return TransferStatus.IN_PROGRESS if started else TransferStatus.PENDING
 
     def result(self) -> TransferReport:
@@ -75,7 +117,7 @@ class PlanExecution:
 
 
 def _result(transfer: Transfer) -> TransferResult:
-    if transfer.copy is None:
+    if transfer.work is None:
         return TransferResult(
             purpose=transfer.purpose,
             failed=np.arange(transfer.size, dtype=np.int32),
@@ -84,7 +126,7 @@ def _result(transfer: Transfer) -> TransferResult:
             seconds=0.0,
             error_message=transfer.refusal,
         )
-    outcome = transfer.copy.outcome()
+    outcome = transfer.work.outcome()
     return TransferResult(
         purpose=transfer.purpose,
         failed=outcome.failed,

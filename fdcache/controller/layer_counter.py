@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fdcache.controller.process_guard import ProcessGuard
 from fdcache.devices.base import Event, Stream
 from fdcache.errors import LayerSwapTimeoutError, PlanError
+
+
+class LayerEvents(Protocol):
+    """An event for each layer of a plan, None for a layer without copies."""
+
+    def known(self) -> Sequence[Event | None] | None:
+        """The events; None while the copies wait to be put on their stream."""
+
+    def required(self) -> Sequence[Event | None]:
+        """The events, recorded: copies that wait are put on their stream now."""
+
+
+class LaunchedLayers:
+    """The events of copies that are on their stream."""
+
+    def __init__(self, events: Sequence[Event | None]) -> None:
+        self._events = tuple(events)
+
+    def known(self) -> Sequence[Event | None]:
+        """The events."""
+        return self._events
+
+    def required(self) -> Sequence[Event | None]:
+        """The events."""
+        return self._events
 
 
 class LayerDoneCounter:
@@ -16,32 +41,30 @@ class LayerDoneCounter:
     be read or written. A layer is done when its copies have ended, be it with a failure: that stands in the
     report. Waits are on the copies' own events.
 
-    ``layer_events`` has one event per layer, None for a layer without copies; ``as_stream`` is the device's.
+    A load that waits for its turn is begun by the first wait for one of its layers, not by a question about it.
+    ``as_stream`` is the device's.
     """
 
     def __init__(
         self,
         plan_id: int,
-        layer_events: Sequence[Event | None],
+        num_layers: int,
+        layers: LayerEvents,
         *,
         default_timeout: float,
         as_stream: Callable[[Any], Stream],
     ) -> None:
         self.plan_id = plan_id
-        self._events = tuple(layer_events)
+        self.num_layers = num_layers
+        self._layers = layers
         self._default_timeout = default_timeout
         self._as_stream = as_stream
         self._guard = ProcessGuard("LayerDoneCounter")
 
-    @property
-    def num_layers(self) -> int:
-        """Main and draft layers together."""
-        return len(self._events)
-
     def is_layer_done(self, layer: int) -> bool:
         """Whether the copies of a layer have ended."""
-        event = self._event(layer)
-        return event is None or event.query()
+        self._check(layer)
+        return self._is_done(self._layers.known(), layer)
 
     def is_all_done(self) -> bool:
         """Whether the copies of all layers have ended."""
@@ -49,7 +72,9 @@ class LayerDoneCounter:
 
     def pending_layers(self) -> list[int]:
         """The layers whose copies have not ended."""
-        return [layer for layer in range(self.num_layers) if not self.is_layer_done(layer)]
+        self._guard.check()
+        events = self._layers.known()
+        return [layer for layer in range(self.num_layers) if not self._is_done(events, layer)]
 
     def wait_for_layer(self, layer: int, timeout: float | None = None, *, stream: Any = None) -> None:
         """Wait for a layer: the calling thread, or ``stream`` without holding up the thread.
@@ -59,7 +84,8 @@ class LayerDoneCounter:
         ``TransferSettings.layer_timeout``).
         Raises ``LayerSwapTimeoutError`` when it passes, ``PlanError`` for a layer that does not exist.
         """
-        event = self._event(layer)
+        self._check(layer)
+        event = self._layers.required()[layer]
         if event is None:
             return
         if stream is not None:
@@ -76,12 +102,20 @@ class LayerDoneCounter:
         """Wait for all layers, the thread ``timeout`` seconds together; as ``wait_for_layer``."""
         seconds = self._default_timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
+        self._guard.check()
+        events = self._layers.required()
         for layer in range(self.num_layers):
-            if layer == 0 or self._events[layer] is not self._events[layer - 1]:
+            if layer == 0 or events[layer] is not events[layer - 1]:
                 self.wait_for_layer(layer, max(deadline - time.monotonic(), 0.0), stream=stream)
 
-    def _event(self, layer: int) -> Event | None:
+    @staticmethod
+    def _is_done(events: Sequence[Event | None] | None, layer: int) -> bool:
+        if events is None:
+            return False
+        event = events[layer]
+        return event is None or event.query()
+
+    def _check(self, layer: int) -> None:
         self._guard.check()
-        if not 0 <= layer < len(self._events):
-            raise PlanError(f"layer {layer} is not one of the {len(self._events)} layers")
-        return self._events[layer]
+        if not 0 <= layer < self.num_layers:
+            raise PlanError(f"layer {layer} is not one of the {self.num_layers} layers")

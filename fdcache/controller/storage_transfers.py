@@ -41,6 +41,10 @@ class StorageTransfer:
         self._seconds = 0.0
         self._deadline = time.monotonic() + task.timeout
 
+    def pending_event(self) -> CpuEvent | None:
+        """Its end, until that is reached."""
+        return None if self.done.query() else self.done
+
     @property
     def started(self) -> bool:
         """Whether it has begun."""

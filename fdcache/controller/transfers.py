@@ -7,10 +7,13 @@ machine with the one that is running.
 
 from __future__ import annotations
 
-from itertools import accumulate
+import threading
+from collections.abc import Sequence
 
-from fdcache.controller.execution import PlanExecution, Transfer
-from fdcache.controller.layer_groups import layer_groups, widen_groups
+from fdcache.controller.execution import LaunchedCopy, PlanExecution, Transfer, Work
+from fdcache.controller.layer_counter import LaunchedLayers, LayerEvents
+from fdcache.controller.layer_groups import LayerGroups
+from fdcache.controller.load_queue import LoadQueue, QueuedLoad
 from fdcache.controller.plan_check import DIRECTIONS, check_plan
 from fdcache.devices.base import (
     BlockCopy,
@@ -25,23 +28,20 @@ from fdcache.devices.base import (
 from fdcache.errors import PlanError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan
+from fdcache.settings.transfer import TransferSettings
 
 
 class TransferQueue:
-    """The streams of one worker."""
+    """The streams of one worker. All methods are called with ``lock`` held."""
 
     def __init__(
-        self, device: Device, layout: KVLayout, *, first_group_layers: int, group_layers: int
+        self, device: Device, layout: KVLayout, settings: TransferSettings, lock: threading.RLock
     ) -> None:
         self._device = device
-        self._num_layers = layout.total_layers
-        starts = [layout.layer_planes(layer)[0].offset for layer in range(layout.total_layers)]
-        self._offsets = [*starts, layout.record_bytes]
-        self._groups = layer_groups(layout.total_layers, first_group_layers, group_layers)
-        self._widened: dict[int, list[tuple[int, int]]] = {}
-        planes = [len(layout.layer_planes(layer)) for layer in range(layout.total_layers)]
-        self._first_plane = [0, *accumulate(planes)]
-        self._loads = device.create_stream()
+        self._groups = LayerGroups(
+            device, layout, first=settings.first_group_layers, later=settings.group_layers
+        )
+        self._loads = LoadQueue(device, layout, self._groups, lock, ahead_bytes=settings.loads_ahead)
         self._evictions = device.create_stream()
         self._backups = device.create_stream(background=True)
 
@@ -53,77 +53,88 @@ class TransferQueue:
         arena: HostArena | None,
         compute_stream: Stream | None,
         refusal: str | None = None,
-    ) -> tuple[PlanExecution, list[Event | None]]:
-        """Check the whole plan, then put it on the streams; also the event of each layer.
+    ) -> tuple[PlanExecution, LayerEvents]:
+        """Check the whole plan, then put it on the streams, loads perhaps later; also the events of its layers.
 
         ``planes`` and ``arena`` may be None for a plan without blocks. A ``refusal`` is why nothing of the plan
         can be copied. Raises ``PlanError`` before anything is launched.
         """
         check_plan(plan)
+        nothing: list[Event | None] = [None] * self._groups.num_layers
         if refusal is not None:
             refused = [Transfer(swap.purpose, None, len(swap), refusal) for swap in plan.swaps()]
-            return PlanExecution(plan.plan_id, rank, refused), [None] * self._num_layers
-        made = {swap.purpose: self._copy(swap, planes, arena) for swap in plan.swaps()}
-        transfers = [Transfer(purpose, copy) for purpose, copy in made.items()]
-        copies = {purpose: copy for purpose, copy in made.items() if copy is not None}
-        if copies and compute_stream is not None:
-            self._order_after(compute_stream, copies)
-        layer_events: list[Event | None] = [None] * self._num_layers
-        if (evictions := copies.get(SwapPurpose.EVICT)) is not None:
-            evictions.enqueue(self._evictions, 0, self._first_plane[-1])
-            layer_events = [evictions.done] * self._num_layers
-            if compute_stream is not None:
-                compute_stream.wait_event(evictions.done)
-        if (loads := copies.get(SwapPurpose.LOAD)) is not None:
-            if evictions is not None:
-                self._loads.wait_event(evictions.done)
-            layer_events = self._enqueue_groups(loads, len(plan.loads or ()))
-        if (backups := copies.get(SwapPurpose.BACKUP)) is not None:
-            backups.enqueue(self._backups, 0, self._first_plane[-1])
-        return PlanExecution(plan.plan_id, rank, transfers), layer_events
+            return PlanExecution(plan.plan_id, rank, refused), LaunchedLayers(nothing)
+        copies: dict[SwapPurpose, BlockCopy] = {}
+        load: QueuedLoad | None = None
+        for swap in plan.swaps():
+            if len(swap) == 0 or planes is None or arena is None:
+                continue
+            if swap.purpose is SwapPurpose.LOAD:
+                load = self._prepare(swap, planes, arena)
+            else:
+                copies[swap.purpose] = self._copy(swap, planes, arena)
+        work: dict[SwapPurpose, Work] = {purpose: LaunchedCopy(copy) for purpose, copy in copies.items()}
+        if load is not None:
+            work[SwapPurpose.LOAD] = load
+        layers = self._enqueue(copies, load, compute_stream)
+        transfers = [Transfer(swap.purpose, work.get(swap.purpose)) for swap in plan.swaps()]
+        return PlanExecution(plan.plan_id, rank, transfers), layers or LaunchedLayers(nothing)
 
     def retire(self) -> None:
         """Let go of the memory that finished copies kept alive."""
-        for stream in (self._evictions, self._loads, self._backups):
-            stream.retire()
+        for each in (self._evictions, self._loads, self._backups):
+            each.retire()
 
     def close(self) -> None:
         """End the streams."""
-        for stream in (self._evictions, self._loads, self._backups):
+        for stream in (self._evictions, self._loads.stream, self._backups):
             stream.close()
 
-    def _copy(
-        self, swap: CacheSwapMetadata, planes: DevicePlanes | None, arena: HostArena | None
-    ) -> BlockCopy | None:
-        pairs, direction = _pairs(swap), DIRECTIONS[swap.purpose]
-        if len(pairs) == 0 or planes is None or arena is None:
-            return None
+    def _enqueue(
+        self, copies: dict[SwapPurpose, BlockCopy], load: QueuedLoad | None, compute_stream: Stream | None
+    ) -> LayerEvents | None:
+        """Evictions first, loads after them, backups last; all after what the compute stream holds now."""
+        computed = self._computed(compute_stream) if copies or load is not None else []
+        evictions, backups = copies.get(SwapPurpose.EVICT), copies.get(SwapPurpose.BACKUP)
+        layers: LayerEvents | None = None
+        emptied: list[Event | None] = [None] * self._groups.num_layers
+        if evictions is not None:
+            self._start(evictions, self._evictions, computed)
+            emptied = [evictions.done] * self._groups.num_layers
+            layers = LaunchedLayers(emptied)
+            if compute_stream is not None:
+                compute_stream.wait_event(evictions.done)
+        if load is not None:
+            after = computed if evictions is None else [*computed, evictions.done]
+            self._loads.submit(load, after, emptied)
+            layers = load
+        if backups is not None:
+            self._start(backups, self._backups, computed)
+        return layers
+
+    def _computed(self, compute_stream: Stream | None) -> list[Event]:
+        if compute_stream is None:
+            return []
+        event = self._device.create_event()
+        event.record(compute_stream)
+        return [event]
+
+    def _start(self, copy: BlockCopy, stream: Stream, after: Sequence[Event]) -> None:
+        for event in after:
+            stream.wait_event(event)
+        self._groups.enqueue_whole(copy, stream)
+
+    def _prepare(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena) -> QueuedLoad:
         try:
-            return self._device.copy_blocks(planes, arena, pairs, direction)
+            return self._loads.prepare(_pairs(swap), planes, arena)
         except PlanError as error:
             raise PlanError(f"{swap.purpose.value}: {error}") from None
 
-    def _order_after(self, compute_stream: Stream, copies: dict[SwapPurpose, BlockCopy]) -> None:
-        computed = self._device.create_event()
-        computed.record(compute_stream)
-        streams = {
-            SwapPurpose.EVICT: self._evictions,
-            SwapPurpose.LOAD: self._loads,
-            SwapPurpose.BACKUP: self._backups,
-        }
-        for purpose in copies:
-            streams[purpose].wait_event(computed)
-
-    def _enqueue_groups(self, loads: BlockCopy, num_blocks: int) -> list[Event | None]:
-        min_bytes = self._device.min_group_bytes(num_blocks, self._offsets[-1])
-        if min_bytes not in self._widened:
-            self._widened[min_bytes] = widen_groups(self._groups, self._offsets, min_bytes)
-        groups = self._widened[min_bytes]
-        ranges = [(self._first_plane[first], self._first_plane[last]) for first, last in groups]
-        events: list[Event | None] = []
-        for (first, last), event in zip(groups, loads.enqueue_groups(self._loads, ranges), strict=True):
-            events += [event] * (last - first)
-        return events
+    def _copy(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena) -> BlockCopy:
+        try:
+            return self._device.copy_blocks(planes, arena, _pairs(swap), DIRECTIONS[swap.purpose])
+        except PlanError as error:
+            raise PlanError(f"{swap.purpose.value}: {error}") from None
 
 
 def _pairs(swap: CacheSwapMetadata) -> BlockPairs:

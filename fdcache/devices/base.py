@@ -49,6 +49,7 @@ class CopyOutcome:
     """What came of a copy: failed positions, checksums (one per position, none for loads), bytes, seconds.
 
     Of the failed, ``lost`` were not in the storage any more and ``corrupt`` were refused for their checksum.
+    ``reasons`` has one for each of the failed, or is empty when only ``error_message`` says why.
     """
 
     failed: Int32Array
@@ -58,6 +59,7 @@ class CopyOutcome:
     error_message: str | None
     lost: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     corrupt: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
 
 from fdcache.devices.base import BlockPairs, CopyOutcome
-from fdcache.metadata import UInt64Array
+from fdcache.metadata import Int32Array, UInt64Array
 
 
 class Fault(IntEnum):
@@ -53,10 +54,38 @@ def make_outcome(
     codes = np.frombuffer(faults, dtype=np.uint8)
     failed = np.flatnonzero(codes).astype(np.int32)
     sums: UInt64Array = np.frombuffer(checksums, dtype=np.uint64)
-    message = None
-    if len(failed):
-        first = int(failed[0])
-        reason = _TEXT[Fault(codes[first])].format(slot=pairs.host_slots[first], detail=detail)
-        message = f"{len(failed)} of {len(codes)} blocks failed; position {first}: {reason}"
+    reasons = tuple(
+        _TEXT[Fault(codes[each])].format(slot=pairs.host_slots[each], detail=detail) for each in failed
+    )
     corrupt = np.flatnonzero(codes == Fault.CORRUPT).astype(np.int32)
-    return CopyOutcome(failed, sums, copied_bytes, seconds, message, corrupt=corrupt)
+    message = _message(failed, len(codes), reasons)
+    return CopyOutcome(failed, sums, copied_bytes, seconds, message, corrupt=corrupt, reasons=reasons)
+
+
+def part_of_outcome(
+    whole: CopyOutcome, start: int, stop: int, *, count: int, block_bytes: int
+) -> CopyOutcome:
+    """What came of positions ``start`` to ``stop``, counted from 0, of a load of ``count`` equal blocks.
+
+    ``seconds`` is their share, so that parts add up to the whole.
+    """
+    inside = (whole.failed >= start) & (whole.failed < stop)
+    failed = (whole.failed[inside] - start).astype(np.int32)
+    reasons = tuple(whole.reasons[each] for each in np.flatnonzero(inside)) if whole.reasons else ()
+    corrupt = whole.corrupt[(whole.corrupt >= start) & (whole.corrupt < stop)] - start
+    return CopyOutcome(
+        failed=failed,
+        checksums=np.empty(0, np.uint64),
+        copied_bytes=(stop - start - len(failed)) * block_bytes,
+        seconds=whole.seconds * (stop - start) / count,
+        error_message=_message(failed, stop - start, reasons)
+        or (whole.error_message if len(failed) else None),
+        corrupt=corrupt.astype(np.int32),
+        reasons=reasons,
+    )
+
+
+def _message(failed: Int32Array, count: int, reasons: Sequence[str]) -> str | None:
+    if not reasons:
+        return None
+    return f"{len(failed)} of {count} blocks failed; position {failed[0]}: {reasons[0]}"

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from fdcache.settings.kinds import HomePath, Integer, Seconds
+from fdcache.settings.kinds import HomePath, Integer, Seconds, Size
 from fdcache.settings.variable import Group, variable
 
 
@@ -31,6 +31,14 @@ class TransferSettings(Group):
     )
     group_layers: Integer = variable(
         "FDCACHE_GROUP_LAYERS", 4, "Layers in each later group of a load.", ge=1, unit="layers"
+    )
+    loads_ahead: Size = variable(
+        "FDCACHE_LOADS_AHEAD",
+        1 << 30,
+        "Bytes of loads that are put on the device before earlier ones have ended. Later loads wait, and go together "
+        "in batches of up to as much; one that a layer is waited for goes at once.",
+        ge=1,
+        unit="bytes",
     )
     copy_threads: Integer = variable(
         "FDCACHE_COPY_THREADS", 1, "CPU copy threads per direction.", ge=1, le=64, unit="threads"

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from fdcache.controller.layer_counter import LayerDoneCounter
+from fdcache.devices.base import Stream
 from fdcache.devices.cpu import CpuEvent
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
 from tests.swaps import Worker, swap, uniform_layout
@@ -36,6 +38,8 @@ class Account:
     free_device: set[int] = field(default_factory=lambda: set(range(SLOTS)))
     free_host: set[int] = field(default_factory=lambda: set(range(SLOTS)))
     sent: dict[int, Sent] = field(default_factory=dict)
+    counters: list[LayerDoneCounter] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
 
     def take(self, slots: set[int], most: int) -> list[int]:
         chosen = self.rng.sample(sorted(slots), min(len(slots), self.rng.randint(0, most)))
@@ -81,7 +85,18 @@ class Account:
         if gate is not None:
             stream = self.worker.controller.device.create_stream()
             stream.wait_event(gate)
-        self.worker.controller.submit_swap_tasks(made, stream)
+            self.streams.append(stream)
+        self.counters.append(self.worker.controller.submit_swap_tasks(made, stream))
+
+    def look(self) -> None:
+        """Somebody asks about a layer, or waits for it on a stream."""
+        counter = self.rng.choice(self.counters[-8:])
+        layer = self.rng.randrange(counter.num_layers)
+        if self.rng.random() < 0.5:
+            counter.is_layer_done(layer)
+            return
+        self.streams.append(self.worker.controller.device.create_stream())
+        counter.wait_for_layer(layer, stream=self.streams[-1])
 
     def swap(self, purpose: SwapPurpose, pairs: dict[SwapPurpose, list[Pair]]) -> CacheSwapMetadata:
         generations = [self.generations[host] for _, host in pairs[purpose]]
@@ -109,27 +124,35 @@ class Account:
             self.worker.scramble(device)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_every_block_is_where_the_account_says(seed: int) -> None:
+def run_account(seed: int, plans: int) -> None:
+    """Seeds differ in how many bytes of loads may be ahead: one load, a few, or all there are."""
     rng = random.Random(seed)
     layout = uniform_layout(num_layers=5, num_draft_layers=1, head_dim=9, dtype="float16")
+    ahead = (4 * layout.payload_bytes, 1, 1 << 30)[seed % 3]
     with Worker(
-        layout, device_blocks=SLOTS, host_blocks=SLOTS, copy_threads=1 + seed % 3, group_layers=1 + seed % 2
+        layout,
+        device_blocks=SLOTS,
+        host_blocks=SLOTS,
+        copy_threads=1 + seed % 3,
+        group_layers=1 + seed % 2,
+        loads_ahead=ahead,
     ) as worker:
         account = Account(worker, rng)
         gates: list[CpuEvent] = []
-        for plan_id in range(1, 3000):
-            gate = CpuEvent() if rng.random() < 0.3 else None
+        for plan_id in range(1, plans):
+            gate = CpuEvent() if rng.random() < 0.4 else None
             if gate is not None:
                 gates.append(gate)
             account.submit(plan_id, gate)
             if rng.random() < 0.1:
                 chosen = rng.choice(list(account.sent))
                 account.sent[chosen].cancelled |= worker.controller.handler(chosen).cancel()
-            if len(gates) > 2 or rng.random() < 0.3:
+            if rng.random() < 0.2:
+                account.look()
+            if len(gates) > 4 or rng.random() < 0.15:
                 while gates:
                     gates.pop(0).set()
+                account.streams.clear()
             for report in worker.controller.wait_reports(rng.choice([0, 0.001])):
                 account.confirm(report)
         for gate in gates:
@@ -139,3 +162,14 @@ def test_every_block_is_where_the_account_says(seed: int) -> None:
                 account.confirm(report)
         assert account.free_device == account.free_host == set(range(SLOTS))
         assert worker.controller.poll() == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_block_is_where_the_account_says(seed: int) -> None:
+    run_account(seed, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(9))
+def test_every_block_is_where_the_account_says_in_long_runs(seed: int) -> None:
+    run_account(seed, 3000)
