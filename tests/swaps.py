@@ -114,10 +114,15 @@ class Worker:
 
     def scramble(self, slot: int) -> list[bytes]:
         """Overwrite a device block with random bytes, which are returned by plane."""
-        for tensor, plane in zip(self.tensors, self.layout.planes, strict=True):
-            data = self.rng.integers(0, 256, plane.nbytes, dtype=np.uint8)
-            tensor[slot] = data.view(tensor.dtype).reshape(plane.shape)
+        self.set_block(
+            slot, [self.rng.integers(0, 256, p.nbytes, dtype=np.uint8) for p in self.layout.planes]
+        )
         return self.block(slot)
+
+    def set_block(self, slot: int, planes: Sequence[NDArray[np.uint8]]) -> None:
+        """Overwrite a device block with these bytes, there when this returns."""
+        for tensor, plane, data in zip(self.tensors, self.layout.planes, planes, strict=True):
+            tensor[slot] = data.view(tensor.dtype).reshape(plane.shape)
 
     def block(self, slot: int) -> list[bytes]:
         return [np.ascontiguousarray(tensor[slot]).tobytes() for tensor in self.tensors]

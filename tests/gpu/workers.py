@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
@@ -22,24 +24,17 @@ class GpuWorker(Worker):
         fields = set(TransferSettings.model_fields)
         settings = {name: value for name, value in options.items() if name in fields}
         device = CudaDevice(gpu, settings=TransferSettings(**settings), calibration=Calibration())
-        super().__init__(layout, device=device, **options)
         self.gpu = device
+        super().__init__(layout, device=device, **options)
 
-    def scramble(self, slot: int) -> list[bytes]:
-        import cupy
-
-        self.set_block(
-            slot, [self.rng.integers(0, 256, plane.nbytes, dtype=np.uint8) for plane in self.layout.planes]
-        )
-        cupy.cuda.runtime.deviceSynchronize()
-        return self.block(slot)
-
-    def set_block(self, slot: int, planes: list[Any]) -> None:
+    def set_block(self, slot: int, planes: Sequence[NDArray[np.uint8]]) -> None:
         import cupy
 
         for tensor, plane, data in zip(self.tensors, self.layout.planes, planes, strict=True):
             with tensor.device:
                 tensor[slot] = cupy.asarray(data).view(tensor.dtype).reshape(plane.shape)
+        with cupy.cuda.Device(self.gpu.gpu.ordinal) as device:
+            device.synchronize()
 
     def block(self, slot: int) -> list[bytes]:
         import cupy

@@ -8,6 +8,7 @@ the step would read holds exactly the prefix it must.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,22 +56,31 @@ class Job:
 class Rank:
     """One worker: device and host blocks, and a queue of plans and steps.
 
-    With ``arena`` its host blocks are a service's, whose headers it writes as a device would.
+    With ``arena`` its host blocks are a service's, whose headers it writes as a device would. What a block holds
+    on the device may be kept elsewhere than in a dictionary.
     """
 
     def __init__(self, index: int, arena: SharedHostArena | None = None) -> None:
         self.index = index
         self.arena = arena
-        self.device: dict[int, Prefix] = {}
+        self.device: MutableMapping[int, Prefix] = {}
         self.host: dict[int, tuple[int, Prefix]] = {}
         self.queue: deque[TransferPlan | Step] = deque()
 
-    def execute_next(self, fails: frozenset[int]) -> TransferReport | None:
+    def execute_next(self, fails: frozenset[int]) -> list[TransferReport]:
         """Run the oldest plan or step; copies at the positions ``fails`` (modulo the size) fail."""
         work = self.queue.popleft()
         if isinstance(work, Step):
-            self._compute(work)
-            return None
+            self.compute(work)
+            return []
+        return [self._copy(work, fails)]
+
+    def close(self) -> None:
+        """The process ends."""
+        if self.arena is not None:
+            self.arena.close()
+
+    def _copy(self, work: TransferPlan, fails: frozenset[int]) -> TransferReport:
         results = []
         refused = self.arena is not None and self.arena.prepare(work) is not None
         for swap in work.swaps():
@@ -111,7 +121,8 @@ class Rank:
         header = _core.SlotHeader(2, generation, *hashes, arena.fingerprint, len(record), checksum)
         arena.table.set_header(slot, header)
 
-    def _compute(self, step: Step) -> None:
+    def compute(self, step: Step) -> None:
+        """Check what the step reads, write what it computes."""
         for block in range(-(-step.start // BLOCK)):
             must_hold = step.tokens[: min(step.start, (block + 1) * BLOCK)]
             holds = self.device.get(step.table[block], GARBAGE)
@@ -125,26 +136,35 @@ class Rank:
         step.executed_by.add(self.index)
 
 
+def model_rank(manager: CacheManager, index: int) -> Rank:
+    """A rank whose copies are assignments."""
+    host = manager.host_cache
+    if host.server is None:
+        return Rank(index)
+    return Rank(index, SharedHostArena(host, manager.layout, index, CpuDevice()))
+
+
 class Engine:
     """Schedules jobs against a manager and its ranks, any number of steps ahead of them."""
 
-    def __init__(self, manager: CacheManager, num_ranks: int) -> None:
+    def __init__(
+        self,
+        manager: CacheManager,
+        num_ranks: int,
+        make_rank: Callable[[CacheManager, int], Rank] | None = None,
+    ) -> None:
         self.manager = manager
-        self.ranks = [Rank(index, self._arena(index)) for index in range(num_ranks)]
+        self._make_rank = make_rank or model_rank
+        self.ranks = [self._make_rank(manager, index) for index in range(num_ranks)]
         self.jobs: list[Job] = []
         self.steps: deque[Step] = deque()
         self.reports: list[TransferReport] = []
         self._named = 0
 
-    def _arena(self, rank: int) -> SharedHostArena | None:
-        host = self.manager.host_cache
-        return None if host.server is None else SharedHostArena(host, self.manager.layout, rank, CpuDevice())
-
     def close(self) -> None:
         """Let go of a service; nothing is to be under way."""
         for rank in self.ranks:
-            if rank.arena is not None:
-                rank.arena.close()
+            rank.close()
         self.manager.close()
 
     def submit(self, tokens: Prefix, use_cache: bool = True) -> None:
@@ -185,9 +205,7 @@ class Engine:
         job.tokens = (*job.tokens, token)
 
     def execute(self, rank: Rank, fails: frozenset[int]) -> None:
-        report = rank.execute_next(fails)
-        if report is not None:
-            self.reports.append(report)
+        self.reports += rank.execute_next(fails)
 
     def deliver(self, index: int) -> None:
         self.handle(self.manager.apply([self.reports.pop(index % len(self.reports))]))
@@ -228,9 +246,8 @@ class Engine:
     def lose(self, rank: Rank) -> None:
         """The rank's process dies; the engine starts another and every job over."""
         outcomes = self.manager.worker_lost(rank.index)
-        if rank.arena is not None:
-            rank.arena.close()
-        self.ranks[rank.index] = Rank(rank.index, self._arena(rank.index))
+        rank.close()
+        self.ranks[rank.index] = self._make_rank(self.manager, rank.index)
         if rank.arena is not None:
             self.ranks[rank.index].host = rank.host  # a service's memory outlives its workers
         self.reports = [report for report in self.reports if report.rank != rank.index]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager
 from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from tests.property.engine_model import BLOCK, Engine, Job
+from tests.property.engine_model import BLOCK, Engine, Job, Rank, model_rank
 
 _prompts = st.builds(
     lambda blocks, tail: tuple(token for block in blocks for token in [block] * BLOCK) + tuple(tail),
@@ -30,8 +32,14 @@ _fails: st.SearchStrategy[frozenset[int]] = st.frozensets(st.integers(0, 7), max
 )
 
 
+MOST_DEVICE_BLOCKS = 14
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """Random interleavings of schedule, execute, report, accept, preempt, finish, reset, resize, pause, loss."""
+
+    num_layers = 1
+    make_rank: Callable[[CacheManager, int], Rank] = staticmethod(model_rank)
 
     @initialize(
         ranks=st.integers(1, 2),
@@ -54,7 +62,7 @@ class ManagerMachine(RuleBasedStateMachine):
             model="model",
             revision="1",
             block_size=BLOCK,
-            num_layers=1,
+            num_layers=self.num_layers,
             kv_heads=1,
             head_dim=8,
             dtype="float16",
@@ -72,7 +80,8 @@ class ManagerMachine(RuleBasedStateMachine):
             plan_timeout=5.0,
             event_buffer=1000,
         )
-        self.engine = Engine(CacheManager(cache, layout, clock=lambda: self.now), ranks)
+        manager = CacheManager(cache, layout, clock=lambda: self.now)
+        self.engine = Engine(manager, ranks, self.make_rank)
 
     def job(self, pick: int) -> Job:
         return self.engine.jobs[pick % len(self.engine.jobs)]
@@ -152,7 +161,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.disturbances += 1
         self.engine.manager.reset_cache()
 
-    @rule(blocks=st.integers(4, 14))
+    @rule(blocks=st.integers(4, MOST_DEVICE_BLOCKS))
     def resize(self, blocks: int) -> None:
         before = self.engine.manager.num_device_blocks
         done = self.engine.manager.resize_device_pool(blocks)
@@ -190,6 +199,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert (tier.pins, tier.holds, tier.leases, tier.writing) == (0, 0, 0, 0)
                 assert tier.free + tier.evictable == tier.blocks
         engine.manager.check_integrity()
+        engine.close()
 
 
 def bounded(examples: int, steps: int) -> settings:
