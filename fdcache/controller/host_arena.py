@@ -33,6 +33,9 @@ class HostArena:
     pinned; nothing is kept then.
     """
 
+    epoch = 0
+    """Its extents stay the same for its life."""
+
     def __init__(
         self, layout: KVLayout, num_blocks: int, device: Device, progress: Progress | None = None
     ) -> None:

@@ -36,6 +36,7 @@ class SharedHostArena:
         self._device = device
         self.extents: list[Extent] = []
         self.pinned: list[PinnedMemory] = []
+        self.epoch = 0
         self.table = _core.RecordTable([], 1, layout.record_bytes, [], 0, ())
 
     @property
@@ -87,10 +88,12 @@ class SharedHostArena:
             extent = Extent(path, geometry.extent_bytes)
             self.pinned.append(self._device.pin_memory(extent.address, extent.nbytes, extent))
             self.extents.append(extent)
+            self.epoch += 1
         self.table = record_table(geometry, self.extents)
 
     def _unmap(self) -> None:
         self.extents, self.pinned = [], []
+        self.epoch += 1
         self.table = _core.RecordTable([], 1, self._record_bytes, [], 0, ())
 
     def close(self) -> None:

@@ -100,6 +100,10 @@ class HostArena(Protocol):
         """The extents, in order, as the device sees them."""
 
     @property
+    def epoch(self) -> int:
+        """Another number whenever extents came or went."""
+
+    @property
     def num_blocks(self) -> int:
         """Slots in the arena."""
 

@@ -150,7 +150,7 @@ class CudaDevice:
         self._chosen = chosen
         self._policy = make_policy(self.settings, chosen, batched=batched)
         self._memory = CudaMemory(self.gpu, self._context)
-        self._extents: WeakKeyDictionary[HostArena, _core.CudaExtents] = WeakKeyDictionary()
+        self._extents: WeakKeyDictionary[HostArena, tuple[int, _core.CudaExtents]] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -242,9 +242,11 @@ class CudaDevice:
         )
 
     def _extents_of(self, arena: HostArena) -> _core.CudaExtents:
-        if arena not in self._extents:
-            self._extents[arena] = _core.CudaExtents([extent.device_address for extent in arena.pinned])
-        return self._extents[arena]
+        epoch, extents = self._extents.get(arena, (None, None))
+        if extents is None or epoch != arena.epoch:
+            extents = _core.CudaExtents([extent.device_address for extent in arena.pinned])
+            self._extents[arena] = arena.epoch, extents
+        return extents
 
 
 def _cuda_event(event: Event) -> CudaEvent:

@@ -38,6 +38,7 @@ class _Arena:
     fingerprint: bytes
     table: _core.RecordTable
     pinned: tuple[PinnedMemory, ...]
+    epoch: int = 0
 
 
 class LinkProbe:
