@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from fdcache.controller import host_arena
 from fdcache.controller.host_arena import HostArena
 from fdcache.controller.memory_budget import available_memory
+from fdcache.devices.base import PinnedMemory
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import HostMemoryError
 from tests.swaps import uniform_layout
@@ -49,6 +52,99 @@ def test_refuses_no_blocks() -> None:
 def test_says_how_many_blocks_would_fit() -> None:
     with pytest.raises(HostMemoryError, match=r"ask for at most \d+ blocks"):
         HostArena(uniform_layout(), 1 << 40, CpuDevice())
+
+
+class DeviceOnNode(CpuDevice):
+    """A device that sits on the first NUMA node."""
+
+    numa_node = 0  # type: ignore[assignment]
+
+
+def memory_policy(address: int) -> str:
+    """What the kernel says of the mapping that begins there; skips where it does not say."""
+    try:
+        lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    except FileNotFoundError:
+        pytest.skip("this kernel does not tell memory policies")
+    return next(line for line in lines if line.startswith(f"{address:x} "))
+
+
+def mapping_of(address: int) -> dict[str, str]:
+    """The fields of the mapping that begins there."""
+    fields: dict[str, str] = {}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if "-" in line.split()[0]:
+            inside = line.startswith(f"{address:x}-")
+        elif inside:
+            fields[name] = value.strip()
+    return fields
+
+
+def test_records_lie_on_the_node_of_the_device() -> None:
+    layout = uniform_layout()
+    status = Path("/proc/self/status").read_text()
+    near, anywhere = HostArena(layout, 4, DeviceOnNode()), HostArena(layout, 4, CpuDevice())
+    if "prefer" not in memory_policy(near.extents[0].address) and "Seccomp:\t2" in status:
+        pytest.skip("this container refuses memory policies")
+    assert "prefer" in memory_policy(near.extents[0].address)
+    assert "prefer" not in memory_policy(anywhere.extents[0].address)
+
+
+def test_every_page_is_there_at_once_huge_where_the_system_has_such() -> None:
+    threads = set(Path("/proc/self/task").iterdir())
+    layout = uniform_layout(num_layers=16, block_size=64, kv_heads=8, head_dim=64)
+    arena = HostArena(layout, 12, CpuDevice())
+    for extent in arena.extents:
+        fields = mapping_of(extent.address)
+        assert fields["Rss"] == fields["Size"] == f"{extent.nbytes // 1024} kB"
+        if Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+            assert "hg" in fields["VmFlags"].split()
+    assert set(Path("/proc/self/task").iterdir()) <= threads
+
+
+def test_progress_counts_the_extents_that_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = uniform_layout()
+    monkeypatch.setattr(host_arena, "EXTENT_BYTES", 3 * layout.record_bytes)
+    told: list[tuple[int, int]] = []
+    HostArena(layout, 10, CpuDevice(), lambda ready, total: told.append((ready, total)))
+    assert told == [(3 * (i + 1) * layout.record_bytes, 12 * layout.record_bytes) for i in range(4)]
+
+
+class Pinned:
+    """What keeps an extent pinned."""
+
+    def __init__(self, address: int, owner: object) -> None:
+        self.device_address = address
+        self.owner = owner
+
+
+class UnpinnableDevice(CpuDevice):
+    """Pins some extents and refuses the next, as a system does whose limit is reached."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.left = most
+        self.pinned: list[weakref.ref[Pinned]] = []
+
+    def pin_memory(self, address: int, nbytes: int, owner: object) -> PinnedMemory:
+        if self.left == 0:
+            raise HostMemoryError("no more may be locked")
+        self.left -= 1
+        pinned = Pinned(address, owner)
+        self.pinned.append(weakref.ref(pinned))
+        return pinned
+
+
+def test_memory_that_cannot_be_pinned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = uniform_layout()
+    monkeypatch.setattr(host_arena, "EXTENT_BYTES", 3 * layout.record_bytes)
+    device = UnpinnableDevice(most=2)
+    with pytest.raises(HostMemoryError, match="locked"):
+        HostArena(layout, 10, device)
+    gc.collect()
+    assert len(device.pinned) == 2 and all(pinned() is None for pinned in device.pinned)
 
 
 def machine(root: Path, available: int, groups: str) -> None:
