@@ -24,9 +24,10 @@ from tests.swaps import plan, uniform_layout
 cupy = pytest.importorskip("cupy")
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
+        input=given,
         env=os.environ | environment,
         capture_output=True,
         text=True,

@@ -1,0 +1,138 @@
+"""Loads that wait for a GPU: merged, confirmed one by one, ahead of backups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fdcache.devices.base import BlockPairs
+from fdcache.metadata import TransferReport
+from tests.gpu.test_cuda_device import run_python
+from tests.gpu.test_cuda_order import spin
+from tests.gpu.test_cuda_swaps import METHODS, WIDE
+from tests.gpu.workers import GpuWorker
+from tests.swaps import plan
+
+cupy = pytest.importorskip("cupy")
+
+BLOCKS = 32
+
+
+def reports_of(worker: GpuWorker, count: int) -> dict[int, TransferReport]:
+    found: dict[int, TransferReport] = {}
+    while len(found) < count:
+        ended = worker.controller.wait_reports(20.0)
+        assert ended
+        found |= {report.plan_id: report for report in ended}
+    return found
+
+
+@pytest.mark.parametrize("name", ["128 KiB", "4 KiB", "fp8"])
+@pytest.mark.parametrize("method", METHODS)
+def test_loads_behind_a_busy_stream_go_as_one_batch(method: str, name: str, monkeypatch: Any) -> None:
+    layout = WIDE[name]
+    with GpuWorker(
+        layout,
+        device_blocks=BLOCKS,
+        host_blocks=BLOCKS,
+        swap_method=method,
+        verify="all",
+        loads_ahead=12 * layout.payload_bytes,
+    ) as worker:
+        worker.run(plan(1, backup=[(slot, BLOCKS - 1 - slot) for slot in range(BLOCKS)]))
+        saved = [worker.block(slot) for slot in range(BLOCKS)]
+        copy_blocks, sizes = worker.gpu.copy_blocks, []
+
+        def counted(planes: Any, arena: Any, pairs: BlockPairs, direction: Any) -> Any:
+            sizes.append(len(pairs))
+            return copy_blocks(planes, arena, pairs, direction)
+
+        monkeypatch.setattr(worker.gpu, "copy_blocks", counted)
+        busy = cupy.cuda.Stream(non_blocking=True)
+        spin(busy, 400_000_000)
+        worker.controller.submit_swap_tasks(plan(2, load=[(BLOCKS - 1 - i, i) for i in range(12)]), busy)
+        wanted = [plan(3 + n, load=[(2 * n + i, 12 + 2 * n + i) for i in range(2)]) for n in range(5)]
+        assert wanted[3].loads is not None
+        wanted[3].loads.src_generations[1] += 1
+        counters = [worker.controller.submit_swap_tasks(each) for each in wanted]
+        untouched = worker.block(19)
+        reports = reports_of(worker, 6)
+        assert sizes == [12, 10]
+        assert [each for each, report in reports.items() if not report.results[0].success] == [6]
+        assert reports[6].results[0].failed.tolist() == [1]
+        assert "position 1: host slot 7" in str(reports[6].results[0].error_message)
+        assert all(counter.is_all_done() for counter in counters)
+        for slot in range(12, 22):
+            expected = untouched if slot == 19 else saved[BLOCKS - 1 - (slot - 12)]
+            assert worker.block(slot) == expected
+
+
+def test_a_stream_that_waits_for_a_layer_begins_a_load_that_waits() -> None:
+    layout = WIDE["128 KiB"]
+    with GpuWorker(layout, device_blocks=BLOCKS, host_blocks=BLOCKS, loads_ahead=1) as worker:
+        worker.run(plan(1, backup=[(slot, slot) for slot in range(BLOCKS)]))
+        before = worker.block(3)
+        busy, compute = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        spin(busy, 200_000_000)
+        worker.controller.submit_swap_tasks(plan(2, load=[(0, 1)]), busy)
+        counter = worker.controller.submit_swap_tasks(plan(3, load=[(3, 4)]))
+        seen = []
+        for plane, tensor in zip(layout.planes, worker.tensors, strict=True):
+            counter.wait_for_layer(plane.layer, stream=compute)
+            with compute:
+                seen.append(tensor[4].copy())
+        compute.synchronize()
+        assert [worker.bytes_of(each) for each in seen] == before
+        assert set(reports_of(worker, 2)) == {2, 3}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_load_ends_before_a_backup_that_was_there_first(method: str) -> None:
+    layout, blocks = WIDE["512 KiB"], 128
+    with GpuWorker(layout, device_blocks=blocks, host_blocks=blocks, swap_method=method) as worker:
+        worker.run(plan(1, evict=[(0, 0)]))
+        before = worker.block(0)
+        backup = [(slot, slot) for slot in range(1, blocks)]
+        worker.controller.submit_swap_tasks(plan(2, backup=backup))
+        counter = worker.controller.submit_swap_tasks(plan(3, load=[(0, 0)]))
+        counter.wait_all(20.0)
+        assert [report.plan_id for report in worker.controller.poll()] == [3]
+        assert worker.block(0) == before
+        (backed_up,) = worker.report().results
+        assert backed_up.success
+
+
+LOST = """
+    import cupy
+    from fdcache.errors import DeviceLostError
+    from tests.gpu.test_cuda_order import spin
+    from tests.gpu.workers import GpuWorker
+    from tests.gpu.test_cuda_swaps import WIDE
+    from tests.swaps import plan
+
+    worker = GpuWorker(WIDE["128 KiB"], device_blocks=64, host_blocks=64, loads_ahead=1)
+    worker.run(plan(1, evict=[(i, i) for i in range(64)]))
+    busy = cupy.cuda.Stream(non_blocking=True)
+    spin(busy, 400_000_000)
+    worker.controller.submit_swap_tasks(plan(2, load=[(0, 0)]), busy)
+    counters = [worker.controller.submit_swap_tasks(plan(3 + n, load=[(1 + n, 1 + n)])) for n in range(4)]
+    trap = cupy.RawKernel('extern "C" __global__ void trap() { asm("trap;"); }', "trap")
+    with busy:
+        trap((1,), (1,), ())
+    found = {}
+    while len(found) < 5:
+        found |= {report.plan_id: report.results[0] for report in worker.controller.wait_reports(20.0)}
+    print("FAILED", sorted(plan_id for plan_id, result in found.items() if len(result.failed) == 1))
+    print("REASON", found[6].error_message)
+    assert all(counter.is_all_done() for counter in counters)
+    worker.controller.shutdown()
+    print("CLOSED")
+"""
+
+
+def test_loads_that_wait_for_a_device_that_is_lost_fail_with_its_reason() -> None:
+    done = run_python(LOST)
+    assert "FAILED [" in done.stdout and "6]" in done.stdout, done.stdout + done.stderr
+    assert "REASON" in done.stdout and "the device failed" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.endswith("CLOSED\n"), done.stdout + done.stderr
