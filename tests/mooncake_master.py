@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -58,6 +59,11 @@ class Master:
                 time.sleep(0.05)
         raise RuntimeError(f"the master did not start: {self._log.read_text()}")
 
+    def freeze(self) -> None:
+        """It neither answers nor hangs up."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -72,8 +78,10 @@ class Master:
             "MOONCAKE_GLOBAL_SEGMENT_SIZE": "64MiB",
         }
 
-    def connect(self, layout: KVLayout, rank: int | None = 0, **tier: object) -> MooncakeConnector:
-        settings = MooncakeSettings(master=self.address, protocol="tcp", global_segment_size=32 << 20)
+    def connect(
+        self, layout: KVLayout, rank: int | None = 0, *, segment: int = 32 << 20, **tier: object
+    ) -> MooncakeConnector:
+        settings = MooncakeSettings(master=self.address, protocol="tcp", global_segment_size=segment)
         return MooncakeConnector(
             ConnectorContext(layout, rank, StorageTierSettings(connector="mooncake", **tier), settings)
         )

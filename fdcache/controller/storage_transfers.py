@@ -74,7 +74,11 @@ class StorageTransfer:
             result = BatchResult.of(len(self.batch), Outcome.ERROR, f"{type(error).__name__}: {error}")
         self._seconds = time.monotonic() - begin
         self._result = result
-        self.done.set()
+        if result.unfinished is None:
+            self.done.set()
+        else:
+            # Reported only then: until the report nobody else gets these host slots.
+            result.unfinished.add_done_callback(lambda _: self.done.set())
 
     def refuse(self, reason: str) -> None:
         """It will never run."""

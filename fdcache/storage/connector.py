@@ -7,9 +7,10 @@ timeout and a peer that is gone.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -78,13 +79,15 @@ class RecordBatch:
 class BatchResult:
     """``outcomes`` has an ``Outcome`` per block, ``checksums`` the record checksum of those that are OK.
 
-    ``moved_bytes`` were read or written; ``error`` is the first failure in words.
+    ``moved_bytes`` were read or written; ``error`` is the first failure in words. ``unfinished`` is a call that was
+    given up and goes on by itself: the batch's host records are in use until it is done.
     """
 
     outcomes: NDArray[np.uint8]
     checksums: UInt64Array
     moved_bytes: int = 0
     error: str | None = None
+    unfinished: Future[Any] | None = None
 
     @classmethod
     def of(cls, count: int, outcome: Outcome, error: str | None = None) -> BatchResult:
@@ -139,7 +142,8 @@ class BlockStorage(Protocol):
     """What a worker needs of its rank's storage. Calls may come from several threads.
 
     ``timeout`` is in seconds; a call returns within it, but for requests that the system has begun and cannot
-    take back, whose memory is in use till they end. ``cancel`` takes back what has not begun.
+    take back, whose memory is in use till they end: it waits for them, or says in ``BatchResult.unfinished`` what
+    to wait for. ``cancel`` takes back what has not begun.
     """
 
     @property

@@ -6,21 +6,20 @@ An object is a record followed by its slot header; its key is ``fdcache/1/<finge
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from operator import methodcaller
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fdcache import _core
-from fdcache.errors import StorageError, StorageGoneError
+from fdcache.errors import StorageGoneError
 from fdcache.metadata import SLOT_HEADER_BYTES, HashArray
 from fdcache.storage.breaker import CircuitBreaker
+from fdcache.storage.call_lane import CallLane, CallOverdueError, LaneBlockedError
 from fdcache.storage.connector import (
     BatchResult,
     Outcome,
@@ -30,20 +29,13 @@ from fdcache.storage.connector import (
     StorageStats,
 )
 from fdcache.storage.context import ConnectorContext
-from fdcache.storage.mooncake_client import (
-    ClientOptions,
-    connect,
-    in_words,
-    is_stored,
-    outcome_of,
-)
+from fdcache.storage.mooncake_client import ClientOptions, in_words, is_stored, outcome_of
+from fdcache.storage.mooncake_link import MooncakeLink
 from fdcache.storage.record_check import RecordCheck
+from fdcache.storage.tally import StorageTally
 
 _CHUNK = 64
 _LOOKUP_CHUNK = 1024
-_CONNECT_SECONDS = 1.0
-
-T = TypeVar("T")
 
 
 class MooncakeConnector:
@@ -59,44 +51,17 @@ class MooncakeConnector:
         self._layout = layout
         self._rank = context.rank or 0
         self._check = RecordCheck(layout, verify=context.verify)
-        self._options = ClientOptions.resolve(context.mooncake, context.rank)
-        self._breaker = CircuitBreaker(context.settings.retry_after)
-        self._lock = threading.Lock()
-        self._client: Any = None
-        self._closed = False
-        self._regions: list[tuple[int, int]] = []
-        self._headers = {
-            writing: (_core.HostMemory(_CHUNK * SLOT_HEADER_BYTES), threading.Lock())
-            for writing in (False, True)
-        }
-        self._asker = ThreadPoolExecutor(2, thread_name_prefix="fdcache-mooncake")
-        self._counts = dict.fromkeys(
-            ("hits", "misses", "corrupt", "stored", "errors", "timeouts", "peer_gone"), 0
+        self._tally = StorageTally()
+        tier = context.settings
+        self._link = MooncakeLink(
+            ClientOptions.resolve(context.mooncake, context.rank),
+            CircuitBreaker(tier.retry_after),
+            tier.timeout,
         )
-        self._bytes = {False: 0, True: 0}
-        self._reach()
-
-    # --- connection ---------------------------------------------------------------------------------------
-
-    def _reach(self) -> str | None:
-        """Make sure there is a client; returns why there is none."""
-        with self._lock:
-            if self._closed:
-                return "mooncake: closed"
-            if (reason := self._breaker.refuses()) is not None:
-                return reason
-            if self._client is None:
-                try:
-                    self._client = connect(self._options, _CONNECT_SECONDS)
-                    for memory, _ in self._headers.values():
-                        self._client.register_buffer(memory.address, memory.nbytes)
-                    for address, nbytes in self._regions:
-                        self._register(address, nbytes)
-                except StorageGoneError as error:
-                    self._client = None
-                    self._breaker.failed(str(error))
-                    return str(error)
-            return None
+        self._directions = {writing: _Direction(writing) for writing in (False, True)}
+        for direction in self._directions.values():
+            self._link.register(direction.headers.address, direction.headers.nbytes)
+        self._link.reach()
 
     def register(self, records: _core.RecordTable) -> None:
         """Register the records' memory with the client, one region for each run of records."""
@@ -104,22 +69,8 @@ class MooncakeConnector:
         record_bytes = self._layout.record_bytes
         starts = np.flatnonzero(np.diff(addresses, prepend=addresses[:1] - 2 * record_bytes) != record_bytes)
         ends = np.append(starts[1:], len(addresses))
-        with self._lock:
-            for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-                region = (int(addresses[start]), (end - start) * record_bytes)
-                self._regions.append(region)
-                if self._client is not None:
-                    self._register(*region)
-
-    def _register(self, address: int, nbytes: int) -> None:
-        code = self._client.register_buffer(address, nbytes)
-        if code:
-            raise StorageError(f"mooncake: {nbytes} bytes of host records cannot be registered (code {code})")
-
-    def _ask(self, question: Callable[[], T], timeout: float) -> T:
-        """A call that touches no memory of ours, given up after ``timeout``. Raises ``TimeoutError``."""
-        answer: Future[T] = self._asker.submit(question)
-        return answer.result(timeout)
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            self._link.register(int(addresses[start]), (end - start) * record_bytes)
 
     # --- blocks -------------------------------------------------------------------------------------------
 
@@ -136,23 +87,21 @@ class MooncakeConnector:
         length = 0
         for first in range(0, len(hashes), _LOOKUP_CHUNK):
             part = hashes[first : first + _LOOKUP_CHUNK]
-            if (reason := self._reach()) is not None:
+            if (reason := self._link.reach()) is not None:
                 return RunResult(length, Outcome.PEER_GONE, reason)
             ranks = range(self._layout.tp_size)
             keys = [self.key(row.tobytes(), rank) for row in part for rank in ranks]
+            ask = methodcaller("batch_is_exist", keys)
             try:
-                found = self._ask(
-                    partial(self._client.batch_is_exist, keys), max(deadline - time.monotonic(), 0.0)
-                )
-            except FutureTimeoutError:
-                self._breaker.failed(f"mooncake: no answer within {timeout} s")
-                return RunResult(length, Outcome.TIMEOUT, f"mooncake: no answer within {timeout} s")
+                found = self._link.ask(ask, _left(deadline))
+            except StorageGoneError as error:
+                return RunResult(length, Outcome.TIMEOUT, str(error))
             codes = np.array(found, np.int64).reshape(len(part), len(ranks))
             if (codes < 0).any():
                 code = int(codes.min())
-                self._breaker.failed(in_words(code))
+                self._link.breaker.failed(in_words(code))
                 return RunResult(length, outcome_of(code), in_words(code))
-            self._breaker.succeeded()
+            self._link.breaker.succeeded()
             whole = (codes == 1).all(axis=1)
             run = len(part) if whole.all() else int(np.argmin(whole))
             length += run
@@ -174,38 +123,59 @@ class MooncakeConnector:
         deadline = time.monotonic() + timeout
         result = BatchResult.of(len(batch), Outcome.TIMEOUT)
         error: str | None = None
-        memory, lock = self._headers[writing]
-        with lock:
-            for first in range(0, len(batch), _CHUNK):
-                part = slice(first, first + _CHUNK)
-                chunk = batch.select(part)
-                if cancel is not None and cancel.is_set:
-                    result.outcomes[part] = Outcome.CANCELLED
-                    continue
-                if time.monotonic() >= deadline:
-                    continue
-                if (reason := self._reach() or self._probe()) is not None:
-                    result.outcomes[part], error = Outcome.PEER_GONE, error or reason
-                    continue
-                move = self._put_chunk if writing else self._get_chunk
-                outcomes, checksums, message = move(chunk, memory)
-                result.outcomes[part], result.checksums[part] = outcomes, checksums
-                error = error or message
-        return self._count(result, error, writing)
+        unfinished: Future[Any] | None = None
+        direction = self._directions[writing]
+        try:
+            with direction.lane.turn(timeout):
+                for first in range(0, len(batch), _CHUNK):
+                    part = slice(first, first + _CHUNK)
+                    if cancel is not None and cancel.is_set:
+                        result.outcomes[part] = Outcome.CANCELLED
+                        continue
+                    if not _left(deadline):
+                        continue
+                    if (reason := self._link.reach() or self._probe(deadline)) is not None:
+                        result.outcomes[part], error = Outcome.PEER_GONE, error or reason
+                        continue
+                    move = self._put_chunk if writing else self._get_chunk
+                    try:
+                        moved = move(batch.select(part), direction, deadline)
+                    except CallOverdueError as overdue:
+                        # Its memory is in use until it ends; the outcome stays TIMEOUT, whatever it does by then.
+                        unfinished, error = overdue.call, error or f"mooncake: {overdue}"
+                        self._link.breaker.failed(f"mooncake: {overdue}")
+                        continue
+                    result.outcomes[part], result.checksums[part], message = moved
+                    error = error or message
+        except LaneBlockedError as blocked:
+            result, error = BatchResult.of(len(batch), Outcome.PEER_GONE), f"mooncake: {blocked}"
+        moved_bytes = int(result.ok.sum()) * self._layout.record_bytes
+        self._tally.add(result.outcomes, moved_bytes, writing=writing)
+        return BatchResult(result.outcomes, result.checksums, moved_bytes, error, unfinished)
 
-    def _probe(self) -> str | None:
-        """Ask the master something small: with memory at stake a call cannot be given up when it is dead."""
-        code = self._client.batch_is_exist([self._prefix(self._rank)])[0]
+    def _probe(self, deadline: float) -> str | None:
+        """Ask the master something small: with memory at stake nothing can be reused until a call has ended."""
+        prefix = self._prefix(self._rank)
+        try:
+            (code,) = self._link.ask(methodcaller("batch_is_exist", [prefix]), _left(deadline))
+        except StorageGoneError as error:
+            return str(error)
         if code >= 0:
             return None
-        self._breaker.failed(in_words(code))
+        self._link.breaker.failed(in_words(code))
         return in_words(code)
 
-    def _get_chunk(self, batch: RecordBatch, memory: _core.HostMemory) -> _Moved:
-        records, headers = batch.records.addresses(batch.host_slots)[0], _header_addresses(memory, len(batch))
+    def _get_chunk(self, batch: RecordBatch, direction: _Direction, deadline: float) -> _Moved:
+        records = batch.records.addresses(batch.host_slots)[0]
+        headers = direction.addresses(len(batch))
         for i in range(len(batch)):
             self._check.stamp_writing(batch, i)
-        codes = self._client.batch_get_into_multi_buffers(self._keys(batch), *self._buffers(records, headers))
+        read = partial(
+            self._link.client.batch_get_into_multi_buffers,
+            self._keys(batch),
+            *self._buffers(records, headers),
+        )
+        codes = direction.lane.call(read, _left(deadline))
         size = self._layout.record_bytes + SLOT_HEADER_BYTES
         outcomes = np.zeros(len(batch), np.uint8)
         checksums = np.zeros(len(batch), np.uint64)
@@ -219,52 +189,57 @@ class MooncakeConnector:
                 self._check.stamp_ready(batch, i, header.payload_checksum)
             else:
                 outcomes[i] = Outcome.CORRUPT
-        refused = [self.key(batch.hashes[i].tobytes()) for i in np.flatnonzero(outcomes == Outcome.CORRUPT)]
-        if refused:
-            self._client.batch_remove(refused, True)
-        return outcomes, checksums, self._judge(codes)
+        error = self._judge(codes)
+        refused = np.flatnonzero(outcomes == Outcome.CORRUPT)
+        return outcomes, checksums, error or self._remove(batch.hashes[refused], deadline)
 
-    def _put_chunk(self, batch: RecordBatch, memory: _core.HostMemory) -> _Moved:
+    def _put_chunk(self, batch: RecordBatch, direction: _Direction, deadline: float) -> _Moved:
         found = [batch.records.header(int(slot)) for slot in batch.host_slots]
-        outcomes = np.array(
-            [
-                Outcome.OK if self._check.is_source(batch, i, found[i]) else Outcome.SOURCE_CHANGED
-                for i in range(len(batch))
-            ],
-            np.uint8,
-        )
+        good = np.array([self._check.is_source(batch, i, found[i]) for i in range(len(batch))], np.bool_)
+        outcomes = np.where(good, Outcome.OK, Outcome.SOURCE_CHANGED).astype(np.uint8)
         checksums = np.array([header.payload_checksum for header in found], np.uint64)
-        good = np.flatnonzero(outcomes == Outcome.OK)
-        if not len(good):
+        if not good.any():
             return outcomes, checksums, None
         chosen = batch.select(good)
-        records, headers = (
-            chosen.records.addresses(chosen.host_slots)[0],
-            _header_addresses(memory, len(good)),
-        )
-        for address, i in zip(headers, good, strict=True):
+        positions = np.flatnonzero(good).tolist()
+        headers = direction.addresses(len(chosen))
+        for address, i in zip(headers, positions, strict=True):
             ctypes.memmove(address, found[i].to_bytes(), SLOT_HEADER_BYTES)
-        codes = self._client.batch_put_from_multi_buffers(
-            self._keys(chosen), *self._buffers(records, headers)
+        write = partial(
+            self._link.client.batch_put_from_multi_buffers,
+            self._keys(chosen),
+            *self._buffers(chosen.records.addresses(chosen.host_slots)[0], headers),
         )
-        for position, code in zip(good.tolist(), codes, strict=True):
+        codes = direction.lane.call(write, _left(deadline))
+        torn = []
+        for i, code in zip(positions, codes, strict=True):
             if not is_stored(code):
-                outcomes[position] = outcome_of(code)
-            elif (
-                batch.records.header(int(batch.host_slots[position])).to_bytes() != found[position].to_bytes()
-            ):
+                outcomes[i] = outcome_of(code)
+            elif batch.records.header(int(batch.host_slots[i])).to_bytes() != found[i].to_bytes():
                 # What was stored may be torn; whoever reads it finds out, but nobody need.
-                self._client.remove(self.key(batch.hashes[position].tobytes()), True)
-                outcomes[position] = Outcome.SOURCE_CHANGED
-        return outcomes, checksums, self._judge([code for code in codes if not is_stored(code)])
+                torn.append(i)
+        outcomes[torn] = Outcome.SOURCE_CHANGED
+        error = self._judge([code for code in codes if not is_stored(code)])
+        return outcomes, checksums, error or self._remove(batch.hashes[torn], deadline)
+
+    def _remove(self, hashes: HashArray, deadline: float) -> str | None:
+        """Remove records that are of no use; what stays is refused again."""
+        if not len(hashes):
+            return None
+        keys = [self.key(row.tobytes()) for row in hashes]
+        try:
+            self._link.ask(methodcaller("batch_remove", keys, True), _left(deadline))
+        except StorageGoneError as error:
+            return str(error)
+        return None
 
     def _judge(self, codes: list[int]) -> str | None:
         """Open or close the breaker by what the store answered; returns the first failure in words."""
         failures = [code for code in codes if code < 0 and outcome_of(code) is not Outcome.MISS]
         if any(outcome_of(code) is Outcome.PEER_GONE for code in failures):
-            self._breaker.failed(in_words(failures[0]))
+            self._link.breaker.failed(in_words(failures[0]))
         else:
-            self._breaker.succeeded()
+            self._link.breaker.succeeded()
         return in_words(failures[0]) if failures else None
 
     def _keys(self, batch: RecordBatch) -> list[str]:
@@ -280,74 +255,55 @@ class MooncakeConnector:
 
     def delete(self, hashes: HashArray, timeout: float) -> BatchResult:
         """Remove this rank's records."""
-        if (reason := self._reach()) is not None:
+        if (reason := self._link.reach()) is not None:
             return BatchResult.of(len(hashes), Outcome.PEER_GONE, reason)
         keys = [self.key(row.tobytes()) for row in hashes]
         try:
-            codes = self._ask(lambda: self._client.batch_remove(keys, True), timeout)
-        except FutureTimeoutError:
-            return BatchResult.of(len(hashes), Outcome.TIMEOUT, f"mooncake: no answer within {timeout} s")
+            codes = self._link.ask(methodcaller("batch_remove", keys, True), timeout)
+        except StorageGoneError as error:
+            return BatchResult.of(len(hashes), Outcome.TIMEOUT, str(error))
         result = BatchResult.of(len(hashes), Outcome.OK, self._judge(codes))
         result.outcomes[:] = [Outcome.OK if code >= 0 else outcome_of(code) for code in codes]
         return result
 
     def clear(self, timeout: float) -> int:
         """Remove this layout's and rank's records, nobody else's. Raises ``StorageGoneError`` without an answer."""
-        if (reason := self._reach()) is not None:
+        if (reason := self._link.reach()) is not None:
             raise StorageGoneError(reason)
         pattern = f"^{self._prefix(self._rank)}.*"
-        try:
-            removed = self._ask(lambda: self._client.remove_by_regex(pattern, True), timeout)
-        except FutureTimeoutError as error:
-            raise StorageGoneError(f"mooncake: no answer within {timeout} s") from error
+        removed = self._link.ask(methodcaller("remove_by_regex", pattern, True), timeout)
         if removed < 0:
-            self._breaker.failed(in_words(removed))
+            self._link.breaker.failed(in_words(removed))
             raise StorageGoneError(in_words(removed))
         return int(removed)
 
-    def _count(self, result: BatchResult, error: str | None, writing: bool) -> BatchResult:
-        counted = np.bincount(result.outcomes, minlength=len(Outcome)).tolist()
-        moved = counted[Outcome.OK] * self._layout.record_bytes
-        with self._lock:
-            self._counts["stored" if writing else "hits"] += counted[Outcome.OK]
-            self._counts["misses"] += counted[Outcome.MISS]
-            self._counts["corrupt"] += counted[Outcome.CORRUPT]
-            self._counts["errors"] += counted[Outcome.ERROR] + counted[Outcome.SOURCE_CHANGED]
-            self._counts["timeouts"] += counted[Outcome.TIMEOUT]
-            self._counts["peer_gone"] += counted[Outcome.PEER_GONE]
-            self._bytes[writing] += moved
-        return BatchResult(result.outcomes, result.checksums, moved, error)
-
     def stats(self) -> StorageStats:
         """Counts and state."""
-        with self._lock:
-            reason = self._breaker.reason
-            state = StorageState.READY if reason is None and self._client is not None else StorageState.OFF
-            return StorageStats(
-                name=self.name,
-                state=state,
-                error=reason,
-                read_bytes=self._bytes[False],
-                written_bytes=self._bytes[True],
-                **self._counts,
-            )
+        state = StorageState.READY if self._link.is_up else StorageState.OFF
+        return self._tally.stats(self.name, state, self._link.breaker.reason)
 
     def close(self) -> None:
-        """Leave the store; what this rank's memory held of it goes with it."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            client, self._client = self._client, None
-        self._asker.shutdown(wait=False, cancel_futures=True)
-        if client is not None:
-            for address, _ in self._regions:
-                client.unregister_buffer(address)
-            client.close()
+        """Leave the store, once no call uses our memory; what this rank's memory held of it goes with it."""
+        for direction in self._directions.values():
+            direction.lane.close()
+        self._link.close()
+
+
+class _Direction:
+    """Reads or writes: their lane, and the memory for the headers of one chunk."""
+
+    def __init__(self, writing: bool) -> None:
+        self.lane = CallLane("fdcache-mooncake-put" if writing else "fdcache-mooncake-get")
+        self.headers = _core.HostMemory(_CHUNK * SLOT_HEADER_BYTES)
+
+    def addresses(self, count: int) -> list[int]:
+        """Where the first headers lie."""
+        return [self.headers.address + i * SLOT_HEADER_BYTES for i in range(count)]
 
 
 _Moved = tuple[NDArray[np.uint8], NDArray[np.uint64], str | None]
+"""Outcomes, checksums, the first failure in words."""
 
 
-def _header_addresses(memory: _core.HostMemory, count: int) -> list[int]:
-    return [memory.address + i * SLOT_HEADER_BYTES for i in range(count)]
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0)

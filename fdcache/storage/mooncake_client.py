@@ -16,7 +16,7 @@ from fdcache.settings.parsing import parse_list, parse_size
 from fdcache.storage.connector import Outcome
 
 _LOCAL_NAMES = ("localhost", "127.", "::1")
-_NO_SPACE, _BAD_SIZE, _NOT_READY, _NOT_FOUND, _EXISTS, _TRANSFER, _RPC = (
+_NO_SPACE, _BAD_SIZE, _NOT_READY, _NOT_FOUND, _EXISTS, _TRANSFER, _RPC, _RPC_LATE = (
     -200,
     -600,
     -703,
@@ -24,6 +24,7 @@ _NO_SPACE, _BAD_SIZE, _NOT_READY, _NOT_FOUND, _EXISTS, _TRANSFER, _RPC = (
     -705,
     -800,
     -900,
+    -901,
 )
 _OUTCOMES = {
     _NOT_FOUND: Outcome.MISS,
@@ -31,6 +32,7 @@ _OUTCOMES = {
     _BAD_SIZE: Outcome.CORRUPT,
     _TRANSFER: Outcome.PEER_GONE,
     _RPC: Outcome.PEER_GONE,
+    _RPC_LATE: Outcome.PEER_GONE,
 }
 
 
@@ -45,6 +47,7 @@ def in_words(code: int) -> str:
         _NO_SPACE: "the store has no room",
         _TRANSFER: "the node that holds the record does not answer",
         _RPC: "the master does not answer",
+        _RPC_LATE: "the master does not answer in time",
     }
     return f"mooncake: {words.get(code, 'the store failed')} (code {code})"
 

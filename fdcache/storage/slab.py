@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,13 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache import _core
-from fdcache.errors import StorageError, StorageFullError, StorageReadOnlyError
+from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
-from fdcache.metadata import Int32Array, StorageScan, UInt32Array
+from fdcache.metadata import HashArray, Int32Array, StorageScan, UInt32Array, UInt64Array
 from fdcache.settings.storage_tier import FsyncPolicy
-from fdcache.storage.connector import BatchResult, Outcome, RecordBatch, StorageState, StorageStats
+from fdcache.storage.connector import BatchResult, Outcome, RecordBatch, StorageStats
 from fdcache.storage.slab_format import file_name, slots_for
 from fdcache.storage.slab_handle import ScanProgress, SlabHandle, SlabLock, is_same_file, storage_error
+from fdcache.storage.slab_health import SlabHealth
+from fdcache.storage.tally import StorageTally
 
 _LOOK_SECONDS = 1.0
 
@@ -56,19 +59,14 @@ class SlabStore:
         self._fsync = fsync
         self._verify = verify
         self._threads = threads
-        self._retry_after = retry_after
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._using = 0
-        self._state = StorageState.READY
-        self._error: str | None = None
-        self._retry_at = 0.0
-        self._looked_at = 0.0
-        self._counts = dict.fromkeys(("hits", "misses", "corrupt", "stored", "errors", "timeouts"), 0)
-        self._bytes = {"read": 0, "written": 0}
+        self._tally = StorageTally()
         self._closed = threading.Event()
         self._slots = slots_for(size, layout)
         self.path = folder / file_name(layout.fingerprint, rank)
+        self._health = SlabHealth(self.path, retry_after)
         self._file_lock = SlabLock(self.path)
         try:
             self._file = self._open(on_progress)
@@ -112,54 +110,46 @@ class SlabStore:
 
     def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
         """Read blocks from their slots. A slot found corrupt is emptied."""
-        if (closed := self._enter(batch, writing=False)) is not None:
-            return closed
-        try:
-            addresses = batch.records.addresses(batch.host_slots)
-            slots, generations = _places(batch)
-            result = self._file.core.read(
-                slots,
-                generations,
-                batch.host_generations,
-                batch.hashes,
-                batch.parents,
-                *addresses,
-                timeout,
-                self._verify,
-                cancel,
-            )
-        finally:
-            self._leave()
-        return self._result(*result, writing=False)
+
+        def read(file: _core.SlabFile, blocks: _Blocks) -> _Moved:
+            return file.read(*blocks, timeout, self._verify, cancel)
+
+        return self._move(batch, read, writing=False)
 
     def put(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
         """Write blocks into their slots, whatever these held."""
-        if (closed := self._enter(batch, writing=True)) is not None:
-            return closed
+        every_batch = self._fsync is FsyncPolicy.ALWAYS
+
+        def write(file: _core.SlabFile, blocks: _Blocks) -> _Moved:
+            return file.write(*blocks, timeout, every_batch, time.time_ns() // 1_000_000, cancel)
+
+        return self._move(batch, write, writing=True)
+
+    def _move(
+        self, batch: RecordBatch, move: Callable[[_core.SlabFile, _Blocks], _Moved], *, writing: bool
+    ) -> BatchResult:
+        blocks = _blocks(batch)
+        if (reason := self._enter(writing=writing)) is not None:
+            result = BatchResult.of(len(batch), Outcome.ERROR, reason)
+            self._tally.add(result.outcomes, 0, writing=writing)
+            return result
         try:
-            addresses = batch.records.addresses(batch.host_slots)
-            slots, generations = _places(batch)
-            result = self._file.core.write(
-                slots,
-                generations,
-                batch.host_generations,
-                batch.hashes,
-                batch.parents,
-                *addresses,
-                timeout,
-                self._fsync is FsyncPolicy.ALWAYS,
-                time.time_ns() // 1_000_000,
-                cancel,
-            )
+            outcomes, checksums, moved_bytes, number = move(self._file.core, blocks)
         finally:
             self._leave()
-        return self._result(*result, writing=True)
+        self._tally.add(outcomes, moved_bytes, writing=writing)
+        if number:
+            self._health.failed(number)
+        elif writing and (outcomes == Outcome.OK).any():
+            self._health.recovered()
+        error = self._health.error if number else _in_words(outcomes, self.path)
+        return BatchResult(outcomes, checksums, moved_bytes, error)
 
     def erase(self, slots: Int32Array) -> None:
         """Empty slots. Raises a ``StorageError`` when the file cannot be written."""
         number = self._file.core.erase(slots)
         if number:
-            self._fail(number)
+            self._health.failed(number)
             raise storage_error(number, self.path)
 
     def clear(self, timeout: float) -> int:
@@ -172,19 +162,15 @@ class SlabStore:
 
     # --- failing and coming back ----------------------------------------------------------------------------
 
-    def _enter(self, batch: RecordBatch, *, writing: bool) -> BatchResult | None:
+    def _enter(self, *, writing: bool) -> str | None:
         """Begin a batch, or say why not."""
         with self._lock:
             if self._closed.is_set():
-                return BatchResult.of(len(batch), Outcome.ERROR, f"{self.path}: closed")
-            now = time.monotonic()
-            if now >= self._looked_at:
-                self._looked_at = now + min(_LOOK_SECONDS, self._retry_after)
+                return f"{self.path}: closed"
+            if self._health.look_is_due():
                 self._look()
-            blocked = self._state is StorageState.OFF or (writing and self._state is StorageState.READ_ONLY)
-            if blocked and (now < self._retry_at or not self._try_again()):
-                self._counts["errors"] += len(batch)
-                return BatchResult.of(len(batch), Outcome.ERROR, self._error)
+            if self._health.blocks(writing=writing) and not (self._health.try_is_due() and self._try_again()):
+                return self._health.error
             self._using += 1
             return None
 
@@ -198,15 +184,14 @@ class SlabStore:
         try:
             same = is_same_file(self._file.header_fd, self.path)
         except OSError as error:
-            self._fail(error.errno or errno.EIO)
+            self._health.failed(error.errno or errno.EIO)
             return
         if not same:
-            self._fail(errno.ENOENT)
+            self._health.failed(errno.ENOENT)
 
     def _try_again(self) -> bool:
-        """Whether the time has come to use a failed store again; one that was off is opened anew."""
-        self._retry_at = time.monotonic() + self._retry_after
-        if self._state is StorageState.READ_ONLY:
+        """Whether a failed store may be used; one that was off is opened anew."""
+        if not self._health.blocks(writing=False):
             return True
         if self._using:
             return False
@@ -217,68 +202,28 @@ class SlabStore:
             self._file_lock.renew()
             opened = self._open(None)
         except (StorageError, OSError) as error:
-            self._error = f"{type(error).__name__}: {error}"
+            self._health.still_fails(error)
             return False
         self._file.close()
         self._file = opened
-        self._recover()
+        self._health.recovered()
         return True
-
-    def _fail(self, number: int) -> None:
-        with self._lock:
-            error = storage_error(number, self.path)
-            writable = isinstance(error, StorageFullError | StorageReadOnlyError)
-            self._state = StorageState.READ_ONLY if writable else StorageState.OFF
-            self._error = f"{type(error).__name__}: {error}"
-            self._retry_at = time.monotonic() + self._retry_after
-
-    def _recover(self) -> None:
-        with self._lock:
-            self._state, self._error = StorageState.READY, None
-
-    def _result(
-        self,
-        outcomes: NDArray[np.uint8],
-        checksums: NDArray[np.uint64],
-        moved: int,
-        number: int,
-        *,
-        writing: bool,
-    ) -> BatchResult:
-        counted = np.bincount(outcomes, minlength=len(Outcome)).tolist()
-        with self._lock:
-            self._counts["stored" if writing else "hits"] += counted[Outcome.OK]
-            self._counts["misses"] += counted[Outcome.MISS]
-            self._counts["corrupt"] += counted[Outcome.CORRUPT]
-            self._counts["errors"] += counted[Outcome.ERROR] + counted[Outcome.SOURCE_CHANGED]
-            self._counts["timeouts"] += counted[Outcome.TIMEOUT]
-            self._bytes["written" if writing else "read"] += moved
-            if number:
-                self._fail(number)
-            elif counted[Outcome.OK] and writing:
-                self._recover()
-            error = self._error if number else _in_words(counted, self.path)
-        return BatchResult(outcomes, checksums, moved, error)
 
     def _sync_each(self, interval: float) -> None:
         while not self._closed.wait(interval):
             if self._file.core.unsynced and (number := self._file.core.sync()):
-                self._fail(number)
+                self._health.failed(number)
 
     def stats(self) -> StorageStats:
         """Counts and state."""
-        with self._lock:
-            return StorageStats(
-                name=self.name,
-                state=self._state,
-                error=self._error,
-                capacity_blocks=self.num_slots,
-                blocks_found_on_start=self._file.found,
-                corrupt_found_on_start=self._file.corrupt,
-                read_bytes=self._bytes["read"],
-                written_bytes=self._bytes["written"],
-                **self._counts,
-            )
+        return self._tally.stats(
+            self.name,
+            self._health.state,
+            self._health.error,
+            capacity_blocks=self.num_slots,
+            blocks_found_on_start=self._file.found,
+            corrupt_found_on_start=self._file.corrupt,
+        )
 
     def close(self) -> None:
         """Wait for the batches under way, sync unless told never to, give the file back."""
@@ -296,16 +241,33 @@ class SlabStore:
         self._file_lock.release()
 
 
-def _places(batch: RecordBatch) -> tuple[Int32Array, UInt32Array]:
+_Blocks = tuple[Int32Array, UInt32Array, UInt32Array, HashArray, HashArray, UInt64Array, UInt64Array]
+"""Slots, generations, host generations, hashes, parents; where records and headers lie."""
+
+_Moved = tuple[NDArray[np.uint8], UInt64Array, int, int]
+"""Outcomes, checksums, bytes moved, errno."""
+
+
+def _blocks(batch: RecordBatch) -> _Blocks:
     if batch.slots is None or batch.generations is None:
         raise ValueError("a slab needs the slots and generations of a batch")
-    return batch.slots, batch.generations
+    records, headers = batch.records.addresses(batch.host_slots)
+    return (
+        batch.slots,
+        batch.generations,
+        batch.host_generations,
+        batch.hashes,
+        batch.parents,
+        records,
+        headers,
+    )
 
 
-def _in_words(counted: list[int], path: Path) -> str | None:
+def _in_words(outcomes: NDArray[np.uint8], path: Path) -> str | None:
+    found = np.bincount(outcomes, minlength=len(Outcome)).tolist()
     failed = [
-        f"{counted[outcome]} {outcome.name.lower().replace('_', ' ')}"
+        f"{found[outcome]} {outcome.name.lower().replace('_', ' ')}"
         for outcome in Outcome
-        if outcome is not Outcome.OK and counted[outcome]
+        if outcome is not Outcome.OK and found[outcome]
     ]
     return f"{path.name}: {', '.join(failed)}" if failed else None

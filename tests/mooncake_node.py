@@ -1,0 +1,53 @@
+"""A node of Mooncake Store in a process of its own: python -m tests.mooncake_node MASTER LAYOUT-NAME BLOCKS.
+
+It stores the first blocks of the path of that name in its own memory, says so, and stays until it is killed.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.conformance import HostRecords, conformance_layout, path_of
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.mooncake import MooncakeConnector
+
+
+class Node:
+    """The process."""
+
+    def __init__(self, master: str, name: str, blocks: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.mooncake_node", master, name, str(blocks)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "stored\n"
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def main(master: str, name: str, blocks: int) -> None:
+    layout = conformance_layout(name)
+    settings = MooncakeSettings(master=master, protocol="tcp", global_segment_size=32 << 20)
+    tier = StorageTierSettings(connector="mooncake")
+    connector = MooncakeConnector(ConnectorContext(layout, 0, tier, settings))
+    records = HostRecords(layout, blocks)
+    connector.register(records.table)
+    assert connector.put(records.fill(path_of(blocks, name)), 30).ok.all()
+    print("stored", flush=True)  # noqa: T201
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
