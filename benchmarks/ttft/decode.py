@@ -183,8 +183,8 @@ class Round:
 def decode_beside_swaps(shape: Shape, device: str, *, sequences: int, context: int, rounds: int) -> list[Row]:
     """Milliseconds of a decode step with nothing else, and with swaps both ways beside it.
 
-    Each visitor loads and leaves 16 blocks. The engine's thread plans the swaps before it launches a step, while the GPU
-    has nothing to do, or beside it, as an engine does whose scheduler runs one step ahead.
+    Each visitor loads and leaves 16 blocks. The engine's thread plans the swaps before it launches a step, while the
+    GPU has nothing to do, or beside it, as an engine does whose scheduler runs one step ahead.
     """
     # Room for five visitors: those before the last one may still hold their blocks for copies under way.
     own = sequences * -(-(context + _STEPS) // shape.block_size)
