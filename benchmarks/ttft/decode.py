@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.ttft.common import Row, Tokens, prompt, timed
 from benchmarks.ttft.model import Shape
@@ -19,7 +22,15 @@ _STEPS = 48
 _PER_VISIT = 16
 _VISITORS = 12
 
-_MODES = ("alone", "swaps, planned ahead", "swaps, planned in line")
+_EVERY = (0, 4, 1)
+"""Steps from one visitor to the next; 0: none comes."""
+
+
+class Planning(StrEnum):
+    """When the engine's thread plans and submits the swaps that go with a step."""
+
+    IN_LINE = "before it"
+    AHEAD = "beside it"
 
 
 class Decode:
@@ -41,6 +52,7 @@ class Decode:
         self.tokens = torch.zeros(sequences, dtype=torch.int64, device=device)
         self.positions = torch.full((sequences,), context, dtype=torch.int64, device=device)
         self._context = context
+        self._tokens_read = TokenReader(device, sequences)
         self._graph = self._capture() if device == "cuda" else None
 
     def restart(self) -> None:
@@ -49,16 +61,16 @@ class Decode:
         self.positions.fill_(self._context)
 
     def launch(self) -> None:
-        """Compute one token for every sequence."""
+        """Compute one token for every sequence, and bring it to the host, where an engine streams it."""
         if self._graph is not None:
             self._graph.replay()
         else:
             self._compute()
+        self._tokens_read.take(self.tokens)
 
     def read(self) -> list[int]:
-        """The step's tokens on the host, where an engine streams them."""
-        tokens: list[int] = self.tokens.tolist()
-        return tokens
+        """Wait for the step's tokens."""
+        return self._tokens_read.read()
 
     def _compute(self) -> None:
         self.tokens.copy_(self.server.model.decode(self.tokens, self.positions, self.tables))
@@ -75,6 +87,33 @@ class Decode:
         with torch.cuda.graph(graph):
             self._compute()
         return graph
+
+
+class TokenReader:
+    """Brings tokens to the host by a stream of its own. On the compute stream the copy would wait behind every large
+    copy to the host that was submitted before it, and the next step behind the copy.
+    """
+
+    def __init__(self, device: str, sequences: int) -> None:
+        on_gpu = device == "cuda"
+        self._host = torch.zeros(sequences, dtype=torch.int64, pin_memory=on_gpu)
+        self._stream: Any = torch.cuda.Stream() if on_gpu else None
+
+    def take(self, tokens: Tensor) -> None:
+        """Put the copy on its way."""
+        if self._stream is None:
+            self._host.copy_(tokens)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._host.copy_(tokens, non_blocking=True)
+
+    def read(self) -> list[int]:
+        """The tokens, once they are there; they must be read before the next step is launched."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        tokens: list[int] = self._host.tolist()
+        return tokens
 
 
 class Visitors:
@@ -142,10 +181,10 @@ class Round:
 
 
 def decode_beside_swaps(shape: Shape, device: str, *, sequences: int, context: int, rounds: int) -> list[Row]:
-    """Milliseconds of a decode step with nothing else, and with swaps both ways running all the time.
+    """Milliseconds of a decode step with nothing else, and with swaps both ways beside it.
 
-    "planned ahead": the next step's swaps are planned and submitted while the GPU computes, as an engine does whose
-    scheduler runs one step ahead. "planned in line": before each step, while the GPU has nothing to do.
+    Each visitor loads and leaves 16 blocks. The engine's thread plans the swaps before it launches a step, while the
+    GPU has nothing to do, or beside it, as an engine does whose scheduler runs one step ahead.
     """
     # Room for five visitors: those before the last one may still hold their blocks for copies under way.
     own = sequences * -(-(context + _STEPS) // shape.block_size)
@@ -158,19 +197,19 @@ def decode_beside_swaps(shape: Shape, device: str, *, sequences: int, context: i
     )
     decode = Decode(server, sequences, context, _STEPS)
     beside = Visitors(server, _PER_VISIT, _VISITORS)
-    _run(decode, beside, "swaps, planned ahead")
-    found: dict[str, list[Round]] = {mode: [] for mode in _MODES}
+    _run(decode, beside, Planning.AHEAD, 1)
+    cases = [(planning, every) for planning in Planning for every in _EVERY]
+    found: dict[tuple[Planning, int], list[Round]] = {case: [] for case in cases}
     for _ in range(rounds):
-        for mode, measured in found.items():
-            measured.append(_run(decode, beside, mode))
+        for case, measured in found.items():
+            measured.append(_run(decode, beside, *case))
     beside.leave()
     server.manager.request_finish(decode.requests)
     server.close()
-    alone = statistics.median(each.step for each in found["alone"])
-    return [_row(mode, measured, alone) for mode, measured in found.items()]
+    return [_row(*case, found[case], found[case[0], 0]) for case in cases]
 
 
-def _run(decode: Decode, beside: Visitors, mode: str) -> Round:
+def _run(decode: Decode, beside: Visitors, planning: Planning, every: int) -> Round:
     server = decode.server
     decode.restart()
     beside.leave()
@@ -180,21 +219,22 @@ def _run(decode: Decode, beside: Visitors, mode: str) -> Round:
     clock = GpuClock(server.torch_device)
 
     def work() -> None:
-        for _ in range(_STEPS):
-            if mode == "swaps, planned in line":
+        for step in range(_STEPS):
+            comes = every and step % every == 0
+            if comes and planning is Planning.IN_LINE:
                 beside.visit()
             clock.measure(decode.launch)
-            if mode == "swaps, planned ahead":
+            if comes and planning is Planning.AHEAD:
                 beside.visit()
             decode.read()
 
     seconds = timed(work)
-    server.collect()
+    spent = replace(server.spent)
+    beside.leave()
     moved = blocks_moved(server.manager.get_stats().counters) - moved
-    spent = server.spent
     return Round(
         step=seconds / _STEPS,
-        gpu=clock.median(),
+        gpu=clock.mean(),
         manager=spent.manager / _STEPS,
         controller=spent.controller / _STEPS,
         blocks=moved / _STEPS,
@@ -220,24 +260,30 @@ class GpuClock:
         self._spans.append((begin, end))
         return None
 
-    def median(self) -> float:
+    def mean(self) -> float:
         """Seconds; 0 without a GPU. All work must have ended."""
         spans: list[float] = [begin.elapsed_time(end) for begin, end in self._spans]
-        return 1e-3 * statistics.median(spans or [0.0])
+        return 1e-3 * statistics.mean(spans or [0.0])
 
 
-def _row(mode: str, measured: list[Round], alone: float) -> Row:
-    def median(name: str) -> float:
-        values: list[float] = [getattr(each, name) for each in measured]
+def _row(planning: Planning, every: int, measured: list[Round], alone: list[Round]) -> Row:
+    def median(name: str, rounds: list[Round] = measured) -> float:
+        values: list[float] = [getattr(each, name) for each in rounds]
         return statistics.median(values)
 
+    def slowed(name: str) -> float:
+        base = median(name, alone)
+        return round(100 * (median(name) / base - 1), 2) if base else 0.0
+
     return {
-        "decode": mode,
+        "planned": planning.value,
+        "a visitor": {0: "none", 1: "each step"}.get(every, f"each {every} steps"),
         "step ms": round(1e3 * median("step"), 3),
-        "slowed by %": round(100 * (median("step") / alone - 1), 2),
+        "slowed by %": slowed("step"),
         "on the GPU ms": round(1e3 * median("gpu"), 3),
+        "GPU slowed by %": slowed("gpu"),
         "manager ms": round(1e3 * median("manager"), 3),
         "controller ms": round(1e3 * median("controller"), 3),
-        "blocks swapped a step": round(median("blocks"), 1),
         "GB/s": round(median("bandwidth") / 1e9, 2),
+        "blocks a step": round(median("blocks"), 1),
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -38,20 +36,20 @@ def attend_in_place(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor,
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend(
-    query: Any,
-    keys: Any,
-    values: Any,
-    tables: Any,
-    positions: Any,
-    out: Any,
-    scale: Any,
-    table_stride: Any,
+def _attend(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    tables,
+    positions,
+    out,
+    scale,
+    table_stride,
     GROUP: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
-) -> None:
+):
     """One program for each sequence and key head; its query heads are the rows, padded to what a product needs."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     rows, tokens, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, DIM)

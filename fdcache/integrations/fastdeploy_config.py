@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fdcache import envs
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout, PlaneSpec
 from fdcache.metadata import SLOT_HEADER_BYTES
@@ -58,7 +59,7 @@ def settings_from_config(config: Any, layout: KVLayout) -> CacheSettings:
 
     A match never waits for another request's copy, which the old scheduler would not understand. Draft layers are
     fed the next token, so a match leaves out the block at its end. ``write_through`` stays what it was: a backup of
-    each block when it is computed.
+    each block when it is computed. With ``FD_DETERMINISTIC_MODE`` reuse is cut to ``FD_DETERMINISTIC_SPLIT_KV_SIZE``.
     """
     cache = _get(config, "cache_config")
     policy = getattr(cache, "write_policy", None) or WritePolicy.WRITE_THROUGH.value
@@ -71,6 +72,7 @@ def settings_from_config(config: Any, layout: KVLayout) -> CacheSettings:
         enable_prefix_caching=bool(_get(cache, "enable_prefix_caching")),
         write_policy=WritePolicy(policy),
         write_through_threshold=int(getattr(cache, "write_through_threshold", None) or 2),
+        reuse_grid=envs.FD_DETERMINISTIC_SPLIT_KV_SIZE if envs.FD_DETERMINISTIC_MODE else 0,
         lookahead_tokens=1 if layout.num_draft_layers else 0,
         defer_timeout=0.0,
     )

@@ -31,20 +31,21 @@ from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import BlockPool, HostMatch, HostTier
 
 _STORED = 0
+_ABSENT = 0
 
 
 @dataclass(slots=True)
 class _Search:
-    """A look-up between its device and its host part; no ``hashes``: nothing is looked up."""
+    """A look-up between its device and its host part; no ``hashes``: nothing is looked up.
+
+    Where reuse is limited, the device's ``run`` is pinned when it is known how far the whole goes.
+    """
 
     request: Request
     hashes: HashArray
     run: MatchRun | None
+    on_device: int = 0
     is_read: bool = False  # from storage, and worth waiting for
-
-    @property
-    def on_device(self) -> int:
-        return len(self.run) if self.run else 0
 
     @property
     def goes_on(self) -> bool:
@@ -74,7 +75,7 @@ class RequestLifecycle:
         self._prefetcher = prefetcher
         self._counters = counters
         self._clock = clock
-        self._reuse = ReuseLimit(settings, layout.block_size, device, host)
+        self._reuse = ReuseLimit(settings, layout.block_size)
         self.live: dict[str, Request] = {}
         self.plan = OpenPlan()
 
@@ -159,33 +160,51 @@ class RequestLifecycle:
             return _Search(request, hashes[:0], None)
         if self._prefetcher and self._prefetcher.must_wait(request, hashes, self.plan):
             return _Search(request, hashes[:0], None, is_read=True)
-        hashes = self._reuse.cut(hashes)
-        return _Search(request, hashes, self._device.match(request._lease, hashes))
+        if self._reuse.is_on:
+            known = self._device.contains(hashes) != _ABSENT
+            return _Search(request, hashes, None, len(known) if known.all() else int(np.argmin(known)))
+        run = self._device.match(request._lease, hashes)
+        return _Search(request, hashes, run, len(run))
 
     def _match(self, search: _Search, host: HostMatch | None) -> MatchResult:
         request, run, on_device = search.request, search.run, search.on_device
         if search.is_read:
             return self._postpone(request)
-        on_host = 0
-        pending = run is not None and run.pending
+        on_host, pending = 0, False
         if host is not None:
             request._host_lease = host.lease
             on_host = len(host)
-            pending = pending or (host.pending and not self._is_reading(search.hashes, on_device + on_host))
-            if on_host:
-                request._host_run = HostRun(on_device, host.slots, host.generations, host.unverified)
-        if pending:
-            if self._must_wait(request):
-                return self._defer(request)
-            if run is not None and run.pending:
-                self._drop_host_run(request)
-                on_host = 0
+            pending = host.pending and not self._is_reading(search.hashes, on_device + on_host)
+        if self._reuse.is_on:
+            allowed = self._reuse.allowed(on_device + on_host)
+            on_device, on_host = min(allowed, on_device), max(allowed - on_device, 0)
+            run = self._device.match(request._lease, search.hashes[:on_device])
+        if run is not None and run.pending:
+            pending, on_host = True, 0
+            run, on_device = self._cut(request, search.hashes, run)
+        if pending and self._must_wait(request):
+            return self._defer(request)
+        if host is not None and on_host:
+            request._host_run = HostRun(on_device, host.slots, host.generations, host.unverified).first(
+                on_host
+            )
+        else:
+            self._drop_host_run(request)
         if run is not None and on_device:
             request._table.extend(run.slots)
             request._committed_blocks = request._told_blocks = on_device
             if self._backups:
                 self._backups.on_match(search.hashes[:on_device], run.hits)
         return self._matched(request, on_device, on_host)
+
+    def _cut(self, request: Request, hashes: HashArray, run: MatchRun) -> tuple[MatchRun, int]:
+        """A run that ended early, at the last place where reuse may end."""
+        allowed = self._reuse.allowed(len(run))
+        if allowed < len(run):
+            self._device.release(request._lease)
+            request._lease = self._device.open_lease()
+            run = self._device.match(request._lease, hashes[:allowed])
+        return run, allowed
 
     def _is_reading(self, hashes: HashArray, block: int) -> bool:
         """Whether a block comes from storage: how long to wait for it was decided before the match."""

@@ -32,7 +32,7 @@ class AttentionSettings(Group):
     split_kv_size: PowerOfTwo = variable(
         "FD_DETERMINISTIC_SPLIT_KV_SIZE",
         16,
-        "The grid of deterministic mode, a power of two.",
+        "The grid of deterministic mode, a power of two; reuse is cut to it as well.",
         old=OldType.INT,
         unit="tokens",
     )

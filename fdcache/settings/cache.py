@@ -50,8 +50,9 @@ class CacheSettings(Group):
     reuse_grid: Integer = variable(
         "FDCACHE_REUSE_GRID",
         0,
-        "Reused prefixes are cut to a multiple of this, the grid of an engine in deterministic mode; "
-        "0 is the block size. It must divide the block size or be a multiple of it.",
+        "Reused prefixes are cut to a multiple of this, the grid on which an engine computes. It must divide the "
+        "block size or be a multiple of it. 0 is FD_DETERMINISTIC_SPLIT_KV_SIZE with FD_DETERMINISTIC_MODE, else "
+        "the block size.",
         ge=0,
         unit="tokens",
     )

@@ -29,7 +29,19 @@ def _sources(settings: SettingsTree, *names: str) -> str:
 
 def _deterministic_grid(settings: SettingsTree) -> Iterator[Problem]:
     split, block = settings.attention.split_kv_size, settings.deployment.block_size
-    if settings.attention.deterministic and split % block and block % split:
+    if not settings.attention.deterministic:
+        return
+    grid = settings.cache.reuse_grid
+    if max(grid, block) % split and not split % block:
+        names = ("FDCACHE_REUSE_GRID", "FD_DETERMINISTIC_SPLIT_KV_SIZE")
+        yield error(
+            names,
+            _sources(settings, *names),
+            f"in deterministic mode prefixes reused up to a multiple of {max(grid, block)} tokens may end off the grid "
+            f"of {split}",
+            "unset FDCACHE_REUSE_GRID, or make it a multiple of FD_DETERMINISTIC_SPLIT_KV_SIZE",
+        )
+    if split % block and block % split:
         names = ("FD_DETERMINISTIC_SPLIT_KV_SIZE", "FDCACHE_BLOCK_SIZE")
         yield error(
             names,

@@ -70,7 +70,7 @@ def survey(
     """Read every source and check everything; wrong values become problems, never exceptions."""
     sources = open_sources(Settings, environ, _known(arguments or {}), _known(defaults or {}))
     passed: dict[str, Any] = {SOURCES: sources}
-    settings = Settings(**passed)
+    settings = _on_the_grid(Settings(**passed))
     found = {
         name: tuple(candidate for source in sources for candidate in source.candidates.get(name, ()))
         for name in VARIABLES
@@ -86,6 +86,14 @@ def survey(
     crossed = cross_checks(settings, memory())
     problems += [problem for problem in crossed if rejected.isdisjoint(problem.variables)]
     return Survey(settings, (*problems, *settings.warnings), deprecations, rejected)
+
+
+def _on_the_grid(settings: Settings) -> Settings:
+    """In deterministic mode the reuse grid is the engine's, unless one was given."""
+    if settings.cache.reuse_grid or not settings.attention.deterministic:
+        return settings
+    cache = settings.cache.model_copy(update={"reuse_grid": settings.attention.split_kv_size})
+    return settings.model_copy(update={"cache": cache})
 
 
 def _known(values: Mapping[str, object]) -> Mapping[str, object]:

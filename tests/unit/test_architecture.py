@@ -26,8 +26,9 @@ MAY_IMPORT = {
     "client": FOUNDATION | {"node", "tiers", "devices", "storage", "manager", "controller"},
     **{
         room: FOUNDATION | {"node", "tiers", "devices", "storage", "manager", "controller", "client"}
-        for room in ("server", "replay", "integrations")
+        for room in ("server", "replay")
     },
+    "integrations": FOUNDATION | {"envs", "tiers", "devices", "storage", "manager", "controller"},
 }
 
 

@@ -49,6 +49,22 @@ def test_the_cut_counts_blocks_of_all_tiers() -> None:
     world.assert_nothing_is_held()
 
 
+def test_a_copy_that_is_not_waited_for_ends_the_match_on_the_grid() -> None:
+    world = World(device=8, host=16, reuse_grid=2 * BLOCK, defer_timeout=0.0)
+    world.serve(*PATH, 9)
+    world.serve(*(7,) * (4 * BLOCK), 9)
+    assert world.match(*PATH, 9) == (3, 3)
+    first = world.submit(*PATH, 9)
+    world.engine.schedule([first], 100)  # its loads are under way
+    assert first.request.is_loading
+    assert world.match(*PATH, 9) == (2, 0)
+    world.settle()
+    world.engine.finish(first)
+    world.settle()
+    assert found(world, [*PATH, 9]) == 6
+    world.assert_nothing_is_held()
+
+
 @pytest.mark.parametrize("grid", [3, BLOCK + 1, 3 * BLOCK // 2])
 def test_a_grid_beside_the_blocks_is_refused(grid: int) -> None:
     with pytest.raises(ConfigurationError, match=f"reuse_grid: {grid}"):

@@ -31,6 +31,33 @@ def test_deterministic_grid_and_block_size_divide_each_other(split: int, block: 
     assert disagreeing({**environ, "FD_DETERMINISTIC_MODE": "1"}) == ([] if fits else [names])
 
 
+@pytest.mark.parametrize(
+    ("split", "block", "asked", "grid"),
+    [(32, 16, None, 32), (16, 64, None, 16), (32, 16, 64, 64), (16, 64, 32, 32), (32, 16, 0, 32)],
+)
+def test_deterministic_mode_cuts_reuse_to_its_grid(
+    split: int, block: int, asked: int | None, grid: int
+) -> None:
+    environ = {"FD_DETERMINISTIC_SPLIT_KV_SIZE": str(split), "FDCACHE_BLOCK_SIZE": str(block)}
+    if asked is not None:
+        environ["FDCACHE_REUSE_GRID"] = str(asked)
+    assert Settings.load(environ=environ).cache.reuse_grid == (asked or 0)
+    settings = Settings.load(environ={**environ, "FD_DETERMINISTIC_MODE": "1"})
+    assert settings.cache.reuse_grid == settings.value("FDCACHE_REUSE_GRID") == grid
+
+
+@pytest.mark.parametrize(("split", "block", "asked"), [(32, 16, 16), (64, 16, 32), (64, 16, 8)])
+def test_a_reuse_grid_off_the_deterministic_one_is_refused(split: int, block: int, asked: int) -> None:
+    environ = {
+        "FD_DETERMINISTIC_SPLIT_KV_SIZE": str(split),
+        "FDCACHE_BLOCK_SIZE": str(block),
+        "FDCACHE_REUSE_GRID": str(asked),
+    }
+    assert disagreeing(environ) == []
+    names = ("FDCACHE_REUSE_GRID", "FD_DETERMINISTIC_SPLIT_KV_SIZE")
+    assert disagreeing({**environ, "FD_DETERMINISTIC_MODE": "1"}) == [names]
+
+
 def test_host_tier_fits_into_machine_and_cgroup() -> None:
     environ = {"FDCACHE_HOST_MEMORY": "8GiB"}
     assert disagreeing(environ, Memory(16 << 30, None)) == []
