@@ -95,7 +95,7 @@ SlabScan SlabFile::scan(std::uint32_t first, std::uint32_t last) {
             const auto end = shape_.record_offset + static_cast<off_t>((at + i + 1) * shape_.record_bytes);
             const bool blank = header == SlotHeader{};
             const bool sound = header_is_sound(header) && header.fingerprint == shape_.fingerprint;
-            const bool ready = sound && header.state == SlotState::kReady;
+            const bool ready = sound && header.state == HeaderState::kReady;
             const bool whole = header.payload_bytes == payload_bytes_ && end <= status.st_size;
             found.ready += ready && whole;
             found.corrupt += (!blank && !sound) || (ready && !whole);
@@ -185,7 +185,7 @@ void SlabFile::move_all(std::span<const SlabBlock> blocks, const SlabLimits &lim
 SlabFault SlabFile::check_slot_header(const SlabBlock &block) const {
     const std::lock_guard lock(mutex_);
     const SlotHeader &header = headers_.at(block.slot);
-    const bool held = header.state == SlotState::kReady && header.hash == block.hash &&
+    const bool held = header.state == HeaderState::kReady && header.hash == block.hash &&
                       header.generation == block.generation;
     return held ? SlabFault::kNone : SlabFault::kMiss;
 }
@@ -203,7 +203,7 @@ bool SlabFile::intact(const std::uint8_t *record, std::uint64_t checksum) const 
            finish_checksum(sum, payload_bytes_) == checksum;
 }
 
-void SlabFile::stamp_host(const SlabBlock &block, SlotState state, std::uint64_t checksum) const {
+void SlabFile::stamp_host(const SlabBlock &block, HeaderState state, std::uint64_t checksum) const {
     SlotHeader header;
     header.state = state;
     header.generation = block.host_generation;
@@ -239,7 +239,7 @@ void SlabFile::deliver(const SlabBlock &block, bool verify, SlabFault &fault, st
         trusted_[block.slot] = true;
     }
     checksum = header.payload_checksum;
-    stamp_host(block, SlotState::kReady, checksum);
+    stamp_host(block, HeaderState::kReady, checksum);
 }
 
 SlabOutcome SlabFile::read(std::span<const SlabBlock> blocks, const SlabLimits &limits, bool verify) {
@@ -248,7 +248,7 @@ SlabOutcome SlabFile::read(std::span<const SlabBlock> blocks, const SlabLimits &
     out.checksums.resize(blocks.size(), 0);
     for (std::size_t i = 0; i < blocks.size(); ++i) {
         out.faults[i] = check_slot_header(blocks[i]);
-        if (out.faults[i] == SlabFault::kNone) stamp_host(blocks[i], SlotState::kWriting, 0);
+        if (out.faults[i] == SlabFault::kNone) stamp_host(blocks[i], HeaderState::kWriting, 0);
     }
     move_all(blocks, limits, false, out);
     std::vector<std::function<void()>> checks;
@@ -274,7 +274,7 @@ SlabOutcome SlabFile::verify(std::span<const std::uint32_t> slots) {
     std::vector<std::unique_ptr<std::uint8_t, Free>> memory;
     for (std::size_t i = 0; i < slots.size(); ++i) {
         const SlotHeader header = this->header(slots[i]);
-        if (header.state != SlotState::kReady) out.faults[i] = SlabFault::kMiss;
+        if (header.state != HeaderState::kReady) out.faults[i] = SlabFault::kMiss;
         memory.emplace_back(static_cast<std::uint8_t *>(std::aligned_alloc(kPage, shape_.record_bytes)));
         if (!memory.back()) throw std::bad_alloc();
         blocks.push_back(
@@ -297,7 +297,7 @@ SlabOutcome SlabFile::verify(std::span<const std::uint32_t> slots) {
 
 SlabFault SlabFile::check_source(const SlabBlock &block, SlotHeader &found) const {
     found = load_header(block.host_header);
-    const bool held = header_is_sound(found) && found.state == SlotState::kReady &&
+    const bool held = header_is_sound(found) && found.state == HeaderState::kReady &&
                       found.hash == block.hash && found.generation == block.host_generation &&
                       found.fingerprint == shape_.fingerprint && found.payload_bytes == payload_bytes_;
     return held ? SlabFault::kNone : SlabFault::kSource;
@@ -363,7 +363,7 @@ SlabOutcome SlabFile::write(std::span<const SlabBlock> blocks, const SlabLimits 
         out.faults[i] = check_source(blocks[i], sources[i]);
         if (out.faults[i] != SlabFault::kNone) continue;
         out.checksums[i] = sources[i].payload_checksum;
-        reused = reused || header(blocks[i].slot).state == SlotState::kReady;
+        reused = reused || header(blocks[i].slot).state == HeaderState::kReady;
         targets.push_back(blocks[i].slot);
     }
     const auto fail_all = [&](int error) {
