@@ -126,6 +126,7 @@ class TierStats:
 class NodeView:
     slot: int
     parent: int | None
+    tenant: int
     generation: int
     children: int
     pins: int
@@ -185,11 +186,21 @@ class Tier:
         slots: Int32s,
         copied: Bytes,
         checksums: UInt64s,
+        tenants: UInt32s | None = None,
     ) -> Bytes:
         """End the filling of the lease's own slots by others: 0 stored, 1 duplicate, 2 no parent, 3 dropped.
 
         The lease gives all of them up. It may be of an earlier epoch: then all are dropped.
+
+        ``tenants``: whose the blocks below the root are; all below them are too. A tenant at its limit gives up its
+        own coldest leaves; 4: it had none to give up.
         """
+
+    def set_tenant_limit(self, tenant: int, most: int) -> None:
+        """How many entries a tenant may have. The first call turns tenants on; ValueError if there are entries."""
+
+    def tenant_entries(self) -> UInt32s:
+        """Entries by tenant."""
 
     def drop(self, hashes: Bytes) -> int:
         """Forget these entries and all that hang below them; how many. What is in use stays until it is not."""
@@ -215,6 +226,15 @@ class Tier:
     def coldest(self, count: int) -> BlockList:
         """What would be evicted next, in that order."""
 
+    def hottest(self, count: int) -> BlockList:
+        """The entries with the most hits."""
+
+    def idle(self, seconds: float, tenant: int | None = None) -> BlockList:
+        """The entries that nobody has used for so long, of all tenants or one."""
+
+    def starting_with(self, prefix: bytes) -> BlockList:
+        """The entries whose hash begins so."""
+
     def restore(
         self,
         slots: Int32s,
@@ -224,6 +244,7 @@ class Tier:
         checksums: UInt64s,
         times: UInt64s | None = None,
         generation: int = 0,
+        tenants: UInt32s | None = None,
     ) -> Bytes:
         """Make entries of blocks that are there already, in free slots and any order; 1 for what was taken.
 

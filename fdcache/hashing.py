@@ -6,6 +6,7 @@ fingerprint), tenant, adapter, multimodal items. docs/format.md writes every byt
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 from fdcache import _core
 from fdcache.errors import HashingError
 from fdcache.metadata import HashArray
+
+TENANT_BYTES = 16
+NO_TENANT = bytes(TENANT_BYTES)
 
 Tokens: TypeAlias = "Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | array[int]"
 """Token ids: list or tuple of int, or a one-dimensional int32 or int64 array; each must fit an int32."""
@@ -67,6 +71,12 @@ class TokenBlocks(_core.TokenBlocks):
 def root_hash(fingerprint: bytes, tenant: str | None = None) -> bytes:
     """The 32 bytes that stand before the first block: one chain for each layout fingerprint and tenant."""
     return _core.root_hash(fingerprint, _encode("tenant", tenant))
+
+
+def tenant_key(tenant: str | None) -> bytes:
+    """The 16 bytes that stand for a tenant where its name is nobody's business; zeros for no tenant."""
+    name = _encode("tenant", tenant)
+    return NO_TENANT if name is None else hashlib.sha256(b"fdcache.tenant.1" + name).digest()[:TENANT_BYTES]
 
 
 def hash_blocks(

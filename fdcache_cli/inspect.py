@@ -21,6 +21,7 @@ COMMANDS = (
     Command("clients", __name__, "clients", "Who uses the service, and what each holds."),
     Command("transfers", __name__, "transfers", "What is being copied."),
     Command("namespaces", __name__, "namespaces", "The layouts and their shares."),
+    Command("tenants", __name__, "tenants", "What each tenant has of a layout, and may have."),
     Command("block", __name__, "block", "Where a block is, by the beginning of its hash."),
     Command("explain", __name__, "explain", "Why a prompt was a hit or a miss, block by block."),
     Command(
@@ -72,6 +73,14 @@ _TRANSFERS: Columns = (
     ("writable slots", "writable_slots", str),
     ("pinned runs", "pinned_runs", str),
 )
+_TENANTS: Columns = (
+    ("namespace", "namespace", str),
+    ("tenant", "tenant", str),
+    ("blocks", "blocks", str),
+    ("memory", "bytes", size),
+    ("quota", "quota", lambda share: f"{share:.0%}"),
+    ("most blocks", "most_blocks", str),
+)
 _TIERS: Columns = (
     ("tier", "tier", str),
     ("of", "of", str),
@@ -90,7 +99,8 @@ _BLOCKS: Columns = (
     ("pins", "pins", str),
     ("hits", "hits", str),
     ("idle", "idle_seconds", seconds),
-    ("evicted at", "evicted_at", lambda when: datetime.fromtimestamp(when).strftime("%H:%M:%S")),
+    ("left", "reason", str),
+    ("at", "left_at", lambda when: datetime.fromtimestamp(when).strftime("%H:%M:%S")),
 )
 
 
@@ -117,6 +127,13 @@ def transfers(server: ServerOption = None, *, json: Json = False, watch: Watch =
 def namespaces(server: ServerOption = None, *, json: Json = False, watch: Watch = False) -> None:
     """The layouts and their shares of the arena."""
     _show(server, "namespaces", _namespace_rows, _NAMESPACES, json=json, watch=watch)
+
+
+def tenants(
+    server: ServerOption = None, *, namespace: Namespace = None, json: Json = False, watch: Watch = False
+) -> None:
+    """The tenants with the most blocks: by name where a quota names them, else by the beginning of a key."""
+    _show(server, "tenants", list, _TENANTS, json=json, watch=watch, namespace=namespace)
 
 
 def block(
@@ -173,16 +190,16 @@ def explain(
             each["hash"][:16],
             each["tier"] or "nowhere",
             seconds(each["idle_seconds"]) if each["tier"] else "",
-            _evicted(each),
+            _gone(each),
         ]
         for each in answer["blocks"]
     ]
-    output.print_table(["block", "hash", "tier", "idle", "evicted"], rows)
+    output.print_table(["block", "hash", "tier", "idle", "left"], rows)
     broken = answer["broken_at"]
     if broken is None:
         output.print_line(f"a hit: all {len(rows)} full blocks are there")
     else:
-        when = _evicted(answer["blocks"][broken]) or "never stored, or not known any more"
+        when = _gone(answer["blocks"][broken]) or "never stored, or not known any more"
         output.print_line(f"the run ends before block {broken}: {when}")
 
 
@@ -225,9 +242,9 @@ def draw_tree(found: Rows) -> list[str]:
     return lines
 
 
-def _evicted(block: dict[str, Any]) -> str:
-    when = block.get("evicted_at")
-    return f"evicted {seconds(time.time() - when)} ago" if when else ""
+def _gone(block: dict[str, Any]) -> str:
+    when = block.get("left_at")
+    return f"{block['reason'].replace('_', ' ')} {seconds(time.time() - when)} ago" if when else ""
 
 
 def _read_tokens(path: Path) -> list[int]:

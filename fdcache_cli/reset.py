@@ -26,11 +26,16 @@ COMMANDS = (
 
 app = new_group(
     COMMANDS,
-    help="""Forget cached blocks of a running service, or with `storage` those on disk. Requests under way keep theirs.
+    help="""Forget cached blocks of a running service, or with `storage` those on disk.
 
-    A device reset takes place at each engine's next step; exit 1 if an engine has not done it within --wait.
+    While clients are loading blocks a host tier is not reset: --wait lets them end first, and nothing new begin.
+    A device reset takes place at each engine's next step. Exit 1 if something was in flight, or an engine has not
+    reset its device tier in time.
     """,
 )
+
+_ACKNOWLEDGE_SECONDS = 5.0
+_POLL_SECONDS = 0.1
 
 
 class Tier(StrEnum):
@@ -55,37 +60,80 @@ def reset(
     *,
     tier: Annotated[Tier, typer.Option(help="Which tier.")] = Tier.ALL,
     namespace: Annotated[str | None, typer.Option(help="Only one layout: the beginning of its name.")] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Only one tenant's blocks; device tiers are left alone.")
+    ] = None,
     older_than: Annotated[
         float | None,
-        typer.Option(parser=_duration, metavar="TIME", help="Only host blocks idle for so long."),
+        typer.Option(
+            parser=_duration,
+            metavar="TIME",
+            help="Only blocks idle for so long; device tiers are left alone.",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     wait: Annotated[
-        float,
+        float | None,
         typer.Option(
-            parser=_duration, metavar="TIME", help="How long engines have to reset their device tiers."
+            parser=_duration,
+            metavar="TIME",
+            help="Let what is in flight end first, and engines reset their device tiers, at most so long. "
+            f"Default: refuse what is in flight, {_ACKNOWLEDGE_SECONDS:g} s for engines.",
         ),
-    ] = 5.0,
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
     """Forget cached blocks of a service, where no command is given."""
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
+    if tier is Tier.DEVICE and (tenant is not None or older_than is not None):
+        raise typer.BadParameter(
+            "a device tier forgets everything or nothing; leave --tenant and --older-than out",
+            param_hint="--tier",
+        )
     with connect(server) as client:
-        arguments: dict[str, Any] = {"tier": tier.value, "namespace": namespace, "older_than": older_than}
+        arguments: dict[str, Any] = {
+            "tier": tier.value,
+            "namespace": namespace,
+            "tenant": None if tenant is None else _key(tenant),
+            "older_than": older_than,
+        }
         if not dry_run and not yes:
             _confirm(client.ask("reset", dry_run=True, **arguments))
-        answer = client.ask("reset", dry_run=dry_run, **arguments)
-        late = [] if dry_run else _wait_for_devices(client, answer["device"], wait)
+        answer = _carry_out(client, wait, {"dry_run": dry_run, **arguments})
+        late: list[str] = []
+        if not dry_run:
+            late = _wait_for_devices(client, answer["device"], _ACKNOWLEDGE_SECONDS if wait is None else wait)
     answer["device_not_acknowledged"] = late
+    refused = bool(answer["in_flight"]) and not dry_run
     if json:
         output.print_json(answer)
+    elif refused:
+        _refuse(answer["in_flight"], wait)
     else:
         _print(answer, dry_run)
-    if late:
+    if late or refused:
         raise typer.Exit(errors.FAILED)
+
+
+def _key(tenant: str) -> str:
+    from fdcache.hashing import tenant_key
+
+    return tenant_key(tenant).hex()
+
+
+def _carry_out(client: Client, wait: float | None, arguments: dict[str, Any]) -> Any:
+    """Reset, once nothing is in flight any more; or the answer that names what still is."""
+    if wait is None:
+        return client.ask("reset", in_flight="refuse", **arguments)
+    deadline = time.monotonic() + wait
+    while (answer := client.ask("reset", in_flight="drain", **arguments))["in_flight"]:
+        if arguments["dry_run"] or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    return answer
 
 
 def _refuse_options(context: typer.Context) -> None:
@@ -110,7 +158,7 @@ def _confirm(planned: Any) -> None:
 def _wait_for_devices(client: Client, told: list[dict[str, str]], wait: float) -> list[str]:
     waiting = {each["session"] for each in told}
     deadline = time.monotonic() + wait
-    while True:
+    while waiting:
         clients = {each["session"]: each for each in client.ask("clients")}
         late = [
             clients[session]["name"]
@@ -120,11 +168,24 @@ def _wait_for_devices(client: Client, told: list[dict[str, str]], wait: float) -
         ]
         if not late or time.monotonic() > deadline:
             return late
-        time.sleep(0.1)
+        time.sleep(_POLL_SECONDS)
+    return []
+
+
+def _refuse(in_flight: list[dict[str, Any]], wait: float | None) -> None:
+    for each in in_flight:
+        sys.stderr.write(
+            f"error: {each['client']} (process {each['pid']}) is loading from {each['pinned_runs']} runs of "
+            f"{each['namespace']}\n"
+        )
+    remedy = "wait longer" if wait is not None else "let them end with --wait 30s"
+    sys.stderr.write(f"error: nothing was forgotten; {remedy}, or pause these engines\n")
 
 
 def _print(answer: Any, dry_run: bool) -> None:
     verb = "would forget" if dry_run else "forgot"
+    for each in answer["in_flight"]:
+        output.print_line(f"in flight: {each['client']} is loading from {each['pinned_runs']} runs")
     for each in answer["host"]:
         used = f"; {each['in_use']} in use stay with their users until these end" if each["in_use"] else ""
         output.print_line(
@@ -133,6 +194,6 @@ def _print(answer: Any, dry_run: bool) -> None:
     for each in answer["device"]:
         late = each["client"] in answer["device_not_acknowledged"]
         state = "would be told" if dry_run else "has not answered yet" if late else "done"
-        output.print_line(f"device of {each['client']}: {state}")
+        output.print_line(f"device of {each['client']}: {each['blocks']} blocks, {state}")
     if not answer["host"] and not answer["device"]:
         output.print_line("there was nothing to reset")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from fdcache.errors import ConfigurationError
 from fdcache.settings import Settings
 from fdcache.settings.parsing import format_size
 from fdcache_cli import output
+
+if TYPE_CHECKING:
+    from fdcache.server.lifecycle import Server
 
 
 def serve(
@@ -39,6 +42,7 @@ def serve(
     """
     from fdcache.server import logs
     from fdcache.server.lifecycle import Server, endpoints
+    from fdcache.server.signals import ended_by_signals
 
     settings = Settings.load(
         arguments={
@@ -49,15 +53,21 @@ def serve(
             "FDCACHE_RECOVER": recover,
         }
     )
-    where = endpoints(settings)
+    endpoints(settings)
     if check:
         output.print_line(f"the settings are right; fingerprint {settings.fingerprint}")
         return
     logs.configure(settings)
     server = Server(settings)
-    server.start(_progress)
+    with ended_by_signals(lambda: server.is_serving, lambda force: server.stop(force=force)):
+        _serve(server, settings)
+
+
+def _serve(server: Server, settings: Settings) -> None:
+    where = server.endpoints
     web = None
     try:
+        server.start(_progress)
         if where.http is not None:
             from fdcache.server.http import HttpServer, make_app
 
@@ -82,10 +92,10 @@ def _progress(what: str, done: int, total: int) -> None:
         sys.stderr.write(f"\r{what}: {done}/{total} extents" + ("\n" if done == total else ""))
 
 
-def _screen(server: object, settings: Settings, port: int | None) -> None:
-    from fdcache.server.lifecycle import Server, parse_http
+def _screen(server: Server, settings: Settings, port: int | None) -> None:
+    from fdcache.server.leftovers import find_arenas
+    from fdcache.server.lifecycle import parse_http
 
-    assert isinstance(server, Server)
     arena = server.arena
     http = parse_http(settings.server.http_address)
     rows = [
@@ -95,6 +105,11 @@ def _screen(server: object, settings: Settings, port: int | None) -> None:
         ("extents", f"{arena.manifest.extents} of {format_size(arena.manifest.extent_bytes)}"),
         ("recovered", f"{server.recovered} blocks"),
         ("settings", settings.fingerprint[:16]),
+    ]
+    rows += [
+        ("dead arena", f"{format_size(each.nbytes)} of {each.words}: {each.remedy}")
+        for each in find_arenas(arena.directory)
+        if not each.alive
     ]
     for name, text in rows:
         output.print_line(f"{name:<10} {text}")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fdcache.client.tool import Client
 from fdcache.errors import ServiceError
@@ -98,13 +98,19 @@ class ServiceProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        environment = {**os.environ, **self._settings}
-        log = (self.directory.parent / f"{self.directory.name}.log").open("ab")
-        with log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "fdcache_cli.main", "serve"], env=environment, stdout=log, stderr=log
-            )
+        with (self.directory.parent / f"{self.directory.name}.log").open("ab") as log:
+            self.spawn(log)
         until(self.answers, "the service answers")
+
+    def spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Begin it without waiting for anything."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fdcache_cli.main", "serve"],
+            env={**os.environ, **self._settings},
+            stdout=log,
+            stderr=log,
+        )
+        return self.process
 
     def answers(self) -> bool:
         assert self.process is not None

@@ -134,7 +134,7 @@ void bind_header(nb::module_ &module) {
                std::uint64_t payload_checksum) {
                 if (state < 0 || state > 2) throw std::invalid_argument("state must be 0, 1 or 2");
                 new (self) SlotHeader();
-                self->state = static_cast<SlotState>(state);
+                self->state = static_cast<HeaderState>(state);
                 self->generation = generation;
                 self->hash = digest_of(hash, "block_hash");
                 self->parent = digest_of(parent, "parent");

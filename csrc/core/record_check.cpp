@@ -4,7 +4,7 @@ namespace fdcache {
 
 SlotHeader writing_header(const BlockPair &pair, const RecordKind &kind) {
     SlotHeader header;
-    header.state = SlotState::kWriting;
+    header.state = HeaderState::kWriting;
     header.generation = pair.generation;
     header.payload_bytes = kind.payload_bytes;
     header.hash = pair.hash;
@@ -15,7 +15,7 @@ SlotHeader writing_header(const BlockPair &pair, const RecordKind &kind) {
 }
 
 SlotHeader ready_header(SlotHeader writing, std::uint64_t checksum) {
-    writing.state = SlotState::kReady;
+    writing.state = HeaderState::kReady;
     writing.payload_checksum = checksum;
     writing.seal();
     return writing;
@@ -30,7 +30,7 @@ BlockFault check_source(const SlotHeader &header, const BlockPair &pair, const R
     if (header.fingerprint != kind.fingerprint || header.payload_bytes != kind.payload_bytes) {
         return BlockFault::kOtherLayout;
     }
-    if (header.state != SlotState::kReady) return BlockFault::kNotReady;
+    if (header.state != HeaderState::kReady) return BlockFault::kNotReady;
     return BlockFault::kNone;
 }
 

@@ -115,7 +115,7 @@ nb::tuple entries(const BoundSlab &self) {
     std::vector<std::uint64_t> checksums, written;
     for (std::uint32_t slot = 0; slot < self.slots; ++slot) {
         const SlotHeader header = self.file->header(slot);
-        if (header.state != SlotState::kReady) continue;
+        if (header.state != HeaderState::kReady) continue;
         slots.push_back(static_cast<std::int32_t>(slot));
         generations.push_back(header.generation);
         hashes.push_back(header.hash);

@@ -46,7 +46,7 @@ SlabScan SlabFile::scan(std::uint32_t first, std::uint32_t last) {
             const auto end = shape_.record_offset + static_cast<off_t>((at + i + 1) * shape_.record_bytes);
             const bool blank = header == SlotHeader{};
             const bool sound = header.is_sound() && header.fingerprint == shape_.fingerprint;
-            const bool ready = sound && header.state == SlotState::kReady;
+            const bool ready = sound && header.state == HeaderState::kReady;
             const bool whole = header.payload_bytes == payload_bytes_ && end <= status.st_size;
             found.ready += ready && whole;
             found.corrupt += (!blank && !sound) || (ready && !whole);

@@ -111,7 +111,7 @@ class SlabFile {
     SlabFault check_source(const SlabBlock &block, SlotHeader &found) const;
     bool intact(const std::uint8_t *record, std::uint64_t checksum) const;
     void deliver(const SlabBlock &block, bool verify, SlabFault &fault, std::uint64_t &checksum);
-    void stamp_host(const SlabBlock &block, SlotState state, std::uint64_t checksum) const;
+    void stamp_host(const SlabBlock &block, HeaderState state, std::uint64_t checksum) const;
     int store_headers(std::span<const std::uint32_t> slots);
     SlotHeader empty_header(std::uint32_t slot) const;
 

@@ -26,7 +26,7 @@ struct Free {
 SlabFault SlabFile::check_slot_header(const SlabBlock &block) const {
     const std::lock_guard lock(mutex_);
     const SlotHeader &header = headers_.at(block.slot);
-    const bool held = header.state == SlotState::kReady && header.hash == block.hash &&
+    const bool held = header.state == HeaderState::kReady && header.hash == block.hash &&
                       header.generation == block.generation;
     return held ? SlabFault::kNone : SlabFault::kMiss;
 }
@@ -44,7 +44,7 @@ bool SlabFile::intact(const std::uint8_t *record, std::uint64_t checksum) const 
            finish_checksum(sum, payload_bytes_) == checksum;
 }
 
-void SlabFile::stamp_host(const SlabBlock &block, SlotState state, std::uint64_t checksum) const {
+void SlabFile::stamp_host(const SlabBlock &block, HeaderState state, std::uint64_t checksum) const {
     SlotHeader header;
     header.state = state;
     header.generation = block.host_generation;
@@ -80,7 +80,7 @@ void SlabFile::deliver(const SlabBlock &block, bool verify, SlabFault &fault, st
         trusted_[block.slot] = true;
     }
     checksum = header.payload_checksum;
-    stamp_host(block, SlotState::kReady, checksum);
+    stamp_host(block, HeaderState::kReady, checksum);
 }
 
 SlabOutcome SlabFile::read(std::span<const SlabBlock> blocks, const SlabLimits &limits, bool verify) {
@@ -89,7 +89,7 @@ SlabOutcome SlabFile::read(std::span<const SlabBlock> blocks, const SlabLimits &
     out.checksums.resize(blocks.size(), 0);
     for (std::size_t i = 0; i < blocks.size(); ++i) {
         out.faults[i] = check_slot_header(blocks[i]);
-        if (out.faults[i] == SlabFault::kNone) stamp_host(blocks[i], SlotState::kWriting, 0);
+        if (out.faults[i] == SlabFault::kNone) stamp_host(blocks[i], HeaderState::kWriting, 0);
     }
     move_all(blocks, limits, false, out);
     std::vector<std::function<void()>> checks;
@@ -115,7 +115,7 @@ SlabOutcome SlabFile::verify(std::span<const std::uint32_t> slots) {
     std::vector<std::unique_ptr<std::uint8_t, Free>> memory;
     for (std::size_t i = 0; i < slots.size(); ++i) {
         const SlotHeader header = this->header(slots[i]);
-        if (header.state != SlotState::kReady) out.faults[i] = SlabFault::kMiss;
+        if (header.state != HeaderState::kReady) out.faults[i] = SlabFault::kMiss;
         memory.emplace_back(static_cast<std::uint8_t *>(std::aligned_alloc(kPage, shape_.record_bytes)));
         if (!memory.back()) throw std::bad_alloc();
         blocks.push_back(

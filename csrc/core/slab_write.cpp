@@ -7,7 +7,7 @@ namespace fdcache {
 
 SlabFault SlabFile::check_source(const SlabBlock &block, SlotHeader &found) const {
     found = load_header(block.host_header);
-    const bool held = found.is_sound() && found.state == SlotState::kReady && found.hash == block.hash &&
+    const bool held = found.is_sound() && found.state == HeaderState::kReady && found.hash == block.hash &&
                       found.generation == block.host_generation && found.fingerprint == shape_.fingerprint &&
                       found.payload_bytes == payload_bytes_;
     return held ? SlabFault::kNone : SlabFault::kSource;
@@ -25,7 +25,7 @@ SlabOutcome SlabFile::write(std::span<const SlabBlock> blocks, const SlabLimits 
         out.faults[i] = check_source(blocks[i], sources[i]);
         if (out.faults[i] != SlabFault::kNone) continue;
         out.checksums[i] = sources[i].payload_checksum;
-        reused = reused || header(blocks[i].slot).state == SlotState::kReady;
+        reused = reused || header(blocks[i].slot).state == HeaderState::kReady;
         targets.push_back(blocks[i].slot);
     }
     const auto fail_all = [&](int error) {

@@ -11,7 +11,7 @@
 
 namespace fdcache {
 
-enum class SlotState : std::uint16_t { kEmpty = 0, kWriting = 1, kReady = 2 };
+enum class HeaderState : std::uint16_t { kEmpty = 0, kWriting = 1, kReady = 2 };
 
 struct SlotHeader {
     static constexpr std::uint32_t kMagic = 0x4C534446;  // "FDSL"
@@ -19,7 +19,7 @@ struct SlotHeader {
 
     std::uint32_t magic = 0;
     std::uint16_t version = 0;
-    SlotState state = SlotState::kEmpty;
+    HeaderState state = HeaderState::kEmpty;
     std::uint32_t generation = 0;
     std::uint32_t reserved = 0;
     std::uint64_t payload_bytes = 0;

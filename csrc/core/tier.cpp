@@ -76,9 +76,9 @@ void Tier::refresh_busy(Slot slot) {
         if (busy == entry.busy) return;
         entry.busy = busy;
         if (!busy)
-            order_->add(slot);
+            order_add(slot);
         else if (order_->holds(slot))
-            order_->remove(slot);
+            order_remove(slot);
         if (entry.parent == kRoot) return;
         entries_[entry.parent].busy_children += busy ? 1 : -1;
         slot = entry.parent;
@@ -115,7 +115,7 @@ void Tier::free_if_unused(Slot slot) {
 }
 
 // Makes a WRITING slot findable below `parent`; the caller sets what keeps it busy before the refresh.
-void Tier::link(Slot slot, const Digest &digest, Slot parent) {
+void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant) {
     Entry &entry = entries_[slot];
     digests_[slot] = digest;
     index_.insert(slot);
@@ -124,6 +124,7 @@ void Tier::link(Slot slot, const Digest &digest, Slot parent) {
     entry.parent = parent;
     entry.depth = parent == kRoot ? 0 : entries_[parent].depth + 1;
     if (parent != kRoot) ++entries_[parent].children;
+    tenants_.join(slot, parent == kRoot ? tenant : tenants_.of(parent));
     refresh_busy(slot);
 }
 
@@ -138,12 +139,23 @@ void Tier::make_ready(Slot slot) {
     refresh_busy(slot);
 }
 
+void Tier::order_add(Slot slot) {
+    order_->add(slot);
+    tenants_.add(slot);
+}
+
+void Tier::order_remove(Slot slot) {
+    order_->remove(slot);
+    tenants_.remove(slot);
+}
+
 // Takes an entry that is not busy out of the table; its slot is still READY and the caller frees it.
 void Tier::forget(Slot slot) {
     Entry &entry = entries_[slot];
     note(TierEvent::Kind::kRemoved, slot);
     index_.erase(slot);
-    order_->remove(slot);
+    order_remove(slot);
+    tenants_.leave(slot);
     entry.findable = false;
     if (entry.parent != kRoot) --entries_[entry.parent].children;
 }

@@ -27,6 +27,7 @@
 #include "core/digest.hpp"
 #include "core/eviction.hpp"
 #include "core/hash_index.hpp"
+#include "core/tenants.hpp"
 
 namespace fdcache {
 
@@ -79,7 +80,7 @@ struct CopyReservation : Reservation {
 
 enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
 
-enum class PublishStatus : std::uint8_t { kStored, kDuplicate, kNoParent, kDropped };
+enum class PublishStatus : std::uint8_t { kStored, kDuplicate, kNoParent, kDropped, kOverLimit };
 
 // Blocks whose bytes are there already, as a scan found them, in any order.
 struct FoundEntries {
@@ -89,6 +90,7 @@ struct FoundEntries {
     std::span<const Digest> parents;
     std::span<const std::uint64_t> checksums;
     std::span<const std::uint64_t> times;  // when each was written; empty where nobody knows
+    std::span<const Tenant> tenants = {};  // of blocks below the root; empty: all are tenant 0's
 
     std::uint64_t time(std::size_t i) const { return times.empty() ? 0 : times[i]; }
 };
@@ -107,6 +109,7 @@ struct TierStats {
 
 struct NodeView {
     Slot slot, parent;
+    Tenant tenant;
     std::uint32_t generation, children, pins, holds, hits, depth;
     SlotState state;
     bool findable;
@@ -143,10 +146,20 @@ class Tier {
     // Anonymous slots of this lease, filled elsewhere, become entries where they were `copied`, parents
     // first; whatever becomes of them the lease gives them up. Those not copied, of a lease from before a
     // reset, of a hash that is there already, or without a READY parent are freed.
+    //
+    // A block below the root is its tenant's, as `tenants` says (empty: tenant 0's), all below it too. One of
+    // a tenant that has all it may have takes the place of the tenant's own coldest; where none can go, it is
+    // freed.
     std::vector<PublishStatus> publish(LeaseId lease, std::span<const Digest> parents,
                                        std::span<const Digest> hashes, std::span<const Slot> slots,
                                        std::span<const std::uint8_t> copied,
-                                       std::span<const std::uint64_t> checksums);
+                                       std::span<const std::uint64_t> checksums,
+                                       std::span<const Tenant> tenants = {});
+    // The most entries that a tenant may have from its next block on. The first call, on an empty tier, turns
+    // tenants on; every number up to the largest named is one.
+    void set_tenant_limit(Tenant tenant, std::uint32_t most);
+    // Entries by tenant.
+    std::vector<std::uint32_t> tenant_entries() const;
     // Takes entries, and all that hangs below them, out of the table; what is pinned or held stays until it
     // is not. Returns how many entries went.
     std::uint32_t drop(std::span<const Digest> hashes);
@@ -164,6 +177,12 @@ class Tier {
     BlockList ancestry(std::span<const Slot> slots) const;
     // The next `count` entries to be evicted, in that order.
     BlockList coldest(std::uint32_t count) const;
+    // The READY entries with the most hits, those nearer to the root first.
+    BlockList hottest(std::uint32_t count) const;
+    // The READY entries that nobody has used for so long, if need be of one tenant.
+    BlockList idle(std::uint32_t milliseconds, const Tenant *tenant) const;
+    // The READY entries whose hash begins with these bytes.
+    BlockList starting_with(std::span<const std::uint8_t> prefix) const;
 
     // Entries from a scan, in free slots; says which they became. Not those without a parent, nor a hash
     // that is there already. New content of any slot gets a generation above `generation` and all those
@@ -223,6 +242,7 @@ class Tier {
     Lease &current_lease(LeaseId lease);
     void check_slot(Slot slot) const;
     static void check_hashes(std::span<const Digest> hashes);
+    void check_tenants(std::span<const Tenant> tenants) const;
     void check_computed(LeaseId lease, std::span<const Slot> slots) const;
     void check_held(std::span<const Slot> slots, bool arriving);
     std::uint32_t now_ms() const;
@@ -234,9 +254,12 @@ class Tier {
     void unpin(Slot slot);
     void free_slot(Slot slot);
     void free_if_unused(Slot slot);
-    void link(Slot slot, const Digest &digest, Slot parent);
+    void link(Slot slot, const Digest &digest, Slot parent, Tenant tenant = 0);
     void make_ready(Slot slot);
     void forget(Slot slot);
+    void order_add(Slot slot);
+    void order_remove(Slot slot);
+    bool make_tenant_room(Tenant tenant, Slot parent);
     void end_hold(Slot slot);
     bool settle(Slot slot, bool copied, std::uint64_t checksum);
     void drop_pending(Slot slot);
@@ -254,6 +277,7 @@ class Tier {
     std::vector<Digest> digests_;
     HashIndex index_{digests_};
     std::unique_ptr<EvictionOrder> order_;
+    Tenants tenants_;
     std::vector<Slot> free_;
     std::unordered_map<LeaseId, Lease> leases_;
     std::vector<TierEvent> events_;

@@ -3,6 +3,9 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <limits>
+
 #include "core/arrays.hpp"
 #include "core/bindings.hpp"
 #include "core/tier.hpp"
@@ -39,6 +42,12 @@ nb::object status_array(const std::vector<T> &status) {
     std::vector<std::uint8_t> values(status.size());
     for (std::size_t i = 0; i < status.size(); ++i) values[i] = static_cast<std::uint8_t>(status[i]);
     return to_numpy<std::uint8_t>(std::move(values));
+}
+
+std::span<const Tenant> tenants_of(const std::optional<VectorIn<std::uint32_t>> &tenants, std::size_t count) {
+    if (!tenants) return {};
+    require_equal(tenants->shape(0), count);
+    return span_of(*tenants);
 }
 
 void bind_records(nb::module_ &module) {
@@ -103,6 +112,7 @@ void bind_records(nb::module_ &module) {
                      [](const NodeView &node) -> nb::object {
                          return node.parent == kNoSlot ? nb::none() : nb::object(nb::int_(node.parent));
                      })
+        .def_ro("tenant", &NodeView::tenant)
         .def_ro("generation", &NodeView::generation)
         .def_ro("children", &NodeView::children)
         .def_ro("pins", &NodeView::pins)
@@ -181,15 +191,20 @@ void bind_tier(nb::module_ &module) {
             "publish",
             [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes,
                const VectorIn<std::int32_t> &slots, const VectorIn<std::uint8_t> &copied,
-               const VectorIn<std::uint64_t> &checksums) {
+               const VectorIn<std::uint64_t> &checksums,
+               const std::optional<VectorIn<std::uint32_t>> &tenants) {
                 for (const auto size :
                      {parents.shape(0), slots.shape(0), copied.shape(0), checksums.shape(0)})
                     require_equal(size, hashes.shape(0));
                 return status_array(tier.publish(lease, digests_of(parents), digests_of(hashes),
-                                                 slots_of(slots), span_of(copied), span_of(checksums)));
+                                                 slots_of(slots), span_of(copied), span_of(checksums),
+                                                 tenants_of(tenants, hashes.shape(0))));
             },
             nb::arg("lease"), nb::arg("parents"), nb::arg("hashes"), nb::arg("slots"), nb::arg("copied"),
-            nb::arg("checksums"))
+            nb::arg("checksums"), nb::arg("tenants") = nb::none())
+        .def("set_tenant_limit", &Tier::set_tenant_limit, nb::arg("tenant"), nb::arg("most"))
+        .def("tenant_entries",
+             [](const Tier &tier) { return to_numpy<std::uint32_t>(tier.tenant_entries()); })
         .def(
             "drop", [](Tier &tier, const HashesIn &hashes) { return tier.drop(digests_of(hashes)); },
             nb::arg("hashes"))
@@ -218,22 +233,41 @@ void bind_tier(nb::module_ &module) {
             },
             nb::arg("slots"))
         .def("coldest", &Tier::coldest, nb::arg("count"))
+        .def("hottest", &Tier::hottest, nb::arg("count"))
+        .def(
+            "idle",
+            [](const Tier &tier, double seconds, std::optional<Tenant> tenant) {
+                const auto most = static_cast<double>(std::numeric_limits<std::uint32_t>::max());
+                const double milliseconds = std::clamp(seconds * 1000.0, 0.0, most);
+                return tier.idle(static_cast<std::uint32_t>(milliseconds), tenant ? &*tenant : nullptr);
+            },
+            nb::arg("seconds"), nb::arg("tenant") = nb::none())
+        .def(
+            "starting_with",
+            [](const Tier &tier, const nb::bytes &prefix) {
+                const auto *bytes = reinterpret_cast<const std::uint8_t *>(prefix.c_str());
+                return tier.starting_with({bytes, prefix.size()});
+            },
+            nb::arg("prefix"))
         .def(
             "restore",
             [](Tier &tier, const VectorIn<std::int32_t> &slots, const VectorIn<std::uint32_t> &generations,
                const HashesIn &hashes, const HashesIn &parents, const VectorIn<std::uint64_t> &checksums,
-               const std::optional<VectorIn<std::uint64_t>> &times, std::uint32_t generation) {
+               const std::optional<VectorIn<std::uint64_t>> &times, std::uint32_t generation,
+               const std::optional<VectorIn<std::uint32_t>> &tenants) {
                 for (const std::size_t size :
                      {generations.shape(0), hashes.shape(0), parents.shape(0), checksums.shape(0)})
                     require_equal(slots.shape(0), size);
                 if (times) require_equal(slots.shape(0), times->shape(0));
                 return status_array(tier.restore(
                     {slots_of(slots), span_of(generations), digests_of(hashes), digests_of(parents),
-                     span_of(checksums), times ? span_of(*times) : std::span<const std::uint64_t>{}},
+                     span_of(checksums), times ? span_of(*times) : std::span<const std::uint64_t>{},
+                     tenants_of(tenants, slots.shape(0))},
                     generation));
             },
             nb::arg("slots"), nb::arg("generations"), nb::arg("hashes"), nb::arg("parents"),
-            nb::arg("checksums"), nb::arg("times") = nb::none(), nb::arg("generation") = 0)
+            nb::arg("checksums"), nb::arg("times") = nb::none(), nb::arg("generation") = 0,
+            nb::arg("tenants") = nb::none())
         .def(
             "discard",
             [](Tier &tier, const VectorIn<std::int32_t> &slots, bool quarantine) {

@@ -119,6 +119,7 @@ bool Tier::settle(Slot slot, bool copied, std::uint64_t checksum) {
 void Tier::drop_pending(Slot slot) {
     Entry &entry = entries_[slot];
     index_.erase(slot);
+    tenants_.leave(slot);
     entry.findable = false;
     const Slot parent = entry.parent;
     entry.parent = kNoSlot;

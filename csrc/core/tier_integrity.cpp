@@ -19,6 +19,7 @@ std::vector<std::string> Tier::check_integrity() const {
 
     std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, evictable = 0;
     std::uint64_t holds = 0;
+    std::vector<std::uint32_t> of_tenant(tenants_.size());
     for (Slot slot = 0; slot < slots; ++slot) {
         const Entry &entry = entries_[slot];
         const std::string name = "slot " + std::to_string(slot) + ": ";
@@ -41,12 +42,14 @@ std::vector<std::string> Tier::check_integrity() const {
             continue;
         }
         expect(index_.find(digests_[slot]) == slot, name + "its hash leads elsewhere");
+        if (tenants_.on()) ++of_tenant[tenants_.of(slot)];
         if (entry.parent != kRoot) {
             const Entry &parent = entries_[entry.parent];
             ++children[entry.parent];
             busy_children[entry.parent] += entry.busy;
             expect(entry.state != SlotState::kReady || (parent.findable && parent.state == SlotState::kReady),
                    name + "ready below a parent that is not");
+            expect(tenants_.of(slot) == tenants_.of(entry.parent), name + "another tenant's than its parent");
             expect(!parent.findable || entry.depth == parent.depth + 1,
                    name + "depth is not its parent's plus one");
         } else {
@@ -76,6 +79,16 @@ std::vector<std::string> Tier::check_integrity() const {
         seen[slot] = true;
     }
     expect(chained == evictable && order_->size() == evictable, "eviction order has lost or gained entries");
+    std::uint32_t idle_of_tenants = 0;
+    for (Tenant tenant = 0; tenant < of_tenant.size(); ++tenant) {
+        const std::string name = "tenant " + std::to_string(tenant) + ": ";
+        expect(tenants_.entries(tenant) == of_tenant[tenant], name + "its entries are miscounted");
+        for (Slot slot = tenants_.coldest(tenant); slot != kNoSlot && idle_of_tenants <= slots;
+             slot = tenants_.after(slot), ++idle_of_tenants)
+            expect(order_->holds(slot) && tenants_.of(slot) == tenant, name + "its eviction order is wrong");
+    }
+    expect(!tenants_.on() || idle_of_tenants == evictable,
+           "tenants' eviction orders have lost or gained entries");
     expect(free + writing + ready == slots, "slots are not conserved");
     expect(free == free_.size() && writing == writing_ && ready == ready_, "slot counters are wrong");
     expect(findable == index_.size(), "hash table and entries disagree");

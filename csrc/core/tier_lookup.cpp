@@ -101,6 +101,46 @@ BlockList Tier::coldest(std::uint32_t count) const {
     return list;
 }
 
+BlockList Tier::hottest(std::uint32_t count) const {
+    std::lock_guard lock(mutex_);
+    std::vector<Slot> slots;
+    slots.reserve(ready_);
+    for (Slot slot = 0; slot < entries_.size(); ++slot)
+        if (entries_[slot].findable && entries_[slot].state == SlotState::kReady) slots.push_back(slot);
+    const auto most = slots.begin() + static_cast<std::ptrdiff_t>(std::min<std::size_t>(count, slots.size()));
+    std::partial_sort(slots.begin(), most, slots.end(), [this](Slot a, Slot b) {
+        const Entry &left = entries_[a], &right = entries_[b];
+        return left.hits != right.hits ? left.hits > right.hits : left.depth < right.depth;
+    });
+    BlockList list;
+    for (auto slot = slots.begin(); slot != most; ++slot) append(list, *slot);
+    return list;
+}
+
+BlockList Tier::idle(std::uint32_t milliseconds, const Tenant *tenant) const {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    const std::uint32_t now = now_ms();
+    for (Slot slot = 0; slot < entries_.size(); ++slot) {
+        const Entry &entry = entries_[slot];
+        if (entry.findable && entry.state == SlotState::kReady && now - entry.touched_ms >= milliseconds &&
+            (!tenant || tenants_.of(slot) == *tenant))
+            append(list, slot);
+    }
+    return list;
+}
+
+BlockList Tier::starting_with(std::span<const std::uint8_t> prefix) const {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    if (prefix.size() > sizeof(Digest)) return list;
+    for (Slot slot = 0; slot < entries_.size(); ++slot)
+        if (entries_[slot].findable && entries_[slot].state == SlotState::kReady &&
+            std::equal(prefix.begin(), prefix.end(), digests_[slot].bytes.begin()))
+            append(list, slot);
+    return list;
+}
+
 TierStats Tier::stats() const {
     std::lock_guard lock(mutex_);
     TierStats stats{};
@@ -118,7 +158,8 @@ TierStats Tier::stats() const {
     stats.evictions = evictions_;
     stats.lookups = lookups_;
     stats.memory_bytes = entries_.capacity() * sizeof(Entry) + digests_.capacity() * sizeof(Digest) +
-                         index_.bytes() + order_->bytes() + free_.capacity() * sizeof(Slot);
+                         index_.bytes() + order_->bytes() + tenants_.bytes() +
+                         free_.capacity() * sizeof(Slot);
     return stats;
 }
 
@@ -129,6 +170,7 @@ NodeView Tier::node(Slot slot) const {
     NodeView view{};
     view.slot = slot;
     view.parent = entry.findable && entry.parent != kRoot ? entry.parent : kNoSlot;
+    view.tenant = tenants_.of(slot);
     view.generation = entry.generation;
     view.children = entry.children;
     view.pins = entry.pins;

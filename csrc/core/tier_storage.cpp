@@ -58,6 +58,7 @@ std::vector<std::size_t> parents_first(const FoundEntries &found) {
 std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t generation) {
     std::lock_guard lock(mutex_);
     check_hashes(found.hashes);
+    check_tenants(found.tenants);
     std::vector<std::uint8_t> restored(found.hashes.size(), 0);
     std::vector<std::size_t> kept;  // parents first
     std::unordered_map<Slot, std::uint64_t> newest;
@@ -76,7 +77,7 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         entry.holds = 1;
         ++holds_;
         ++writing_;
-        link(slot, found.hashes[i], parent);
+        link(slot, found.hashes[i], parent, found.tenants.empty() ? 0 : found.tenants[i]);
         make_ready(slot);
         newest[slot] = found.time(i);
         restored[i] = 1;
@@ -145,7 +146,8 @@ BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
     for (const Slot slot : doomed) {
         Entry &entry = entries_[slot];
         index_.erase(slot);
-        if (order_->holds(slot)) order_->remove(slot);
+        if (order_->holds(slot)) order_remove(slot);
+        tenants_.leave(slot);
         entry.parent = kNoSlot;
         entry.children = entry.busy_children = 0;
         entry.findable = entry.busy = false;

@@ -11,6 +11,7 @@ void Tier::reset() {
     std::lock_guard lock(mutex_);
     index_.clear();
     order_->clear();
+    tenants_.clear();
     ++epoch_;
     for (Slot slot = 0; slot < entries_.size(); ++slot) {
         Entry &entry = entries_[slot];
@@ -47,6 +48,7 @@ std::uint32_t Tier::resize(std::uint32_t slots) {
     entries_.resize(slots);
     digests_.resize(slots);
     order_->resize(slots);
+    tenants_.resize(slots);
     for (Slot slot = old; slot < slots; ++slot) entries_[slot].generation = first_generation_;
     if (slots > old) {
         // Before what is free already, descending: taken last, and in ascending runs.
@@ -62,6 +64,7 @@ void Tier::make_room(std::uint32_t slots) {
     digests_.reserve(slots);
     free_.reserve(slots);
     order_->resize(slots);
+    tenants_.resize(slots);
     index_.rebuild(slots);
 }
 

@@ -103,11 +103,18 @@ class EngineClient:
                 self._host.end_load(found.slots, swap.hash_values, copied)
             return size if copied.all() else int(np.argmin(copied))
 
-    def store(self, hashes: HashArray, slots: Int32Array, start: int = 0) -> int:
-        """Copy blocks out of device slots; how many were copied. Those that are there already are not."""
+    def store(
+        self, hashes: HashArray, slots: Int32Array, start: int = 0, *, tenant: str | None = None
+    ) -> int:
+        """Copy blocks out of device slots; how many were copied. Those that are there already are not.
+
+        ``tenant``: whose quota they count against, as in the hashes.
+        """
         stop = start + len(slots)
         mine, parents = hashes[start:stop], parents_of(hashes, start, stop)
         with self._lock:
+            if tenant is not None and start == 0 and len(mine):
+                self._host.own(mine[0].tobytes(), tenant)
             room = min(len(mine), self._host.copy_room)
             taken = self._host.reserve_copies(0, parents[:room], mine[:room])
             chosen = np.flatnonzero(taken.status == 0)
@@ -149,6 +156,7 @@ class EngineClient:
         if {report.rank for report in reports} != set(range(self._ranks)):
             copied[:] = 0
         for report in reports:
+            self._host.traffic.record(report)
             for result in report.results:
                 if result.purpose is purpose:
                     copied[result.failed] = 0
@@ -174,9 +182,11 @@ class AsyncEngineClient:
         """As ``EngineClient.load``."""
         return await asyncio.to_thread(self._client.load, hashes, slots, start)
 
-    async def store(self, hashes: HashArray, slots: Int32Array, start: int = 0) -> int:
+    async def store(
+        self, hashes: HashArray, slots: Int32Array, start: int = 0, *, tenant: str | None = None
+    ) -> int:
         """As ``EngineClient.store``."""
-        return await asyncio.to_thread(self._client.store, hashes, slots, start)
+        return await asyncio.to_thread(self._client.store, hashes, slots, start, tenant=tenant)
 
     async def events(self) -> list[CacheEvent]:
         """As ``EngineClient.events``."""

@@ -31,6 +31,7 @@ from fdcache.metadata import (
     TransferPlan,
     TransferReport,
 )
+from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
@@ -272,7 +273,10 @@ class CacheManager:
             for report in reports:
                 if not self._ledger.expects(report):
                     self._counters.unexpected_reports += 1
-                elif flight := self._ledger.record(report):
+                    continue
+                if self._host:
+                    self._host.traffic.record(report)
+                if flight := self._ledger.record(report):
                     outcomes += self._settle(flight)
             return outcomes
 
@@ -388,6 +392,7 @@ class CacheManager:
                 live_requests=len(self._requests.live),
                 plans_in_flight=len(self._ledger),
                 queued_backups=self._backups.queued if self._backups else 0,
+                traffic=self._host.traffic.copy() if self._host else Traffic(),
                 queued_stores=self._storage.stores.queued if self._storage else 0,
                 storage=TierUsage.of(pool) if self._storage and (pool := self._storage.pool) else None,
             )

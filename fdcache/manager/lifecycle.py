@@ -351,6 +351,8 @@ class RequestLifecycle:
             request._lease, parent, hashes[start:stop], request._table.slots[start:stop]
         )
         request._committed_blocks = start + len(status)
+        if request._tenant is not None and self._host:
+            self._host.own(hashes[0].tobytes(), request._tenant)
         if self._backups and len(status):
             self._backups.on_commit(hashes[start : start + len(status)][status == _STORED])
 

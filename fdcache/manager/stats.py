@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from fdcache.node.traffic import Traffic
 from fdcache.tiers import BlockPool, HostTier
 
 
@@ -107,3 +108,4 @@ class CacheStats(msgspec.Struct, frozen=True):
     queued_backups: int
     queued_stores: int = 0
     storage: TierUsage | None = None
+    traffic: Traffic = msgspec.field(default_factory=Traffic)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from fdcache.errors import ProtocolError
+from fdcache.node.histogram import Count
+from fdcache.node.traffic import Traffic
 
 VERSION = 1
 MAX_FRAME = 8 << 20
@@ -99,13 +101,17 @@ class Refill(msgspec.Struct, frozen=True, tag="refill"):
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """The end of copies into granted slots, parents first; what was not ``copied`` is given back."""
+    """The end of copies into granted slots, parents first; what was not ``copied`` is given back.
+
+    ``tenants``: for each block below the root the 16 bytes of its tenant, in order; empty: nobody's.
+    """
 
     slots: bytes
     parents: bytes
     hashes: bytes
     copied: bytes
     checksums: bytes
+    tenants: bytes = b""
 
 
 class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
@@ -117,10 +123,15 @@ class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The client is there; its own figures, a JSON object, for people to look at. ``resets``: those applied."""
+    """The client is there; its own figures, a JSON object, for people to look at. ``resets``: those applied.
+
+    Since its process began: ``traffic`` it copied, and how many look-ups ended at a block that it was still copying.
+    """
 
     figures: bytes
     resets: int = 0
+    traffic: Traffic = msgspec.field(default_factory=Traffic)
+    in_flight_misses: Count = 0
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -172,7 +183,7 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
 
 
 class Published(msgspec.Struct, frozen=True, tag="published"):
-    """What became of each block: 0 stored, 1 there already, 2 without parent, 3 given back."""
+    """What became of each block: 0 stored, 1 there already, 2 without parent, 3 given back, 4 over quota."""
 
     hashes: bytes
     status: bytes

@@ -31,6 +31,7 @@ class Manifest(msgspec.Struct, frozen=True):
     incarnation: int
     extent_bytes: int
     extents: int
+    address: str = ""
 
 
 class Arena:
@@ -40,8 +41,9 @@ class Arena:
     memory, so nothing is allocated after the start.
     """
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, address: str = "") -> None:
         self.directory = directory
+        self._address = address
         self.prefix = f"fdcache-{name}"
         self._manifest_path = directory / f"{self.prefix}.arena"
         self._lock_fd = -1
@@ -92,7 +94,7 @@ class Arena:
         size = extent_bytes(total, extent_size, huge_pages)
         count = total // size
         self._check_budget(count * size)
-        self.manifest = Manifest(os.getpid(), uuid.uuid4().int >> 65, size, count)
+        self.manifest = Manifest(os.getpid(), uuid.uuid4().int >> 65, size, count, self._address)
         self._write_manifest()
         try:
             for index in range(count):
@@ -109,7 +111,7 @@ class Arena:
 
     def adopt(self, manifest: Manifest) -> list[tuple[str, int, int]]:
         """Take over what a dead service left: (namespace, rank, index) of each assigned extent."""
-        self.manifest = msgspec.structs.replace(manifest, pid=os.getpid())
+        self.manifest = msgspec.structs.replace(manifest, pid=os.getpid(), address=self._address)
         self._write_manifest()
         assigned = []
         for path, match in self._files():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,16 @@ def number(arguments: Arguments, name: str, default: float, least: float, most: 
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise ArgumentError(f"{name}: {value!r} is not a number from {least:g} to {most:g}")
     return value
+
+
+def choice(arguments: Arguments, name: str, among: Sequence[str], default: str) -> str:
+    """One of some words. Raises ``ArgumentError`` naming them."""
+    value = arguments.get(name)
+    if value is None:
+        return default
+    if value not in among:
+        raise ArgumentError(f"{name}: {value!r} is not one of {', '.join(among)}")
+    return str(value)
 
 
 def path(arguments: Arguments) -> HashArray:

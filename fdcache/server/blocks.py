@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from fdcache.errors import ProtocolError
@@ -20,6 +22,7 @@ from fdcache.node.protocol import (
     Release,
 )
 from fdcache.server.clients import Client
+from fdcache.server.departures import Reason
 from fdcache.server.refusal import RefusalError
 
 MOST_RUNS = 65536
@@ -41,6 +44,7 @@ def match(client: Client, request: Match, *, paused: bool) -> Answer:
     ):
         raise ProtocolError("counts and starts do not fit the hashes")
     namespace = client.namespace
+    paused = paused or time.monotonic() < namespace.held_until
     leases: list[int] = []
     lengths: list[int] = []
     slots, generations = [], []
@@ -49,6 +53,8 @@ def match(client: Client, request: Match, *, paused: bool) -> Answer:
     for size, start in zip(counts.tolist(), starts.tolist(), strict=True):
         first, end = end, end + size
         full = len(client.runs) >= MOST_RUNS
+        if paused or full:
+            namespace.turn_away(size - start, Reason.PAUSED if paused else Reason.TOO_MANY_RUNS)
         try:
             run = None if paused or full else namespace.match(hashes[first:end], start)
         except ValueError:
@@ -91,7 +97,7 @@ def take_back(client: Client, slots: Int32Array) -> None:
     """Slots that were granted and never heard of."""
     hashes = np.full((len(slots), 32), 255, np.uint8)
     nothing, sums = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
-    _end_copies(client, slots, hashes, hashes, nothing, sums)
+    _end_copies(client, slots, hashes, hashes, nothing, sums, np.zeros(len(slots), np.uint32))
 
 
 def _end_copies(
@@ -101,12 +107,16 @@ def _end_copies(
     hashes: np.ndarray,
     copied: np.ndarray,
     checksums: np.ndarray,
+    tenants: np.ndarray,
 ) -> np.ndarray:
     status = np.full(len(slots), _DROPPED, np.uint8)
     for lease, positions in client.by_lease(slots.tolist()).items():
         status[positions] = client.namespace.publish(
             lease,
-            *(np.ascontiguousarray(each[positions]) for each in (slots, parents, hashes, copied, checksums)),
+            *(
+                np.ascontiguousarray(each[positions])
+                for each in (slots, parents, hashes, copied, checksums, tenants)
+            ),
         )
     client.ended(slots.tolist())
     return status
@@ -130,7 +140,10 @@ def publish(client: Client, request: Publish) -> Answer:
     wanted = np.flatnonzero(copied)
     if len(wanted):
         good[wanted] = namespace.arrived(slots[wanted], generations[wanted], hashes[wanted])
-    status = _end_copies(client, slots, parents, hashes, good, checksums)
+    assert namespace.tier is not None
+    tenants = namespace.tenants.numbers(namespace.tier, parents, request.tenants, namespace.storable_slots)
+    namespace.tenants.note(parents, hashes, request.tenants, good)
+    status = _end_copies(client, slots, parents, hashes, good, checksums, tenants)
     client.stored += int((status == 0).sum())
     return Published(request.hashes, status.tobytes())
 

@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from fdcache.node.liveness import Watch
-from fdcache.node.protocol import Live
+from fdcache.node.protocol import Heartbeat, Live
+from fdcache.node.traffic import Traffic
 from fdcache.server.namespace import Namespace
 
 
@@ -39,12 +40,21 @@ class Client:
     device_resets_applied: int = 0
     lookups: int = 0
     stored: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+    in_flight_misses: int = 0
 
     def watch(self, live: Live, rank: int) -> None:
         """Another of its processes copies."""
         if live.path not in self.ranks:
             self.watches.append(Watch(live))
         self.ranks[live.path] = rank
+
+    def count(self, heartbeat: Heartbeat) -> None:
+        """What it did since it told last, for the totals of its layout."""
+        totals = self.namespace.counts
+        totals.traffic.add(heartbeat.traffic.since(self.traffic))
+        totals.in_flight_misses += max(heartbeat.in_flight_misses - self.in_flight_misses, 0)
+        self.traffic, self.in_flight_misses = heartbeat.traffic, heartbeat.in_flight_misses
 
     def is_gone(self) -> bool:
         """Whether none of its processes is left; those that are gone are watched no more."""

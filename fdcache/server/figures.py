@@ -10,6 +10,9 @@ from fdcache.server.clients import Client
 from fdcache.server.namespace import Namespace
 from fdcache.server.service import Service
 
+_TENANTS_SHOWN = 20
+"""Of each layout in figures and metrics: names may be without number."""
+
 
 def namespace_figures(namespace: Namespace, service: Service) -> dict[str, Any]:
     """One layout: what it is, what it has, what was done with it."""
@@ -27,8 +30,27 @@ def namespace_figures(namespace: Namespace, service: Service) -> dict[str, Any]:
         "clients": sum(client.namespace is namespace for client in service.clients.values()),
         "unverified": len(namespace.unverified),
         "tier": {name: getattr(figures, name) for name in names} if figures else {},
+        "tenants": tenant_figures(namespace, _TENANTS_SHOWN),
         "totals": msgspec.to_builtins(namespace.counts),
     }
+
+
+def tenant_figures(namespace: Namespace, most: int) -> list[dict[str, Any]]:
+    """Its tenants with the most blocks, by their names where a quota names them, else by the beginning of a key."""
+    if namespace.tier is None:
+        return []
+    tenants = namespace.tenants
+    blocks = sorted(tenants.blocks(namespace.tier).items(), key=lambda each: -each[1])[:most]
+    return [
+        {
+            "tenant": tenants.quotas.name(key),
+            "blocks": count,
+            "bytes": count * namespace.layout.record_bytes * namespace.ranks,
+            "quota": tenants.quotas.share(key),
+            "most_blocks": min(tenants.most_blocks(key), namespace.most_slots),
+        }
+        for key, count in blocks
+    ]
 
 
 def client_figures(client: Client) -> dict[str, Any]:

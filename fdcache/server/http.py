@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fdcache import __version__
 from fdcache.client.tool import Client
 from fdcache.errors import RefusedError, ServiceUnavailableError
+from fdcache.hashing import tenant_key
 from fdcache.server.metrics import render
 
 _TIMEOUT = 5.0
@@ -40,11 +41,33 @@ class ResetOrder(BaseModel):
 
     tier: Literal["host", "device", "all"] = "all"
     namespace: str | None = Field(None, pattern="^[0-9a-f]{1,16}$")
-    older_than: float | None = Field(None, ge=0, le=1e12)
+    tenant: str | None = Field(None, max_length=1000, description="Its name; device tiers are left alone.")
+    older_than: float | None = Field(None, ge=0, le=1e12, description="Seconds; device tiers are left alone.")
+    in_flight: Literal["keep", "refuse", "drain"] = Field(
+        "refuse",
+        description="Of a host tier; drain: look-ups find nothing for 2 s, ask again until it is done.",
+    )
     dry_run: bool = False
 
 
+def _reset_arguments(order: ResetOrder) -> dict[str, Any]:
+    if order.tier == "device" and (order.tenant is not None or order.older_than):
+        raise HTTPException(
+            409, "a device tier forgets everything or nothing; leave tenant and older_than out"
+        )
+    key = None if order.tenant is None else tenant_key(order.tenant).hex()
+    return {**order.model_dump(), "tenant": key}
+
+
+def _unless_in_flight(order: ResetOrder, answer: dict[str, Any]) -> dict[str, Any]:
+    if answer["in_flight"] and not order.dry_run:
+        names = ", ".join(each["client"] for each in answer["in_flight"])
+        raise HTTPException(409, f"nothing was forgotten: {names} are loading blocks; drain, or keep")
+    return answer
+
+
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+_CONFLICT: dict[str, Any] = {"model": Failure, "description": "It cannot be done now, or not so."}
 _FAILURES: dict[int | str, dict[str, Any]] = {
     401: {"model": Failure, "description": "The key is missing or wrong."},
     404: {"model": Failure, "description": "There is no such thing."},
@@ -77,6 +100,8 @@ def make_app(address: str, api_keys: tuple[str, ...], *, timeout: float = _TIMEO
         "dependencies": [Depends(check_key)] if api_keys else [],
         "responses": _FAILURES if api_keys else {503: _FAILURES[503], 404: _FAILURES[404]},
     }
+
+    conflicting = {**guarded, "responses": guarded["responses"] | {409: _CONFLICT}}
 
     @app.exception_handler(UnicodeError)
     def not_text(request: Request, error: Exception) -> Response:
@@ -128,10 +153,10 @@ def make_app(address: str, api_keys: tuple[str, ...], *, timeout: float = _TIMEO
         """The settings in force, secrets masked."""
         return dict(ask("config"))
 
-    @app.post("/v1/reset", **guarded)
+    @app.post("/v1/reset", **conflicting)
     def reset(order: ResetOrder) -> dict[str, Any]:
-        """Forget blocks."""
-        return dict(ask("reset", **order.model_dump()))
+        """Forget blocks; 409 when something in flight stands against it."""
+        return _unless_in_flight(order, dict(ask("reset", **_reset_arguments(order))))
 
     @app.post("/v1/pause", **guarded)
     def pause() -> State:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import signal
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 
-from fdcache.errors import ConfigurationError
+from fdcache.errors import ConfigurationError, HostMemoryError
 from fdcache.node.address import SCHEME, default_address, make_runtime_dir, socket_path
 from fdcache.node.liveness import earlier_processes
 from fdcache.server.arena import Arena
+from fdcache.server.huge_pages import huge_page_problem
+from fdcache.server.leftovers import find_arenas
 from fdcache.server.loop import ServiceLoop, SocketLock
+from fdcache.server.notify import notify, notify_status
 from fdcache.server.service import Service
 from fdcache.server.views import Views
 from fdcache.settings import VARIABLES, Settings
-from fdcache.settings.machine import notify_socket
 
 log = logging.getLogger("fdcache.server")
 
@@ -77,7 +74,7 @@ class Server:
         self.endpoints = endpoints(settings, address)
         self._socket = socket_path(self.endpoints.address)
         name = hashlib.sha256(str(self._socket).encode()).hexdigest()[:8]
-        self.arena = Arena(settings.server.arena_dir, name)
+        self.arena = Arena(settings.server.arena_dir, name, self.endpoints.address)
         self.service = Service(settings.server, self.arena, self._socket.parent)
         config = {variable: settings.render(variable) for variable in VARIABLES}
         self.views = Views(self.service, config, settings.fingerprint)
@@ -85,20 +82,30 @@ class Server:
         self.recovered = 0
         self._lock: SocketLock | None = None
         self._loop: ServiceLoop | None = None
-        self._signals = 0
         self._drain_until: float | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it answers, or will as soon as it runs."""
+        return self._loop is not None
 
     def start(self, progress: Progress = lambda what, done, total: None) -> None:
         """Take the locks, make or recover the arena, bind the socket."""
+
+        def tell(what: str, done: int, total: int) -> None:
+            notify_status(f"{what}: {done} of {total} extents")
+            progress(what, done, total)
+
         make_runtime_dir(self._socket.parent)
         self._lock = SocketLock(self._socket)
         try:
-            self._open_arena(progress)
+            self._open_arena(tell)
             self.service.watch_earlier()
             self._loop = ServiceLoop(self.service, self._socket)
         except BaseException:
             self.arena.close()
             self._lock.release()
+            self._lock = None
             raise
         log.info(
             "serving at %s: %d bytes in %s, %d blocks recovered",
@@ -119,18 +126,27 @@ class Server:
                 self.recovered = self.service.shares.recover(self.arena.adopt(found))
                 return
             log.warning("the earlier arena has another size than is asked for now: it is not recovered")
-        self.arena.create(
-            wanted,
-            settings.extent_size,
-            numa_node=settings.numa_node,
-            huge_pages=settings.huge_pages,
-            progress=lambda done, total: progress("touching memory", done, total),
-        )
+        if settings.huge_pages and (problem := huge_page_problem(settings.arena_dir)):
+            log.warning("%s", problem)
+        try:
+            self.arena.create(
+                wanted,
+                settings.extent_size,
+                numa_node=settings.numa_node,
+                huge_pages=settings.huge_pages,
+                progress=lambda done, total: progress("touching memory", done, total),
+            )
+        except HostMemoryError as error:
+            dead = [each for each in find_arenas(settings.arena_dir) if not each.alive]
+            if not dead:
+                raise
+            taken = "; ".join(f"{each.nbytes} bytes are of {each.words}: {each.remedy}" for each in dead)
+            raise HostMemoryError(f"{error}\ndead arenas in {settings.arena_dir}: {taken}") from error
 
     def run(self) -> None:
-        """Serve until told to end; the second signal ends it without waiting for clients."""
+        """Serve until told to end by ``stop``."""
         assert self._loop is not None
-        _notify("READY=1")
+        notify("READY=1", f"STATUS=serving at {self.endpoints.address}")
         tick = self.service.tick
 
         def tick_and_drain(tell: Callable[..., bool]) -> None:
@@ -138,16 +154,16 @@ class Server:
             self._drain()
 
         self.service.tick = tick_and_drain  # type: ignore[method-assign]
-        with self._signals_caught():
-            self._loop.run()
+        self._loop.run()
 
     def stop(self, *, force: bool = False) -> None:
         """Begin to end, from any thread: not ready at once, then drain; ``force`` ends at once."""
-        assert self._loop is not None
+        if self._loop is None:
+            return  # it is ending already
         if force or self._drain_until is not None:
             self._loop.stop()
             return
-        _notify("STOPPING=1")
+        notify("STOPPING=1", f"STATUS=draining {len(self.service.clients)} clients")
         self._drain_until = time.monotonic() + self.settings.server.drain_timeout
 
     def _drain(self) -> None:
@@ -181,33 +197,3 @@ class Server:
         if self._lock is not None:
             self._lock.release(remove=False)
             self._lock = None
-
-    @contextmanager
-    def _signals_caught(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            self._signals += 1
-            self.stop(force=self._signals > 1)
-
-        former = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
-
-
-def _notify(state: str) -> None:
-    """Tell the service manager, if there is one (the protocol of sd_notify)."""
-    target = notify_socket()
-    if not target:
-        return
-    address = "\0" + target[1:] if target.startswith("@") else target
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
-        try:
-            line.sendto(state.encode(), address)
-        except OSError as error:
-            log.warning("NOTIFY_SOCKET: %s", error)

@@ -16,12 +16,18 @@ from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UIn
 from fdcache.node.extents import Extent, record_table
 from fdcache.node.protocol import Geometry
 from fdcache.server.arena import Arena
-from fdcache.server.counts import Counts, EvictionLog
+from fdcache.server.counts import Counts
+from fdcache.server.departures import Departures, Reason
+from fdcache.server.tenants import Quotas, Tenants
+from fdcache.settings.server import ServerSettings
 from fdcache.tiers import BlockPool
 
 _EVENTS = 65536
 READY_HEADER = 2
-_REMOVED, _CLEARED, _LOST = 1, 2, 3
+_STORED, _REMOVED = 0, 1
+_NOT_KEPT = {2: Reason.BROKEN_RUN, 3: Reason.NOT_COPIED, 4: Reason.TENANT_QUOTA}
+SHARE_OF_STOCK = 4
+"""All clients of a layout together stock at most this part of its slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class Namespace:
     evicts.
     """
 
-    def __init__(self, arena: Arena, layout: KVLayout, quota: float, eviction_log: int) -> None:
+    def __init__(self, arena: Arena, layout: KVLayout, settings: ServerSettings, quotas: Quotas) -> None:
         self.layout = layout
         self.id = layout.fingerprint.hex()[:16]
         self.ranks = layout.tp_size
@@ -57,15 +63,18 @@ class Namespace:
                 f"record_bytes {layout.record_bytes}: an extent of {self.geometry.extent_bytes} bytes holds no "
                 "such record; start the service with a larger FDCACHE_EXTENT_SIZE or more --host-memory"
             )
-        self._most_extents = max(int(arena.manifest.extents * quota) // self.ranks, 1)
+        self._most_extents = max(int(arena.manifest.extents * settings.namespace_quota) // self.ranks, 1)
         self._extents: list[list[Extent]] = [[] for _ in range(self.ranks)]
         self.tables: list[_core.RecordTable] = []
         self.tier: BlockPool | None = None
         self.counts = Counts()
-        self.evictions = EvictionLog(eviction_log)
+        self.departures = Departures(settings.eviction_log)
+        self.tenants = Tenants(quotas, Path(f"{self.geometry.directory}/{self.geometry.prefix}.tenants"))
         self.unverified: set[int] = set()
         self.pending_events: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
         self.created = time.time()
+        self.held_until = 0.0
+        """On the clock of ``time.monotonic``: until then look-ups find nothing, so that what is in flight can end."""
 
     # --- extents ------------------------------------------------------------------------------------------
 
@@ -84,6 +93,11 @@ class Namespace:
         """Slots that it could have now, with the free extents that its quota allows."""
         more = min(self._most_extents - self.num_extents, self._arena.num_free // self.ranks)
         return (self.num_extents + max(more, 0)) * self.geometry.records_per_extent
+
+    @property
+    def storable_slots(self) -> int:
+        """Slots that could hold blocks: all but those that clients stock to copy into."""
+        return max(self.most_slots - self.most_slots // SHARE_OF_STOCK, 1)
 
     @property
     def bytes_held(self) -> int:
@@ -119,6 +133,7 @@ class Namespace:
         if self.tier is None:
             self.tier = BlockPool(CacheLevel.HOST, self.num_slots)
             self.tier.record_events(_EVENTS)
+            self.tenants.limit(self.tier, self.storable_slots)
         else:
             self.tier.resize(self.num_slots)
         self.tables = [record_table(self.geometry, extents) for extents in self._extents]
@@ -143,6 +158,7 @@ class Namespace:
         else:
             self.tier = None
             self.layout_path().unlink(missing_ok=True)
+            self.tenants.remove()
         self.unverified = {slot for slot in self.unverified if slot < self.num_slots}
         return True
 
@@ -163,6 +179,7 @@ class Namespace:
         self.counts.lookups += 1
         self.counts.looked_up_blocks += len(hashes) - start
         if self.tier is None:
+            self._missed(hashes, start)
             return None
         lease = self.tier.open_lease()
         try:
@@ -172,9 +189,22 @@ class Namespace:
             raise
         if not len(run):
             self.tier.release(lease)
+            self._missed(hashes, start)
             return None
         self.counts.hit_blocks += len(run)
+        self._missed(hashes, start + len(run))
         return Run(lease, run.slots, run.generations)
+
+    def turn_away(self, blocks: int, reason: Reason) -> None:
+        """A path was not looked for."""
+        self.counts.lookups += 1
+        self.counts.looked_up_blocks += blocks
+        self.counts.missed[reason] += blocks
+
+    def _missed(self, hashes: HashArray, first: int) -> None:
+        """Count what was asked for from ``first`` on by why that one is not there."""
+        if first < len(hashes):
+            self.counts.missed[self.departures.reason(hashes[first].tobytes())] += len(hashes) - first
 
     def grant(self, lease: int, count: int) -> tuple[Int32Array, UInt32Array]:
         """Up to ``count`` slots to copy into, growing before evicting; marked as empty on every rank."""
@@ -210,15 +240,25 @@ class Namespace:
         hashes: HashArray,
         copied: np.ndarray,
         checksums: UInt64Array,
+        tenants: UInt32Array,
     ) -> np.ndarray:
         """Make copied blocks findable below READY parents; the status of each. Slots not kept are free again."""
         assert self.tier is not None
-        status = self.tier.publish(lease, parents, hashes, slots, copied.astype(np.uint8), checksums)
-        stored, duplicates, orphans, dropped = np.bincount(status, minlength=4)[:4].tolist()
+        if self.tenants.limited:
+            self.collect_events()
+        status = self.tier.publish(lease, parents, hashes, slots, copied.astype(np.uint8), checksums, tenants)
+        if self.tenants.limited:
+            self.collect_events(Reason.TENANT_QUOTA)
+        stored, duplicates, orphans, dropped, over = np.bincount(status, minlength=5)[:5].tolist()
         self.counts.stored += stored
         self.counts.duplicates += duplicates
         self.counts.orphans += orphans
         self.counts.dropped += dropped
+        self.counts.over_quota += over
+        if orphans or dropped or over:
+            for code, reason in _NOT_KEPT.items():
+                self.departures.add((row.tobytes() for row in hashes[status == code]), reason)
+            self.tenants.forget_absent(self.tier, hashes[status >= 2])
         return status
 
     def load_ended(self, slots: Int32Array, hashes: HashArray, copied: np.ndarray) -> None:
@@ -230,7 +270,10 @@ class Namespace:
         broken = [i for i in failed.tolist() if self._is_broken(int(slots[i]), hashes[i].tobytes())]
         if broken:
             self.counts.corrupt += len(broken)
+            self.collect_events()
             self.tier.drop(np.ascontiguousarray(hashes[broken]))
+            self.collect_events(Reason.BROKEN_RUN)
+            self.departures.add((row.tobytes() for row in hashes[broken]), Reason.CORRUPT)
 
     def _is_broken(self, slot: int, key: bytes) -> bool:
         assert self.tier is not None
@@ -257,29 +300,40 @@ class Namespace:
         if self.tier is None:
             return 0
         forgotten = self.tier.stats().ready
+        self.collect_events()
+        known = self.tier.coldest(self.departures.most).hashes
         self.tier.reset()
+        self.departures.add((row.tobytes() for row in known), Reason.RESET)
+        self.tenants.clear()
         self.unverified.clear()
         self.counts.resets += 1
         return forgotten
 
     def drop(self, hashes: HashArray) -> int:
         """Forget these blocks and all that continue them; how many."""
-        return self.tier.drop(hashes) if self.tier is not None and len(hashes) else 0
+        if self.tier is None or not len(hashes):
+            return 0
+        self.collect_events()
+        dropped = self.tier.drop(hashes)
+        self.collect_events(Reason.RESET)
+        return dropped
 
-    def collect_events(self) -> None:
-        """Take the tier's events: for the eviction log, and for clients to be told."""
+    def collect_events(self, reason: Reason = Reason.EVICTED) -> None:
+        """Take the tier's events: for the log of departures, whose ``reason`` this is, and for clients to be told."""
         if self.tier is None:
             return
         kinds, hashes, parents = self.tier.take_events()
         if not len(kinds):
             return
-        now = time.time()
-        for i in np.flatnonzero(kinds == _REMOVED).tolist():
-            self.evictions.add(hashes[i].tobytes(), now)
-            self.counts.evicted += 1
+        gone = [hashes[i].tobytes() for i in np.flatnonzero(kinds == _REMOVED).tolist()]
+        self.departures.add(gone, reason)
+        self.departures.forget(hashes[i].tobytes() for i in np.flatnonzero(kinds == _STORED).tolist())
+        self.tenants.left(gone)
+        self.counts.evicted += len(gone)
         self.pending_events.append((kinds, hashes, parents))
 
     def close(self) -> None:
         """Unmap everything."""
         self.tables = []
         self._extents = [[] for _ in range(self.ranks)]
+        self.tenants.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from fdcache.hashing import NO_TENANT
+from fdcache.metadata import UInt32Array
 from fdcache.server.namespace import READY_HEADER, Namespace
 
 
@@ -42,11 +44,24 @@ def recover(namespace: Namespace) -> int:
         np.ascontiguousarray(chosen["parent"]),
         np.ascontiguousarray(chosen["payload_checksum"]),
         generation=min(newest + 1, 0xFFFFFFFF),
+        tenants=_tenants(namespace, chosen),
     )
     kept = [slot for slot, was_taken in zip(ordered, taken.tolist(), strict=True) if was_taken]
     namespace.unverified = set(kept)
     namespace.counts.recovered = len(kept)
     return len(kept)
+
+
+def _tenants(namespace: Namespace, headers: np.ndarray) -> UInt32Array:
+    """Whose the blocks below the root are, as the earlier service wrote it down."""
+    assert namespace.tier is not None
+    parents, hashes = np.ascontiguousarray(headers["parent"]), np.ascontiguousarray(headers["hash"])
+    owners = namespace.tenants.restore()
+    rooted = hashes[~parents.any(axis=1)]
+    keys = b"".join(owners.get(row.tobytes(), NO_TENANT) for row in rooted)
+    numbers = namespace.tenants.numbers(namespace.tier, parents, keys, namespace.storable_slots)
+    namespace.tenants.note(parents, hashes, keys, np.ones(len(hashes), np.bool_))
+    return numbers
 
 
 def _parents_first(slots: list[int], headers: np.ndarray) -> list[int]:

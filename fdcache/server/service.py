@@ -44,7 +44,7 @@ from fdcache.server import blocks
 from fdcache.server.arena import Arena
 from fdcache.server.clients import Client
 from fdcache.server.latency import Latencies
-from fdcache.server.namespace import Namespace
+from fdcache.server.namespace import SHARE_OF_STOCK, Namespace
 from fdcache.server.refusal import RefusalError
 from fdcache.server.shares import Shares
 from fdcache.settings.server import ServerSettings
@@ -53,7 +53,6 @@ log = logging.getLogger("fdcache.server")
 
 MOST_CLIENTS = 1024
 MOST_LAYOUT_BYTES = 1 << 20
-_SHARE_OF_STOCK = 4  # all clients of a layout together stock at most a quarter of its slots
 
 Teller = Callable[[bytes, Answer], bool]
 
@@ -219,7 +218,7 @@ class Service:
             if namespace.tier is not None and namespace.tier.stats().free < request.count:
                 self._make_room(namespace)
             fellows = sum(other.namespace is namespace for other in self.clients.values())
-            most = max(namespace.most_slots // (_SHARE_OF_STOCK * fellows), 1) - len(client.stock)
+            most = max(namespace.most_slots // (SHARE_OF_STOCK * fellows), 1) - len(client.stock)
             slots, generations = namespace.grant(client.stock_lease, max(0, min(request.count, most)))
             client.stock.update(zip(slots.tolist(), generations.tolist(), strict=True))
         return Granted(slots.tobytes(), generations.tobytes(), namespace.num_slots)
@@ -237,6 +236,7 @@ class Service:
 
     def _heartbeat(self, client: Client, request: Heartbeat) -> Answer:
         client.figures = request.figures[:65536]
+        client.count(request)
         client.device_resets_applied = max(client.device_resets_applied, request.resets)
         tier = client.namespace.tier
         figures = tier.stats() if tier is not None else None

@@ -11,6 +11,7 @@ from fdcache.layout import KVLayout
 from fdcache.server.arena import Arena
 from fdcache.server.namespace import Namespace
 from fdcache.server.recovery import recover
+from fdcache.server.tenants import Quotas
 from fdcache.settings.server import ServerSettings
 
 log = logging.getLogger("fdcache.server")
@@ -23,13 +24,12 @@ class Shares:
         self.settings = settings
         self.arena = arena
         self.namespaces: dict[bytes, Namespace] = {}
+        self._quotas = Quotas.of(settings)
 
     def open(self, layout: KVLayout) -> Namespace:
         """The namespace of a layout, without extents if it is new. Raises ``UnsupportedLayoutError``."""
         if layout.fingerprint not in self.namespaces:
-            self.namespaces[layout.fingerprint] = Namespace(
-                self.arena, layout, self.settings.namespace_quota, self.settings.eviction_log
-            )
+            self.namespaces[layout.fingerprint] = Namespace(self.arena, layout, self.settings, self._quotas)
         return self.namespaces[layout.fingerprint]
 
     def recover(self, assigned: list[tuple[str, int, int]]) -> int:

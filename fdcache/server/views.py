@@ -7,18 +7,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from fdcache import __version__
 from fdcache.node.protocol import Answer, Ask, Refused, Told
 from fdcache.server.arguments import ArgumentError, Arguments, number, path
-from fdcache.server.commands import fitting_namespaces, reset
-from fdcache.server.figures import client_figures, namespace_figures
+from fdcache.server.departures import Reason
+from fdcache.server.figures import client_figures, namespace_figures, tenant_figures
 from fdcache.server.integrity import check_integrity
 from fdcache.server.namespace import Namespace
+from fdcache.server.resets import reset
+from fdcache.server.selection import fitting_namespaces
 from fdcache.server.service import Service
 
 MOST_TREE = 1000
+MOST_TENANTS = 100_000
 
 
 class Views:
@@ -33,6 +35,7 @@ class Views:
             "tiers": lambda arguments: self.stats(arguments)["tiers"],
             "namespaces": self.namespaces,
             "clients": self.clients,
+            "tenants": self.tenants,
             "transfers": self.transfers,
             "tree": self.tree,
             "block": self.block,
@@ -111,6 +114,15 @@ class Views:
         """One entry for each layout."""
         return [namespace_figures(each, self._service) for each in self._service.namespaces.values()]
 
+    def tenants(self, arguments: Arguments) -> list[dict[str, Any]]:
+        """The tenants with the most blocks, by layout."""
+        limit = int(number(arguments, "limit", 100, 1, MOST_TENANTS))
+        return [
+            {"namespace": namespace.id, **each}
+            for namespace in fitting_namespaces(self._service, arguments)
+            for each in tenant_figures(namespace, limit)
+        ]
+
     def clients(self, arguments: Arguments) -> list[dict[str, Any]]:
         """One entry for each client; ``figures`` are its own, as of its last sign of life."""
         now = time.monotonic()
@@ -160,26 +172,21 @@ class Views:
             tier = namespace.tier
             if tier is None:
                 continue
-            nodes = [node for slot in range(namespace.num_slots) if (node := tier.node(slot)).findable]
-            hottest = sorted(nodes, key=lambda node: (-node.hits, node.depth))[:limit]
-            slots = np.array([node.slot for node in hottest], np.int32)
-            kept = set(tier.ancestry(slots).slots.tolist()) if len(slots) else set()
-            by_slot = {node.slot: node for node in nodes}
-            for node in nodes:
-                if node.slot in kept:
-                    above = by_slot.get(node.parent) if node.parent is not None else None
-                    found.append(
-                        {
-                            "namespace": namespace.id,
-                            "hash": node.hash.hex(),
-                            "parent": above.hash.hex() if above else None,
-                            "depth": node.depth,
-                            "hits": node.hits,
-                            "children": node.children,
-                            "pins": node.pins,
-                            "idle_seconds": node.idle_seconds,
-                        }
-                    )
+            shown = tier.ancestry(tier.hottest(limit).slots)
+            for slot, parent in zip(shown.slots.tolist(), shown.parents, strict=True):
+                node = tier.node(slot)
+                found.append(
+                    {
+                        "namespace": namespace.id,
+                        "hash": node.hash.hex(),
+                        "parent": parent.tobytes().hex() if parent.any() else None,
+                        "depth": node.depth,
+                        "hits": node.hits,
+                        "children": node.children,
+                        "pins": node.pins,
+                        "idle_seconds": node.idle_seconds,
+                    }
+                )
         return found
 
     def block(self, arguments: Arguments) -> list[dict[str, Any]]:
@@ -190,13 +197,15 @@ class Views:
         found = []
         for namespace in fitting_namespaces(self._service, arguments):
             tier = namespace.tier
-            for slot in range(namespace.num_slots if tier is not None else 0):
+            whole = bytes.fromhex(prefix[: len(prefix) // 2 * 2])
+            for slot in tier.starting_with(whole).slots.tolist() if tier is not None else ():
                 assert tier is not None
                 node = tier.node(slot)
-                if node.findable and node.hash.hex().startswith(prefix.lower()):
+                if node.hash.hex().startswith(prefix.lower()):
                     found.append(
                         {
                             "namespace": namespace.id,
+                            "tenant": namespace.tenants.name_of(node.tenant),
                             "hash": node.hash.hex(),
                             "slot": slot,
                             "generation": node.generation,
@@ -209,9 +218,11 @@ class Views:
                             "unverified": slot in namespace.unverified,
                         }
                     )
-            for key, when in namespace.evictions.times.items():
+            for key, (when, reason) in namespace.departures.known.items():
                 if key.hex().startswith(prefix.lower()):
-                    found.append({"namespace": namespace.id, "hash": key.hex(), "evicted_at": when})
+                    found.append(
+                        {"namespace": namespace.id, "hash": key.hex(), "reason": reason, "left_at": when}
+                    )
         return found
 
     def explain(self, arguments: Arguments) -> dict[str, Any]:
@@ -239,7 +250,8 @@ class Views:
                     "hits": node.hits,
                 }
             else:
-                entry["evicted_at"] = namespace.evictions.times.get(key)
+                when, reason = namespace.departures.known.get(key, (None, Reason.NOT_STORED))
+                entry |= {"reason": reason, "left_at": when}
                 broken = position if broken is None else broken
             blocks.append(entry)
         return {"namespace": namespace.id, "blocks": blocks, "broken_at": broken}

@@ -86,6 +86,13 @@ MILLISECONDS = Kind(
 LIST = Kind(
     "list", "a comma list", "items with commas between them, such as a,b", parsing.parse_list, parsing.join
 )
+SHARES = Kind(
+    "shares",
+    "a comma list of NAME=SHARE",
+    "names and shares above 0 and up to 1, such as search=0.5,batch=10%",
+    parsing.parse_shares,
+    parsing.render_shares,
+)
 PORT = Kind("port", "a port", "a number from 1 to 65535", parsing.parse_port, schema=_INTEGER)
 PORTS = Kind(
     "ports",
@@ -133,6 +140,7 @@ Seconds = Annotated[float, SECONDS]
 WholeSeconds = Annotated[int, WHOLE_SECONDS]
 Milliseconds = Annotated[int, MILLISECONDS]
 TextList = Annotated[tuple[str, ...], LIST]
+Shares = Annotated[tuple[tuple[str, float], ...], SHARES]
 Port = Annotated[int, PORT]
 Ports = Annotated[tuple[int, ...], PORTS]
 Integers = Annotated[tuple[int, ...], INTEGERS]

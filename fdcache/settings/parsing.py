@@ -125,10 +125,7 @@ def parse_memory(value: object) -> int | float:
         if size < 1:
             raise ValueError("not above 0")
         return size
-    share = parse_number(value) if match is None else float(match[1] or float(match[2]) / 100)
-    if not 0 < share <= 1:
-        raise ValueError("not a share")
-    return share
+    return _share(value)
 
 
 def format_memory(value: float) -> str:
@@ -195,6 +192,28 @@ def parse_list(value: object) -> tuple[str, ...]:
     if any("," in text or not text.strip() for text in texts):
         raise ValueError("an item of a comma list is empty or holds a comma")
     return texts
+
+
+def parse_shares(value: object) -> tuple[tuple[str, float], ...]:
+    """Read ``name=0.5,other=10%``; no name twice."""
+    pairs = [item if isinstance(item, tuple) else str(item).rpartition("=")[::2] for item in items(value)]
+    shares = {parse_text(name).strip(): _share(share) for name, share in pairs}
+    if "" in shares or len(shares) != len(pairs):
+        raise ValueError("a name is empty or stands twice")
+    return tuple(shares.items())
+
+
+def _share(value: object) -> float:
+    match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    share = parse_number(value) if match is None else float(match[1] or float(match[2]) / 100)
+    if not 0 < share <= 1:
+        raise ValueError("not a share")
+    return share
+
+
+def render_shares(value: Iterable[tuple[str, float]]) -> str:
+    """Write ``name=0.5,other=0.1``."""
+    return ",".join(f"{name}={render_number(share)}" for name, share in value)
 
 
 def parse_port(value: object) -> int:

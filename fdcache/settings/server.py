@@ -3,7 +3,7 @@
 from enum import StrEnum
 from pathlib import Path
 
-from fdcache.settings.kinds import FilePath, Flag, Integer, Number, Seconds, Size, Text
+from fdcache.settings.kinds import FilePath, Flag, Integer, Number, Seconds, Shares, Size, Text
 from fdcache.settings.variable import Group, variable
 
 
@@ -59,6 +59,16 @@ class ServerSettings(Group):
     )
     namespace_quota: Number = variable(
         "FDCACHE_NAMESPACE_QUOTA", 1.0, "Most of the arena that one layout may have.", gt=0, le=1
+    )
+    tenant_quota: Number = variable(
+        "FDCACHE_TENANT_QUOTA",
+        1.0,
+        "Most of a layout's blocks that one tenant may have; from there on it evicts its own.",
+        gt=0,
+        le=1,
+    )
+    tenant_quotas: Shares = variable(
+        "FDCACHE_TENANT_QUOTAS", (), "Tenants whose quota is another, by name, as search=0.5,batch=0.1."
     )
     eviction_log: Integer = variable(
         "FDCACHE_EVICTION_LOG", 65536, "Evictions remembered for `inspect explain`.", ge=0, unit="blocks"

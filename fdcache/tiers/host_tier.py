@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from fdcache._core import TierStats
-from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.node.traffic import Traffic
 from fdcache.tiers.block_pool import BlockPool
 from fdcache.tiers.host_cache import HostCache
 
@@ -119,8 +120,15 @@ class HostTier(Protocol):
     def in_use(self) -> int:
         """Pins, holds and leases that this engine has on the tier; slots it is writing."""
 
+    def own(self, block: bytes, tenant: str) -> None:
+        """A block below the root, and all that hang below it, are this tenant's."""
+
     def report(self, figures: Callable[[], bytes]) -> None:
         """Offer the engine's own figures, a JSON object, to a service that shows them to people."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the ranks copied, for whoever hears of it to record; a service shows it to people."""
 
     def worker_lost(self) -> None:
         """A rank's process is gone. A tier whose memory went with it forgets everything."""
@@ -148,6 +156,10 @@ class LocalHostTier(BlockPool):
     """The host tier of one engine, in its scheduler's process; every worker has an arena of its own."""
 
     arena: str | None = None
+
+    def __init__(self, level: CacheLevel, num_blocks: int, eviction: str = "lru") -> None:
+        super().__init__(level, num_blocks, eviction)
+        self.traffic = Traffic()
 
     @property
     def host_cache(self) -> HostCache:
@@ -190,6 +202,9 @@ class LocalHostTier(BlockPool):
         """Pins, holds, leases and slots being written."""
         figures = self.stats()
         return figures.pins + figures.holds + figures.leases + figures.writing
+
+    def own(self, block: bytes, tenant: str) -> None:
+        """Tenants have no quotas here."""
 
     def report(self, figures: Callable[[], bytes]) -> None:
         """There is nobody to show them to."""

@@ -26,10 +26,12 @@ from fdcache.node.protocol import (
     Matched,
     Publish,
 )
+from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host_cache import HostCache
 from fdcache.tiers.host_tier import NO_GENERATIONS, NO_SLOTS, NOTHING, HostMatch, TierFigures
 from fdcache.tiers.knowledge import ABSENT, PENDING, READY, Knowledge, keys_of
+from fdcache.tiers.owners import Owners
 from fdcache.tiers.runs import PinnedRuns, within_limits
 from fdcache.tiers.session import SessionKeeper
 from fdcache.tiers.stock import Session
@@ -58,6 +60,7 @@ class RemoteHostTier:
         self._fingerprint = layout.fingerprint
         self._knowledge = Knowledge()
         self._copies: dict[int, tuple[Session, bytes, bytes]] = {}  # by slot: hash and parent
+        self._owners = Owners()
         self._reset_owed = False
         self._line = Connection(settings.server)
         self._runs = PinnedRuns(self._unpin)
@@ -134,6 +137,8 @@ class RemoteHostTier:
         matches, end = [], 0
         for (hashes, start), lease, count in zip(paths, answer.leases, counts, strict=True):
             first, end = end, end + count
+            if start + count < len(hashes) and self._is_coming(hashes[start + count]):
+                self._keeper.in_flight_misses += 1
             self._knowledge.found(hashes, start, count)
             if not lease:
                 matches.append(NOTHING)
@@ -142,6 +147,9 @@ class RemoteHostTier:
             marks = unverified[first:end] if len(unverified) else None
             matches.append(HostMatch(own, slots[first:end], generations[first:end], unverified=marks))
         return matches
+
+    def _is_coming(self, block: HashArray) -> bool:
+        return self._knowledge.state(block.tobytes()) == PENDING
 
     def _give_back(self, session: Session, late: Answer) -> None:
         if isinstance(late, Matched):
@@ -222,6 +230,7 @@ class RemoteHostTier:
                     hashes=b"".join([key for _, key, _ in ended]),
                     copied=np.asarray(copied, np.uint8).tobytes(),
                     checksums=(checksums if len(checksums) else np.zeros(len(slots), np.uint64)).tobytes(),
+                    tenants=self._owners.of(key for _, key, parent in ended if parent == _ROOT),
                 ),
             )
         return np.asarray(copied, np.uint8)
@@ -287,6 +296,15 @@ class RemoteHostTier:
         if self._keeper.wants_figures:
             self._keeper.wants_figures = False
             self._keeper.figures = figures()
+
+    def own(self, block: bytes, tenant: str) -> None:
+        """A block below the root, and all that hang below it, are this tenant's; told with the block."""
+        self._owners.add(block, tenant)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the ranks copied; goes with the next heartbeat."""
+        return self._keeper.traffic
 
     def take_device_reset(self) -> bool:
         """Whether the service asked for a reset of the device tier since the last call."""

@@ -36,6 +36,7 @@ from fdcache.node.protocol import (
     Release,
     Request,
 )
+from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.knowledge import ABSENT, Knowledge
 from fdcache.tiers.stock import FIRST_STOCK, MOST_STOCK, Session
@@ -66,6 +67,8 @@ class SessionKeeper:
         self.session: Session | None = None
         self.figures = b"{}"
         self.wants_figures = True
+        self.traffic = Traffic()
+        self.in_flight_misses = 0
         self.last_error = ""
         self._lock = threading.Lock()
         self._connected = threading.Condition(self._lock)
@@ -191,7 +194,7 @@ class SessionKeeper:
                     self._say_goodbye(line)
                 if (session := self.session) is not None and now >= beat_at:
                     session.wanted = max(session.wanted, FIRST_STOCK)
-                    self._send(line, session, Heartbeat(self.figures, self._device_resets_taken))
+                    self._send(line, session, self._heartbeat())
                     self.wants_figures = True
                     beat_at = now + _HEARTBEAT
                 ready = dict(poller.poll(50 if self.session is None else 250))
@@ -199,10 +202,14 @@ class SessionKeeper:
                     _drain(self._wake)
                 self._receive(line)
             self._flush(line)
-            if self.session is not None and self._is_drained():
+            if (session := self.session) is not None and self._is_drained():
+                self._send(line, session, self._heartbeat())
                 self._say_goodbye(line)
         finally:
             line.close()
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(self.figures, self._device_resets_taken, self.traffic, self.in_flight_misses)
 
     def _register(self, line: Connection) -> bool:
         line.session = 0

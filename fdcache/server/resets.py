@@ -1,0 +1,164 @@
+"""Forgetting blocks on command: which, whether anything in flight stands against it, and what was freed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from fdcache.hashing import TENANT_BYTES
+from fdcache.server.arguments import ArgumentError, Arguments, choice, number
+from fdcache.server.clients import Client
+from fdcache.server.figures import client_figures
+from fdcache.server.namespace import Namespace
+from fdcache.server.selection import fitting_namespaces
+from fdcache.server.service import Service
+
+_HOLD_SECONDS = 2.0  # after the last order to drain; an operator who went away holds nobody up
+_MOST_SECONDS = 1e12
+
+
+class Tiers(StrEnum):
+    """What can be reset."""
+
+    HOST = "host"
+    DEVICE = "device"
+    ALL = "all"
+
+
+class InFlight(StrEnum):
+    """What to do about runs that clients are loading, or are about to."""
+
+    KEEP = "keep"
+    REFUSE = "refuse"
+    DRAIN = "drain"
+
+
+@dataclass(frozen=True, slots=True)
+class ResetOrder:
+    """What to forget; ``tenant`` is a key, ``older_than`` seconds without use, 0 for all.
+
+    Device tiers forget everything or nothing: a reset of some blocks of all tiers leaves them alone.
+    """
+
+    tiers: Tiers
+    namespaces: list[Namespace]
+    tenant: bytes | None
+    older_than: float
+    in_flight: InFlight
+    dry_run: bool
+
+    @classmethod
+    def of(cls, service: Service, arguments: Arguments) -> ResetOrder:
+        """Check the arguments. Raises ``ArgumentError``."""
+        tiers = Tiers(choice(arguments, "tier", list(Tiers), Tiers.ALL))
+        older_than = number(arguments, "older_than", 0, 0, _MOST_SECONDS)
+        tenant = _tenant(arguments)
+        if tiers is Tiers.DEVICE and (tenant is not None or older_than):
+            raise ArgumentError(
+                "tier: a device tier forgets everything or nothing; leave tenant and older_than out"
+            )
+        return cls(
+            tiers,
+            fitting_namespaces(service, arguments),
+            tenant,
+            older_than,
+            InFlight(choice(arguments, "in_flight", list(InFlight), InFlight.KEEP)),
+            bool(arguments.get("dry_run")),
+        )
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some of a layout's blocks stay."""
+        return self.tenant is not None or self.older_than > 0
+
+
+def _tenant(arguments: Arguments) -> bytes | None:
+    text = arguments.get("tenant")
+    if text is None:
+        return None
+    try:
+        key = bytes.fromhex(str(text))
+    except ValueError:
+        key = b""
+    if len(key) != TENANT_BYTES:
+        raise ArgumentError(f"tenant: give the key of a tenant, {2 * TENANT_BYTES} hexadecimal digits")
+    return key
+
+
+def reset(service: Service, arguments: Arguments) -> dict[str, Any]:
+    """Forget what the arguments say, and report it by tier; ``in_flight`` names what stands against it, if any does.
+
+    A drain keeps new look-ups from finding anything in these layouts while it is asked for again and again. A device
+    reset is told to every engine and counted by client.
+    """
+    order = ResetOrder.of(service, arguments)
+    answer: dict[str, Any] = {"dry_run": order.dry_run, "in_flight": [], "host": [], "device": []}
+    clients = [client for client in service.clients.values() if client.namespace in order.namespaces]
+    if order.tiers is not Tiers.DEVICE and order.in_flight is not InFlight.KEEP:
+        answer["in_flight"] = [_in_flight(client) for client in clients if client.runs]
+        if order.in_flight is InFlight.DRAIN and not order.dry_run:
+            for namespace in order.namespaces:
+                namespace.held_until = time.monotonic() + _HOLD_SECONDS if answer["in_flight"] else 0.0
+        if answer["in_flight"] and not order.dry_run:
+            return answer
+    if order.tiers is not Tiers.DEVICE:
+        answer["host"] = [_reset_host(clients, namespace, order) for namespace in order.namespaces]
+    if order.tiers is not Tiers.HOST and not order.is_partial:
+        answer["device"] = [_reset_device(client, order) for client in clients]
+    return answer
+
+
+def _in_flight(client: Client) -> dict[str, Any]:
+    return {
+        "client": client.name,
+        "session": f"{client.session:x}",
+        "namespace": client.namespace.id,
+        "pid": client.live.pid,
+        "pinned_runs": len(client.runs),
+    }
+
+
+def _reset_host(clients: list[Client], namespace: Namespace, order: ResetOrder) -> dict[str, Any]:
+    figures = namespace.tier.stats() if namespace.tier is not None else None
+    if order.is_partial:
+        blocks = _reset_part(namespace, order)
+    elif order.dry_run:
+        blocks = figures.ready if figures else 0
+    else:
+        blocks = namespace.reset()
+        for client in clients:
+            if client.namespace is namespace:
+                client.renew_stock()
+    return {
+        "namespace": namespace.id,
+        "blocks": blocks,
+        "bytes": blocks * namespace.layout.record_bytes * namespace.ranks,
+        "in_use": figures.ready - figures.evictable if figures else 0,
+    }
+
+
+def _reset_part(namespace: Namespace, order: ResetOrder) -> int:
+    """Blocks of one tenant or unused for long, and all below them; how many."""
+    tier, tenants = namespace.tier, namespace.tenants
+    owner = tenants.number(order.tenant) if order.tenant is not None else None
+    if tier is None or (order.tenant is not None and owner is None):
+        return 0
+    if order.older_than or not owner:
+        hashes = tier.idle(order.older_than, owner).hashes
+    else:
+        hashes = tenants.rooted(order.tenant or b"")
+    if order.dry_run:
+        return len(hashes) if order.older_than or owner is None else int(tier.tenant_entries()[owner])
+    return namespace.drop(hashes)
+
+
+def _reset_device(client: Client, order: ResetOrder) -> dict[str, Any]:
+    client.device_resets += 0 if order.dry_run else 1
+    device = client_figures(client).get("device")
+    return {
+        "client": client.name,
+        "session": f"{client.session:x}",
+        "blocks": device.get("ready", 0) if isinstance(device, dict) else 0,
+    }

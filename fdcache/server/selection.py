@@ -1,0 +1,18 @@
+"""Which layouts a tool means."""
+
+from __future__ import annotations
+
+from fdcache.server.arguments import ArgumentError, Arguments
+from fdcache.server.namespace import Namespace
+from fdcache.server.service import Service
+
+
+def fitting_namespaces(service: Service, arguments: Arguments) -> list[Namespace]:
+    """The layouts that ``namespace``, the beginning of a name, fits; all without it. Raises ``ArgumentError``."""
+    wanted = arguments.get("namespace")
+    if wanted is None:
+        return list(service.namespaces.values())
+    fitting = [each for each in service.namespaces.values() if each.id.startswith(str(wanted).lower())]
+    if not fitting:
+        raise ArgumentError(f"namespace: none is called {wanted!r}; see `fdcache inspect namespaces`")
+    return fitting

@@ -1,0 +1,254 @@
+"""How a service begins and ends: signals, what a service manager hears, dead arenas, settings of the memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fdcache.errors import HostMemoryError, ServiceRunningError
+from fdcache.node.connection import Connection
+from fdcache.node.liveness import LiveFile
+from fdcache.node.protocol import Register
+from fdcache.server.arena import node_cores
+from fdcache.server.huge_pages import huge_page_problem
+from fdcache.server.leftovers import find_arenas, remove_arena
+from fdcache.server.lifecycle import Server
+from fdcache.settings import Settings
+from tests.e2e.test_serve_command import run
+from tests.integration.test_service import PROMPT, Engine, layout, ready_blocks
+from tests.service_help import TIMEOUT, LocalService, ServiceProcess, arguments, local_service, until
+
+
+class TestSignals:
+    def test_the_first_one_waits_for_clients_and_the_second_one_does_not(self, tmp_path: Path) -> None:
+        service = ServiceProcess(tmp_path / "s", FDCACHE_DRAIN_TIMEOUT="600s")
+        service.start()
+        assert service.process is not None
+        live, line = LiveFile(service.directory), Connection(service.address)
+        line.call(Register(layout().to_json().encode(), live.live, "stays"), TIMEOUT)
+        service.process.send_signal(signal.SIGTERM)
+        until(lambda: service.ask("stats")["state"] == "draining", "it drains")
+        assert [each["name"] for each in service.ask("clients")] == ["stays"]
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(TIMEOUT) == 0
+        live.close()
+        line.close()
+        assert service.leftovers() == []
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_one_that_comes_before_it_serves_leaves_nothing(
+        self, tmp_path: Path, number: signal.Signals, notifications: socket.socket
+    ) -> None:
+        service = ServiceProcess(
+            tmp_path / "s", FDCACHE_HOST_MEMORY="64MiB", NOTIFY_SOCKET=notifications.getsockname()
+        )
+        with (tmp_path / "log").open("wb") as log:
+            process = service.spawn(log)
+        assert notifications.recv(1000).startswith(b"STATUS=touching memory: 1 of 16")
+        process.send_signal(number)
+        assert process.wait(TIMEOUT) in (0, 130)
+        assert service.leftovers() == []
+        assert b"Traceback" not in (tmp_path / "log").read_bytes()
+
+
+@pytest.fixture
+def notifications(tmp_path: Path) -> Iterator[socket.socket]:
+    """A service manager's end of sd_notify."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        line.bind(str(tmp_path / "notify"))
+        line.settimeout(TIMEOUT)
+        yield line
+
+
+class TestServiceManager:
+    def hear(self, line: socket.socket, last: str) -> list[str]:
+        """What comes, up to the line that begins so."""
+        heard: list[str] = []
+        while not heard or not heard[-1].startswith(last):
+            heard += line.recv(1000).decode().splitlines()
+        return heard
+
+    def test_it_hears_of_progress_readiness_and_the_end(
+        self, tmp_path: Path, notifications: socket.socket
+    ) -> None:
+        service = ServiceProcess(tmp_path / "s", NOTIFY_SOCKET=notifications.getsockname())
+        with (tmp_path / "log").open("wb") as log:
+            service.spawn(log)
+        *progress, ready, status = self.hear(notifications, "STATUS=serving")
+        every = [f"STATUS=touching memory: {i} of 16 extents" for i in range(1, 17)]
+        assert progress[0] == every[0]
+        assert set(progress) <= set(every)
+        assert (ready, status) == ("READY=1", f"STATUS=serving at {service.address}")
+        assert service.terminate() == 0
+        assert self.hear(notifications, "STATUS=") == ["STOPPING=1", "STATUS=draining 0 clients"]
+
+    def test_one_that_does_not_listen_holds_nothing_up(
+        self, tmp_path: Path, notifications: socket.socket
+    ) -> None:
+        service = ServiceProcess(tmp_path / "s", NOTIFY_SOCKET=notifications.getsockname())
+        service.start()
+        assert service.terminate() == 0
+        assert service.leftovers() == []
+
+    def test_an_abstract_socket_and_one_that_is_gone(self, tmp_path: Path) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+            line.bind(f"\0fdcache-test-{tmp_path.name}-{time.monotonic_ns()}")
+            line.settimeout(TIMEOUT)
+            name = line.getsockname().decode().replace("\0", "@", 1)
+            service = ServiceProcess(tmp_path / "s", NOTIFY_SOCKET=name)
+            with (tmp_path / "log").open("wb") as log:
+                service.spawn(log)
+            assert "READY=1" in self.hear(line, "STATUS=serving")
+        assert service.terminate() == 0
+
+
+class TestDeadArenas:
+    def dead(self, directory: Path) -> str:
+        """Leave an arena with ten blocks behind; its address."""
+        directory.mkdir()
+        service = LocalService(directory)
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+        engine.close()
+        service.crash()
+        return service.address
+
+    def serve_beside(self, tmp_path: Path, **others: str) -> Server:
+        other = tmp_path / "other"
+        other.mkdir(mode=0o700)
+        chosen = arguments(other, FDCACHE_ARENA_DIR=str(tmp_path / "dead"), **others)
+        return Server(Settings.load(environ={}, arguments=chosen))
+
+    def test_one_of_another_socket_is_found_with_its_address_and_bytes(self, tmp_path: Path) -> None:
+        address = self.dead(tmp_path / "dead")
+        (found,) = find_arenas(tmp_path / "dead")
+        assert (found.alive, found.address) == (False, address)
+        assert found.nbytes >= 16 << 20
+        assert f"--socket {address}" in found.remedy
+
+    def test_serve_shows_it_and_another_one_recovers_it(self, tmp_path: Path) -> None:
+        address = self.dead(tmp_path / "dead")
+        other = tmp_path / "other"
+        other.mkdir(mode=0o700)
+        shown = subprocess.Popen(
+            [sys.executable, "-m", "fdcache_cli.main", "serve"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**_environment(), **_texts(arguments(other, FDCACHE_ARENA_DIR=str(tmp_path / "dead")))},
+        )
+        assert shown.stdout is not None
+        lines = []
+        while not (line := shown.stdout.readline()).startswith("ready"):
+            assert line, "it ended"
+            lines.append(line)
+        shown.send_signal(signal.SIGTERM)
+        assert shown.wait(TIMEOUT) == 0
+        (line,) = [each for each in lines if each.startswith("dead arena")]
+        assert address in line
+        with local_service(tmp_path / "dead") as service:
+            assert service.server.recovered == 10
+        assert find_arenas(tmp_path / "dead") == []
+
+    def test_it_is_removed_on_request_and_a_living_one_is_not(self, tmp_path: Path) -> None:
+        self.dead(tmp_path / "dead")
+        (found,) = find_arenas(tmp_path / "dead")
+        remove_arena(found)
+        assert find_arenas(tmp_path / "dead") == []
+        with local_service(tmp_path / "dead"):
+            (found,) = find_arenas(tmp_path / "dead")
+            assert found.alive
+            with pytest.raises(ServiceRunningError, match=rf"process {found.pid}"):
+                remove_arena(found)
+            assert len(list((tmp_path / "dead").glob("fdcache-*-free-*"))) == 16
+
+    def test_memory_that_is_short_names_the_dead_arena_that_has_it(self, tmp_path: Path) -> None:
+        self.dead(tmp_path / "dead")
+        server = self.serve_beside(tmp_path, FDCACHE_HOST_MEMORY=str(_all_memory()))
+        with pytest.raises(HostMemoryError, match="init --clean-arenas removes it"):
+            server.start()
+        assert [each.alive for each in find_arenas(tmp_path / "dead")] == [False]
+
+    def test_files_without_a_manifest_are_an_arena_too(self, tmp_path: Path) -> None:
+        (tmp_path / "fdcache-0badcafe-free-00001").write_bytes(bytes(4096))
+        (tmp_path / "others-file").touch()
+        (found,) = find_arenas(tmp_path)
+        assert (found.name, found.nbytes, found.alive) == ("0badcafe", 4096, False)
+        remove_arena(found)
+        assert [path.name for path in tmp_path.iterdir()] == ["others-file"]
+
+
+class TestMemory:
+    def test_a_node_that_is_not_there_is_refused_with_the_remedy(self, tmp_path: Path) -> None:
+        done = run("serve", **_texts(arguments(tmp_path, FDCACHE_NUMA_NODE="4095")))
+        assert done.returncode == 1
+        assert "no NUMA node 4095; unset it" in done.stderr
+        assert [path.name for path in tmp_path.iterdir()] == []
+
+    def test_memory_of_a_node_that_is_there(self, tmp_path: Path) -> None:
+        assert node_cores(0)
+        with local_service(tmp_path, FDCACHE_NUMA_NODE="0") as service:
+            assert service.ask("stats")["tiers"]["host"]["bytes"] == 16 << 20
+
+    @pytest.mark.parametrize("folder", ["here", "shm"])
+    def test_asking_for_huge_pages_serves_and_says_where_there_are_none(
+        self, tmp_path: Path, folder: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        where = tmp_path if folder == "here" else Path("/dev/shm")
+        settings = {
+            "FDCACHE_HUGE_PAGES": "1",
+            "FDCACHE_HOST_MEMORY": "32MiB",
+            "FDCACHE_ARENA_DIR": str(where),
+        }
+        with local_service(tmp_path, **settings) as service:
+            engine = Engine(service.address)
+            engine.serve(PROMPT)
+            until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+            engine.close()
+            assert service.ask("stats")["tiers"]["host"]["extent_bytes"] == 2 << 20
+        problem = huge_page_problem(where)
+        assert ("FDCACHE_HUGE_PAGES" in caplog.text) == (problem is not None)
+
+    @pytest.mark.parametrize(
+        ("mount", "switch", "said"),
+        [
+            ("tmpfs tmpfs rw", "always within_size advise [never] deny force", "echo advise > /sys"),
+            ("tmpfs tmpfs rw,huge=advise", "[never]", None),
+            ("tmpfs tmpfs rw", "[advise] never", None),
+            ("hugetlbfs none rw", "[never]", None),
+            ("ext4 /dev/sda rw", "[advise]", "on ext4"),
+        ],
+    )
+    def test_what_is_said_of_a_folder(
+        self, tmp_path: Path, mount: str, switch: str, said: str | None
+    ) -> None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        table = f"1 0 0:1 / / rw - ext4 /dev/root rw\n2 1 0:2 / /arena rw - {mount}\n"
+        (tmp_path / "proc/self/mountinfo").write_text(table)
+        place = tmp_path / "sys/kernel/mm/transparent_hugepage"
+        place.mkdir(parents=True)
+        (place / "shmem_enabled").write_text(switch)
+        problem = huge_page_problem(Path("/arena"), tmp_path)
+        assert (problem is None) if said is None else (problem is not None and said in problem)
+
+
+def _all_memory() -> int:
+    """What the machine has, of which some is in use."""
+    return int(psutil.virtual_memory().total)
+
+
+def _environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def _texts(values: dict[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}

@@ -1,0 +1,157 @@
+"""``fdcache reset`` against a running service: what is in flight, which blocks, what is reported, which status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fdcache.client.tool import Client
+from fdcache.errors import RefusedError
+from fdcache.hashing import tenant_key
+from fdcache.manager import Request
+from tests.e2e.test_serve_command import run
+from tests.integration.test_service import PROMPT, Engine, ready_blocks
+from tests.service_help import LocalService, local_service, until
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[LocalService]:
+    with local_service(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(service: LocalService) -> Iterator[Engine]:
+    """An engine whose prompt stands in the host tier, and not on its device."""
+    made = Engine(service.address)
+    made.serve(PROMPT)
+    until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+    made.manager._device.reset()
+    yield made
+    made.close()
+
+
+def pinned(service: LocalService, engine: Engine, name: str = "holds") -> Request:
+    """A request that has found its blocks and goes on to load them."""
+    request = Request(name, PROMPT)
+    assert engine.manager.match_prefix([request])[0].num_host_blocks == 10
+    assert service.ask("clients")[0]["runs"] == 1
+    return request
+
+
+class TestInFlight:
+    def test_it_is_refused_naming_who_is_loading(self, service: LocalService, engine: Engine) -> None:
+        request = pinned(service, engine)
+        done = run("reset", "--server", service.address, "--tier", "host", "--yes")
+        assert done.returncode == 1
+        (client,) = service.ask("clients")
+        assert client["name"] in done.stderr
+        assert f"process {client['pid']}" in done.stderr
+        assert "--wait" in done.stderr
+        assert ready_blocks(service) == 10
+        engine.manager.request_finish([request])
+
+    def test_a_drain_lets_it_end_and_nothing_new_begin(self, service: LocalService, engine: Engine) -> None:
+        request = pinned(service, engine)
+        assert service.ask("reset", tier="host", in_flight="drain")["in_flight"][0]["pinned_runs"] == 1
+        late = Request("late", PROMPT)
+        assert engine.manager.match_prefix([late])[0].num_host_blocks == 0
+        engine.manager.request_finish([request, late])
+        done = run("reset", "--server", service.address, "--tier", "host", "--yes", "--wait", "60s", "--json")
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert (answer["host"][0]["blocks"], answer["in_flight"]) == (10, [])
+        assert ready_blocks(service) == 0
+
+    def test_a_drain_that_takes_too_long_forgets_nothing_and_holds_nobody_up(
+        self, service: LocalService, engine: Engine
+    ) -> None:
+        request = pinned(service, engine)
+        done = run("reset", "--server", service.address, "--tier", "host", "--yes", "--wait", "200ms")
+        assert done.returncode == 1
+        assert "wait longer" in done.stderr
+        engine.manager.request_finish([request])
+        names = iter(range(10**6))
+
+        def finds_it_again() -> bool:
+            again = Request(f"again{next(names)}", PROMPT)
+            found = engine.manager.match_prefix([again])[0].num_host_blocks
+            engine.manager.request_finish([again])
+            return found == 10
+
+        until(finds_it_again, "look-ups find blocks again")
+
+    def test_a_lease_from_before_is_stale_and_harmless(self, service: LocalService, engine: Engine) -> None:
+        request = pinned(service, engine)
+        assert service.ask("reset", tier="host")["host"][0]["in_use"] == 10
+        (allocation,) = engine.manager.allocate_device_blocks([(request, len(PROMPT))])
+        assert allocation.ok
+        outcomes = engine.carry_out(engine.manager.take_plans())
+        assert all(outcome.status.value in {"confirmed", "failed"} for outcome in outcomes)
+        engine.manager.request_finish([request])
+        until(lambda: service.ask("clients")[0]["runs"] == 0, "the run is given back")
+        assert service.ask("integrity") == []
+
+
+class TestWhichBlocks:
+    def test_of_one_tenant(self, service: LocalService, engine: Engine) -> None:
+        engine.serve(PROMPT, "gone")
+        until(lambda: ready_blocks(service) == 20, "the tenant's blocks are stored")
+        where = ("--server", service.address)
+        dry = run("reset", *where, "--tenant", "gone", "--dry-run")
+        assert "would forget 10 blocks" in dry.stdout
+        done = run("reset", *where, "--tenant", "gone", "--yes")
+        assert "forgot 10 blocks" in done.stdout
+        assert "device" not in done.stdout
+        assert [each["tenant"] for each in service.ask("tenants")] == ["(none)"]
+        assert ready_blocks(service) == 10
+
+    def test_unused_for_long(self, service: LocalService, engine: Engine) -> None:
+        assert service.ask("reset", tier="host", older_than=1000.0)["host"][0]["blocks"] == 0
+        key = tenant_key("nobody").hex()
+        assert service.ask("reset", tier="host", older_than=0.001, tenant=key)["host"][0]["blocks"] == 0
+        assert service.ask("reset", tier="all", older_than=0.001)["device"] == []
+        assert ready_blocks(service) == 0
+
+    def test_a_part_of_a_device_tier_is_a_usage_error(self) -> None:
+        done = run("reset", "--tier", "device", "--tenant", "x", "--yes")
+        assert done.returncode == 2
+        assert "everything or nothing" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            ({"tier": "cloud"}, "tier: 'cloud' is not one of host, device, all"),
+            ({"tenant": "name"}, "tenant: give the key"),
+            ({"older_than": -1}, "older_than"),
+            ({"in_flight": "ignore"}, "in_flight: 'ignore' is not one of"),
+            ({"namespace": "zz"}, "namespace: none is called"),
+            ({"tier": "device", "older_than": 5}, "everything or nothing"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(
+        self, service: LocalService, arguments: dict[str, str], said: str
+    ) -> None:
+        with Client(service.address) as client, pytest.raises(RefusedError, match=said):
+            client.ask("reset", **arguments)
+
+
+def test_all_tiers_are_reported(service: LocalService, engine: Engine) -> None:
+    engine.serve(PROMPT)
+
+    def shows_its_device() -> bool:
+        engine.manager.take_plans()
+        return bool(service.ask("reset", dry_run=True)["device"][0]["blocks"])
+
+    until(shows_its_device, "the engine has told what its device tier holds")
+    dry = run("reset", "--server", service.address, "--dry-run")
+    assert dry.returncode == 0
+    assert "host" in dry.stdout
+    assert "10 blocks, would be told" in dry.stdout
+    late = run("reset", "--server", service.address, "--yes", "--wait", "100ms")
+    assert late.returncode == 1
+    assert "forgot 10 blocks" in late.stdout
+    assert "has not answered yet" in late.stdout

@@ -1,0 +1,153 @@
+"""Quotas of tenants in a running service: who may push whose blocks out, and what operators see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from fdcache.client import EngineClient
+from fdcache.hashing import NO_TENANT, TokenBlocks, root_hash, tenant_key
+from fdcache.server.http import make_app
+from tests.integration.test_engine_client import Blocks, array
+from tests.integration.test_service import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout, ready_blocks
+from tests.service_help import LocalService, local_service, until
+
+QUOTAS = {
+    "FDCACHE_HOST_MEMORY": "512KiB",
+    "FDCACHE_EXTENT_SIZE": "64KiB",
+    "FDCACHE_TENANT_QUOTA": "0.25",
+    "FDCACHE_TENANT_QUOTAS": "large=0.5",
+}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[LocalService]:
+    with local_service(tmp_path, **QUOTAS) as running:
+        yield running
+
+
+def tenants(service: LocalService) -> dict[str, dict[str, int]]:
+    return {each["tenant"]: each for each in service.ask("tenants")}
+
+
+def found(service: LocalService, tokens: list[int], tenant: str | None) -> int:
+    """How many blocks of a prompt an engine that has nothing itself finds."""
+    engine = Engine(service.address, device_blocks=64, stocked=False)
+    count, _ = engine.serve(tokens, tenant)
+    engine.close()
+    return count
+
+
+def flood(service: LocalService, engine: Engine, tenant: str | None, stored: int) -> None:
+    """Let a tenant store one prompt after another, until it has stored so many blocks."""
+    starts = iter(range(1000, 10**7, 1000))
+
+    def enough() -> bool:
+        start = next(starts)
+        engine.serve(list(range(start, start + 41)), tenant)
+        engine.await_stock()
+        return bool(service.ask("namespaces")[0]["totals"]["stored"] >= stored)
+
+    until(enough, "the tenant has stored all that")
+
+
+@pytest.mark.parametrize("flooding", ["batch", None])
+def test_a_tenant_that_floods_evicts_its_own_and_leaves_the_others_blocks(
+    service: LocalService, flooding: str | None
+) -> None:
+    engine = Engine(service.address, device_blocks=64)
+    engine.serve(PROMPT, "quiet")
+    until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+    flood(service, engine, flooding, 400)
+    engine.close()
+    until(lambda: not service.ask("clients"), "the engine is gone")
+    (namespace,) = service.ask("namespaces")
+    have = tenants(service)
+    name = "(none)" if flooding is None else tenant_key(flooding).hex()[:12]
+    assert have[name]["blocks"] <= have[name]["most_blocks"] == 21
+    assert have[tenant_key("quiet").hex()[:12]]["blocks"] == 10
+    assert namespace["totals"]["evicted"] > 250
+    assert found(service, PROMPT, "quiet") == 10
+    assert service.ask("integrity") == []
+
+
+def test_without_quotas_a_flood_takes_everything(tmp_path: Path) -> None:
+    small = {name: value for name, value in QUOTAS.items() if "TENANT" not in name}
+    with local_service(tmp_path, **small) as service:
+        engine = Engine(service.address, device_blocks=64)
+        engine.serve(PROMPT, "quiet")
+        flood(service, engine, "batch", 400)
+        engine.close()
+        assert found(service, PROMPT, "quiet") == 0
+
+
+def test_a_quota_of_its_own_has_its_name_and_shows_in_the_metrics(service: LocalService) -> None:
+    engine = Engine(service.address, device_blocks=64)
+    for start in range(0, 4000, 100):
+        engine.serve(list(range(start, start + 41)), "large")
+        engine.await_stock()
+    large = tenants(service)["large"]
+    (namespace,) = service.ask("namespaces")
+    assert 1.5 * namespace["tier"]["slots"] // 4 < large["blocks"] <= large["most_blocks"]
+    with TestClient(make_app(service.address, ())) as web:
+        text = web.get("/metrics").text
+    engine.close()
+    labels = f'{{namespace="{namespace["namespace"]}",tenant="large"}}'
+    assert f"fdcache_tenant_blocks{labels} {float(large['blocks'])}" in text
+    assert f"fdcache_tenant_quota_blocks{labels} {float(large['most_blocks'])}" in text
+
+
+def test_a_prompt_longer_than_the_quota_is_stored_as_far_as_it_goes(service: LocalService) -> None:
+    engine = Engine(service.address, device_blocks=64)
+    tokens = list(range(4 * 40 + 1))
+    engine.serve(tokens, "batch")
+    until(lambda: service.ask("namespaces")[0]["totals"]["over_quota"] > 0, "some are over the quota")
+    key = tenant_key("batch").hex()[:12]
+    most = tenants(service)[key]["most_blocks"]
+    engine.close()
+    until(lambda: not service.ask("clients"), "the engine is gone")
+    assert tenants(service)[key]["blocks"] == found(service, tokens, "batch") == most
+    hashes = TokenBlocks(BLOCK, root_hash(layout().fingerprint, "batch"))
+    hashes.append(tokens)
+    answer = service.ask("explain", namespace="", hashes=[row.tobytes().hex() for row in hashes.hashes])
+    assert answer["blocks"][most]["reason"] == "tenant_quota"
+    assert_nothing_is_held(service)
+
+
+def test_who_owns_what_survives_the_service(tmp_path: Path) -> None:
+    service = LocalService(tmp_path)
+    engine = Engine(service.address)
+    engine.serve(PROMPT, "one")
+    engine.serve(PROMPT, "two")
+    engine.serve(PROMPT)
+    until(lambda: ready_blocks(service) == 30, "the blocks are stored")
+    engine.close()
+    service.crash()
+    with local_service(tmp_path) as service:
+        one, two = (tenant_key(name).hex() for name in ("one", "two"))
+        have = {name: each["blocks"] for name, each in tenants(service).items()}
+        assert have == {one[:12]: 10, two[:12]: 10, "(none)": 10}
+        service.ask("reset", tier="host", tenant=one)
+        assert [found(service, PROMPT, name) for name in ("two", None)] == [10, 10]
+        assert one[:12] not in tenants(service)
+
+
+def test_an_engine_client_names_the_tenant_too(service: LocalService) -> None:
+    blocks = Blocks(service.address)
+    tokens = TokenBlocks(BLOCK, root_hash(blocks.layout.fingerprint, "large"))
+    tokens.append(list(range(3 * BLOCK)))
+    assert isinstance(blocks.client, EngineClient)
+    assert blocks.client.store(tokens.hashes, array(0, 1), tenant="large") == 2
+    until(lambda: blocks.client.lookup(tokens.hashes) == 2, "they are there")
+    assert blocks.client.store(tokens.hashes, array(2), start=2) == 1
+    until(lambda: tenants(service)["large"]["blocks"] == 3, "all are the tenant's")
+    blocks.close()
+
+
+def test_a_key_tells_nothing_of_the_name() -> None:
+    assert tenant_key(None) == NO_TENANT
+    assert len({tenant_key(name) for name in ("", "a", "b")}) == 3
+    assert b"secret" not in tenant_key("secret")
