@@ -9,33 +9,37 @@ import numpy as np
 from fdcache.server.arguments import ArgumentError, Arguments, number
 from fdcache.server.namespace import Namespace
 from fdcache.server.service import Service
+from fdcache.server.storage_reset import fitting_storages, reset_storages
 
 
-def fitting_namespaces(service: Service, arguments: Arguments) -> list[Namespace]:
-    """The layouts that ``namespace``, the beginning of a name, fits; all without it. Raises ``ArgumentError``."""
+def fitting_namespaces(service: Service, arguments: Arguments, *, required: bool = True) -> list[Namespace]:
+    """The layouts that ``namespace``, the beginning of a name, fits; all without it.
+
+    Raises ``ArgumentError`` when none is ``required`` to and does.
+    """
     wanted = arguments.get("namespace")
     if wanted is None:
         return list(service.namespaces.values())
     fitting = [each for each in service.namespaces.values() if each.id.startswith(str(wanted).lower())]
-    if not fitting:
+    if not fitting and required:
         raise ArgumentError(f"namespace: none is called {wanted!r}; see `fdcache inspect namespaces`")
     return fitting
 
 
 def reset(service: Service, arguments: Arguments) -> dict[str, Any]:
-    """Forget blocks: ``tier`` host, device or all; of one ``namespace`` or all; ``older_than`` seconds.
+    """Forget blocks: ``tier`` host, storage, device or all; of one ``namespace`` or all; ``older_than`` seconds.
 
     ``dry_run`` only says what would go. A device reset is told to every engine and counted by client.
     """
     tier = str(arguments.get("tier", "all"))
-    if tier not in {"host", "device", "all"}:
-        raise ArgumentError(
-            f"tier: {tier!r} is not host, device or all; the storage tier is reset by its own"
-        )
+    if tier not in {"host", "storage", "device", "all"}:
+        raise ArgumentError(f"tier: {tier!r} is not host, storage, device or all")
     older = number(arguments, "older_than", 0, 0, 1e12)
     dry = bool(arguments.get("dry_run"))
-    answer: dict[str, Any] = {"dry_run": dry, "host": [], "device": []}
-    chosen = fitting_namespaces(service, arguments)
+    answer: dict[str, Any] = {"dry_run": dry, "host": [], "storage": [], "device": []}
+    stored = fitting_storages(service, arguments) if tier in {"storage", "all"} else []
+    chosen = fitting_namespaces(service, arguments, required=not stored)
+    answer["storage"] = reset_storages(stored, older, dry_run=dry)
     if tier in {"host", "all"}:
         answer["host"] = [_reset_host(service, namespace, older, dry) for namespace in chosen]
     if tier in {"device", "all"}:

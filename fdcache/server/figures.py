@@ -9,6 +9,7 @@ import msgspec
 from fdcache.server.clients import Client
 from fdcache.server.namespace import Namespace
 from fdcache.server.service import Service
+from fdcache.server.storage_views import layout_figures
 
 
 def namespace_figures(namespace: Namespace, service: Service) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def namespace_figures(namespace: Namespace, service: Service) -> dict[str, Any]:
         "unverified": len(namespace.unverified),
         "tier": {name: getattr(figures, name) for name in names} if figures else {},
         "totals": msgspec.to_builtins(namespace.counts),
+        "storage": layout_figures(storage) if (storage := service.storage_of(namespace)) else None,
     }
 
 

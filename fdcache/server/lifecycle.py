@@ -19,6 +19,7 @@ from fdcache.node.liveness import earlier_processes
 from fdcache.server.arena import Arena
 from fdcache.server.loop import ServiceLoop, SocketLock
 from fdcache.server.service import Service
+from fdcache.server.storage import ServiceStorage
 from fdcache.server.views import Views
 from fdcache.settings import VARIABLES, Settings
 from fdcache.settings.machine import notify_socket
@@ -87,6 +88,9 @@ class Server:
         self._loop: ServiceLoop | None = None
         self._signals = 0
         self._drain_until: float | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called once by ``run``, when the memory is there and the storage index is loaded."""
+        self._is_ready = False
 
     def start(self, progress: Progress = lambda what, done, total: None) -> None:
         """Take the locks, make or recover the arena, bind the socket."""
@@ -95,8 +99,10 @@ class Server:
         try:
             self._open_arena(progress)
             self.service.watch_earlier()
+            self._open_storage(progress)
             self._loop = ServiceLoop(self.service, self._socket)
         except BaseException:
+            self._close_storage()
             self.arena.close()
             self._lock.release()
             raise
@@ -127,19 +133,44 @@ class Server:
             progress=lambda done, total: progress("touching memory", done, total),
         )
 
+    def _open_storage(self, progress: Progress) -> None:
+        if not self.settings.storage_tier.is_on:
+            return
+        storage = ServiceStorage(self.settings, make_room=self.service.make_room_for)
+        self.service.storage = storage
+        storage.start(
+            self.service.namespaces.values(),
+            lambda done, total: progress("loading the storage index", done, total),
+        )
+
+    def _close_storage(self) -> None:
+        storage, self.service.storage = self.service.storage, None
+        if storage is not None:
+            storage.close()
+
     def run(self) -> None:
-        """Serve until told to end; the second signal ends it without waiting for clients."""
+        """Serve until told to end; the second signal ends it without waiting for clients or storage."""
         assert self._loop is not None
-        _notify("READY=1")
         tick = self.service.tick
 
         def tick_and_drain(tell: Callable[..., bool]) -> None:
             tick(tell)
+            self._announce()
             self._drain()
 
         self.service.tick = tick_and_drain  # type: ignore[method-assign]
         with self._signals_caught():
             self._loop.run()
+
+    def _announce(self) -> None:
+        """Say once that everything is loaded."""
+        if self._is_ready or self.service.is_loading:
+            return
+        self._is_ready = True
+        if self._drain_until is None:
+            _notify("READY=1")
+            log.info("ready")
+            self.on_ready()
 
     def stop(self, *, force: bool = False) -> None:
         """Begin to end, from any thread: not ready at once, then drain; ``force`` ends at once."""
@@ -155,7 +186,13 @@ class Server:
             return
         if not self.service.draining:
             self._loop.say_goodbye()
-        if not self.service.clients or time.monotonic() > self._drain_until:
+        storage, clients = self.service.storage, len(self.service.clients)
+        is_flushed = storage is None or storage.flush(last=not clients)
+        if not clients and is_flushed:
+            self._loop.stop()
+        elif time.monotonic() > self._drain_until:
+            if not is_flushed:
+                log.warning("FDCACHE_DRAIN_TIMEOUT is over before everything was written to storage")
             self._loop.stop()
 
     def close(self) -> None:
@@ -163,6 +200,7 @@ class Server:
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+        self._close_storage()
         for namespace in self.service.namespaces.values():
             namespace.close()
         self.arena.close()
@@ -177,6 +215,7 @@ class Server:
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+        self._close_storage()
         self.arena.abandon()
         if self._lock is not None:
             self._lock.release(remove=False)

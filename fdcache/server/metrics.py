@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from fdcache.server.latency import BOUNDS
+from fdcache.server.storage_metrics import storage_metrics
 
 Stats = Mapping[str, Any]
 
@@ -50,6 +51,7 @@ class StatsCollector:
         yield from self._namespaces()
         yield from self._clients()
         yield self._latencies()
+        yield from storage_metrics(self._stats["storage"])
 
     def _service(self) -> Iterator[Metric]:
         stats = self._stats

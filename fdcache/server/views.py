@@ -17,6 +17,7 @@ from fdcache.server.figures import client_figures, namespace_figures
 from fdcache.server.integrity import check_integrity
 from fdcache.server.namespace import Namespace
 from fdcache.server.service import Service
+from fdcache.server.storage_views import storage_figures, stored_keys
 
 MOST_TREE = 1000
 
@@ -30,7 +31,8 @@ class Views:
         self._fingerprint = fingerprint
         self._answers: dict[str, Callable[[Arguments], Any]] = {
             "stats": self.stats,
-            "tiers": lambda arguments: self.stats(arguments)["tiers"],
+            "tiers": self.tiers,
+            "storage": lambda arguments: storage_figures(self._service.storage),
             "namespaces": self.namespaces,
             "clients": self.clients,
             "transfers": self.transfers,
@@ -60,6 +62,8 @@ class Views:
         """What the service is doing, in a word."""
         if self._service.draining:
             return "draining"
+        if self._service.is_loading:
+            return "loading"
         if self._service.paused:
             return "paused"
         return "recovering" if self._service.earlier else "ready"
@@ -103,9 +107,15 @@ class Views:
                     if (device := client_figures(client).get("device"))
                 ],
             },
+            "storage": storage_figures(service.storage),
             "namespaces": namespaces,
             "clients": self.clients(arguments),
         }
+
+    def tiers(self, arguments: Arguments) -> dict[str, Any]:
+        """Host, device and storage tier in figures."""
+        stats = self.stats(arguments)
+        return {**stats["tiers"], "storage": stats["storage"]}
 
     def namespaces(self, arguments: Arguments) -> list[dict[str, Any]]:
         """One entry for each layout."""
@@ -225,6 +235,7 @@ class Views:
             if found
             else {}
         )
+        stored = stored_keys(self._service.storage_of(namespace), hashes)
         blocks = []
         broken = None
         for position, row in enumerate(hashes):
@@ -238,6 +249,8 @@ class Views:
                     "idle_seconds": node.idle_seconds,
                     "hits": node.hits,
                 }
+            elif key in stored:
+                entry |= {"tier": "storage", "evicted_at": namespace.evictions.times.get(key)}
             else:
                 entry["evicted_at"] = namespace.evictions.times.get(key)
                 broken = position if broken is None else broken

@@ -100,16 +100,29 @@ class MooncakeConnector:
 
     def register(self, records: _core.RecordTable) -> None:
         """Register the records' memory with the client, one region for each run of records."""
+        with self._lock:
+            for region in self._regions_of(records):
+                self._regions.append(region)
+                if self._client is not None:
+                    self._register(*region)
+
+    def unregister(self, records: _core.RecordTable) -> None:
+        """Let the client forget the records' memory."""
+        with self._lock:
+            for region in self._regions_of(records):
+                self._regions.remove(region)
+                if self._client is not None:
+                    self._client.unregister_buffer(region[0])
+
+    def _regions_of(self, records: _core.RecordTable) -> list[tuple[int, int]]:
         addresses = records.addresses(np.arange(records.num_slots, dtype=np.int32))[0]
         record_bytes = self._layout.record_bytes
         starts = np.flatnonzero(np.diff(addresses, prepend=addresses[:1] - 2 * record_bytes) != record_bytes)
         ends = np.append(starts[1:], len(addresses))
-        with self._lock:
-            for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-                region = (int(addresses[start]), (end - start) * record_bytes)
-                self._regions.append(region)
-                if self._client is not None:
-                    self._register(*region)
+        return [
+            (int(addresses[start]), (end - start) * record_bytes)
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
 
     def _register(self, address: int, nbytes: int) -> None:
         code = self._client.register_buffer(address, nbytes)
