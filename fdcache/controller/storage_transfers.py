@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,14 @@ from fdcache._core import CancelFlag, RecordTable
 from fdcache.devices.base import CopyOutcome
 from fdcache.devices.cpu import CpuEvent
 from fdcache.errors import PlanError, StorageError
-from fdcache.metadata import CacheLevel, CacheSwapMetadata, Int32Array, StorageTask, SwapPurpose
+from fdcache.metadata import (
+    CacheLevel,
+    CacheSwapMetadata,
+    Int32Array,
+    StorageTask,
+    SwapPurpose,
+    TransferPlan,
+)
 from fdcache.storage.connector import BatchResult, BlockStorage, Outcome, PlacedStorage, RecordBatch
 
 logger = logging.getLogger(__name__)
@@ -147,7 +154,17 @@ class StorageQueue:
             )
         return StorageTransfer(task, self._batch(swap))
 
-    def submit(self, transfer: StorageTransfer) -> None:
+    def submit(self, plan: TransferPlan, prepared: Sequence[StorageTransfer]) -> None:
+        """What a plan wants of the storage, in the order that it promises; ``prepared`` are its tasks."""
+        for plan_id in plan.cancelled:
+            self._cancel(plan_id)
+        if plan.clear_storage:
+            # After the writes queued so far and before those to come.
+            self._erase(lambda: self.storage.clear(timeout=_CLEAR_SECONDS))
+        for transfer in prepared:
+            self._submit(transfer)
+
+    def _submit(self, transfer: StorageTransfer) -> None:
         """Queue a prepared task; one that finds the queue full fails at once."""
         self._transfers[transfer.task.plan_id] = transfer
         try:
@@ -155,8 +172,7 @@ class StorageQueue:
         except queue.Full:
             transfer.refuse("the storage queue is full")
 
-    def cancel(self, plan_id: int) -> None:
-        """Take back what has not begun of a task."""
+    def _cancel(self, plan_id: int) -> None:
         transfer = self._transfers.get(plan_id)
         if transfer is not None:
             transfer.cancel()
@@ -165,12 +181,8 @@ class StorageQueue:
         """The task was reported."""
         self._transfers.pop(plan_id, None)
 
-    def clear(self) -> None:
-        """Empty the storage, after the writes queued so far and before those to come."""
-        self._erase(lambda: self.storage.clear(timeout=_CLEAR_SECONDS))
-
     def erase(self, slots: Int32Array) -> None:
-        """Empty slots of a storage that has slots, as ``clear`` does with all of them."""
+        """Empty slots of a storage that has slots, after the writes queued so far and before those to come."""
         storage = self.storage
         assert isinstance(storage, PlacedStorage), "what has no slots is emptied by hash"
         self._erase(lambda: storage.erase(slots))
@@ -189,7 +201,7 @@ class StorageQueue:
 
     @property
     def erasures_queued(self) -> int:
-        """Calls of ``clear`` and ``erase`` that have not ended."""
+        """How often it was to be emptied and is not yet."""
         return self._erasures_asked - self._erasures_done
 
     def register(self, records: RecordTable) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fdcache._core import RecordTable
+from fdcache.controller.execution import PlanExecution, Transfer
 from fdcache.controller.storage_transfers import StorageQueue
-from fdcache.controller.transfers import PlanExecution, Transfer
 from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.manager.reads import StorageReads
 from fdcache.manager.settlement import settle_storage
@@ -179,16 +179,13 @@ class LayoutStorage:
         sent = self._ledger.close(plan, time.monotonic())
         for rank, queue in enumerate(self.queues):
             self._ledger.record(TransferReport(plan_id=sent.plan_id, rank=rank, results=()))
-            for plan_id in sent.cancelled:
-                queue.cancel(plan_id)
-            if sent.clear_storage:
-                queue.clear()
-            for task in sent.storage:
-                transfer = queue.prepare(task)
+            prepared = [queue.prepare(task) for task in sent.storage]
+            for transfer in prepared:
+                task = transfer.task
                 self._running[rank][task.plan_id] = PlanExecution(
                     task.plan_id, rank, [Transfer(task.swap.purpose, transfer)]
                 )
-                queue.submit(transfer)
+            queue.submit(sent, prepared)
 
     def _settle(self) -> None:
         for queue, running in zip(self.queues, self._running, strict=True):
