@@ -32,7 +32,7 @@ _OPENERS = 2
 
 @dataclass(slots=True, eq=False)
 class _Opening:
-    """A layout whose storage is being opened, or could not be; then it is tried again at ``retry_at``."""
+    """A layout whose storage is being opened, or could not be: then it is tried again at ``retry_at``."""
 
     layout: KVLayout
     future: Future[OpenedStorage]
@@ -62,8 +62,7 @@ class ServiceStorage:
         self._openings: dict[bytes, _Opening] = {}
         self._opener = ThreadPoolExecutor(_OPENERS, thread_name_prefix="fdcache-open")
         self._scanned = Scanned(lambda done, total: None)
-        self._flushing = False
-        self._flushed_last = False
+        self._flushed: dict[str, bool] = {}  # by layout: whether its clients were gone then
 
     # --- opening --------------------------------------------------------------------------------------------
 
@@ -139,7 +138,7 @@ class ServiceStorage:
             opening = self._openings.get(fingerprint)
             if opening is None and fingerprint not in self.layouts:
                 self._open(namespace.layout)
-            elif opening is not None and opening.error is not None and now >= opening.retry_at:
+            elif opening is not None and opening.retry_at and now >= opening.retry_at:
                 self._retry(opening)
         for opening in list(self._openings.values()):
             if opening.future.done() and not opening.retry_at:
@@ -157,11 +156,12 @@ class ServiceStorage:
 
     def flush(self, *, last: bool) -> bool:
         """Write what is not stored; whether that is done. ``last``: no client will bring more."""
-        if not self._flushing or (last and not self._flushed_last):
-            self._flushing, self._flushed_last = True, last
-            for storage in self.layouts.values():
+        for storage in self.layouts.values():
+            if not self._flushed.get(storage.id, False) and (last or storage.id not in self._flushed):
+                self._flushed[storage.id] = last
                 storage.flush()
-        return all(storage.is_flushed for storage in self.layouts.values())
+        opening = any(not each.retry_at for each in self._openings.values())
+        return not opening and all(storage.is_flushed for storage in self.layouts.values())
 
     def close(self) -> None:
         """Wait for what has begun and close everything; what has not begun is dropped."""

@@ -12,8 +12,13 @@ from fdcache.server.service import Service
 
 
 def fitting_storages(service: Service, arguments: Arguments) -> list[LayoutStorage]:
-    """The storages of the layouts whose names begin with ``namespace``, of all without it; also without clients."""
+    """The storages of the layouts whose names begin with ``namespace``, of all without it; also without clients.
+
+    Raises ``ArgumentError`` for the tier storage of a service that has none.
+    """
     if service.storage is None:
+        if arguments.get("tier") == "storage":
+            raise ArgumentError("tier: the service has no storage; FDCACHE_STORAGE or --storage gives it one")
         return []
     wanted = str(arguments.get("namespace") or "").lower()
     return [each for each in service.storage.layouts.values() if each.id.startswith(wanted)]
