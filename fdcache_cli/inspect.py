@@ -14,6 +14,7 @@ from fdcache.client.tool import Client
 from fdcache_cli import output
 from fdcache_cli.app import Command, new_group
 from fdcache_cli.service_view import Columns, Rows, ServerOption, connect, seconds, size, table
+from fdcache_cli.storage_view import tier_rows
 
 COMMANDS = (
     Command("tiers", __name__, "tiers", "What each tier holds."),
@@ -28,7 +29,7 @@ COMMANDS = (
         "storage",
         "fdcache_cli.inspect_storage",
         "storage",
-        "What the files of the local storage hold; no service.",
+        "What a service has stored, or with PATH what is in files.",
     ),
 )
 
@@ -110,7 +111,7 @@ def inspect() -> None:
 
 
 def tiers(server: ServerOption = None, *, json: Json = False, watch: Watch = False) -> None:
-    """What each tier holds: the service's host tier, and the device tiers of its clients."""
+    """What each tier holds: the service's host and storage tier, and the device tiers of its clients."""
     _show(server, "tiers", _tier_rows, _TIERS, json=json, watch=watch)
 
 
@@ -189,7 +190,7 @@ def explain(
             str(each["position"]),
             each["hash"][:16],
             each["tier"] or "nowhere",
-            seconds(each["idle_seconds"]) if each["tier"] else "",
+            seconds(each["idle_seconds"]) if "idle_seconds" in each else "",
             _gone(each),
         ]
         for each in answer["blocks"]
@@ -289,6 +290,7 @@ def _repeat(show: Callable[[], None], watch: bool) -> None:
 def _tier_rows(answer: Any) -> Rows:
     host = answer["host"]
     rows = [{"tier": "host", "of": f"service, {size(host['bytes'])}", "blocks": host["slots"], **host}]
+    rows += tier_rows(answer["storage"])
     rows += [{"tier": "device", "of": each["client"], **each} for each in answer["device"]]
     return rows
 

@@ -1,4 +1,4 @@
-"""``fdcache inspect storage``: the files of the local storage in a table."""
+"""``fdcache inspect storage``: the files of the local storage in a table, or the storage of a service."""
 
 from __future__ import annotations
 
@@ -9,20 +9,34 @@ import typer
 
 from fdcache_cli import errors, output
 from fdcache_cli.progress import progress_bar
+from fdcache_cli.service_view import ServerOption
+from fdcache_cli.storage_view import show_live
 
 
 def storage(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="The folder of the storage, or one of its files.")
-    ],
+        Path | None,
+        typer.Argument(
+            metavar="PATH",
+            help="The folder of the storage, or one of its files; without it, the storage of a running service.",
+        ),
+    ] = None,
+    server: ServerOption = None,
     *,
     verify: Annotated[bool, typer.Option("--verify", help="Read and check every record.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """Tell what the files of the local storage hold; needs no server and changes nothing.
+    """Tell what the files of the local storage hold, or what a running service has stored; changes nothing.
 
-    Ends with status 1 when a record, a header or a file is damaged.
+    With PATH it needs no service, and ends with status 1 when a record, a header or a file is damaged.
     """
+    if path is None:
+        if verify:
+            raise typer.BadParameter("it reads files; give PATH", param_hint="--verify")
+        show_live(server, json=json_output)
+        return
+    if server is not None:
+        raise typer.BadParameter("it is for a service; PATH is read without one", param_hint="--server")
     from fdcache.storage.offline import read_file, slab_files
     from fdcache.storage.summary import summarize
 

@@ -43,6 +43,7 @@ class Tier(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    STORAGE = "storage"
     ALL = "all"
 
 
@@ -68,7 +69,7 @@ def reset(
         typer.Option(
             parser=_duration,
             metavar="TIME",
-            help="Only blocks idle for so long; device tiers are left alone.",
+            help="Only host and storage blocks that nobody has used for so long; device tiers are left alone.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
@@ -191,9 +192,12 @@ def _print(answer: Any, dry_run: bool) -> None:
         output.print_line(
             f"host {each['namespace']}: {verb} {each['blocks']} blocks, {size(each['bytes'])}{used}"
         )
+    for each in answer["storage"]:
+        what = "all blocks" if each["blocks"] is None else f"{each['blocks']} blocks, {size(each['bytes'])}"
+        output.print_line(f"storage {each['namespace']}: {verb} {what}")
     for each in answer["device"]:
         late = each["client"] in answer["device_not_acknowledged"]
         state = "would be told" if dry_run else "has not answered yet" if late else "done"
         output.print_line(f"device of {each['client']}: {each['blocks']} blocks, {state}")
-    if not answer["host"] and not answer["device"]:
+    if not answer["host"] and not answer["storage"] and not answer["device"]:
         output.print_line("there was nothing to reset")

@@ -30,30 +30,51 @@ def serve(
         str | None,
         typer.Option(metavar="SIZE", help="Bytes of the arena. Default: a quarter of what is free."),
     ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|NAME",
+            help="Keep blocks beyond the host tier: in files in a folder, written with a slash, or in a connector: "
+            "local, mooncake, none.",
+        ),
+    ] = None,
+    storage_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes of the files of each rank and layout. Default: 64GiB."),
+    ] = None,
     arena_dir: Annotated[Path | None, typer.Option(help="The folder of the arena.")] = None,
     recover: Annotated[
         bool | None, typer.Option("--recover/--no-recover", help="Take over what a dead service left.")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Check the settings and end.")] = False,
 ) -> None:
-    """Serve one warm host tier to all engines of this node.
+    """Serve one warm host tier, and a storage tier below it, to all engines of this node.
 
     SIGTERM drains and ends it; a second signal ends it at once.
     """
+    from fdcache.node.address import load_settings
     from fdcache.server import logs
     from fdcache.server.lifecycle import Server, endpoints
     from fdcache.server.signals import ended_by_signals
+    from fdcache.server.storage import check_settings
 
-    settings = Settings.load(
-        arguments={
+    settings = load_settings(
+        {
             "FDCACHE_SERVER": socket,
             "FDCACHE_HTTP_ADDRESS": http,
             "FDCACHE_HOST_MEMORY": host_memory,
             "FDCACHE_ARENA_DIR": None if arena_dir is None else str(arena_dir),
             "FDCACHE_RECOVER": recover,
+            **_storage_arguments(storage, storage_size),
         }
     )
+    if storage_size is not None and settings.storage_tier.connector != "local":
+        raise typer.BadParameter(
+            f"it is for files, and FDCACHE_STORAGE={settings.storage_tier.connector} keeps none; give --storage DIR",
+            param_hint="--storage-size",
+        )
     endpoints(settings)
+    check_settings(settings)
     if check:
         output.print_line(f"the settings are right; fingerprint {settings.fingerprint}")
         return
@@ -80,6 +101,7 @@ def _serve(server: Server, settings: Settings) -> None:
                 ) from error
             web.start()
         _screen(server, settings, web.port if web else None)
+        server.on_ready = _say_ready
         server.run()
     finally:
         if web is not None:
@@ -87,9 +109,24 @@ def _serve(server: Server, settings: Settings) -> None:
         server.close()
 
 
+def _storage_arguments(storage: str | None, size: str | None) -> dict[str, str | None]:
+    """What the options mean as settings. A folder means local storage; the setting names any connector."""
+    is_folder = storage is not None and "/" in storage
+    return {
+        "FDCACHE_STORAGE": "local" if is_folder else storage,
+        "FDCACHE_STORAGE_DIR": storage if is_folder else None,
+        "FDCACHE_STORAGE_SIZE": size,
+    }
+
+
 def _progress(what: str, done: int, total: int) -> None:
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r{what}: {done}/{total} extents" + ("\n" if done == total else ""))
+        sys.stderr.write(f"\r{what}: {done}/{total}" + ("\n" if done == total else ""))
+
+
+def _say_ready() -> None:
+    output.print_line("ready; Ctrl-C ends it")
+    sys.stdout.flush()
 
 
 def _screen(server: Server, settings: Settings, port: int | None) -> None:
@@ -104,6 +141,7 @@ def _screen(server: Server, settings: Settings, port: int | None) -> None:
         ("memory", f"{format_size(arena.total_bytes)} in {arena.directory}"),
         ("extents", f"{arena.manifest.extents} of {format_size(arena.manifest.extent_bytes)}"),
         ("recovered", f"{server.recovered} blocks"),
+        ("storage", _storage_row(settings)),
         ("settings", settings.fingerprint[:16]),
     ]
     rows += [
@@ -113,5 +151,13 @@ def _screen(server: Server, settings: Settings, port: int | None) -> None:
     ]
     for name, text in rows:
         output.print_line(f"{name:<10} {text}")
-    output.print_line("ready; Ctrl-C ends it")
     sys.stdout.flush()
+
+
+def _storage_row(settings: Settings) -> str:
+    tier = settings.storage_tier
+    if not tier.is_on:
+        return "none"
+    if tier.connector != "local":
+        return tier.connector
+    return f"{format_size(tier.size)} for each rank and layout in {tier.directory}"

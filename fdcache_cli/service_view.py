@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from fdcache.client.tool import Client
-from fdcache.settings import Settings
 from fdcache.settings.parsing import format_size
 
 ServerOption = Annotated[
@@ -20,10 +19,11 @@ Rows = list[dict[str, Any]]
 
 def connect(server: str | None) -> Client:
     """A line to the service that was named, or is configured, or stands at the default address."""
-    from fdcache.node.address import default_address
+    from fdcache.node.address import load_settings
 
-    settings = Settings.load(arguments={"FDCACHE_SERVER": server})
-    return Client(settings.cache.server or default_address(settings.server.runtime_dir))
+    address = load_settings({"FDCACHE_SERVER": server}).cache.server
+    assert address is not None, "there is a default"
+    return Client(address)
 
 
 def size(value: Any) -> str:

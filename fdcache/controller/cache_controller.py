@@ -130,6 +130,7 @@ class CacheController:
                 raise CacheNotReadyError("there is a storage already; call free_cache first")
             if not isinstance(self._arena, HostArena):
                 raise StorageError("storage reads into a host cache of its own, not into the service's")
+            storage.register(self._arena.table)
             self._storage = StorageQueue(storage, self._arena)
             return storage.scan() if isinstance(storage, PlacedStorage) else None
 

@@ -6,21 +6,33 @@ has its own requests in flight, so one thread for each direction keeps order wit
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from fdcache._core import CancelFlag
-from fdcache.devices.base import CopyOutcome, HostArena
+from fdcache._core import CancelFlag, RecordTable
+from fdcache.devices.base import CopyOutcome
 from fdcache.devices.cpu import CpuEvent
 from fdcache.errors import PlanError, StorageError
-from fdcache.metadata import CacheLevel, CacheSwapMetadata, StorageTask, SwapPurpose, TransferPlan
-from fdcache.storage.connector import BatchResult, BlockStorage, Outcome, RecordBatch
+from fdcache.metadata import (
+    CacheLevel,
+    CacheSwapMetadata,
+    Int32Array,
+    StorageTask,
+    SwapPurpose,
+    TransferPlan,
+)
+from fdcache.storage.connector import BatchResult, BlockStorage, Outcome, PlacedStorage, RecordBatch
+
+logger = logging.getLogger(__name__)
 
 _MOST_QUEUED = 4096
+_CLEAR_SECONDS = 60.0
 _LEVELS = {
     SwapPurpose.STORE: (CacheLevel.HOST, CacheLevel.STORAGE),
     SwapPurpose.PREFETCH: (CacheLevel.STORAGE, CacheLevel.HOST),
@@ -104,20 +116,39 @@ class StorageTransfer:
         )
 
 
-class StorageQueue:
-    """The storage of one worker and the threads that use it. It owns ``storage`` and closes it."""
+class HostRecords(Protocol):
+    """Where host records are; later tables may have more of them."""
 
-    def __init__(self, storage: BlockStorage, arena: HostArena) -> None:
+    @property
+    def num_blocks(self) -> int:
+        """Slots in the table."""
+
+    @property
+    def table(self) -> RecordTable:
+        """Where records and headers are."""
+
+
+class StorageQueue:
+    """The storage of one rank and the threads that use it. It owns ``storage`` and closes it.
+
+    ``on_end`` is called by these threads whenever something has ended. ``stats`` is as of then.
+    """
+
+    def __init__(
+        self, storage: BlockStorage, arena: HostRecords, on_end: Callable[[], None] = lambda: None
+    ) -> None:
         self.storage = storage
+        self.stats = storage.stats()
         self._arena = arena
+        self._on_end = on_end
         self._transfers: dict[int, StorageTransfer] = {}
         self._queues = {purpose: queue.Queue[Callable[[], None] | None](_MOST_QUEUED) for purpose in _LEVELS}
         self._threads = [
-            threading.Thread(target=_serve, args=(jobs,), name=f"fdcache-{purpose.value}", daemon=True)
+            threading.Thread(target=self._serve, args=(jobs,), name=f"fdcache-{purpose.value}", daemon=True)
             for purpose, jobs in self._queues.items()
         ]
         self.clear_error: str | None = None
-        storage.register(arena.table)
+        self._erasures_asked = self._erasures_done = 0
         for thread in self._threads:
             thread.start()
 
@@ -137,7 +168,7 @@ class StorageQueue:
             self._cancel(plan_id)
         if plan.clear_storage:
             # After the writes queued so far and before those to come.
-            self._queues[SwapPurpose.STORE].put(self._clear)
+            self._erase(lambda: self.storage.clear(timeout=_CLEAR_SECONDS))
         for transfer in prepared:
             self._submit(transfer)
 
@@ -158,12 +189,46 @@ class StorageQueue:
         """The task was reported."""
         self._transfers.pop(plan_id, None)
 
-    def _clear(self) -> None:
-        try:
-            self.storage.clear(timeout=60.0)
-            self.clear_error = None
-        except StorageError as error:
-            self.clear_error = str(error)
+    def erase(self, slots: Int32Array) -> None:
+        """Empty slots of a storage that has slots, after the writes queued so far and before those to come."""
+        storage = self.storage
+        assert isinstance(storage, PlacedStorage), "what has no slots is emptied by hash"
+        self._erase(lambda: storage.erase(slots))
+
+    def _erase(self, work: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                work()
+                self.clear_error = None
+            except StorageError as error:
+                self.clear_error = str(error)
+            self._erasures_done += 1
+
+        self._erasures_asked += 1
+        self._queues[SwapPurpose.STORE].put(run)
+
+    @property
+    def erasures_queued(self) -> int:
+        """How often it was to be emptied and is not yet."""
+        return self._erasures_asked - self._erasures_done
+
+    def register(self, records: RecordTable) -> None:
+        """Make records known to the storage before any transfer that is submitted later."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                self.storage.register(records)
+            except StorageError as error:
+                logger.warning("host records are of no use to the storage: %s", error)
+            done.set()
+
+        self._queues[SwapPurpose.PREFETCH].put(run)
+        self._queues[SwapPurpose.STORE].put(lambda: _wait(done))
+
+    def unregister(self, records: RecordTable) -> None:
+        """Undo ``register``; no transfer uses these records any more."""
+        self._queues[SwapPurpose.PREFETCH].put(lambda: self.storage.unregister(records))
 
     def _batch(self, swap: CacheSwapMetadata) -> RecordBatch:
         storing = swap.purpose is SwapPurpose.STORE
@@ -181,6 +246,15 @@ class StorageQueue:
             generations=swap.dst_generations if storing else swap.src_generations,
         )
 
+    def _serve(self, jobs: queue.Queue[Callable[[], None] | None]) -> None:
+        while (job := jobs.get()) is not None:
+            job()
+            try:
+                self.stats = self.storage.stats()
+            except Exception:
+                logger.exception("%s: no statistics", self.storage.name)  # anybody's code; the thread goes on
+            self._on_end()
+
     def close(self) -> None:
         """Wait for what has begun, take back the rest, close the storage."""
         for transfer in self._transfers.values():
@@ -192,6 +266,5 @@ class StorageQueue:
         self.storage.close()
 
 
-def _serve(jobs: queue.Queue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
+def _wait(event: threading.Event) -> None:
+    event.wait()

@@ -17,11 +17,12 @@ from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.events import CacheEvent, events_of
 from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.manager.lifecycle import RequestLifecycle
+from fdcache.manager.prefetch import Prefetcher, Prefetching, RemotePrefetcher
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.manager.settlement import settle
 from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
-from fdcache.manager.storage_tier import StorageTier
+from fdcache.manager.storage_tier import StorageTier, make_index
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
     BlockNode,
@@ -77,7 +78,7 @@ class CacheManager:
         self._lock = RLock()
         self._state = ManagerState.RUNNING
         self._device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
-        self._host = self._make_host()
+        self._host = self._make_host(storage or StorageTierSettings())
         self._backups = BackupPlanner(settings, self._device, self._host) if self._host else None
         self._counters = Counters()
         self._storage = self._make_storage(storage, lookup)
@@ -87,7 +88,7 @@ class CacheManager:
             self._device,
             self._host,
             self._backups,
-            self._storage.prefetcher if self._storage else None,
+            self._make_prefetcher(storage),
             self._counters,
             clock,
         )
@@ -95,11 +96,23 @@ class CacheManager:
         for pool in self._pools():
             pool.record_events(settings.event_buffer)
 
-    def _make_host(self) -> HostTier | None:
+    def _make_host(self, storage: StorageTierSettings) -> HostTier | None:
         if self.settings.server is not None:
+            from fdcache.node.protocol import FetchTerms
             from fdcache.tiers.remote import RemoteHostTier  # brings the network library
 
-            return RemoteHostTier(self.settings, self.layout)
+            if storage.is_on:
+                raise ConfigurationError(
+                    f"FDCACHE_STORAGE={storage.connector} is the service's where FDCACHE_SERVER is set: give it to "
+                    "`fdcache serve` and unset it here, or unset FDCACHE_SERVER"
+                )
+            return RemoteHostTier(
+                self.settings,
+                self.layout,
+                FetchTerms(
+                    storage.prefetch_policy, storage.prefetch_timeout, float(storage.prefetch_bandwidth)
+                ),
+            )
         blocks = self.num_host_blocks
         return LocalHostTier(CacheLevel.HOST, blocks, self.settings.eviction) if blocks else None
 
@@ -109,16 +122,23 @@ class CacheManager:
         if storage is None or not storage.is_on:
             return None
         if not isinstance(self._host, LocalHostTier):
-            if self._host is not None:
-                raise ConfigurationError(
-                    f"FDCACHE_STORAGE={storage.connector} needs an engine's own host tier; unset it or FDCACHE_SERVER"
-                )
             raise ConfigurationError(
                 f"FDCACHE_STORAGE={storage.connector} reads and writes through the host tier; set FDCACHE_HOST_MEMORY"
             )
+        index = make_index(storage, self.layout, lookup, self._clock)
         return StorageTier(
-            self.settings, storage, self.layout, self._device, self._host, lookup, self._counters, self._clock
+            self.settings, storage, self.layout, self._host, index, self._counters, self._clock
         )
+
+    def _make_prefetcher(self, storage: StorageTierSettings | None) -> Prefetching | None:
+        if self._storage is not None and storage is not None:
+            return Prefetcher(storage, self._device, self._storage.reads)
+        if self.settings.server is not None:
+            from fdcache.tiers.remote import RemoteHostTier
+
+            assert isinstance(self._host, RemoteHostTier)
+            return RemotePrefetcher(self._device, self._host)
+        return None
 
     def _pools(self) -> list[BlockPool | HostTier]:
         storage = self._storage.pool if self._storage else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fdcache.manager.orders import StorageOrder
@@ -21,14 +22,22 @@ class Read:
 class Fetch:
     """What one request gets from storage: blocks ``first`` up to ``stop`` of its path ``hashes``.
 
+    ``on_device`` tells how many of the first blocks its device has: what ends there is not worth a read. The time
+    that it may be waited for ends at ``deadline``, later by a second for every ``bandwidth`` bytes that are read.
     What has come is pinned under ``lease`` until the request's match, ``kept`` blocks of it.
     """
 
     hashes: HashArray
+    on_device: Callable[[HashArray], int]
     first: int
     stop: int
     deadline: float
+    bandwidth: float
     reads: list[Read] = field(default_factory=list)
     ended: bool = False
     lease: int = 0
     kept: int = 0
+
+    def overlap(self, start: int, count: int) -> int:
+        """How many of ``count`` blocks from ``start`` on were read for this."""
+        return max(0, min(start + count, self.stop) - max(start, self.first))

@@ -13,7 +13,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.blocks import ROOT, Blocks, parents_of
 from fdcache.manager.ledger import InFlightPlan, LoadRange, OpenPlan
-from fdcache.manager.prefetch import Prefetcher
+from fdcache.manager.prefetch import Prefetching
 from fdcache.manager.requests import HostRun, Request
 from fdcache.manager.results import (
     NO_BLOCKS,
@@ -29,6 +29,7 @@ from fdcache.manager.stats import Counters
 from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import BlockPool, HostMatch, HostTier
+from fdcache.tiers.host_tier import NOTHING
 
 _STORED = 0
 _ABSENT = 0
@@ -62,7 +63,7 @@ class RequestLifecycle:
         device: BlockPool,
         host: HostTier | None,
         backups: BackupPlanner | None,
-        prefetcher: Prefetcher | None,
+        prefetcher: Prefetching | None,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
@@ -145,8 +146,11 @@ class RequestLifecycle:
         What the device does not have is asked of the host in one call for all requests.
         """
         searches = [self._search_device(request) for request in requests]
-        paths = [(search.hashes, search.on_device) for search in searches if search.goes_on]
-        found = iter(self._host.match_paths(paths) if self._host and paths else ())
+        going_on = [search for search in searches if search.goes_on]
+        paths = [(search.hashes, search.on_device) for search in going_on]
+        asks = self._prefetcher
+        fetches = [asks.number(search.request) for search in going_on] if asks else ()
+        found = iter(self._host.match_paths(paths, fetches) if self._host and paths else ())
         return [
             self._match(search, next(found) if self._host and search.goes_on else None) for search in searches
         ]
@@ -168,7 +172,7 @@ class RequestLifecycle:
 
     def _match(self, search: _Search, host: HostMatch | None) -> MatchResult:
         request, run, on_device = search.request, search.run, search.on_device
-        if search.is_read:
+        if search.is_read or (host is not None and host.fetching):
             return self._postpone(request)
         on_host, pending = 0, False
         if host is not None:
@@ -195,7 +199,7 @@ class RequestLifecycle:
             request._committed_blocks = request._told_blocks = on_device
             if self._backups:
                 self._backups.on_match(search.hashes[:on_device], run.hits)
-        return self._matched(request, on_device, on_host)
+        return self._matched(request, on_device, host if host is not None and on_host else NOTHING)
 
     def _cut(self, request: Request, hashes: HashArray, run: MatchRun) -> tuple[MatchRun, int]:
         """A run that ended early, at the last place where reuse may end."""
@@ -210,11 +214,11 @@ class RequestLifecycle:
         """Whether a block comes from storage: how long to wait for it was decided before the match."""
         return self._prefetcher is not None and self._prefetcher.is_reading(hashes[block].tobytes())
 
-    def _matched(self, request: Request, on_device: int, on_host: int) -> MatchResult:
+    def _matched(self, request: Request, on_device: int, host: HostMatch) -> MatchResult:
         request._deferred_since = None
-        fetched = 0
+        fetched, on_host = 0, len(host)
         if self._prefetcher:
-            fetched = self._prefetcher.fetched(request, on_device, on_host)
+            fetched = self._prefetcher.fetched(request, on_device, host)
             self._prefetcher.let_go(request)
         request._fetched_blocks = fetched
         request.num_cached_tokens = (on_device + on_host) * self._block_size

@@ -1,258 +1,134 @@
-"""Reading blocks from storage into the host tier before their request needs them.
-
-What is read becomes host entries in path order, so a read begins where the host's run of the path ends, even where
-the device has more of it: then no block ever stands in the host without its parent, and the next request finds it.
-"""
+"""What requests read from storage, and how long they wait for it: in this process, or at a service."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
-from fdcache.errors import StaleLeaseError
-from fdcache.layout import KVLayout
-from fdcache.manager.blocks import Blocks, parents_of
-from fdcache.manager.fetch import Fetch, Read
-from fdcache.manager.ledger import InFlightPlan, OpenPlan
-from fdcache.manager.orders import StorageOrder
+from fdcache.manager.ledger import OpenPlan
+from fdcache.manager.reads import StorageReads, leading_ready
 from fdcache.manager.requests import Request
-from fdcache.manager.stats import Counters
-from fdcache.manager.storage_index import RESERVED, StorageIndex
-from fdcache.metadata import CacheSwapMetadata, HashArray, SwapPurpose
+from fdcache.metadata import HashArray
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
-from fdcache.tiers import BlockPool
+from fdcache.tiers import BlockPool, HostMatch
 
-_ABSENT, _READY = 0, 1
+if TYPE_CHECKING:
+    from fdcache.tiers.remote import RemoteHostTier
 
 
-class Prefetcher:
-    """Reads for requests, by the policy of ``settings``. Two requests for one block share its read."""
-
-    def __init__(
-        self,
-        settings: StorageTierSettings,
-        layout: KVLayout,
-        device: BlockPool,
-        host: BlockPool,
-        index: StorageIndex,
-        counters: Counters,
-        clock: Callable[[], float],
-    ) -> None:
-        self._settings = settings
-        self._record_bytes = layout.record_bytes * layout.tp_size
-        self._device = device
-        self._host = host
-        self._index = index
-        self._counters = counters
-        self._clock = clock
-        # What is being read, or waits for its request, cannot be evicted: half of the host tier must be free to move.
-        self._most_in_flight = max(1, host.stats().slots // 2)
-        self._in_flight = 0
-        self._kept = 0
-        self._reading: dict[bytes, Read] = {}
-        self._unwanted: list[Read] = []
+class Prefetching(Protocol):
+    """What becomes of requests in storage, in this process or at a service."""
 
     def prefetch(self, request: Request, hashes: HashArray, plan: OpenPlan) -> None:
         """Begin to read what a request that has arrived will need."""
-        if request._fetch is None:
-            self._advance(request, hashes, plan)
+
+    def must_wait(self, request: Request, hashes: HashArray, plan: OpenPlan) -> bool:
+        """Whether the request's match has to come again later, by the policy, before anybody is asked."""
+
+    def number(self, request: Request) -> int:
+        """By which number the host tier knows the request's fetch; 0: not at all."""
+
+    def fetched(self, request: Request, start: int, host: HostMatch) -> int:
+        """How many of the host blocks from ``start`` on were read from storage for this request."""
+
+    def is_reading(self, block_hash: bytes) -> bool:
+        """Whether a block is on its way from storage."""
+
+    def let_go(self, request: Request) -> None:
+        """The request has pinned what it found, or wants it no more."""
+
+    def release(self, request: Request) -> None:
+        """The request has ended, or was preempted."""
+
+
+class RemotePrefetcher:
+    """Requests for which a service reads. How long they wait for it is the service's to say, with each look-up."""
+
+    def __init__(self, device: BlockPool, host: RemoteHostTier) -> None:
+        self._device = device
+        self._fetches = host.fetches
+
+    def prefetch(self, request: Request, hashes: HashArray, plan: OpenPlan) -> None:
+        """Have it read in the background."""
+        if not request._fetch_number and self.number(request):
+            on_device = leading_ready(self._device, hashes)
+            if on_device < len(hashes):
+                self._fetches.begin(request._fetch_number, hashes, on_device)
+
+    def must_wait(self, request: Request, hashes: HashArray, plan: OpenPlan) -> bool:
+        """The look-up will tell."""
+        return False
+
+    def number(self, request: Request) -> int:
+        """The same for every look-up of the request until it ends."""
+        if not request._fetch_number:
+            request._fetch_number = self._fetches.number()
+        return request._fetch_number
+
+    def fetched(self, request: Request, start: int, host: HostMatch) -> int:
+        """As the service says."""
+        return host.fetched
+
+    def is_reading(self, block_hash: bytes) -> bool:
+        """Nothing that is pending is told of by a service."""
+        return False
+
+    def let_go(self, request: Request) -> None:
+        """The service did so with the look-up."""
+
+    def release(self, request: Request) -> None:
+        """Have it forgotten."""
+        if request._fetch_number:
+            self._fetches.end(request._fetch_number)
+            request._fetch_number = 0
+
+
+class Prefetcher:
+    """The fetch of each request that has arrived, by the policy of the settings."""
+
+    def __init__(self, settings: StorageTierSettings, device: BlockPool, reads: StorageReads) -> None:
+        self._settings = settings
+        self._on_device = partial(leading_ready, device)
+        self._reads = reads
+
+    def prefetch(self, request: Request, hashes: HashArray, plan: OpenPlan) -> None:
+        """Begin to read what a request that has arrived will need."""
+        if request._fetch is None and self._reads.is_open:
+            request._fetch = self._reads.begin(
+                hashes,
+                self._on_device,
+                plan,
+                budget=self._settings.prefetch_timeout,
+                bandwidth=self._settings.prefetch_bandwidth,
+            )
 
     def must_wait(self, request: Request, hashes: HashArray, plan: OpenPlan) -> bool:
         """Whether the request's match has to come again later, by the policy."""
         policy = self._settings.prefetch_policy
         if policy is PrefetchPolicy.BEST_EFFORT:
             return False
-        self._advance(request, hashes, plan)
-        fetch = request._fetch
-        if fetch is None or fetch.ended:
-            return False
-        if policy is PrefetchPolicy.TIMEOUT and self._clock() > fetch.deadline:
-            self._counters.prefetches_timed_out += 1
-            self.give_up(request)
-            return False
-        return True
+        self.prefetch(request, hashes, plan)
+        return request._fetch is not None and self._reads.must_wait(request._fetch, policy, plan)
 
-    def fetched(self, request: Request, start: int, count: int) -> int:
+    def number(self, request: Request) -> int:
+        """An own host tier knows of no fetches."""
+        return 0
+
+    def fetched(self, request: Request, start: int, host: HostMatch) -> int:
         """How many of the host blocks from ``start`` on were read from storage for this request."""
-        fetch = request._fetch
-        if fetch is None:
-            return 0
-        return max(0, min(start + count, fetch.stop) - max(start, fetch.first))
+        return request._fetch.overlap(start, len(host)) if request._fetch is not None else 0
 
     def is_reading(self, block_hash: bytes) -> bool:
         """Whether a block is on its way from storage."""
-        return block_hash in self._reading
-
-    def give_up(self, request: Request) -> None:
-        """The request waits no longer; reads that nobody else wants and that have not begun are taken back."""
-        fetch = request._fetch
-        if fetch is None:
-            return
-        fetch.ended = True
-        for read in fetch.reads:
-            read.waiters.remove(fetch)
-            if not read.waiters:
-                self._unwanted.append(read)
-        fetch.reads.clear()
-        self.let_go(request)
+        return self._reads.is_reading(block_hash)
 
     def let_go(self, request: Request) -> None:
         """The request has pinned what it found, or wants it no more."""
-        fetch = request._fetch
-        if fetch is not None and fetch.lease:
-            self._host.release(fetch.lease)
-            self._kept -= fetch.kept
-            fetch.lease = fetch.kept = 0
-
-    def _keep(self, fetch: Fetch) -> None:
-        """Pin what has come so far, lest others' blocks drive it out before the request's turn."""
-        if not fetch.lease:
-            fetch.lease = self._host.open_lease()
-        wanted = fetch.hashes[: fetch.stop]
-        try:
-            pinned = len(self._host.match(fetch.lease, wanted, fetch.first + fetch.kept))
-        except StaleLeaseError:
-            return  # a reset has taken away what came
-        fetch.kept += pinned
-        self._kept += pinned
+        if request._fetch is not None:
+            self._reads.let_go(request._fetch)
 
     def release(self, request: Request) -> None:
         """The request has ended, or was preempted."""
-        self.give_up(request)
-        request._fetch = None
-
-    def take_unwanted(self) -> tuple[int, ...]:
-        """The plans of reads that nobody wants any more."""
-        plans = tuple(read.order.plan_id for read in self._unwanted if read.order.plan_id)
-        self._unwanted = [read for read in self._unwanted if not read.order.plan_id]
-        return plans
-
-    def settled(self, flight: InFlightPlan) -> None:
-        """A read has ended on every rank."""
-        (swap,) = flight.plan.swaps()
-        self._forget(swap, failed=not flight.copied[SwapPurpose.PREFETCH].all())
-
-    def withdrawn(self, order: StorageOrder) -> None:
-        """A read was taken back before any rank heard of it."""
-        self._forget(order.build(0).swap, failed=True)
-
-    def overdue(self, swap: CacheSwapMetadata) -> None:
-        """A read has not ended in time: whoever waits for it goes on without."""
-        for read in self._reads_of(swap):
-            read.order.failed = True
-            for block_hash in read.hashes:
-                self._reading.pop(block_hash, None)
-
-    def _forget(self, swap: CacheSwapMetadata, *, failed: bool) -> None:
-        self._in_flight -= len(swap)
-        self._host.loading_from_storage.difference_update(swap.dst_block_ids.tolist())
-        for read in self._reads_of(swap):
-            read.order.failed = read.order.failed or failed
-            for fetch in read.waiters:
-                self._keep(fetch)
-            for block_hash in read.hashes:
-                self._reading.pop(block_hash, None)
-            if read in self._unwanted:
-                self._unwanted.remove(read)
-
-    def _reads_of(self, swap: CacheSwapMetadata) -> list[Read]:
-        found = self._reading.get(swap.hash_values[0].tobytes())
-        return [found] if found is not None else []
-
-    def _advance(self, request: Request, hashes: HashArray, plan: OpenPlan) -> None:
-        """Bring the request's fetch as far as it can come now."""
-        fetch = request._fetch
-        if not self._index.is_open or (fetch is not None and not self._may_go_on(fetch)):
-            return
-        presence = self._host.contains(hashes)
-        on_host = _leading(presence == _READY)
-        if fetch is None:
-            budget = self._clock() + self._settings.prefetch_timeout
-            fetch = request._fetch = Fetch(hashes, on_host, on_host, budget)
-        if on_host < fetch.stop:
-            fetch.ended = True  # evicted again: the host tier is too busy to fight for
-            return
-        if on_host < len(hashes) and presence[on_host] != _ABSENT:
-            self._join(fetch, hashes, on_host, int(_leading(presence != _ABSENT)))
-            return
-        if self._in_flight + self._kept >= self._most_in_flight:
-            # Others' reads come first; what waits for its request may wait for this one in turn.
-            fetch.ended = not self._in_flight
-            return
-        stored = self._index.run(hashes, on_host)
-        if stored is None:
-            return
-        on_device = _leading(self._device.contains(hashes) == _READY)
-        if on_host + stored <= on_device or not self._read(fetch, hashes, on_host, on_host + stored, plan):
-            fetch.ended = True
-
-    def _may_go_on(self, fetch: Fetch) -> bool:
-        """Whether the reads so far have ended, all of them well."""
-        if fetch.ended or any(self._reading.get(read.hashes[0]) is read for read in fetch.reads):
-            return False
-        # What came before a failure is there; the rest is computed.
-        fetch.ended = any(read.order.failed for read in fetch.reads)
-        fetch.reads.clear()
-        return not fetch.ended
-
-    def _join(self, fetch: Fetch, hashes: HashArray, start: int, stop: int) -> None:
-        """Wait for blocks that another request reads, or that are being copied from the device."""
-        read = self._reading.get(hashes[start].tobytes())
-        if read is None:
-            return
-        read.waiters.append(fetch)
-        if read in self._unwanted and not read.order.plan_id:
-            self._unwanted.remove(read)
-        fetch.reads.append(read)
-        fetch.stop = max(fetch.stop, stop)
-        self._counters.prefetches_shared += 1
-
-    def _read(self, fetch: Fetch, hashes: HashArray, start: int, stop: int, plan: OpenPlan) -> bool:
-        """Reserve host blocks as far as there is room, and plan the read; whether there was anything to read."""
-        stop = min(stop, start + self._most_in_flight - self._in_flight - self._kept)
-        while start < stop:
-            parents = parents_of(hashes, start, stop)
-            taken = self._host.reserve_copies(0, parents, hashes[start:stop])
-            if not taken.missing:
-                break
-            stop -= taken.missing
-        if start >= stop:
-            return False
-        if not (taken.status == RESERVED).all():
-            self._host.complete(taken.slots, np.zeros(len(taken), np.uint8), np.empty(0, np.uint64))
-            return False
-        source = self._index.begin_reads(hashes[start:stop], parents)
-        if len(source) < len(taken):
-            # What left the storage since it was looked up is not read.
-            rest = taken.slots[len(source) :]
-            self._host.complete(rest, np.zeros(len(rest), np.uint8), np.empty(0, np.uint64))
-        if not len(source):
-            return False
-        self._plan(fetch, source, start, taken.slots[: len(source)], taken.generations[: len(source)], plan)
-        return True
-
-    def _plan(
-        self,
-        fetch: Fetch,
-        source: Blocks,
-        start: int,
-        slots: np.ndarray[tuple[int], np.dtype[np.int32]],
-        generations: np.ndarray[tuple[int], np.dtype[np.uint32]],
-        plan: OpenPlan,
-    ) -> None:
-        count = len(source)
-        order = plan.add_storage(SwapPurpose.PREFETCH, source, slots, generations, self._settings.timeout)
-        read = Read([row.tobytes() for row in source.hashes], order, waiters=[fetch])
-        self._reading.update(dict.fromkeys(read.hashes, read))
-        self._in_flight += count
-        self._host.loading_from_storage.update(slots.tolist())
-        fetch.reads.append(read)
-        fetch.stop = start + count
-        fetch.deadline += count * self._record_bytes / self._settings.prefetch_bandwidth
-        self._counters.blocks_requested_from_storage += count
-
-
-def _leading(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
-    """How many of the first elements are true."""
-    return len(mask) if mask.all() else int(np.argmin(mask))
+        if request._fetch is not None:
+            self._reads.give_up(request._fetch)
+            request._fetch = None

@@ -97,6 +97,7 @@ class Request:
         self._namespace: tuple[int, bytes] | None = None
         self._incarnation = 0
         self._fetch: Fetch | None = None
+        self._fetch_number = 0
         self._reset()
 
     def _reset(self) -> None:

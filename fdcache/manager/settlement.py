@@ -8,10 +8,11 @@ from fdcache.manager.ledger import InFlightPlan
 from fdcache.manager.orders import StorageOrder
 from fdcache.manager.stats import Counters
 from fdcache.manager.storage_index import StorageIndex
-from fdcache.metadata import SwapPurpose
+from fdcache.metadata import CacheSwapMetadata, SwapPurpose
 from fdcache.tiers import BlockPool, HostTier, LocalHostTier
 
 _NO_CHECKSUMS = np.empty(0, np.uint64)
+_WITH_STORAGE = (SwapPurpose.STORE, SwapPurpose.PREFETCH)
 
 
 def settle(
@@ -27,22 +28,13 @@ def settle(
     """
     for swap in flight.plan.swaps():
         assert host is not None, "a plan without a host tier copies nothing"
-        copied = flight.copied[swap.purpose]
-        swap.success = bool(copied.all())
-        swap.error_message = None if swap.success else "; ".join(flight.errors)
-        _count(counters, swap.purpose, int(copied.sum()), len(swap))
-        checksums = flight.checksums.get(swap.purpose, _NO_CHECKSUMS)
-        if swap.purpose is SwapPurpose.STORE:
+        if swap.purpose in _WITH_STORAGE:
             assert storage is not None and isinstance(host, LocalHostTier)
-            arrived = storage.end_writes(swap, copied, checksums)
-            host.unhold(swap.src_block_ids)
-        elif swap.purpose is SwapPurpose.PREFETCH:
-            assert storage is not None
-            lost, corrupt = flight.lost[swap.purpose], flight.corrupt[swap.purpose]
-            counters.blocks_corrupt_in_storage += int(corrupt.sum())
-            arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
-            storage.end_reads(swap, lost, corrupt)
-        elif swap.purpose is SwapPurpose.LOAD:
+            settle_storage(flight, host, storage, counters)
+            continue
+        copied = _note(flight, swap, counters)
+        checksums = flight.checksums.get(swap.purpose, _NO_CHECKSUMS)
+        if swap.purpose is SwapPurpose.LOAD:
             corrupt = swap.src_block_ids[flight.corrupt[swap.purpose]]
             if len(corrupt):
                 host.discard(corrupt)  # while it is held still; nobody is to load these bytes again
@@ -53,6 +45,31 @@ def settle(
             arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
             device.unhold(swap.src_block_ids)
         flight.copied[swap.purpose] = arrived
+
+
+def settle_storage(flight: InFlightPlan, host: BlockPool, storage: StorageIndex, counters: Counters) -> None:
+    """As ``settle``, for a transfer between host and storage."""
+    (swap,) = flight.plan.swaps()
+    copied = _note(flight, swap, counters)
+    checksums = flight.checksums.get(swap.purpose, _NO_CHECKSUMS)
+    if swap.purpose is SwapPurpose.STORE:
+        arrived = storage.end_writes(swap, copied, checksums)
+        host.unhold(swap.src_block_ids)
+    else:
+        lost, corrupt = flight.lost[swap.purpose], flight.corrupt[swap.purpose]
+        counters.blocks_corrupt_in_storage += int(corrupt.sum())
+        arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
+        storage.end_reads(swap, lost, corrupt)
+    flight.copied[swap.purpose] = arrived
+
+
+def _note(flight: InFlightPlan, swap: CacheSwapMetadata, counters: Counters) -> np.ndarray:
+    """Say in the transfer what came of it, and count; returns which blocks every rank copied."""
+    copied = flight.copied[swap.purpose]
+    swap.success = bool(copied.all())
+    swap.error_message = None if swap.success else "; ".join(flight.errors)
+    _count(counters, swap.purpose, int(copied.sum()), len(swap))
+    return copied
 
 
 def withdraw(order: StorageOrder, host: BlockPool, storage: StorageIndex) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from fdcache.layout import KVLayout
 from fdcache.manager.ledger import InFlightPlan, OpenPlan
-from fdcache.manager.prefetch import Prefetcher
+from fdcache.manager.reads import StorageReads
 from fdcache.manager.settlement import withdraw
 from fdcache.manager.stats import Counters
 from fdcache.manager.storage_index import LocalIndex, RemoteIndex
@@ -19,28 +20,45 @@ from fdcache.storage.slab_format import slots_for
 from fdcache.tiers import BlockPool
 
 
+def make_index(
+    settings: StorageTierSettings,
+    layout: KVLayout,
+    lookup: StorageConnector | None,
+    clock: Callable[[], float] = time.monotonic,
+) -> LocalIndex | RemoteIndex:
+    """What is known of the storage; without ``lookup`` it is local: slots of every rank's slab file."""
+    if lookup is None:
+        return LocalIndex.make(slots_for(settings.size, layout))
+    return RemoteIndex(lookup, timeout=settings.timeout, clock=clock)
+
+
 class StorageTier:
-    """What the manager has of storage. Without ``lookup`` it is local: slots of every rank's slab file."""
+    """Storage over one host tier: which blocks are read and written, and what became of it."""
 
     def __init__(
         self,
         settings: CacheSettings,
         storage_tier: StorageTierSettings,
         layout: KVLayout,
-        device: BlockPool,
         host: BlockPool,
-        lookup: StorageConnector | None,
+        index: LocalIndex | RemoteIndex,
         counters: Counters,
         clock: Callable[[], float],
+        *,
+        make_room: Callable[[int], None] = lambda count: None,
     ) -> None:
-        self._host = host
-        self.index: LocalIndex | RemoteIndex = (
-            LocalIndex.make(slots_for(storage_tier.size, layout))
-            if lookup is None
-            else RemoteIndex(lookup, timeout=storage_tier.timeout, clock=clock)
+        self.host = host
+        self.index = index
+        self.reads = StorageReads(
+            host,
+            index,
+            counters,
+            clock,
+            block_bytes=layout.record_bytes * layout.tp_size,
+            timeout=storage_tier.timeout,
+            make_room=make_room,
         )
-        self.prefetcher = Prefetcher(storage_tier, layout, device, host, self.index, counters, clock)
-        self.stores = StorePlanner(settings, storage_tier, host, self.index)
+        self.stores = StorePlanner(settings, storage_tier, host, index)
 
     @property
     def pool(self) -> BlockPool | None:
@@ -54,13 +72,14 @@ class StorageTier:
     def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
         """Writes that may be planned now, and reads that nobody wants any more."""
         self.stores.plan(plan, in_flight)
-        plan.cancelled = self.prefetcher.take_unwanted()
+        self.reads.go_on(plan)
+        plan.cancelled = self.reads.take_unwanted()
 
     def settled(self, flight: InFlightPlan) -> None:
         """A plan has ended on every rank and is settled in the tiers."""
         for swap in flight.plan.swaps():
             if swap.purpose is SwapPurpose.PREFETCH:
-                self.prefetcher.settled(flight)
+                self.reads.settled(flight)
             elif swap.purpose in (SwapPurpose.EVICT, SwapPurpose.BACKUP):
                 self.stores.on_arrival(swap.hash_values[flight.copied[swap.purpose]])
 
@@ -69,7 +88,7 @@ class StorageTier:
         for flight in flights:
             for swap in flight.plan.swaps():
                 if swap.purpose is SwapPurpose.PREFETCH:
-                    self.prefetcher.overdue(swap)
+                    self.reads.overdue(swap)
 
     def reset(self, plan: OpenPlan) -> int:
         """Forget every block, in the files too; what is planned and not sent is taken back."""
@@ -85,8 +104,8 @@ class StorageTier:
 
     def _withdraw(self, plan: OpenPlan) -> None:
         for order in plan.storage:
-            withdraw(order, self._host, self.index)
+            withdraw(order, self.host, self.index)
             if order.swap.purpose is SwapPurpose.PREFETCH:
-                self.prefetcher.withdrawn(order)
+                self.reads.withdrawn(order)
         plan.storage.clear()
         self.stores.forget()

@@ -35,18 +35,23 @@ class StorePlanner:
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
         self._clean_reserve = settings.clean_reserve
         self._timeout = storage_tier.timeout
-        # What is being written cannot be evicted: most of the host tier must stay free to move.
-        self._most_in_flight = max(1, min(storage_tier.write_blocks, host.stats().slots // 4))
+        self._write_blocks = storage_tier.write_blocks
         self._host = host
         self._index = index
         self._queue: deque[HashArray] = deque()
         self._queued = 0
+        self._backlog: HashArray = np.empty((0, 32), np.uint8)
         self.dropped = 0
 
     @property
     def queued(self) -> int:
         """Blocks that wait for a later plan."""
-        return self._queued
+        return self._queued + len(self._backlog)
+
+    def catch_up(self) -> None:
+        """Whatever the policy, write every idle host block that is not stored, the hottest first, after the queue."""
+        idle = self._host.coldest(self._host.stats().ready).hashes
+        self._backlog = idle[self._index.is_absent(idle)]
 
     def on_arrival(self, hashes: HashArray) -> None:
         """Blocks came to the host tier from the device."""
@@ -55,17 +60,19 @@ class StorePlanner:
 
     def plan(self, plan: OpenPlan, in_flight: int) -> None:
         """Plan what may be written now; ``in_flight``: blocks on their way to storage."""
-        room = self._most_in_flight - in_flight
+        # What is being written cannot be evicted: most of the host tier must stay free to move.
+        room = max(1, min(self._write_blocks, self._host.stats().slots // 4)) - in_flight
         if room <= 0 or not self._index.is_open:
             return
-        wanted = self._coldest(room) if self._writes_back else self._next_queued(room)
+        queued = self._next_queued(room)
+        wanted = self._coldest(room) if self._writes_back and not len(queued) else queued
         if not len(wanted):
             return
         above = Blocks.of(self._host.ancestry(wanted.slots))
         blocks = above.select(self._index.is_absent(above.hashes))
         status, slots, generations = self._index.begin_writes(blocks)
         waiting = blocks.select(status == NO_PARENT)
-        if len(waiting) and not self._writes_back:
+        if len(waiting) and len(queued):
             self._enqueue(waiting.hashes)  # their parents are being written
         self.dropped += int((status > NO_PARENT).sum())
         source = blocks.select(status == RESERVED)
@@ -80,6 +87,7 @@ class StorePlanner:
         """Drop the queue: its blocks are gone."""
         self._queue.clear()
         self._queued = 0
+        self._backlog = self._backlog[:0]
 
     def _enqueue(self, hashes: HashArray) -> None:
         self._queue.append(hashes)
@@ -99,6 +107,9 @@ class StorePlanner:
             self._queued -= len(now)
             room -= len(now)
             parts.append(now)
+        if room > 0 and len(self._backlog):
+            parts.append(self._backlog[-room:][::-1])
+            self._backlog = self._backlog[:-room]
         wanted = np.concatenate(parts) if parts else np.empty((0, 32), np.uint8)
         return Blocks.of(self._host.find(wanted[self._index.is_absent(wanted)]))
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from fdcache.errors import ConfigurationError
+from fdcache.settings import Settings
 from fdcache.settings.machine import runtime_base
+from fdcache.settings.settings import survey
 
 SCHEME = "ipc://"
 _LONGEST = 107  # bytes of a unix socket's path
@@ -68,3 +71,12 @@ def client_dir(address: str) -> Path:
             f"FDCACHE_SERVER: the folder of the socket cannot be made: {error}; choose one that this user may use"
         ) from error
     return directory
+
+
+def load_settings(arguments: Mapping[str, object]) -> Settings:
+    """The settings of a service, or of whoever asks one: with the address that stands when none is given.
+
+    ``arguments`` are as for ``Settings.load``. Raises ``SettingsError``.
+    """
+    default = default_address(survey(arguments=arguments).settings.server.runtime_dir)
+    return Settings.load(arguments=arguments, defaults={"FDCACHE_SERVER": default})

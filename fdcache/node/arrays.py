@@ -22,6 +22,11 @@ def int32_from(data: bytes, field: str, count: int | None = None) -> Int32Array:
     return _array(data, field, np.dtype("<i4"), count)
 
 
+def int64_from(data: bytes, field: str, count: int | None = None) -> NDArray[np.int64]:
+    """An int64 array. Raises ``ProtocolError`` naming the field."""
+    return _array(data, field, np.dtype("<i8"), count)
+
+
 def uint32_from(data: bytes, field: str, count: int | None = None) -> UInt32Array:
     """An uint32 array. Raises ``ProtocolError`` naming the field."""
     return _array(data, field, np.dtype("<u4"), count)

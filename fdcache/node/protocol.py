@@ -6,11 +6,14 @@ nothing and has id 0. Arrays travel as one buffer each, little-endian: hashes 32
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from fdcache.errors import ProtocolError
 from fdcache.node.histogram import Count
 from fdcache.node.traffic import Traffic
+from fdcache.settings.storage_tier import PrefetchPolicy
 
 VERSION = 1
 MAX_FRAME = 8 << 20
@@ -64,6 +67,17 @@ class Geometry(msgspec.Struct, frozen=True):
 # --- requests ----------------------------------------------------------------------------------------------
 
 
+class FetchTerms(msgspec.Struct, frozen=True):
+    """How long a client's requests wait for blocks that are read from storage.
+
+    With the policy timeout: ``timeout`` seconds, and one more for every ``bandwidth`` bytes.
+    """
+
+    policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    timeout: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+    bandwidth: Annotated[float, msgspec.Meta(gt=0)] = float(256 << 20)
+
+
 class Register(msgspec.Struct, frozen=True, tag="register"):
     """A scheduler process wants blocks of this layout. It has no copy under way in any earlier session."""
 
@@ -71,6 +85,7 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     live: Live
     name: str
     events: bool = False
+    fetches: FetchTerms = FetchTerms()
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -81,11 +96,29 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 
 
 class Match(msgspec.Struct, frozen=True, tag="match"):
-    """Look up paths: ``counts[i]`` hashes each, of which those before ``starts[i]`` are not asked for."""
+    """Look up paths: ``counts[i]`` hashes each, of which those before ``starts[i]`` are not asked for.
+
+    ``fetches``, int64, are the client's own numbers of the requests for whose blocks storage may be read; 0: none.
+    """
 
     counts: bytes
     starts: bytes
     hashes: bytes
+    fetches: bytes = b""
+
+
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
+    """Begin to read what is stored of the path of request ``number``; its first ``start`` blocks are on the device."""
+
+    number: int
+    start: int
+    hashes: bytes
+
+
+class EndFetches(msgspec.Struct, frozen=True, tag="end_fetches"):
+    """These requests have ended: nothing need be read for them, nor kept."""
+
+    numbers: list[int]
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -145,7 +178,20 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     arguments: dict[str, str | int | float | bool | list[str] | None] = {}
 
 
-Request = Register | Attach | Match | Release | Refill | Publish | LoadEnded | Heartbeat | Bye | Ask
+Request = (
+    Register
+    | Attach
+    | Match
+    | Prefetch
+    | EndFetches
+    | Release
+    | Refill
+    | Publish
+    | LoadEnded
+    | Heartbeat
+    | Bye
+    | Ask
+)
 
 # --- answers and notices -----------------------------------------------------------------------------------
 
@@ -156,6 +202,7 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     session: int
     geometry: Geometry
     num_slots: int
+    storage: bool = False
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
@@ -165,13 +212,20 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
 
 
 class Matched(msgspec.Struct, frozen=True, tag="matched"):
-    """For each path a lease and how many blocks it pins; their slots and generations one after the other."""
+    """For each path a lease and how many blocks it pins; their slots and generations one after the other.
+
+    ``fetched``, int32, says how many of them came from storage for the request, ``states``, uint8, what the service
+    keeps for it: ``NOT_FETCHED`` nothing, ``FETCHED`` something until ``EndFetches``, ``FETCHING`` the same, and the
+    look-up is to come again. Both are empty when no path has a number.
+    """
 
     leases: list[int]
     counts: bytes
     slots: bytes
     generations: bytes
     unverified: bytes
+    fetched: bytes = b""
+    states: bytes = b""
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
@@ -222,6 +276,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 Answer = Registered | Attached | Matched | Granted | Published | Alive | Events | Done | Told | Refused
+
+NOT_FETCHED, FETCHED, FETCHING = range(3)
 
 TIER_FIGURES = (
     "slots",

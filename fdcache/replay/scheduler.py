@@ -143,7 +143,7 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int, now: float) -> None:
         """Match and start waiting requests while there are places, tokens and blocks for them."""
-        if self._config.storage.is_on:
+        if self._config.storage.is_on or self._config.cache.server is not None:
             self._look_ahead(now)
         put_back: list[Job] = []
         # No further than the requests that may run at once: those beyond would only be deferred as well.

@@ -7,16 +7,20 @@ import time
 import numpy as np
 
 from fdcache.errors import ProtocolError
-from fdcache.metadata import Int32Array
-from fdcache.node.arrays import hashes_from, int32_from, uint8_from, uint64_from
+from fdcache.metadata import HashArray, Int32Array
+from fdcache.node.arrays import hashes_from, int32_from, int64_from, uint8_from, uint64_from
 from fdcache.node.protocol import (
+    FETCHING,
     MAX_BLOCKS,
     MAX_PATHS,
+    NOT_FETCHED,
     Answer,
     Done,
+    EndFetches,
     LoadEnded,
     Match,
     Matched,
+    Prefetch,
     Publish,
     Published,
     Release,
@@ -26,11 +30,12 @@ from fdcache.server.departures import Reason
 from fdcache.server.refusal import RefusalError
 
 MOST_RUNS = 65536
-_DROPPED = 3
+_STORED, _DROPPED = 0, 3
+NO_NUMBERS = np.empty(0, np.int64)
 
 
-def match(client: Client, request: Match, *, paused: bool) -> Answer:
-    """Pin what is there of each path; nothing while the service is paused."""
+def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> Answer:
+    """Pin what is there of each path; nothing while the service is paused. ``may_read``: from storage, meanwhile."""
     counts = int32_from(request.counts, "counts")
     starts = int32_from(request.starts, "starts", len(counts))
     hashes = hashes_from(request.hashes)
@@ -43,6 +48,8 @@ def match(client: Client, request: Match, *, paused: bool) -> Answer:
         or (starts > counts).any()
     ):
         raise ProtocolError("counts and starts do not fit the hashes")
+    numbers = int64_from(request.fetches, "fetches", len(counts)) if request.fetches else NO_NUMBERS
+    fetched, states = np.zeros(len(numbers), np.int32), np.full(len(numbers), NOT_FETCHED, np.uint8)
     namespace = client.namespace
     paused = paused or time.monotonic() < namespace.held_until
     leases: list[int] = []
@@ -50,16 +57,24 @@ def match(client: Client, request: Match, *, paused: bool) -> Answer:
     slots, generations = [], []
     end = 0
     client.lookups += len(counts)
-    for size, start in zip(counts.tolist(), starts.tolist(), strict=True):
+    for i, (size, start) in enumerate(zip(counts.tolist(), starts.tolist(), strict=True)):
         first, end = end, end + size
+        path, number = hashes[first:end], int(numbers[i]) if len(numbers) else 0
+        if number and may_read and client.fetches.must_wait(number, path, start):
+            states[i] = FETCHING
+            leases.append(0)
+            lengths.append(0)
+            continue
         full = len(client.runs) >= MOST_RUNS
         if paused or full:
             namespace.turn_away(size - start, Reason.PAUSED if paused else Reason.TOO_MANY_RUNS)
         try:
-            run = None if paused or full else namespace.match(hashes[first:end], start)
+            run = None if paused or full else namespace.match(path, start)
         except ValueError:
             release(client, Release(leases))  # nobody will hear of them
             raise
+        if number:
+            fetched[i], states[i] = client.fetches.matched(number, start, len(run.slots) if run else 0)
         if run is None:
             leases.append(0)
             lengths.append(0)
@@ -80,7 +95,23 @@ def match(client: Client, request: Match, *, paused: bool) -> Answer:
         slots=found.tobytes(),
         generations=(np.concatenate(generations) if slots else found).tobytes(),
         unverified=marks,
+        fetched=fetched.tobytes(),
+        states=states.tobytes(),
     )
+
+
+def prefetch(client: Client, request: Prefetch) -> None:
+    """Begin to read what is stored of a path."""
+    hashes = hashes_from(request.hashes)
+    if request.number < 1 or not 0 <= request.start <= len(hashes):
+        raise ProtocolError("number is below 1, or start does not fit the hashes")
+    client.fetches.begin(request.number, hashes, request.start)
+
+
+def end_fetches(client: Client, request: EndFetches) -> Answer:
+    """Requests have ended for whose blocks storage was read."""
+    client.fetches.end(request.numbers)
+    return Done()
 
 
 def release(client: Client, request: Release) -> Answer:
@@ -122,8 +153,8 @@ def _end_copies(
     return status
 
 
-def publish(client: Client, request: Publish) -> Answer:
-    """Keep what every rank has whole; the other slots are free again."""
+def publish(client: Client, request: Publish) -> tuple[Answer, HashArray]:
+    """Keep what every rank has whole; the other slots are free again. Also the hashes of what is new."""
     slots = int32_from(request.slots, "slots")
     hashes = hashes_from(request.hashes)
     parents = hashes_from(request.parents, "parents")
@@ -144,8 +175,8 @@ def publish(client: Client, request: Publish) -> Answer:
     tenants = namespace.tenants.numbers(namespace.tier, parents, request.tenants, namespace.storable_slots)
     namespace.tenants.note(parents, hashes, request.tenants, good)
     status = _end_copies(client, slots, parents, hashes, good, checksums, tenants)
-    client.stored += int((status == 0).sum())
-    return Published(request.hashes, status.tobytes())
+    client.stored += int((status == _STORED).sum())
+    return Published(request.hashes, status.tobytes()), hashes[status == _STORED]
 
 
 def load_ended(client: Client, request: LoadEnded) -> Answer:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fdcache.node.liveness import Watch
 from fdcache.node.protocol import Heartbeat, Live
 from fdcache.node.traffic import Traffic
+from fdcache.server.fetches import ClientFetches
 from fdcache.server.namespace import Namespace
 
 
@@ -28,6 +29,7 @@ class Client:
     wants_events: bool
     watches: list[Watch]
     stock_lease: int
+    fetches: ClientFetches
     stock: dict[int, int] = field(default_factory=dict)
     former: dict[int, set[int]] = field(default_factory=dict)
     runs: set[int] = field(default_factory=set)
@@ -111,7 +113,8 @@ class Client:
         return count
 
     def take_everything_back(self) -> None:
-        """Its slots and pins: it has said that it is done with them, or is proved gone."""
+        """Its slots, pins and reads: it has said that it is done with them, or is proved gone."""
+        self.fetches.end_all()
         self.give_up_runs()
         if self.namespace.tier is not None:
             for lease in (self.stock_lease, *self.former):

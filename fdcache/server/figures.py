@@ -9,6 +9,7 @@ import msgspec
 from fdcache.server.clients import Client
 from fdcache.server.namespace import Namespace
 from fdcache.server.service import Service
+from fdcache.server.storage_views import layout_figures
 
 _TENANTS_SHOWN = 20
 """Of each layout in figures and metrics: names may be without number."""
@@ -32,6 +33,7 @@ def namespace_figures(namespace: Namespace, service: Service) -> dict[str, Any]:
         "tier": {name: getattr(figures, name) for name in names} if figures else {},
         "tenants": tenant_figures(namespace, _TENANTS_SHOWN),
         "totals": msgspec.to_builtins(namespace.counts),
+        "storage": layout_figures(storage) if (storage := service.storage_of(namespace)) else None,
     }
 
 

@@ -39,7 +39,7 @@ class ResetOrder(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    tier: Literal["host", "device", "all"] = "all"
+    tier: Literal["host", "storage", "device", "all"] = "all"
     namespace: str | None = Field(None, pattern="^[0-9a-f]{1,16}$")
     tenant: str | None = Field(None, max_length=1000, description="Its name; device tiers are left alone.")
     older_than: float | None = Field(None, ge=0, le=1e12, description="Seconds; device tiers are left alone.")
@@ -114,8 +114,12 @@ def make_app(address: str, api_keys: tuple[str, ...], *, timeout: float = _TIMEO
 
     @app.get("/readyz", responses={503: {"model": Failure, "description": "Not ready."}})
     def readyz() -> State:
-        """Whether the service takes new clients."""
-        state = ask("stats")["state"]
+        """Whether the service takes new clients and knows what its storage holds."""
+        stats = ask("stats")
+        state = stats["state"]
+        if state == "loading":
+            loaded = "{done} of {total} slots".format_map(stats["storage"]["loading"])
+            raise HTTPException(503, f"loading the storage index: {loaded}")
         if state == "draining":
             raise HTTPException(503, state)
         return State(state=state)

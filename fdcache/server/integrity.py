@@ -19,7 +19,9 @@ def check_integrity(service: Service) -> list[str]:
         clients = [client for client in service.clients.values() if client.namespace is namespace]
         figures = namespace.tier.stats()
         stocked = sum(len(client.stock) for client in clients)
-        leases = sum(1 + len(client.runs) + len(client.former) for client in clients)
+        leases = sum(
+            1 + len(client.runs) + len(client.former) + client.fetches.num_leases for client in clients
+        )
         if figures.writing < stocked:
             broken.append(f"layout {namespace.id}: {figures.writing} slots are written, {stocked} granted")
         if figures.leases != leases:

@@ -17,6 +17,7 @@ from fdcache.server.leftovers import find_arenas
 from fdcache.server.loop import ServiceLoop, SocketLock
 from fdcache.server.notify import notify, notify_status
 from fdcache.server.service import Service
+from fdcache.server.storage import ServiceStorage
 from fdcache.server.views import Views
 from fdcache.settings import VARIABLES, Settings
 
@@ -83,6 +84,9 @@ class Server:
         self._lock: SocketLock | None = None
         self._loop: ServiceLoop | None = None
         self._drain_until: float | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called once by ``run``, when the memory is there and the storage index is loaded."""
+        self._is_ready = False
 
     @property
     def is_serving(self) -> bool:
@@ -93,7 +97,7 @@ class Server:
         """Take the locks, make or recover the arena, bind the socket."""
 
         def tell(what: str, done: int, total: int) -> None:
-            notify_status(f"{what}: {done} of {total} extents")
+            notify_status(f"{what}: {done} of {total}")
             progress(what, done, total)
 
         make_runtime_dir(self._socket.parent)
@@ -101,8 +105,10 @@ class Server:
         try:
             self._open_arena(tell)
             self.service.watch_earlier()
+            self._open_storage(tell)
             self._loop = ServiceLoop(self.service, self._socket)
         except BaseException:
+            self._close_storage()
             self.arena.close()
             self._lock.release()
             self._lock = None
@@ -143,18 +149,43 @@ class Server:
             taken = "; ".join(f"{each.nbytes} bytes are of {each.words}: {each.remedy}" for each in dead)
             raise HostMemoryError(f"{error}\ndead arenas in {settings.arena_dir}: {taken}") from error
 
+    def _open_storage(self, progress: Progress) -> None:
+        if not self.settings.storage_tier.is_on:
+            return
+        storage = ServiceStorage(self.settings, make_room=self.service.make_room_for)
+        self.service.storage = storage
+        storage.start(
+            self.service.namespaces.values(),
+            lambda done, total: progress("loading the storage index", done, total),
+        )
+
+    def _close_storage(self) -> None:
+        storage, self.service.storage = self.service.storage, None
+        if storage is not None:
+            storage.close()
+
     def run(self) -> None:
         """Serve until told to end by ``stop``."""
         assert self._loop is not None
-        notify("READY=1", f"STATUS=serving at {self.endpoints.address}")
         tick = self.service.tick
 
         def tick_and_drain(tell: Callable[..., bool]) -> None:
             tick(tell)
+            self._announce()
             self._drain()
 
         self.service.tick = tick_and_drain  # type: ignore[method-assign]
         self._loop.run()
+
+    def _announce(self) -> None:
+        """Say once that everything is loaded."""
+        if self._is_ready or self.service.is_loading:
+            return
+        self._is_ready = True
+        if self._drain_until is None:
+            notify("READY=1", f"STATUS=serving at {self.endpoints.address}")
+            log.info("ready")
+            self.on_ready()
 
     def stop(self, *, force: bool = False) -> None:
         """Begin to end, from any thread: not ready at once, then drain; ``force`` ends at once."""
@@ -171,7 +202,13 @@ class Server:
             return
         if not self.service.draining:
             self._loop.say_goodbye()
-        if not self.service.clients or time.monotonic() > self._drain_until:
+        storage, clients = self.service.storage, len(self.service.clients)
+        is_flushed = storage is None or storage.flush(last=not clients)
+        if not clients and is_flushed:
+            self._loop.stop()
+        elif time.monotonic() > self._drain_until:
+            if not is_flushed:
+                log.warning("FDCACHE_DRAIN_TIMEOUT is over before everything was written to storage")
             self._loop.stop()
 
     def close(self) -> None:
@@ -179,6 +216,7 @@ class Server:
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+        self._close_storage()
         for namespace in self.service.namespaces.values():
             namespace.close()
         self.arena.close()
@@ -193,6 +231,7 @@ class Server:
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+        self._close_storage()
         self.arena.abandon()
         if self._lock is not None:
             self._lock.release(remove=False)

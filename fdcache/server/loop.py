@@ -69,13 +69,19 @@ class ServiceLoop:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        storage = self.service.storage
+        if storage is not None:
+            poller.register(storage.wake_fd, zmq.POLLIN)
         tick_at = 0.0
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= tick_at:
                 self.service.tick(self._send_notice)
                 tick_at = now + _TICK
-            poller.poll(max(0, int((tick_at - now) * 1000)))
+            ready = dict(poller.poll(max(0, int((tick_at - now) * 1000))))
+            if storage is not None and storage.wake_fd in ready:
+                os.eventfd_read(storage.wake_fd)
+                self.service.work()
             for _ in range(_MOST_AT_ONCE):
                 if not self._serve_one():
                     break

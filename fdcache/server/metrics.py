@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from fdcache.server.metrics_clients import client_metrics
 from fdcache.server.metrics_histograms import add_histogram
 from fdcache.server.metrics_layouts import layout_metrics
+from fdcache.server.storage_metrics import storage_metrics
 
 Stats = Mapping[str, Any]
 
@@ -39,6 +40,7 @@ class StatsCollector:
         yield from self._tiers()
         yield from layout_metrics(self._stats["namespaces"])
         yield from client_metrics(self._stats["clients"])
+        yield from storage_metrics(self._stats["storage"])
 
     def _service(self) -> Iterator[Metric]:
         stats = self._stats

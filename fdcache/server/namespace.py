@@ -162,6 +162,14 @@ class Namespace:
         self.unverified = {slot for slot in self.unverified if slot < self.num_slots}
         return True
 
+    def extents(self, rank: int) -> list[Extent]:
+        """The extents of a rank, in order."""
+        return self._extents[rank]
+
+    def table_of(self, extent: Extent) -> _core.RecordTable:
+        """Records and headers of one extent alone."""
+        return record_table(self.geometry, [extent])
+
     def headers(self, rank: int, slots: Int32Array) -> np.ndarray:
         """The headers of slots on one rank, a copy, dtype ``HEADER``."""
         per_extent = self.geometry.records_per_extent

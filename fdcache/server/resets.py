@@ -11,9 +11,11 @@ from fdcache.hashing import TENANT_BYTES
 from fdcache.server.arguments import ArgumentError, Arguments, choice, number
 from fdcache.server.clients import Client
 from fdcache.server.figures import client_figures
+from fdcache.server.layout_storage import LayoutStorage
 from fdcache.server.namespace import Namespace
 from fdcache.server.selection import fitting_namespaces
 from fdcache.server.service import Service
+from fdcache.server.storage_reset import fitting_storages, reset_storages
 
 _HOLD_SECONDS = 2.0  # after the last order to drain; an operator who went away holds nobody up
 _MOST_SECONDS = 1e12
@@ -23,6 +25,7 @@ class Tiers(StrEnum):
     """What can be reset."""
 
     HOST = "host"
+    STORAGE = "storage"
     DEVICE = "device"
     ALL = "all"
 
@@ -44,6 +47,7 @@ class ResetOrder:
 
     tiers: Tiers
     namespaces: list[Namespace]
+    storages: list[LayoutStorage]
     tenant: bytes | None
     older_than: float
     in_flight: InFlight
@@ -59,9 +63,15 @@ class ResetOrder:
             raise ArgumentError(
                 "tier: a device tier forgets everything or nothing; leave tenant and older_than out"
             )
+        storages = fitting_storages(service, arguments) if tiers in {Tiers.STORAGE, Tiers.ALL} else []
+        if storages and tenant is not None:
+            raise ArgumentError(
+                "tenant: storage does not know whose blocks are; reset its host blocks, or a whole layout"
+            )
         return cls(
             tiers,
-            fitting_namespaces(service, arguments),
+            fitting_namespaces(service, arguments, required=not storages),
+            storages,
             tenant,
             older_than,
             InFlight(choice(arguments, "in_flight", list(InFlight), InFlight.KEEP)),
@@ -72,6 +82,16 @@ class ResetOrder:
     def is_partial(self) -> bool:
         """Whether some of a layout's blocks stay."""
         return self.tenant is not None or self.older_than > 0
+
+    @property
+    def has_host(self) -> bool:
+        """Whether host tiers are reset."""
+        return self.tiers in {Tiers.HOST, Tiers.ALL}
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether device tiers are reset."""
+        return self.tiers in {Tiers.DEVICE, Tiers.ALL} and not self.is_partial
 
 
 def _tenant(arguments: Arguments) -> bytes | None:
@@ -94,18 +114,20 @@ def reset(service: Service, arguments: Arguments) -> dict[str, Any]:
     reset is told to every engine and counted by client.
     """
     order = ResetOrder.of(service, arguments)
-    answer: dict[str, Any] = {"dry_run": order.dry_run, "in_flight": [], "host": [], "device": []}
+    answer: dict[str, Any] = {"dry_run": order.dry_run, "in_flight": []}
+    answer |= {"host": [], "storage": [], "device": []}
     clients = [client for client in service.clients.values() if client.namespace in order.namespaces]
-    if order.tiers is not Tiers.DEVICE and order.in_flight is not InFlight.KEEP:
+    if order.has_host and order.in_flight is not InFlight.KEEP:
         answer["in_flight"] = [_in_flight(client) for client in clients if client.runs]
         if order.in_flight is InFlight.DRAIN and not order.dry_run:
             for namespace in order.namespaces:
                 namespace.held_until = time.monotonic() + _HOLD_SECONDS if answer["in_flight"] else 0.0
         if answer["in_flight"] and not order.dry_run:
             return answer
-    if order.tiers is not Tiers.DEVICE:
+    answer["storage"] = reset_storages(order.storages, order.older_than, dry_run=order.dry_run)
+    if order.has_host:
         answer["host"] = [_reset_host(clients, namespace, order) for namespace in order.namespaces]
-    if order.tiers is not Tiers.HOST and not order.is_partial:
+    if order.has_devices:
         answer["device"] = [_reset_device(client, order) for client in clients]
     return answer
 

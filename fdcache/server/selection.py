@@ -7,12 +7,15 @@ from fdcache.server.namespace import Namespace
 from fdcache.server.service import Service
 
 
-def fitting_namespaces(service: Service, arguments: Arguments) -> list[Namespace]:
-    """The layouts that ``namespace``, the beginning of a name, fits; all without it. Raises ``ArgumentError``."""
+def fitting_namespaces(service: Service, arguments: Arguments, *, required: bool = True) -> list[Namespace]:
+    """The layouts that ``namespace``, the beginning of a name, fits; all without it.
+
+    Raises ``ArgumentError`` when none is ``required`` to and does.
+    """
     wanted = arguments.get("namespace")
     if wanted is None:
         return list(service.namespaces.values())
     fitting = [each for each in service.namespaces.values() if each.id.startswith(str(wanted).lower())]
-    if not fitting:
+    if not fitting and required:
         raise ArgumentError(f"namespace: none is called {wanted!r}; see `fdcache inspect namespaces`")
     return fitting

@@ -25,12 +25,14 @@ from fdcache.node.protocol import (
     Attached,
     Bye,
     Done,
+    EndFetches,
     Events,
     Granted,
     Heartbeat,
     LoadEnded,
     Match,
     Matched,
+    Prefetch,
     Publish,
     Refill,
     Refused,
@@ -43,10 +45,13 @@ from fdcache.node.protocol import (
 from fdcache.server import blocks
 from fdcache.server.arena import Arena
 from fdcache.server.clients import Client
+from fdcache.server.fetches import ClientFetches
 from fdcache.server.latency import Latencies
+from fdcache.server.layout_storage import LayoutStorage
 from fdcache.server.namespace import SHARE_OF_STOCK, Namespace
 from fdcache.server.refusal import RefusalError
 from fdcache.server.shares import Shares
+from fdcache.server.storage import ServiceStorage
 from fdcache.settings.server import ServerSettings
 
 log = logging.getLogger("fdcache.server")
@@ -83,6 +88,7 @@ class Service:
         self.arena = arena
         self.runtime_dir = runtime_dir
         self.shares = Shares(settings, arena)
+        self.storage: ServiceStorage | None = None
         self.clients: dict[int, Client] = {}
         self.totals = Totals()
         self.started = time.time()
@@ -93,10 +99,12 @@ class Service:
         self._salt = randbits(31) << 32
         self.earlier: list[Watch] = []
         self._handlers: dict[type, Callable[..., Answer]] = {
-            Match: lambda client, request: blocks.match(client, request, paused=self.paused),
+            Match: self._match,
+            Prefetch: self._prefetch,
+            EndFetches: blocks.end_fetches,
             Release: blocks.release,
             Refill: self._refill,
-            Publish: blocks.publish,
+            Publish: self._publish,
             LoadEnded: blocks.load_ended,
             Heartbeat: self._heartbeat,
             Bye: self._bye,
@@ -106,6 +114,11 @@ class Service:
     def namespaces(self) -> dict[bytes, Namespace]:
         """The layouts, by fingerprint."""
         return self.shares.namespaces
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether what storage held at the start is not known yet."""
+        return self.storage is not None and self.storage.is_loading
 
     # --- start --------------------------------------------------------------------------------------------
 
@@ -184,12 +197,13 @@ class Service:
             wants_events=request.events,
             watches=[Watch(request.live)],
             stock_lease=namespace.tier.open_lease(),
+            fetches=ClientFetches(lambda: self.storage_of(namespace), request.fetches),
         )
         self.totals.clients_registered += 1
         log.info(
             "client %s registered: process %d, layout %s", request.name[:200], request.live.pid, namespace.id
         )
-        return Registered(session, namespace.geometry, namespace.num_slots)
+        return Registered(session, namespace.geometry, namespace.num_slots, storage=self.storage is not None)
 
     def _check_live(self, path: str) -> None:
         given = Path(path)
@@ -209,6 +223,51 @@ class Service:
         raise RefusalError(
             "no_session", "the engine of this worker is not registered here, or has registered anew"
         )
+
+    def _match(self, client: Client, request: Match) -> Answer:
+        answer = blocks.match(client, request, paused=self.paused, may_read=self._may_read)
+        self._send_reads(client)
+        return answer
+
+    def _prefetch(self, client: Client, request: Prefetch) -> Answer:
+        if self._may_read:
+            blocks.prefetch(client, request)
+            self._send_reads(client)
+        return Done()
+
+    def _publish(self, client: Client, request: Publish) -> Answer:
+        answer, stored = blocks.publish(client, request)
+        if (storage := self.storage_of(client.namespace)) is not None:
+            storage.on_arrival(stored)
+        return answer
+
+    @property
+    def _may_read(self) -> bool:
+        """Whether blocks may come from storage: it takes slots, and finds."""
+        return not (self.paused or self.draining or self.earlier)
+
+    def storage_of(self, namespace: Namespace) -> LayoutStorage | None:
+        """The storage of a layout; None without one, and until it is open."""
+        return self.storage.of(namespace) if self.storage is not None else None
+
+    def _send_reads(self, client: Client) -> None:
+        if (storage := self.storage_of(client.namespace)) is not None:
+            storage.send()
+
+    def make_room_for(self, namespace: Namespace, count: int) -> None:
+        """Let a layout grow before so many blocks come to its host tier, as far as it may."""
+        tier = namespace.tier
+        while tier is not None and tier.stats().free < count and namespace.grow():
+            pass
+        if tier is not None and tier.stats().free < count:
+            self._make_room(namespace)
+
+    def work(self) -> None:
+        """Go on with what is read from storage and written to it."""
+        if self.storage is not None:
+            self.storage.work(
+                self.namespaces, may_read=self._may_read, may_write=self.draining or not self.paused
+            )
 
     def _refill(self, client: Client, request: Refill) -> Answer:
         namespace = client.namespace
@@ -268,11 +327,13 @@ class Service:
                 self._remove(client)
             elif now - client.seen > self.settings.session_timeout and not client.silent:
                 client.silent = True
+                client.fetches.end_all()
                 self.totals.runs_given_up += client.give_up_runs()
                 log.warning("client %s is silent: its slots stay its own, its pins are given up", client.name)
         for watch in [each for each in self.earlier if each.is_gone()]:
             watch.bury()
             self.earlier.remove(watch)
+        self.work()
         self.tell_events(tell)
 
     def tell_events(self, tell: Teller) -> None:

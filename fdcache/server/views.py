@@ -18,6 +18,7 @@ from fdcache.server.namespace import Namespace
 from fdcache.server.resets import reset
 from fdcache.server.selection import fitting_namespaces
 from fdcache.server.service import Service
+from fdcache.server.storage_views import storage_figures, stored_keys
 
 MOST_TREE = 1000
 MOST_TENANTS = 100_000
@@ -32,7 +33,8 @@ class Views:
         self._fingerprint = fingerprint
         self._answers: dict[str, Callable[[Arguments], Any]] = {
             "stats": self.stats,
-            "tiers": lambda arguments: self.stats(arguments)["tiers"],
+            "tiers": self.tiers,
+            "storage": lambda arguments: storage_figures(self._service.storage),
             "namespaces": self.namespaces,
             "clients": self.clients,
             "tenants": self.tenants,
@@ -63,6 +65,8 @@ class Views:
         """What the service is doing, in a word."""
         if self._service.draining:
             return "draining"
+        if self._service.is_loading:
+            return "loading"
         if self._service.paused:
             return "paused"
         return "recovering" if self._service.earlier else "ready"
@@ -106,9 +110,15 @@ class Views:
                     if (device := client_figures(client).get("device"))
                 ],
             },
+            "storage": storage_figures(service.storage),
             "namespaces": namespaces,
             "clients": self.clients(arguments),
         }
+
+    def tiers(self, arguments: Arguments) -> dict[str, Any]:
+        """Host, device and storage tier in figures."""
+        stats = self.stats(arguments)
+        return {**stats["tiers"], "storage": stats["storage"]}
 
     def namespaces(self, arguments: Arguments) -> list[dict[str, Any]]:
         """One entry for each layout."""
@@ -236,6 +246,7 @@ class Views:
             if found
             else {}
         )
+        stored = stored_keys(self._service.storage_of(namespace), hashes)
         blocks = []
         broken = None
         for position, row in enumerate(hashes):
@@ -249,6 +260,9 @@ class Views:
                     "idle_seconds": node.idle_seconds,
                     "hits": node.hits,
                 }
+            elif key in stored:
+                when, _ = namespace.departures.known.get(key, (None, Reason.NOT_STORED))
+                entry |= {"tier": "storage", "left_host_at": when}
             else:
                 when, reason = namespace.departures.known.get(key, (None, Reason.NOT_STORED))
                 entry |= {"reason": reason, "left_at": when}

@@ -78,9 +78,14 @@ def _device_memory(settings: SettingsTree) -> Iterator[Problem]:
         )
 
 
+def _has_host_tier(settings: SettingsTree) -> bool:
+    """A service has one always, and so has its client."""
+    return settings.cache.host_memory > 0 or settings.cache.server is not None
+
+
 def _write_policy(settings: SettingsTree) -> Iterator[Problem]:
     name = "FDCACHE_WRITE_POLICY"
-    if settings.source(name) is not Source.DEFAULT and not settings.cache.host_memory:
+    if settings.source(name) is not Source.DEFAULT and not _has_host_tier(settings):
         yield error(
             (name, "FDCACHE_HOST_MEMORY"),
             _sources(settings, name, "FDCACHE_HOST_MEMORY"),
@@ -90,7 +95,7 @@ def _write_policy(settings: SettingsTree) -> Iterator[Problem]:
 
 
 def _storage(settings: SettingsTree) -> Iterator[Problem]:
-    if settings.storage_tier.is_on and not settings.cache.host_memory:
+    if settings.storage_tier.is_on and not _has_host_tier(settings):
         names = ("FDCACHE_STORAGE", "FDCACHE_HOST_MEMORY")
         yield error(
             names,

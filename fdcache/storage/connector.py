@@ -153,6 +153,9 @@ class BlockStorage(Protocol):
     def register(self, records: RecordTable) -> None:
         """Make known the host records that later batches use. Raises ``StorageError`` when that fails."""
 
+    def unregister(self, records: RecordTable) -> None:
+        """Records that were made known by themselves are used no more: their memory goes to others."""
+
     def get(self, batch: RecordBatch, timeout: float, cancel: CancelFlag | None = None) -> BatchResult:
         """Read blocks into their host records, check them, and stamp the records' headers."""
 
@@ -178,6 +181,9 @@ class PlacedStorage(BlockStorage, Protocol):
 
     def scan(self) -> StorageScan:
         """What it holds, for the scheduler's index."""
+
+    def erase(self, slots: Int32Array) -> None:
+        """Empty slots. Raises ``StorageError`` when that fails."""
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fdcache.layout import KVLayout
@@ -13,7 +14,7 @@ from fdcache.settings.storage_tier import StorageTierSettings
 class ConnectorContext:
     """What a connector is made from. ``rank`` None: for the scheduler, which only asks what exists.
 
-    ``verify``: whether every read is compared with its checksum.
+    ``verify``: whether every read is compared with its checksum. ``on_progress`` is told of slots that are scanned.
     """
 
     layout: KVLayout
@@ -21,3 +22,4 @@ class ConnectorContext:
     settings: StorageTierSettings
     mooncake: MooncakeSettings
     verify: bool = True
+    on_progress: Callable[[int, int], None] | None = None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 
-from fdcache.errors import ConnectorNotFoundError
+from fdcache.errors import ConnectorNotFoundError, StorageGoneError
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import BlockStorage, StorageConnector
 from fdcache.storage.context import ConnectorContext
 
@@ -35,6 +38,7 @@ def open_storage(context: ConnectorContext) -> BlockStorage | None:
         verify=context.verify,
         threads=settings.threads,
         retry_after=settings.retry_after,
+        on_progress=context.on_progress,
     )
 
 
@@ -45,16 +49,32 @@ def open_lookup(context: ConnectorContext) -> StorageConnector | None:
     return _connector(context)
 
 
+def require_connector(settings: StorageTierSettings, mooncake: MooncakeSettings) -> None:
+    """Raise ``StorageError`` for a storage that these settings can never open, before anybody needs it."""
+    if settings.connector == "mooncake":
+        from fdcache.storage.mooncake_client import ClientOptions, load_client
+
+        load_client()
+        with suppress(StorageGoneError):  # a master that is not there may come
+            ClientOptions.resolve(mooncake, None)
+    elif settings.is_on and settings.connector != "local":
+        _find(settings.connector)
+
+
 def _connector(context: ConnectorContext) -> StorageConnector:
     name = context.settings.connector
     if name == "mooncake":
         from fdcache.storage.mooncake import MooncakeConnector
 
         return MooncakeConnector(context)
+    return _make(_find(name), context)
+
+
+def _find(name: str) -> EntryPoint:
     found = next(iter(entry_points(group=ENTRY_POINTS, name=name)), None)
     if found is None:
         raise ConnectorNotFoundError(_absent(name))
-    return _make(found, context)
+    return found
 
 
 def _make(found: EntryPoint, context: ConnectorContext) -> StorageConnector:

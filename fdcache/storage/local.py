@@ -35,6 +35,10 @@ class LocalConnector:
         """Any memory will do."""
         self._store.register(records)
 
+    def unregister(self, records: _core.RecordTable) -> None:
+        """Nothing was kept of it."""
+        self._store.unregister(records)
+
     def exists(self, hashes: HashArray, timeout: float) -> RunResult:
         """How many of the first blocks are stored by this rank; the others' files are out of sight."""
         absent = np.flatnonzero(self._pool.contains(hashes) != _READY)

@@ -65,12 +65,23 @@ class MooncakeConnector:
 
     def register(self, records: _core.RecordTable) -> None:
         """Register the records' memory with the client, one region for each run of records."""
+        for region in self._regions_of(records):
+            self._link.register(*region)
+
+    def unregister(self, records: _core.RecordTable) -> None:
+        """Let the client forget the records' memory, which no call uses any more."""
+        for region in self._regions_of(records):
+            self._link.unregister(*region)
+
+    def _regions_of(self, records: _core.RecordTable) -> list[tuple[int, int]]:
         addresses = records.addresses(np.arange(records.num_slots, dtype=np.int32))[0]
         record_bytes = self._layout.record_bytes
         starts = np.flatnonzero(np.diff(addresses, prepend=addresses[:1] - 2 * record_bytes) != record_bytes)
         ends = np.append(starts[1:], len(addresses))
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            self._link.register(int(addresses[start]), (end - start) * record_bytes)
+        return [
+            (int(addresses[start]), (end - start) * record_bytes)
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
 
     # --- blocks -------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ def connect(options: ClientOptions, timeout: float) -> Any:
     # The client is a C++ library that knows no other way to be told.
     os.putenv("GLOG_minloglevel", str(options.log_level))
     os.putenv("MC_TCP_ENABLE_CONNECTION_POOL", str(int(options.tcp_connection_pool)))
-    client = _module().MooncakeDistributedStore()
+    client = load_client().MooncakeDistributedStore()
     code = client.setup(
         options.local_hostname,
         options.metadata_server,
@@ -170,7 +170,8 @@ def connect(options: ClientOptions, timeout: float) -> Any:
     return client
 
 
-def _module() -> Any:
+def load_client() -> Any:
+    """The client's package. Raises ``ConnectorNotFoundError`` where it is not installed."""
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:

@@ -83,6 +83,13 @@ class MooncakeLink:
             if self._client is not None:
                 self._register(address, nbytes)
 
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Let the client forget memory that it was told of."""
+        with self._lock:
+            self._regions.remove((address, nbytes))
+            if self._client is not None:
+                self._client.unregister_buffer(address)
+
     def _register(self, address: int, nbytes: int) -> None:
         code = self._client.register_buffer(address, nbytes)
         if code:

@@ -108,6 +108,9 @@ class SlabStore:
     def register(self, records: _core.RecordTable) -> None:
         """Any memory will do."""
 
+    def unregister(self, records: _core.RecordTable) -> None:
+        """Nothing was kept of it."""
+
     def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
         """Read blocks from their slots. A slot found corrupt is emptied."""
 

@@ -38,6 +38,7 @@ class HostMatch:
     """The run that was found, pinned by ``lease``; ``pending``: the block after it is being copied here.
 
     ``unverified`` is 1 for blocks that nobody has read since they were recovered; None: there are none.
+    ``fetched`` of its blocks were read from storage for the request; ``fetching``: some are, and it has to wait.
     """
 
     lease: int
@@ -45,6 +46,8 @@ class HostMatch:
     generations: UInt32Array
     pending: bool = False
     unverified: HashArray | None = None
+    fetched: int = 0
+    fetching: bool = False
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -92,8 +95,13 @@ class HostTier(Protocol):
     def take_device_reset(self) -> bool:
         """Whether an operator asked for a reset of the device tier since the last call."""
 
-    def match_paths(self, paths: Sequence[tuple[HashArray, int]]) -> list[HostMatch]:
-        """Pin, for each (hashes, start), the leading run of ``hashes`` from ``start`` on; one round trip."""
+    def match_paths(
+        self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
+    ) -> list[HostMatch]:
+        """Pin, for each (hashes, start), the leading run of ``hashes`` from ``start`` on; one round trip.
+
+        ``fetches``: for each path the number under which a service reads its blocks from storage, 0 for none.
+        """
 
     def release(self, lease: int) -> bool:
         """Unpin a run; what is being loaded from it stays pinned until the load's end."""
@@ -180,7 +188,9 @@ class LocalHostTier(BlockPool):
         """Nobody can ask."""
         return False
 
-    def match_paths(self, paths: Sequence[tuple[HashArray, int]]) -> list[HostMatch]:
+    def match_paths(
+        self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
+    ) -> list[HostMatch]:
         """Pin, for each (hashes, start), the leading run of ``hashes`` from ``start`` on."""
         matches = []
         for hashes, start in paths:
@@ -221,3 +231,5 @@ NO_SLOTS = np.empty(0, np.int32)
 NO_GENERATIONS = np.empty(0, np.uint32)
 NOTHING = HostMatch(0, NO_SLOTS, NO_GENERATIONS)
 """A look-up that found nothing and pins nothing."""
+FETCHING_MATCH = HostMatch(0, NO_SLOTS, NO_GENERATIONS, fetching=True)
+"""A look-up that has to come again, since its blocks are being read from storage."""

@@ -18,9 +18,11 @@ from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.node.arrays import hashes_from, int32_from, uint8_from, uint32_from
 from fdcache.node.connection import Connection
 from fdcache.node.protocol import (
+    FETCHING,
     TIER_FIGURES,
     Answer,
     Ask,
+    FetchTerms,
     LoadEnded,
     Match,
     Matched,
@@ -29,9 +31,10 @@ from fdcache.node.protocol import (
 from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host_cache import HostCache
-from fdcache.tiers.host_tier import NO_GENERATIONS, NO_SLOTS, NOTHING, HostMatch, TierFigures
+from fdcache.tiers.host_tier import FETCHING_MATCH, NO_GENERATIONS, NO_SLOTS, NOTHING, HostMatch, TierFigures
 from fdcache.tiers.knowledge import ABSENT, PENDING, READY, Knowledge, keys_of
 from fdcache.tiers.owners import Owners
+from fdcache.tiers.remote_fetches import RemoteFetches, numbers_of
 from fdcache.tiers.runs import PinnedRuns, within_limits
 from fdcache.tiers.session import SessionKeeper
 from fdcache.tiers.stock import Session
@@ -54,7 +57,7 @@ class RemoteSlots:
 class RemoteHostTier:
     """The host tier of the service at ``settings.server``. Calls are the manager's, under its lock."""
 
-    def __init__(self, settings: CacheSettings, layout: KVLayout) -> None:
+    def __init__(self, settings: CacheSettings, layout: KVLayout, terms: FetchTerms | None = None) -> None:
         assert settings.server is not None
         self._timeout = settings.rpc_timeout
         self._fingerprint = layout.fingerprint
@@ -64,7 +67,10 @@ class RemoteHostTier:
         self._reset_owed = False
         self._line = Connection(settings.server)
         self._runs = PinnedRuns(self._unpin)
-        self._keeper = SessionKeeper(settings, layout, self._knowledge, self._is_drained)
+        self._keeper = SessionKeeper(
+            settings, layout, self._knowledge, self._is_drained, terms or FetchTerms()
+        )
+        self.fetches = RemoteFetches(self._keeper)
 
     @property
     def host_cache(self) -> HostCache:
@@ -100,7 +106,9 @@ class RemoteHostTier:
 
     # --- look-ups -----------------------------------------------------------------------------------------
 
-    def match_paths(self, paths: Sequence[tuple[HashArray, int]]) -> list[HostMatch]:
+    def match_paths(
+        self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
+    ) -> list[HostMatch]:
         """One round trip; without an answer in time nothing is found, and the session is over."""
         session = self._keeper.session
         if self._reset_owed:
@@ -113,6 +121,7 @@ class RemoteHostTier:
             counts=np.array([len(hashes) for hashes, _ in paths], np.int32).tobytes(),
             starts=np.array([start for _, start in paths], np.int32).tobytes(),
             hashes=b"".join(hashes.tobytes() for hashes, _ in paths),
+            fetches=numbers_of(fetches),
         )
         self._line.session = session.number
         try:
@@ -121,22 +130,31 @@ class RemoteHostTier:
                 self._give_back(session, late)
             if not isinstance(answer, Matched):
                 raise ProtocolError(f"a look-up was answered by {type(answer).__name__}")
-            return self._matches(session, paths, answer)
+            return self._matches(session, paths, fetches, answer)
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             draining = isinstance(error, RefusedError) and error.code == "draining"
             self._keeper.lose(session, str(error), goodbye=draining)
             return [NOTHING] * len(paths)
 
     def _matches(
-        self, session: Session, paths: Sequence[tuple[HashArray, int]], answer: Matched
+        self,
+        session: Session,
+        paths: Sequence[tuple[HashArray, int]],
+        fetches: Sequence[int],
+        answer: Matched,
     ) -> list[HostMatch]:
         counts = int32_from(answer.counts, "counts", len(paths)).tolist()
         slots = int32_from(answer.slots, "slots", sum(counts))
         generations = uint32_from(answer.generations, "generations", len(slots))
         unverified = uint8_from(answer.unverified, "unverified")
+        fetched, states = int32_from(answer.fetched, "fetched").tolist(), list(answer.states)
+        self.fetches.learn(session, fetches, states)
         matches, end = [], 0
-        for (hashes, start), lease, count in zip(paths, answer.leases, counts, strict=True):
+        for i, ((hashes, start), lease, count) in enumerate(zip(paths, answer.leases, counts, strict=True)):
             first, end = end, end + count
+            if states and states[i] == FETCHING:
+                matches.append(FETCHING_MATCH)
+                continue
             if start + count < len(hashes) and self._is_coming(hashes[start + count]):
                 self._keeper.in_flight_misses += 1
             self._knowledge.found(hashes, start, count)
@@ -145,7 +163,15 @@ class RemoteHostTier:
                 continue
             own = self._runs.add(session, lease)
             marks = unverified[first:end] if len(unverified) else None
-            matches.append(HostMatch(own, slots[first:end], generations[first:end], unverified=marks))
+            matches.append(
+                HostMatch(
+                    own,
+                    slots[first:end],
+                    generations[first:end],
+                    unverified=marks,
+                    fetched=fetched[i] if fetched else 0,
+                )
+            )
         return matches
 
     def _is_coming(self, block: HashArray) -> bool:
@@ -256,9 +282,11 @@ class RemoteHostTier:
         if session is None:
             return
         self._line.session = session.number
-        body = Ask("reset", {"tier": "host", "namespace": self._fingerprint.hex()[:16]})
+        tiers = ("host", "storage") if session.storage else ("host",)
         try:
-            self._line.call(body, max(self._timeout, 1.0))
+            for tier in tiers:
+                body = Ask("reset", {"tier": tier, "namespace": self._fingerprint.hex()[:16]})
+                self._line.call(body, max(self._timeout, 1.0))
             self._reset_owed = False
             self._keeper.return_stock(session)
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:

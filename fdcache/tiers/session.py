@@ -24,6 +24,7 @@ from fdcache.node.protocol import (
     Answer,
     Bye,
     Events,
+    FetchTerms,
     Granted,
     Heartbeat,
     Live,
@@ -56,10 +57,16 @@ class SessionKeeper:
     """
 
     def __init__(
-        self, settings: CacheSettings, layout: KVLayout, knowledge: Knowledge, is_drained: Callable[[], bool]
+        self,
+        settings: CacheSettings,
+        layout: KVLayout,
+        knowledge: Knowledge,
+        is_drained: Callable[[], bool],
+        terms: FetchTerms,
     ) -> None:
         assert settings.server is not None
         self._layout = layout
+        self._terms = terms
         self._knowledge = knowledge
         self._is_drained = is_drained
         self._address = settings.server
@@ -220,6 +227,7 @@ class SessionKeeper:
                     live=self._live.live,
                     name=f"{self._layout.model}:{os.getpid()}",
                     events=self._event_capacity > 0,
+                    fetches=self._terms,
                 ),
                 _REGISTER_TIMEOUT,
             )
@@ -228,9 +236,8 @@ class SessionKeeper:
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             self.last_error = str(error)
             return False
-        session = Session(
-            answer.session, f"{answer.geometry.incarnation:x}/{answer.session:x}", answer.num_slots
-        )
+        arena = f"{answer.geometry.incarnation:x}/{answer.session:x}"
+        session = Session(answer.session, arena, answer.num_slots, answer.storage)
         line.session = answer.session
         with self._connected:
             self._outbox.clear()

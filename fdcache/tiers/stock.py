@@ -11,11 +11,15 @@ MOST_STOCK = 8192
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One registration, from its answer until the service is lost; ``stock`` holds (slot, generation)."""
+    """One registration, from its answer until the service is lost; ``stock`` holds (slot, generation).
+
+    ``storage``: whether the service has a storage tier below its host tier.
+    """
 
     number: int
     arena: str
     num_slots: int
+    storage: bool = False
     recovered: bool = True
     stock: deque[tuple[int, int]] = field(default_factory=deque)
     wanted: int = FIRST_STOCK

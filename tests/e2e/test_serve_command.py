@@ -93,6 +93,40 @@ class TestServe:
         assert said in done.stderr
         assert "Traceback" not in done.stderr
 
+    @pytest.mark.parametrize(
+        ("arguments", "status", "said"),
+        [
+            (["--storage", "nosuch"], 78, "no such connector"),
+            (["--storage", "attnstore"], 78, "vendor's connector"),
+            (["--storage", "mooncake"], 78, "MOONCAKE_MASTER_SERVER_ADDR"),
+            (["--storage", "none", "--storage-size", "1GiB"], 2, "--storage-size"),
+            (["--storage-size", "1GiB"], 2, "give --storage DIR"),
+            (["--storage", "./x", "--storage-size", "plenty"], 78, "size"),
+        ],
+    )
+    def test_a_storage_that_cannot_be_is_refused(self, arguments: list[str], status: int, said: str) -> None:
+        done = run("serve", "--check", *arguments)
+        assert done.returncode == status, done.stderr
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        done = run(
+            *("serve", "--storage", f"{tmp_path}/file/storage", "--http", "off"),
+            *("--host-memory", "4MiB", "--socket", f"ipc://{tmp_path}/run/s.sock"),
+            FDCACHE_ARENA_DIR=str(tmp_path),
+        )
+        assert done.returncode == 1
+        assert "FDCACHE_STORAGE_DIR" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert list(tmp_path.glob("fdcache-*")) == []
+
+    def test_the_option_names_a_folder_and_says_so(self, tmp_path: Path) -> None:
+        done = run("serve", "--check", "--storage", f"{tmp_path}/storage", "--storage-size", "1GiB")
+        assert done.returncode == 0
+        assert not (tmp_path / "storage").exists()
+
     def test_more_memory_than_there_is(self, tmp_path: Path) -> None:
         done = run(
             "serve",
@@ -136,6 +170,36 @@ class TestInspect:
         done = run("inspect", "tiers", "--server", f"ipc://{tmp_path}/none.sock")
         assert done.returncode == 1
         assert "fdcache serve" in done.stderr
+
+
+class TestStorage:
+    def test_a_service_with_storage_shows_it_and_frees_it(self, tmp_path: Path) -> None:
+        settings = {
+            "FDCACHE_STORAGE": "local",
+            "FDCACHE_STORAGE_DIR": str(tmp_path / "storage"),
+            "FDCACHE_STORAGE_SIZE": "4MiB",
+        }
+        with service_process(tmp_path / "s", **settings) as service:
+            engine = Engine(service.address)
+            engine.serve(PROMPT)
+            until(lambda: service.ask("storage")["blocks"] == 10, "the blocks are stored")
+            assert "storage" in inspect(service, "tiers")
+            assert json.loads(inspect(service, "tiers", "--json"))["storage"]["blocks"] == 10
+            assert "local: ready, 10 blocks" in inspect(service, "storage")
+            assert json.loads(inspect(service, "storage", "--json"))["layouts"][0]["blocks"] == 10
+            offline = run("inspect", "storage", str(tmp_path / "storage"), "--verify", "--json")
+            assert json.loads(offline.stdout)["blocks"] == 10
+            done = run("reset", "--server", service.address, "--tier", "storage", "--yes")
+            assert done.returncode == 0
+            assert "forgot 10 blocks" in done.stdout
+            assert "local: ready, 0 blocks" in inspect(service, "storage")
+            engine.close()
+
+    def test_a_service_without_storage_says_how_to_give_it_one(self, service: ServiceProcess) -> None:
+        assert "--storage" in inspect(service, "storage")
+        done = run("reset", "--server", service.address, "--tier", "storage", "--yes")
+        assert done.returncode == 1
+        assert "--storage" in done.stderr
 
 
 class TestReset:

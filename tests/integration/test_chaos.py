@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fdcache.storage.offline import SlabContents, read_file, slab_files
 from tests.service_help import ServiceProcess, service_process, until
 
 CLIENTS = 4
@@ -118,10 +119,16 @@ def rampage(service: ServiceProcess, clients: list[Replayer], seconds: float, rn
     return service_kills
 
 
+def is_idle(service: ServiceProcess) -> bool:
+    storage = service.ask("storage")
+    return not (storage["queued_blocks"] or storage["reading_blocks"] or storage["writing_blocks"])
+
+
 def check_service(service: ServiceProcess) -> None:
     until(lambda: not service.ask("clients"), "every client is gone")
     until(lambda: service.ask("stats")["state"] == "ready", "no earlier client is waited for")
     assert service.ask("integrity") == []
+    until(lambda: is_idle(service), "nothing is read or written any more")
     for namespace in service.ask("namespaces"):
         tier = namespace["tier"]
         assert (tier["pins"], tier["leases"], tier["writing"]) == (0, 0, 0)
@@ -130,11 +137,16 @@ def check_service(service: ServiceProcess) -> None:
 @pytest.mark.slow
 def test_nothing_is_corrupt_leaked_or_stuck_whoever_dies(tmp_path: Path) -> None:
     rng = random.Random(SEED)
+    folder = tmp_path / "storage"
     with service_process(
         tmp_path / "s",
         FDCACHE_HOST_MEMORY="8MiB",
         FDCACHE_EXTENT_SIZE="512KiB",
         FDCACHE_SESSION_TIMEOUT="0.5s",
+        FDCACHE_STORAGE="local",
+        FDCACHE_STORAGE_DIR=str(folder),
+        FDCACHE_STORAGE_SIZE="32MiB",
+        FDCACHE_STORAGE_THREADS="2",
     ) as service:
         clients = [Replayer(service.address, seed) for seed in range(CLIENTS)]
         try:
@@ -154,7 +166,13 @@ def test_nothing_is_corrupt_leaked_or_stuck_whoever_dies(tmp_path: Path) -> None
         assert len(reports) >= CLIENTS
         for report in reports:
             assert (report["corrupt_blocks"], report["leaked_slots"], report["leaked_pins"]) == (0, 0, 0)
-        assert sum(report["hit_tokens"]["host"] for report in reports) > 0
+        for tier in ("host", "storage"):
+            assert sum(report["hit_tokens"][tier] for report in reports) > 0
         check_service(service)
         assert service.terminate() == 0
         assert service.leftovers() == []
+    for path in slab_files(folder):
+        stored = read_file(path, verify=True)
+        assert isinstance(stored, SlabContents)
+        assert len(stored.slots) > 0
+        assert len(stored.corrupt) == 0

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.storage.conformance import HostRecords, conformance_layout
 from tests.mooncake_master import Master, find_master
 from tests.replay_help import assert_clean, run_chat, small_config
+from tests.service_help import service_process
 
 REPLAY = (
     *("replay", "--requests", "150", "--device-blocks", "150", "--host-memory", "2MiB", "--json"),
@@ -73,3 +74,30 @@ def test_a_master_that_dies_does_not_stop_the_engine(master: Master) -> None:
     assert_clean(report)
     assert report.tally.hit_tokens["storage"] == 0
     assert report.to_dict()["storage"]["states"] == ["off"]
+
+
+def test_services_share_a_store_that_outlives_each_of_them(master: Master, tmp_path: Path) -> None:
+    layout = conformance_layout("a node of its own")
+    node = master.connect(layout)
+    node.register(HostRecords(layout, 1).table)
+    hits = []
+    for turn in range(2):
+        settings = {**master.environment(), "FDCACHE_HOST_MEMORY": "4MiB", "FDCACHE_EXTENT_SIZE": "256KiB"}
+        with service_process(tmp_path / f"s{turn}", **settings) as service:
+            report = run_chat(
+                small_config(
+                    device_blocks=150,
+                    host_memory=0,
+                    cache={"server": service.address, "rpc_timeout": 10.0, "write_policy": "write_through"},
+                    storage=StorageTierSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE),
+                )
+            )
+            assert_clean(report)
+            hits.append(report.tally.hit_tokens["storage"])
+            assert service.ask("integrity") == []
+            (stored,) = service.ask("storage")["layouts"]
+            assert stored["totals"]["stored_blocks"] > 0
+            assert stored["totals"]["corrupt_blocks"] == 0
+            assert service.terminate() == 0
+    assert hits[1] > 0
+    node.close()

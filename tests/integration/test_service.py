@@ -18,6 +18,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, Request
 from fdcache.metadata import TransferPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_help import LocalService, ServiceProcess, local_service, service_process, until
@@ -42,7 +43,13 @@ class Engine:
     """A manager and its ranks, in this process; its device blocks hold bytes derived from their tokens."""
 
     def __init__(
-        self, address: str, shape: KVLayout | None = None, device_blocks: int = 32, *, stocked: bool = True
+        self,
+        address: str,
+        shape: KVLayout | None = None,
+        device_blocks: int = 32,
+        *,
+        stocked: bool = True,
+        fetches: StorageTierSettings | None = None,
     ) -> None:
         self.layout = shape or layout()
         settings = CacheSettings(
@@ -51,7 +58,7 @@ class Engine:
             write_policy=WritePolicy.WRITE_THROUGH,
             rpc_timeout=5.0,
         )
-        self.manager = CacheManager(settings, self.layout)
+        self.manager = CacheManager(settings, self.layout, storage=fetches)
         self.ranks = [
             CacheController(TransferSettings(), self.layout, rank=rank) for rank in range(self.layout.tp_size)
         ]

@@ -1,0 +1,282 @@
+"""Reading blocks from storage into the host tier before their request needs them.
+
+What is read becomes host entries in path order, so a read begins where the host's run of the path ends, even where
+the device has more of it: then no block ever stands in the host without its parent, and the next request finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fdcache.errors import StaleLeaseError
+from fdcache.manager.blocks import Blocks, parents_of
+from fdcache.manager.fetch import Fetch, Read
+from fdcache.manager.ledger import InFlightPlan, OpenPlan
+from fdcache.manager.orders import StorageOrder
+from fdcache.manager.stats import Counters
+from fdcache.manager.storage_index import RESERVED, StorageIndex
+from fdcache.metadata import CacheSwapMetadata, HashArray, SwapPurpose
+from fdcache.settings.storage_tier import PrefetchPolicy
+from fdcache.tiers import BlockPool
+
+_ABSENT, _READY = 0, 1
+
+
+class StorageReads:
+    """Reads for fetches, several of which share the read of a block that they all want.
+
+    ``block_bytes`` are those of all ranks, ``timeout`` the seconds after which a read begins no further block.
+    ``make_room`` is told how many blocks are about to come to the host.
+    """
+
+    def __init__(
+        self,
+        host: BlockPool,
+        index: StorageIndex,
+        counters: Counters,
+        clock: Callable[[], float],
+        *,
+        block_bytes: int,
+        timeout: float,
+        make_room: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self._host = host
+        self._index = index
+        self._counters = counters
+        self._clock = clock
+        self._block_bytes = block_bytes
+        self._timeout = timeout
+        self._make_room = make_room
+        self._in_flight = 0
+        self._kept = 0
+        self._reading: dict[bytes, Read] = {}
+        self._unwanted: list[Read] = []
+        self._resting: dict[Fetch, None] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is known what is stored."""
+        return self._index.is_open
+
+    @property
+    def blocks_in_flight(self) -> int:
+        """Blocks on their way from storage."""
+        return self._in_flight
+
+    @property
+    def _most_in_flight(self) -> int:
+        """What is being read, or waits for its request, cannot be evicted: half of the host must be free to move."""
+        return max(1, self._host.stats().slots // 2)
+
+    def begin(
+        self,
+        hashes: HashArray,
+        on_device: Callable[[HashArray], int],
+        plan: OpenPlan,
+        *,
+        budget: float,
+        bandwidth: float,
+    ) -> Fetch:
+        """Begin to read what is stored of a path; it may be waited for ``budget`` seconds at first."""
+        on_host = _leading(self._host.contains(hashes) == _READY)
+        fetch = Fetch(hashes, on_device, on_host, on_host, self._clock() + budget, bandwidth)
+        self._advance(fetch, plan)
+        return fetch
+
+    def must_wait(self, fetch: Fetch, policy: PrefetchPolicy, plan: OpenPlan) -> bool:
+        """Whether the request's match has to come again later, by the policy."""
+        if policy is PrefetchPolicy.BEST_EFFORT:
+            return False
+        self._advance(fetch, plan)
+        if fetch.ended:
+            return False
+        if policy is PrefetchPolicy.TIMEOUT and self._clock() > fetch.deadline:
+            self._counters.prefetches_timed_out += 1
+            self.give_up(fetch)
+            return False
+        return True
+
+    def go_on(self, plan: OpenPlan) -> None:
+        """Bring on the fetches that wait for the index, for room, or for their next portion."""
+        for fetch in list(self._resting):
+            self._advance(fetch, plan)
+
+    def is_reading(self, block_hash: bytes) -> bool:
+        """Whether a block is on its way from storage."""
+        return block_hash in self._reading
+
+    def give_up(self, fetch: Fetch) -> None:
+        """Nobody waits any longer; reads that nobody else wants and that have not begun are taken back."""
+        fetch.ended = True
+        self._resting.pop(fetch, None)
+        for read in fetch.reads:
+            read.waiters.remove(fetch)
+            if not read.waiters:
+                self._unwanted.append(read)
+        fetch.reads.clear()
+        self.let_go(fetch)
+
+    def let_go(self, fetch: Fetch) -> None:
+        """The request has pinned what it found, or wants it no more."""
+        if fetch.lease:
+            self._host.release(fetch.lease)
+            self._kept -= fetch.kept
+            fetch.lease = fetch.kept = 0
+
+    def _keep(self, fetch: Fetch) -> None:
+        """Pin what has come so far, lest others' blocks drive it out before the request's turn."""
+        if not fetch.lease:
+            fetch.lease = self._host.open_lease()
+        wanted = fetch.hashes[: fetch.stop]
+        try:
+            pinned = len(self._host.match(fetch.lease, wanted, fetch.first + fetch.kept))
+        except StaleLeaseError:
+            return  # a reset has taken away what came
+        fetch.kept += pinned
+        self._kept += pinned
+
+    # --- the ends of reads ----------------------------------------------------------------------------------
+
+    def take_unwanted(self) -> tuple[int, ...]:
+        """The plans of reads that nobody wants any more."""
+        plans = tuple(read.order.plan_id for read in self._unwanted if read.order.plan_id)
+        self._unwanted = [read for read in self._unwanted if not read.order.plan_id]
+        return plans
+
+    def settled(self, flight: InFlightPlan) -> None:
+        """A read has ended on every rank."""
+        (swap,) = flight.plan.swaps()
+        self._forget(swap, failed=not flight.copied[SwapPurpose.PREFETCH].all())
+
+    def withdrawn(self, order: StorageOrder) -> None:
+        """A read was taken back before any rank heard of it."""
+        self._forget(order.build(0).swap, failed=True)
+
+    def overdue(self, swap: CacheSwapMetadata) -> None:
+        """A read has not ended in time: whoever waits for it goes on without."""
+        for read in self._reads_of(swap):
+            read.order.failed = True
+            for block_hash in read.hashes:
+                self._reading.pop(block_hash, None)
+
+    def _forget(self, swap: CacheSwapMetadata, *, failed: bool) -> None:
+        self._in_flight -= len(swap)
+        self._host.loading_from_storage.difference_update(swap.dst_block_ids.tolist())
+        for read in self._reads_of(swap):
+            read.order.failed = read.order.failed or failed
+            for fetch in read.waiters:
+                self._keep(fetch)
+                self._resting[fetch] = None
+            for block_hash in read.hashes:
+                self._reading.pop(block_hash, None)
+            if read in self._unwanted:
+                self._unwanted.remove(read)
+
+    def _reads_of(self, swap: CacheSwapMetadata) -> list[Read]:
+        found = self._reading.get(swap.hash_values[0].tobytes())
+        return [found] if found is not None else []
+
+    # --- one step of a fetch --------------------------------------------------------------------------------
+
+    def _advance(self, fetch: Fetch, plan: OpenPlan) -> None:
+        """Bring the fetch as far as it can come now."""
+        self._resting.pop(fetch, None)
+        if not self._may_go_on(fetch):
+            return
+        hashes = fetch.hashes
+        presence = self._host.contains(hashes)
+        on_host = _leading(presence == _READY)
+        if on_host < fetch.stop:
+            fetch.ended = True  # evicted again: the host tier is too busy to fight for
+            return
+        if on_host < len(hashes) and presence[on_host] != _ABSENT:
+            self._join(fetch, on_host, int(_leading(presence != _ABSENT)))
+        elif self._in_flight + self._kept >= self._most_in_flight:
+            # Others' reads come first; what waits for its request may wait for this one in turn.
+            fetch.ended = not self._in_flight
+        elif (stored := self._index.run(hashes, on_host)) is not None:
+            stop = on_host + stored
+            fetch.ended = not (stored and stop > fetch.on_device(hashes)) or not self._read(
+                fetch, on_host, stop, plan
+            )
+        if not fetch.ended and not fetch.reads:
+            self._resting[fetch] = None
+
+    def _may_go_on(self, fetch: Fetch) -> bool:
+        """Whether the reads so far have ended, all of them well."""
+        if fetch.ended or any(self._reading.get(read.hashes[0]) is read for read in fetch.reads):
+            return False
+        # What came before a failure is there; the rest is computed.
+        fetch.ended = any(read.order.failed for read in fetch.reads)
+        fetch.reads.clear()
+        return not fetch.ended
+
+    def _join(self, fetch: Fetch, start: int, stop: int) -> None:
+        """Wait for blocks that another request reads, or that are being copied from the device."""
+        read = self._reading.get(fetch.hashes[start].tobytes())
+        if read is None:
+            return
+        read.waiters.append(fetch)
+        if read in self._unwanted and not read.order.plan_id:
+            self._unwanted.remove(read)
+        fetch.reads.append(read)
+        fetch.stop = max(fetch.stop, stop)
+        self._counters.prefetches_shared += 1
+
+    def _read(self, fetch: Fetch, start: int, stop: int, plan: OpenPlan) -> bool:
+        """Reserve host blocks as far as there is room, and plan the read; whether there was anything to read."""
+        hashes = fetch.hashes
+        stop = min(stop, start + self._most_in_flight - self._in_flight - self._kept)
+        self._make_room(stop - start)
+        while start < stop:
+            parents = parents_of(hashes, start, stop)
+            taken = self._host.reserve_copies(0, parents, hashes[start:stop])
+            if not taken.missing:
+                break
+            stop -= taken.missing
+        if start >= stop:
+            return False
+        if not (taken.status == RESERVED).all():
+            self._host.complete(taken.slots, np.zeros(len(taken), np.uint8), np.empty(0, np.uint64))
+            return False
+        source = self._index.begin_reads(hashes[start:stop], parents)
+        if len(source) < len(taken):
+            # What left the storage since it was looked up is not read.
+            rest = taken.slots[len(source) :]
+            self._host.complete(rest, np.zeros(len(rest), np.uint8), np.empty(0, np.uint64))
+        if not len(source):
+            return False
+        self._plan(fetch, source, start, taken.slots[: len(source)], taken.generations[: len(source)], plan)
+        return True
+
+    def _plan(
+        self,
+        fetch: Fetch,
+        source: Blocks,
+        start: int,
+        slots: np.ndarray[tuple[int], np.dtype[np.int32]],
+        generations: np.ndarray[tuple[int], np.dtype[np.uint32]],
+        plan: OpenPlan,
+    ) -> None:
+        count = len(source)
+        order = plan.add_storage(SwapPurpose.PREFETCH, source, slots, generations, self._timeout)
+        read = Read([row.tobytes() for row in source.hashes], order, waiters=[fetch])
+        self._reading.update(dict.fromkeys(read.hashes, read))
+        self._in_flight += count
+        self._host.loading_from_storage.update(slots.tolist())
+        fetch.reads.append(read)
+        fetch.stop = start + count
+        fetch.deadline += count * self._block_bytes / fetch.bandwidth
+        self._counters.blocks_requested_from_storage += count
+
+
+def _leading(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
+    """How many of the first elements are true."""
+    return len(mask) if mask.all() else int(np.argmin(mask))
+
+
+def leading_ready(pool: BlockPool, hashes: HashArray) -> int:
+    """How many of the first blocks of a path a tier has."""
+    return _leading(pool.contains(hashes) == _READY)

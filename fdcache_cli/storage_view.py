@@ -1,0 +1,66 @@
+"""The storage tier of a running service in tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fdcache_cli import output
+from fdcache_cli.service_view import Columns, Rows, connect, size, table
+
+_LAYOUTS: Columns = (
+    ("namespace", "namespace", str),
+    ("model", "model", str),
+    ("ranks", "ranks", str),
+    ("state", "state", str),
+    ("blocks", "blocks", lambda count: "" if count is None else f"{count:,}"),
+    ("of", "capacity_blocks", lambda count: "" if count is None else f"{count:,}"),
+    ("bytes", "bytes", lambda count: "" if count is None else size(count)),
+    ("queued", "queued_blocks", str),
+    ("reading", "reading_blocks", str),
+    ("writing", "writing_blocks", str),
+    ("hits", "hit_blocks", str),
+    ("read", "read_bytes", size),
+    ("written", "written_bytes", size),
+    ("dropped", "dropped_blocks", str),
+    ("corrupt", "corrupt_blocks", str),
+    ("errors", "errors", str),
+)
+
+
+def show_live(server: str | None, *, json: bool) -> None:
+    """The storage of a service, layout by layout."""
+    with connect(server) as client:
+        found = client.ask("storage")
+    if json:
+        output.print_json(found)
+        return
+    if found is None:
+        output.print_line("the service has no storage tier; FDCACHE_STORAGE or --storage gives it one")
+        return
+    loading = found["loading"]
+    state = (
+        f"loading, {loading['done']:,} of {loading['total']:,} slots" if loading["active"] else found["state"]
+    )
+    output.print_line(f"{found['connector']}: {state}, {found['blocks']:,} blocks, {size(found['bytes'])}")
+    output.print_table(*table([{**each, **each.get("totals", {})} for each in found["layouts"]], _LAYOUTS))
+    for each in found["layouts"]:
+        if each["error"]:
+            output.print_line(f"{each['namespace']}: {each['error']}")
+
+
+def tier_rows(storage: Any) -> Rows:
+    """Rows of the table of tiers."""
+    if storage is None:
+        return []
+    free = storage["capacity_blocks"] - storage["blocks"]
+    return [
+        {
+            "tier": "storage",
+            "of": f"{storage['connector']}, {storage['state']}, {size(storage['bytes'])}",
+            "blocks": storage["capacity_blocks"],
+            "ready": storage["blocks"],
+            "free": max(free, 0),
+            "writing": storage["writing_blocks"],
+            "evictions": storage["evictions"],
+        }
+    ]

@@ -1,0 +1,263 @@
+"""What a service reads from storage for its clients: who waits, who shares, what is taken back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fdcache import _core
+from fdcache.errors import ConfigurationError
+from fdcache.manager import CacheManager, MatchResult, MatchStatus, Request
+from fdcache.settings.cache import CacheSettings
+from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.storage.connector import BatchResult, Outcome, RecordBatch
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.slab import SlabStore
+from tests.integration.test_service import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout
+from tests.service_help import LocalService, local_service, until
+
+BLOCKS = len(PROMPT) // BLOCK
+OTHER = [token + 1000 for token in PROMPT]
+
+
+class SlowStore(SlabStore):
+    """A disk that answers a read when it is told to, and loses blocks when it is told to."""
+
+    opened: list[SlowStore]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.gate = threading.Event()
+        self.reads: list[int] = []
+        self.loses: set[int] = set()
+        super().__init__(*arguments, **options)
+        self.opened.append(self)
+
+    def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
+        self.reads.append(len(batch))
+        assert self.gate.wait(60)
+        result = super().get(batch, timeout, cancel)
+        for position in self.loses:
+            result.outcomes[position] = Outcome.ERROR
+        return result
+
+
+class Stage:
+    """A service whose storage holds ``PROMPT`` and ``OTHER`` and whose host tier is empty, and clients of it."""
+
+    def __init__(self, service: LocalService, store: SlowStore) -> None:
+        self.service = service
+        self.store = store
+        self.engines: list[Engine] = []
+
+    def engine(self, policy: PrefetchPolicy, timeout: float = 60.0) -> Engine:
+        terms = StorageTierSettings(prefetch_policy=policy, prefetch_timeout=timeout)
+        self.engines.append(Engine(self.service.address, fetches=terms))
+        return self.engines[-1]
+
+    def figures(self) -> dict[str, Any]:
+        (found,) = self.service.ask("storage")["layouts"]
+        assert isinstance(found, dict)
+        return found
+
+    def read_begins(self, count: int = 1) -> None:
+        until(lambda: len(self.store.reads) == count, "the read has begun")
+
+    def read_ends(self) -> None:
+        self.store.gate.set()
+        until(lambda: self.figures()["reading_blocks"] == 0, "the read has ended")
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    stores: list[SlowStore] = []
+    SlowStore.opened = stores
+
+    def open_slow(context: ConnectorContext) -> SlowStore:
+        settings = context.settings
+        return SlowStore(
+            settings.directory,
+            context.layout,
+            rank=context.rank or 0,
+            size=settings.size,
+            threads=2,
+            retry_after=0.0,
+        )
+
+    monkeypatch.setattr("fdcache.server.storage_opening.open_storage", open_slow)
+    with local_service(
+        tmp_path,
+        FDCACHE_STORAGE="local",
+        FDCACHE_STORAGE_DIR=str(tmp_path / "storage"),
+        FDCACHE_STORAGE_SIZE="1MiB",
+    ) as service:
+        first = Engine(service.address)
+        first.serve(PROMPT)
+        first.serve(OTHER)
+        until(lambda: stores, "the storage is open")
+        stage = Stage(service, stores[0])
+        until(lambda: stage.figures()["blocks"] == 2 * BLOCKS, "the blocks are stored")
+        first.close()
+        service.ask("reset", tier="host")
+        yield stage
+        stage.store.gate.set()
+        for engine in stage.engines:
+            engine.close()
+        assert_nothing_is_held(service)
+
+
+def match(engine: Engine, request: Request) -> MatchResult:
+    return engine.manager.match_prefix([request])[0]
+
+
+def finish(engine: Engine, request: Request, found: MatchResult) -> None:
+    """Let a matched request load what was found, check its bytes, and end."""
+    assert engine.manager.allocate_device_blocks([(request, len(PROMPT))])[0].ok
+    engine.carry_out(engine.manager.take_plans())
+    engine.check(request, PROMPT, found.num_cached_tokens // BLOCK)
+    engine.manager.request_finish([request])
+
+
+def test_a_request_waits_until_all_is_read(stage: Stage) -> None:
+    engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
+    request = Request("r", PROMPT)
+    assert match(engine, request).status is MatchStatus.DEFERRED
+    stage.read_begins()
+    assert match(engine, request).status is MatchStatus.DEFERRED
+    stage.read_ends()
+    found = match(engine, request)
+    assert (found.status, found.num_storage_blocks, found.num_host_blocks) == (
+        MatchStatus.MATCHED,
+        BLOCKS,
+        0,
+    )
+    finish(engine, request, found)
+    assert engine.manager.get_stats().counters.storage_hit_tokens == BLOCKS * BLOCK
+    assert stage.figures()["totals"]["hit_blocks"] == BLOCKS
+    assert stage.store.reads == [BLOCKS]
+
+
+def test_best_effort_waits_for_nothing_and_takes_what_has_come(stage: Stage) -> None:
+    engine = stage.engine(PrefetchPolicy.BEST_EFFORT)
+    early, late = Request("early", PROMPT), Request("late", PROMPT)
+    assert match(engine, Request("none", PROMPT)).num_storage_blocks == 0
+    assert stage.store.reads == []
+    engine.manager.prefetch([early, late])
+    stage.read_begins()
+    assert match(engine, early).num_cached_tokens == 0
+    stage.read_ends()
+    found = match(engine, late)
+    assert found.num_storage_blocks == BLOCKS
+    finish(engine, late, found)
+    assert stage.store.reads == [BLOCKS], "both requests wanted the same read"
+    engine.manager.request_finish([early])
+
+
+def test_the_policy_timeout_waits_for_its_budget_and_goes_on(stage: Stage) -> None:
+    engine = stage.engine(PrefetchPolicy.TIMEOUT, timeout=0.05)
+    request = Request("r", PROMPT)
+    engine.manager.prefetch([request])
+    stage.read_begins()
+    until(lambda: match(engine, request).status is MatchStatus.MATCHED, "the budget is used up")
+    assert request.num_cached_tokens == 0
+    assert stage.figures()["totals"]["timed_out_reads"] == 1
+    stage.read_ends()
+    other = Request("other", PROMPT)
+    found = match(engine, other)
+    assert found.num_host_blocks == BLOCKS, "what was begun has come all the same"
+    engine.manager.request_finish([request])
+    finish(engine, other, found)
+
+
+def test_two_clients_share_one_read(stage: Stage) -> None:
+    engines = [stage.engine(PrefetchPolicy.WAIT_COMPLETE) for _ in range(2)]
+    requests = [Request(f"r{index}", PROMPT) for index in range(2)]
+    for engine, request in zip(engines, requests, strict=True):
+        assert match(engine, request).status is MatchStatus.DEFERRED
+    assert stage.figures()["totals"]["shared_reads"] == 1
+    stage.read_ends()
+    for engine, request in zip(engines, requests, strict=True):
+        found = match(engine, request)
+        assert found.num_storage_blocks == BLOCKS
+        finish(engine, request, found)
+    assert stage.store.reads == [BLOCKS]
+
+
+def test_the_read_of_a_request_that_has_ended_is_taken_back(stage: Stage) -> None:
+    engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
+    first, second = Request("first", PROMPT[: 4 * BLOCK + 1]), Request("second", PROMPT)
+    assert match(engine, first).status is MatchStatus.DEFERRED
+    stage.read_begins()
+    engine.manager.prefetch([second])
+    until(lambda: stage.figures()["totals"]["shared_reads"] == 1, "the second waits for the first's read")
+    engine.manager.request_finish([first, second])
+    until(
+        lambda: not next(iter(stage.service.service.clients.values())).fetches,
+        "the service has forgotten both",
+    )
+    stage.read_ends()
+    third = Request("third", PROMPT)
+    until(lambda: match(engine, third).status is MatchStatus.MATCHED, "the rest is read")
+    assert stage.store.reads == [4, BLOCKS - 4]
+    engine.manager.request_finish([third])
+
+
+def test_what_has_not_begun_is_never_read(stage: Stage) -> None:
+    engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
+    first, queued = Request("first", PROMPT[: 4 * BLOCK + 1]), Request("queued", OTHER)
+    assert match(engine, first).status is MatchStatus.DEFERRED
+    stage.read_begins()
+    engine.manager.prefetch([queued])
+    until(lambda: stage.figures()["reading_blocks"] == 4 + BLOCKS, "its read is queued behind the first")
+    engine.manager.request_finish([queued])
+    until(lambda: stage.figures()["reading_blocks"] == 4, "it is taken back")
+    stage.read_ends()
+    assert match(engine, first).num_storage_blocks == 4
+    engine.manager.request_finish([first])
+    assert stage.store.reads == [4]
+
+
+def test_the_first_failure_ends_the_run_and_the_rest_is_computed(stage: Stage) -> None:
+    stage.store.loses = {6}
+    stage.store.gate.set()
+    engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
+    request = Request("r", PROMPT)
+    until(lambda: match(engine, request).status is MatchStatus.MATCHED, "the read has ended")
+    assert request.num_cached_tokens == 6 * BLOCK
+    found = MatchResult("r", MatchStatus.MATCHED, num_cached_tokens=6 * BLOCK)
+    finish(engine, request, found)
+
+
+def test_a_client_that_goes_leaves_no_read_and_no_pin(stage: Stage) -> None:
+    leaving, staying = (stage.engine(PrefetchPolicy.WAIT_COMPLETE) for _ in range(2))
+    assert match(leaving, Request("gone", PROMPT)).status is MatchStatus.DEFERRED
+    stage.read_begins()
+    leaving.close()
+    stage.engines.remove(leaving)
+    until(lambda: len(stage.service.ask("clients")) == 1, "it has said goodbye")
+    stage.read_ends()
+    assert stage.service.ask("integrity") == [], "every lease has an owner that is there"
+    request = Request("r", PROMPT)
+    found = match(staying, request)
+    assert found.num_host_blocks == BLOCKS
+    finish(staying, request, found)
+
+
+def test_an_engine_cannot_have_storage_of_its_own(stage: Stage, tmp_path: Path) -> None:
+    settings = CacheSettings(server=stage.service.address)
+    storage = StorageTierSettings(connector="local", directory=tmp_path)
+    with pytest.raises(ConfigurationError, match="FDCACHE_STORAGE=local is the service's"):
+        CacheManager(settings, layout(), storage=storage)
+
+
+def test_a_reset_by_an_engine_forgets_what_is_stored_too(stage: Stage) -> None:
+    engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
+    engine.manager.reset_cache()
+    request = Request("r", PROMPT)
+    assert match(engine, request).status is MatchStatus.MATCHED
+    assert request.num_cached_tokens == 0
+    assert stage.figures()["blocks"] == 0
+    engine.manager.request_finish([request])
