@@ -26,6 +26,17 @@ class Fault(IntEnum):
     CORRUPT = 10
 
 
+_BAD_RECORD = (
+    Fault.NO_HEADER,
+    Fault.NOT_READY,
+    Fault.OTHER_GENERATION,
+    Fault.OTHER_HASH,
+    Fault.OTHER_LAYOUT,
+    Fault.CHANGED,
+    Fault.CORRUPT,
+)
+"""What is wrong with the host record itself: the next load of it would fail as well."""
+
 _TEXT = {
     Fault.NO_HEADER: "host slot {slot} has no valid header",
     Fault.NOT_READY: "host slot {slot} is not ready",
@@ -58,5 +69,5 @@ def make_outcome(
         first = int(failed[0])
         reason = _TEXT[Fault(codes[first])].format(slot=pairs.host_slots[first], detail=detail)
         message = f"{len(failed)} of {len(codes)} blocks failed; position {first}: {reason}"
-    corrupt = np.flatnonzero(codes == Fault.CORRUPT).astype(np.int32)
+    corrupt = np.flatnonzero(np.isin(codes, _BAD_RECORD)).astype(np.int32)
     return CopyOutcome(failed, sums, copied_bytes, seconds, message, corrupt=corrupt)

@@ -8,7 +8,7 @@ from fdcache.manager.ledger import InFlightPlan
 from fdcache.manager.orders import StorageOrder
 from fdcache.manager.stats import Counters
 from fdcache.manager.storage_index import StorageIndex
-from fdcache.metadata import SwapPurpose
+from fdcache.metadata import CacheSwapMetadata, SwapPurpose
 from fdcache.tiers import BlockPool, HostTier, LocalHostTier
 
 _NO_CHECKSUMS = np.empty(0, np.uint64)
@@ -35,6 +35,7 @@ def settle(
         if swap.purpose is SwapPurpose.STORE:
             assert storage is not None and isinstance(host, LocalHostTier)
             arrived = storage.end_writes(swap, copied, checksums)
+            _drop_bad_records(flight, swap, host, counters)
             host.unhold(swap.src_block_ids)
         elif swap.purpose is SwapPurpose.PREFETCH:
             assert storage is not None
@@ -43,16 +44,23 @@ def settle(
             arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
             storage.end_reads(swap, lost, corrupt)
         elif swap.purpose is SwapPurpose.LOAD:
-            corrupt = swap.src_block_ids[flight.corrupt[swap.purpose]]
-            if len(corrupt):
-                host.discard(corrupt)  # while it is held still; nobody is to load these bytes again
-                counters.blocks_corrupt_in_host += len(corrupt)
+            _drop_bad_records(flight, swap, host, counters)
             arrived = device.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
             host.end_load(swap.src_block_ids, swap.hash_values, copied.view(np.uint8))
         else:
             arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
             device.unhold(swap.src_block_ids)
         flight.copied[swap.purpose] = arrived
+
+
+def _drop_bad_records(
+    flight: InFlightPlan, swap: CacheSwapMetadata, host: HostTier, counters: Counters
+) -> None:
+    """Host records that a copy out of them found wrong, while it holds them still: nobody is to read them again."""
+    bad = swap.src_block_ids[flight.corrupt[swap.purpose]]
+    if len(bad):
+        host.discard(bad)
+        counters.blocks_corrupt_in_host += len(bad)
 
 
 def withdraw(order: StorageOrder, host: BlockPool, storage: StorageIndex) -> None:
