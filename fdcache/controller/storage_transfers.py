@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_QUEUED = 4096
 _CLEAR_SECONDS = 60.0
+_BAD_RECORD = (Outcome.CORRUPT, Outcome.SOURCE_CHANGED)
+"""The record that was to be read, in storage or on the host, is not the block."""
+
 _LEVELS = {
     SwapPurpose.STORE: (CacheLevel.HOST, CacheLevel.STORAGE),
     SwapPurpose.PREFETCH: (CacheLevel.STORAGE, CacheLevel.HOST),
@@ -112,7 +115,7 @@ class StorageTransfer:
             seconds=self._seconds,
             error_message=message if len(failed) else None,
             lost=np.flatnonzero(result.outcomes == Outcome.MISS).astype(np.int32),
-            corrupt=np.flatnonzero(result.outcomes == Outcome.CORRUPT).astype(np.int32),
+            corrupt=np.flatnonzero(np.isin(result.outcomes, _BAD_RECORD)).astype(np.int32),
         )
 
 

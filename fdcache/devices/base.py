@@ -48,7 +48,7 @@ class BlockPairs:
 class CopyOutcome:
     """What came of a copy: failed positions, checksums (one per position, none for loads), bytes, seconds.
 
-    Of the failed, ``lost`` were not in the storage any more and ``corrupt`` were refused for their checksum.
+    Of the failed, ``lost`` were not in the storage any more; of ``corrupt`` the record itself is wrong.
     ``reasons`` has one for each of the failed, or is empty when only ``error_message`` says why.
     """
 

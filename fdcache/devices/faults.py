@@ -27,6 +27,17 @@ class Fault(IntEnum):
     CORRUPT = 10
 
 
+_BAD_RECORD = (
+    Fault.NO_HEADER,
+    Fault.NOT_READY,
+    Fault.OTHER_GENERATION,
+    Fault.OTHER_HASH,
+    Fault.OTHER_LAYOUT,
+    Fault.CHANGED,
+    Fault.CORRUPT,
+)
+"""What is wrong with the host record itself: the next load of it would fail as well."""
+
 _TEXT = {
     Fault.NO_HEADER: "host slot {slot} has no valid header",
     Fault.NOT_READY: "host slot {slot} is not ready",
@@ -57,7 +68,7 @@ def make_outcome(
     reasons = tuple(
         _TEXT[Fault(codes[each])].format(slot=pairs.host_slots[each], detail=detail) for each in failed
     )
-    corrupt = np.flatnonzero(codes == Fault.CORRUPT).astype(np.int32)
+    corrupt = np.flatnonzero(np.isin(codes, _BAD_RECORD)).astype(np.int32)
     message = _message(failed, len(codes), reasons)
     return CopyOutcome(failed, sums, copied_bytes, seconds, message, corrupt=corrupt, reasons=reasons)
 

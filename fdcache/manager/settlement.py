@@ -35,10 +35,7 @@ def settle(
         copied = _note(flight, swap, counters)
         checksums = flight.checksums.get(swap.purpose, _NO_CHECKSUMS)
         if swap.purpose is SwapPurpose.LOAD:
-            corrupt = swap.src_block_ids[flight.corrupt[swap.purpose]]
-            if len(corrupt):
-                host.discard(corrupt)  # while it is held still; nobody is to load these bytes again
-                counters.blocks_corrupt_in_host += len(corrupt)
+            _drop_bad_records(flight, swap, host, counters)
             arrived = device.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
             host.end_load(swap.src_block_ids, swap.hash_values, copied.view(np.uint8))
         else:
@@ -54,6 +51,7 @@ def settle_storage(flight: InFlightPlan, host: BlockPool, storage: StorageIndex,
     checksums = flight.checksums.get(swap.purpose, _NO_CHECKSUMS)
     if swap.purpose is SwapPurpose.STORE:
         arrived = storage.end_writes(swap, copied, checksums)
+        _drop_bad_records(flight, swap, host, counters)
         host.unhold(swap.src_block_ids)
     else:
         lost, corrupt = flight.lost[swap.purpose], flight.corrupt[swap.purpose]
@@ -70,6 +68,16 @@ def _note(flight: InFlightPlan, swap: CacheSwapMetadata, counters: Counters) -> 
     swap.error_message = None if swap.success else "; ".join(flight.errors)
     _count(counters, swap.purpose, int(copied.sum()), len(swap))
     return copied
+
+
+def _drop_bad_records(
+    flight: InFlightPlan, swap: CacheSwapMetadata, host: HostTier | BlockPool, counters: Counters
+) -> None:
+    """Host records that a copy out of them found wrong, while it holds them still: nobody is to read them again."""
+    bad = swap.src_block_ids[flight.corrupt[swap.purpose]]
+    if len(bad):
+        host.discard(bad)
+        counters.blocks_corrupt_in_host += len(bad)
 
 
 def withdraw(order: StorageOrder, host: BlockPool, storage: StorageIndex) -> None:
