@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from examples.paddle_engine.batch import Chunk
 from examples.paddle_engine.config import EngineConfig, ModelConfig
-from examples.paddle_engine.engine import Engine, Task
+from examples.paddle_engine.engine import Engine
 from examples.paddle_engine.kv_cache import FdcacheBlocks, FreshBlocks, Prompt
+from examples.paddle_engine.task import Task
 from examples.paddle_engine.worker import StepResult, Worker
 from fdcache import TransferPlan
 from fdcache.devices.base import Device
@@ -59,11 +60,9 @@ class Server:
         self.cache: FdcacheBlocks | FreshBlocks = (
             FdcacheBlocks(model, engine) if cached else FreshBlocks(engine)
         )
-        self.worker = Worker(model, engine, cached=cached, device=device)
+        self.worker = Worker(model, engine, self.cache.host_cache, device=device)
         self.worker.logits = {}
-        self.restored = 0
-        if isinstance(self.cache, FdcacheBlocks):
-            self.restored = self.cache.restore(self.worker.storage_scans())
+        self.restored = self.cache.restore(self.worker.storage_scans())
         self.drafts: dict[tuple[str, int], int] = {}
         self.accepted_drafts = 0
         self.engine = Engine(engine, self.cache, self)
@@ -102,7 +101,9 @@ class Server:
                 self.engine.step()
             self.cache.manager.check_integrity()
             stats = self.cache.manager.get_stats()
-            for tier in filter(None, (stats.device, stats.host)):
+            assert self.cache.manager.shared_blocks_in_use == 0
+            own = (stats.device, None if self.config.server else stats.host)
+            for tier in filter(None, own):
                 assert (tier.pins, tier.holds, tier.leases, tier.writing) == (0, 0, 0, 0)
 
     def _is_busy(self) -> bool:
@@ -111,6 +112,7 @@ class Server:
 
     def close(self) -> None:
         self.worker.shutdown()
+        self.cache.close()
 
 
 def spoken(tasks: Sequence[Task]) -> list[list[int]]:
@@ -119,7 +121,7 @@ def spoken(tasks: Sequence[Task]) -> list[list[int]]:
 
 def assert_as_without_cache(server: Server, tasks: Sequence[Task], weights: int | None = None) -> None:
     """The same tokens, the same bits in every logit and the same drafts as an engine that computes everything."""
-    engine = replace(server.config, device_blocks=256, host_blocks=0)
+    engine = replace(server.config, device_blocks=256, host_blocks=0, server=None)
     alone = Server(server.model, engine, cached=False)
     if weights is not None:
         alone.worker.update_weights(weights)

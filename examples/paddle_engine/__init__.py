@@ -2,7 +2,8 @@
 
 Read it in this order: ``config`` (sizes), ``model`` (the transformer), ``paged_kv`` (keys and values in fdcache's
 device planes), ``worker`` (one rank: everything that fdcache's worker side is told), ``kv_cache`` (everything that
-its scheduler side is told), ``engine`` (the scheduler), ``ranks`` (tensor parallelism), ``__main__`` (the demo).
+its scheduler side is told), ``engine`` (the scheduler's loop over each ``task``), ``drafting``
+(the draft layer), ``ranks`` (tensor parallelism), ``__main__`` (the demo).
 """
 
 import os

@@ -141,3 +141,13 @@ def _make(
         slots=np.concatenate(slots),
         images=tuple(images),
     )
+
+
+def find_row(number: int, column: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> Tensor:
+    """The hidden state (1, hidden) of one token of a chunk."""
+    for batch, states in zip(batches, hidden, strict=True):
+        at = np.flatnonzero((batch.owner == number) & (batch.column == column))
+        if len(at):
+            row = int(batch.valid[at[0]])
+            return states[row : row + 1]
+    raise IndexError(f"token {column} of chunk {number} was not computed")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from examples.paddle_engine.engine import Task
+from examples.paddle_engine.task import Task
 from fdcache.manager.stats import Counters
 
 NEAR_TIE = 1e-3

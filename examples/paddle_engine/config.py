@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fdcache import KVLayout
 from fdcache.settings.storage_tier import StorageTierSettings
@@ -46,30 +47,20 @@ class ModelConfig:
         """What fdcache has to know of the model: the planes of one block on one rank."""
         if self.heads % ranks or (not self.latent_dim and self.kv_heads % ranks):
             raise ValueError(f"ranks: {ranks} do not divide {self.heads} heads and {self.kv_heads} kv_heads")
-        revision = f"{self}"
+        common: dict[str, Any] = {
+            "model": "paddle-engine",
+            "revision": f"{self}",
+            "block_size": block_size,
+            "num_layers": self.layers,
+            "num_draft_layers": self.draft_layers,
+            "tp_size": ranks,
+        }
         if self.latent_dim:
-            return KVLayout.mla(
-                model="paddle-engine",
-                revision=revision,
-                block_size=block_size,
-                num_layers=self.layers,
-                num_draft_layers=self.draft_layers,
-                latent_dim=self.latent_dim + self.rope_dim,
-                dtype=self.kv_dtype,
-                tp_size=ranks,
-            )
-        build = KVLayout.block_fp8 if self.kv_dtype == "fp8" else KVLayout.uniform
-        return build(
-            model="paddle-engine",
-            revision=revision,
-            block_size=block_size,
-            num_layers=self.layers,
-            num_draft_layers=self.draft_layers,
-            kv_heads=self.kv_heads // ranks,
-            head_dim=self.head_dim,
-            dtype="float8_e4m3fn" if self.kv_dtype == "fp8" else self.kv_dtype,
-            tp_size=ranks,
-        )
+            return KVLayout.mla(latent_dim=self.latent_dim + self.rope_dim, dtype=self.kv_dtype, **common)
+        heads: dict[str, Any] = {"kv_heads": self.kv_heads // ranks, "head_dim": self.head_dim}
+        if self.kv_dtype == "fp8":
+            return KVLayout.block_fp8(dtype="float8_e4m3fn", **heads, **common)
+        return KVLayout.uniform(dtype=self.kv_dtype, **heads, **common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +70,8 @@ class EngineConfig:
     ``grid`` > 0 is deterministic mode: tokens are computed in padded chunks of ``grid`` rows, each at the row that its
     position has on that grid, so a token gets the same bits whatever was computed with it; reuse is cut to the grid,
     a multiple of ``split_kv``, the number of keys that attention reads at a time. 0: ordinary mode, all rows of
-    a step in one batch. ``storage``: a folder in which blocks outlive the process.
+    a step in one batch. ``storage``: a folder in which blocks outlive the process. ``server``: the address of a service
+    whose host tier is used instead of an own one of ``host_blocks``.
     """
 
     block_size: int = 16
@@ -92,10 +84,13 @@ class EngineConfig:
     ranks: int = 1
     write_policy: str = "write_through"
     storage: Path | None = None
+    server: str | None = None
 
     def __post_init__(self) -> None:
         if self.grid % self.split_kv:
             raise ValueError(f"grid: {self.grid} is not a multiple of split_kv {self.split_kv}")
+        if self.server and self.storage:
+            raise ValueError("server: a service has storage of its own; leave storage out")
 
     @property
     def storage_tier(self) -> StorageTierSettings:

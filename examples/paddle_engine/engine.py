@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
-
-import numpy as np
 
 from examples.paddle_engine.batch import Chunk
 from examples.paddle_engine.config import EngineConfig
 from examples.paddle_engine.kv_cache import KVCache, Prompt
-from examples.paddle_engine.sampling import Sample
+from examples.paddle_engine.task import Task
 from examples.paddle_engine.worker import ChunkResult, StepResult
 from fdcache import LoadOutcome, LoadStatus, TransferPlan
 
@@ -23,36 +21,6 @@ class Ranks(Protocol):
 
     def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
         """Rank 0's results and the reports of all ranks."""
-
-
-@dataclass(eq=False)
-class Task:
-    """One prompt under way. ``computed`` tokens have KV; ``held`` is a result above a load that is not confirmed."""
-
-    prompt: Prompt
-    arrival: float
-    samples: list[Sample] = field(default_factory=list)
-    computed: int = 0
-    draft: int | None = None
-    held: ChunkResult | None = None
-    first_token: float | None = None
-    cached_tokens: int = 0
-    preemptions: int = 0
-
-    @property
-    def name(self) -> str:
-        """The prompt's name."""
-        return self.prompt.name
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and accepted tokens."""
-        return [*self.prompt.tokens, *(sample.token for sample in self.samples)]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all tokens that were asked for are there."""
-        return len(self.samples) >= self.prompt.max_tokens
 
 
 class Engine:
@@ -117,7 +85,7 @@ class Engine:
                 self.waiting.rotate(-1)
                 break
             task.computed = cached
-            chunk = self._next_chunk(task, budget)
+            chunk = task.next_chunk(budget, self._config.grid)
             if not self._cache.grow(task.name, chunk.stop):
                 self._cache.release(task.name, resumes=True)
                 self._check_fits(task)
@@ -130,7 +98,7 @@ class Engine:
 
     def _chunk(self, task: Task, budget: int) -> Chunk | None:
         """The next tokens of a running task; those that came last make room when there is none."""
-        chunk = self._next_chunk(task, budget)
+        chunk = task.next_chunk(budget, self._config.grid)
         while not self._cache.grow(task.name, chunk.stop):
             victim = self.running[-1]
             self._preempt(victim)
@@ -138,26 +106,6 @@ class Engine:
                 self._check_fits(task)
                 return None
         return self._with_table(chunk)
-
-    def _next_chunk(self, task: Task, budget: int) -> Chunk:
-        tokens = task.tokens
-        start, stop = task.computed, min(len(tokens), task.computed + budget)
-        grid = self._config.grid
-        if grid and stop < len(tokens) and stop // grid * grid > start:
-            stop = stop // grid * grid
-        ends = stop == len(tokens)
-        drafts = [task.draft] if ends and task.draft is not None and budget > stop - start else []
-        return Chunk(
-            sequence=task.name,
-            start=start,
-            tokens=np.array(tokens[start:stop] + drafts, np.int64),
-            block_table=np.empty(0, np.int32),
-            sample_from=stop - start - 1 if ends else stop - start,
-            next_token=0 if ends else tokens[stop],
-            temperature=task.prompt.temperature,
-            seed=task.prompt.seed,
-            images=task.prompt.images,
-        )
 
     def _with_table(self, chunk: Chunk) -> Chunk:
         return replace(chunk, block_table=self._cache.block_table(chunk.sequence))

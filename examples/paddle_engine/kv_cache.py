@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from fdcache import (
     TransferReport,
 )
 from fdcache.metadata import SLOT_HEADER_BYTES, StorageScan
+from fdcache.tiers.host_cache import HostCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,45 +32,19 @@ class Prompt:
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
-    images: tuple[MultimodalItem, ...] = field(default=())
-
-
-class KVCache(Protocol):
-    """What the scheduler asks of a cache. Sequences are named by their prompt's name."""
-
-    def admit(self, prompt: Prompt) -> int | None:
-        """Find the cached prefix of a new or resumed sequence, in tokens; None: ask again in a later step."""
-
-    def grow(self, name: str, num_tokens: int) -> bool:
-        """Let the block table cover that many tokens; False, and nothing changed, when there is no room."""
-
-    def block_table(self, name: str) -> NDArray[np.int32]:
-        """The sequence's blocks, in order."""
-
-    def is_loading(self, name: str) -> bool:
-        """Whether blocks of the sequence are on their way and might not arrive."""
-
-    def take_plans(self) -> list[TransferPlan]:
-        """What the ranks have to copy in this step."""
-
-    def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
-        """Take the ranks' reports; the loads that ended."""
-
-    def append(self, name: str, tokens: Sequence[int], num_computed: int) -> None:
-        """Add accepted tokens; those before ``num_computed`` have their KV on every rank."""
-
-    def release(self, name: str, *, resumes: bool) -> None:
-        """Give the blocks back, at the end or, when the sequence ``resumes``, until it is admitted again."""
+    images: tuple[MultimodalItem, ...] = ()
 
 
 class FdcacheBlocks:
-    """fdcache: all that the scheduler side is told stands here."""
+    """fdcache: all that the scheduler side is told stands here. Sequences are named by their prompt's name."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         layout = model.layout(engine.block_size, engine.ranks)
         settings = CacheSettings(
             device_blocks=engine.device_blocks,
             host_memory=engine.host_blocks * (layout.record_bytes + SLOT_HEADER_BYTES),
+            server=engine.server,
+            rpc_timeout=1.0,
             write_policy=engine.write_policy,
             reuse_grid=engine.grid,
             lookahead_tokens=model.draft_layers,
@@ -78,12 +52,19 @@ class FdcacheBlocks:
         self.manager = CacheManager(settings, layout, storage=engine.storage_tier)
         self._requests: dict[str, Request] = {}
 
+    @property
+    def host_cache(self) -> HostCache:
+        """What every rank is told of the host tier."""
+        return self.manager.host_cache
+
     def restore(self, scans: Sequence[StorageScan]) -> int:
         """Take up what the ranks found in their storage; returns the number of blocks."""
         return self.manager.restore_storage(scans) if scans else 0
 
     def admit(self, prompt: Prompt) -> int | None:
-        """Match the request; a deferred one waits for a block that somebody else copies, or that comes from storage."""
+        """Find the cached prefix of a new or resumed sequence, in tokens; None: it waits for blocks on their way here
+        and is to be asked for in a later step.
+        """
         request = self._requests.get(prompt.name)
         if request is None:
             request = Request(prompt.name, list(prompt.tokens), multimodal=prompt.images)
@@ -93,45 +74,55 @@ class FdcacheBlocks:
         return match.num_cached_tokens if match.status is MatchStatus.MATCHED else None
 
     def grow(self, name: str, num_tokens: int) -> bool:
-        """Allocate; the first time, this also plans the loads."""
+        """Let the block table cover so many tokens, and the first time plan the loads; False: there is no room."""
         return self.manager.allocate_device_blocks([(self._requests[name], num_tokens)])[0].ok
 
     def block_table(self, name: str) -> NDArray[np.int32]:
-        """The request's device slots."""
+        """The sequence's blocks, in order."""
         return self._requests[name].block_table
 
     def is_loading(self, name: str) -> bool:
-        """Whether a load of the request is unconfirmed."""
+        """Whether blocks of the sequence are on their way and might not arrive."""
         return self._requests[name].is_loading
 
     def take_plans(self) -> list[TransferPlan]:
-        """Close the step."""
+        """Close the step: what the ranks have to copy in it."""
         return self.manager.take_plans()
 
     def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
-        """Take the reports, and look for plans that are overdue."""
+        """Take the ranks' reports, and look for plans that are overdue; the loads that ended."""
         return self.manager.apply(reports) + self.manager.expire()
 
     def append(self, name: str, tokens: Sequence[int], num_computed: int) -> None:
-        """Publish what was computed."""
+        """Add accepted tokens; those before ``num_computed`` have their KV on every rank."""
         request = self._requests[name]
         request.append_tokens(list(tokens))
         self.manager.commit([(request, num_computed)])
 
     def release(self, name: str, *, resumes: bool) -> None:
-        """Unpin the blocks; they stay cached."""
+        """Give the blocks back, at the end or, when the sequence ``resumes``, until it is admitted again."""
         self.manager.request_finish([self._requests[name]])
         if not resumes:
             del self._requests[name]
 
+    def close(self) -> None:
+        """Say goodbye to the service, if there is one, when the workers have ended."""
+        self.manager.close()
+
 
 class FreshBlocks:
-    """No cache: a free list. Everything is computed."""
+    """The same calls with no cache: a free list. Everything is computed."""
+
+    host_cache = None
 
     def __init__(self, engine: EngineConfig) -> None:
         self._block_size = engine.block_size
         self._free = list(range(engine.device_blocks))
         self._tables: dict[str, list[int]] = {}
+
+    def restore(self, scans: Sequence[StorageScan]) -> int:
+        """There are none."""
+        return 0
 
     def admit(self, prompt: Prompt) -> int | None:
         """Nothing is cached."""
@@ -169,3 +160,9 @@ class FreshBlocks:
     def release(self, name: str, *, resumes: bool) -> None:
         """Back to the free list."""
         self._free.extend(self._tables.pop(name))
+
+    def close(self) -> None:
+        """Nobody to say goodbye to."""
+
+
+KVCache = FdcacheBlocks | FreshBlocks

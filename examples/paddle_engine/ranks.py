@@ -17,6 +17,7 @@ from examples.paddle_engine.config import EngineConfig, ModelConfig
 from examples.paddle_engine.worker import StepResult, Worker
 from fdcache import TransferPlan
 from fdcache.metadata import StorageScan
+from fdcache.tiers.host_cache import HostCache
 
 _MOST_ROWS = 4096
 
@@ -44,7 +45,7 @@ class SumOverRanks:
 class RankProcesses:
     """The workers of all ranks, each in a process of its own, behind the calls of one worker."""
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig, *, cached: bool) -> None:
+    def __init__(self, model: ModelConfig, engine: EngineConfig, host_cache: HostCache | None) -> None:
         context: SpawnContext = multiprocessing.get_context("spawn")
         buffers = [context.RawArray(ctypes.c_float, _MOST_ROWS * model.hidden) for _ in range(engine.ranks)]
         barrier = context.Barrier(engine.ranks)
@@ -55,7 +56,7 @@ class RankProcesses:
             pipe, theirs = context.Pipe()
             reduce = SumOverRanks(rank, buffers, barrier)
             process = context.Process(
-                target=_serve, args=(theirs, model, engine, cached, rank, reduce), daemon=True
+                target=_serve, args=(theirs, model, engine, host_cache, rank, reduce), daemon=True
             )
             process.start()
             theirs.close()
@@ -92,10 +93,15 @@ class RankProcesses:
 
 
 def _serve(
-    pipe: Connection, model: ModelConfig, engine: EngineConfig, cached: bool, rank: int, reduce: SumOverRanks
+    pipe: Connection,
+    model: ModelConfig,
+    engine: EngineConfig,
+    host_cache: HostCache | None,
+    rank: int,
+    reduce: SumOverRanks,
 ) -> None:
     """A rank's process: carry out calls until the last one."""
-    worker = Worker(model, engine, cached=cached, rank=rank, reduce=reduce)
+    worker = Worker(model, engine, host_cache, rank=rank, reduce=reduce)
     name = ""
     while name != "shutdown":
         name, arguments = pipe.recv()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,9 @@ import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
 
-from examples.paddle_engine.batch import Batch, Chunk, make_batches
+from examples.paddle_engine.batch import Batch, Chunk, find_row, make_batches
 from examples.paddle_engine.config import EngineConfig, ModelConfig
+from examples.paddle_engine.drafting import propose
 from examples.paddle_engine.model import Model, Reduce
 from examples.paddle_engine.paged_kv import PagedKV
 from examples.paddle_engine.sampling import Sample, sample
@@ -22,6 +23,7 @@ from fdcache.metadata import StorageScan
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
+from fdcache.tiers.host_cache import HostCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +50,14 @@ def no_reduce(x: Tensor) -> Tensor:
 
 
 class Worker:
-    """Executes steps. With ``cached`` its planes are registered with a ``CacheController``, else they are its own."""
+    """Executes steps. A ``CacheController`` has its planes registered; without ``host_cache`` there is none."""
 
     def __init__(
         self,
         model: ModelConfig,
         engine: EngineConfig,
+        host_cache: HostCache | None,
         *,
-        cached: bool,
         rank: int = 0,
         reduce: Reduce = no_reduce,
         device: Device | None = None,
@@ -68,13 +70,12 @@ class Worker:
         self.logits: dict[tuple[str, int], NDArray[np.float32]] | None = None
         self.controller: CacheController | None = None
         self._scan: StorageScan | None = None
-        if cached:
+        if host_cache is not None:
             self.controller = CacheController(
                 TransferSettings(), layout, rank=rank, device=device or current_device()
             )
             self.controller.register_kv_cache(planes)
-            if engine.host_blocks:
-                self.controller.initialize_host_cache(engine.host_blocks)
+            self.controller.initialize_host_cache(host_cache)
             context = ConnectorContext(layout, rank, engine.storage_tier, MooncakeSettings())
             if storage := open_storage(context):
                 self._scan = self.controller.initialize_storage(storage)
@@ -92,9 +93,9 @@ class Worker:
         with paddle.no_grad():
             hidden = [self._model.forward(batch, self._kv, wait_for_layer) for batch in batches]
             accepted = [self._accept(number, chunk, batches, hidden) for number, chunk in enumerate(chunks)]
-            drafts: list[int | None] = [None] * len(chunks)
+            drafts: Sequence[int | None] = [None] * len(chunks)
             if self._model.config.draft_layers:
-                drafts = self._propose(chunks, batches, hidden, accepted, wait_for_layer)
+                drafts = propose(self._model, self._kv, chunks, batches, hidden, accepted, wait_for_layer)
         results = tuple(
             ChunkResult(
                 sequence=chunk.sequence,
@@ -130,7 +131,7 @@ class Worker:
         """Sample the chunk's rows as long as the token in the next row is the one that was sampled."""
         samples: list[Sample] = []
         for column in range(chunk.sample_from, len(chunk.tokens)):
-            state = _row(number, column, batches, hidden)
+            state = find_row(number, column, batches, hidden)
             logits = self._model.logits(state)[0].numpy()
             position = chunk.start + column + 1
             if self.logits is not None:
@@ -139,47 +140,3 @@ class Worker:
             if column + 1 < len(chunk.tokens) and chunk.tokens[column + 1] != samples[-1].token:
                 break
         return tuple(samples)
-
-    def _propose(
-        self,
-        chunks: Sequence[Chunk],
-        batches: Sequence[Batch],
-        hidden: Sequence[Tensor],
-        accepted: Sequence[tuple[Sample, ...]],
-        wait_for_layer: Callable[[int], None],
-    ) -> list[int | None]:
-        """Run the draft layer over the rows that count; its last row proposes the token after the sampled one."""
-        follows = []
-        for chunk, samples in zip(chunks, accepted, strict=True):
-            new = [each.token for each in samples] if samples else [chunk.next_token]
-            follows.append(
-                np.array([*chunk.tokens[1 : chunk.sample_from + 1], *new][: len(chunk.tokens)], np.int64)
-            )
-        narrowed = [batch.narrow([len(each) for each in follows]) for batch in batches]
-        drafted = []
-        for batch, states in zip(narrowed, hidden, strict=True):
-            tokens = np.zeros(states.shape[0], np.int64)
-            for row, owner, column in zip(batch.valid, batch.owner, batch.column, strict=True):
-                tokens[row] = follows[owner][column]
-            if len(batch.valid):
-                drafted.append(
-                    self._model.draft(batch, states, paddle.to_tensor(tokens), self._kv, wait_for_layer)
-                )
-            else:
-                drafted.append(states)
-        return [
-            int(self._model.logits(_row(number, len(follows[number]) - 1, narrowed, drafted)).argmax())
-            if samples
-            else None
-            for number, samples in enumerate(accepted)
-        ]
-
-
-def _row(number: int, column: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> Tensor:
-    """The hidden state (1, hidden) of one token of a chunk."""
-    for batch, states in zip(batches, hidden, strict=True):
-        at = np.flatnonzero((batch.owner == number) & (batch.column == column))
-        if len(at):
-            row = int(batch.valid[at[0]])
-            return states[row : row + 1]
-    raise IndexError(f"token {column} of chunk {number} was not computed")

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from examples.paddle_engine.engine import Engine, Task
+from examples.paddle_engine.engine import Engine
 from examples.paddle_engine.kv_cache import Prompt
+from examples.paddle_engine.task import Task
 from fdcache.replay.items import OUTPUT_STREAMS, WorkItem, stream_tokens
 from fdcache.replay.workloads import WorkloadName, generate
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from examples.paddle_engine.engine import Engine, Task
+from examples.paddle_engine.engine import Engine
 from examples.paddle_engine.kv_cache import FdcacheBlocks, FreshBlocks, Prompt
+from examples.paddle_engine.task import Task
 from tests.paddle_help import ENGINE, GQA, prompt, spoken, tokens
 
 ranks = pytest.importorskip("examples.paddle_engine.ranks")
@@ -16,7 +17,8 @@ ranks = pytest.importorskip("examples.paddle_engine.ranks")
 
 def test_two_ranks_say_the_same_with_device_and_host_hits() -> None:
     config = replace(ENGINE, device_blocks=12, ranks=2)
-    workers = ranks.RankProcesses(GQA, config, cached=True)
+    cache = FdcacheBlocks(GQA, config)
+    workers = ranks.RankProcesses(GQA, config, cache.host_cache)
     prompts = [
         prompt("first", tokens(0, 150)),
         prompt("other", tokens(1, 150)),
@@ -38,7 +40,6 @@ def test_two_ranks_say_the_same_with_device_and_host_hits() -> None:
         return spoken(tasks)
 
     computed = serve(FreshBlocks(config))
-    cache = FdcacheBlocks(GQA, config)
     cached = serve(cache)
     workers.shutdown()
     assert texts(cached) == texts(computed)

@@ -10,7 +10,7 @@ import pytest
 
 from fdcache.errors import ConfigurationError, RequestStateError, UnsupportedCallError
 from fdcache.hashing import hash_blocks, root_hash
-from fdcache.integrations.fastdeploy import CacheManager, layout_from_config
+from fdcache.integrations.fastdeploy import CacheManager, layout_from_config, settings_from_config
 from fdcache.metadata import StorageScan, TransferPlan
 from fdcache.planes import PlaneKind
 from fdcache.settings.storage_tier import StorageTierSettings
@@ -376,3 +376,11 @@ class TestConfiguration:
             CacheManager(fd_config(dtype=None))
         with pytest.raises(ConfigurationError, match="write_policy"):
             make(write_policy="sometimes")
+
+
+def test_deterministic_mode_cuts_reuse_to_the_split_kv_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = fd_config()
+    assert settings_from_config(config, layout_from_config(config)).reuse_grid == 0
+    monkeypatch.setenv("FD_DETERMINISTIC_MODE", "1")
+    monkeypatch.setenv("FD_DETERMINISTIC_SPLIT_KV_SIZE", "32")
+    assert settings_from_config(config, layout_from_config(config)).reuse_grid == 32
