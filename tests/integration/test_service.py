@@ -42,10 +42,16 @@ class Engine:
     """A manager and its ranks, in this process; its device blocks hold bytes derived from their tokens."""
 
     def __init__(
-        self, address: str, shape: KVLayout | None = None, device_blocks: int = 32, *, stocked: bool = True
+        self,
+        address: str | None,
+        shape: KVLayout | None = None,
+        device_blocks: int = 32,
+        *,
+        stocked: bool = True,
+        settings: CacheSettings | None = None,
     ) -> None:
         self.layout = shape or layout()
-        settings = CacheSettings(
+        settings = settings or CacheSettings(
             server=address,
             device_blocks=device_blocks,
             write_policy=WritePolicy.WRITE_THROUGH,
