@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Required, TypedDict, Unpack
 
@@ -121,6 +121,12 @@ class KVLayout:
                 f"record_bytes must be a multiple of {RECORD_ALIGNMENT} and at least {end}, "
                 f"got {self.record_bytes}"
             )
+
+    def with_revision(self, revision: str) -> KVLayout:
+        """The same layout for other weights. Raises ``LayoutError`` for the revision that it has."""
+        if revision == self.revision:
+            raise LayoutError(f"revision: {revision!r} is the present one; give new weights a new revision")
+        return replace(self, revision=revision)
 
     @property
     def total_layers(self) -> int:

@@ -1,16 +1,19 @@
-"""``fdcache init``: make a machine ready: compile the swap kernels, measure the link, keep what was found."""
+"""``fdcache init``: make a machine ready, and say what was found: memory, folders, GPUs, their links."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fdcache_cli import output
+from fdcache_cli import errors, output
 
 if TYPE_CHECKING:
     from fdcache.devices.calibration import Calibration
+    from fdcache.server.machine_report import Finding
 
 
 def init(
@@ -19,6 +22,10 @@ def init(
         typer.Option(metavar="UUID", help="Only this GPU; may be repeated. Default: all visible."),
     ] = None,
     *,
+    check: Annotated[bool, typer.Option("--check", help="Only report; measure and change nothing.")] = False,
+    clean_arenas: Annotated[
+        bool, typer.Option("--clean-arenas", help="Remove what dead services left in the arena folder.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Measure again what was measured already.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     plot: Annotated[
@@ -26,23 +33,43 @@ def init(
         typer.Option(metavar="FILE", help="Draw the first GPU's measurements too (needs matplotlib)."),
     ] = None,
 ) -> None:
-    """Compile the swap kernels for each GPU, measure its link in both directions, and keep what was found.
+    """Look at the machine, compile the swap kernels for each GPU, measure its link, and keep what was found.
+
+    Exit 1 when something would make serving fail; each problem has its remedy.
 
     A calibration of another driver, topology or version is measured again. Copies on a GPU without one go by
     safe defaults.
     """
+    if check and (force or clean_arenas or plot is not None):
+        raise typer.BadParameter("it changes nothing; leave --force, --clean-arenas and --plot out")
     from fdcache.devices.topology import find_gpu, visible_gpus
+    from fdcache.server import machine_report
+    from fdcache.settings import Settings
 
     if plot is not None:
         from fdcache.devices.link_plot import require_plotting
 
         require_plotting(plot)
-    gpus = [find_gpu(uuid) for uuid in device] if device else visible_gpus()
-    calibrations = [_calibrate(gpu.uuid, force=force, quiet=json) for gpu in gpus]
+    settings = Settings.load()
+    removed = machine_report.clean_arenas(settings) if clean_arenas else []
+    findings = machine_report.examine(settings)
+    if not json:
+        _show_machine(findings, removed)
+    if device:
+        gpus = [find_gpu(uuid) for uuid in device]
+    else:
+        gpus = visible_gpus() if plot is not None or _has_gpu(findings) else []
+    calibrations = [] if check else [_calibrate(gpu.uuid, force=force, quiet=json) for gpu in gpus]
     if json:
         import msgspec
 
-        output.print_json({"calibrations": [msgspec.to_builtins(each) for each in calibrations]})
+        output.print_json(
+            {
+                "machine": [asdict(each) for each in findings],
+                "removed_arenas": removed,
+                "calibrations": [msgspec.to_builtins(each) for each in calibrations],
+            }
+        )
     else:
         for calibration in calibrations:
             _show(calibration)
@@ -50,6 +77,23 @@ def init(
         from fdcache.devices.link_plot import write_plot
 
         write_plot(calibrations[0], plot)
+    if any(each.problem for each in findings):
+        raise typer.Exit(errors.FAILED)
+
+
+def _has_gpu(findings: Sequence[Finding]) -> bool:
+    return any(each.name == "GPU" and each.hint is None for each in findings)
+
+
+def _show_machine(findings: Sequence[Finding], removed: Sequence[str]) -> None:
+    for text in removed:
+        output.print_line(f"removed a dead arena: {text}")
+    for each in findings:
+        output.print_line(f"{each.name:<15} {each.found}")
+        if each.hint:
+            output.print_line(f"{'':<15} hint: {each.hint}")
+        if each.problem:
+            output.print_line(f"{'':<15} PROBLEM: {each.problem}")
 
 
 def _calibrate(uuid: str, *, force: bool, quiet: bool) -> Calibration:

@@ -125,7 +125,8 @@ def replay(
     speed: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Follow the timestamps, so many times as fast. Default: as fast as possible."
+            metavar="FACTOR",
+            help="Follow the timestamps, so many times as fast. Default: as fast as possible.",
         ),
     ] = None,
     verify: Annotated[

@@ -145,7 +145,7 @@ def _screen(server: Server, settings: Settings, port: int | None) -> None:
         ("settings", settings.fingerprint[:16]),
     ]
     rows += [
-        ("dead arena", f"{format_size(each.nbytes)} of {each.words}: {each.remedy}")
+        ("dead arena", f"{each.size} of {each.words}: {each.remedy}")
         for each in find_arenas(arena.directory)
         if not each.alive
     ]

@@ -41,6 +41,7 @@ class EngineClient:
     """
 
     def __init__(self, settings: CacheSettings, layout: KVLayout, execute: Execute) -> None:
+        self.layout = layout
         self._host = RemoteHostTier(settings, layout)
         self._block_size = layout.block_size
         self._ranks = layout.tp_size
@@ -138,9 +139,20 @@ class EngineClient:
             return list(events_of(self._host, CacheLevel.HOST, self._block_size))
 
     def reset(self) -> None:
-        """Forget every block of this layout, as after new weights; until that is done nothing is found."""
+        """Forget every block of this layout, for every engine that has it; until that is done nothing is found."""
         with self._lock:
             self._host.reset()
+
+    def change_revision(self, revision: str) -> KVLayout:
+        """The engine has loaded other weights: the layout whose fingerprint the hashes begin with from now on.
+
+        Nothing of the former weights is found again; blocks of this revision are shared with all engines that have it.
+        Nothing is found until the service knows. Raises ``LayoutError`` for the revision that there is.
+        """
+        with self._lock:
+            self.layout = self.layout.with_revision(revision)
+            self._host.change_layout(self.layout)
+            return self.layout
 
     def close(self) -> None:
         """Say goodbye; the ranks' controllers have been shut down."""
@@ -191,6 +203,14 @@ class AsyncEngineClient:
     async def events(self) -> list[CacheEvent]:
         """As ``EngineClient.events``."""
         return await asyncio.to_thread(self._client.events)
+
+    async def reset(self) -> None:
+        """As ``EngineClient.reset``."""
+        await asyncio.to_thread(self._client.reset)
+
+    async def change_revision(self, revision: str) -> KVLayout:
+        """As ``EngineClient.change_revision``."""
+        return await asyncio.to_thread(self._client.change_revision, revision)
 
     async def close(self) -> None:
         """As ``EngineClient.close``."""

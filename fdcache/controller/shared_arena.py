@@ -76,6 +76,7 @@ class SharedHostArena:
         if self._geometry != answer.geometry:
             self._unmap()
             self._geometry = answer.geometry
+        self.fingerprint = answer.fingerprint
         self._arena = arena
 
     def _map(self, slot: int) -> None:

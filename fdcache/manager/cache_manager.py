@@ -355,6 +355,30 @@ class CacheManager:
                 forgotten += self._storage.reset(self._requests.plan)
             return forgotten
 
+    def change_revision(self, revision: str) -> int:
+        """The engine has loaded other weights: nothing of the former ones is found again; returns how many blocks go.
+
+        Running requests keep their blocks and publish no more, leases from before are stale and harmless, and a
+        service's blocks of this revision are shared with all engines that have it. Between steps; workers need not be
+        told. Raises ``LayoutError`` for the revision that there is, ``ConfigurationError`` with a storage tier, whose
+        files belong to one revision: make a new manager then.
+        """
+        with self._lock:
+            if self._storage:
+                raise ConfigurationError(
+                    "change_revision: a storage tier belongs to one revision; shut the manager down and make a new one"
+                )
+            layout = self.layout.with_revision(revision)
+            forgotten = self._device.stats().ready
+            if isinstance(self._host, LocalHostTier):
+                forgotten += self._host.stats().ready
+            self.layout = layout
+            self._reset_device()
+            self._requests.change_fingerprint(layout.fingerprint)
+            if self._host:
+                self._host.change_layout(layout)
+            return forgotten
+
     def resize_device_pool(self, num_blocks: int) -> bool:
         """Change the number of device blocks. False, and nothing changed, while a block beyond it is in use.
 
@@ -439,7 +463,7 @@ class CacheManager:
         Of the tiers that this process has; ``fdcache inspect explain`` tells of a service's.
         """
         with self._lock:
-            hashes = request._bind(self.layout.block_size, self.layout.fingerprint).hashes
+            hashes = self._requests.bind(request).hashes
             own = [pool for pool in self._pools() if isinstance(pool, BlockPool)]
             return {pool.level: pool.nodes(pool.find(hashes).slots.tolist()) for pool in own}
 

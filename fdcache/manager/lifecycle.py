@@ -9,6 +9,7 @@ import numpy as np
 
 from fdcache._core import BlockList, MatchRun
 from fdcache.errors import IntegrityError, RequestStateError
+from fdcache.hashing import TokenBlocks
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.blocks import ROOT, Blocks, parents_of
@@ -70,6 +71,7 @@ class RequestLifecycle:
         self._settings = settings
         self._block_size = layout.block_size
         self._fingerprint = layout.fingerprint
+        self._former_fingerprints: set[bytes] = set()
         self._device = device
         self._host = host
         self._backups = backups
@@ -84,6 +86,17 @@ class RequestLifecycle:
         """What this step has planned; the next step starts with nothing."""
         closed, self.plan = self.plan, OpenPlan()
         return closed
+
+    def bind(self, request: Request) -> TokenBlocks:
+        """The request's tokens, hashed for this layout. Raises ``HashingError``, ``RequestStateError``."""
+        return request._bind(self._block_size, self._fingerprint, self._former_fingerprints)
+
+    def change_fingerprint(self, fingerprint: bytes) -> None:
+        """From now on keys are those of another layout; running requests keep their blocks and publish no more."""
+        self._former_fingerprints.add(self._fingerprint)
+        self._former_fingerprints.discard(fingerprint)
+        self._fingerprint = fingerprint
+        self.stop_publishing()
 
     def stop_publishing(self) -> None:
         """After a reset: running requests keep their blocks, nobody will find them any more."""
@@ -100,7 +113,7 @@ class RequestLifecycle:
                 )
             if request.request_id in self.live or request.request_id in seen:
                 raise RequestStateError(f"another request with the id {request.request_id!r} is running")
-            request._bind(self._block_size, self._fingerprint)
+            self.bind(request)
             seen[request.request_id] = request
 
     def check_allocate(self, demands: Sequence[tuple[Request, int]]) -> None:
@@ -137,7 +150,7 @@ class RequestLifecycle:
 
     def _matchable(self, request: Request) -> HashArray:
         """The hashes of the blocks that a match may find: short of the last token."""
-        tokens = request._bind(self._block_size, self._fingerprint)
+        tokens = self.bind(request)
         return tokens.hashes[: (request.num_tokens - 1) // self._block_size]
 
     def match(self, requests: Sequence[Request]) -> list[MatchResult]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -117,15 +117,17 @@ class Request:
         self._deferred_since: float | None = None
         self._incarnation += 1
 
-    def _bind(self, block_size: int, fingerprint: bytes) -> TokenBlocks:
+    def _bind(self, block_size: int, fingerprint: bytes, former: Set[bytes] = frozenset()) -> TokenBlocks:
         """The tokens, made at first use: the keys depend on the layout.
 
-        Raises ``HashingError`` for tokens that cannot be hashed.
+        A request that holds nothing is hashed anew if it was bound to one of the ``former`` fingerprints. Raises
+        ``HashingError`` for tokens that cannot be hashed.
         """
-        if self._blocks is None:
+        renewed = not self._lease and self._namespace is not None and self._namespace[1] in former
+        if self._blocks is None or renewed:
             root = root_hash(fingerprint, self._tenant)
             tokens = TokenBlocks(block_size, root, multimodal=self._multimodal, adapter_id=self._adapter_id)
-            tokens.append(self._prompt)
+            tokens.append(self._prompt if self._blocks is None else self._blocks.tokens)
             self._blocks = tokens
             self._namespace = (block_size, fingerprint)
         elif self._namespace != (block_size, fingerprint):

@@ -206,9 +206,10 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """The worker may map its extents and copy."""
+    """The worker may map its extents and copy; ``fingerprint`` is that of the engine's present layout."""
 
     geometry: Geometry
+    fingerprint: bytes
 
 
 class Matched(msgspec.Struct, frozen=True, tag="matched"):

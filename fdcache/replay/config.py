@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -60,8 +61,10 @@ class ReplayConfig:
                 f"{self.chunk_tokens} cannot give {self.concurrency} running requests a token each step; "
                 f"use at least {self.concurrency} or a lower --concurrency",
             )
-        if self.speed is not None and self.speed <= 0:
-            raise ReplayOptionError("--speed", f"{self.speed} is not above 0; leave it out for full speed")
+        if self.speed is not None and not 0 < self.speed < math.inf:
+            raise ReplayOptionError(
+                "--speed", f"{self.speed} is not above 0 and finite; leave it out for full speed"
+            )
         if self.seed < 0:
             raise ReplayOptionError("--seed", f"{self.seed} is below 0")
         if self.load_failures and self.device is not DeviceName.CPU:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -14,7 +15,10 @@ _RECENT_SAMPLES = 20
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds since the start, hit rate so far and over the last samples, used share by tier."""
+    """Seconds since the start, hit rate so far and over the last samples, used share by tier.
+
+    ``recent_hit_rate`` is not a number where no prompt came in that time.
+    """
 
     seconds: float
     hit_rate: float
@@ -39,7 +43,9 @@ class Timeline:
         hits, prompts = sum(tally.hit_tokens.values()), tally.prompt_tokens
         earlier_hits, earlier_prompts = self._window[0]
         self._window.append((hits, prompts))
-        recent = (hits - earlier_hits) / (prompts - earlier_prompts) if prompts > earlier_prompts else 0.0
+        recent = (
+            (hits - earlier_hits) / (prompts - earlier_prompts) if prompts > earlier_prompts else math.nan
+        )
         usage = {level.value: usage.usage for level, usage in manager.get_memory_usage().items()}
         self.samples.append(Sample(now, tally.hit_rate, recent, usage))
         if len(self.samples) > _MOST_SAMPLES:

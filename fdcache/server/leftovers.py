@@ -36,6 +36,11 @@ class FoundArena:
         return f"{owner} at {self.address}" if self.address else owner
 
     @property
+    def size(self) -> str:
+        """How much it has, in words."""
+        return f"{self.nbytes / 2**20:.0f} MiB"
+
+    @property
     def remedy(self) -> str:
         """What to do about a dead one."""
         recover = f"fdcache serve --socket {self.address} takes it over; " if self.address else ""

@@ -146,7 +146,7 @@ class Server:
             dead = [each for each in find_arenas(settings.arena_dir) if not each.alive]
             if not dead:
                 raise
-            taken = "; ".join(f"{each.nbytes} bytes are of {each.words}: {each.remedy}" for each in dead)
+            taken = "; ".join(f"{each.size} are of {each.words}: {each.remedy}" for each in dead)
             raise HostMemoryError(f"{error}\ndead arenas in {settings.arena_dir}: {taken}") from error
 
     def _open_storage(self, progress: Progress) -> None:

@@ -219,7 +219,7 @@ class Service:
                         "malformed", f"rank {request.rank} is not below {client.namespace.ranks}"
                     )
                 client.watch(request.live, request.rank)
-                return Attached(client.namespace.geometry)
+                return Attached(client.namespace.geometry, client.namespace.layout.fingerprint)
         raise RefusalError(
             "no_session", "the engine of this worker is not registered here, or has registered anew"
         )

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from fdcache._core import TierStats
+from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.node.traffic import Traffic
 from fdcache.tiers.block_pool import BlockPool
@@ -144,6 +145,9 @@ class HostTier(Protocol):
     def reset(self) -> None:
         """Forget every block."""
 
+    def change_layout(self, layout: KVLayout) -> None:
+        """The engine has other weights: what was found or copied before belongs to the layout before."""
+
     def stats(self) -> TierStats | TierFigures:
         """The state of the tier."""
 
@@ -212,6 +216,10 @@ class LocalHostTier(BlockPool):
         """Pins, holds, leases and slots being written."""
         figures = self.stats()
         return figures.pins + figures.holds + figures.leases + figures.writing
+
+    def change_layout(self, layout: KVLayout) -> None:
+        """Blocks of the weights before are of no use to anybody."""
+        self.reset()
 
     def own(self, block: bytes, tenant: str) -> None:
         """Tenants have no quotas here."""

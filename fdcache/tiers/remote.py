@@ -292,6 +292,13 @@ class RemoteHostTier:
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             self._keeper.lose(session, str(error))
 
+    def change_layout(self, layout: KVLayout) -> None:
+        """Register with another layout once nothing of this one is under way; until then nothing is found."""
+        self._fingerprint = layout.fingerprint
+        self._reset_owed = False
+        self._knowledge.clear()
+        self._keeper.change_layout(layout)
+
     def stats(self) -> TierFigures:
         """As of the last heartbeat."""
         session = self._keeper.session

@@ -142,6 +142,12 @@ class SessionKeeper:
                 self._knowledge.clear()
         self._poke()
 
+    def change_layout(self, layout: KVLayout) -> None:
+        """Leave the session, and begin the next one with this layout."""
+        self._layout = layout
+        if (session := self.session) is not None:
+            self.lose(session, "the layout changes", goodbye=True)
+
     def record_events(self, capacity: int) -> None:
         """Keep the newest ``capacity`` batches of events."""
         self._event_capacity = capacity

@@ -44,15 +44,16 @@ class Engine:
 
     def __init__(
         self,
-        address: str,
+        address: str | None,
         shape: KVLayout | None = None,
         device_blocks: int = 32,
         *,
         stocked: bool = True,
         fetches: StorageTierSettings | None = None,
+        settings: CacheSettings | None = None,
     ) -> None:
         self.layout = shape or layout()
-        settings = CacheSettings(
+        settings = settings or CacheSettings(
             server=address,
             device_blocks=device_blocks,
             write_policy=WritePolicy.WRITE_THROUGH,

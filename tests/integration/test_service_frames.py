@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from fdcache.errors import ProtocolError
+from fdcache.errors import ProtocolError, ServiceUnavailableError
 from fdcache.manager import Request as EngineRequest
 from fdcache.node.connection import Connection
 from fdcache.node.liveness import LiveFile
@@ -222,3 +222,39 @@ def test_frames_beyond_the_limit_close_only_their_own_line(line: Line) -> None:
     connection.socket.send(bytes(20 << 20))
     assert not connection.socket.poll(300)
     assert service.ask("stats")["state"] == "ready"
+
+
+def test_a_client_that_does_not_read_slows_itself_alone(tmp_path: Path) -> None:
+    with local_service(tmp_path) as service:
+        slow = Connection(service.address)
+        live = register(slow, service.directory)
+        before = service.ask("namespaces")[0]["tier"]["free"]
+        sent = 0
+
+        def overflows() -> bool:
+            nonlocal sent
+            for _ in range(1000):
+                try:
+                    slow.send(Refill(1))
+                    sent += 1
+                except ServiceUnavailableError:
+                    break
+            return bool(service.service.totals.undelivered > 100)
+
+        until(overflows, "its queue is full")
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        until(
+            lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "another client is served meanwhile"
+        )
+        engine.close()
+        while slow.receive(0.5) is not None:
+            pass
+        assert code(slow, Heartbeat(b"{}")) == "done"
+        (client,) = service.ask("clients")
+        slots = service.ask("namespaces")[0]["tier"]
+        assert slots["writing"] == client["stock"] <= sent
+        assert slots["free"] + client["stock"] >= before - 10
+        assert service.ask("integrity") == []
+        slow.close()
+        live.close()

@@ -1,0 +1,150 @@
+"""What a machine has for a service and its engines, and what would make serving fail."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fdcache.controller.memory_budget import available_memory
+from fdcache.devices.topology import visible_gpus
+from fdcache.errors import ConfigurationError, DeviceError
+from fdcache.node.address import default_runtime_dir
+from fdcache.server.huge_pages import huge_page_problem
+from fdcache.server.leftovers import find_arenas, remove_arena
+from fdcache.settings import Settings
+from fdcache.settings.parsing import format_size
+
+_NODES = Path("/sys/devices/system/node")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. ``problem`` says what makes serving fail, and the remedy; ``hint`` what could be better."""
+
+    name: str
+    found: str
+    problem: str | None = None
+    hint: str | None = None
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """Look at the machine; nothing is changed."""
+    return [
+        *_gpus(),
+        *_memory(settings),
+        _numa(settings),
+        _memlock(),
+        _huge_pages(settings),
+        *_arena_folder(settings),
+        _runtime_folder(settings),
+        *_storage_folder(settings),
+    ]
+
+
+def _gpus() -> Iterator[Finding]:
+    try:
+        gpus = visible_gpus()
+    except DeviceError as error:
+        yield Finding("GPU", "none", hint=f"{error}; a service needs none, engines on the CPU neither")
+        return
+    for gpu in gpus:
+        yield Finding("GPU", f"{gpu.name} {gpu.uuid}, driver {gpu.driver}, {gpu.topology}")
+
+
+def _memory(settings: Settings) -> Iterator[Finding]:
+    budget = available_memory()
+    wanted = settings.cache.host_memory
+    problem = None
+    if wanted > budget.nbytes:
+        problem = f"FDCACHE_HOST_MEMORY: {format_size(wanted)} are more than is left; ask for less, or raise the limit"
+    yield Finding("memory", f"{_gib(budget.nbytes)} left ({budget.limit})", problem)
+
+
+def _numa(settings: Settings) -> Finding:
+    nodes = sorted(int(path.name[4:]) for path in _NODES.glob("node[0-9]*"))
+    wanted = settings.server.numa_node
+    problem = None
+    if wanted is not None and wanted not in nodes:
+        problem = f"FDCACHE_NUMA_NODE: this machine has no NUMA node {wanted}; unset it"
+    return Finding("NUMA nodes", ", ".join(map(str, nodes)) or "unknown", problem)
+
+
+def _memlock() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = "unlimited" if soft == resource.RLIM_INFINITY else format_size(soft)
+    hint = None if soft == resource.RLIM_INFINITY else "engines that use RDMA need more: ulimit -l unlimited"
+    return Finding("memlock", found, hint=hint)
+
+
+def _huge_pages(settings: Settings) -> Finding:
+    hint = huge_page_problem(settings.server.arena_dir)
+    return Finding("huge pages", "available" if hint is None else "none", hint=hint)
+
+
+def _arena_folder(settings: Settings) -> Iterator[Finding]:
+    folder = settings.server.arena_dir
+    if not folder.is_dir():
+        yield Finding("arena folder", "missing", f"FDCACHE_ARENA_DIR: {folder} is no folder; make it a tmpfs")
+        return
+    free, wanted = shutil.disk_usage(folder).free, settings.cache.host_memory
+    problem = None
+    if wanted > free:
+        problem = (
+            f"FDCACHE_ARENA_DIR: {folder} has no room for {format_size(wanted)}; give the container a larger one "
+            "(docker run --shm-size, an emptyDir of medium Memory), or ask for less"
+        )
+    yield Finding("arena folder", f"{folder}, {_gib(free)} free", problem)
+    for arena in find_arenas(folder):
+        state = "alive" if arena.alive else "dead"
+        hint = None if arena.alive else arena.remedy
+        yield Finding("arena", f"{state}, {arena.size} of {arena.words}", hint=hint)
+
+
+def _runtime_folder(settings: Settings) -> Finding:
+    folder = default_runtime_dir(settings.server.runtime_dir)
+    if not folder.exists():
+        return Finding("runtime folder", f"{folder}, made at the start")
+    status, problem = folder.stat(), None
+    if status.st_uid != os.geteuid():
+        problem = f"{folder}: not a folder of this user; set FDCACHE_RUNTIME_DIR to another"
+    elif stat.S_IMODE(status.st_mode) & 0o077:
+        problem = f"{folder}: others can enter it; run chmod 700 {folder}"
+    return Finding("runtime folder", str(folder), problem)
+
+
+def _storage_folder(settings: Settings) -> Iterator[Finding]:
+    folder = settings.storage_tier.directory
+    if not settings.storage_tier.is_on or folder is None:
+        return
+    if not folder.is_dir():
+        yield Finding("storage folder", f"{folder}, made at the start")
+        return
+    problem = None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        problem = f"FDCACHE_STORAGE_DIR: {folder} cannot be written by this user; give it to them"
+    yield Finding("storage folder", f"{folder}, {_gib(shutil.disk_usage(folder).free)} free", problem)
+
+
+def clean_arenas(settings: Settings) -> list[str]:
+    """Remove the dead arenas of the arena folder; what was removed, in words.
+
+    Raises ``ConfigurationError`` when there is no such folder.
+    """
+    folder = settings.server.arena_dir
+    if not folder.is_dir():
+        raise ConfigurationError(f"FDCACHE_ARENA_DIR: {folder} is no folder")
+    removed = []
+    for arena in find_arenas(folder):
+        if not arena.alive:
+            remove_arena(arena)
+            removed.append(f"{arena.size} of {arena.words}")
+    return removed
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"

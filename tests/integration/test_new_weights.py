@@ -1,0 +1,199 @@
+"""New weights in place: nothing of the former ones is found again, and engines with the new ones share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fdcache.client import AsyncEngineClient
+from fdcache.errors import ConfigurationError, LayoutError
+from fdcache.hashing import TokenBlocks, root_hash
+from fdcache.manager import CacheManager, LoadStatus, Request
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.settings.storage_tier import StorageTierSettings
+from tests.integration.test_engine_client import Blocks, array
+from tests.integration.test_service import (
+    BLOCK,
+    PROMPT,
+    Engine,
+    assert_nothing_is_held,
+    layout,
+    ready_blocks,
+)
+from tests.service_help import LocalService, local_service, until
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[LocalService]:
+    with local_service(tmp_path) as running:
+        yield running
+
+
+def registered(service: LocalService, revision: str, clients: int = 1) -> bool:
+    """Whether so many engines have that revision, and slots to store into."""
+    return [each["clients"] for each in service.ask("namespaces") if each["revision"] == revision] == [
+        clients
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_old_blocks_are_never_found_and_new_ones_are_shared(service: LocalService, ranks: int) -> None:
+    first, second = (Engine(service.address, layout(ranks=ranks)) for _ in range(2))
+    first.serve(PROMPT)
+    until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+    assert first.manager.change_revision("2") == 10
+    until(lambda: registered(service, "2"), "it has registered with the new weights")
+    first.await_stock()
+    assert first.serve(PROMPT) == (0, [])  # neither on the device nor on the host
+    until(lambda: ready_blocks(service) == 20, "the blocks of the new weights are stored beside the old ones")
+    assert second.manager.change_revision("2") == 0
+    until(lambda: registered(service, "2", 2), "the other engine follows")
+    found, outcomes = second.serve(PROMPT)
+    assert found == 10
+    assert [outcome.status for outcome in outcomes] == [LoadStatus.CONFIRMED]
+    third = Engine(service.address, layout(ranks=ranks))
+    assert third.serve(PROMPT)[0] == 10  # who still has the old weights finds the old blocks
+    for engine in (first, second, third):
+        engine.close()
+    assert_nothing_is_held(service)
+
+
+def test_what_was_found_before_is_stale_and_harmless(service: LocalService) -> None:
+    engine = Engine(service.address)
+    engine.serve(PROMPT)
+    until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+    engine.manager._device.reset()
+    request = Request("between", PROMPT)
+    assert engine.manager.match_prefix([request])[0].num_host_blocks == 10
+    engine.manager.change_revision("2")
+    (allocation,) = engine.manager.allocate_device_blocks([(request, len(PROMPT))])
+    outcomes = engine.carry_out(engine.manager.take_plans())
+    assert not allocation.ok or all(outcome.status is LoadStatus.FAILED for outcome in outcomes)
+    engine.manager.request_finish([request])
+    until(lambda: registered(service, "2"), "it has registered with the new weights")
+    engine.await_stock()
+    assert engine.manager.match_prefix([request])[0].num_cached_tokens == 0
+    engine.manager.request_finish([request])
+    assert engine.serve(PROMPT)[0] == 0
+    engine.close()
+    assert_nothing_is_held(service)
+
+
+def test_a_copy_under_way_ends_before_the_service_hears_of_the_new_weights(service: LocalService) -> None:
+    engine = Engine(service.address)
+    request = Request("writes", PROMPT)
+    engine.manager.match_prefix([request])
+    engine.manager.allocate_device_blocks([(request, len(PROMPT))])
+    engine.carry_out(engine.manager.take_plans())
+    engine.manager.commit([(request, len(PROMPT))])
+    plans = engine.manager.take_plans()
+    assert plans[0].backups is not None
+    engine.manager.change_revision("2")
+    assert not registered(service, "2")
+    engine.carry_out(plans)
+    until(lambda: registered(service, "2"), "it registers once the copies have ended")
+    engine.manager.request_finish([request])
+    engine.close()
+    assert_nothing_is_held(service)
+
+
+def test_blocks_of_new_weights_are_recovered(tmp_path: Path) -> None:
+    service = LocalService(tmp_path)
+    engine = Engine(service.address)
+    engine.serve(PROMPT)
+    engine.manager.change_revision("2")
+    until(lambda: registered(service, "2"), "it has registered with the new weights")
+    engine.await_stock()
+    engine.serve(PROMPT)
+    until(lambda: ready_blocks(service) == 20, "the blocks of both are stored")
+    engine.close()
+    service.crash()
+    with local_service(tmp_path) as service:
+        assert service.server.recovered == 20
+
+
+def test_an_engine_client_changes_too_also_from_asyncio(service: LocalService) -> None:
+    blocks, other = Blocks(service.address), Blocks(service.address)
+
+    def hashes(fingerprint: bytes) -> np.ndarray:
+        tokens = TokenBlocks(BLOCK, root_hash(fingerprint, None))
+        tokens.append(list(range(2 * BLOCK)))
+        return tokens.hashes
+
+    old = hashes(blocks.layout.fingerprint)
+    assert blocks.client.store(old, array(0, 1)) == 2
+    until(lambda: blocks.client.lookup(old) == 2, "they are there")
+    changed = blocks.client.change_revision("2")
+    assert changed == other.layout.with_revision("2") == blocks.client.layout
+    until(lambda: blocks.client.store_room, "it has registered with the new weights")
+    new = hashes(changed.fingerprint)
+    assert [blocks.client.lookup(each) for each in (old, new)] == [0, 0]
+    blocks.fill([3, 4])
+    assert blocks.client.store(new, array(3, 4)) == 2
+
+    async def follow() -> int:
+        client = AsyncEngineClient(other.client)
+        assert await client.change_revision("2") == changed
+        while await client.lookup(new) < 2:
+            await asyncio.sleep(0.01)
+        return await client.load(new, array(7, 8))
+
+    assert asyncio.run(follow()) == 2
+    assert other.holds([7, 8])
+    blocks.close()
+    other.close()
+    assert_nothing_is_held(service)
+
+
+class TestEmbedded:
+    def engine(self) -> Engine:
+        settings = CacheSettings(
+            device_blocks=32, host_memory=1 << 20, write_policy=WritePolicy.WRITE_THROUGH
+        )
+        return Engine(None, settings=settings, stocked=False)
+
+    def test_neither_tier_finds_the_old_blocks_and_a_preempted_request_is_hashed_anew(self) -> None:
+        engine = self.engine()
+        engine.serve(PROMPT)
+        engine.serve(PROMPT)
+        preempted = Request("preempted", PROMPT)
+        assert engine.manager.match_prefix([preempted])[0].num_cached_tokens == 40
+        engine.manager.request_finish([preempted])
+        before = preempted.block_hashes.tobytes()
+        assert engine.manager.change_revision("2") >= 20
+        match = engine.manager.match_prefix([preempted])[0]
+        assert match.num_cached_tokens == 0
+        assert preempted.block_hashes.tobytes() != before
+        engine.manager.request_finish([preempted])
+        assert engine.serve(PROMPT) == (0, [])
+        engine.manager._device.reset()
+        assert engine.serve(PROMPT)[0] == 10
+        engine.manager.check_integrity()
+        engine.close()
+
+    def test_a_running_request_publishes_nothing_more(self) -> None:
+        engine = self.engine()
+        request = Request("runs", PROMPT)
+        engine.manager.match_prefix([request])
+        engine.manager.allocate_device_blocks([(request, len(PROMPT))])
+        engine.manager.change_revision("2")
+        engine.manager.commit([(request, len(PROMPT))])
+        engine.manager.request_finish([request])
+        assert engine.serve(PROMPT) == (0, [])
+        engine.close()
+
+    def test_the_present_revision_is_refused(self) -> None:
+        engine = self.engine()
+        with pytest.raises(LayoutError, match="give new weights a new revision"):
+            engine.manager.change_revision("1")
+        engine.close()
+
+    def test_a_storage_tier_belongs_to_one_revision(self, tmp_path: Path) -> None:
+        storage = StorageTierSettings(connector="local", directory=tmp_path)
+        manager = CacheManager(CacheSettings(host_memory=1 << 20), layout(), storage=storage)
+        with pytest.raises(ConfigurationError, match="make a new one"):
+            manager.change_revision("2")
