@@ -84,7 +84,7 @@ class TestServiceManager:
         with (tmp_path / "log").open("wb") as log:
             service.spawn(log)
         *progress, ready, status = self.hear(notifications, "STATUS=serving")
-        every = [f"STATUS=touching memory: {i} of 16 extents" for i in range(1, 17)]
+        every = [f"STATUS=touching memory: {i} of 16" for i in range(1, 17)]
         assert progress[0] == every[0]
         assert set(progress) <= set(every)
         assert (ready, status) == ("READY=1", f"STATUS=serving at {service.address}")
