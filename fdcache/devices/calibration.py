@@ -33,7 +33,7 @@ class Thresholds:
     direct_plane: int
     staged_column: int
     group_column: int = 128 * KIB
-    run_copy: int = 4 * MIB
+    run_copy: int = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True)
