@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.swap_neighbours import neighbours, slowdown
+from benchmarks.swap_neighbours import cost, neighbours
 from benchmarks.swap_peers import D2H, H2D, Link, Peers
 from benchmarks.swap_worker import GIB, KIB, SwapWorker, make_layout
 from fdcache.devices.calibration import Calibration
@@ -113,7 +113,7 @@ def _one_small(
 
 
 def interference(_: Link, __: Peers) -> Table:
-    rows = []
+    rows: Table = []
     work = neighbours()
     for method in METHODS:
         for plane in (128, 16):
@@ -121,8 +121,8 @@ def interference(_: Link, __: Peers) -> Table:
             for way in ("load", "evict"):
                 row: dict[str, Any] = {"method": method, "plane": f"{plane} KiB", "way": way}
                 for name, enqueue in work.items():
-                    cost, outlasted = slowdown(swaps, way, enqueue, runs=True)
-                    row[name] = f"{100 * cost:+.1f}%" + ("" if outlasted else " (copies ended first)")
+                    found = cost(swaps, way, enqueue)
+                    row[name] = f"{100 * found.slowdown:+.1f}% at {found.rate / 1e9:.1f} GB/s"
                 rows.append(row)
             swaps.close()
     return rows

@@ -1,18 +1,37 @@
-"""What a load costs the computation beside it: matrix products, memory traffic, a chain of small kernels."""
+"""What copies cost the computation beside it: matrix products, memory traffic, a chain of small kernels.
+
+The neighbour works without a pause, and copies run in the middle: what it did during them is compared with what it
+did before and after in the same stretch. A GPU that just idled runs faster for some ten milliseconds than one at
+work, by more than copies cost; so a stretch with copies cannot be compared with another one without.
+"""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from benchmarks.swap_worker import GIB, SwapWorker
 
-LOADS = 4
+PLANS = 6
+REPEATS = 5
+_UNITS = 34
+_LEAD = 6
+"""Units before the copies; the first are left out of account."""
+_WARM = 2
 
 
-def neighbours() -> dict[str, Callable[[Any], None]]:
-    """Each enqueues some 30-40 ms of work on a torch stream."""
+@dataclass(frozen=True)
+class Cost:
+    """The fraction by which work takes longer, and the bytes a second that were copied beside it."""
+
+    slowdown: float
+    rate: float
+
+
+def neighbours() -> dict[str, Callable[[], None]]:
+    """Each enqueues some 8 ms of work on the current torch stream."""
     import torch
 
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -29,52 +48,59 @@ def neighbours() -> dict[str, Callable[[Any], None]]:
         for step in range(256):
             value = torch.nn.functional.silu(torch.mm(weights[step % 8], value))
 
-    def products(_: Any) -> None:
-        for _step in range(24):
+    def products() -> None:
+        for _step in range(6):
             torch.mm(left, right, out=product)
 
-    def traffic(_: Any) -> None:
-        for _step in range(64):
+    def traffic() -> None:
+        for _step in range(16):
             target.copy_(source)
 
-    def chain(_: Any) -> None:
-        for _step in range(8):
+    def chain() -> None:
+        for _step in range(2):
             graph.replay()
 
     return {"8192^3 bf16 products": products, "memory copies": traffic, "decode-like chain": chain}
 
 
-def slowdown(worker: SwapWorker, way: str, work: Callable[[Any], None], *, runs: bool) -> tuple[float, bool]:
-    """The fraction by which ``work`` takes longer beside full-rate copies; whether they outlasted it."""
+def cost(worker: SwapWorker, way: str, work: Callable[[], None]) -> Cost:
+    """What full-rate copies in runs cost ``work``, the median of a few stretches."""
+    found = [_one_stretch(worker, way, work) for _ in range(REPEATS)]
+    return Cost(
+        statistics.median(each.slowdown for each in found), statistics.median(each.rate for each in found)
+    )
+
+
+def _one_stretch(worker: SwapWorker, way: str, work: Callable[[], None]) -> Cost:
     import torch
 
-    stream = torch.cuda.Stream()
-
-    def once() -> tuple[Any, Any]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(stream):
-            begin.record()
-            work(stream)
-            end.record()
-        return begin, end
-
-    once()
+    stream, clock = torch.cuda.Stream(), torch.cuda.Stream()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_UNITS + 1)]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    plans = [worker.plan(**{way: worker.in_runs(GIB)}) for _ in range(PLANS)]
     torch.cuda.synchronize()
-    costs, outlasted = [], True
-    for _ in range(5):
-        begin, end = once()
-        torch.cuda.synchronize()
-        alone = begin.elapsed_time(end)
-        plans = [
-            worker.plan(**{way: (worker.in_runs if runs else worker.scattered)(GIB)}) for _ in range(LOADS)
-        ]
-        for plan in plans:
-            counter = worker.controller.submit_swap_tasks(plan)
-        begin, end = once()
-        end.synchronize()
-        outlasted = outlasted and not counter.is_all_done()
-        costs.append(begin.elapsed_time(end) / alone - 1)
-        left = len(plans)
-        while left:
-            left -= len(worker.controller.wait_reports(60.0))
-    return statistics.median(costs), outlasted
+    with torch.cuda.stream(stream):
+        marks[0].record()
+        for mark in marks[1:]:
+            work()
+            mark.record()
+    marks[_LEAD].synchronize()
+    begin.record(clock)
+    for plan in plans:
+        worker.controller.submit_swap_tasks(plan)
+    left = len(plans)
+    while left:
+        left -= len(worker.controller.wait_reports(60.0))
+    end.record(clock)
+    torch.cuda.synchronize()
+    at = [marks[0].elapsed_time(mark) for mark in marks]
+    first, last = marks[0].elapsed_time(begin), marks[0].elapsed_time(end)
+    units = list(itertools.pairwise(at))
+    during = [stop - start for start, stop in units if first <= start and stop <= last]
+    apart = [
+        [stop - start for start, stop in units[_WARM:] if stop <= first],
+        [stop - start for start, stop in units if start >= last],
+    ]
+    alone = statistics.fmean(statistics.fmean(each) for each in apart if each)
+    copied = len(plans) * GIB // worker.layout.record_bytes * worker.layout.payload_bytes
+    return Cost(statistics.fmean(during) / alone - 1, copied / (last - first) * 1e3)

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from enum import Enum
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -561,7 +561,6 @@ class SwapPolicy:
 
 def are_sound_slots(slots: NDArray[np.int32], limit: int, distinct: bool) -> bool: ...
 def find_runs(host_slots: NDArray[np.int32], records_per_extent: int) -> list[tuple[int, int]]: ...
-def find_device_runs(first: int, count: int, device_slots: NDArray[np.int64]) -> list[tuple[int, int]]: ...
 def choose_method(
     policy: SwapPolicy,
     to_host: bool,
@@ -571,7 +570,22 @@ def choose_method(
     record_bytes: int,
     rows: int,
     runs: int,
+    contended: bool,
 ) -> SwapMethod: ...
+def plan_steps(
+    policy: SwapPolicy,
+    to_host: bool,
+    planes: PlaneTable,
+    records: RecordTable,
+    device_slots: NDArray[np.int32],
+    host_slots: NDArray[np.int32],
+    first_plane: int,
+    last_plane: int,
+    slot_bytes: int,
+    contended: bool,
+) -> list[tuple[Any, ...]]:
+    """The steps of a batch, each a tuple that begins with its name (csrc/core/swap_steps.hpp)."""
+
 def split_range(
     planes: PlaneTable, first_plane: int, last_plane: int, record_bytes: int, limit: int
 ) -> list[tuple[int, int]]: ...
@@ -622,12 +636,18 @@ class CudaLane:
         self, context: CudaContext, main: int, copy: int, staging: int, slot_bytes: int, slots: int
     ) -> None: ...
 
+class CudaTraffic:
+    """How many batches of one GPU have not ended, by direction."""
+
+    def __init__(self) -> None: ...
+
 class CudaSwap:
     """One batch of block copies on a GPU; ``faults()`` and ``checksums()`` after ``finish()``."""
 
     def __init__(
         self,
         context: CudaContext,
+        traffic: CudaTraffic,
         kernels: Sequence[int],
         policy: SwapPolicy,
         to_host: bool,

@@ -8,38 +8,31 @@
 namespace fdcache::cuda {
 namespace {
 
-constexpr unsigned kThreads = 512;
-constexpr unsigned kWarps = kThreads / 32;
-
 std::uint64_t payload_bytes(const std::vector<Plane> &planes) {
     return std::accumulate(planes.begin(), planes.end(), std::uint64_t{0},
                            [](std::uint64_t sum, const Plane &plane) { return sum + plane.nbytes; });
 }
 
-}  // namespace
-
-ChunkTable make_chunks(const std::vector<Plane> &planes, std::size_t record_bytes) {
-    ChunkTable table;
-    for (std::size_t i = 0; i < planes.size(); ++i) {
-        const Plane &plane = planes[i];
-        table.first.push_back(static_cast<unsigned>(table.chunks.size()));
-        for (std::size_t at = 0; at < plane.nbytes; at += swap::kChunkBytes) {
-            const std::size_t nbytes = std::min<std::size_t>(swap::kChunkBytes, plane.nbytes - at);
-            table.chunks.push_back({reinterpret_cast<Address>(plane.base) + at, plane.stride,
-                                    plane.offset + at, static_cast<unsigned>(nbytes), 0});
-        }
-        const std::size_t next = i + 1 < planes.size() ? planes[i + 1].offset : record_bytes;
-        table.chunks.back().padding = static_cast<unsigned>(next - plane.offset - plane.nbytes);
+// Positions in the order of their host slots. One word a pair sorts much faster than the pairs would.
+std::vector<std::size_t> by_host_slot(const std::vector<BlockPair> &pairs) {
+    std::vector<std::uint64_t> keys(pairs.size());
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+        keys[i] = static_cast<std::uint64_t>(pairs[i].host_slot) << 32 | i;
     }
-    table.first.push_back(static_cast<unsigned>(table.chunks.size()));
-    return table;
+    std::ranges::sort(keys);
+    std::vector<std::size_t> order(keys.size());
+    std::ranges::transform(keys, order.begin(), [](std::uint64_t key) { return key & 0xFFFFFFFF; });
+    return order;
 }
 
-Swap::Swap(std::shared_ptr<Context> context, Kernels kernels, const SwapPolicy &policy, Direction direction,
-           std::vector<Plane> planes, Address chunks, std::vector<unsigned> first_chunk, RecordTable records,
-           const std::vector<Address> &extents, std::vector<BlockPair> pairs,
-           const std::array<std::uint8_t, 16> &fingerprint, bool verify)
+}  // namespace
+
+Swap::Swap(std::shared_ptr<Context> context, std::shared_ptr<Traffic> traffic, Kernels kernels,
+           const SwapPolicy &policy, Direction direction, std::vector<Plane> planes, Address chunks,
+           std::vector<unsigned> first_chunk, RecordTable records, const std::vector<Address> &extents,
+           std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint, bool verify)
     : context_(std::move(context)),
+      traffic_(std::move(traffic)),
       kernels_(kernels),
       policy_(policy),
       direction_(direction),
@@ -55,39 +48,49 @@ Swap::Swap(std::shared_ptr<Context> context, Kernels kernels, const SwapPolicy &
       headers_(pairs_.size()),
       begun_(std::make_shared<Event>(context_, true)),
       done_(std::make_shared<Event>(context_, true)) {
-    for (std::size_t i = 0; i < pairs_.size(); ++i) {
-        if (direction_ == Direction::kToDevice) {
-            headers_[i] = load_header(records_.header(pairs_[i].host_slot));
-            faults_[i] = check_source(headers_[i], pairs_[i], kind_);
-        }
-        if (faults_[i] == BlockFault::kNone) order_.push_back(i);
-    }
-    std::ranges::sort(order_, {}, [&](std::size_t pair) { return pairs_[pair].host_slot; });
+    traffic_->add(direction_, 1);
     std::vector<std::int32_t> host_slots;
-    for (const std::size_t pair : order_) {
-        const auto slot = static_cast<std::size_t>(pairs_[pair].host_slot);
-        host_slots.push_back(pairs_[pair].host_slot);
-        device_slots_.push_back(pairs_[pair].device_slot);
-        rows_.push_back({extents[slot / records_.records_per_extent] +
-                             (slot % records_.records_per_extent) * records_.record_bytes,
-                         0, pairs_[pair].device_slot});
+    for (const std::size_t pair : by_host_slot(pairs_)) {
+        const BlockPair &wanted = pairs_[pair];
+        if (direction_ == Direction::kToDevice) {
+            headers_[pair] = load_header(records_.header(wanted.host_slot));
+            faults_[pair] = check_source(headers_[pair], wanted, kind_);
+            if (faults_[pair] != BlockFault::kNone) continue;
+        }
+        const auto slot = static_cast<std::size_t>(wanted.host_slot);
+        const Address extent = extents[slot / records_.records_per_extent];
+        order_.push_back(pair);
+        host_slots.push_back(wanted.host_slot);
+        rows_.push_back(
+            {extent + slot % records_.records_per_extent * records_.record_bytes, 0, wanted.device_slot});
     }
     runs_ = find_runs(host_slots, records_.records_per_extent);
+    planner_.emplace(policy_, direction_, planes_, records_.record_bytes, rows_, runs_);
+}
+
+Swap::~Swap() {
+    leave_traffic();
+}
+
+void Swap::leave_traffic() {
+    if (std::exchange(in_traffic_, false)) traffic_->add(direction_, -1);
 }
 
 void Swap::set_table(std::uint8_t *host, Address device) {
     host_table_ = reinterpret_cast<swap::Block *>(host);
     device_table_ = device;
-    std::memcpy(host_table_, rows_.data(), rows_.size() * sizeof(swap::Block));
+    std::memcpy(host_table_, rows_.data(), rows_bytes());
 }
 
 void Swap::enqueue(Lane &lane, PlaneRange range) {
     if (ended_) return;
     try {
         const Current current(*context_);
-        if (!started_) begin(lane);
-        if (!rows_.empty()) run(lane, range);
-        if (range.last == planes_.size()) end(lane);
+        StepRunner runner(*context_, kernels_, policy_, direction_,
+                          {planes_, first_chunk_, chunks_, device_table_}, lane);
+        if (!started_) begin(runner, lane);
+        runner.run(planner_->plan(range, lane.slot_bytes(), traffic_->is_contended(direction_)));
+        if (range.last == planes_.size()) end(runner, lane);
     } catch (const Error &error) {
         fail(lane, error);
     }
@@ -100,7 +103,7 @@ void Swap::refuse(StreamHandle main, const std::string &reason) {
     done_->record(main);
 }
 
-void Swap::begin(Lane &lane) {
+void Swap::begin(StepRunner &runner, Lane &lane) {
     started_ = true;
     if (direction_ == Direction::kToHost) {
         for (const std::size_t pair : order_) {
@@ -111,16 +114,16 @@ void Swap::begin(Lane &lane) {
         std::atomic_thread_fence(std::memory_order_seq_cst);
     }
     begun_->record(lane.main());
-    if (!rows_.empty()) copy_table(reinterpret_cast<Address>(host_table_), device_table_, lane.main());
+    if (!rows_.empty()) {
+        runner.copy_table(reinterpret_cast<Address>(host_table_), device_table_, rows_bytes());
+    }
     lane.hand_over(lane.main(), lane.copy());
 }
 
-void Swap::end(Lane &lane) {
-    if (verify_ && !rows_.empty()) {
-        launch(kernels_.sum, policy_.transpose_ctas, {0, planes_.size()}, {0, rows_.size()}, {}, lane.main());
-    }
+void Swap::end(StepRunner &runner, Lane &lane) {
+    if (verify_ && !rows_.empty()) runner.sum({0, planes_.size()}, {0, rows_.size()});
     if ((verify_ || direction_ == Direction::kToHost) && !rows_.empty()) {
-        copy_table(device_table_, reinterpret_cast<Address>(host_table_), lane.main());
+        runner.copy_table(device_table_, reinterpret_cast<Address>(host_table_), rows_bytes());
     }
     ended_ = true;
     done_->record(lane.main());
@@ -137,87 +140,6 @@ void Swap::fail(Lane &lane, const Error &error) {
         context_->note(second);
     }
     done_->record(lane.main());
-}
-
-const SwapThresholds &Swap::limits() const {
-    return direction_ == Direction::kToHost ? policy_.to_host : policy_.to_device;
-}
-
-void Swap::run(Lane &lane, PlaneRange range) {
-    const std::size_t record_bytes = records_.record_bytes;
-    for (const PlaneRange part : split_range(planes_, range, record_bytes, lane.slot_bytes())) {
-        switch (choose_method(policy_, direction_, planes_, part, record_bytes, rows_.size(), runs_.size())) {
-            case SwapMethod::kKernel:
-                run_kernel(lane, part);
-                break;
-            case SwapMethod::kStaged:
-                run_staged(lane, part);
-                break;
-            case SwapMethod::kDirect:
-                run_direct(lane, part);
-                break;
-        }
-    }
-}
-
-void Swap::run_kernel(Lane &lane, PlaneRange range) {
-    const auto function = direction_ == Direction::kToHost ? kernels_.copy_out : kernels_.copy_in;
-    launch(function, policy_.kernel_ctas, range, {0, rows_.size()}, {}, lane.main());
-}
-
-void Swap::run_staged(Lane &lane, PlaneRange range) {
-    const std::size_t column = column_bytes(planes_, range, records_.record_bytes);
-    const std::size_t per_slot = lane.slot_bytes() / column;
-    for (std::size_t first = 0; first < rows_.size(); first += per_slot) {
-        const Rows rows{first, std::min(per_slot, rows_.size() - first)};
-        const bool out = direction_ == Direction::kToHost;
-        const Address staging = lane.take_slot(out ? lane.main() : lane.copy());
-        const swap::Target target{staging, column, planes_[range.first].offset};
-        if (out) {
-            launch(kernels_.copy_out, policy_.transpose_ctas, range, rows, target, lane.main());
-            lane.hand_over(lane.main(), lane.copy());
-        }
-        copy_rows(lane.copy(), staging, range, rows);
-        if (!out) {
-            lane.hand_over(lane.copy(), lane.main());
-            launch(kernels_.copy_in, policy_.transpose_ctas, range, rows, target, lane.main());
-        }
-        lane.free_slot(out ? lane.copy() : lane.main());
-    }
-    if (direction_ == Direction::kToHost) lane.hand_over(lane.copy(), lane.main());
-}
-
-void Swap::run_direct(Lane &lane, PlaneRange range) {
-    if (direction_ == Direction::kToHost) {
-        const unsigned ctas = std::max(policy_.transpose_ctas, 1U);
-        launch(kernels_.sum, ctas, range, {0, rows_.size()}, {}, lane.main());
-    }
-    for (std::size_t i = range.first; i < range.last; ++i) copy_plane(planes_[i], lane.copy());
-    flush_pieces(lane.copy());
-    lane.hand_over(lane.copy(), lane.main());
-}
-
-void Swap::copy_table(Address from, Address to, StreamHandle stream) {
-    constexpr unsigned kMostCtas = 4;
-    auto words = static_cast<unsigned>(rows_.size() * sizeof(swap::Block) / sizeof(swap::Word));
-    const unsigned ctas = std::min(kMostCtas, (words + kThreads - 1) / kThreads);
-    void *arguments[] = {&from, &to, &words};
-    check(driver().launch(kernels_.copy_words, ctas, 1, 1, kThreads, 1, 1, 0, stream, arguments, nullptr),
-          "cuLaunchKernel");
-}
-
-void Swap::launch(FunctionHandle function, unsigned ctas, PlaneRange range, Rows rows, swap::Target target,
-                  StreamHandle stream) {
-    Address chunks = chunks_;
-    Address table = device_table_;
-    swap::Range rectangle{static_cast<unsigned>(rows.first), static_cast<unsigned>(rows.count),
-                          first_chunk_[range.first], first_chunk_[range.last] - first_chunk_[range.first]};
-    const std::size_t items = rows.count * rectangle.num_chunks;
-    const std::size_t useful = (items + kWarps - 1) / kWarps;
-    void *arguments[] = {&chunks, &table, &rectangle, &target};
-    check(driver().launch(function, static_cast<unsigned>(std::min<std::size_t>(ctas, useful)), 1, 1,
-                          kThreads, 1, 1, 0, stream, arguments, nullptr),
-          "cuLaunchKernel");
 }
 
 std::uint64_t Swap::copied_bytes() const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -11,35 +12,36 @@
 
 #include "core/cuda_context.hpp"
 #include "core/cuda_lane.hpp"
+#include "core/cuda_steps.hpp"
 #include "core/record.hpp"
 #include "core/record_check.hpp"
-#include "core/swap_plan.hpp"
+#include "core/swap_steps.hpp"
 #include "swap/items.hpp"
 
 namespace fdcache::cuda {
 
-struct Kernels {
-    FunctionHandle copy_in;
-    FunctionHandle copy_out;
-    FunctionHandle sum;
-    FunctionHandle copy_words;
-};
+// How many batches of one device have not ended, by direction.
+class Traffic {
+  public:
+    void add(Direction direction, int count) { counts_[index(direction)] += count; }
+    bool is_contended(Direction direction) const { return counts_[1 - index(direction)] > 0; }
 
-// A plane's chunks for the kernels, in the planes' order.
-struct ChunkTable {
-    std::vector<swap::Chunk> chunks;
-    std::vector<unsigned> first;  // of each plane, and the end
-};
+  private:
+    static std::size_t index(Direction direction) { return direction == Direction::kToHost ? 1 : 0; }
 
-ChunkTable make_chunks(const std::vector<Plane> &planes, std::size_t record_bytes);
+    std::array<std::atomic<int>, 2> counts_{};
+};
 
 // One batch. It owns none of the memory it names.
 class Swap {
   public:
-    Swap(std::shared_ptr<Context> context, Kernels kernels, const SwapPolicy &policy, Direction direction,
-         std::vector<Plane> planes, Address chunks, std::vector<unsigned> first_chunk, RecordTable records,
-         const std::vector<Address> &extents, std::vector<BlockPair> pairs,
-         const std::array<std::uint8_t, 16> &fingerprint, bool verify);
+    Swap(std::shared_ptr<Context> context, std::shared_ptr<Traffic> traffic, Kernels kernels,
+         const SwapPolicy &policy, Direction direction, std::vector<Plane> planes, Address chunks,
+         std::vector<unsigned> first_chunk, RecordTable records, const std::vector<Address> &extents,
+         std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint, bool verify);
+    ~Swap();
+    Swap(const Swap &) = delete;
+    Swap &operator=(const Swap &) = delete;
 
     // Bytes of the block table, and where it is: in pinned host memory, and on the device.
     std::size_t table_bytes() const { return pairs_.size() * sizeof(swap::Block); }
@@ -62,33 +64,16 @@ class Swap {
     const std::string &error() const { return error_; }
 
   private:
-    // One side of a strided copy.
-    struct Side {
-        Address address;
-        std::size_t pitch;
-    };
-
-    void begin(Lane &lane);
-    void run(Lane &lane, PlaneRange range);
-    void run_kernel(Lane &lane, PlaneRange range);
-    void run_staged(Lane &lane, PlaneRange range);
-    void run_direct(Lane &lane, PlaneRange range);
-    void end(Lane &lane);
+    void begin(StepRunner &runner, Lane &lane);
+    void end(StepRunner &runner, Lane &lane);
     void fail(Lane &lane, const Error &error);
-    void copy_rows(StreamHandle stream, Address staging, PlaneRange range, Rows rows);
-    void copy_plane(const Plane &plane, StreamHandle stream);
-    void copy_run(Side host, Side device, std::size_t width, std::size_t rows, StreamHandle stream);
-    void copy_strided(Side host, Side device, std::size_t width, std::size_t rows, StreamHandle stream);
-    void add_piece(Address host, Address device, std::size_t nbytes, StreamHandle stream);
-    void flush_pieces(StreamHandle stream);
-    void copy_table(Address from, Address to, StreamHandle stream);
-    void launch(FunctionHandle function, unsigned ctas, PlaneRange range, Rows rows, swap::Target target,
-                StreamHandle stream);
+    void leave_traffic();
+    std::size_t rows_bytes() const { return rows_.size() * sizeof(swap::Block); }
     void finish_out(std::size_t row);
     void finish_in(std::size_t row);
-    const SwapThresholds &limits() const;
 
     const std::shared_ptr<Context> context_;
+    const std::shared_ptr<Traffic> traffic_;
     const Kernels kernels_;
     const SwapPolicy policy_;
     const Direction direction_;
@@ -105,22 +90,17 @@ class Swap {
     std::vector<SlotHeader> headers_;  // as they stood at the start, by pair
     std::vector<std::size_t> order_;   // the pair of each row
     std::vector<swap::Block> rows_;    // sorted by host slot
-    std::vector<std::int64_t> device_slots_;
     std::vector<Rows> runs_;
+    std::optional<SwapPlanner> planner_;
     swap::Block *host_table_ = nullptr;
     Address device_table_ = 0;
-
-    struct Pieces {
-        std::vector<Address> sources, targets;
-        std::vector<std::size_t> sizes;
-        std::size_t nbytes = 0;
-    } pieces_;
 
     std::shared_ptr<Event> begun_;
     std::shared_ptr<Event> done_;
     bool started_ = false;
     bool ended_ = false;
     bool finished_ = false;
+    bool in_traffic_ = true;
     std::string error_;
     double seconds_ = 0;
 };

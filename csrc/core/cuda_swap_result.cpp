@@ -5,6 +5,7 @@ namespace fdcache::cuda {
 void Swap::finish() {
     if (finished_) return;
     finished_ = true;
+    leave_traffic();
     if (const auto lost = context_->lost(); lost && error_.empty()) error_ = *lost;
     if (!error_.empty()) {
         for (const std::size_t pair : order_) faults_[pair] = BlockFault::kDevice;

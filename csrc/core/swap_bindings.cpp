@@ -29,6 +29,7 @@ namespace {
 using namespace nb::literals;
 using EventPtr = std::shared_ptr<cuda::Event>;
 using ContextPtr = std::shared_ptr<cuda::Context>;
+using TrafficPtr = std::shared_ptr<cuda::Traffic>;
 
 std::uint8_t *pointer(std::uintptr_t address) {
     return reinterpret_cast<std::uint8_t *>(address);
@@ -147,8 +148,8 @@ void bind_context(nb::module_ &module) {
             "context"_a, "main"_a, "copy"_a, "staging"_a, "slot_bytes"_a, "slots"_a);
 }
 
-BoundSwap make_swap(ContextPtr context, const std::vector<std::uintptr_t> &kernels, const SwapPolicy &policy,
-                    bool to_host, const nb::object &planes, cuda::Address chunks,
+BoundSwap make_swap(ContextPtr context, TrafficPtr traffic, const std::vector<std::uintptr_t> &kernels,
+                    const SwapPolicy &policy, bool to_host, const nb::object &planes, cuda::Address chunks,
                     std::vector<unsigned> first_chunk, const nb::object &records, const BoundExtents &extents,
                     const InputArray<std::int32_t> &device_slots, const InputArray<std::int32_t> &host_slots,
                     const InputArray<std::uint32_t> &generations, const HashArray &hashes,
@@ -162,31 +163,33 @@ BoundSwap make_swap(ContextPtr context, const std::vector<std::uintptr_t> &kerne
     const auto function = [&](std::size_t i) { return handle_of<cuda::FunctionHandle>(kernels[i]); };
     const cuda::Kernels functions{function(0), function(1), function(2), function(3)};
     auto swap = std::make_shared<cuda::Swap>(
-        std::move(context), functions, policy, to_host ? Direction::kToHost : Direction::kToDevice, bound,
-        chunks, std::move(first_chunk), table, extents.addresses,
-        make_pairs(table, device_slots, host_slots, generations, hashes, parents),
+        std::move(context), std::move(traffic), functions, policy,
+        to_host ? Direction::kToHost : Direction::kToDevice, bound, chunks, std::move(first_chunk), table,
+        extents.addresses, make_pairs(table, device_slots, host_slots, generations, hashes, parents),
         fingerprint_of(fingerprint), verify);
     return {std::move(swap), nb::make_tuple(planes, records)};
 }
 
 void bind_batch(nb::module_ &module) {
+    nb::class_<cuda::Traffic>(module, "CudaTraffic").def(nb::init<>());
     nb::class_<BoundSwap>(module, "CudaSwap")
         .def(
             "__init__",
-            [](BoundSwap *self, ContextPtr context, const std::vector<std::uintptr_t> &kernels,
-               const SwapPolicy &policy, bool to_host, const nb::object &planes, cuda::Address chunks,
-               std::vector<unsigned> first_chunk, const nb::object &records, const BoundExtents &extents,
+            [](BoundSwap *self, ContextPtr context, TrafficPtr traffic,
+               const std::vector<std::uintptr_t> &kernels, const SwapPolicy &policy, bool to_host,
+               const nb::object &planes, cuda::Address chunks, std::vector<unsigned> first_chunk,
+               const nb::object &records, const BoundExtents &extents,
                const InputArray<std::int32_t> &device_slots, const InputArray<std::int32_t> &host_slots,
                const InputArray<std::uint32_t> &generations, const HashArray &hashes,
                const HashArray &parents, const nb::bytes &fingerprint, bool verify) {
-                new (self)
-                    BoundSwap(make_swap(std::move(context), kernels, policy, to_host, planes, chunks,
-                                        std::move(first_chunk), records, extents, device_slots, host_slots,
-                                        generations, hashes, parents, fingerprint, verify));
+                new (self) BoundSwap(make_swap(std::move(context), std::move(traffic), kernels, policy,
+                                               to_host, planes, chunks, std::move(first_chunk), records,
+                                               extents, device_slots, host_slots, generations, hashes,
+                                               parents, fingerprint, verify));
             },
-            "context"_a, "kernels"_a, "policy"_a, "to_host"_a, "planes"_a, "chunks"_a, "first_chunk"_a,
-            "records"_a, "extents"_a, "device_slots"_a, "host_slots"_a, "generations"_a, "hashes"_a,
-            "parents"_a, "fingerprint"_a, "verify"_a)
+            "context"_a, "traffic"_a, "kernels"_a, "policy"_a, "to_host"_a, "planes"_a, "chunks"_a,
+            "first_chunk"_a, "records"_a, "extents"_a, "device_slots"_a, "host_slots"_a, "generations"_a,
+            "hashes"_a, "parents"_a, "fingerprint"_a, "verify"_a)
         .def_prop_ro("table_bytes", [](const BoundSwap &self) { return self.swap->table_bytes(); })
         .def(
             "set_table",

@@ -8,9 +8,19 @@ bool are_sound_slots(std::span<const std::int32_t> slots, std::int32_t limit, bo
     const auto inside = [limit](std::int32_t slot) { return slot >= 0 && slot < limit; };
     if (!std::ranges::all_of(slots, inside)) return false;
     if (!distinct) return true;
-    std::vector<std::int32_t> sorted(slots.begin(), slots.end());
-    std::ranges::sort(sorted);
-    return std::ranges::adjacent_find(sorted) == sorted.end();
+    constexpr std::size_t kSparse = 64;
+    if (slots.size() * kSparse < static_cast<std::size_t>(std::max(limit, 0))) {
+        std::vector<std::int32_t> sorted(slots.begin(), slots.end());
+        std::ranges::sort(sorted);
+        return std::ranges::adjacent_find(sorted) == sorted.end();
+    }
+    std::vector<bool> seen(static_cast<std::size_t>(std::max(limit, 0)));
+    return std::ranges::none_of(slots, [&seen](std::int32_t slot) {
+        const auto index = static_cast<std::size_t>(slot);
+        const bool again = seen[index];
+        seen[index] = true;
+        return again;
+    });
 }
 
 std::vector<Rows> find_runs(std::span<const std::int32_t> host_slots, std::size_t records_per_extent) {
@@ -27,23 +37,24 @@ std::vector<Rows> find_runs(std::span<const std::int32_t> host_slots, std::size_
     return runs;
 }
 
-std::vector<Rows> find_device_runs(Rows run, std::span<const std::int64_t> device_slots) {
-    std::vector<Rows> parts{{run.first, 1}};
+void append_device_runs(std::vector<Rows> &parts, Rows run, std::span<const swap::Block> blocks) {
+    parts.push_back({run.first, 1});
     for (std::size_t i = run.first + 1; i < run.first + run.count; ++i) {
-        if (device_slots[i] == device_slots[i - 1] + 1) {
+        if (blocks[i].slot == blocks[i - 1].slot + 1) {
             ++parts.back().count;
         } else {
             parts.push_back({i, 1});
         }
     }
-    return parts;
 }
 
-std::vector<Rows> clip_runs(std::span<const Rows> runs, std::size_t first, std::size_t last) {
+std::vector<Rows> clip_runs(std::span<const Rows> runs, Rows rows) {
+    const std::size_t end = rows.first + rows.count;
+    const auto after = std::ranges::upper_bound(runs, rows.first, {}, &Rows::first);
     std::vector<Rows> parts;
-    for (const Rows &run : runs) {
-        const std::size_t from = std::max(run.first, first);
-        const std::size_t to = std::min(run.first + run.count, last);
+    for (auto run = after == runs.begin() ? after : after - 1; run != runs.end() && run->first < end; ++run) {
+        const std::size_t from = std::max(run->first, rows.first);
+        const std::size_t to = std::min(run->first + run->count, end);
         if (from < to) parts.push_back({from, to - from});
     }
     return parts;
@@ -68,7 +79,7 @@ std::vector<PlaneRange> split_range(std::span<const Plane> planes, PlaneRange ra
 }
 
 SwapMethod choose_method(const SwapPolicy &policy, Direction direction, std::span<const Plane> planes,
-                         PlaneRange range, std::size_t record_bytes, std::size_t rows, std::size_t runs) {
+                         PlaneRange range, std::size_t record_bytes, const Batch &batch) {
     const auto &limits = direction == Direction::kToHost ? policy.to_host : policy.to_device;
     const auto wanted = planes.subspan(range.first, range.last - range.first);
     const std::size_t column = column_bytes(planes, range, record_bytes);
@@ -78,12 +89,14 @@ SwapMethod choose_method(const SwapPolicy &policy, Direction direction, std::spa
     if (policy.choice == SwapChoice::kStaged) return fits ? SwapMethod::kStaged : SwapMethod::kDirect;
     const bool large =
         std::ranges::all_of(wanted, [&](const Plane &plane) { return plane.nbytes >= limits.direct_plane; });
-    if (large && policy.batched && rows * planes.size() <= policy.direct_pieces) return SwapMethod::kDirect;
+    // Many copies of one direction give way to few large ones of the other; columns hold their own.
+    const bool direct = large && policy.batched && batch.rows * planes.size() <= policy.direct_pieces;
+    if (direct && !(batch.contended && fits)) return SwapMethod::kDirect;
     // Without batches every piece is a copy of its own, with the copy engine idle before it.
     const std::size_t needed = policy.batched ? limits.staged_column : limits.run_copy / 2;
-    const std::size_t piece = policy.batched ? column : column * (rows / runs);
+    const std::size_t piece = policy.batched ? column : column * (batch.rows / batch.runs);
     // A kernel would reach a little more, at the cost of multiprocessors and of whatever goes the other way.
-    const bool strided = rows / runs >= kNarrowRows && column >= kNarrowRow / 8;
+    const bool strided = batch.rows / batch.runs >= kNarrowRows && column >= kNarrowRow / 8;
     return fits && (strided || piece >= needed) ? SwapMethod::kStaged : SwapMethod::kKernel;
 }
 

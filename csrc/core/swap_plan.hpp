@@ -9,6 +9,7 @@
 
 #include "core/block_copy.hpp"
 #include "core/record.hpp"
+#include "swap/items.hpp"
 
 namespace fdcache {
 
@@ -46,17 +47,24 @@ struct Rows {
     friend bool operator==(const Rows &, const Rows &) = default;
 };
 
+// What the choice of a method depends on besides sizes.
+struct Batch {
+    std::size_t rows;
+    std::size_t runs;
+    bool contended;  // copies in the other direction are under way
+};
+
 // Whether all slots are in [0, limit) and, if asked, none occurs twice.
 bool are_sound_slots(std::span<const std::int32_t> slots, std::int32_t limit, bool distinct);
 
 // Maximal runs of rows whose records follow each other without crossing an extent.
 std::vector<Rows> find_runs(std::span<const std::int32_t> host_slots, std::size_t records_per_extent);
 
-// Maximal parts of a run whose device slots follow each other too.
-std::vector<Rows> find_device_runs(Rows run, std::span<const std::int64_t> device_slots);
+// Appends the maximal parts of a run whose device slots follow each other too.
+void append_device_runs(std::vector<Rows> &parts, Rows run, std::span<const swap::Block> blocks);
 
-// The part of each run that lies in [first, last).
-std::vector<Rows> clip_runs(std::span<const Rows> runs, std::size_t first, std::size_t last);
+// The part of each run, in order and without gaps, that lies in `rows`.
+std::vector<Rows> clip_runs(std::span<const Rows> runs, Rows rows);
 
 // Bytes of a record from the first plane of the range to where the next plane, or record, begins.
 std::size_t column_bytes(std::span<const Plane> planes, PlaneRange range, std::size_t record_bytes);
@@ -65,8 +73,8 @@ std::size_t column_bytes(std::span<const Plane> planes, PlaneRange range, std::s
 std::vector<PlaneRange> split_range(std::span<const Plane> planes, PlaneRange range, std::size_t record_bytes,
                                     std::size_t limit);
 
-// The method for a plane range of `rows` blocks in `runs` runs.
+// The method for a plane range of a batch.
 SwapMethod choose_method(const SwapPolicy &policy, Direction direction, std::span<const Plane> planes,
-                         PlaneRange range, std::size_t record_bytes, std::size_t rows, std::size_t runs);
+                         PlaneRange range, std::size_t record_bytes, const Batch &batch);
 
 }  // namespace fdcache

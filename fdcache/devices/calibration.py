@@ -13,7 +13,7 @@ from fdcache.devices.topology import Gpu
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the measurement or its meaning changes; older calibrations are then stale."""
 
 KIB, MIB = 1 << 10, 1 << 20

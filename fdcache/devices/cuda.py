@@ -149,6 +149,7 @@ class CudaDevice:
         self._kernels = load_kernels(self.gpu.ordinal)
         self._chosen = chosen
         self._policy = make_policy(self.settings, chosen, batched=batched)
+        self._traffic = _core.CudaTraffic()
         self._memory = CudaMemory(self.gpu, self._context)
         self._extents: WeakKeyDictionary[HostArena, tuple[int, _core.CudaExtents]] = WeakKeyDictionary()
 
@@ -220,6 +221,7 @@ class CudaDevice:
         check_pairs(pairs, direction, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
         core = _core.CudaSwap(
             context=self._context,
+            traffic=self._traffic,
             kernels=self._kernels.handles,
             policy=self._policy,
             to_host=direction is Direction.TO_HOST,

@@ -13,7 +13,7 @@ STAGING_SLOT_BYTES = 16 * MIB
 STAGING_SLOTS = 3
 """A ring has one slot being filled, one being emptied and one ready between them."""
 
-_MIN_GROUP = 24 * MIB
+_MIN_GROUP = 2 * STAGING_SLOT_BYTES
 _MAX_PIECES = 6144
 _MAX_DIRECT_PIECES = 8192
 _GROUP_GRAIN = 64 * KIB

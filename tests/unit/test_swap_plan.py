@@ -65,10 +65,11 @@ def method_of(
     planes: tuple[int, int] | None = None,
     rows: int = 16,
     runs: int = 16,
+    contended: bool = False,
 ) -> _core.SwapMethod:
     first, last = planes or (0, layout.num_planes)
     return _core.choose_method(
-        policy, to_host, plane_table(layout), first, last, layout.record_bytes, rows, runs
+        policy, to_host, plane_table(layout), first, last, layout.record_bytes, rows, runs, contended
     )
 
 
@@ -86,16 +87,7 @@ def test_runs_are_maximal_and_cross_no_extent(values: list[int], per_extent: int
         assert values[after] != last + 1 or values[after] % per_extent == 0
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, unique=True))
-def test_device_runs_follow_each_other_on_the_device(values: list[int]) -> None:
-    parts = _core.find_device_runs(0, len(values), np.array(values, np.int64))
-    assert sum(count for _, count in parts) == len(values)
-    for first, count in parts:
-        part = values[first : first + count]
-        assert part == list(range(part[0], part[0] + count))
-
-
-@given(st.lists(st.integers(-2, 12)), st.integers(0, 10), st.booleans())
+@given(st.lists(st.integers(-2, 12)), st.sampled_from([0, 3, 10, 10_000]), st.booleans())
 def test_sound_slots_are_in_range_and_distinct_when_asked(
     values: list[int], limit: int, distinct: bool
 ) -> None:
@@ -157,6 +149,13 @@ def test_large_batches_of_large_planes_are_staged_so_that_submitting_them_stays_
     layout = uniform(128)
     assert method_of(layout, make_policy(), rows=128) is _core.SwapMethod.DIRECT
     assert method_of(layout, make_policy(), rows=129, planes=(0, 8)) is _core.SwapMethod.STAGED
+
+
+def test_large_planes_are_staged_while_copies_run_the_other_way() -> None:
+    layout = uniform(128)
+    assert method_of(layout, make_policy(), planes=(0, 8), contended=True) is _core.SwapMethod.STAGED
+    direct = make_policy(_core.SwapChoice.DIRECT)
+    assert method_of(layout, direct, planes=(0, 8), contended=True) is _core.SwapMethod.DIRECT
 
 
 def test_a_wanted_method_is_taken() -> None:
