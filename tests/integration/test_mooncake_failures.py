@@ -13,7 +13,7 @@ import pytest
 from fdcache.controller.host_arena import HostArena
 from fdcache.controller.storage_transfers import StorageQueue, StorageTransfer
 from fdcache.devices.cpu import CpuDevice
-from fdcache.metadata import CacheLevel, CacheSwapMetadata, StorageTask, SwapPurpose
+from fdcache.metadata import CacheLevel, CacheSwapMetadata, StorageTask, SwapPurpose, TransferPlan
 from fdcache.storage.conformance import HostRecords, conformance_layout, path_of
 from fdcache.storage.connector import BatchResult, Outcome, StorageState
 from fdcache.storage.mooncake import MooncakeConnector
@@ -136,8 +136,7 @@ def test_host_slots_are_reported_free_only_when_the_call_has_ended(master: Maste
     given_up, later = (
         transfer(queue, plan_id, slot, hashes[slot : slot + 1]) for plan_id, slot in ((1, 0), (2, 1))
     )
-    queue.submit(given_up)
-    queue.submit(later)
+    queue.submit(TransferPlan(plan_id=3), [given_up, later])
     assert later.done.wait(PATIENCE), "the thread goes on to the next task"
     assert later.outcome().failed.tolist() == [0]
     assert not given_up.done.query(), "its slot is in use"
