@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from fdcache.client.tool import Client
-from fdcache_cli import output
+from fdcache_cli import inspect_plot, output
 from fdcache_cli.app import Command, new_group
+from fdcache_cli.live import show_live
 from fdcache_cli.service_view import Columns, Rows, ServerOption, connect, seconds, size, table
 from fdcache_cli.storage_view import tier_rows
 
@@ -37,6 +38,9 @@ app = new_group(COMMANDS, help="Look into a running service, or what fdcache kee
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 Watch = Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw a picture instead (needs fdcache[plot]).")
+]
 Namespace = Annotated[str | None, typer.Option(help="The beginning of a layout's name.")]
 
 _NAMESPACES: Columns = (
@@ -73,6 +77,8 @@ _TRANSFERS: Columns = (
     ("queued backups", "queued_backups", str),
     ("writable slots", "writable_slots", str),
     ("pinned runs", "pinned_runs", str),
+    ("to device", "host_to_device", str),
+    ("to host", "device_to_host", str),
 )
 _TENANTS: Columns = (
     ("namespace", "namespace", str),
@@ -110,8 +116,15 @@ def inspect() -> None:
     """Hold the commands together."""
 
 
-def tiers(server: ServerOption = None, *, json: Json = False, watch: Watch = False) -> None:
+def tiers(
+    server: ServerOption = None, *, json: Json = False, watch: Watch = False, plot: Plot = None
+) -> None:
     """What each tier holds: the service's host and storage tier, and the device tiers of its clients."""
+    if plot is not None:
+        _check_plot(plot, json, watch)
+        with connect(server) as client:
+            inspect_plot.plot_tiers(_tier_rows(client.ask("tiers")), plot)
+        return
     _show(server, "tiers", _tier_rows, _TIERS, json=json, watch=watch)
 
 
@@ -120,9 +133,16 @@ def clients(server: ServerOption = None, *, json: Json = False, watch: Watch = F
     _show(server, "clients", list, _CLIENTS, json=json, watch=watch)
 
 
-def transfers(server: ServerOption = None, *, json: Json = False, watch: Watch = False) -> None:
-    """What is being copied, by client."""
-    _show(server, "transfers", list, _TRANSFERS, json=json, watch=watch)
+def transfers(
+    server: ServerOption = None, *, json: Json = False, watch: Watch = False, plot: Plot = None
+) -> None:
+    """What is being copied, by client, and what was copied so far."""
+    if plot is not None:
+        _check_plot(plot, json, watch)
+        with connect(server) as client:
+            inspect_plot.plot_transfers(client.ask("transfers"), plot)
+        return
+    _show(server, "transfers", _transfer_rows, _TRANSFERS, json=json, watch=watch)
 
 
 def namespaces(server: ServerOption = None, *, json: Json = False, watch: Watch = False) -> None:
@@ -154,9 +174,15 @@ def tree(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Hottest blocks.")] = 30,
     json: Json = False,
     watch: Watch = False,
+    plot: Plot = None,
 ) -> None:
     """Draw the hottest prefixes."""
+    if plot is not None:
+        _check_plot(plot, json, watch)
     with connect(server) as client:
+        if plot is not None:
+            inspect_plot.plot_tree(client.ask("tree", limit=limit, namespace=namespace), plot)
+            return
 
         def show() -> None:
             found = client.ask("tree", limit=limit, namespace=namespace)
@@ -166,7 +192,7 @@ def tree(
                 for line in draw_tree(found):
                     output.print_line(line)
 
-        _repeat(show, watch)
+        show_live(show, watch)
 
 
 def explain(
@@ -275,16 +301,24 @@ def _show(
             else:
                 output.print_table(*table(rows(answer), columns))
 
-        _repeat(show, watch)
+        show_live(show, watch)
 
 
-def _repeat(show: Callable[[], None], watch: bool) -> None:
-    show()
-    while watch:
-        time.sleep(1.0)
-        if output.on_terminal():
-            output.print_line("\x1b[2J\x1b[H")
-        show()
+def _check_plot(path: Path, json: bool, watch: bool) -> None:
+    from fdcache.devices.link_plot import require_plotting
+
+    if json or watch:
+        raise typer.BadParameter("a picture is drawn once; leave --json and --watch out", param_hint="--plot")
+    require_plotting(path)
+
+
+def _transfer_rows(answer: Any) -> Rows:
+    return [{**each, **{way: _copied(figures) for way, figures in each["copied"].items()}} for each in answer]
+
+
+def _copied(figures: dict[str, Any]) -> str:
+    total, spent = figures["bytes"], figures["seconds"]
+    return f"{total / 2**30:.2f} GiB" + (f" at {total / spent / 1e9:.1f} GB/s" if spent else "")
 
 
 def _tier_rows(answer: Any) -> Rows:

@@ -158,7 +158,10 @@ class Views:
         ]
 
     def transfers(self, arguments: Arguments) -> list[dict[str, Any]]:
-        """What is under way, by client: slots granted to copy into, runs pinned to be read, its own plans."""
+        """What is under way, by client: slots granted to copy into, runs pinned to be read, its own plans.
+
+        ``copied`` are bytes and seconds by direction since its process began.
+        """
         return [
             {
                 "client": client.name,
@@ -166,6 +169,10 @@ class Views:
                 "pinned_runs": len(client.runs),
                 "plans_in_flight": client_figures(client).get("plans_in_flight", 0),
                 "queued_backups": client_figures(client).get("queued_backups", 0),
+                "copied": {
+                    direction: {"bytes": copied.bytes, "seconds": copied.durations.total}
+                    for direction, copied in client.traffic.copied.items()
+                },
             }
             for client in self._service.clients.values()
         ]
