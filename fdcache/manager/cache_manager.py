@@ -242,6 +242,7 @@ class CacheManager:
                 plans.append(background)
             if self._host:
                 self._host.report(lambda: msgspec.json.encode(self.get_stats()))
+                self._host.flush()
             arena = self._host.arena if self._host else None
             now = self._clock()
             return [self._ledger.close(plan, now, arena) for plan in plans if not plan.is_empty]

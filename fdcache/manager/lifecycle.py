@@ -30,8 +30,6 @@ from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import BlockPool, HostMatch, HostTier
 
-_STORED = 0
-
 
 @dataclass(slots=True)
 class _Search:
@@ -333,7 +331,7 @@ class RequestLifecycle:
         )
         request._committed_blocks = start + len(status)
         if self._backups and len(status):
-            self._backups.on_commit(hashes[start : start + len(status)][status == _STORED])
+            self._backups.on_commit(hashes[start : start + len(status)], status)
 
     def finish(self, request: Request) -> None:
         """Give back everything the request holds; copies under way keep their slots until they are reported."""

@@ -6,6 +6,8 @@ nothing and has id 0. Arrays travel as one buffer each, little-endian: hashes 32
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from fdcache.errors import ProtocolError
@@ -16,6 +18,9 @@ MAX_FRAME = 8 << 20
 MAX_PATHS = 4096
 MAX_BLOCKS = 131072
 """Most paths, and most blocks of all of them, in one look-up; also most blocks of any other message."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -35,7 +40,7 @@ class Geometry(msgspec.Struct, frozen=True):
     """Where the extents of one layout are: files of ``extent_bytes`` in ``directory``, named by ``prefix``.
 
     An extent holds ``records_per_extent`` records, then their slot headers. ``incarnation`` changes whenever
-    files of the same names are other memory.
+    files of the same names are other memory. ``table_bytes`` is the size of the presence table.
     """
 
     directory: str
@@ -43,6 +48,7 @@ class Geometry(msgspec.Struct, frozen=True):
     incarnation: int
     extent_bytes: int
     record_bytes: int
+    table_bytes: int
 
     @property
     def records_per_extent(self) -> int:
@@ -57,6 +63,11 @@ class Geometry(msgspec.Struct, frozen=True):
     def path(self, rank: int, index: int) -> str:
         """The file of a rank's extent."""
         return f"{self.directory}/{self.prefix}-r{rank}-{index:05d}"
+
+    @property
+    def table_path(self) -> str:
+        """The file of the presence table."""
+        return f"{self.directory}/{self.prefix}.table"
 
 
 # --- requests ----------------------------------------------------------------------------------------------
@@ -117,10 +128,15 @@ class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The client is there; its own figures, a JSON object, for people to look at. ``resets``: those applied."""
+    """The client is there; its own figures, a JSON object, for people to look at. ``resets``: those applied.
+
+    ``lookups``, ``blocks``: what it looked up since the last one and saw to be absent without asking.
+    """
 
     figures: bytes
     resets: int = 0
+    lookups: Count = 0
+    blocks: Count = 0
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):

@@ -53,6 +53,7 @@ log = logging.getLogger("fdcache.server")
 
 MOST_CLIENTS = 1024
 MOST_LAYOUT_BYTES = 1 << 20
+_CLEARED = 2  # and above: what happened to the tier as a whole
 _SHARE_OF_STOCK = 4  # all clients of a layout together stock at most a quarter of its slots
 
 Teller = Callable[[bytes, Answer], bool]
@@ -238,6 +239,8 @@ class Service:
     def _heartbeat(self, client: Client, request: Heartbeat) -> Answer:
         client.figures = request.figures[:65536]
         client.device_resets_applied = max(client.device_resets_applied, request.resets)
+        client.lookups += request.lookups
+        client.namespace.count_absent(request.lookups, request.blocks)
         tier = client.namespace.tier
         figures = tier.stats() if tier is not None else None
         return Alive(
@@ -282,11 +285,13 @@ class Service:
             while namespace.pending_events:
                 kinds, hashes, parents = namespace.pending_events.popleft()
                 everything = Events(kinds.tobytes(), hashes.tobytes(), parents.tobytes())
-                matters = kinds != 0
-                gone = Events(kinds[matters].tobytes(), hashes[matters].tobytes(), parents[matters].tobytes())
+                matters = kinds >= _CLEARED
+                whole = Events(
+                    kinds[matters].tobytes(), hashes[matters].tobytes(), parents[matters].tobytes()
+                )
                 for client in self.clients.values():
                     if client.namespace is namespace and (client.wants_events or matters.any()):
-                        tell(client.identity, everything if client.wants_events else gone)
+                        tell(client.identity, everything if client.wants_events else whole)
 
     def _remove(self, client: Client) -> None:
         client.take_everything_back()

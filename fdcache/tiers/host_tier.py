@@ -122,6 +122,9 @@ class HostTier(Protocol):
     def report(self, figures: Callable[[], bytes]) -> None:
         """Offer the engine's own figures, a JSON object, to a service that shows them to people."""
 
+    def flush(self) -> None:
+        """The step is closed: whoever is elsewhere may hear of what has ended."""
+
     def worker_lost(self) -> None:
         """A rank's process is gone. A tier whose memory went with it forgets everything."""
 
@@ -193,6 +196,9 @@ class LocalHostTier(BlockPool):
 
     def report(self, figures: Callable[[], bytes]) -> None:
         """There is nobody to show them to."""
+
+    def flush(self) -> None:
+        """There is nobody to hear of it."""
 
     def worker_lost(self) -> None:
         """The worker's part of every block went with it."""

@@ -125,6 +125,16 @@ def ready_blocks(service: LocalService | ServiceProcess) -> int:
     return sum(each["tier"].get("ready", 0) for each in service.ask("namespaces"))
 
 
+def round_trips(service: LocalService) -> int:
+    asked = service.service.totals.latencies.kinds.get("match")
+    return sum(asked.counts) if asked else 0
+
+
+def totals(service: LocalService) -> dict[str, int]:
+    (found,) = (each["totals"] for each in service.ask("namespaces"))
+    return dict(found)
+
+
 def assert_nothing_is_held(service: LocalService | ServiceProcess) -> None:
     until(lambda: not service.ask("clients"), "every client is gone")
     for each in service.ask("namespaces"):
@@ -188,21 +198,38 @@ class TestSharing:
         with local_service(tmp_path) as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
-            asked = service.service.totals.latencies.kinds["match"].counts
-            before = sum(asked)
+            before = round_trips(service)
             assert engine.manager.match_prefix([Request("again", PROMPT[:40])])[0].num_device_blocks == 9
-            assert sum(asked) == before
-            engine.manager.request_finish([])
+            assert round_trips(service) == before
             engine.close()
+
+    def test_what_is_not_there_is_known_without_asking(self, tmp_path: Path) -> None:
+        with local_service(tmp_path) as service:
+            engine = Engine(service.address)
+            requests = [Request(f"q{i}", [i] * 41) for i in range(50)]
+            assert not any(match.num_host_blocks for match in engine.manager.match_prefix(requests))
+            assert round_trips(service) == 0
+            until(lambda: totals(service)["lookups"] == 50, "the service has heard of the look-ups")
+            assert totals(service)["looked_up_blocks"] == 500
+            engine.manager.request_finish(requests)
+            engine.close()
+            assert_nothing_is_held(service)
 
     def test_many_requests_are_one_round_trip(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
-            engine = Engine(service.address)
-            requests = [Request(f"q{i}", [i] * 40) for i in range(50)]
-            engine.manager.match_prefix(requests)
-            assert sum(service.service.totals.latencies.kinds["match"].counts) == 1
-            engine.manager.request_finish(requests)
-            engine.close()
+            first = Engine(service.address)
+            prompts = [[i] * 17 for i in range(8)]
+            for prompt in prompts:
+                first.serve(prompt)
+            until(lambda: ready_blocks(service) == 32, "all is stored")
+            second = Engine(service.address, device_blocks=64)
+            requests = [Request(f"q{i}", prompt) for i, prompt in enumerate([*prompts, [9] * 17])]
+            found = [match.num_host_blocks for match in second.manager.match_prefix(requests)]
+            assert found == [4] * 8 + [0]
+            assert round_trips(service) == 1
+            second.manager.request_finish(requests)
+            first.close()
+            second.close()
             assert_nothing_is_held(service)
 
 
@@ -334,7 +361,7 @@ class TestRecovery:
         engine.serve(PROMPT)
         service.crash()
         with local_service(tmp_path, FDCACHE_RECOVER="0") as service:
-            assert service.ask("namespaces") == []
+            assert ready_blocks(service) == 0
             until(lambda: service.ask("clients"), "the engine is back")
             engine.await_stock()
             assert engine.serve(list(range(100, 141)))[0] == 0
