@@ -156,11 +156,7 @@ void bind_header(nb::module_ &module) {
             },
             "data"_a)
         .def("to_bytes", [](const SlotHeader &self) { return as_bytes(self); })
-        .def_prop_ro("is_valid",
-                     [](const SlotHeader &self) {
-                         return self.magic == SlotHeader::kMagic && self.version == SlotHeader::kVersion &&
-                                self.header_checksum == self.computed_checksum();
-                     })
+        .def_prop_ro("is_valid", &SlotHeader::is_sound)
         .def_prop_ro("version", [](const SlotHeader &self) { return self.version; })
         .def_prop_ro("state", [](const SlotHeader &self) { return static_cast<int>(self.state); })
         .def_prop_ro("generation", [](const SlotHeader &self) { return self.generation; })

@@ -39,6 +39,11 @@ struct SlotHeader {
         return finish_checksum(checksum_part(bytes, kCovered, 0), kCovered);
     }
 
+    // Whether it is a header at all, and whole.
+    bool is_sound() const {
+        return magic == kMagic && version == kVersion && header_checksum == computed_checksum();
+    }
+
     void seal() {
         magic = kMagic;
         version = kVersion;

@@ -10,13 +10,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fdcache.controller.device_planes import allocate_planes, bind_tensors
+from fdcache.controller.execution import PlanExecution, Transfer
 from fdcache.controller.host_arena import HostArena, Progress
+from fdcache.controller.in_flight import PlansInFlight
 from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.controller.process_guard import ProcessGuard
 from fdcache.controller.storage_transfers import StorageQueue, StorageTransfer
-from fdcache.controller.transfers import PlanExecution, Transfer, TransferQueue
-from fdcache.devices.base import Device, DevicePlanes, Event
-from fdcache.devices.cpu import CpuDevice, CpuEvent, wait_any_cpu_event
+from fdcache.controller.transfers import TransferQueue
+from fdcache.devices.base import Device, DevicePlanes
+from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import CacheNotReadyError, PlanError, StorageError, TransferTimeoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
@@ -26,8 +28,6 @@ from fdcache.tiers.host_cache import HostCache
 
 if TYPE_CHECKING:
     from fdcache.controller.shared_arena import SharedHostArena
-
-_MIXED_WAIT = 0.002
 
 
 class CacheController:
@@ -58,8 +58,7 @@ class CacheController:
         self._allocated: tuple[int, str | None] | None = None
         self._arena: HostArena | SharedHostArena | None = None
         self._storage: StorageQueue | None = None
-        self._in_flight: dict[int, PlanExecution] = {}
-        self._handlers: dict[int, AsyncTaskHandler[TransferReport]] = {}
+        self._in_flight = PlansInFlight(self.device)
         self._is_shut_down = False
 
     def __enter__(self) -> CacheController:
@@ -169,7 +168,7 @@ class CacheController:
                 None if compute_stream is None else self.device.as_stream(compute_stream),
                 refusal,
             )
-            self._expect(execution)
+            self._in_flight.add(execution)
             self._launch_storage(plan, storage)
         return LayerDoneCounter(
             plan.plan_id,
@@ -177,10 +176,6 @@ class CacheController:
             default_timeout=self.settings.layer_timeout,
             as_stream=self.device.as_stream,
         )
-
-    def _expect(self, execution: PlanExecution) -> None:
-        self._in_flight[execution.plan_id] = execution
-        self._handlers[execution.plan_id] = AsyncTaskHandler(execution)
 
     def _prepare_storage(self, plan: TransferPlan) -> list[StorageTransfer]:
         if not plan.storage:
@@ -192,17 +187,13 @@ class CacheController:
                 raise PlanError(f"storage task {task.plan_id} is in flight already")
         return [self._storage.prepare(task) for task in plan.storage]
 
-    def _launch_storage(self, plan: TransferPlan, transfers: list[StorageTransfer]) -> None:
+    def _launch_storage(self, plan: TransferPlan, prepared: list[StorageTransfer]) -> None:
         if self._storage is None:
             return
-        for plan_id in plan.cancelled:
-            self._storage.cancel(plan_id)
-        if plan.clear_storage:
-            self._storage.clear()
-        for transfer in transfers:
-            task = transfer.task
-            self._expect(PlanExecution(task.plan_id, self.rank, [Transfer(task.swap.purpose, transfer)]))
-            self._storage.submit(transfer)
+        for transfer in prepared:
+            transfers = [Transfer(transfer.task.swap.purpose, transfer)]
+            self._in_flight.add(PlanExecution(transfer.task.plan_id, self.rank, transfers))
+        self._storage.submit(plan, prepared)
 
     def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
         """The handler of a plan whose report was not polled yet. Raises ``PlanError`` for any other.
@@ -212,20 +203,16 @@ class CacheController:
         """
         self._guard.check()
         with self._lock:
-            if plan_id not in self._handlers:
-                raise PlanError(f"plan {plan_id} is not in flight")
-            return self._handlers[plan_id]
+            return self._in_flight.handler(plan_id)
 
     def poll(self) -> list[TransferReport]:
         """The reports of all plans that ended since the last call, one for each, in order of submission."""
         self._guard.check()
         with self._lock:
-            ended = [each for each in self._in_flight.values() if each.pending_event() is None]
-            for execution in ended:
-                del self._in_flight[execution.plan_id], self._handlers[execution.plan_id]
-                if self._storage is not None:
-                    self._storage.forget(execution.plan_id)
-            reports = [execution.result() for execution in ended]
+            reports = self._in_flight.take_ended()
+            if self._storage is not None:
+                for report in reports:
+                    self._storage.forget(report.plan_id)
             if reports:
                 self._queue.retire()
             return reports
@@ -238,29 +225,15 @@ class CacheController:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not (reports := self.poll()):
             with self._lock:
-                pending = [each.pending_event() for each in self._in_flight.values()]
+                pending = self._in_flight.pending_events()
             if not pending:
                 break
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             if None in pending:  # it ended since the poll
                 continue
-            if not self._wait_any([event for event in pending if event is not None], left):
+            if not self._in_flight.wait_any([event for event in pending if event is not None], left):
                 break
         return reports
-
-    def _wait_any(self, events: Sequence[Event], timeout: float | None) -> bool:
-        """As the device's ``wait_any``; storage has events of its own, which another device does not know."""
-        others = [event for event in events if not isinstance(event, CpuEvent)]
-        if not others:
-            return wait_any_cpu_event(events, timeout)
-        if len(others) == len(events):
-            return self.device.wait_any(events, timeout)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not any(event.query() for event in events):
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            self.device.wait_any(others, _MIXED_WAIT)
-        return True
 
     def sleep(self) -> None:
         """Give up the device planes, after the copies in flight; the host arena stays.
@@ -310,10 +283,9 @@ class CacheController:
         deadline = time.monotonic() + timeout
         while True:
             with self._lock:
-                running = [each for each in self._in_flight.values() if each.pending_event() is not None]
+                running = self._in_flight.running()
                 if not running:
-                    for execution in self._in_flight.values():
-                        execution.result()
+                    self._in_flight.settle()
                     self._queue.retire()
                     yield
                     return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from fdcache._core import CancelFlag
 from fdcache.devices.base import CopyOutcome, HostArena
 from fdcache.devices.cpu import CpuEvent
 from fdcache.errors import PlanError, StorageError
-from fdcache.metadata import CacheLevel, CacheSwapMetadata, StorageTask, SwapPurpose
+from fdcache.metadata import CacheLevel, CacheSwapMetadata, StorageTask, SwapPurpose, TransferPlan
 from fdcache.storage.connector import BatchResult, BlockStorage, Outcome, RecordBatch
 
 _MOST_QUEUED = 4096
@@ -123,7 +123,17 @@ class StorageQueue:
             )
         return StorageTransfer(task, self._batch(swap))
 
-    def submit(self, transfer: StorageTransfer) -> None:
+    def submit(self, plan: TransferPlan, prepared: Sequence[StorageTransfer]) -> None:
+        """What a plan wants of the storage, in the order that it promises; ``prepared`` are its tasks."""
+        for plan_id in plan.cancelled:
+            self._cancel(plan_id)
+        if plan.clear_storage:
+            # After the writes queued so far and before those to come.
+            self._queues[SwapPurpose.STORE].put(self._clear)
+        for transfer in prepared:
+            self._submit(transfer)
+
+    def _submit(self, transfer: StorageTransfer) -> None:
         """Queue a prepared task; one that finds the queue full fails at once."""
         self._transfers[transfer.task.plan_id] = transfer
         try:
@@ -131,8 +141,7 @@ class StorageQueue:
         except queue.Full:
             transfer.refuse("the storage queue is full")
 
-    def cancel(self, plan_id: int) -> None:
-        """Take back what has not begun of a task."""
+    def _cancel(self, plan_id: int) -> None:
         transfer = self._transfers.get(plan_id)
         if transfer is not None:
             transfer.cancel()
@@ -140,10 +149,6 @@ class StorageQueue:
     def forget(self, plan_id: int) -> None:
         """The task was reported."""
         self._transfers.pop(plan_id, None)
-
-    def clear(self) -> None:
-        """Empty the storage, after the writes queued so far and before those to come."""
-        self._queues[SwapPurpose.STORE].put(self._clear)
 
     def _clear(self) -> None:
         try:

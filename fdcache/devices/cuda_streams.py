@@ -9,7 +9,7 @@ from fdcache.devices.base import Event, Stream
 from fdcache.devices.cuda_memory import CudaMemory
 from fdcache.devices.policy import STAGING_SLOT_BYTES, STAGING_SLOTS
 from fdcache.devices.topology import Gpu, import_cupy
-from fdcache.errors import StreamError
+from fdcache.errors import DeviceError, StreamError
 
 _BACKGROUND_PRIORITY = 0
 _PRIORITY = -5
@@ -164,4 +164,7 @@ def cuda_stream(stream: Stream) -> CudaStream:
 def _hold(event: Event, handle: int) -> None:
     if not isinstance(event, CudaEvent):
         raise TypeError(f"expected an event of the CUDA device, got {type(event).__name__}")
-    event.core.hold(handle)
+    try:
+        event.core.hold(handle)
+    except _core.CudaError as error:
+        raise DeviceError(f"a stream cannot wait for an event: {error}") from error

@@ -4,98 +4,130 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-ttft = pytest.importorskip("benchmarks.ttft")
+
+import torch
+
+from benchmarks.ttft import __main__ as ttft
+from benchmarks.ttft.attention import attend_gathered
+from benchmarks.ttft.common import prompt
+from benchmarks.ttft.decode import Visitors, blocks_moved
+from benchmarks.ttft.first_token import NEAR_TIE, judge
+from benchmarks.ttft.model import TINY
+from benchmarks.ttft.server import FirstToken, Server
+
+ON_CPU = ["--shape", "tiny", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 def test_all_parts_run_on_a_tiny_model(tmp_path: Path) -> None:
-    found = tmp_path / "ttft.json"
-    flags = [
-        "--shape",
-        "tiny",
-        "--device",
-        "cpu",
-        "--lengths",
-        "64",
-        "128",
-        "--rounds",
-        "1",
-        "--sequences",
-        "2",
-    ]
-    picture = tmp_path / "ttft.png"
-    assert (
-        ttft.main(
-            [
-                *flags,
-                "--context",
-                "40",
-                "--storage",
-                str(tmp_path),
-                "--json",
-                str(found),
-                "--plot",
-                str(picture),
-            ]
-        )
-        == 0
-    )
+    found, picture = tmp_path / "ttft.json", tmp_path / "ttft.png"
+    flags = [*ON_CPU, "--lengths", "64", "128", "--rounds", "1", "--sequences", "2", "--context", "40"]
+    files = ["--storage", str(tmp_path), "--json", str(found), "--plot", str(picture)]
+    assert ttft.main([*flags, *files]) == 0
     data = json.loads(found.read_text())
     assert [row["prompt"] for row in data["ttft"]] == [64, 128]
     assert all(row["host ms"] > 0 and row["storage ms"] > 0 for row in data["ttft"])
-    assert data["decode"]["sequences"] == 2
-    assert [row["policy"] for row in data["overhead"]] == ["write_through_selective", "write_through"]
+    assert [(row["prompts"], row["differ"]) for row in data["ttft"]] == [(2, 0), (2, 0)]
+    alone, ahead, in_line = data["decode"]
+    swapped = [row["blocks swapped a step"] for row in (alone, ahead, in_line)]
+    assert swapped[0] == 0
+    assert min(swapped[1:]) > 16
+    policies = ["write_through_selective", "write_through"]
+    assert [(row["prompt"], row["policy"]) for row in data["overhead"]] == [
+        (length, policy) for length in (64, 128) for policy in policies
+    ]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_token_that_differs_fails_unless_it_is_a_near_tie() -> None:
+    sure, torn = FirstToken(7, 2 * NEAR_TIE), FirstToken(8, NEAR_TIE / 2)
+    assert judge([sure, sure]) == judge([torn, torn]) == "equal"
+    assert judge([sure, torn]) == "near tie"
+    assert judge([sure, FirstToken(8, 2 * NEAR_TIE)]) == "differ"
+
+
+def test_a_wrong_block_makes_the_benchmark_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = Server.compute
+
+    def over_another_block(server: Server, request: Any, text: Any, counters: Any = ()) -> FirstToken:
+        if request.num_cached_tokens:
+            for plane in server.model.planes:
+                plane[int(request.block_table[0])] = 1.0
+        return compute(server, request, text, counters)
+
+    monkeypatch.setattr(Server, "compute", over_another_block)
+    assert ttft.main([*ON_CPU, "--part", "ttft", "--lengths", "64", "--rounds", "3"]) == 1
+
+
 def test_hits_come_from_the_tier_that_they_are_named_after(tmp_path: Path) -> None:
-    server = ttft.Server(
-        ttft.TINY, "cpu", device_blocks=16, host_blocks=32, max_positions=200, storage=tmp_path
-    )
-    text = ttft.prompt(ttft.TINY, 100, 1)
-    first = server.first_token(text)[1]
-    assert server.first_token(text)[1] == first
+    server = Server(TINY, "cpu", device_blocks=16, host_blocks=32, max_positions=200, storage=tmp_path)
+    text = prompt(TINY, 100, 1)
+    first = server.first_token(text)[1].token
+    assert server.first_token(text)[1].token == first
     assert server.manager.get_stats().counters.device_hit_tokens == 96
     server.forget_device()
-    assert server.first_token(text)[1] == first
+    assert server.first_token(text)[1].token == first
     assert server.manager.get_stats().counters.host_hit_tokens == 96
     server.forget_all_but_storage()
-    assert server.first_token(text)[1] == first
+    assert server.first_token(text)[1].token == first
     assert server.manager.get_stats().counters.storage_hit_tokens == 96
     server.close()
 
 
 def test_visitors_load_and_back_up_all_the_time() -> None:
-    server = ttft.Server(ttft.TINY, "cpu", device_blocks=4 * 8, host_blocks=100, max_positions=200)
-    visitors = ttft.Visitors(server, blocks=4, count=6)
+    server = Server(TINY, "cpu", device_blocks=4 * 8, host_blocks=100, max_positions=200)
+    visitors = Visitors(server, blocks=4, count=6)
     before = server.manager.get_stats().counters
     for _ in range(12):
         visitors.visit()
     visitors.leave()
     after = server.manager.get_stats().counters
     assert after.blocks_loaded - before.blocks_loaded >= 12 * 2
-    assert ttft.blocks_moved(after) - ttft.blocks_moved(before) >= 12 * 6
+    assert blocks_moved(after) - blocks_moved(before) >= 12 * 6
     server.close()
 
 
 def test_decoding_token_by_token_is_prefilling() -> None:
     """The batched decode computes what a prefill of the same tokens does."""
-    import torch
-
-    server = ttft.Server(ttft.TINY, "cpu", device_blocks=16, host_blocks=0, max_positions=200)
-    text = ttft.prompt(ttft.TINY, 40, 1)
+    server = Server(TINY, "cpu", device_blocks=16, host_blocks=0, max_positions=200)
+    text = prompt(TINY, 40, 1)
     table = np.arange(4, dtype=np.int32)
-    said = [server.prefill(text, 0, table)]
+    said = [server.prefill(text, 0, table).token]
     tables = torch.arange(4)[None] + 4
     server.prefill(text, 0, table + 4)
     tokens, position = torch.tensor(said), 40
     for step in range(6):
-        expected = server.prefill(np.append(text, said), 0, table)
+        expected = server.prefill(np.append(text, said), 0, table).token
         tokens = server.model.decode(tokens, torch.tensor([position + step]), tables)
         said.append(int(tokens))
         assert said[-1] == expected
     server.close()
+
+
+@pytest.mark.gpu
+def test_the_kernel_attends_as_plain_torch_does() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    from benchmarks.ttft.paged_kernel import attend_in_place
+
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def make(*shape: int) -> Any:
+        return torch.randn(shape, generator=random, device="cuda").bfloat16()
+
+    keys, values, query = make(100, 8, 64, 128), make(100, 8, 64, 128), make(5, 32, 128)
+    tables = torch.randperm(100, generator=random, device="cuda")[:80].reshape(5, 16)
+    positions = torch.tensor([0, 63, 64, 700, 1023], device="cuda")
+    expected = attend_gathered(query, keys, values, tables, positions).float()
+    found = attend_in_place(query, keys, values, tables, positions).float()
+    assert float((found - expected).norm() / expected.norm()) < 1e-2

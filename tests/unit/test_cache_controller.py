@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import pytest
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import Direction, Event
+from fdcache.devices.base import Direction
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.errors import (
     CacheNotReadyError,
@@ -431,21 +430,6 @@ class TestCancel:
         waiting.join(10)
         assert not waiting.is_alive()
         assert [report.plan_id for report in reports] == [1]
-
-
-class TestWaiting:
-    def test_events_of_storage_are_never_given_to_a_device_that_does_not_know_them(self) -> None:
-        class ForeignDevice(CpuDevice):
-            """As a GPU: it waits for its own events only."""
-
-            def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
-                raise TypeError(f"expected an event of this device, got {type(events[0]).__name__}")
-
-        with CacheController(TransferSettings(), uniform_layout(), device=ForeignDevice()) as controller:
-            ended, running = CpuEvent(), CpuEvent()
-            ended.set()
-            assert controller._wait_any([running, ended], 10)
-            assert not controller._wait_any([running], 0.01)
 
 
 class TestLifeCycle:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from benchmarks.ttft.attention import attention_for
 from fdcache import KVLayout
 
 
@@ -54,6 +55,7 @@ class Model:
     def __init__(self, shape: Shape, device: str, planes: list[Tensor], max_positions: int) -> None:
         self.shape = s = shape
         self.planes = planes
+        self._attend_paged = attention_for(device)
         generator = torch.Generator(device).manual_seed(0)
 
         def matrix(rows: int, columns: int) -> Tensor:
@@ -76,7 +78,7 @@ class Model:
         self.cos, self.sin = angles.cos().bfloat16(), angles.sin().bfloat16()
 
     def prefill(self, tokens: Tensor, start: int, table: Tensor, wait: Callable[[int], None]) -> Tensor:
-        """Compute tokens [start, start + n) of one sequence; the best next token, still on the device.
+        """Compute tokens [start, start + n) of one sequence; the logits (vocab,) of the last, still on the device.
 
         ``table``: the sequence's blocks. ``wait(layer)`` makes the layer's loaded blocks readable.
         """
@@ -96,30 +98,22 @@ class Model:
             ]
             mixed = self._attend(query.transpose(0, 1)[None], *context)
             x = self._finish(layer, x, mixed[0].transpose(0, 1).reshape(len(tokens), -1))
-        return self._logits(x[-1:]).argmax(-1)
+        return self._logits(x[-1:])[0]
 
     def decode(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
         """One token of each of a batch of sequences; their next tokens. Works on tensors in place, so it can be
         captured into a CUDA graph. ``tables``: (sequences, blocks).
         """
-        s, count = self.shape, len(tokens)
+        s = self.shape
         blocks = tables.gather(1, (positions // s.block_size)[:, None])[:, 0]
         offsets = positions % s.block_size
-        visible = torch.arange(tables.shape[1] * s.block_size, device=tokens.device) <= positions[:, None]
-        mask = torch.where(visible, 0.0, -torch.inf).to(torch.bfloat16)[:, None, None]
         x = self.embedding[tokens]
         for layer in range(s.layers):
             query, key, value = self._project(layer, x, positions)
             keys, values = self.planes[2 * layer], self.planes[2 * layer + 1]
             keys[blocks, :, offsets], values[blocks, :, offsets] = key, value
-            context = [
-                plane[tables].transpose(1, 2).reshape(count, s.kv_heads, -1, s.head_dim)
-                for plane in (keys, values)
-            ]
-            grouped = query.reshape(count, s.kv_heads, -1, s.head_dim) * s.head_dim**-0.5
-            scores = grouped @ context[0].transpose(-1, -2) + mask
-            mixed = scores.float().softmax(-1).bfloat16() @ context[1]
-            x = self._finish(layer, x, mixed.reshape(count, -1))
+            mixed = self._attend_paged(query, keys, values, tables, positions)
+            x = self._finish(layer, x, mixed.reshape(len(tokens), -1))
         return self._logits(x).argmax(-1)
 
     def _project(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

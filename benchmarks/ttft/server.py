@@ -1,9 +1,11 @@
-"""One sequence at a time, or a batch of decodes, on the model of ``ttft_model`` with its KV in fdcache."""
+"""One sequence at a time, or a batch of decodes, on the model of ``model`` with its KV in fdcache."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.ttft_model import Model, Shape
+from benchmarks.ttft.model import Model, Shape
 from fdcache import (
     CacheController,
     CacheManager,
@@ -31,6 +33,22 @@ from fdcache.storage.factory import open_storage
 
 Tokens = NDArray[np.int64]
 PREFILL_CHUNK = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A token, and by how much its logit beats the second best."""
+
+    token: int
+    margin: float
+
+
+@dataclass(slots=True)
+class Spent:
+    """Seconds of the engine's thread in the manager and in the controller."""
+
+    manager: float = 0.0
+    controller: float = 0.0
 
 
 class Server:
@@ -80,6 +98,7 @@ class Server:
             self.manager.restore_storage([scan])
         self.model = Model(shape, device, planes, max_positions)
         self.stream: Any = torch.cuda.current_stream() if device == "cuda" else None
+        self.spent = Spent()
         self._names = 0
 
     def synchronize(self) -> None:
@@ -91,29 +110,38 @@ class Server:
         """A new request, matched; it waits until what storage has of it is read."""
         self._names += 1
         request = Request(str(self._names), prompt)
-        self.manager.prefetch([request])
-        while self.manager.match_prefix([request])[0].status is not MatchStatus.MATCHED:
+        with self.manager_time():
+            self.manager.prefetch([request])
+            match = self.manager.match_prefix([request])[0]
+        while match.status is not MatchStatus.MATCHED:
             self.submit()
             self.collect(wait=True)
+            match = self.manager.match_prefix([request])[0]
         return request
 
     def allocate(self, request: Request, num_tokens: int) -> None:
         """Blocks for so many tokens."""
-        allocation = self.manager.allocate_device_blocks([(request, num_tokens)])[0]
+        with self.manager_time():
+            allocation = self.manager.allocate_device_blocks([(request, num_tokens)])[0]
         if not allocation.ok:
             raise RuntimeError(f"{allocation.shortfall} device blocks too few")
 
     def submit(self) -> list[LayerDoneCounter]:
         """Close the step and put its plans on the streams."""
-        return [self.controller.submit_swap_tasks(plan, self.stream) for plan in self.manager.take_plans()]
+        with self.manager_time():
+            plans = self.manager.take_plans()
+        with self._controller_time():
+            return [self.controller.submit_swap_tasks(plan, self.stream) for plan in plans]
 
-    def compute(self, request: Request, prompt: Tokens, counters: Iterable[LayerDoneCounter] = ()) -> int:
+    def compute(
+        self, request: Request, prompt: Tokens, counters: Iterable[LayerDoneCounter] = ()
+    ) -> FirstToken:
         """Prefill what is not cached; the first token, on the host."""
         return self.prefill(prompt, request.num_cached_tokens, request.block_table, tuple(counters))
 
     def prefill(
         self, prompt: Tokens, start: int, blocks: NDArray[np.int32], counters: Iterable[LayerDoneCounter] = ()
-    ) -> int:
+    ) -> FirstToken:
         """Prefill from token ``start`` on into ``blocks``; the first token, on the host."""
         table = torch.from_numpy(blocks.astype(np.int64)).to(self.torch_device)
         tokens = torch.from_numpy(prompt).to(self.torch_device)
@@ -124,10 +152,18 @@ class Server:
 
         for first in range(start, len(prompt), PREFILL_CHUNK):
             chunk = tokens[first : first + PREFILL_CHUNK]
-            token = self.model.prefill(chunk, first, table, wait if first == start else _no_wait)
-        return int(token)
+            logits = self.model.prefill(chunk, first, table, wait if first == start else _no_wait)
+        best = logits.float().topk(2)
+        scores = best.values.tolist()
+        return FirstToken(int(best.indices[0]), scores[0] - scores[1])
 
-    def first_token(self, prompt: Tokens) -> tuple[float, int]:
+    def finish(self, done: list[tuple[Request, int]]) -> None:
+        """Commit so many tokens of each request, and end them."""
+        with self.manager_time():
+            self.manager.commit(done)
+            self.manager.request_finish([request for request, _ in done])
+
+    def first_token(self, prompt: Tokens) -> tuple[float, FirstToken]:
         """Seconds from the request's arrival to its first token, and the token; then everything is settled."""
         self.synchronize()
         start = time.perf_counter()
@@ -136,17 +172,32 @@ class Server:
         token = self.compute(request, prompt, self.submit())
         seconds = time.perf_counter() - start
         self.settle()
-        self.manager.commit([(request, len(prompt))])
-        self.manager.request_finish([request])
+        self.finish([(request, len(prompt))])
         self.settle()
         return seconds, token
 
     def collect(self, *, wait: bool = False) -> None:
         """Apply the reports that are there. Raises when a load failed: nothing here should fail."""
-        reports = self.controller.wait_reports(60.0) if wait else self.controller.poll()
-        for outcome in self.manager.apply(reports):
+        with self._controller_time():
+            reports = self.controller.wait_reports(60.0) if wait else self.controller.poll()
+        with self.manager_time():
+            outcomes = self.manager.apply(reports)
+        for outcome in outcomes:
             if outcome.status is not LoadStatus.CONFIRMED:
                 raise RuntimeError(f"a load ended {outcome.status.value}: {outcome.error_message}")
+
+    @contextmanager
+    def manager_time(self) -> Iterator[None]:
+        """Count the block's time as the manager's."""
+        start = time.perf_counter()
+        yield
+        self.spent.manager += time.perf_counter() - start
+
+    @contextmanager
+    def _controller_time(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.spent.controller += time.perf_counter() - start
 
     def settle(self) -> None:
         """Until every copy has ended and no backup is queued."""

@@ -1,0 +1,243 @@
+"""What swaps cost the decode steps beside which they run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.ttft.common import Row, Tokens, prompt, timed
+from benchmarks.ttft.model import Shape
+from benchmarks.ttft.server import Server, Spent
+from fdcache import Request
+from fdcache.manager.stats import Counters
+
+_STEPS = 48
+_PER_VISIT = 16
+_VISITORS = 12
+
+_MODES = ("alone", "swaps, planned ahead", "swaps, planned in line")
+
+
+class Decode:
+    """A batch of sequences that decode, as one CUDA graph where there is one."""
+
+    def __init__(self, server: Server, sequences: int, context: int, steps: int) -> None:
+        self.server = server
+        shape, device = server.shape, server.torch_device
+        self.requests: list[Request] = []
+        for seed in range(sequences):
+            text = prompt(shape, context, 7_000_000 + seed)
+            request = server.request(text)
+            server.allocate(request, context + steps)
+            server.compute(request, text, server.submit())
+            self.requests.append(request)
+        server.settle()
+        tables = np.stack([request.block_table for request in self.requests]).astype(np.int64)
+        self.tables = torch.from_numpy(tables).to(device)
+        self.tokens = torch.zeros(sequences, dtype=torch.int64, device=device)
+        self.positions = torch.full((sequences,), context, dtype=torch.int64, device=device)
+        self._context = context
+        self._graph = self._capture() if device == "cuda" else None
+
+    def restart(self) -> None:
+        """Back to the first position, so that every round decodes the same."""
+        self.tokens.zero_()
+        self.positions.fill_(self._context)
+
+    def launch(self) -> None:
+        """Compute one token for every sequence."""
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._compute()
+
+    def read(self) -> list[int]:
+        """The step's tokens on the host, where an engine streams them."""
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
+
+    def _compute(self) -> None:
+        self.tokens.copy_(self.server.model.decode(self.tokens, self.positions, self.tables))
+        self.positions.add_(1)
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._compute()
+        return graph
+
+
+class Visitors:
+    """Requests that come and go beside the decodes: each loads ``blocks`` blocks from the host and leaves as many new
+    ones to be backed up. Nothing is computed for them, so that only their copies can slow the decodes down.
+    """
+
+    def __init__(self, server: Server, blocks: int, count: int) -> None:
+        self._server = server
+        self._blocks = 2 * blocks
+        self._half = blocks * server.shape.block_size
+        self._prefixes = [prompt(server.shape, self._half, 9_000_000 + each) for each in range(count)]
+        self._staying: list[tuple[Request, int]] = []
+        self._turn = 0
+        for prefix in self._prefixes:
+            self._arrive(prefix)
+            self.leave()
+
+    def visit(self) -> None:
+        """One visitor: those whose blocks have arrived go, and its copies are put on the streams."""
+        self._depart()
+        while not self._server.manager.can_allocate_device_blocks(self._blocks):
+            self._depart(wait=True)
+        self._turn += 1
+        tail = prompt(self._server.shape, self._half, 9_500_000 + self._turn)
+        self._arrive(np.concatenate([self._prefixes[self._turn % len(self._prefixes)], tail]))
+
+    def leave(self) -> None:
+        """Let all go."""
+        while self._staying:
+            self._server.submit()
+            self._depart(wait=True)
+        self._server.settle()
+
+    def _arrive(self, text: Tokens) -> None:
+        request = self._server.request(text)
+        self._server.allocate(request, len(text))
+        self._server.submit()
+        self._staying.append((request, len(text)))
+
+    def _depart(self, *, wait: bool = False) -> None:
+        self._server.collect(wait=wait)
+        going = [(request, count) for request, count in self._staying if not request.is_loading]
+        self._staying = [each for each in self._staying if each[0].is_loading]
+        self._server.finish(going)
+
+
+def blocks_moved(counters: Counters) -> int:
+    """Blocks copied either way so far."""
+    return counters.blocks_loaded + counters.blocks_backed_up + counters.blocks_evicted_to_host
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Of some decode steps: seconds of one by the host's clock and on the GPU (0 without one), of the engine's thread
+    in manager and controller for each, the blocks swapped in each, and bytes swapped a second.
+    """
+
+    step: float
+    gpu: float
+    manager: float
+    controller: float
+    blocks: float
+    bandwidth: float
+
+
+def decode_beside_swaps(shape: Shape, device: str, *, sequences: int, context: int, rounds: int) -> list[Row]:
+    """Milliseconds of a decode step with nothing else, and with swaps both ways running all the time.
+
+    "planned ahead": the next step's swaps are planned and submitted while the GPU computes, as an engine does whose
+    scheduler runs one step ahead. "planned in line": before each step, while the GPU has nothing to do.
+    """
+    # Room for five visitors: those before the last one may still hold their blocks for copies under way.
+    own = sequences * -(-(context + _STEPS) // shape.block_size)
+    server = Server(
+        shape,
+        device,
+        device_blocks=own + 10 * _PER_VISIT,
+        host_blocks=own + (_VISITORS + 40) * _PER_VISIT,
+        max_positions=context + _STEPS + 8,
+    )
+    decode = Decode(server, sequences, context, _STEPS)
+    beside = Visitors(server, _PER_VISIT, _VISITORS)
+    _run(decode, beside, "swaps, planned ahead")
+    found: dict[str, list[Round]] = {mode: [] for mode in _MODES}
+    for _ in range(rounds):
+        for mode, measured in found.items():
+            measured.append(_run(decode, beside, mode))
+    beside.leave()
+    server.manager.request_finish(decode.requests)
+    server.close()
+    alone = statistics.median(each.step for each in found["alone"])
+    return [_row(mode, measured, alone) for mode, measured in found.items()]
+
+
+def _run(decode: Decode, beside: Visitors, mode: str) -> Round:
+    server = decode.server
+    decode.restart()
+    beside.leave()
+    server.synchronize()
+    server.spent = Spent()
+    moved = blocks_moved(server.manager.get_stats().counters)
+    clock = GpuClock(server.torch_device)
+
+    def work() -> None:
+        for _ in range(_STEPS):
+            if mode == "swaps, planned in line":
+                beside.visit()
+            clock.measure(decode.launch)
+            if mode == "swaps, planned ahead":
+                beside.visit()
+            decode.read()
+
+    seconds = timed(work)
+    server.collect()
+    moved = blocks_moved(server.manager.get_stats().counters) - moved
+    spent = server.spent
+    return Round(
+        step=seconds / _STEPS,
+        gpu=clock.median(),
+        manager=spent.manager / _STEPS,
+        controller=spent.controller / _STEPS,
+        blocks=moved / _STEPS,
+        bandwidth=moved * server.layout.payload_bytes / seconds,
+    )
+
+
+class GpuClock:
+    """How long the GPU takes for each piece of work put on the current stream."""
+
+    def __init__(self, device: str) -> None:
+        self._on_gpu = device == "cuda"
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def measure(self, launch: Callable[[], None]) -> None:
+        """Launch, between two events."""
+        if not self._on_gpu:
+            return launch()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        launch()
+        end.record()
+        self._spans.append((begin, end))
+        return None
+
+    def median(self) -> float:
+        """Seconds; 0 without a GPU. All work must have ended."""
+        spans: list[float] = [begin.elapsed_time(end) for begin, end in self._spans]
+        return 1e-3 * statistics.median(spans or [0.0])
+
+
+def _row(mode: str, measured: list[Round], alone: float) -> Row:
+    def median(name: str) -> float:
+        values: list[float] = [getattr(each, name) for each in measured]
+        return statistics.median(values)
+
+    return {
+        "decode": mode,
+        "step ms": round(1e3 * median("step"), 3),
+        "slowed by %": round(100 * (median("step") / alone - 1), 2),
+        "on the GPU ms": round(1e3 * median("gpu"), 3),
+        "manager ms": round(1e3 * median("manager"), 3),
+        "controller ms": round(1e3 * median("controller"), 3),
+        "blocks swapped a step": round(median("blocks"), 1),
+        "GB/s": round(median("bandwidth") / 1e9, 2),
+    }

@@ -1,0 +1,24 @@
+"""Plans whose reports were not polled yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fdcache.controller.in_flight import PlansInFlight
+from fdcache.devices.base import Event
+from fdcache.devices.cpu import CpuDevice, CpuEvent
+
+
+class ForeignDevice(CpuDevice):
+    """As a GPU: it waits for its own events only."""
+
+    def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
+        raise TypeError(f"expected an event of this device, got {type(events[0]).__name__}")
+
+
+def test_events_of_storage_are_never_given_to_a_device_that_does_not_know_them() -> None:
+    plans = PlansInFlight(ForeignDevice())
+    ended, running = CpuEvent(), CpuEvent()
+    ended.set()
+    assert plans.wait_any([running, ended], 10)
+    assert not plans.wait_any([running], 0.01)
