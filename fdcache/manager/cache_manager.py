@@ -206,8 +206,8 @@ class CacheManager:
             return self._requests.match(requests)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
-        """Whether that many blocks are free or can be made free now."""
-        return self._device.available >= num_blocks
+        """Whether that many blocks are free or can be made free now; none are while nothing is planned."""
+        return self._state is ManagerState.RUNNING and self._device.available >= num_blocks
 
     def allocate_device_blocks(self, demands: Iterable[tuple[Request, int]]) -> list[Allocation]:
         """Let each request's block table cover ``num_tokens`` tokens, all or nothing per request.

@@ -96,7 +96,7 @@ def test_metrics_have_the_tier_the_layouts_and_latencies(web: TestClient) -> Non
         "fdcache_host_ready_blocks 10.0",
         "fdcache_hit_blocks_total{",
         "fdcache_missed_blocks_total{",
-        'fdcache_request_seconds_bucket{kind="match",le="+Inf"}',
+        'fdcache_request_seconds_bucket{kind="publish",le="+Inf"}',
         "fdcache_clients 1.0",
         "fdcache_corrupt_blocks_total{",
     ):

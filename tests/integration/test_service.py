@@ -215,6 +215,26 @@ class TestSharing:
             engine.close()
             assert_nothing_is_held(service)
 
+    def test_an_engine_that_cannot_read_the_table_computes(self, tmp_path: Path) -> None:
+        with local_service(tmp_path) as service:
+            first = Engine(service.address)
+            first.serve(PROMPT)
+            (table,) = tmp_path.glob("fdcache-*.table")
+            hidden = table.rename(tmp_path / "hidden")
+            second = CacheManager(CacheSettings(server=service.address, rpc_timeout=0.2), layout())
+            request = Request("r", PROMPT)
+            assert second.match_prefix([request])[0].num_host_blocks == 0
+            second.request_finish([request])
+            hidden.rename(table)
+            host = second._host
+            assert host is not None
+            until(lambda: host.copy_room, "the engine is back")
+            assert second.match_prefix([request])[0].num_host_blocks == 10
+            second.request_finish([request])
+            second.close()
+            first.close()
+            assert_nothing_is_held(service)
+
     def test_many_requests_are_one_round_trip(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
             first = Engine(service.address)
