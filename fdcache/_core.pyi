@@ -48,6 +48,22 @@ class TokenBlocks:
     @property
     def tokens(self) -> NDArray[np.int32]: ...
 
+# --- presence --------------------------------------------------------------------------------------
+
+@final
+class PresenceTable:
+    """Which blocks a tier of another process holds, read from memory that the tier mirrors itself into.
+
+    ``memory``: uint8, whole buckets of 64 bytes, 8 tags each. What it says may be out of date.
+    """
+
+    def __init__(self, memory: Bytes) -> None: ...
+    def contains(self, hashes: Bytes) -> Bytes:
+        """1 for each hash that is there, else 0."""
+
+    def run(self, path: Bytes, start: int = 0) -> int:
+        """How many blocks of a path are there from ``start`` on."""
+
 # --- tier ------------------------------------------------------------------------------------------
 # Hash arrays have shape (n, 32); a parent of 32 zero bytes stands for the root; lease 0 for nobody.
 
@@ -104,6 +120,48 @@ class CopyReservation(Reservation):
 
     @property
     def status(self) -> Bytes: ...
+
+@final
+class OutgoingCopies:
+    """Copies into the tier of another process, whose ``table`` says what it holds: slots granted for them, and
+    what they change before the table shows it.
+    """
+
+    def __init__(self, table: PresenceTable) -> None: ...
+    def grant(self, slots: Int32s, generations: UInt32s) -> None:
+        """More slots to copy into."""
+
+    def empty_stock(self) -> Int32s:
+        """Give up the slots not used yet."""
+
+    @property
+    def stock(self) -> int:
+        """Slots granted and not used yet."""
+
+    def contains(self, hashes: Bytes) -> Bytes:
+        """0 absent, 1 ready, 2 being copied there by this process."""
+
+    def run(self, path: Bytes, start: int) -> int:
+        """How many blocks of a path the table has from ``start`` on."""
+
+    def reserve(self, parents: Bytes, hashes: Bytes) -> CopyReservation:
+        """Slots of the stock for those hashes that are absent and whose parent is ready or comes before them."""
+
+    def end(self, slots: Int32s, copied: Bytes, told: bool) -> tuple[Bytes, Bytes]:
+        """Copies have ended; the parents and hashes of their blocks. ``told``: the tier hears of it, and answers.
+
+        Raises IndexError for a slot that none of the copies under way has.
+        """
+
+    def answered(self, hashes: Bytes) -> None:
+        """The tier has answered for these blocks: its table speaks for them."""
+
+    def forget_answers(self) -> None:
+        """No answer will come."""
+
+    @property
+    def under_way(self) -> int:
+        """Blocks being copied."""
 
 @final
 class TierStats:
@@ -263,6 +321,9 @@ class Tier:
 
         Raises MemoryError when there is no room to grow.
         """
+
+    def mirror(self, memory: Bytes) -> None:
+        """From now on keep a presence table of the READY blocks in ``memory``, which may be shared."""
 
     def record_events(self, capacity: int) -> None:
         """Keep up to ``capacity`` events for ``take_events``; 0 ends it."""

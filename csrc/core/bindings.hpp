@@ -6,7 +6,9 @@
 namespace fdcache {
 
 void bind_hashing(nanobind::module_ &module);
+void bind_presence(nanobind::module_ &module);
 void bind_tier(nanobind::module_ &module);
+void bind_outgoing(nanobind::module_ &module);
 void bind_record(nanobind::module_ &module);
 void bind_copy(nanobind::module_ &module);
 void bind_slab(nanobind::module_ &module);

@@ -5,7 +5,9 @@
 
 NB_MODULE(_core, module) {
     fdcache::bind_hashing(module);
+    fdcache::bind_presence(module);
     fdcache::bind_tier(module);
+    fdcache::bind_outgoing(module);
     fdcache::bind_record(module);
     fdcache::bind_copy(module);
     fdcache::bind_slab(module);

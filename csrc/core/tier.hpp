@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -27,6 +28,7 @@
 #include "core/digest.hpp"
 #include "core/eviction.hpp"
 #include "core/hash_index.hpp"
+#include "core/presence.hpp"
 #include "core/tenants.hpp"
 
 namespace fdcache {
@@ -198,6 +200,8 @@ class Tier {
     // The number of slots from `slots` on that are in use and stand against the change; 0 when done.
     std::uint32_t resize(std::uint32_t slots);
 
+    // From now on `table`, whose memory outlives the tier, says of every block whether it is READY here.
+    void mirror(PresenceTable table);
     void record_events(std::size_t capacity);
     std::vector<TierEvent> take_events();
 
@@ -280,6 +284,7 @@ class Tier {
     Tenants tenants_;
     std::vector<Slot> free_;
     std::unordered_map<LeaseId, Lease> leases_;
+    std::optional<PresenceTable> mirror_;
     std::vector<TierEvent> events_;
     std::size_t event_capacity_ = 0;
     std::uint64_t next_lease_ = 1;

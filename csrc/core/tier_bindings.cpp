@@ -8,6 +8,7 @@
 
 #include "core/arrays.hpp"
 #include "core/bindings.hpp"
+#include "core/presence_bindings.hpp"
 #include "core/tier.hpp"
 
 namespace fdcache {
@@ -276,6 +277,12 @@ void bind_tier(nb::module_ &module) {
             nb::arg("slots"), nb::arg("quarantine") = false)
         .def("reset", &Tier::reset, LetOthersRun())
         .def("resize", &Tier::resize, nb::arg("slots"), LetOthersRun())
+        .def(
+            "mirror",
+            [](Tier &tier, nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> memory) {
+                tier.mirror(presence_table(memory.data(), memory.shape(0)));
+            },
+            nb::arg("memory"), nb::keep_alive<1, 2>())
         .def("record_events", &Tier::record_events, nb::arg("capacity"))
         .def("take_events", &take_events)
         .def("stats", &Tier::stats)

@@ -23,6 +23,8 @@ std::vector<std::string> Tier::check_integrity() const {
     for (Slot slot = 0; slot < slots; ++slot) {
         const Entry &entry = entries_[slot];
         const std::string name = "slot " + std::to_string(slot) + ": ";
+        expect(!mirror_ || entry.state != SlotState::kReady || mirror_->holds(digests_[slot]),
+               name + "ready but not in the mirror");
         free += entry.state == SlotState::kFree;
         writing += entry.state == SlotState::kWriting;
         ready += entry.state == SlotState::kReady;
@@ -92,6 +94,7 @@ std::vector<std::string> Tier::check_integrity() const {
     expect(free + writing + ready == slots, "slots are not conserved");
     expect(free == free_.size() && writing == writing_ && ready == ready_, "slot counters are wrong");
     expect(findable == index_.size(), "hash table and entries disagree");
+    expect(!mirror_ || mirror_->size() == ready_, "mirror and entries disagree");
     expect(holds == holds_, "hold counter is wrong");
     expect(std::accumulate(pins.begin(), pins.end(), std::uint64_t{0}) == pins_, "pin counter is wrong");
     return broken;

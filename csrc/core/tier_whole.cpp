@@ -1,4 +1,4 @@
-// What changes a tier as a whole: reset, resize; and its record of events.
+// What changes a tier as a whole: reset, resize; its mirror and its record of events.
 #include <algorithm>
 #include <cstdint>
 #include <utility>
@@ -26,6 +26,7 @@ void Tier::reset() {
         }
         free_if_unused(slot);
     }
+    if (mirror_) mirror_->clear();
     if (event_capacity_) {
         events_.clear();
         events_.push_back({TierEvent::Kind::kCleared, {}, {}});
@@ -85,6 +86,14 @@ void Tier::evict_above(std::uint32_t slots) {
         first_generation_ = std::max(first_generation_, entries_[slot].generation);
 }
 
+void Tier::mirror(PresenceTable table) {
+    std::lock_guard lock(mutex_);
+    table.clear();
+    for (Slot slot = 0; slot < entries_.size(); ++slot)
+        if (entries_[slot].findable && entries_[slot].state == SlotState::kReady) table.add(digests_[slot]);
+    mirror_ = table;
+}
+
 void Tier::record_events(std::size_t capacity) {
     std::lock_guard lock(mutex_);
     std::vector<TierEvent> events;
@@ -94,6 +103,8 @@ void Tier::record_events(std::size_t capacity) {
 }
 
 void Tier::note(TierEvent::Kind kind, Slot slot) {
+    if (mirror_ && kind == TierEvent::Kind::kStored) mirror_->add(digests_[slot]);
+    if (mirror_ && kind == TierEvent::Kind::kRemoved) mirror_->remove(digests_[slot]);
     if (!event_capacity_) return;
     if (events_.size() >= event_capacity_) {
         // Whoever reads too late learns that events are missing and has to start over from a snapshot.

@@ -131,6 +131,7 @@ class EngineClient:
                 copied, checksums = self._carry_out(plan, SwapPurpose.BACKUP, len(chosen))
             finally:
                 self._host.complete(taken.slots, copied, checksums)
+                self._host.flush()
             return int(copied.sum())
 
     def events(self) -> list[CacheEvent]:

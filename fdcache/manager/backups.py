@@ -19,6 +19,7 @@ from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers import BlockPool, HostTier
 
 _ABSENT = 0
+_STORED = 0
 _RESERVED = 0
 _NO_PARENT = 3
 _MOST_IN_FLIGHT = 1024
@@ -42,10 +43,10 @@ class BackupPlanner:
         self._credit = settings.device_blocks
         self.dropped = 0
 
-    def on_commit(self, stored: HashArray) -> None:
-        """Blocks became entries of the device tier."""
+    def on_commit(self, hashes: HashArray, status: HashArray) -> None:
+        """Blocks were committed; those stored became entries of the device tier."""
         if not self._writes_back and self._threshold == 1:
-            self._enqueue(stored)
+            self._enqueue(hashes if not any(status.tobytes()) else hashes[status == _STORED])
 
     def on_match(self, hashes: HashArray, hits: UInt32Array) -> None:
         """Blocks were hit; those that reach the threshold now are backed up."""
@@ -59,15 +60,20 @@ class BackupPlanner:
 
         All lists of one allocation come together, in the order dropped: a later one may hold the parents of an earlier.
         """
-        hits = np.concatenate([dropped.hits for dropped in evicted])
-        self._credit += len(hits)
-        worth = hits >= (0 if self._writes_back else self._threshold)
-        if not worth.any():
+        evicted = [dropped for dropped in evicted if len(dropped)]
+        if not evicted:
             return
-        blocks = Blocks.concat(map(Blocks.of, evicted)).select(np.flatnonzero(worth)[::-1])  # parents first
-        dirty = blocks.select(self._host.contains(blocks.hashes) == _ABSENT)
-        if len(dirty):
-            orphans = self._copy(dirty, SwapPurpose.EVICT, plan)
+        hashes = evicted[0].hashes if len(evicted) == 1 else np.concatenate([each.hashes for each in evicted])
+        self._credit += len(hashes)
+        presence = self._host.contains(hashes)
+        if _ABSENT not in presence.tobytes():
+            return  # as nearly always, and many times a step
+        hits = np.concatenate([dropped.hits for dropped in evicted])
+        dirty = (presence == _ABSENT) & (hits >= (0 if self._writes_back else self._threshold))
+        if dirty.any():
+            parents_first = np.flatnonzero(dirty)[::-1]
+            blocks = Blocks.concat(map(Blocks.of, evicted)).select(parents_first)
+            orphans = self._copy(blocks, SwapPurpose.EVICT, plan)
             self.dropped += len(orphans)
 
     def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
@@ -97,7 +103,7 @@ class BackupPlanner:
 
     def _flush_queue(self, plan: OpenPlan, in_flight: int) -> None:
         room = min(_MOST_IN_FLIGHT - in_flight, self._host.copy_room)
-        waiting: list[HashArray] = []
+        parts: list[HashArray] = []
         while self._queue and room > 0:
             hashes = self._queue.popleft()
             now, later = hashes[:room], hashes[room:]
@@ -105,12 +111,14 @@ class BackupPlanner:
                 self._queue.appendleft(later)
             self._queued -= len(now)
             room -= len(now)
-            absent = now[self._host.contains(now) == _ABSENT]
-            blocks = Blocks.of(self._device.find(absent))
-            if len(blocks) and len(orphans := self._copy(blocks, SwapPurpose.BACKUP, plan)):
-                waiting.append(orphans)
-                self._queued += len(orphans)
-        self._queue.extendleft(reversed(waiting))
+            parts.append(now)
+        if not parts:
+            return
+        wanted = np.concatenate(parts)
+        blocks = Blocks.of(self._device.find(wanted[self._host.contains(wanted) == _ABSENT]))
+        if len(blocks) and len(orphans := self._copy(blocks, SwapPurpose.BACKUP, plan)):
+            self._queue.appendleft(orphans)
+            self._queued += len(orphans)
 
     def _refill_clean_reserve(self, plan: OpenPlan, in_flight: int) -> None:
         wanted = min(self._clean_reserve - in_flight, self._credit)
@@ -138,20 +146,21 @@ class BackupPlanner:
             if len(source):
                 self._device.hold(source.slots)
                 plan.add(purpose, source, taken.slots, taken.generations)
-            return blocks.select(taken.status == _NO_PARENT).hashes
+            return np.asarray(blocks.hashes[taken.status == _NO_PARENT])
         return blocks.hashes
 
     def _with_uncovered_ancestors(self, blocks: Blocks) -> Blocks:
-        own = {row.tobytes() for row in blocks.hashes}
-        covered = self._host.contains(blocks.parents) != _ABSENT
-        missing = [
-            i
-            for i in np.flatnonzero(~covered).tolist()
-            if (p := blocks.parents[i].tobytes()) not in own and any(p)
-        ]
+        parted = np.asarray(blocks.parents.any(axis=1))  # from the root, and from the block before
+        parted[1:] &= (blocks.parents[1:] != blocks.hashes[:-1]).any(axis=1)
+        if not parted.any():
+            return blocks
+        uncovered = blocks.parents[parted]
+        uncovered = uncovered[self._host.contains(uncovered) == _ABSENT]
+        own = {row.tobytes() for row in blocks.hashes} if len(uncovered) else set()
+        missing = [i for i, parent in enumerate(uncovered) if parent.tobytes() not in own]
         if not missing:
             return blocks
-        parents = self._device.find(blocks.parents[missing])
+        parents = self._device.find(uncovered[missing])
         if not len(parents):
             return blocks
         above = Blocks.of(self._device.ancestry(parents.slots))

@@ -45,6 +45,8 @@ class Blocks:
     def concat(cls, parts: Iterable[Self]) -> Self:
         """One after the other."""
         parts = list(parts)
+        if len(parts) == 1:
+            return parts[0]
         return cls(
             np.concatenate([part.slots for part in parts]),
             np.concatenate([part.generations for part in parts]),
@@ -54,4 +56,6 @@ class Blocks:
 
     def select(self, index: slice | np.ndarray) -> Blocks:
         """Those that a slice, a mask or an index array names."""
+        if isinstance(index, np.ndarray) and index.dtype == np.bool_ and index.all():
+            return self
         return Blocks(self.slots[index], self.generations[index], self.hashes[index], self.parents[index])

@@ -227,8 +227,8 @@ class CacheManager:
             return self._requests.match(requests)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
-        """Whether that many blocks are free or can be made free now."""
-        return self._device.available >= num_blocks
+        """Whether that many blocks are free or can be made free now; none are while nothing is planned."""
+        return self._state is ManagerState.RUNNING and self._device.available >= num_blocks
 
     def allocate_device_blocks(self, demands: Iterable[tuple[Request, int]]) -> list[Allocation]:
         """Let each request's block table cover ``num_tokens`` tokens, all or nothing per request.
@@ -263,6 +263,7 @@ class CacheManager:
                 plans.append(background)
             if self._host:
                 self._host.report(lambda: msgspec.json.encode(self.get_stats()))
+                self._host.flush()
             arena = self._host.arena if self._host else None
             now = self._clock()
             return [self._ledger.close(plan, now, arena) for plan in plans if not plan.is_empty]

@@ -32,7 +32,6 @@ from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import BlockPool, HostMatch, HostTier
 from fdcache.tiers.host_tier import NOTHING
 
-_STORED = 0
 _ABSENT = 0
 
 
@@ -371,7 +370,7 @@ class RequestLifecycle:
         if request._tenant is not None and self._host:
             self._host.own(hashes[0].tobytes(), request._tenant)
         if self._backups and len(status):
-            self._backups.on_commit(hashes[start : start + len(status)][status == _STORED])
+            self._backups.on_commit(hashes[start : start + len(status)], status)
 
     def finish(self, request: Request) -> None:
         """Give back everything the request holds; copies under way keep their slots until they are reported."""

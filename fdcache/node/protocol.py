@@ -40,7 +40,7 @@ class Geometry(msgspec.Struct, frozen=True):
     """Where the extents of one layout are: files of ``extent_bytes`` in ``directory``, named by ``prefix``.
 
     An extent holds ``records_per_extent`` records, then their slot headers. ``incarnation`` changes whenever
-    files of the same names are other memory.
+    files of the same names are other memory. ``table_bytes`` is the size of the presence table.
     """
 
     directory: str
@@ -48,6 +48,7 @@ class Geometry(msgspec.Struct, frozen=True):
     incarnation: int
     extent_bytes: int
     record_bytes: int
+    table_bytes: int
 
     @property
     def records_per_extent(self) -> int:
@@ -62,6 +63,11 @@ class Geometry(msgspec.Struct, frozen=True):
     def path(self, rank: int, index: int) -> str:
         """The file of a rank's extent."""
         return f"{self.directory}/{self.prefix}-r{rank}-{index:05d}"
+
+    @property
+    def table_path(self) -> str:
+        """The file of the presence table."""
+        return f"{self.directory}/{self.prefix}.table"
 
 
 # --- requests ----------------------------------------------------------------------------------------------
@@ -147,6 +153,17 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
     tenants: bytes = b""
 
 
+class Missed(msgspec.Struct, frozen=True, tag="missed"):
+    """Look-ups that found nothing in the client's own reading of the table, and so were not asked.
+
+    ``lookups`` whole paths were not asked. ``blocks[i]``, int32, are not there from the hash ``first[i]`` on.
+    """
+
+    lookups: Count
+    first: bytes
+    blocks: bytes
+
+
 class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
     """What came of loads of blocks that are unverified, or that failed."""
 
@@ -187,6 +204,7 @@ Request = (
     | Release
     | Refill
     | Publish
+    | Missed
     | LoadEnded
     | Heartbeat
     | Bye

@@ -21,6 +21,7 @@ _PAGE = 4096
 _MADV_POPULATE_WRITE = 23
 _HUGE_PAGE = 2 << 20
 _FEWEST_EXTENTS = 16
+_SHARE_OF_TABLES = 256  # the presence tables of all layouts together, at 16 bytes for a record of 4 KiB
 _SHARE_OF_MEMORY = 4  # unasked, the arena takes a quarter of what is there
 
 
@@ -93,7 +94,7 @@ class Arena:
         total = wanted or self.affordable(wanted=None) // _SHARE_OF_MEMORY
         size = extent_bytes(total, extent_size, huge_pages)
         count = total // size
-        self._check_budget(count * size)
+        self._check_budget(count * size + count * size // _SHARE_OF_TABLES)
         self.manifest = Manifest(os.getpid(), uuid.uuid4().int >> 65, size, count, self._address)
         self._write_manifest()
         try:
@@ -114,6 +115,8 @@ class Arena:
         self.manifest = msgspec.structs.replace(manifest, pid=os.getpid(), address=self._address)
         self._write_manifest()
         assigned = []
+        for table in self.directory.glob(f"{self.prefix}-*.table"):
+            table.unlink()  # they are made anew for the layouts that are taken up
         for path, match in self._files():
             if path.stat().st_size != manifest.extent_bytes:
                 path.unlink()

@@ -20,6 +20,7 @@ from fdcache.node.protocol import (
     LoadEnded,
     Match,
     Matched,
+    Missed,
     Prefetch,
     Publish,
     Published,
@@ -98,6 +99,17 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> An
         fetched=fetched.tobytes(),
         states=states.tobytes(),
     )
+
+
+def missed(client: Client, request: Missed) -> Answer:
+    """Count what the client saw to be absent without asking."""
+    first = hashes_from(request.first)
+    counts = int32_from(request.blocks, "blocks", len(first))
+    if (counts < 0).any():
+        raise ProtocolError("blocks is below 0")
+    client.lookups += request.lookups
+    client.namespace.count_absent(request.lookups, first, counts)
+    return Done()
 
 
 def prefetch(client: Client, request: Prefetch) -> None:

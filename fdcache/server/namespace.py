@@ -7,13 +7,16 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache import _core
-from fdcache.errors import UnsupportedLayoutError
+from fdcache.errors import HostMemoryError, UnsupportedLayoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.node.extents import Extent, record_table
+from fdcache.node.presence import create_table, table_bytes
 from fdcache.node.protocol import Geometry
 from fdcache.server.arena import Arena
 from fdcache.server.counts import Counts
@@ -57,6 +60,7 @@ class Namespace:
             incarnation=arena.manifest.incarnation,
             extent_bytes=arena.manifest.extent_bytes,
             record_bytes=layout.record_bytes,
+            table_bytes=0,
         )
         if self.geometry.records_per_extent < 1:
             raise UnsupportedLayoutError(
@@ -64,6 +68,7 @@ class Namespace:
                 "such record; start the service with a larger FDCACHE_EXTENT_SIZE or more --host-memory"
             )
         self._most_extents = max(int(arena.manifest.extents * settings.namespace_quota) // self.ranks, 1)
+        self._table = self._make_table()
         self._extents: list[list[Extent]] = [[] for _ in range(self.ranks)]
         self.tables: list[_core.RecordTable] = []
         self.tier: BlockPool | None = None
@@ -104,6 +109,16 @@ class Namespace:
         """Bytes of all its extents."""
         return self.num_extents * self.ranks * self.geometry.extent_bytes
 
+    def _make_table(self) -> NDArray[np.uint8]:
+        size = table_bytes(self._most_extents * self.geometry.records_per_extent)
+        self.geometry = msgspec.structs.replace(self.geometry, table_bytes=size)
+        try:
+            return create_table(Path(self.geometry.table_path), size)
+        except OSError as error:
+            raise HostMemoryError(
+                f"{self.geometry.table_path}: no room for {size} bytes: {error}; give the folder more room"
+            ) from error
+
     def layout_path(self) -> Path:
         """Where the layout is written down, for the service after this one."""
         return Path(f"{self.geometry.directory}/{self.geometry.prefix}.layout")
@@ -134,6 +149,7 @@ class Namespace:
             self.tier = BlockPool(CacheLevel.HOST, self.num_slots)
             self.tier.record_events(_EVENTS)
             self.tenants.limit(self.tier, self.storable_slots)
+            self.tier.mirror(self._table)
         else:
             self.tier.resize(self.num_slots)
         self.tables = [record_table(self.geometry, extents) for extents in self._extents]
@@ -181,6 +197,13 @@ class Namespace:
         return out
 
     # --- blocks -------------------------------------------------------------------------------------------
+
+    def count_absent(self, lookups: int, first: HashArray, blocks: Int32Array) -> None:
+        """A client saw in the table that ``blocks[i]`` blocks of a path, from ``first[i]`` on, are not there."""
+        self.counts.lookups += lookups
+        self.counts.looked_up_blocks += int(blocks.sum())
+        for row, count in zip(first, blocks.tolist(), strict=True):
+            self.counts.missed[self.departures.reason(row.tobytes())] += count
 
     def match(self, hashes: HashArray, start: int) -> Run | None:
         """Pin the leading run of a path from ``start`` on; None when there is nothing."""
@@ -341,7 +364,8 @@ class Namespace:
         self.pending_events.append((kinds, hashes, parents))
 
     def close(self) -> None:
-        """Unmap everything."""
+        """Unmap everything, and take the table away."""
+        Path(self.geometry.table_path).unlink(missing_ok=True)
         self.tables = []
         self._extents = [[] for _ in range(self.ranks)]
         self.tenants.close()

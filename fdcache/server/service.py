@@ -32,6 +32,7 @@ from fdcache.node.protocol import (
     LoadEnded,
     Match,
     Matched,
+    Missed,
     Prefetch,
     Publish,
     Refill,
@@ -58,6 +59,7 @@ log = logging.getLogger("fdcache.server")
 
 MOST_CLIENTS = 1024
 MOST_LAYOUT_BYTES = 1 << 20
+_CLEARED = 2  # and above: what happened to the tier as a whole
 
 Teller = Callable[[bytes, Answer], bool]
 
@@ -105,6 +107,7 @@ class Service:
             Release: blocks.release,
             Refill: self._refill,
             Publish: self._publish,
+            Missed: blocks.missed,
             LoadEnded: blocks.load_ended,
             Heartbeat: self._heartbeat,
             Bye: self._bye,
@@ -343,11 +346,13 @@ class Service:
             while namespace.pending_events:
                 kinds, hashes, parents = namespace.pending_events.popleft()
                 everything = Events(kinds.tobytes(), hashes.tobytes(), parents.tobytes())
-                matters = kinds != 0
-                gone = Events(kinds[matters].tobytes(), hashes[matters].tobytes(), parents[matters].tobytes())
+                matters = kinds >= _CLEARED
+                whole = Events(
+                    kinds[matters].tobytes(), hashes[matters].tobytes(), parents[matters].tobytes()
+                )
                 for client in self.clients.values():
                     if client.namespace is namespace and (client.wants_events or matters.any()):
-                        tell(client.identity, everything if client.wants_events else gone)
+                        tell(client.identity, everything if client.wants_events else whole)
 
     def _remove(self, client: Client) -> None:
         client.take_everything_back()

@@ -139,6 +139,9 @@ class HostTier(Protocol):
     def traffic(self) -> Traffic:
         """What the ranks copied, for whoever hears of it to record; a service shows it to people."""
 
+    def flush(self) -> None:
+        """The step is closed: whoever is elsewhere may hear of what has ended."""
+
     def worker_lost(self) -> None:
         """A rank's process is gone. A tier whose memory went with it forgets everything."""
 
@@ -226,6 +229,9 @@ class LocalHostTier(BlockPool):
 
     def report(self, figures: Callable[[], bytes]) -> None:
         """There is nobody to show them to."""
+
+    def flush(self) -> None:
+        """There is nobody to hear of it."""
 
     def worker_lost(self) -> None:
         """The worker's part of every block went with it."""

@@ -1,14 +1,14 @@
 """RemoteHostTier: the host tier of a service, as one scheduler process sees it.
 
-Only a look-up waits for the service, one round trip a scheduler step and at most ``rpc_timeout``. Everything
-else is local: copies go into slots granted in advance, what is there is what was seen, and the ends of copies
-are told in the background. A service that is gone is a tier with nothing in it.
+What is there is read from the service's table in shared memory. Only a look-up that finds something there waits
+for the service, which pins it: one round trip a scheduler step, at most ``rpc_timeout``. Copies go into slots
+granted in advance, and their ends are told in the background. A service that is gone is a tier with nothing in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,27 +31,33 @@ from fdcache.node.protocol import (
 from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host_cache import HostCache
-from fdcache.tiers.host_tier import FETCHING_MATCH, NO_GENERATIONS, NO_SLOTS, NOTHING, HostMatch, TierFigures
-from fdcache.tiers.knowledge import ABSENT, PENDING, READY, Knowledge, keys_of
+from fdcache.tiers.host_tier import (
+    FETCHING_MATCH,
+    NO_GENERATIONS,
+    NO_SLOTS,
+    NOTHING,
+    HostMatch,
+    SlotsForCopies,
+    TierFigures,
+)
 from fdcache.tiers.owners import Owners
 from fdcache.tiers.remote_fetches import RemoteFetches, numbers_of
 from fdcache.tiers.runs import PinnedRuns, within_limits
 from fdcache.tiers.session import SessionKeeper
 from fdcache.tiers.stock import Session
 
-_ROOT = bytes(32)
-IS_READY, IS_PENDING, NO_PARENT = 1, 2, 3
+_PENDING = 2
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteSlots:
-    """Slots taken from the stock, or how many it lacks."""
+class NoSlots:
+    """What there is of a service that is gone."""
 
-    slots: Int32Array
-    generations: UInt32Array
-    status: HashArray
-    missing: int = 0
+    missing: int
+    slots: Int32Array = field(default_factory=lambda: NO_SLOTS)
+    generations: UInt32Array = field(default_factory=lambda: NO_GENERATIONS)
+    status: HashArray = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
 class RemoteHostTier:
@@ -61,14 +67,12 @@ class RemoteHostTier:
         assert settings.server is not None
         self._timeout = settings.rpc_timeout
         self._fingerprint = layout.fingerprint
-        self._knowledge = Knowledge()
-        self._copies: dict[int, tuple[Session, bytes, bytes]] = {}  # by slot: hash and parent
         self._owners = Owners()
         self._reset_owed = False
         self._line = Connection(settings.server)
         self._runs = PinnedRuns(self._unpin)
         self._keeper = SessionKeeper(
-            settings, layout, self._knowledge, self._is_drained, terms or FetchTerms()
+            settings, layout, lambda: self._runs.slots_loading > 0, terms or FetchTerms()
         )
         self.fetches = RemoteFetches(self._keeper)
 
@@ -102,21 +106,44 @@ class RemoteHostTier:
     def copy_room(self) -> int:
         """Slots in stock; more are under way when it is low."""
         session = self._keeper.session
-        return len(session.stock) if session else 0
+        return session.copies.stock if session else 0
 
     # --- look-ups -----------------------------------------------------------------------------------------
 
     def match_paths(
         self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
     ) -> list[HostMatch]:
-        """One round trip; without an answer in time nothing is found, and the session is over."""
-        session = self._keeper.session
+        """One round trip for those of which something is there or may be stored, none when there are none.
+
+        Without an answer in time nothing is found, and the session is over.
+        """
         if self._reset_owed:
             self.settle_reset()
-            session = self._keeper.session
+        session = self._keeper.session
+        matches = [NOTHING] * len(paths)
         if session is None or self._reset_owed:
-            return [NOTHING] * len(paths)
-        paths = within_limits(paths)
+            return matches
+        asked: list[tuple[HashArray, int]] = []
+        numbers: list[int] = []
+        places: list[int] = []
+        for i, (hashes, start) in enumerate(paths):
+            number = fetches[i] if fetches else 0
+            end = len(hashes) if number else start + session.copies.run(hashes, start)
+            if end < len(hashes):
+                self._keeper.count_absent(hashes[end], len(hashes) - end, whole=end == start)
+                self._count_in_flight(session, hashes[end])
+            if end > start:
+                asked.append((hashes[:end], start))
+                numbers.append(number)
+                places.append(i)
+        if asked:
+            for i, match in zip(places, self._ask(session, within_limits(asked), numbers), strict=True):
+                matches[i] = match
+        return matches
+
+    def _ask(
+        self, session: Session, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]
+    ) -> list[HostMatch]:
         body = Match(
             counts=np.array([len(hashes) for hashes, _ in paths], np.int32).tobytes(),
             starts=np.array([start for _, start in paths], np.int32).tobytes(),
@@ -155,9 +182,8 @@ class RemoteHostTier:
             if states and states[i] == FETCHING:
                 matches.append(FETCHING_MATCH)
                 continue
-            if start + count < len(hashes) and self._is_coming(hashes[start + count]):
-                self._keeper.in_flight_misses += 1
-            self._knowledge.found(hashes, start, count)
+            if start + count < len(hashes):
+                self._count_in_flight(session, hashes[start + count])
             if not lease:
                 matches.append(NOTHING)
                 continue
@@ -174,8 +200,10 @@ class RemoteHostTier:
             )
         return matches
 
-    def _is_coming(self, block: HashArray) -> bool:
-        return self._knowledge.state(block.tobytes()) == PENDING
+    def _count_in_flight(self, session: Session, block: HashArray) -> None:
+        """Whether a look-up ended at a block that this engine is still copying."""
+        if session.copies.contains(block[np.newaxis])[0] == _PENDING:
+            self._keeper.in_flight_misses += 1
 
     def _give_back(self, session: Session, late: Answer) -> None:
         if isinstance(late, Matched):
@@ -206,64 +234,40 @@ class RemoteHostTier:
     # --- copies -------------------------------------------------------------------------------------------
 
     def contains(self, hashes: HashArray) -> HashArray:
-        """As far as this process knows: a wrong guess costs a copy, never a wrong byte."""
-        return self._knowledge.presence(hashes)
+        """What the service's table says, and this engine's own copies: a wrong guess costs a copy, never a byte."""
+        session = self._keeper.session
+        if session is None or self._reset_owed:
+            return np.zeros(len(hashes), np.uint8)
+        return session.copies.contains(hashes)
 
-    def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> RemoteSlots:
+    def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> SlotsForCopies:
         """Slots from the stock; no round trip."""
         session = self._keeper.session
-        status = bytearray(len(hashes))
-        keys, above = keys_of(hashes), keys_of(parents)
-        state = self._knowledge.state
-        wanted: list[tuple[bytes, bytes]] = []
-        fresh: set[bytes] = set()
-        for i, (key, parent) in enumerate(zip(keys, above, strict=True)):
-            if (known := state(key)) != ABSENT or key in fresh:
-                status[i] = IS_READY if known == READY else IS_PENDING
-            elif parent in fresh or parent == _ROOT or state(parent) == READY:
-                fresh.add(key)
-                wanted.append((key, parent))
-            else:
-                status[i] = NO_PARENT
-        marks = np.frombuffer(status, np.uint8)
-        taken = self._keeper.take(session, len(wanted)) if session else None
-        if session is None or taken is None:
-            missing = len(wanted) - (len(session.stock) if session else 0)
-            return RemoteSlots(NO_SLOTS, NO_GENERATIONS, marks, missing=missing)
-        for (slot, _), (key, parent) in zip(taken, wanted, strict=True):
-            self._copies[slot] = (session, key, parent)
-        self._knowledge.set(fresh, PENDING)
-        slots = np.array([slot for slot, _ in taken], np.int32)
-        return RemoteSlots(slots, np.array([generation for _, generation in taken], np.uint32), marks)
+        if session is None or self._reset_owed:
+            return NoSlots(len(hashes))
+        taken = session.copies.reserve(parents, hashes)
+        session.expect(len(taken) + taken.missing)
+        return taken
 
     def complete(self, slots: Int32Array, copied: HashArray, checksums: UInt64Array) -> HashArray:
         """The service hears of it in the background and makes the blocks findable below READY parents."""
-        ended = [self._copies.pop(slot) for slot in slots.tolist()]
-        if not ended:
-            return np.asarray(copied, np.uint8)
-        session = ended[0][0]
-        arrived = copied.tolist()
-        self._knowledge.set((key for (_, key, _), good in zip(ended, arrived, strict=True) if good), READY)
-        self._knowledge.set(
-            (key for (_, key, _), good in zip(ended, arrived, strict=True) if not good), ABSENT
-        )
-        if session is self._keeper.session:
-            self._keeper.tell(
-                session,
-                Publish(
+        session, latest = self._keeper.session, self._keeper.latest
+        if latest is not None and len(slots):
+            # While copies are under way no session follows theirs: the present one, if there is one, is theirs.
+            parents, hashes = latest.copies.end(slots, copied, session is not None)
+            if session is not None:
+                sums = checksums if len(checksums) else np.zeros(len(slots), np.uint64)
+                roots = hashes[~parents.any(axis=1)]
+                body = Publish(
                     slots=slots.tobytes(),
-                    parents=b"".join([parent for _, _, parent in ended]),
-                    hashes=b"".join([key for _, key, _ in ended]),
-                    copied=np.asarray(copied, np.uint8).tobytes(),
-                    checksums=(checksums if len(checksums) else np.zeros(len(slots), np.uint64)).tobytes(),
-                    tenants=self._owners.of(key for _, key, parent in ended if parent == _ROOT),
-                ),
-            )
-        return np.asarray(copied, np.uint8)
-
-    def _is_drained(self) -> bool:
-        """Whether no copy of this engine into or out of the arena is under way."""
-        return not self._copies and not self._runs.slots_loading
+                    parents=parents.tobytes(),
+                    hashes=hashes.tobytes(),
+                    copied=copied.tobytes(),
+                    checksums=sums.tobytes(),
+                    tenants=self._owners.of(row.tobytes() for row in roots),
+                )
+                self._keeper.tell(session, body)
+        return copied
 
     # --- the tier as a whole ------------------------------------------------------------------------------
 
@@ -273,7 +277,8 @@ class RemoteHostTier:
     def reset(self) -> None:
         """Let the service forget every block of this layout. Until it has, nothing is found."""
         self._reset_owed = True
-        self._knowledge.clear()
+        if (session := self._keeper.session) is not None:
+            session.copies.forget_answers()
         self.settle_reset()
 
     def settle_reset(self) -> None:
@@ -296,7 +301,6 @@ class RemoteHostTier:
         """Register with another layout once nothing of this one is under way; until then nothing is found."""
         self._fingerprint = layout.fingerprint
         self._reset_owed = False
-        self._knowledge.clear()
         self._keeper.change_layout(layout)
 
     def stats(self) -> TierFigures:
@@ -324,7 +328,7 @@ class RemoteHostTier:
     @property
     def in_use(self) -> int:
         """Runs pinned and blocks being copied."""
-        return len(self._runs) + self._runs.slots_loading + len(self._copies)
+        return len(self._runs) + self._runs.slots_loading + self._keeper.copying
 
     def report(self, figures: Callable[[], bytes]) -> None:
         """Figures of the engine, a JSON object, that go with the next heartbeat."""
@@ -340,6 +344,10 @@ class RemoteHostTier:
     def traffic(self) -> Traffic:
         """What the ranks copied; goes with the next heartbeat."""
         return self._keeper.traffic
+
+    def flush(self) -> None:
+        """Let the service hear of what has ended, and ask it for slots; nobody waits for that."""
+        self._keeper.flush()
 
     def take_device_reset(self) -> bool:
         """Whether the service asked for a reset of the device tier since the last call."""

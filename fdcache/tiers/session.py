@@ -8,17 +8,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import zmq
 
+from fdcache._core import OutgoingCopies
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
+from fdcache.metadata import HashArray
 from fdcache.node.address import client_dir
-from fdcache.node.arrays import int32_from, uint8_from, uint32_from
+from fdcache.node.arrays import hashes_from, int32_from, uint8_from, uint32_from
 from fdcache.node.connection import Connection
 from fdcache.node.liveness import LiveFile
+from fdcache.node.presence import open_table
 from fdcache.node.protocol import (
     Alive,
     Answer,
@@ -28,6 +31,7 @@ from fdcache.node.protocol import (
     Granted,
     Heartbeat,
     Live,
+    Missed,
     Publish,
     Published,
     Refill,
@@ -39,39 +43,36 @@ from fdcache.node.protocol import (
 )
 from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.knowledge import ABSENT, Knowledge
-from fdcache.tiers.stock import FIRST_STOCK, MOST_STOCK, Session
+from fdcache.tiers.stock import FIRST_STOCK, Session
 
 _HEARTBEAT = 1.0
+_PAUSE_MS = 50  # so long what is to be told waits at most
+_STOCK_STEPS = 4  # the stock is for so many copies as large as the largest so far
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
 _REGISTER_TIMEOUT = 2.0
-_REMOVED, _CLEARED = 1, 2
-_NOT_KEPT = 2  # and above: no parent, dropped
+_MOST_UNHEARD = 5  # signs of life without an answer: the service is gone
+_CLEARED = 2
+_MOST_ABSENT = 4096  # look-ups without an answer that are remembered between two messages
 
 
 class SessionKeeper:
     """Registers, refills, reconnects. ``session`` is None while there is no service to speak to.
 
-    A new session begins only once nothing of the one before is under way (``is_drained``): so the service may
-    give all its slots to others.
+    A new session begins only once nothing of the one before, ``latest``, is under way, neither a copy nor a load
+    (``is_loading``): so the service may give all its slots to others.
     """
 
     def __init__(
-        self,
-        settings: CacheSettings,
-        layout: KVLayout,
-        knowledge: Knowledge,
-        is_drained: Callable[[], bool],
-        terms: FetchTerms,
+        self, settings: CacheSettings, layout: KVLayout, is_loading: Callable[[], bool], terms: FetchTerms
     ) -> None:
         assert settings.server is not None
         self._layout = layout
+        self._is_loading = is_loading
         self._terms = terms
-        self._knowledge = knowledge
-        self._is_drained = is_drained
         self._address = settings.server
         self._live = LiveFile(client_dir(settings.server))
         self.session: Session | None = None
+        self.latest: Session | None = None
         self.figures = b"{}"
         self.wants_figures = True
         self.traffic = Traffic()
@@ -83,6 +84,7 @@ class SessionKeeper:
         self._releases: deque[tuple[Session, int]] = deque()
         self._events: deque[Events] = deque()
         self._event_capacity = settings.event_buffer
+        self._absent: deque[tuple[bytes, int, bool]] = deque()
         self._device_resets = 0
         self._device_resets_taken = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -103,31 +105,38 @@ class SessionKeeper:
         with self._connected:
             return self._connected.wait_for(lambda: self.session is not None, timeout)
 
-    def take(self, session: Session, count: int) -> list[tuple[int, int]] | None:
-        """Slots from the stock, all or none, ascending; what was short is asked for."""
-        with self._lock:
-            stock = session.stock
-            if session is not self.session or len(stock) < count:
-                session.wanted = min(max(session.wanted, 2 * count), MOST_STOCK)
-                self._poke()
-                return None
-            taken = sorted(islice(stock, count))
-            for _ in range(count):
-                stock.popleft()
-            if len(stock) < session.wanted // 2 and not session.asked:
-                self._poke()
-            return taken
-
     def tell(self, session: Session, body: Request) -> None:
-        """Send in the background, in order; dropped when the session ends before."""
+        """Send in the background, in order, by ``flush``; dropped when the session ends before."""
+        self._tell_absent(session)
         self._outbox.append((session, body))
-        self._poke()
 
     def release(self, session: Session, lease: int) -> None:
-        """Give a run back, in the background."""
+        """Give a run back, in the background, by ``flush``."""
         self._releases.append((session, lease))
-        if len(self._releases) >= 64:
+
+    def flush(self) -> None:
+        """Now is a good time for the thread to tell what there is to tell; without this it comes to it by itself."""
+        session = self.session
+        if self._outbox or self._releases or (session is not None and session.is_short):
             self._poke()
+
+    def count_absent(self, first: HashArray, blocks: int, whole: bool) -> None:
+        """The data path saw that so many blocks from ``first``, shape (32,), on are not there.
+
+        ``whole``: nothing of the path is. Told before the next thing that is told, or with the next sign of life.
+        """
+        if len(self._absent) < _MOST_ABSENT:
+            self._absent.append((first.tobytes(), blocks, whole))
+
+    def _tell_absent(self, session: Session) -> None:
+        """Before the blocks are told of that are computed now: after that nobody knows why they were not there."""
+        if not self._absent:
+            return
+        with self._lock:
+            absent = [self._absent.popleft() for _ in range(len(self._absent))]
+        first = b"".join(key for key, _, _ in absent)
+        blocks = np.array([count for _, count, _ in absent], np.int32)
+        self._outbox.append((session, Missed(sum(whole for _, _, whole in absent), first, blocks.tobytes())))
 
     def lose(self, session: Session, reason: str, *, goodbye: bool = False) -> None:
         """The service did not answer, or does not know the session: it is over.
@@ -139,7 +148,6 @@ class SessionKeeper:
                 self.session = None
                 self._owes_goodbye = session if goodbye else None
                 self.last_error = reason
-                self._knowledge.clear()
         self._poke()
 
     def change_layout(self, layout: KVLayout) -> None:
@@ -147,6 +155,15 @@ class SessionKeeper:
         self._layout = layout
         if (session := self.session) is not None:
             self.lose(session, "the layout changes", goodbye=True)
+
+    @property
+    def copying(self) -> int:
+        """Blocks being copied to the service."""
+        return self.latest.copies.under_way if self.latest else 0
+
+    def _is_drained(self) -> bool:
+        """Whether nothing of this engine is written to or read from the arena."""
+        return not self.copying and not self._is_loading()
 
     def record_events(self, capacity: int) -> None:
         """Keep the newest ``capacity`` batches of events."""
@@ -207,13 +224,14 @@ class SessionKeeper:
                     self._say_goodbye(line)
                 if (session := self.session) is not None and now >= beat_at:
                     session.wanted = max(session.wanted, FIRST_STOCK)
-                    self._send(line, session, self._heartbeat())
-                    self.wants_figures = True
+                    self._beat(line, session)
                     beat_at = now + _HEARTBEAT
-                ready = dict(poller.poll(50 if self.session is None else 250))
+                ready = dict(poller.poll(_PAUSE_MS))
                 if self._wake in ready:
                     _drain(self._wake)
                 self._receive(line)
+            if (session := self.session) is not None:
+                self._tell_absent(session)
             self._flush(line)
             if (session := self.session) is not None and self._is_drained():
                 self._send(line, session, self._heartbeat())
@@ -223,6 +241,15 @@ class SessionKeeper:
 
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(self.figures, self._device_resets_taken, self.traffic, self.in_flight_misses)
+
+    def _beat(self, line: Connection, session: Session) -> None:
+        if session.unheard >= _MOST_UNHEARD:
+            self.lose(session, f"{self._address}: {session.unheard} signs of life were not answered")
+            return
+        session.unheard += 1
+        self._tell_absent(session)
+        self._send(line, session, self._heartbeat())
+        self.wants_figures = True
 
     def _register(self, line: Connection) -> bool:
         line.session = 0
@@ -242,13 +269,21 @@ class SessionKeeper:
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             self.last_error = str(error)
             return False
-        arena = f"{answer.geometry.incarnation:x}/{answer.session:x}"
-        session = Session(answer.session, arena, answer.num_slots, answer.storage)
+        geometry = answer.geometry
+        try:
+            table = open_table(Path(geometry.table_path), geometry.table_bytes)
+        except OSError as error:
+            self.last_error = (
+                f"{geometry.table_path}: {error}; this process needs the service's FDCACHE_ARENA_DIR"
+            )
+            return False
+        arena = f"{geometry.incarnation:x}/{answer.session:x}"
+        session = Session(answer.session, arena, answer.num_slots, OutgoingCopies(table), answer.storage)
         line.session = answer.session
         with self._connected:
             self._outbox.clear()
             self._releases.clear()
-            self.session = session
+            self.session = self.latest = session
             self._connected.notify_all()
         return True
 
@@ -263,11 +298,9 @@ class SessionKeeper:
                 leases.append(lease)
         if leases and (current := self.session) is not None:
             self._send(line, current, Release(leases))
-        if (current := self.session) is not None and not current.asked:
-            short = current.wanted - len(current.stock)
-            if short > current.wanted // 2:
-                current.asked = short
-                self._send(line, current, Refill(short))
+        if (current := self.session) is not None and current.is_short:
+            current.asked = current.wanted - current.copies.stock
+            self._send(line, current, Refill(current.asked))
 
     def _send(self, line: Connection, session: Session, body: Request) -> None:
         if session is not self.session:
@@ -286,24 +319,22 @@ class SessionKeeper:
                 return
             if got is None:
                 return
+            session.unheard = 0
             self._take(session, got[1])
 
     def _take(self, session: Session, answer: Answer) -> None:
         if isinstance(answer, Granted):
-            slots = int32_from(answer.slots, "slots").tolist()
-            generations = uint32_from(answer.generations, "generations", len(slots)).tolist()
+            slots = int32_from(answer.slots, "slots")
             with self._lock:
-                session.stock.extend(zip(slots, generations, strict=True))
+                session.copies.grant(slots, uint32_from(answer.generations, "generations", len(slots)))
                 session.num_slots = answer.num_slots
                 if (
                     len(slots) < session.asked
                 ):  # there is no more to give: be content until the next heartbeat
-                    session.wanted = max(len(session.stock), 1)
+                    session.wanted = max(session.copies.stock, 1)
                 session.asked = 0
         elif isinstance(answer, Published):
-            status = uint8_from(answer.status, "status")
-            lost = (status >= _NOT_KEPT).nonzero()[0].tolist()
-            self._knowledge.set((answer.hashes[32 * i : 32 * i + 32] for i in lost), ABSENT)
+            session.copies.answered(hashes_from(answer.hashes))
         elif isinstance(answer, Events):
             self._learn(session, answer)
         elif isinstance(answer, Alive):
@@ -311,25 +342,18 @@ class SessionKeeper:
             self._device_resets = answer.device_resets
         elif isinstance(answer, Refused) and answer.code in {"no_session", "draining"}:
             self.lose(session, answer.message, goodbye=answer.code == "draining")
+        elif isinstance(answer, Refused):
+            session.copies.forget_answers()
 
     def _learn(self, session: Session, events: Events) -> None:
-        kinds = uint8_from(events.kinds, "kinds")
-        gone = bytearray()
-        for i in (kinds == _REMOVED).nonzero()[0].tolist():
-            gone += events.hashes[32 * i : 32 * i + 32]
-        if (kinds >= _CLEARED).any():
-            self._knowledge.clear()
+        if (uint8_from(events.kinds, "kinds") >= _CLEARED).any():
             self.return_stock(session)
-        else:
-            self._knowledge.remove(bytes(gone))
         if self._event_capacity:
             self._events.append(events)
 
     def return_stock(self, session: Session) -> None:
         """Slots granted before a reset are worth nothing: what is copied into them is not kept."""
-        with self._lock:
-            slots = np.array([slot for slot, _ in session.stock], np.int32)
-            session.stock.clear()
+        slots = session.copies.empty_stock()
         count = len(slots)
         if count:
             nothing, no_hash = bytes(count), b"\xff" * 32 * count

@@ -133,6 +133,16 @@ def ready_blocks(service: LocalService | ServiceProcess) -> int:
     return sum(each["tier"].get("ready", 0) for each in service.ask("namespaces"))
 
 
+def round_trips(service: LocalService) -> int:
+    asked = service.service.totals.latencies.kinds.get("match")
+    return sum(asked.counts) if asked else 0
+
+
+def totals(service: LocalService) -> dict[str, int]:
+    (found,) = (each["totals"] for each in service.ask("namespaces"))
+    return dict(found)
+
+
 def assert_nothing_is_held(service: LocalService | ServiceProcess) -> None:
     until(lambda: not service.ask("clients"), "every client is gone")
     for each in service.ask("namespaces"):
@@ -196,21 +206,58 @@ class TestSharing:
         with local_service(tmp_path) as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
-            asked = service.service.totals.latencies.kinds["match"].counts
-            before = sum(asked)
+            before = round_trips(service)
             assert engine.manager.match_prefix([Request("again", PROMPT[:40])])[0].num_device_blocks == 9
-            assert sum(asked) == before
-            engine.manager.request_finish([])
+            assert round_trips(service) == before
             engine.close()
+
+    def test_what_is_not_there_is_known_without_asking(self, tmp_path: Path) -> None:
+        with local_service(tmp_path) as service:
+            engine = Engine(service.address)
+            requests = [Request(f"q{i}", [i] * 41) for i in range(50)]
+            assert not any(match.num_host_blocks for match in engine.manager.match_prefix(requests))
+            assert round_trips(service) == 0
+            until(lambda: totals(service)["lookups"] == 50, "the service has heard of the look-ups")
+            assert totals(service)["looked_up_blocks"] == 500
+            engine.manager.request_finish(requests)
+            engine.close()
+            assert_nothing_is_held(service)
+
+    def test_an_engine_that_cannot_read_the_table_computes(self, tmp_path: Path) -> None:
+        with local_service(tmp_path) as service:
+            first = Engine(service.address)
+            first.serve(PROMPT)
+            (table,) = tmp_path.glob("fdcache-*.table")
+            hidden = table.rename(tmp_path / "hidden")
+            second = CacheManager(CacheSettings(server=service.address, rpc_timeout=0.2), layout())
+            request = Request("r", PROMPT)
+            assert second.match_prefix([request])[0].num_host_blocks == 0
+            second.request_finish([request])
+            hidden.rename(table)
+            host = second._host
+            assert host is not None
+            until(lambda: host.copy_room, "the engine is back")
+            assert second.match_prefix([request])[0].num_host_blocks == 10
+            second.request_finish([request])
+            second.close()
+            first.close()
+            assert_nothing_is_held(service)
 
     def test_many_requests_are_one_round_trip(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
-            engine = Engine(service.address)
-            requests = [Request(f"q{i}", [i] * 40) for i in range(50)]
-            engine.manager.match_prefix(requests)
-            assert sum(service.service.totals.latencies.kinds["match"].counts) == 1
-            engine.manager.request_finish(requests)
-            engine.close()
+            first = Engine(service.address)
+            prompts = [[i] * 17 for i in range(8)]
+            for prompt in prompts:
+                first.serve(prompt)
+            until(lambda: ready_blocks(service) == 32, "all is stored")
+            second = Engine(service.address, device_blocks=64)
+            requests = [Request(f"q{i}", prompt) for i, prompt in enumerate([*prompts, [9] * 17])]
+            found = [match.num_host_blocks for match in second.manager.match_prefix(requests)]
+            assert found == [4] * 8 + [0]
+            assert round_trips(service) == 1
+            second.manager.request_finish(requests)
+            first.close()
+            second.close()
             assert_nothing_is_held(service)
 
 
@@ -342,7 +389,7 @@ class TestRecovery:
         engine.serve(PROMPT)
         service.crash()
         with local_service(tmp_path, FDCACHE_RECOVER="0") as service:
-            assert service.ask("namespaces") == []
+            assert ready_blocks(service) == 0
             until(lambda: service.ask("clients"), "the engine is back")
             engine.await_stock()
             assert engine.serve(list(range(100, 141)))[0] == 0

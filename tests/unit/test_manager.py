@@ -732,7 +732,9 @@ class TestWholeCache:
         assert world.manager.match_prefix([waiting.request])[0].status is MatchStatus.DEFERRED
         answer = world.manager.allocate_device_blocks([(running.request, 5)])[0]
         assert answer.failure is AllocationFailure.PAUSED
+        assert not world.manager.can_allocate_device_blocks(1)
         world.manager.wakeup()
+        assert world.manager.can_allocate_device_blocks(1)
         assert world.manager.state is ManagerState.RUNNING
         world.engine.schedule([running, waiting], 100)
         assert running.running

@@ -1,0 +1,196 @@
+"""The table of what a tier holds, in memory that other processes read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fdcache._core import PresenceTable, Tier
+from fdcache.node.presence import BYTES_PER_SLOT, create_table, open_table, table_bytes
+
+ROOT = bytes(32)
+
+
+def digest(name: object) -> bytes:
+    return hashlib.sha256(str(name).encode()).digest()
+
+
+def rows(*keys: bytes) -> np.ndarray:
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
+
+
+def memory(slots: int) -> np.ndarray:
+    return np.zeros(table_bytes(slots), np.uint8)
+
+
+def store(tier: Tier, lease: int, parent: bytes, hashes: list[bytes]) -> None:
+    slots = tier.reserve(lease, len(hashes)).slots
+    tier.commit(lease, parent, rows(*hashes), slots)
+
+
+def path(name: str, length: int) -> list[bytes]:
+    return [digest((name, i)) for i in range(length)]
+
+
+class TestMirror:
+    def test_what_is_stored_is_there_and_what_is_evicted_is_not(self) -> None:
+        tier, shared = Tier(8), memory(8)
+        tier.mirror(shared)
+        table = PresenceTable(shared)
+        a, b = path("a", 8), path("b", 6)
+        lease = tier.open_lease()
+        store(tier, lease, ROOT, a)
+        assert (table.contains(rows(*a)).tolist(), table.run(rows(*a))) == ([1] * 8, 8)
+        tier.release(lease)
+        store(tier, tier.open_lease(), ROOT, b)
+        assert table.contains(rows(*a, *b)).tolist() == [1] * 2 + [0] * 6 + [1] * 6
+        assert [table.run(rows(*a), start) for start in (0, 1, 2, 8)] == [2, 1, 0, 0]
+        assert tier.check_integrity() == []
+
+    def test_it_begins_with_what_the_tier_has(self) -> None:
+        tier = Tier(8)
+        store(tier, tier.open_lease(), ROOT, path("a", 5))
+        shared = memory(8)
+        shared[:] = 255
+        tier.mirror(shared)
+        assert PresenceTable(shared).contains(rows(*path("a", 6))).tolist() == [1] * 5 + [0]
+        assert tier.check_integrity() == []
+
+    def test_a_block_on_its_way_is_not_there(self) -> None:
+        tier, shared = Tier(8), memory(8)
+        tier.mirror(shared)
+        taken = tier.reserve_copies(0, rows(ROOT), rows(digest("a")))
+        table = PresenceTable(shared)
+        assert table.contains(rows(digest("a"))).tolist() == [0]
+        tier.complete(taken.slots, np.ones(1, np.uint8), np.zeros(1, np.uint64))
+        assert table.contains(rows(digest("a"))).tolist() == [1]
+
+    @pytest.mark.parametrize("end", ["reset", "drop", "discard", "shrink"])
+    def test_whatever_takes_blocks_away_takes_them_from_the_table(self, end: str) -> None:
+        tier, shared = Tier(8), memory(8)
+        tier.mirror(shared)
+        keys = path("a", 8)
+        lease = tier.open_lease()
+        store(tier, lease, ROOT, keys)
+        slots = tier.match(tier.open_lease(), rows(*keys)).slots
+        if end == "reset":
+            tier.reset()
+        elif end == "drop":
+            tier.drop(rows(keys[0]))
+        elif end == "discard":
+            tier.discard(slots[:1])
+        else:
+            for each in (lease, lease + 1):
+                tier.release(each)
+            assert tier.resize(1) == 0
+        left = 1 if end == "shrink" and slots[0] == 0 else 0
+        assert PresenceTable(shared).contains(rows(*keys)).sum() == left
+        assert tier.check_integrity() == []
+
+    def test_table_and_tier_agree_whatever_happens(self) -> None:
+        rng = random.Random(3)
+        tier, shared = Tier(300), memory(300)
+        tier.mirror(shared)
+        table = PresenceTable(shared)
+        paths = [path(str(i), 40) for i in range(30)]
+        leases: list[int] = []
+        for _ in range(3000):
+            keys = rng.choice(paths)
+            choice = rng.randrange(40)
+            if choice == 0:
+                tier.reset()
+            elif choice == 1:
+                tier.drop(rows(rng.choice(keys)))
+            elif choice < 20 and leases:
+                tier.release(leases.pop(rng.randrange(len(leases))))
+            else:
+                lease = tier.open_lease()
+                found = len(tier.match(lease, rows(*keys)))
+                count = min(rng.randrange(20), len(keys) - found, tier.available)
+                parent = keys[found - 1] if found else ROOT
+                if count:
+                    store(tier, lease, parent, keys[found : found + count])
+                leases.append(lease)
+            everything = rows(*rng.choice(paths), *rng.choice(paths))
+            assert (table.contains(everything) == (tier.contains(everything) == 1)).all()
+        assert tier.check_integrity() == []
+
+
+class TestTable:
+    def test_half_full_it_has_room_for_every_block(self) -> None:
+        slots = 20000
+        shared = memory(slots)
+        tier = Tier(slots)
+        tier.mirror(shared)
+        keys = rows(*path("a", slots))
+        store_lease = tier.open_lease()
+        tier.commit(store_lease, ROOT, keys, tier.reserve(store_lease, slots).slots)
+        table = PresenceTable(shared)
+        assert table.contains(keys).all()
+        assert not table.contains(rows(*path("b", slots))).any()
+        assert shared.nbytes <= slots * BYTES_PER_SLOT + 4096
+        assert tier.check_integrity() == []
+
+    def test_a_bucket_without_room_leaves_blocks_out_and_comes_to_itself(self) -> None:
+        shared = np.zeros(64, np.uint8)
+        tier = Tier(16)
+        tier.mirror(shared)
+        keys = path("a", 12)
+        lease = tier.open_lease()
+        store(tier, lease, ROOT, keys)
+        table = PresenceTable(shared)
+        assert table.contains(rows(*keys)).tolist() == [1] * 8 + [0] * 4
+        tier.reset()
+        assert not table.contains(rows(*keys)).any()
+
+    @pytest.mark.parametrize("size", [0, 8, 63, 65])
+    def test_memory_that_is_no_table_is_refused(self, size: int) -> None:
+        with pytest.raises(ValueError, match="bucket"):
+            PresenceTable(np.zeros(size, np.uint8))
+
+    def test_a_tier_does_not_write_to_what_it_may_only_read(self) -> None:
+        shared = memory(8)
+        shared.flags.writeable = False
+        PresenceTable(shared)
+        with pytest.raises(TypeError):
+            Tier(8).mirror(shared)
+
+
+class TestFile:
+    def test_another_mapping_sees_what_the_tier_writes(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.table"
+        tier = Tier(8)
+        tier.mirror(create_table(file, table_bytes(8)))
+        table = open_table(file, table_bytes(8))
+        keys = path("a", 4)
+        store(tier, tier.open_lease(), ROOT, keys)
+        assert table.run(rows(*keys)) == 4
+
+    def test_readers_of_an_older_table_keep_it(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.table"
+        size = table_bytes(8)
+        first, second = Tier(8), Tier(8)
+        first.mirror(create_table(file, size))
+        old = open_table(file, size)
+        store(first, first.open_lease(), ROOT, path("a", 4))
+        second.mirror(create_table(file, size))
+        assert old.run(rows(*path("a", 4))) == 4
+        assert open_table(file, size).run(rows(*path("a", 4))) == 0
+
+    def test_a_file_that_is_too_small_is_refused(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.table"
+        create_table(file, 4096)
+        with pytest.raises(OSError, match="smaller than 8192"):
+            open_table(file, 8192)
+
+    def test_a_folder_without_room_leaves_no_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.table"
+        room = os.statvfs(tmp_path)
+        with pytest.raises(OSError):
+            create_table(file, (room.f_blocks * room.f_frsize + (1 << 30)) // 4096 * 4096)
+        assert not file.exists()
