@@ -200,10 +200,9 @@ class RequestLifecycle:
             run, on_device = self._cut(request, search.hashes, run)
         if pending and self._must_wait(request):
             return self._defer(request)
-        if host is not None and on_host:
-            request._host_run = HostRun(on_device, host.slots, host.generations, host.unverified).first(
-                on_host
-            )
+        reused = host.first(on_host) if host is not None and on_host else NOTHING
+        if reused:
+            request._host_run = HostRun(on_device, reused.slots, reused.generations, reused.unverified)
         else:
             self._drop_host_run(request)
         if run is not None and on_device:
@@ -211,7 +210,7 @@ class RequestLifecycle:
             request._committed_blocks = request._told_blocks = on_device
             if self._backups:
                 self._backups.on_match(search.hashes[:on_device], run.hits)
-        return self._matched(request, on_device, host if host is not None and on_host else NOTHING)
+        return self._matched(request, on_device, reused)
 
     def _cut(self, request: Request, hashes: HashArray, run: MatchRun) -> tuple[MatchRun, int]:
         """A run that ended early, at the last place where reuse may end."""

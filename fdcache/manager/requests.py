@@ -56,11 +56,6 @@ class HostRun:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def first(self, count: int) -> HostRun:
-        """Its first ``count`` blocks."""
-        marks = None if self.unverified is None else self.unverified[:count]
-        return HostRun(self.start, self.slots[:count], self.generations[:count], marks)
-
     def without(self, count: int) -> HostRun:
         """The run less its first ``count`` blocks."""
         unverified = None if self.unverified is None else self.unverified[count:]

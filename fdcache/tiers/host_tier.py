@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -52,6 +52,16 @@ class HostMatch:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def first(self, count: int) -> HostMatch:
+        """Its first ``count`` blocks; those from storage are its last."""
+        return replace(
+            self,
+            slots=self.slots[:count],
+            generations=self.generations[:count],
+            unverified=None if self.unverified is None else self.unverified[:count],
+            fetched=max(self.fetched - (len(self) - count), 0),
+        )
 
 
 class SlotsForCopies(Protocol):

@@ -251,7 +251,7 @@ class RemoteHostTier:
 
     def complete(self, slots: Int32Array, copied: HashArray, checksums: UInt64Array) -> HashArray:
         """The service hears of it in the background and makes the blocks findable below READY parents."""
-        session, latest = self._keeper.session, self._keeper.latest
+        session, latest = self._keeper.heard, self._keeper.latest
         if latest is not None and len(slots):
             # While copies are under way no session follows theirs: the present one, if there is one, is theirs.
             parents, hashes = latest.copies.end(slots, copied, session is not None)

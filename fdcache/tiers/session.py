@@ -56,7 +56,8 @@ _MOST_ABSENT = 4096  # look-ups without an answer that are remembered between tw
 
 
 class SessionKeeper:
-    """Registers, refills, reconnects. ``session`` is None while there is no service to speak to.
+    """Registers, refills, reconnects. ``session`` is None while there is no service to speak to; ``leaving`` is one
+    that ends with a goodbye once nothing of it is under way.
 
     A new session begins only once nothing of the one before, ``latest``, is under way, neither a copy nor a load
     (``is_loading``): so the service may give all its slots to others.
@@ -89,7 +90,7 @@ class SessionKeeper:
         self._device_resets_taken = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
-        self._owes_goodbye: Session | None = None
+        self.leaving: Session | None = None
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="fdcache-session", daemon=True)
         self._thread.start()
@@ -146,7 +147,7 @@ class SessionKeeper:
         with self._lock:
             if self.session is session:
                 self.session = None
-                self._owes_goodbye = session if goodbye else None
+                self.leaving = session if goodbye else None
                 self.last_error = reason
         self._poke()
 
@@ -155,6 +156,11 @@ class SessionKeeper:
         self._layout = layout
         if (session := self.session) is not None:
             self.lose(session, "the layout changes", goodbye=True)
+
+    @property
+    def heard(self) -> Session | None:
+        """The session in which the service takes what is told: the present one, or one that is about to end."""
+        return self.session or self.leaving
 
     @property
     def copying(self) -> int:
@@ -211,15 +217,16 @@ class SessionKeeper:
         try:
             while not self._closing:
                 now = time.monotonic()
-                if self.session is None and not self._owes_goodbye and now >= retry_at and self._is_drained():
+                if self.session is None and not self.leaving and now >= retry_at and self._is_drained():
                     if self._register(line):
                         backoff, beat_at = _FIRST_BACKOFF, 0.0
                     else:
                         retry_at = time.monotonic() + backoff * random.uniform(0.5, 1.0)
                         backoff = min(2 * backoff, _LONGEST_BACKOFF)
                 self._flush(line)
-                if (ended := self._owes_goodbye) is not None and self._is_drained():
-                    self._owes_goodbye = None
+                if (ended := self.leaving) is not None and self._is_drained():
+                    self._flush(line)
+                    self.leaving = None
                     line.session = ended.number
                     self._say_goodbye(line)
                 if (session := self.session) is not None and now >= beat_at:
@@ -303,7 +310,7 @@ class SessionKeeper:
             self._send(line, current, Refill(current.asked))
 
     def _send(self, line: Connection, session: Session, body: Request) -> None:
-        if session is not self.session:
+        if session is not self.heard:
             return
         try:
             line.send(body)

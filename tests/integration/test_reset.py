@@ -124,7 +124,7 @@ class TestWhichBlocks:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            ({"tier": "cloud"}, "tier: 'cloud' is not one of host, device, all"),
+            ({"tier": "cloud"}, "tier: 'cloud' is not one of host, storage, device, all"),
             ({"tenant": "name"}, "tenant: give the key"),
             ({"older_than": -1}, "older_than"),
             ({"in_flight": "ignore"}, "in_flight: 'ignore' is not one of"),

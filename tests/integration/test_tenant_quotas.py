@@ -91,7 +91,7 @@ def test_a_quota_of_its_own_has_its_name_and_shows_in_the_metrics(service: Local
         engine.await_stock()
     large = tenants(service)["large"]
     (namespace,) = service.ask("namespaces")
-    assert 1.5 * namespace["tier"]["slots"] // 4 < large["blocks"] <= large["most_blocks"]
+    assert namespace["tier"]["slots"] // 4 < large["blocks"] <= large["most_blocks"]
     with TestClient(make_app(service.address, ())) as web:
         text = web.get("/metrics").text
     engine.close()
