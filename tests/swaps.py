@@ -9,8 +9,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import Device, Stream
+from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.transfer import TransferSettings
@@ -140,3 +142,21 @@ class Worker:
         reports = self.controller.wait_reports(5.0)
         assert len(reports) == 1
         return reports[0]
+
+
+class Gate:
+    """A stream held up by an event: what waits for the stream waits for ``open``."""
+
+    def __init__(self) -> None:
+        device = CpuDevice()
+        self.stream = device.create_stream()
+        self._event = CpuEvent()
+        self.stream.wait_event(self._event)
+
+    def open(self) -> None:
+        self._event.set()
+
+
+def header_of(worker: Worker, slot: int) -> _core.SlotHeader:
+    assert worker.controller.host_arena is not None
+    return worker.controller.host_arena.table.header(slot)

@@ -88,3 +88,14 @@ def assert_all_given_back(tier: _core.Tier) -> None:
     stats = tier.stats()
     assert (stats.pins, stats.holds, stats.pending, stats.writing) == (0, 0, 0, 0)
     assert stats.free + stats.evictable == tier.available == stats.slots
+
+
+def figures(tier: _core.Tier) -> tuple[object, ...]:
+    """All that must not change when an operation is refused."""
+    stats = tier.stats()
+    nodes = [tier.node(slot) for slot in range(stats.slots)]
+    return (
+        (stats.free, stats.writing, stats.ready, stats.pending, stats.pins, stats.holds, stats.evictions),
+        [(n.state, n.pins, n.holds, n.hits, n.parent, n.hash, n.generation) for n in nodes],
+        eviction_order(tier),
+    )

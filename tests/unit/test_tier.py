@@ -1,4 +1,4 @@
-"""The tier's rules, one by one."""
+"""The tier's rules, one by one: sizes, leases, look-ups, slots and blocks computed."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,11 @@ from tests.tier_help import (
     chain,
     checksums,
     copy_in,
-    eviction_order,
+    figures,
     flags,
     hash_list,
     hashes,
     ready_run,
-    report,
     slots,
     store,
 )
@@ -29,17 +28,6 @@ OTHER = chain(9, 8)
 @pytest.fixture
 def tier() -> _core.Tier:
     return _core.Tier(8)
-
-
-def figures(tier: _core.Tier) -> tuple[object, ...]:
-    """All that must not change when an operation is refused."""
-    stats = tier.stats()
-    nodes = [tier.node(slot) for slot in range(stats.slots)]
-    return (
-        (stats.free, stats.writing, stats.ready, stats.pending, stats.pins, stats.holds, stats.evictions),
-        [(n.state, n.pins, n.holds, n.hits, n.parent, n.hash, n.generation) for n in nodes],
-        eviction_order(tier),
-    )
 
 
 class TestSizes:
@@ -248,267 +236,6 @@ class TestCommit:
         assert tier.commit(lease, ROOT_HASH, hashes(PATH[:2]), taken).tolist() == [0]
         tier.unhold(taken[1:])
         assert tier.commit(lease, PATH[0], hashes(PATH[1:2]), taken[1:]).tolist() == [0]
-
-
-class TestCopiesIn:
-    def test_a_pending_block_is_announced_but_not_handed_out(self, tier: _core.Tier) -> None:
-        planned = copy_in(tier, PATH)
-        lease = tier.open_lease()
-        run = tier.match(lease, hashes(PATH))
-        assert (len(run), run.pending) == (0, True)
-        assert tier.contains(hashes([*PATH[:1], *OTHER[:1]])).tolist() == [2, 0]
-        assert report(tier, planned[:2]) == planned[:2]
-        run = tier.match(lease, hashes(PATH))
-        assert (run.slots.tolist(), run.pending) == (planned[:2], True)
-
-    def test_one_status_per_block_and_slots_for_the_reserved_ones(self, tier: _core.Tier) -> None:
-        store(tier, PATH[:2])
-        copy_in(tier, OTHER[:1])
-        wanted = [*PATH, OTHER[0], OTHER[1], PATH[3], chain(7, 7)[1]]
-        parents = [ROOT_HASH, *PATH[:3], ROOT_HASH, OTHER[0], PATH[2], chain(7)[0]]
-        taken = tier.reserve_copies(0, hashes(parents), hashes(wanted))
-        assert taken.status.tolist() == [1, 1, 0, 0, 2, 3, 2, 3]
-        assert len(taken) == 2
-        assert [tier.node(int(slot)).hash for slot in taken.slots] == PATH[2:]
-
-    def test_nothing_that_it_calls_ready_is_evicted_for_it(self) -> None:
-        tier = _core.Tier(4)
-        store(tier, PATH[:2])
-        store(tier, OTHER)
-        wanted = [*PATH[:2], *chain(5, 5)]
-        parents = [ROOT_HASH, PATH[0], ROOT_HASH, wanted[2]]
-        taken = tier.reserve_copies(0, hashes(parents), hashes(wanted))
-        assert taken.status.tolist() == [1, 1, 0, 0]
-        assert hash_list(taken.evicted.hashes) == OTHER[::-1]
-        assert tier.contains(hashes(PATH[:2])).tolist() == [1, 1]
-
-    def test_a_parent_is_not_evicted_for_its_own_child(self) -> None:
-        tier = _core.Tier(2)
-        store(tier, PATH[:2])
-        before = figures(tier)
-        refused = tier.reserve_copies(0, hashes(PATH[1:2]), hashes(PATH[2:3]))
-        assert (refused.missing, len(refused)) == (1, 0)
-        assert figures(tier) == before
-
-    def test_a_refusal_leaves_the_eviction_order_alone(self) -> None:
-        tier = _core.Tier(4)
-        store(tier, PATH[:2])
-        store(tier, OTHER)
-        before = figures(tier)
-        wanted = [PATH[2], PATH[3], chain(1, 2, 3, 4, 5)[-1]]
-        refused = tier.reserve_copies(0, hashes([PATH[1], PATH[2], PATH[3]]), hashes(wanted))
-        assert refused.missing == 1
-        assert figures(tier) == before
-
-    def test_checksums_stay_with_the_blocks(self, tier: _core.Tier) -> None:
-        planned = copy_in(tier, PATH[:2])
-        tier.complete(slots(planned), flags([True, True]), checksums([11, 2**63 + 5]))
-        assert [tier.node(slot).checksum for slot in planned] == [11, 2**63 + 5]
-
-    def test_an_abandoned_copy_completes_and_belongs_to_nobody(self, tier: _core.Tier) -> None:
-        lease = tier.open_lease()
-        planned = copy_in(tier, PATH, lease)
-        tier.release(lease)
-        assert tier.stats().pending == 4
-        assert report(tier, planned) == planned
-        assert_all_given_back(tier)
-        assert ready_run(tier, PATH) == planned
-
-    def test_a_failed_block_takes_everything_below_it_along(self, tier: _core.Tier) -> None:
-        planned = copy_in(tier, PATH)
-        ready = tier.complete(slots(planned), flags([True, False, True, True]), checksums())
-        assert ready.tolist() == [1, 0, 0, 0]
-        assert ready_run(tier, PATH) == planned[:1]
-        assert_all_given_back(tier)
-
-    def test_a_failed_parent_keeps_its_slot_until_its_children_are_reported(self, tier: _core.Tier) -> None:
-        parent, child = copy_in(tier, PATH[:2])
-        report(tier, [parent], copied=False)
-        assert tier.stats().free == 6
-        again = tier.reserve_copies(0, hashes([ROOT_HASH, PATH[0]]), hashes(PATH[:2]))
-        assert again.status.tolist() == [0, 2]
-        assert parent not in again.slots.tolist()
-        assert report(tier, again.slots.tolist()) == again.slots.tolist()
-        assert report(tier, [child]) == []
-        assert_all_given_back(tier)
-        assert ready_run(tier, PATH) == again.slots.tolist()
-
-    def test_a_failed_slot_can_be_computed_and_committed_by_its_lease(self, tier: _core.Tier) -> None:
-        lease = tier.open_lease()
-        planned = copy_in(tier, PATH[:2], lease)
-        report(tier, planned[:1], copied=False)
-        blocked = tier.commit(lease, ROOT_HASH, hashes(PATH[:1]), slots(planned[:1]))
-        assert blocked.tolist() == []
-        report(tier, planned[1:], copied=False)
-        done = tier.commit(lease, ROOT_HASH, hashes(PATH[:2]), slots(planned))
-        assert done.tolist() == [0, 0]
-        tier.release(lease)
-        assert_all_given_back(tier)
-
-    @pytest.mark.parametrize("wrong", [[0, 0], [0, 1, 2, 3, 0], [0, 7], [0, 99], [0, -1]])
-    def test_a_report_that_does_not_fit_changes_nothing(self, tier: _core.Tier, wrong: list[int]) -> None:
-        copy_in(tier, PATH)
-        before = figures(tier)
-        with pytest.raises((ValueError, IndexError), match="slot"):
-            tier.complete(slots(wrong), flags([True] * len(wrong)), checksums())
-        assert figures(tier) == before
-
-    def test_the_root_has_no_block(self, tier: _core.Tier) -> None:
-        with pytest.raises(ValueError, match="all zero"):
-            tier.reserve_copies(0, hashes(PATH[:1]), hashes([ROOT_HASH]))
-        lease = tier.open_lease()
-        taken = tier.reserve(lease, 1).slots
-        with pytest.raises(ValueError, match="all zero"):
-            tier.commit(lease, ROOT_HASH, hashes([ROOT_HASH]), taken)
-        assert_sound(tier)
-
-
-class TestCopiesOut:
-    def test_a_held_block_is_not_evicted(self, tier: _core.Tier) -> None:
-        stored = store(tier, PATH)
-        tier.hold(slots(stored[1:2]))
-        assert tier.available == 6
-        taken = tier.reserve(tier.open_lease(), 6)
-        assert hash_list(taken.evicted.hashes) == [PATH[3], PATH[2]]
-        tier.unhold(slots(stored[1:2]))
-        assert eviction_order(tier) == [stored[1], stored[0]]
-
-    @pytest.mark.parametrize("wrong", [[0, 0], [0, 1], [0, 7], [0, 99], [0, -1]])
-    def test_ending_what_never_began_changes_nothing(self, tier: _core.Tier, wrong: list[int]) -> None:
-        stored = store(tier, PATH)
-        tier.hold(slots(stored[:1]))
-        before = figures(tier)
-        with pytest.raises((ValueError, IndexError), match="slot"):
-            tier.unhold(slots(wrong))
-        assert figures(tier) == before
-
-    def test_only_a_report_ends_the_wait_of_a_pending_block(self, tier: _core.Tier) -> None:
-        planned = copy_in(tier, PATH[:1])
-        with pytest.raises(ValueError, match="no copy out of it"):
-            tier.unhold(slots(planned))
-        tier.hold(slots(planned))
-        tier.unhold(slots(planned))
-        assert report(tier, planned) == planned
-        assert_all_given_back(tier)
-
-
-class TestEvictionOrder:
-    def test_the_path_released_first_goes_first_and_each_from_its_end(self, tier: _core.Tier) -> None:
-        first, second = store(tier, PATH), store(tier, OTHER)
-        assert eviction_order(tier) == first[::-1] + second[::-1]
-        lease = tier.open_lease()
-        tier.match(lease, hashes(PATH[:2]))
-        tier.release(lease)
-        assert eviction_order(tier) == [first[3], first[2], *second[::-1], first[1], first[0]]
-
-    def test_what_a_lease_took_last_goes_first(self, tier: _core.Tier) -> None:
-        first, second = store(tier, PATH), store(tier, OTHER)
-        lease = tier.open_lease()
-        tier.match(lease, hashes(PATH))
-        tier.match(lease, hashes(OTHER))
-        tier.release(lease)
-        assert eviction_order(tier) == second[::-1] + first[::-1]
-
-    def test_a_parent_outlasts_its_children_whoever_releases_first(self, tier: _core.Tier) -> None:
-        stored = store(tier, PATH)
-        short, long = tier.open_lease(), tier.open_lease()
-        tier.match(long, hashes(PATH))
-        tier.match(short, hashes(PATH[:1]))
-        tier.release(short)
-        assert eviction_order(tier) == []
-        tier.release(long)
-        assert eviction_order(tier) == stored[::-1]
-
-    def test_looking_does_not_count_as_use(self, tier: _core.Tier) -> None:
-        stored = store(tier, PATH)
-        tier.contains(hashes(PATH))
-        tier.ancestry(slots(stored))
-        tier.find(hashes(PATH))
-        assert eviction_order(tier) == stored[::-1]
-
-
-class TestListings:
-    def test_ancestry_lists_each_block_once_and_parents_first(self, tier: _core.Tier) -> None:
-        stored = store(tier, PATH)
-        branch = store(tier, chain(1, 2, 7)[2:], PATH[1])
-        listed = tier.ancestry(slots([stored[2], branch[0], stored[0]]))
-        assert listed.slots.tolist() == [*stored[:3], *branch]
-        assert hash_list(listed.parents) == [ROOT_HASH, PATH[0], PATH[1], PATH[1]]
-        with pytest.raises(IndexError, match="slot 7 is not in use"):
-            tier.ancestry(slots([7]))
-
-    def test_find_lists_what_is_ready_in_the_order_asked(self, tier: _core.Tier) -> None:
-        stored = store(tier, PATH)
-        taken = tier.reserve_copies(0, hashes([ROOT_HASH]), hashes(OTHER[:1]))
-        assert len(taken) == 1
-        listed = tier.find(hashes([PATH[2], OTHER[0], PATH[0], OTHER[1]]))
-        assert listed.slots.tolist() == [stored[2], stored[0]]
-        assert hash_list(listed.parents) == [PATH[1], ROOT_HASH]
-
-    def test_a_node_shows_where_it_stands(self, tier: _core.Tier) -> None:
-        stored = store(tier, PATH)
-        node = tier.node(stored[1])
-        assert (node.slot, node.parent, node.depth, node.children) == (stored[1], stored[0], 1, 1)
-        assert (node.state, node.findable, node.hash, node.hits) == (_core.SLOT_READY, True, PATH[1], 1)
-        assert node.idle_seconds >= 0
-        with pytest.raises(IndexError, match="out of range"):
-            tier.node(8)
-
-
-class TestReset:
-    def test_everything_unused_is_free_and_the_rest_anonymous(self, tier: _core.Tier) -> None:
-        store(tier, PATH)
-        store(tier, OTHER)
-        lease = tier.open_lease()
-        used = tier.match(lease, hashes(OTHER)).slots
-        tier.reset()
-        assert (tier.stats().free, tier.stats().writing, tier.stats().epoch) == (6, 2, 1)
-        assert ready_run(tier, OTHER) == []
-        fresh = tier.open_lease()
-        assert not set(tier.reserve(fresh, 6).slots.tolist()) & set(used.tolist())
-        assert tier.release(lease)
-        assert tier.release(fresh)
-        assert_all_given_back(tier)
-
-    def test_the_same_path_can_be_stored_anew(self, tier: _core.Tier) -> None:
-        lease = tier.open_lease()
-        old = tier.reserve(lease, 2).slots
-        tier.commit(lease, ROOT_HASH, hashes(OTHER), old)
-        tier.reset()
-        new = store(tier, OTHER)
-        assert ready_run(tier, OTHER) == new
-        assert not set(old.tolist()) & set(new)
-
-
-class TestEvents:
-    def taken(self, tier: _core.Tier) -> list[tuple[int, bytes, bytes]]:
-        kinds, blocks, parents = tier.take_events()
-        return list(zip(kinds.tolist(), hash_list(blocks), hash_list(parents), strict=True))
-
-    def test_nothing_is_recorded_unless_asked(self, tier: _core.Tier) -> None:
-        store(tier, PATH)
-        tier.reset()
-        assert self.taken(tier) == []
-
-    def test_stored_and_removed_name_the_parent(self, tier: _core.Tier) -> None:
-        tier.record_events(100)
-        store(tier, OTHER)
-        assert self.taken(tier) == [(0, OTHER[0], ROOT_HASH), (0, OTHER[1], OTHER[0])]
-        tier.reserve(tier.open_lease(), 7)
-        assert self.taken(tier) == [(1, OTHER[1], OTHER[0])]
-        assert self.taken(tier) == []
-
-    def test_a_reset_overrides_what_came_before_it(self, tier: _core.Tier) -> None:
-        tier.record_events(100)
-        store(tier, PATH)
-        tier.reset()
-        store(tier, OTHER[:1])
-        assert self.taken(tier) == [(2, ROOT_HASH, ROOT_HASH), (0, OTHER[0], ROOT_HASH)]
-
-    def test_a_reader_that_is_too_late_learns_of_it(self, tier: _core.Tier) -> None:
-        tier.record_events(3)
-        store(tier, PATH)
-        assert self.taken(tier) == [(3, ROOT_HASH, ROOT_HASH), (0, PATH[3], PATH[2])]
 
 
 class TestArguments:

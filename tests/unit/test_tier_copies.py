@@ -1,199 +1,172 @@
-"""A copy between two tiers is held up, and something happens at each point of it."""
-
-from collections.abc import Callable
+"""The tier's rules for copies into it and out of it."""
 
 import pytest
 
 from fdcache import _core
-from fdcache.errors import StaleLeaseError
 from tests.tier_help import (
+    ROOT_HASH,
     assert_all_given_back,
     assert_sound,
     chain,
     checksums,
+    copy_in,
+    eviction_order,
+    figures,
     flags,
+    hash_list,
     hashes,
     ready_run,
+    report,
     slots,
     store,
 )
 
 PATH = chain(1, 2, 3, 4)
-PARENTS = [bytes(32), *PATH[:3]]
-SIZE = 8
-POINTS = ["before the plan", "planned", "half reported", "all reported"]
+OTHER = chain(9, 8)
 
 
-class HeldUpCopy:
-    """A load of four blocks from a host tier into a device tier; the test gives the reports by hand."""
-
-    def __init__(self) -> None:
-        self.host, self.device = _core.Tier(SIZE), _core.Tier(SIZE)
-        store(self.host, PATH)
-        self.host_lease, self.device_lease = self.host.open_lease(), self.device.open_lease()
-        self.sources = self.host.match(self.host_lease, hashes(PATH)).slots.tolist()
-        self.destinations: list[int] = []
-        self.reported = 0
-
-    @property
-    def tiers(self) -> tuple[_core.Tier, _core.Tier]:
-        return self.host, self.device
-
-    def go_to(self, point: str, copied: bool) -> None:
-        if point == "before the plan":
-            return
-        self.plan()
-        self.report({"planned": 0, "half reported": 2, "all reported": 4}[point], copied)
-
-    def plan(self) -> None:
-        taken = self.device.reserve_copies(self.device_lease, hashes(PARENTS), hashes(PATH))
-        self.destinations = taken.slots.tolist()
-        self.host.hold(slots(self.sources))
-
-    def report(self, until: int, copied: bool) -> None:
-        news = slice(self.reported, until)
-        arrived = self.destinations[news]
-        self.device.complete(slots(arrived), flags([copied] * len(arrived)), checksums())
-        self.host.unhold(slots(self.sources[news]))
-        self.reported = until
-
-    def release(self) -> None:
-        self.host.release(self.host_lease)
-        self.device.release(self.device_lease)
-
-    def in_flight(self) -> list[tuple[_core.Tier, list[int]]]:
-        if not self.destinations:
-            return [(self.host, []), (self.device, [])]
-        return [
-            (self.host, self.sources[self.reported :]),
-            (self.device, self.destinations[self.reported :]),
-        ]
+@pytest.fixture
+def tier() -> _core.Tier:
+    return _core.Tier(8)
 
 
-def abort(copy: HeldUpCopy) -> None:
-    """The request goes, and another one wants the same blocks at once."""
-    copy.release()
-    other = copy.device.open_lease()
-    copy.device.match(other, hashes(PATH))
-    wanted = copy.device.reserve_copies(other, hashes(PARENTS), hashes(PATH))
-    copy.device.complete(wanted.slots, flags([False] * len(wanted)), checksums())
-    copy.device.release(other)
+class TestCopiesIn:
+    def test_a_pending_block_is_announced_but_not_handed_out(self, tier: _core.Tier) -> None:
+        planned = copy_in(tier, PATH)
+        lease = tier.open_lease()
+        run = tier.match(lease, hashes(PATH))
+        assert (len(run), run.pending) == (0, True)
+        assert tier.contains(hashes([*PATH[:1], *OTHER[:1]])).tolist() == [2, 0]
+        assert report(tier, planned[:2]) == planned[:2]
+        run = tier.match(lease, hashes(PATH))
+        assert (run.slots.tolist(), run.pending) == (planned[:2], True)
 
+    def test_one_status_per_block_and_slots_for_the_reserved_ones(self, tier: _core.Tier) -> None:
+        store(tier, PATH[:2])
+        copy_in(tier, OTHER[:1])
+        wanted = [*PATH, OTHER[0], OTHER[1], PATH[3], chain(7, 7)[1]]
+        parents = [ROOT_HASH, *PATH[:3], ROOT_HASH, OTHER[0], PATH[2], chain(7)[0]]
+        taken = tier.reserve_copies(0, hashes(parents), hashes(wanted))
+        assert taken.status.tolist() == [1, 1, 0, 0, 2, 3, 2, 3]
+        assert len(taken) == 2
+        assert [tier.node(int(slot)).hash for slot in taken.slots] == PATH[2:]
 
-def reset(copy: HeldUpCopy) -> None:
-    for tier in copy.tiers:
-        tier.reset()
+    def test_nothing_that_it_calls_ready_is_evicted_for_it(self) -> None:
+        tier = _core.Tier(4)
+        store(tier, PATH[:2])
+        store(tier, OTHER)
+        wanted = [*PATH[:2], *chain(5, 5)]
+        parents = [ROOT_HASH, PATH[0], ROOT_HASH, wanted[2]]
+        taken = tier.reserve_copies(0, hashes(parents), hashes(wanted))
+        assert taken.status.tolist() == [1, 1, 0, 0]
+        assert hash_list(taken.evicted.hashes) == OTHER[::-1]
+        assert tier.contains(hashes(PATH[:2])).tolist() == [1, 1]
 
+    def test_a_parent_is_not_evicted_for_its_own_child(self) -> None:
+        tier = _core.Tier(2)
+        store(tier, PATH[:2])
+        before = figures(tier)
+        refused = tier.reserve_copies(0, hashes(PATH[1:2]), hashes(PATH[2:3]))
+        assert (refused.missing, len(refused)) == (1, 0)
+        assert figures(tier) == before
 
-def resize(copy: HeldUpCopy) -> None:
-    for tier, held in copy.in_flight():
-        before = tier.stats().slots
-        if held:
-            assert tier.resize(max(held)) >= 1
-            assert tier.stats().slots == before
-        assert tier.resize(SIZE * 2) == 0
-        assert tier.resize(SIZE) == 0
+    def test_a_refusal_leaves_the_eviction_order_alone(self) -> None:
+        tier = _core.Tier(4)
+        store(tier, PATH[:2])
+        store(tier, OTHER)
+        before = figures(tier)
+        wanted = [PATH[2], PATH[3], chain(1, 2, 3, 4, 5)[-1]]
+        refused = tier.reserve_copies(0, hashes([PATH[1], PATH[2], PATH[3]]), hashes(wanted))
+        assert refused.missing == 1
+        assert figures(tier) == before
 
+    def test_checksums_stay_with_the_blocks(self, tier: _core.Tier) -> None:
+        planned = copy_in(tier, PATH[:2])
+        tier.complete(slots(planned), flags([True, True]), checksums([11, 2**63 + 5]))
+        assert [tier.node(slot).checksum for slot in planned] == [11, 2**63 + 5]
 
-def shut_down(copy: HeldUpCopy) -> None:
-    copy.release()
-    reset(copy)
+    def test_an_abandoned_copy_completes_and_belongs_to_nobody(self, tier: _core.Tier) -> None:
+        lease = tier.open_lease()
+        planned = copy_in(tier, PATH, lease)
+        tier.release(lease)
+        assert tier.stats().pending == 4
+        assert report(tier, planned) == planned
+        assert_all_given_back(tier)
+        assert ready_run(tier, PATH) == planned
 
-
-OPERATIONS: list[Callable[[HeldUpCopy], None]] = [HeldUpCopy.release, abort, reset, resize, shut_down]
-
-
-def assert_kept(copy: HeldUpCopy, generations: dict[tuple[int, int], int]) -> None:
-    """However much the rest of the world wants, the slots of the copy are given to nobody."""
-    for index, (tier, held) in enumerate(copy.in_flight()):
-        assert_sound(tier)
-        hungry = tier.open_lease()
-        taken = tier.reserve(hungry, tier.available)
-        assert taken.missing == 0
-        assert not set(held) & set(taken.slots.tolist())
-        assert not set(held) & set(taken.evicted.slots.tolist())
-        for slot in held:
-            assert tier.node(slot).state != _core.SLOT_FREE
-            assert tier.node(slot).holds == 1
-            assert tier.node(slot).generation == generations[index, slot]
-        assert_sound(tier)
-        tier.release(hungry)
-
-
-@pytest.mark.parametrize("copied", [True, False], ids=["arrives", "fails"])
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
-class TestHeldUp:
-    def test_no_slot_is_freed_before_its_report_and_all_are_after(
-        self, operation: Callable[[HeldUpCopy], None], point: str, copied: bool
-    ) -> None:
-        copy = HeldUpCopy()
-        copy.go_to(point, copied)
-        generations = {
-            (index, slot): tier.node(slot).generation
-            for index, (tier, held) in enumerate(copy.in_flight())
-            for slot in held
-        }
-        operation(copy)
-        assert_kept(copy, generations)
-        if point != "before the plan":
-            copy.report(4, copied)
-        copy.release()
-        for tier in copy.tiers:
-            assert_all_given_back(tier)
-            assert tier.reserve(tier.open_lease(), SIZE).missing == 0
-
-    def test_what_is_found_afterwards_is_what_arrived_and_survived(
-        self, operation: Callable[[HeldUpCopy], None], point: str, copied: bool
-    ) -> None:
-        copy = HeldUpCopy()
-        copy.go_to(point, copied)
-        operation(copy)
-        planned = copy.destinations
-        if planned:
-            copy.report(4, copied)
-        forgotten = operation in (reset, shut_down)
-        assert ready_run(copy.device, PATH) == (planned if copied and not forgotten else [])
-        assert len(ready_run(copy.host, PATH)) == (0 if forgotten else 4)
-
-
-@pytest.mark.parametrize("operation", [HeldUpCopy.release, abort, reset, shut_down], ids=lambda o: o.__name__)
-def test_no_plan_is_made_for_a_request_that_is_gone(operation: Callable[[HeldUpCopy], None]) -> None:
-    copy = HeldUpCopy()
-    operation(copy)
-    with pytest.raises(StaleLeaseError):
-        copy.plan()
-    copy.release()
-    for tier in copy.tiers:
+    def test_a_failed_block_takes_everything_below_it_along(self, tier: _core.Tier) -> None:
+        planned = copy_in(tier, PATH)
+        ready = tier.complete(slots(planned), flags([True, False, True, True]), checksums())
+        assert ready.tolist() == [1, 0, 0, 0]
+        assert ready_run(tier, PATH) == planned[:1]
         assert_all_given_back(tier)
 
+    def test_a_failed_parent_keeps_its_slot_until_its_children_are_reported(self, tier: _core.Tier) -> None:
+        parent, child = copy_in(tier, PATH[:2])
+        report(tier, [parent], copied=False)
+        assert tier.stats().free == 6
+        again = tier.reserve_copies(0, hashes([ROOT_HASH, PATH[0]]), hashes(PATH[:2]))
+        assert again.status.tolist() == [0, 2]
+        assert parent not in again.slots.tolist()
+        assert report(tier, again.slots.tolist()) == again.slots.tolist()
+        assert report(tier, [child]) == []
+        assert_all_given_back(tier)
+        assert ready_run(tier, PATH) == again.slots.tolist()
 
-@pytest.mark.parametrize("point", ["planned", "half reported"])
-def test_a_shrink_succeeds_once_the_reports_are_in(point: str) -> None:
-    copy = HeldUpCopy()
-    copy.go_to(point, copied=True)
-    copy.release()
-    waiting = 4 - copy.reported
-    for tier, held in copy.in_flight():
-        # The blocks above one that is held are in use with it.
-        assert tier.resize(1) == max(held)
-        assert len(held) == waiting
-    copy.report(4, copied=True)
-    for tier in copy.tiers:
-        assert tier.resize(1) == 0
-        assert ready_run(tier, PATH) == [0]
+    def test_a_failed_slot_can_be_computed_and_committed_by_its_lease(self, tier: _core.Tier) -> None:
+        lease = tier.open_lease()
+        planned = copy_in(tier, PATH[:2], lease)
+        report(tier, planned[:1], copied=False)
+        blocked = tier.commit(lease, ROOT_HASH, hashes(PATH[:1]), slots(planned[:1]))
+        assert blocked.tolist() == []
+        report(tier, planned[1:], copied=False)
+        done = tier.commit(lease, ROOT_HASH, hashes(PATH[:2]), slots(planned))
+        assert done.tolist() == [0, 0]
+        tier.release(lease)
         assert_all_given_back(tier)
 
+    @pytest.mark.parametrize("wrong", [[0, 0], [0, 1, 2, 3, 0], [0, 7], [0, 99], [0, -1]])
+    def test_a_report_that_does_not_fit_changes_nothing(self, tier: _core.Tier, wrong: list[int]) -> None:
+        copy_in(tier, PATH)
+        before = figures(tier)
+        with pytest.raises((ValueError, IndexError), match="slot"):
+            tier.complete(slots(wrong), flags([True] * len(wrong)), checksums())
+        assert figures(tier) == before
 
-def test_a_reset_between_two_copies_into_one_slot_keeps_them_apart() -> None:
-    tier = _core.Tier(1)
-    tier.reserve_copies(0, hashes(PARENTS[:1]), hashes(PATH[:1]))
-    tier.reset()
-    refused = tier.reserve_copies(0, hashes(PARENTS[:1]), hashes(PATH[:1]))
-    assert refused.missing == 1
-    assert tier.complete(slots([0]), flags([True]), checksums()).tolist() == [0]
-    assert ready_run(tier, PATH) == []
-    again = tier.reserve_copies(0, hashes(PARENTS[:1]), hashes(PATH[:1]))
-    assert (again.slots.tolist(), again.generations.tolist()) == ([0], [2])
-    assert tier.complete(slots([0]), flags([True]), checksums()).tolist() == [1]
-    assert_all_given_back(tier)
+    def test_the_root_has_no_block(self, tier: _core.Tier) -> None:
+        with pytest.raises(ValueError, match="all zero"):
+            tier.reserve_copies(0, hashes(PATH[:1]), hashes([ROOT_HASH]))
+        lease = tier.open_lease()
+        taken = tier.reserve(lease, 1).slots
+        with pytest.raises(ValueError, match="all zero"):
+            tier.commit(lease, ROOT_HASH, hashes([ROOT_HASH]), taken)
+        assert_sound(tier)
+
+
+class TestCopiesOut:
+    def test_a_held_block_is_not_evicted(self, tier: _core.Tier) -> None:
+        stored = store(tier, PATH)
+        tier.hold(slots(stored[1:2]))
+        assert tier.available == 6
+        taken = tier.reserve(tier.open_lease(), 6)
+        assert hash_list(taken.evicted.hashes) == [PATH[3], PATH[2]]
+        tier.unhold(slots(stored[1:2]))
+        assert eviction_order(tier) == [stored[1], stored[0]]
+
+    @pytest.mark.parametrize("wrong", [[0, 0], [0, 1], [0, 7], [0, 99], [0, -1]])
+    def test_ending_what_never_began_changes_nothing(self, tier: _core.Tier, wrong: list[int]) -> None:
+        stored = store(tier, PATH)
+        tier.hold(slots(stored[:1]))
+        before = figures(tier)
+        with pytest.raises((ValueError, IndexError), match="slot"):
+            tier.unhold(slots(wrong))
+        assert figures(tier) == before
+
+    def test_only_a_report_ends_the_wait_of_a_pending_block(self, tier: _core.Tier) -> None:
+        planned = copy_in(tier, PATH[:1])
+        with pytest.raises(ValueError, match="no copy out of it"):
+            tier.unhold(slots(planned))
+        tier.hold(slots(planned))
+        tier.unhold(slots(planned))
+        assert report(tier, planned) == planned
+        assert_all_given_back(tier)

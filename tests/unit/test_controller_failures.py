@@ -1,0 +1,239 @@
+"""Plans that fail or are refused, and what is taken back."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from fdcache import _core
+from fdcache.controller.cache_controller import CacheController
+from fdcache.errors import (
+    CacheNotReadyError,
+    PlanError,
+    TaskCancelledError,
+    TransferTimeoutError,
+)
+from fdcache.metadata import (
+    AsyncTaskHandler,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+    TransferStatus,
+)
+from fdcache.settings.transfer import TransferSettings
+from tests.faults import PausingDevice
+from tests.swaps import Gate, Worker, block_hash, header_of, plan, swap, uniform_layout
+
+
+@pytest.fixture
+def worker() -> Worker:  # type: ignore[misc]
+    with Worker(first_group_layers=1, group_layers=2) as made:
+        yield made
+
+
+def status_of(handler: AsyncTaskHandler[TransferReport]) -> TransferStatus:
+    return handler.status
+
+
+def rewrite_header(worker: Worker, slot: int, **changes: object) -> None:
+    old = header_of(worker, slot)
+    fields = {
+        "state": old.state,
+        "generation": old.generation,
+        "block_hash": old.hash,
+        "parent": old.parent,
+        "fingerprint": old.fingerprint,
+        "payload_bytes": old.payload_bytes,
+        "payload_checksum": old.payload_checksum,
+    }
+    assert worker.controller.host_arena is not None
+    table = worker.controller.host_arena.table
+    table.set_header(slot, _core.SlotHeader(**(fields | changes)))  # type: ignore[arg-type]
+
+
+class TestFailedLoads:
+    @pytest.fixture
+    def loaded(self, worker: Worker) -> Worker:
+        worker.run(plan(1, backup=[(0, 0), (1, 1), (2, 2)], generation=4))
+        return worker
+
+    def run_load(self, worker: Worker, reason: str, *, generation: int = 4) -> None:
+        untouched = worker.block(6)
+        (result,) = worker.run(plan(2, load=[(0, 5), (1, 6), (2, 7)], generation=generation)).results
+        assert result.failed.tolist() == [1]
+        assert result.error_message is not None
+        assert reason in result.error_message
+        assert result.copied_bytes == 2 * worker.layout.payload_bytes
+        assert worker.block(6) == untouched
+        assert worker.block(5) == worker.block(0)
+
+    def test_a_slot_given_to_new_content(self, loaded: Worker) -> None:
+        rewrite_header(loaded, 1, generation=5)
+        self.run_load(loaded, "position 1: host slot 1 was given to new content")
+
+    def test_another_block(self, loaded: Worker) -> None:
+        rewrite_header(loaded, 1, block_hash=block_hash("other").tobytes())
+        self.run_load(loaded, "another block")
+
+    def test_a_slot_being_written(self, loaded: Worker) -> None:
+        rewrite_header(loaded, 1, state=1)
+        self.run_load(loaded, "not ready")
+
+    def test_another_layout(self, loaded: Worker) -> None:
+        rewrite_header(loaded, 1, fingerprint=b"x" * 32)
+        self.run_load(loaded, "another layout")
+
+    def test_a_torn_header(self, loaded: Worker) -> None:
+        torn = bytearray(header_of(loaded, 1).to_bytes())
+        torn[40] ^= 1
+        assert loaded.controller.host_arena is not None
+        loaded.controller.host_arena.table.set_header(1, _core.SlotHeader.from_bytes(bytes(torn)))
+        self.run_load(loaded, "no valid header")
+
+    def test_a_slot_never_written(self, loaded: Worker) -> None:
+        (result,) = loaded.run(plan(2, load=[(7, 5)])).results
+        assert result.failed.tolist() == [0]
+
+    def test_a_plan_that_evicts_into_the_slot_it_loads_from_serves_no_foreign_bytes(
+        self, loaded: Worker
+    ) -> None:
+        """The eviction runs first; the slot then has another generation than the load names."""
+        evictions = swap(SwapPurpose.EVICT, [(3, 1)], generation=5)
+        loads = swap(SwapPurpose.LOAD, [(1, 3)], generation=4)
+        before = loaded.block(3)
+        report = loaded.run(TransferPlan(plan_id=2, evictions=evictions, loads=loads))
+        assert [result.success for result in report.results] == [True, False]
+        assert loaded.block(3) == before
+
+    def test_a_slot_that_changes_between_two_layer_groups(self) -> None:
+        """Layer 0 arrives, then the slot is given away: the block fails, later layers are not touched."""
+        device = PausingDevice(pause_at=1)
+        with Worker(device=device, first_group_layers=1, group_layers=3) as worker:
+            worker.run(plan(1, backup=[(0, 0), (1, 1)]))
+            before = worker.block(5)
+            counter = worker.controller.submit_swap_tasks(plan(2, load=[(0, 5), (1, 6)]))
+            counter.wait_for_layer(0)
+            assert counter.pending_layers() == [1, 2, 3]
+            rewrite_header(worker, 0, generation=2)
+            device.resume.set()
+            counter.wait_all()
+            (result,) = worker.report().results
+            assert result.failed.tolist() == [0]
+            assert worker.block(5)[:2] == worker.block(0)[:2]
+            assert worker.block(5)[2:] == before[2:]
+            assert worker.block(6) == worker.block(1)
+
+
+class TestRefusedPlans:
+    @pytest.mark.parametrize(
+        ("bad", "message"),
+        [
+            (plan(1, load=[(0, 1), (2, 8)]), "load: pair 1: device slot 8 is not one of the 8"),
+            (plan(1, evict=[(-1, 1)]), "evict: pair 0: device slot -1"),
+            (plan(1, backup=[(1, 99)]), "backup: pair 0: host slot 99"),
+            (plan(1, load=[(0, 1), (2, 3), (4, 1)]), "load: pairs 0 and 2: both"),
+            (plan(1, evict=[(0, 3), (1, 3)]), "evict: pairs 0 and 1: both"),
+            (plan(1, evict=[(0, 3)], backup=[(1, 3)]), "backup: pair 0: host slot 3 is evicted into"),
+            (plan(1, evict=[(0, 3)], backup=[(1, 2), (0, 1)]), "backup: pair 1: device slot 0 is emptied"),
+            (plan(1, load=[(0, 3)], backup=[(3, 3)]), "backup: pair 0: device slot 3 is loaded"),
+            (TransferPlan(plan_id=1, loads=swap(SwapPurpose.EVICT, [(0, 1)])), "the transfer is a evict"),
+        ],
+    )
+    def test_names_the_pair_and_launches_nothing(
+        self, worker: Worker, bad: TransferPlan, message: str
+    ) -> None:
+        before = [worker.block(slot) for slot in range(8)]
+        with pytest.raises(PlanError, match=message):
+            worker.controller.submit_swap_tasks(bad)
+        assert worker.controller.wait_reports(0) == []
+        assert [worker.block(slot) for slot in range(8)] == before
+
+    @pytest.mark.parametrize(
+        "field",
+        ["dst_block_ids", "src_generations", "dst_generations", "hash_values", "parent_hashes"],
+    )
+    def test_unequal_lengths(self, worker: Worker, field: str) -> None:
+        loads = swap(SwapPurpose.LOAD, [(0, 1), (1, 2)])
+        setattr(loads, field, getattr(loads, field)[:0])
+        with pytest.raises(PlanError, match=f"load: {field} has shape"):
+            worker.controller.submit_swap_tasks(TransferPlan(plan_id=1, loads=loads))
+
+    def test_a_plan_already_in_flight(self, worker: Worker) -> None:
+        gate = Gate()
+        worker.controller.submit_swap_tasks(plan(1, evict=[(1, 1)]), gate.stream)
+        with pytest.raises(PlanError, match="plan 1 is in flight already"):
+            worker.controller.submit_swap_tasks(plan(1))
+        gate.open()
+
+    def test_memory_that_is_not_there(self) -> None:
+        with CacheController(TransferSettings(), uniform_layout()) as controller:
+            with pytest.raises(CacheNotReadyError, match="no device planes"):
+                controller.submit_swap_tasks(plan(1, load=[(0, 0)]))
+            controller.initialize_kv_cache(2)
+            with pytest.raises(CacheNotReadyError, match="initialize_host_cache"):
+                controller.submit_swap_tasks(plan(1, load=[(0, 0)]))
+
+
+class TestCancel:
+    def test_queued_copies_are_taken_back_for_good(self, worker: Worker) -> None:
+        gate = Gate()
+        worker.controller.submit_swap_tasks(plan(1, backup=[(1, 1), (2, 2)]), gate.stream)
+        handler = worker.controller.handler(1)
+        assert status_of(handler) is TransferStatus.PENDING
+        assert not handler.wait(0.01)
+        with pytest.raises(TransferTimeoutError):
+            handler.get_result(0.01)
+        assert handler.cancel()
+        assert handler.cancel()
+        (result,) = worker.report().results
+        assert result.failed.tolist() == [0, 1]
+        assert result.error_message is not None
+        assert "cancelled" in result.error_message
+        assert result.copied_bytes == 0
+        gate.open()
+        worker.run(plan(2, backup=[(3, 3)]))
+        assert status_of(handler) is TransferStatus.CANCELLED
+        with pytest.raises(TaskCancelledError):
+            handler.get_result()
+        assert not worker.record(1).any()
+
+    def test_what_is_done_cannot_be_cancelled(self, worker: Worker) -> None:
+        worker.controller.submit_swap_tasks(plan(1, evict=[(1, 1)]))
+        handler = worker.controller.handler(1)
+        report = handler.get_result(5.0)
+        assert not handler.cancel()
+        assert status_of(handler) is TransferStatus.COMPLETED
+        assert handler.get_result(0) is report
+        assert worker.controller.poll() == [report]
+        with pytest.raises(PlanError, match="plan 1 is not in flight"):
+            worker.controller.handler(1)
+
+    def test_a_plan_under_way_loses_only_what_has_not_started(self) -> None:
+        device = PausingDevice(pause_at=1)
+        with Worker(device=device, first_group_layers=1) as worker:
+            worker.run(plan(1, backup=[(0, 0)]))
+            counter = worker.controller.submit_swap_tasks(plan(2, load=[(0, 5)]))
+            counter.wait_for_layer(0)
+            handler = worker.controller.handler(2)
+            assert status_of(handler) is TransferStatus.IN_PROGRESS
+            assert not handler.cancel()
+            device.resume.set()
+            assert handler.get_result(5.0).results[0].success
+
+    def test_a_failed_plan_says_so_and_has_its_report(self, worker: Worker) -> None:
+        worker.controller.submit_swap_tasks(plan(1, load=[(1, 1)]))
+        handler = worker.controller.handler(1)
+        assert handler.get_result(5.0).results[0].failed.tolist() == [0]
+        assert status_of(handler) is TransferStatus.FAILED
+
+    def test_a_waiting_thread_learns_of_a_cancel(self, worker: Worker) -> None:
+        gate = Gate()
+        worker.controller.submit_swap_tasks(plan(1, backup=[(1, 1)]), gate.stream)
+        reports = []
+        waiting = threading.Thread(target=lambda: reports.extend(worker.controller.wait_reports(30)))
+        waiting.start()
+        worker.controller.handler(1).cancel()
+        waiting.join(10)
+        assert not waiting.is_alive()
+        assert [report.plan_id for report in reports] == [1]

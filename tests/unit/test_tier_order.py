@@ -1,0 +1,143 @@
+"""The order in which a tier evicts, what it lists, and what it tells of its changes."""
+
+import pytest
+
+from fdcache import _core
+from tests.tier_help import (
+    ROOT_HASH,
+    assert_all_given_back,
+    chain,
+    eviction_order,
+    hash_list,
+    hashes,
+    ready_run,
+    slots,
+    store,
+)
+
+PATH = chain(1, 2, 3, 4)
+OTHER = chain(9, 8)
+
+
+@pytest.fixture
+def tier() -> _core.Tier:
+    return _core.Tier(8)
+
+
+class TestEvictionOrder:
+    def test_the_path_released_first_goes_first_and_each_from_its_end(self, tier: _core.Tier) -> None:
+        first, second = store(tier, PATH), store(tier, OTHER)
+        assert eviction_order(tier) == first[::-1] + second[::-1]
+        lease = tier.open_lease()
+        tier.match(lease, hashes(PATH[:2]))
+        tier.release(lease)
+        assert eviction_order(tier) == [first[3], first[2], *second[::-1], first[1], first[0]]
+
+    def test_what_a_lease_took_last_goes_first(self, tier: _core.Tier) -> None:
+        first, second = store(tier, PATH), store(tier, OTHER)
+        lease = tier.open_lease()
+        tier.match(lease, hashes(PATH))
+        tier.match(lease, hashes(OTHER))
+        tier.release(lease)
+        assert eviction_order(tier) == second[::-1] + first[::-1]
+
+    def test_a_parent_outlasts_its_children_whoever_releases_first(self, tier: _core.Tier) -> None:
+        stored = store(tier, PATH)
+        short, long = tier.open_lease(), tier.open_lease()
+        tier.match(long, hashes(PATH))
+        tier.match(short, hashes(PATH[:1]))
+        tier.release(short)
+        assert eviction_order(tier) == []
+        tier.release(long)
+        assert eviction_order(tier) == stored[::-1]
+
+    def test_looking_does_not_count_as_use(self, tier: _core.Tier) -> None:
+        stored = store(tier, PATH)
+        tier.contains(hashes(PATH))
+        tier.ancestry(slots(stored))
+        tier.find(hashes(PATH))
+        assert eviction_order(tier) == stored[::-1]
+
+
+class TestListings:
+    def test_ancestry_lists_each_block_once_and_parents_first(self, tier: _core.Tier) -> None:
+        stored = store(tier, PATH)
+        branch = store(tier, chain(1, 2, 7)[2:], PATH[1])
+        listed = tier.ancestry(slots([stored[2], branch[0], stored[0]]))
+        assert listed.slots.tolist() == [*stored[:3], *branch]
+        assert hash_list(listed.parents) == [ROOT_HASH, PATH[0], PATH[1], PATH[1]]
+        with pytest.raises(IndexError, match="slot 7 is not in use"):
+            tier.ancestry(slots([7]))
+
+    def test_find_lists_what_is_ready_in_the_order_asked(self, tier: _core.Tier) -> None:
+        stored = store(tier, PATH)
+        taken = tier.reserve_copies(0, hashes([ROOT_HASH]), hashes(OTHER[:1]))
+        assert len(taken) == 1
+        listed = tier.find(hashes([PATH[2], OTHER[0], PATH[0], OTHER[1]]))
+        assert listed.slots.tolist() == [stored[2], stored[0]]
+        assert hash_list(listed.parents) == [PATH[1], ROOT_HASH]
+
+    def test_a_node_shows_where_it_stands(self, tier: _core.Tier) -> None:
+        stored = store(tier, PATH)
+        node = tier.node(stored[1])
+        assert (node.slot, node.parent, node.depth, node.children) == (stored[1], stored[0], 1, 1)
+        assert (node.state, node.findable, node.hash, node.hits) == (_core.SLOT_READY, True, PATH[1], 1)
+        assert node.idle_seconds >= 0
+        with pytest.raises(IndexError, match="out of range"):
+            tier.node(8)
+
+
+class TestReset:
+    def test_everything_unused_is_free_and_the_rest_anonymous(self, tier: _core.Tier) -> None:
+        store(tier, PATH)
+        store(tier, OTHER)
+        lease = tier.open_lease()
+        used = tier.match(lease, hashes(OTHER)).slots
+        tier.reset()
+        assert (tier.stats().free, tier.stats().writing, tier.stats().epoch) == (6, 2, 1)
+        assert ready_run(tier, OTHER) == []
+        fresh = tier.open_lease()
+        assert not set(tier.reserve(fresh, 6).slots.tolist()) & set(used.tolist())
+        assert tier.release(lease)
+        assert tier.release(fresh)
+        assert_all_given_back(tier)
+
+    def test_the_same_path_can_be_stored_anew(self, tier: _core.Tier) -> None:
+        lease = tier.open_lease()
+        old = tier.reserve(lease, 2).slots
+        tier.commit(lease, ROOT_HASH, hashes(OTHER), old)
+        tier.reset()
+        new = store(tier, OTHER)
+        assert ready_run(tier, OTHER) == new
+        assert not set(old.tolist()) & set(new)
+
+
+class TestEvents:
+    def taken(self, tier: _core.Tier) -> list[tuple[int, bytes, bytes]]:
+        kinds, blocks, parents = tier.take_events()
+        return list(zip(kinds.tolist(), hash_list(blocks), hash_list(parents), strict=True))
+
+    def test_nothing_is_recorded_unless_asked(self, tier: _core.Tier) -> None:
+        store(tier, PATH)
+        tier.reset()
+        assert self.taken(tier) == []
+
+    def test_stored_and_removed_name_the_parent(self, tier: _core.Tier) -> None:
+        tier.record_events(100)
+        store(tier, OTHER)
+        assert self.taken(tier) == [(0, OTHER[0], ROOT_HASH), (0, OTHER[1], OTHER[0])]
+        tier.reserve(tier.open_lease(), 7)
+        assert self.taken(tier) == [(1, OTHER[1], OTHER[0])]
+        assert self.taken(tier) == []
+
+    def test_a_reset_overrides_what_came_before_it(self, tier: _core.Tier) -> None:
+        tier.record_events(100)
+        store(tier, PATH)
+        tier.reset()
+        store(tier, OTHER[:1])
+        assert self.taken(tier) == [(2, ROOT_HASH, ROOT_HASH), (0, OTHER[0], ROOT_HASH)]
+
+    def test_a_reader_that_is_too_late_learns_of_it(self, tier: _core.Tier) -> None:
+        tier.record_events(3)
+        store(tier, PATH)
+        assert self.taken(tier) == [(3, ROOT_HASH, ROOT_HASH), (0, PATH[3], PATH[2])]
