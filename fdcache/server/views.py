@@ -160,7 +160,7 @@ class Views:
     def transfers(self, arguments: Arguments) -> list[dict[str, Any]]:
         """What is under way, by client: slots granted to copy into, runs pinned to be read, its own plans.
 
-        ``copied`` are bytes and seconds by direction since its process began.
+        ``copied`` are bytes and seconds by direction since it registered.
         """
         return [
             {

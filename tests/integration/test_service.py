@@ -49,6 +49,7 @@ class Engine:
         device_blocks: int = 32,
         *,
         stocked: bool = True,
+        rpc_timeout: float = 5.0,
         fetches: StorageTierSettings | None = None,
         settings: CacheSettings | None = None,
     ) -> None:
@@ -57,7 +58,7 @@ class Engine:
             server=address,
             device_blocks=device_blocks,
             write_policy=WritePolicy.WRITE_THROUGH,
-            rpc_timeout=5.0,
+            rpc_timeout=rpc_timeout,
         )
         self.manager = CacheManager(settings, self.layout, storage=fetches)
         self.ranks = [
