@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_service import BLOCK, PROMPT, Engine
+from tests.service_engine import BLOCK, PROMPT, Engine
 from tests.service_help import ServiceProcess, service_process, until
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ import pytest
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache_cli.inspect import draw_tree
 from tests.e2e.test_serve_command import run
-from tests.integration.test_service import BLOCK, PROMPT, Engine, ready_blocks
+from tests.service_engine import BLOCK, PROMPT, Engine, ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, until
 
 _PNG = b"\x89PNG\r\n\x1a\n"

@@ -24,7 +24,7 @@ from fdcache.server.leftovers import find_arenas, remove_arena
 from fdcache.server.lifecycle import Server
 from fdcache.settings import Settings
 from tests.e2e.test_serve_command import run
-from tests.integration.test_service import PROMPT, Engine, layout, ready_blocks
+from tests.service_engine import PROMPT, Engine, layout, ready_blocks
 from tests.service_help import TIMEOUT, LocalService, ServiceProcess, arguments, local_service, until
 
 

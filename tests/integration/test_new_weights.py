@@ -16,7 +16,7 @@ from fdcache.manager import CacheManager, LoadStatus, Request
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
 from tests.integration.test_engine_client import Blocks, array
-from tests.integration.test_service import (
+from tests.service_engine import (
     BLOCK,
     PROMPT,
     Engine,

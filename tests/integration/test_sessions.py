@@ -13,7 +13,7 @@ import pytest
 from fdcache.manager import LoadStatus, Request
 from fdcache.metadata import TransferPlan
 from fdcache.tiers.remote import RemoteHostTier
-from tests.integration.test_service import (
+from tests.service_engine import (
     BLOCK,
     PROMPT,
     Engine,
