@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,34 +17,29 @@ from tests.service_engine import (
     assert_nothing_is_held,
     ready_blocks,
 )
-from tests.service_help import LocalService, local_service, service_process, until
+from tests.service_help import LocalService, local_service, next_line, service_process, spawned, until
+
+_PYTHON = (sys.executable, "-c")
 
 
 class TestDeath:
     def test_what_a_killed_client_held_is_taken_back(self, tmp_path: Path) -> None:
-        with local_service(tmp_path) as service:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _CLIENT, service.address], stdout=subprocess.PIPE, text=True
-            )
-            assert process.stdout is not None
-            process.stdout.readline()
+        with local_service(tmp_path) as service, spawned(*_PYTHON, _CLIENT, service.address) as process:
+            next_line(process)
             (client,) = service.ask("clients")
             assert client["stock"] > 0
             assert client["runs"] == 1
             os.kill(process.pid, signal.SIGKILL)
-            began = time.monotonic()
             process.wait()
             assert_nothing_is_held(service)
             assert service.service.totals.clients_lost == 1
-            assert time.monotonic() - began < 60
 
     def test_a_stopped_client_keeps_what_it_may_write_and_loses_its_pins(self, tmp_path: Path) -> None:
-        with local_service(tmp_path, FDCACHE_SESSION_TIMEOUT="1s") as service:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _CLIENT, service.address], stdout=subprocess.PIPE, text=True
-            )
-            assert process.stdout is not None
-            process.stdout.readline()
+        with (
+            local_service(tmp_path, FDCACHE_SESSION_TIMEOUT="1s") as service,
+            spawned(*_PYTHON, _CLIENT, service.address) as process,
+        ):
+            next_line(process)
             os.kill(process.pid, signal.SIGSTOP)
             until(lambda: service.ask("clients")[0]["silent"], "its silence is noticed")
             (client,) = service.ask("clients")
@@ -70,25 +63,20 @@ class TestDeath:
             writer = Engine(service.address, device_blocks=64)
             writer.serve(PROMPT)
             until(lambda: ready_blocks(service) == 10, "the blocks are stored")
-            process = subprocess.Popen(
-                [sys.executable, "-c", _STOPPED_LOADER, service.address], stdout=subprocess.PIPE, text=True
-            )
-            assert process.stdout is not None
-            assert process.stdout.readline().strip() == "in mid-copy"
-            until(lambda: service.service.totals.runs_given_up == 1, "its pins are given up")
-            starts = iter(range(1000, 10**6, 1000))
+            with spawned(*_PYTHON, _STOPPED_LOADER, service.address) as process:
+                assert next_line(process).strip() == "in mid-copy"
+                until(lambda: service.service.totals.runs_given_up == 1, "its pins are given up")
+                starts = iter(range(1000, 10**6, 1000))
 
-            def has_evicted_it() -> bool:
-                start = next(starts)
-                writer.serve(list(range(start, start + 81)))
-                writer.await_stock()
-                return bool(service.ask("namespaces")[0]["totals"]["evicted"] >= 60)
+                def has_evicted_it() -> bool:
+                    start = next(starts)
+                    writer.serve(list(range(start, start + 81)))
+                    writer.await_stock()
+                    return bool(service.ask("namespaces")[0]["totals"]["evicted"] >= 60)
 
-            until(has_evicted_it, "the slots have other blocks")
-            os.kill(process.pid, signal.SIGCONT)
-            assert process.stdout.readline().strip() == "failed, recompute from 0"
-            process.kill()
-            process.wait()
+                until(has_evicted_it, "the slots have other blocks")
+                os.kill(process.pid, signal.SIGCONT)
+                assert next_line(process).strip() == "failed, recompute from 0"
             writer.close()
             assert_nothing_is_held(service)
 

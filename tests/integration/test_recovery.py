@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tests.service_engine import (
     layout,
     ready_blocks,
 )
-from tests.service_help import LocalService, local_service, until
+from tests.service_help import LocalService, local_service, next_line, spawned, until
 
 
 class TestRecovery:
@@ -64,25 +63,24 @@ class TestRecovery:
         service = LocalService(tmp_path)
         engine = Engine(service.address)
         engine.serve(PROMPT)
-        process = subprocess.Popen(
-            [sys.executable, "-c", _HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        engine.close()
-        service.crash()
-        with local_service(tmp_path) as service:
-            assert service.ask("stats")["state"] == "recovering"
-            engine = Engine(service.address, stocked=False)
-            assert engine.serve(PROMPT)[0] == 10
-            other = list(range(500, 541))
-            engine.serve(other)
-            assert service.ask("namespaces")[0]["totals"]["granted"] == 0
-            process.kill()
-            process.wait()
-            until(lambda: service.ask("stats")["state"] == "ready", "the earlier client is gone")
-            until(lambda: service.ask("namespaces")[0]["totals"]["granted"] > 0, "slots are granted again")
+        with spawned(sys.executable, "-c", _HOLDER, str(tmp_path)) as process:
+            next_line(process)
             engine.close()
+            service.crash()
+            with local_service(tmp_path) as service:
+                assert service.ask("stats")["state"] == "recovering"
+                engine = Engine(service.address, stocked=False)
+                assert engine.serve(PROMPT)[0] == 10
+                other = list(range(500, 541))
+                engine.serve(other)
+                assert service.ask("namespaces")[0]["totals"]["granted"] == 0
+                process.kill()
+                process.wait()
+                until(lambda: service.ask("stats")["state"] == "ready", "the earlier client is gone")
+                until(
+                    lambda: service.ask("namespaces")[0]["totals"]["granted"] > 0, "slots are granted again"
+                )
+                engine.close()
 
     def test_without_recovery_everything_is_new(self, tmp_path: Path) -> None:
         service = LocalService(tmp_path)
