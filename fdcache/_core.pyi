@@ -196,6 +196,7 @@ class NodeView:
     hash: bytes
     checksum: int
     idle_seconds: float
+    ready_seconds: float
 
 class Tier:
     """Slots, the entries in them and who uses them; any thread may call. Every operation is all or nothing.

@@ -1,4 +1,4 @@
-"""``fdcache init``: make a machine ready, and say what was found: memory, folders, GPUs, their links."""
+"""``fdcache init``: make a machine ready, and say what was found: memory, folders, disk, GPUs, their links."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def init(
     clean_arenas: Annotated[
         bool, typer.Option("--clean-arenas", help="Remove what dead services left in the arena folder.")
     ] = False,
+    env_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the annotated settings there, unless it is there already. "
+            "Default: fdcache/fdcache.env in the user's configuration folder.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Measure again what was measured already.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     plot: Annotated[
@@ -33,26 +41,35 @@ def init(
         typer.Option(metavar="FILE", help="Draw the first GPU's measurements too (needs matplotlib)."),
     ] = None,
 ) -> None:
-    """Look at the machine, compile the swap kernels for each GPU, measure its link, and keep what was found.
+    """Look at the machine, make the folders that are missing and a file of settings, compile the swap kernels for
+    each GPU, measure its link, and keep what was found.
 
     Exit 1 when something would make serving fail; each problem has its remedy.
 
     A calibration of another driver, topology or version is measured again. Copies on a GPU without one go by
     safe defaults.
     """
-    if check and (force or clean_arenas or plot is not None):
-        raise typer.BadParameter("it changes nothing; leave --force, --clean-arenas and --plot out")
+    if check and (force or clean_arenas or plot is not None or env_file is not None):
+        raise typer.BadParameter(
+            "it changes nothing; leave --force, --clean-arenas, --env-file and --plot out",
+            param_hint="--check",
+        )
     from fdcache.devices.topology import find_gpu, visible_gpus
-    from fdcache.server import machine_report
-    from fdcache.settings import Settings
+    from fdcache.node.address import load_settings
+    from fdcache.server import machine_report, machine_setup
 
     if plot is not None:
         from fdcache.devices.link_plot import require_plotting
 
         require_plotting(plot)
-    settings = Settings.load()
+    settings = load_settings({})
     removed = machine_report.clean_arenas(settings) if clean_arenas else []
-    findings = machine_report.examine(settings)
+    made = [] if check else machine_setup.make_folders(settings)
+    findings = machine_report.examine(settings) + made
+    if check:
+        findings += machine_report.calibrations(settings) if _has_gpu(findings) else []
+    else:
+        findings.append(machine_setup.write_env_file(env_file or machine_setup.default_env_file(), findings))
     if not json:
         _show_machine(findings, removed)
     if device:

@@ -106,6 +106,7 @@ _BLOCKS: Columns = (
     ("pins", "pins", str),
     ("hits", "hits", str),
     ("idle", "idle_seconds", seconds),
+    ("since", "stored_at", lambda when: datetime.fromtimestamp(when).strftime("%H:%M:%S")),
     ("left", "reason", str),
     ("at", "left_at", lambda when: datetime.fromtimestamp(when).strftime("%H:%M:%S")),
 )
@@ -216,12 +217,13 @@ def explain(
             str(each["position"]),
             each["hash"][:16],
             each["tier"] or "nowhere",
+            _ago(each["stored_at"]) if "stored_at" in each else "",
             seconds(each["idle_seconds"]) if "idle_seconds" in each else "",
             _gone(each),
         ]
         for each in answer["blocks"]
     ]
-    output.print_table(["block", "hash", "tier", "idle", "left"], rows)
+    output.print_table(["block", "hash", "tier", "since", "idle", "left"], rows)
     broken = answer["broken_at"]
     if broken is None:
         output.print_line(f"a hit: all {len(rows)} full blocks are there")
@@ -271,7 +273,11 @@ def draw_tree(found: Rows) -> list[str]:
 
 def _gone(block: dict[str, Any]) -> str:
     when = block.get("left_at")
-    return f"{block['reason'].replace('_', ' ')} {seconds(time.time() - when)} ago" if when else ""
+    return f"{block['reason'].replace('_', ' ')} {_ago(when)}" if when else ""
+
+
+def _ago(when: float) -> str:
+    return f"{seconds(max(time.time() - when, 0.0))} ago"
 
 
 def _read_tokens(path: Path) -> list[int]:

@@ -41,8 +41,29 @@ def arguments(directory: Path, **others: str) -> dict[str, object]:
     }
 
 
+@contextmanager
+def spawned(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process whose output is read as text; it does not outlive the test that began it."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def next_line(process: subprocess.Popen[str]) -> str:
+    """What the process says next."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "it ended"
+    return line
+
+
 class LocalService:
-    """A service in a thread. The state of ``service`` may be looked at while nothing is asked of it."""
+    """A service in a thread, which holds nobody up at the end of a test run.
+
+    The state of ``service`` may be looked at while nothing is asked of it.
+    """
 
     def __init__(self, directory: Path, **settings: str) -> None:
         directory.chmod(0o700)
@@ -50,7 +71,7 @@ class LocalService:
         self.address = f"ipc://{directory}/fdcache.sock"
         self.server = Server(Settings.load(environ={}, arguments=arguments(directory, **settings)))
         self.server.start()
-        self._thread = threading.Thread(target=self.server.run)
+        self._thread = threading.Thread(target=self.server.run, name="fdcache-serve", daemon=True)
         self._thread.start()
         self.client = Client(self.address, timeout=TIMEOUT)
 
@@ -87,7 +108,7 @@ def local_service(directory: Path, **settings: str) -> Iterator[LocalService]:
 
 
 class ServiceProcess:
-    """``fdcache serve`` as a process of its own."""
+    """``fdcache serve`` as a process of its own, begun by ``start`` and ended with the context at the latest."""
 
     def __init__(self, directory: Path, **settings: str) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -96,6 +117,12 @@ class ServiceProcess:
         self.address = f"ipc://{directory}/fdcache.sock"
         self._settings = {name: str(value) for name, value in arguments(directory, **settings).items()}
         self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ServiceProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def start(self) -> None:
         with (self.directory.parent / f"{self.directory.name}.log").open("ab") as log:
@@ -146,9 +173,6 @@ class ServiceProcess:
 
 @contextmanager
 def service_process(directory: Path, **settings: str) -> Iterator[ServiceProcess]:
-    service = ServiceProcess(directory, **settings)
-    try:
+    with ServiceProcess(directory, **settings) as service:
         service.start()
         yield service
-    finally:
-        service.close()

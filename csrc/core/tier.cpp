@@ -132,7 +132,7 @@ void Tier::make_ready(Slot slot) {
     Entry &entry = entries_[slot];
     entry.state = SlotState::kReady;
     entry.hits = 1;
-    entry.touched_ms = now_ms();
+    entry.touched_ms = entry.ready_ms = now_ms();
     --writing_;
     ++ready_;
     note(TierEvent::Kind::kStored, slot);

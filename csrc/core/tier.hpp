@@ -117,7 +117,8 @@ struct NodeView {
     bool findable;
     Digest hash;
     std::uint64_t checksum;
-    double idle_seconds;
+    double idle_seconds;   // since it was last found, or stored
+    double ready_seconds;  // since it was stored
 };
 
 class Tier {
@@ -226,6 +227,7 @@ class Tier {
         std::uint32_t hits = 0;
         std::uint32_t depth = 0;
         std::uint32_t touched_ms = 0;
+        std::uint32_t ready_ms = 0;
         SlotState state = SlotState::kFree;
         bool findable = false;
         bool busy = false;

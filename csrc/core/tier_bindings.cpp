@@ -124,7 +124,8 @@ void bind_records(nb::module_ &module) {
         .def_ro("findable", &NodeView::findable)
         .def_prop_ro("hash", [](const NodeView &node) { return digest_to_bytes(node.hash); })
         .def_ro("checksum", &NodeView::checksum)
-        .def_ro("idle_seconds", &NodeView::idle_seconds);
+        .def_ro("idle_seconds", &NodeView::idle_seconds)
+        .def_ro("ready_seconds", &NodeView::ready_seconds);
 }
 
 nb::tuple take_events(Tier &tier) {

@@ -181,7 +181,9 @@ NodeView Tier::node(Slot slot) const {
     view.findable = entry.findable;
     view.hash = entry.findable ? digests_[slot] : Digest{};
     view.checksum = entry.checksum;
-    view.idle_seconds = (now_ms() - entry.touched_ms) / 1000.0;
+    const std::uint32_t now = now_ms();
+    view.idle_seconds = (now - entry.touched_ms) / 1000.0;
+    view.ready_seconds = (now - entry.ready_ms) / 1000.0;
     return view;
 }
 

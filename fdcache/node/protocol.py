@@ -175,7 +175,7 @@ class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """The client is there; its own figures, a JSON object, for people to look at. ``resets``: those applied.
 
-    Since its process began: ``traffic`` it copied, and how many look-ups ended at a block that it was still copying.
+    Since the session began: ``traffic`` it copied, and how many look-ups ended at a block that it was still copying.
     """
 
     figures: bytes

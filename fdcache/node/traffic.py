@@ -69,6 +69,5 @@ class Traffic(msgspec.Struct):
     def since(self, earlier: Traffic) -> Traffic:
         """What came after ``earlier``, a state of the same."""
         nothing = Copied()
-        return Traffic(
-            {way: copied.since(earlier.copied.get(way, nothing)) for way, copied in self.copied.items()}
-        )
+        now = list(self.copied.items())  # at once: others may be recording
+        return Traffic({way: copied.since(earlier.copied.get(way, nothing)) for way, copied in now})

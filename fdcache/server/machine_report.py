@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fdcache.controller.memory_budget import available_memory
+from fdcache.devices.calibration import load_calibration
 from fdcache.devices.topology import visible_gpus
 from fdcache.errors import ConfigurationError, DeviceError
 from fdcache.node.address import default_runtime_dir
@@ -42,7 +43,7 @@ def examine(settings: Settings) -> list[Finding]:
         _huge_pages(settings),
         *_arena_folder(settings),
         _runtime_folder(settings),
-        *_storage_folder(settings),
+        *_disk(settings),
     ]
 
 
@@ -54,6 +55,19 @@ def _gpus() -> Iterator[Finding]:
         return
     for gpu in gpus:
         yield Finding("GPU", f"{gpu.name} {gpu.uuid}, driver {gpu.driver}, {gpu.topology}")
+
+
+def calibrations(settings: Settings) -> list[Finding]:
+    """What was measured of each GPU earlier. Raises ``DeviceError`` when there is none."""
+    found = []
+    for gpu in visible_gpus():
+        kept = load_calibration(gpu, settings.transfer.calibration_dir)
+        if kept is not None:
+            words, hint = f"measured {kept.measured_at}, swap kernels compiled", None
+        else:
+            words, hint = "none", "copies go by safe defaults until `fdcache init` has measured this GPU"
+        found.append(Finding("calibration", f"{gpu.uuid}: {words}", hint=hint))
+    return found
 
 
 def _memory(settings: Settings) -> Iterator[Finding]:
@@ -117,17 +131,29 @@ def _runtime_folder(settings: Settings) -> Finding:
     return Finding("runtime folder", str(folder), problem)
 
 
-def _storage_folder(settings: Settings) -> Iterator[Finding]:
-    folder = settings.storage_tier.directory
-    if not settings.storage_tier.is_on or folder is None:
+def _disk(settings: Settings) -> Iterator[Finding]:
+    """The disk of the storage tier's files; of this user's files where there is none."""
+    tier = settings.storage_tier
+    if tier.connector != "local":
+        folder = _existing(settings.transfer.calibration_dir)
+        storage = f"storage tier: {tier.connector}" if tier.is_on else "no storage tier"
+        yield Finding("disk", f"{folder}, {_gib(shutil.disk_usage(folder).free)} free, {storage}")
         return
-    if not folder.is_dir():
-        yield Finding("storage folder", f"{folder}, made at the start")
-        return
-    problem = None
+    folder, problem, hint = _existing(tier.directory), None, None
+    free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK | os.X_OK):
         problem = f"FDCACHE_STORAGE_DIR: {folder} cannot be written by this user; give it to them"
-    yield Finding("storage folder", f"{folder}, {_gib(shutil.disk_usage(folder).free)} free", problem)
+    elif free < tier.size:
+        hint = (
+            f"FDCACHE_STORAGE_SIZE: {format_size(tier.size)} for each rank and layout are more than is free"
+        )
+    made = "" if folder == tier.directory else ", made at the start"
+    yield Finding("disk", f"{tier.directory}{made}, {_gib(free)} free", problem, hint)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return folder if folder.is_dir() else _existing(folder.absolute().parent)
 
 
 def clean_arenas(settings: Settings) -> list[str]:

@@ -77,7 +77,8 @@ class Namespace:
         self.tenants = Tenants(quotas, Path(f"{self.geometry.directory}/{self.geometry.prefix}.tenants"))
         self.unverified: set[int] = set()
         self.pending_events: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
-        self.created = time.time()
+        self.used_until = time.monotonic()
+        """When the last client left; of one that has clients it means nothing."""
         self.held_until = 0.0
         """On the clock of ``time.monotonic``: until then look-ups find nothing, so that what is in flight can end."""
 

@@ -356,6 +356,7 @@ class Service:
 
     def _remove(self, client: Client) -> None:
         client.take_everything_back()
+        client.namespace.used_until = time.monotonic()
         del self.clients[client.session]
 
     def _make_room(self, namespace: Namespace) -> bool:

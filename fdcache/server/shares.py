@@ -76,7 +76,8 @@ class Shares:
     def make_room(self, namespace: Namespace, used: Set[str], *, spare_all: bool = False) -> bool:
         """Let a layout grow, at the cost of one that has more than its share; whether it did.
 
-        A layout without clients gives first. Slots in use stay where they are. ``spare_all``: none gives any.
+        A layout without clients gives first, at last all that it has, the one longest without them before the others.
+        Slots in use stay where they are. ``spare_all``: none gives any.
         """
         self.forget_unused(used, spared=namespace)
         if spare_all and self.arena.num_free < namespace.ranks:
@@ -95,4 +96,15 @@ class Shares:
                 and giver.shrink()
             ):
                 pass
+        if not namespace.num_extents or namespace.num_extents * namespace.ranks < share:
+            self._forget_coldest(namespace, used)
         return namespace.grow()
+
+    def _forget_coldest(self, namespace: Namespace, used: Set[str]) -> None:
+        """Take layouts without clients away, until there is room for an extent on each rank."""
+        unused = [each for each in self.namespaces.values() if each is not namespace and each.id not in used]
+        for giver in sorted(unused, key=lambda each: each.used_until):
+            if self.arena.num_free >= namespace.ranks:
+                return
+            giver.reset()
+            self.forget_unused(used, spared=namespace)

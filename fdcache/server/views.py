@@ -160,7 +160,7 @@ class Views:
     def transfers(self, arguments: Arguments) -> list[dict[str, Any]]:
         """What is under way, by client: slots granted to copy into, runs pinned to be read, its own plans.
 
-        ``copied`` are bytes and seconds by direction since its process began.
+        ``copied`` are bytes and seconds by direction since it registered.
         """
         return [
             {
@@ -230,6 +230,7 @@ class Views:
                             "children": node.children,
                             "pins": node.pins,
                             "hits": node.hits,
+                            "stored_at": time.time() - node.ready_seconds,
                             "idle_seconds": node.idle_seconds,
                             "checksum": f"{node.checksum:016x}",
                             "unverified": slot in namespace.unverified,
@@ -264,6 +265,7 @@ class Views:
                 entry |= {
                     "tier": "host",
                     "slot": node.slot,
+                    "stored_at": time.time() - node.ready_seconds,
                     "idle_seconds": node.idle_seconds,
                     "hits": node.hits,
                 }

@@ -59,6 +59,12 @@ def runtime_base() -> Path | None:
     return Path(base) if base else None
 
 
+def config_base() -> Path:
+    """Where the user's configuration stands."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return Path(base) if base else Path.home() / ".config"
+
+
 def notify_socket() -> str | None:
     """The socket on which a service manager hears of readiness (the protocol of sd_notify)."""
     return os.environ.get("NOTIFY_SOCKET") or None

@@ -223,10 +223,11 @@ class RemoteHostTier:
 
     def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
         """They end. The service hears of those that failed, and of the first success of a recovered block."""
-        session = self._keeper.session
-        theirs = self._runs.end_load(slots)
-        if session and theirs is session and (session.recovered or not copied.all()):
-            self._keeper.tell(session, LoadEnded(slots.tobytes(), hashes.tobytes(), copied.tobytes()))
+        with self._keeper.lock:
+            session = self._keeper.heard
+            theirs = self._runs.end_load(slots)
+            if session and theirs is session and (session.recovered or not copied.all()):
+                self._keeper.tell(session, LoadEnded(slots.tobytes(), hashes.tobytes(), copied.tobytes()))
 
     def discard(self, slots: Int32Array) -> None:
         """The service drops what a load could not use when it hears of the load's end."""
@@ -251,9 +252,12 @@ class RemoteHostTier:
 
     def complete(self, slots: Int32Array, copied: HashArray, checksums: UInt64Array) -> HashArray:
         """The service hears of it in the background and makes the blocks findable below READY parents."""
-        session, latest = self._keeper.heard, self._keeper.latest
-        if latest is not None and len(slots):
+        latest = self._keeper.latest
+        if latest is None or not len(slots):
+            return copied
+        with self._keeper.lock:
             # While copies are under way no session follows theirs: the present one, if there is one, is theirs.
+            session = self._keeper.heard
             parents, hashes = latest.copies.end(slots, copied, session is not None)
             if session is not None:
                 sums = checksums if len(checksums) else np.zeros(len(slots), np.uint64)

@@ -78,9 +78,11 @@ class SessionKeeper:
         self.wants_figures = True
         self.traffic = Traffic()
         self.in_flight_misses = 0
+        self._told = self._told_before = (Traffic(), 0)  # at the last heartbeat, and when the session began
         self.last_error = ""
-        self._lock = threading.Lock()
-        self._connected = threading.Condition(self._lock)
+        self.lock = threading.RLock()
+        """Held while something ends and is told: the thread takes no end of a session for reached in between."""
+        self._connected = threading.Condition(self.lock)
         self._outbox: deque[tuple[Session, Request]] = deque()
         self._releases: deque[tuple[Session, int]] = deque()
         self._events: deque[Events] = deque()
@@ -108,8 +110,9 @@ class SessionKeeper:
 
     def tell(self, session: Session, body: Request) -> None:
         """Send in the background, in order, by ``flush``; dropped when the session ends before."""
-        self._tell_absent(session)
-        self._outbox.append((session, body))
+        with self.lock:
+            self._tell_absent(session)
+            self._outbox.append((session, body))
 
     def release(self, session: Session, lease: int) -> None:
         """Give a run back, in the background, by ``flush``."""
@@ -131,20 +134,21 @@ class SessionKeeper:
 
     def _tell_absent(self, session: Session) -> None:
         """Before the blocks are told of that are computed now: after that nobody knows why they were not there."""
-        if not self._absent:
-            return
-        with self._lock:
+        with self.lock:
+            if not self._absent:
+                return
             absent = [self._absent.popleft() for _ in range(len(self._absent))]
-        first = b"".join(key for key, _, _ in absent)
-        blocks = np.array([count for _, count, _ in absent], np.int32)
-        self._outbox.append((session, Missed(sum(whole for _, _, whole in absent), first, blocks.tobytes())))
+            first = b"".join(key for key, _, _ in absent)
+            blocks = np.array([count for _, count, _ in absent], np.int32)
+            body = Missed(sum(whole for _, _, whole in absent), first, blocks.tobytes())
+            self._outbox.append((session, body))
 
     def lose(self, session: Session, reason: str, *, goodbye: bool = False) -> None:
         """The service did not answer, or does not know the session: it is over.
 
         ``goodbye``: the service asked for an end and is told once nothing is under way any more.
         """
-        with self._lock:
+        with self.lock:
             if self.session is session:
                 self.session = None
                 self.leaving = session if goodbye else None
@@ -153,9 +157,12 @@ class SessionKeeper:
 
     def change_layout(self, layout: KVLayout) -> None:
         """Leave the session, and begin the next one with this layout."""
-        self._layout = layout
-        if (session := self.session) is not None:
-            self.lose(session, "the layout changes", goodbye=True)
+        with self.lock:
+            self._layout = layout
+            if (session := self.session) is not None:
+                self.lose(session, "the layout changes", goodbye=True)
+            elif not self.leaving:
+                self._absent.clear()
 
     @property
     def heard(self) -> Session | None:
@@ -224,11 +231,9 @@ class SessionKeeper:
                         retry_at = time.monotonic() + backoff * random.uniform(0.5, 1.0)
                         backoff = min(2 * backoff, _LONGEST_BACKOFF)
                 self._flush(line)
-                if (ended := self.leaving) is not None and self._is_drained():
-                    self._flush(line)
+                if (ended := self.leaving) is not None and self._has_drained():
+                    self._part(line, ended)
                     self.leaving = None
-                    line.session = ended.number
-                    self._say_goodbye(line)
                 if (session := self.session) is not None and now >= beat_at:
                     session.wanted = max(session.wanted, FIRST_STOCK)
                     self._beat(line, session)
@@ -237,22 +242,32 @@ class SessionKeeper:
                 if self._wake in ready:
                     _drain(self._wake)
                 self._receive(line)
-            if (session := self.session) is not None:
-                self._tell_absent(session)
-            self._flush(line)
-            if (session := self.session) is not None and self._is_drained():
-                self._send(line, session, self._heartbeat())
-                self._say_goodbye(line)
+            if (last := self.heard) is not None:
+                if self._has_drained():
+                    self._part(line, last)
+                else:
+                    self._flush(line)
         finally:
             line.close()
 
+    def _has_drained(self) -> bool:
+        with self.lock:
+            return self._is_drained()
+
     def _heartbeat(self) -> Heartbeat:
-        return Heartbeat(self.figures, self._device_resets_taken, self.traffic, self.in_flight_misses)
+        """What was done since the session began: the service adds the totals of its sessions up."""
+        self._told = (self.traffic.copy(), self.in_flight_misses)
+        traffic, misses = self._told_before
+        return Heartbeat(
+            self.figures, self._device_resets_taken, self._told[0].since(traffic), self._told[1] - misses
+        )
 
     def _beat(self, line: Connection, session: Session) -> None:
         if session.unheard >= _MOST_UNHEARD:
             self.lose(session, f"{self._address}: {session.unheard} signs of life were not answered")
             return
+        if not session.unheard:
+            session.asked = 0  # answered by now, unless the answer found no room in a queue
         session.unheard += 1
         self._tell_absent(session)
         self._send(line, session, self._heartbeat())
@@ -260,12 +275,13 @@ class SessionKeeper:
 
     def _register(self, line: Connection) -> bool:
         line.session = 0
+        layout = self._layout
         try:
             answer, _ = line.call(
                 Register(
-                    layout=self._layout.to_json().encode(),
+                    layout=layout.to_json().encode(),
                     live=self._live.live,
-                    name=f"{self._layout.model}:{os.getpid()}",
+                    name=f"{layout.model}:{os.getpid()}",
                     events=self._event_capacity > 0,
                     fetches=self._terms,
                 ),
@@ -290,6 +306,10 @@ class SessionKeeper:
         with self._connected:
             self._outbox.clear()
             self._releases.clear()
+            self._told_before = self._told
+            if layout is not self._layout:
+                self.leaving = session  # it changed meanwhile
+                return True
             self.session = self.latest = session
             self._connected.notify_all()
         return True
@@ -332,7 +352,7 @@ class SessionKeeper:
     def _take(self, session: Session, answer: Answer) -> None:
         if isinstance(answer, Granted):
             slots = int32_from(answer.slots, "slots")
-            with self._lock:
+            with self.lock:
                 session.copies.grant(slots, uint32_from(answer.generations, "generations", len(slots)))
                 session.num_slots = answer.num_slots
                 if (
@@ -366,7 +386,11 @@ class SessionKeeper:
             nothing, no_hash = bytes(count), b"\xff" * 32 * count
             self.tell(session, Publish(slots.tobytes(), no_hash, no_hash, nothing, bytes(8 * count)))
 
-    def _say_goodbye(self, line: Connection) -> None:
+    def _part(self, line: Connection, session: Session) -> None:
+        """Nothing of the session is under way any more: tell what there is to tell, and say goodbye."""
+        self._tell_absent(session)
+        self._flush(line)
+        self._send(line, session, self._heartbeat())
         try:
             line.call(Bye(), 1.0)
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:

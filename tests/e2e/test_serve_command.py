@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.test_service import BLOCK, PROMPT, Engine
-from tests.service_help import ServiceProcess, service_process, until
+from tests.service_engine import BLOCK, PROMPT, Engine
+from tests.service_help import ServiceProcess, next_line, service_process, spawned, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,27 +50,21 @@ def inspect(service: ServiceProcess, *arguments: str) -> str:
 class TestServe:
     def test_without_arguments_it_just_works_and_leaves_nothing(self, tmp_path: Path) -> None:
         runtime = tmp_path / "run"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fdcache_cli.main", "serve"],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "FDCACHE_RUNTIME_DIR": str(runtime),
-                "FDCACHE_ARENA_DIR": str(tmp_path),
-                "FDCACHE_HTTP_ADDRESS": "127.0.0.1:0",
-                "FDCACHE_HOST_MEMORY": "4MiB",
-            },
-        )
-        assert process.stdout is not None
-        screen = []
-        while not (line := process.stdout.readline()).startswith("ready"):
-            assert line, "it ended"
-            screen.append(line)
-        assert str(runtime) in screen[0]
-        assert runtime.stat().st_mode & 0o777 == 0o700
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        environment = {
+            **os.environ,
+            "FDCACHE_RUNTIME_DIR": str(runtime),
+            "FDCACHE_ARENA_DIR": str(tmp_path),
+            "FDCACHE_HTTP_ADDRESS": "127.0.0.1:0",
+            "FDCACHE_HOST_MEMORY": "4MiB",
+        }
+        with spawned(sys.executable, "-m", "fdcache_cli.main", "serve", env=environment) as process:
+            screen = []
+            while not (line := next_line(process)).startswith("ready"):
+                screen.append(line)
+            assert str(runtime) in screen[0]
+            assert runtime.stat().st_mode & 0o777 == 0o700
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
         assert list(runtime.iterdir()) == []
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -164,7 +160,10 @@ class TestInspect:
         answer = json.loads(inspect(service, "explain", "--tokens", str(tokens), "--json"))
         assert answer["broken_at"] == 6
         assert [block["tier"] for block in answer["blocks"]] == ["host"] * 6 + [None] * 2
-        assert "before block 6" in inspect(service, "explain", "--tokens", str(tokens))
+        assert all(0 < block["stored_at"] <= time.time() for block in answer["blocks"][:6])
+        shown = inspect(service, "explain", "--tokens", str(tokens))
+        assert "before block 6" in shown
+        assert re.search(r"\bhost +[\d.]+\w ago", shown), shown
 
     def test_without_a_service_it_says_what_to_do(self, tmp_path: Path) -> None:
         done = run("inspect", "tiers", "--server", f"ipc://{tmp_path}/none.sock")

@@ -16,7 +16,7 @@ from fdcache.manager.events import BlockStored
 from fdcache.metadata import HashArray, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.transfer import TransferSettings
-from tests.integration.test_service import BLOCK, layout
+from tests.service_engine import BLOCK, layout
 from tests.service_help import LocalService, local_service, until
 
 

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 
 from fdcache.server.http import make_app
-from tests.integration.test_service import PROMPT, Engine
+from tests.service_engine import PROMPT, Engine
 from tests.service_help import LocalService, local_service, until
 
 KEY = "k" * 32

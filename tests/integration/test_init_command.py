@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from fdcache.devices.calibration import Calibration, Measurement
 from fdcache.devices.link_plot import require_plotting, write_plot
 from fdcache.errors import ConfigurationError
 from fdcache.server.arena import Arena
+from fdcache.settings import Settings
 from tests.gpu.conftest import missing_gpu
 
 
@@ -24,13 +26,24 @@ def run_init(*options: str, **environment: str) -> subprocess.CompletedProcess[s
         text=True,
         check=False,
         env={**os.environ, **environment},
+        timeout=120,
     )
 
 
-def test_a_gpu_that_is_asked_for_and_not_there_is_an_error() -> None:
+def home(tmp_path: Path) -> dict[str, str]:
+    """Every folder that is written to, below one."""
+    return {
+        "HOME": str(tmp_path / "home"),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+        "FDCACHE_RUNTIME_DIR": str(tmp_path / "run"),
+        "FDCACHE_CALIBRATION_DIR": str(tmp_path / "calibration"),
+    }
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_an_error(tmp_path: Path) -> None:
     if missing_gpu() is None:
         pytest.skip("there is a GPU")
-    done = run_init("--device", "GPU-none")
+    done = run_init("--device", "GPU-none", **home(tmp_path))
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
 
@@ -41,7 +54,8 @@ def test_it_says_what_the_machine_has_and_changes_nothing(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     names = {each["name"] for each in answer["machine"]}
-    assert names == {"GPU", "memory", "NUMA nodes", "memlock", "huge pages", "arena folder", "runtime folder"}
+    what = {"GPU", "memory", "NUMA nodes", "memlock", "huge pages", "arena folder", "runtime folder", "disk"}
+    assert names - {"calibration"} == what
     assert answer["calibrations"] == []
     assert list(tmp_path.iterdir()) == []
 
@@ -61,6 +75,59 @@ def test_what_would_make_serving_fail_is_named_with_its_remedy(settings: dict[st
     assert said in line
 
 
+@pytest.mark.skipif(missing_gpu() is None, reason="a GPU is measured for seconds; tests/gpu has that")
+class TestPreparing:
+    def test_it_makes_folders_and_a_file_of_settings_and_again_changes_nothing(self, tmp_path: Path) -> None:
+        settings = {
+            **home(tmp_path),
+            "FD_LOG_DIR": str(tmp_path / "log"),
+            "FDCACHE_STORAGE": "local",
+            "FDCACHE_STORAGE_DIR": str(tmp_path / "storage"),
+        }
+        done = run_init(**settings)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for name in ("run", "calibration", "log", "storage"):
+            assert (tmp_path / name).stat().st_mode & 0o777 == 0o700
+            assert f"{tmp_path / name}, made" in done.stdout
+        file = tmp_path / "config/fdcache/fdcache.env"
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert f"FDCACHE_ENV_FILE={file}" in done.stdout
+        text = file.read_text()
+        assert "# FDCACHE_HOST_MEMORY=" in text
+        assert re.search(r"^#   memory: [\d.]+ GiB left", text, re.MULTILINE)
+        file.write_text(text + "FDCACHE_DEVICE_BLOCKS=32\n")
+        again = run_init("--json", **settings, FDCACHE_ENV_FILE=str(file))
+        assert again.returncode == 0, again.stderr
+        found = {each["name"]: each["found"] for each in json.loads(again.stdout)["machine"]}
+        assert "kept as it is" in found["settings file"]
+        assert "folder" not in found
+        assert file.read_text() == text + "FDCACHE_DEVICE_BLOCKS=32\n"
+        assert Settings.load(environ={"FDCACHE_ENV_FILE": str(file)}).cache.device_blocks == 32
+
+    def test_what_cannot_be_made_is_a_problem_with_its_remedy(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        where = {**home(tmp_path), "FDCACHE_CALIBRATION_DIR": str(tmp_path / "file/calibration")}
+        done = run_init("--env-file", str(tmp_path / "file/settings"), **where)
+        assert done.returncode == 1
+        folder, file = (line for line in done.stdout.splitlines() if "PROBLEM" in line)
+        assert "FDCACHE_CALIBRATION_DIR" in folder and "choose another" in folder
+        assert "--env-file" in file and "choose another" in file
+        assert "Traceback" not in done.stderr
+
+    def test_only_checking_makes_nothing(self, tmp_path: Path) -> None:
+        assert run_init("--check", **home(tmp_path)).returncode == 0
+        assert list(tmp_path.iterdir()) == []
+        assert run_init("--check", "--env-file", str(tmp_path / "x"), **home(tmp_path)).returncode == 2
+
+
+def test_a_disk_that_is_smaller_than_the_storage_is_told_of(tmp_path: Path) -> None:
+    storage = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path / "storage")}
+    done = run_init("--check", "--json", **storage, FDCACHE_STORAGE_SIZE="1000TiB")
+    (disk,) = (each for each in json.loads(done.stdout)["machine"] if each["name"] == "disk")
+    assert "more than is free" in disk["hint"]
+    assert "made at the start" in disk["found"]
+
+
 def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:
     dead = Arena(tmp_path, "dead", "ipc:///run/x.sock")
     dead.lock()
@@ -68,13 +135,13 @@ def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:
     dead.abandon()
     living = Arena(tmp_path, "living")
     living.lock()
-    folder = {"FDCACHE_ARENA_DIR": str(tmp_path)}
+    folder = {**home(tmp_path / "home"), "FDCACHE_ARENA_DIR": str(tmp_path)}
     shown = run_init("--check", **folder).stdout
     assert "dead, 1" in shown and "--socket ipc:///run/x.sock takes it over" in shown
     done = run_init("--clean-arenas", **folder)
     assert done.returncode == 0, done.stderr
     assert "removed a dead arena" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["fdcache-living.arena"]
+    assert [path.name for path in tmp_path.glob("fdcache-*")] == ["fdcache-living.arena"]
     living.close()
     assert run_init("--check", "--clean-arenas", **folder).returncode == 2
 

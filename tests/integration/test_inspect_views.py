@@ -19,8 +19,8 @@ import pytest
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache_cli.inspect import draw_tree
 from tests.e2e.test_serve_command import run
-from tests.integration.test_service import BLOCK, PROMPT, Engine, ready_blocks
-from tests.service_help import TIMEOUT, LocalService, local_service, until
+from tests.service_engine import BLOCK, PROMPT, Engine, ready_blocks
+from tests.service_help import TIMEOUT, LocalService, local_service, next_line, spawned, until
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -152,26 +152,18 @@ def test_a_watch_clears_the_terminal_follows_what_happens_and_ends_with_ctrl_c(t
 
 def test_a_watch_waits_for_a_service_that_is_away(tmp_path: Path) -> None:
     service = LocalService(tmp_path)
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "fdcache_cli.main", "inspect", "tiers", "--watch", "--json"),
-            *("--server", service.address),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "{\n"
-    service.crash()
-    while not (line := process.stdout.readline()).startswith("waiting: "):
-        assert line, "it ended"
-    with local_service(tmp_path):
-        while process.stdout.readline() != "{\n":
+    command = ("inspect", "tiers", "--watch", "--json", "--server", service.address)
+    with spawned(sys.executable, "-m", "fdcache_cli.main", *command) as process:
+        assert next_line(process) == "{\n"
+        service.crash()
+        while not next_line(process).startswith("waiting: "):
             pass
-        rest = "{\n"
-        while not rest.endswith("\n}\n"):
-            rest += process.stdout.readline()
-        assert json.loads(rest)["host"]["bytes"] == 16 << 20
-    process.send_signal(signal.SIGINT)
-    assert process.wait(TIMEOUT) == 0
-    process.stdout.close()
+        with local_service(tmp_path):
+            while next_line(process) != "{\n":
+                pass
+            rest = "{\n"
+            while not rest.endswith("\n}\n"):
+                rest += next_line(process)
+            assert json.loads(rest)["host"]["bytes"] == 16 << 20
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,40 +23,49 @@ from fdcache.server.leftovers import find_arenas, remove_arena
 from fdcache.server.lifecycle import Server
 from fdcache.settings import Settings
 from tests.e2e.test_serve_command import run
-from tests.integration.test_service import PROMPT, Engine, layout, ready_blocks
-from tests.service_help import TIMEOUT, LocalService, ServiceProcess, arguments, local_service, until
+from tests.service_engine import PROMPT, Engine, layout, ready_blocks
+from tests.service_help import (
+    TIMEOUT,
+    LocalService,
+    ServiceProcess,
+    arguments,
+    local_service,
+    next_line,
+    spawned,
+    until,
+)
 
 
 class TestSignals:
     def test_the_first_one_waits_for_clients_and_the_second_one_does_not(self, tmp_path: Path) -> None:
-        service = ServiceProcess(tmp_path / "s", FDCACHE_DRAIN_TIMEOUT="600s")
-        service.start()
-        assert service.process is not None
-        live, line = LiveFile(service.directory), Connection(service.address)
-        line.call(Register(layout().to_json().encode(), live.live, "stays"), TIMEOUT)
-        service.process.send_signal(signal.SIGTERM)
-        until(lambda: service.ask("stats")["state"] == "draining", "it drains")
-        assert [each["name"] for each in service.ask("clients")] == ["stays"]
-        service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(TIMEOUT) == 0
-        live.close()
-        line.close()
-        assert service.leftovers() == []
+        with ServiceProcess(tmp_path / "s", FDCACHE_DRAIN_TIMEOUT="600s") as service:
+            service.start()
+            assert service.process is not None
+            live, line = LiveFile(service.directory), Connection(service.address)
+            line.call(Register(layout().to_json().encode(), live.live, "stays"), TIMEOUT)
+            service.process.send_signal(signal.SIGTERM)
+            until(lambda: service.ask("stats")["state"] == "draining", "it drains")
+            assert [each["name"] for each in service.ask("clients")] == ["stays"]
+            service.process.send_signal(signal.SIGTERM)
+            assert service.process.wait(TIMEOUT) == 0
+            live.close()
+            line.close()
+            assert service.leftovers() == []
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_one_that_comes_before_it_serves_leaves_nothing(
         self, tmp_path: Path, number: signal.Signals, notifications: socket.socket
     ) -> None:
-        service = ServiceProcess(
+        with ServiceProcess(
             tmp_path / "s", FDCACHE_HOST_MEMORY="64MiB", NOTIFY_SOCKET=notifications.getsockname()
-        )
-        with (tmp_path / "log").open("wb") as log:
-            process = service.spawn(log)
-        assert notifications.recv(1000).startswith(b"STATUS=touching memory: 1 of 16")
-        process.send_signal(number)
-        assert process.wait(TIMEOUT) in (0, 130)
-        assert service.leftovers() == []
-        assert b"Traceback" not in (tmp_path / "log").read_bytes()
+        ) as service:
+            with (tmp_path / "log").open("wb") as log:
+                process = service.spawn(log)
+            assert notifications.recv(1000).startswith(b"STATUS=touching memory: 1 of 16")
+            process.send_signal(number)
+            assert process.wait(TIMEOUT) in (0, 130)
+            assert service.leftovers() == []
+            assert b"Traceback" not in (tmp_path / "log").read_bytes()
 
 
 @pytest.fixture
@@ -80,35 +88,35 @@ class TestServiceManager:
     def test_it_hears_of_progress_readiness_and_the_end(
         self, tmp_path: Path, notifications: socket.socket
     ) -> None:
-        service = ServiceProcess(tmp_path / "s", NOTIFY_SOCKET=notifications.getsockname())
-        with (tmp_path / "log").open("wb") as log:
-            service.spawn(log)
-        *progress, ready, status = self.hear(notifications, "STATUS=serving")
-        every = [f"STATUS=touching memory: {i} of 16" for i in range(1, 17)]
-        assert progress[0] == every[0]
-        assert set(progress) <= set(every)
-        assert (ready, status) == ("READY=1", f"STATUS=serving at {service.address}")
-        assert service.terminate() == 0
-        assert self.hear(notifications, "STATUS=") == ["STOPPING=1", "STATUS=draining 0 clients"]
+        with ServiceProcess(tmp_path / "s", NOTIFY_SOCKET=notifications.getsockname()) as service:
+            with (tmp_path / "log").open("wb") as log:
+                service.spawn(log)
+            *progress, ready, status = self.hear(notifications, "STATUS=serving")
+            every = [f"STATUS=touching memory: {i} of 16" for i in range(1, 17)]
+            assert progress[0] == every[0]
+            assert set(progress) <= set(every)
+            assert (ready, status) == ("READY=1", f"STATUS=serving at {service.address}")
+            assert service.terminate() == 0
+            assert self.hear(notifications, "STATUS=") == ["STOPPING=1", "STATUS=draining 0 clients"]
 
     def test_one_that_does_not_listen_holds_nothing_up(
         self, tmp_path: Path, notifications: socket.socket
     ) -> None:
-        service = ServiceProcess(tmp_path / "s", NOTIFY_SOCKET=notifications.getsockname())
-        service.start()
-        assert service.terminate() == 0
-        assert service.leftovers() == []
+        with ServiceProcess(tmp_path / "s", NOTIFY_SOCKET=notifications.getsockname()) as service:
+            service.start()
+            assert service.terminate() == 0
+            assert service.leftovers() == []
 
     def test_an_abstract_socket_and_one_that_is_gone(self, tmp_path: Path) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
-            line.bind(f"\0fdcache-test-{tmp_path.name}-{time.monotonic_ns()}")
-            line.settimeout(TIMEOUT)
-            name = line.getsockname().decode().replace("\0", "@", 1)
-            service = ServiceProcess(tmp_path / "s", NOTIFY_SOCKET=name)
-            with (tmp_path / "log").open("wb") as log:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        line.bind(f"\0fdcache-test-{tmp_path.name}-{time.monotonic_ns()}")
+        line.settimeout(TIMEOUT)
+        name = line.getsockname().decode().replace("\0", "@", 1)
+        with ServiceProcess(tmp_path / "s", NOTIFY_SOCKET=name) as service:
+            with line, (tmp_path / "log").open("wb") as log:
                 service.spawn(log)
-            assert "READY=1" in self.hear(line, "STATUS=serving")
-        assert service.terminate() == 0
+                assert "READY=1" in self.hear(line, "STATUS=serving")
+            assert service.terminate() == 0
 
 
 class TestDeadArenas:
@@ -140,19 +148,14 @@ class TestDeadArenas:
         address = self.dead(tmp_path / "dead")
         other = tmp_path / "other"
         other.mkdir(mode=0o700)
-        shown = subprocess.Popen(
-            [sys.executable, "-m", "fdcache_cli.main", "serve"],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**_environment(), **_texts(arguments(other, FDCACHE_ARENA_DIR=str(tmp_path / "dead")))},
-        )
-        assert shown.stdout is not None
-        lines = []
-        while not (line := shown.stdout.readline()).startswith("ready"):
-            assert line, "it ended"
-            lines.append(line)
-        shown.send_signal(signal.SIGTERM)
-        assert shown.wait(TIMEOUT) == 0
+        settings = _texts(arguments(other, FDCACHE_ARENA_DIR=str(tmp_path / "dead")))
+        command = (sys.executable, "-m", "fdcache_cli.main", "serve")
+        with spawned(*command, env={**os.environ, **settings}) as shown:
+            lines = []
+            while not (line := next_line(shown)).startswith("ready"):
+                lines.append(line)
+            shown.send_signal(signal.SIGTERM)
+            assert shown.wait(TIMEOUT) == 0
         (line,) = [each for each in lines if each.startswith("dead arena")]
         assert address in line
         with local_service(tmp_path / "dead") as service:
@@ -244,10 +247,6 @@ class TestMemory:
 def _all_memory() -> int:
     """What the machine has, of which some is in use."""
     return int(psutil.virtual_memory().total)
-
-
-def _environment() -> dict[str, str]:
-    return dict(os.environ)
 
 
 def _texts(values: dict[str, object]) -> dict[str, str]:

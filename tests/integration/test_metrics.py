@@ -17,7 +17,7 @@ from fdcache.node.histogram import BOUNDS
 from fdcache.node.liveness import LiveFile
 from fdcache.node.protocol import Heartbeat, Register
 from fdcache.server.http import make_app
-from tests.integration.test_service import BLOCK, PROMPT, Engine, layout, ready_blocks
+from tests.service_engine import BLOCK, PROMPT, Engine, layout, ready_blocks
 from tests.service_help import LocalService, local_service, until
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

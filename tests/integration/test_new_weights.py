@@ -16,7 +16,7 @@ from fdcache.manager import CacheManager, LoadStatus, Request
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
 from tests.integration.test_engine_client import Blocks, array
-from tests.integration.test_service import (
+from tests.service_engine import (
     BLOCK,
     PROMPT,
     Engine,
@@ -38,6 +38,11 @@ def registered(service: LocalService, revision: str, clients: int = 1) -> bool:
     return [each["clients"] for each in service.ask("namespaces") if each["revision"] == revision] == [
         clients
     ]
+
+
+def stored(service: LocalService) -> int:
+    """Blocks that layouts with engines have."""
+    return sum(each["tier"]["ready"] for each in service.ask("namespaces") if each["clients"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -114,6 +119,26 @@ def test_blocks_of_new_weights_are_recovered(tmp_path: Path) -> None:
     service.crash()
     with local_service(tmp_path) as service:
         assert service.server.recovered == 20
+
+
+def test_more_revisions_than_the_arena_has_extents_find_room(tmp_path: Path) -> None:
+    with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB", FDCACHE_EXTENT_SIZE="64KiB") as service:
+        engine = Engine(service.address, layout(ranks=2))
+        extents = service.ask("stats")["tiers"]["host"]["extents"]
+        for turn in range(2, extents + 2):
+            engine.serve(PROMPT)
+            until(lambda: stored(service), "blocks are stored")
+            engine.manager.change_revision(str(turn))
+            engine.await_stock()
+        engine.serve(PROMPT)
+        engine.close()
+        other = Engine(service.address, layout(ranks=2).with_revision(str(extents + 1)))
+        assert other.serve(PROMPT)[0] > 0
+        other.close()
+        assert_nothing_is_held(service)
+        kept = {each["revision"] for each in service.ask("namespaces")}
+        assert "1" not in kept
+        assert str(extents) in kept  # the one that was used last is the last to go
 
 
 def test_an_engine_client_changes_too_also_from_asyncio(service: LocalService) -> None:

@@ -13,7 +13,7 @@ from fdcache.errors import RefusedError
 from fdcache.hashing import tenant_key
 from fdcache.manager import Request
 from tests.e2e.test_serve_command import run
-from tests.integration.test_service import PROMPT, Engine, ready_blocks
+from tests.service_engine import PROMPT, Engine, ready_blocks
 from tests.service_help import LocalService, local_service, until
 
 

@@ -17,7 +17,7 @@ from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.storage.connector import BatchResult, Outcome, RecordBatch
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.slab import SlabStore
-from tests.integration.test_service import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout
+from tests.service_engine import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout
 from tests.service_help import LocalService, local_service, until
 
 BLOCKS = len(PROMPT) // BLOCK

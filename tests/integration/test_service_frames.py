@@ -33,7 +33,7 @@ from fdcache.node.protocol import (
     decode_answer,
     encode_request,
 )
-from tests.integration.test_service import PROMPT, Engine, layout
+from tests.service_engine import PROMPT, Engine, layout
 from tests.service_help import LocalService, local_service, until
 
 Line = tuple[LocalService, Connection]

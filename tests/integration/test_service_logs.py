@@ -23,7 +23,7 @@ from fdcache.errors import ServiceError
 from fdcache.node.connection import Connection
 from fdcache.server import logs
 from fdcache.settings import Settings
-from tests.integration.test_service import BLOCK, Engine, ready_blocks
+from tests.service_engine import BLOCK, Engine, ready_blocks
 from tests.service_help import TIMEOUT, ServiceProcess, arguments, until
 
 KEY, TOKEN, TENANT = "canary-key-5f3a", "canary-token-91bc", "canary-tenant-77de"

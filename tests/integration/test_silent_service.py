@@ -10,7 +10,7 @@ import pytest
 from fdcache.manager import CacheManager, MatchStatus, Request
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.remote import RemoteHostTier
-from tests.integration.test_service import layout
+from tests.service_engine import layout
 from tests.service_help import service_process, until
 
 

@@ -82,7 +82,7 @@ class TestListings:
         node = tier.node(stored[1])
         assert (node.slot, node.parent, node.depth, node.children) == (stored[1], stored[0], 1, 1)
         assert (node.state, node.findable, node.hash, node.hits) == (_core.SLOT_READY, True, PATH[1], 1)
-        assert node.idle_seconds >= 0
+        assert node.ready_seconds >= node.idle_seconds >= 0
         with pytest.raises(IndexError, match="out of range"):
             tier.node(8)
 

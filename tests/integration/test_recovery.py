@@ -1,0 +1,107 @@
+"""A service that was killed: what the next one takes over, and from whom it keeps it meanwhile."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fdcache.manager import LoadStatus, Request
+from tests.service_engine import (
+    BLOCK,
+    PROMPT,
+    Engine,
+    assert_nothing_is_held,
+    layout,
+    ready_blocks,
+)
+from tests.service_help import LocalService, local_service, next_line, spawned, until
+
+
+class TestRecovery:
+    def test_after_a_crash_the_blocks_are_there_and_are_verified(self, tmp_path: Path) -> None:
+        service = LocalService(tmp_path)
+        engine = Engine(service.address, layout(ranks=2))
+        engine.serve(PROMPT)
+        engine.close()
+        service.crash()
+        with local_service(tmp_path) as service:
+            (namespace,) = service.ask("namespaces")
+            assert (namespace["tier"]["ready"], namespace["unverified"]) == (10, 10)
+            engine = Engine(service.address, layout(ranks=2))
+            found, outcomes = engine.serve(PROMPT)
+            assert found == 10
+            assert [outcome.status for outcome in outcomes] == [LoadStatus.CONFIRMED]
+            until(lambda: service.ask("namespaces")[0]["unverified"] == 0, "they are verified")
+            engine.close()
+            assert_nothing_is_held(service)
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_record_that_rotted_is_never_served(self, tmp_path: Path, rank: int) -> None:
+        service = LocalService(tmp_path)
+        engine = Engine(service.address, layout(ranks=2))
+        engine.serve(PROMPT)
+        engine.close()
+        (namespace,) = service.service.namespaces.values()
+        slot = int(
+            namespace.tier.find(Request("x", PROMPT)._bind(BLOCK, engine.layout.fingerprint).hashes).slots[4]
+        )
+        namespace.tables[rank].record(slot)[17] ^= 1
+        service.crash()
+        with local_service(tmp_path) as service:
+            engine = Engine(service.address, layout(ranks=2))
+            found, outcomes = engine.serve(PROMPT)
+            assert found == 10
+            assert [(outcome.status, outcome.recompute_from) for outcome in outcomes] == [
+                (LoadStatus.FAILED, 4 * BLOCK)
+            ]
+            until(lambda: service.ask("namespaces")[0]["totals"]["corrupt"] == 1, "it is dropped")
+            engine.close()
+
+    def test_no_slot_is_given_away_while_an_earlier_client_lives(self, tmp_path: Path) -> None:
+        service = LocalService(tmp_path)
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        with spawned(sys.executable, "-c", _HOLDER, str(tmp_path)) as process:
+            next_line(process)
+            engine.close()
+            service.crash()
+            with local_service(tmp_path) as service:
+                assert service.ask("stats")["state"] == "recovering"
+                engine = Engine(service.address, stocked=False)
+                assert engine.serve(PROMPT)[0] == 10
+                other = list(range(500, 541))
+                engine.serve(other)
+                assert service.ask("namespaces")[0]["totals"]["granted"] == 0
+                process.kill()
+                process.wait()
+                until(lambda: service.ask("stats")["state"] == "ready", "the earlier client is gone")
+                until(
+                    lambda: service.ask("namespaces")[0]["totals"]["granted"] > 0, "slots are granted again"
+                )
+                engine.close()
+
+    def test_without_recovery_everything_is_new(self, tmp_path: Path) -> None:
+        service = LocalService(tmp_path)
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        service.crash()
+        with local_service(tmp_path, FDCACHE_RECOVER="0") as service:
+            assert ready_blocks(service) == 0
+            until(lambda: service.ask("clients"), "the engine is back")
+            engine.await_stock()
+            assert engine.serve(list(range(100, 141)))[0] == 0
+            until(lambda: ready_blocks(service) == 10, "it stores in the new arena")
+            engine.close()
+            assert_nothing_is_held(service)
+
+
+_HOLDER = """
+import sys, time
+from pathlib import Path
+from fdcache.node.liveness import LiveFile
+held = LiveFile(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
