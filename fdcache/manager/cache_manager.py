@@ -197,7 +197,7 @@ class CacheManager:
         with self._lock:
             if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
                 raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
-            return self._storage.restore(scans) if self._storage else 0
+            return self._storage.restore(scans, self._requests.plan) if self._storage else 0
 
     # --- a scheduler step ---------------------------------------------------------------------------------
 

@@ -11,10 +11,11 @@ from fdcache.metadata import HashArray
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Blocks on their way from storage to the host, and who wants them."""
+    """Blocks on their way from storage to the host, the first of them into ``slot``, and who wants them."""
 
     hashes: list[bytes]
     order: StorageOrder
+    slot: int
     waiters: list[Fetch] = field(default_factory=list)
 
 

@@ -306,6 +306,36 @@ def test_nothing_is_read_or_written_before_the_files_are_taken_up(stored: Path) 
     engine.close()
 
 
+def test_a_reset_that_a_lost_rank_may_not_have_heard_of_holds(stored: Path) -> None:
+    engine = Engine(stored)
+    engine.manager.reset_cache()
+    engine.manager.worker_lost(0)
+    assert engine.manager.restore_storage([engine.store.scan()]) == 0, "what was forgotten stays so"
+    engine.settle()
+    assert engine.run("new", tokens_of(2, 3)).num_cached_tokens == 0
+    engine.manager.worker_lost(0)
+    assert engine.manager.restore_storage([engine.store.scan()]) == 3, "the file was emptied, then written"
+    engine.close()
+
+
+def test_a_read_that_is_overdue_holds_nobody_up(engine: Engine) -> None:
+    engine.store.gate.clear()
+    first, second = Request("first", tokens_of(1, 8)), Request("second", tokens_of(1, 8))
+    assert engine.match(first).status is MatchStatus.DEFERRED
+    engine.send()
+    engine.now = 1000.0
+    engine.manager.expire()
+    for request in (first, second):
+        match = engine.match(request)
+        assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
+    host = engine.manager.get_stats().host
+    assert host is not None
+    assert host.holds == 8, "the slots are the read's until it ends"
+    engine.store.gate.set()
+    engine.settle()
+    engine.manager.request_finish([first, second])
+
+
 def test_storage_without_a_host_tier_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="FDCACHE_HOST_MEMORY"):
         CacheManager(
