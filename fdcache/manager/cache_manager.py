@@ -126,9 +126,11 @@ class CacheManager:
                 f"FDCACHE_STORAGE={storage.connector} reads and writes through the host tier; set FDCACHE_HOST_MEMORY"
             )
         index = make_index(storage, self.layout, lookup, self._clock)
-        return StorageTier(
+        tier = StorageTier(
             self.settings, storage, self.layout, self._host, index, self._counters, self._clock
         )
+        self._host.on_evict = tier.stores.on_evict
+        return tier
 
     def _make_prefetcher(self, storage: StorageTierSettings | None) -> Prefetching | None:
         if self._storage is not None and storage is not None:

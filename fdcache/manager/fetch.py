@@ -39,6 +39,7 @@ class Fetch:
     lease: int = 0
     kept: int = 0
 
-    def overlap(self, start: int, count: int) -> int:
-        """How many of ``count`` blocks from ``start`` on were read for this."""
-        return max(0, min(start + count, self.stop) - max(start, self.first))
+    def part(self, start: int, count: int) -> range:
+        """Which of ``count`` blocks from ``start`` on were read for this, counted from ``start``."""
+        first = min(max(self.first - start, 0), count)
+        return range(first, max(min(self.stop - start, count), first))

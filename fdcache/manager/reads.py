@@ -168,6 +168,8 @@ class StorageReads:
         read = self._under_way.pop(int(swap.dst_block_ids[0]))
         read.order.failed = read.order.failed or failed
         for fetch in read.waiters:
+            if read.order.failed:
+                fetch.stop = max(fetch.first, min(fetch.stop, leading_ready(self._host, fetch.hashes)))
             self._keep(fetch)
             self._resting[fetch] = None
         for block_hash in read.hashes:

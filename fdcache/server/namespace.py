@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,8 @@ class Namespace:
         self.tenants = Tenants(quotas, Path(f"{self.geometry.directory}/{self.geometry.prefix}.tenants"))
         self.unverified: set[int] = set()
         self.pending_events: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
+        self.on_evict: Callable[[HashArray], None] = lambda hashes: None
+        """Told what left the tier for others."""
         self.created = time.time()
         self.held_until = 0.0
         """On the clock of ``time.monotonic``: until then look-ups find nothing, so that what is in flight can end."""
@@ -361,6 +364,8 @@ class Namespace:
         self.departures.forget(hashes[i].tobytes() for i in np.flatnonzero(kinds == _STORED).tolist())
         self.tenants.left(gone)
         self.counts.evicted += len(gone)
+        if reason in (Reason.EVICTED, Reason.TENANT_QUOTA) and gone:
+            self.on_evict(np.frombuffer(b"".join(gone), np.uint8).reshape(len(gone), 32))
         self.pending_events.append((kinds, hashes, parents))
 
     def close(self) -> None:

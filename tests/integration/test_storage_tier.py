@@ -52,6 +52,7 @@ class Engine:
         *,
         policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
         verify: Verify = Verify.STORAGE,
+        **changes: Any,
     ) -> None:
         self.now = 0.0
         storage = StorageTierSettings(
@@ -62,11 +63,8 @@ class Engine:
             prefetch_timeout=1.0,
             retry_after=0.0,
         )
-        cache = CacheSettings(
-            device_blocks=30,
-            host_memory=HOST_BLOCKS * (LAYOUT.record_bytes + 128),
-            write_policy=WritePolicy.WRITE_THROUGH,
-        )
+        options = {"device_blocks": 30, "write_policy": WritePolicy.WRITE_THROUGH} | changes
+        cache = CacheSettings(host_memory=HOST_BLOCKS * (LAYOUT.record_bytes + 128), **options)
         self.manager = CacheManager(cache, LAYOUT, storage=storage, clock=lambda: self.now)
         self.controller = CacheController(TransferSettings(verify=verify), LAYOUT)
         self.tensors = self.controller.initialize_kv_cache(30)
@@ -283,6 +281,18 @@ def test_a_read_begins_where_the_host_ends_though_the_device_has_more(engine: En
     assert engine.manager._host.stats().ready == 8
 
 
+def test_a_reuse_grid_cuts_a_run_whose_tail_came_from_storage(stored: Path) -> None:
+    engine = Engine(stored, reuse_grid=3 * BLOCK)
+    short = Request("short", tokens_of(1, 2))
+    engine.manager.prefetch([short])
+    engine.settle()
+    engine.manager.request_finish([short])
+    match = engine.run("long", tokens_of(1, 8))
+    assert (match.num_host_blocks, match.num_storage_blocks) == (2, 4), "of eight blocks six are reused"
+    assert counters(engine).storage_hit_tokens == 4 * BLOCK
+    engine.close()
+
+
 def test_a_reset_forgets_the_files_too(engine: Engine) -> None:
     assert engine.manager.reset_cache() == 8
     engine.settle()
@@ -334,6 +344,23 @@ def test_a_read_that_is_overdue_holds_nobody_up(engine: Engine) -> None:
     engine.store.gate.set()
     engine.settle()
     engine.manager.request_finish([first, second])
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_a_block_is_somewhere_or_counted_as_dropped(tmp_path: Path, policy: WritePolicy) -> None:
+    engine = Engine(tmp_path, write_policy=policy, clean_reserve=1, write_through_threshold=1)
+    for first in range(1, 16):
+        engine.run(f"r{first}", tokens_of(first, 8))
+    paths = [Request(f"look{first}", tokens_of(first, 8)) for first in range(1, 16)]
+    found = [
+        {node.hash_value for tier in engine.manager.find_blocks(path).values() for node in tier}
+        for path in paths
+    ]
+    lost = 15 * 8 - sum(map(len, found))
+    assert counters(engine).backups_dropped == 0
+    assert counters(engine).stores_dropped == lost
+    assert (lost > 0) == (policy is WritePolicy.WRITE_BACK), "what one copy can store ahead is not enough"
+    engine.close()
 
 
 def test_storage_without_a_host_tier_is_refused() -> None:
