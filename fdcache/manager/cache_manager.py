@@ -441,6 +441,8 @@ class CacheManager:
                 queued_backups=self._backups.queued if self._backups else 0,
                 traffic=self._host.traffic.copy() if self._host else Traffic(),
                 queued_stores=self._storage.stores.queued if self._storage else 0,
+                storing_blocks=self._ledger.blocks_in_flight(SwapPurpose.STORE),
+                reading_blocks=self._ledger.blocks_in_flight(SwapPurpose.PREFETCH),
                 storage=TierUsage.of(pool) if self._storage and (pool := self._storage.pool) else None,
             )
 

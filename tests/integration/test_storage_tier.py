@@ -15,10 +15,11 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import CacheNotReadyError, ConfigurationError, PlanError
 from fdcache.manager import Allocation, CacheManager, LoadStatus, MatchResult, MatchStatus, Request
 from fdcache.metadata import CacheStatus, SwapPurpose, TransferPlan
+from fdcache.node.traffic import Direction
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.settings.transfer import TransferSettings, Verify
-from fdcache.storage.connector import BatchResult, RecordBatch
+from fdcache.storage.connector import BatchResult, RecordBatch, StorageState
 from fdcache.storage.slab import SlabStore
 from fdcache.tiers import LocalHostTier
 from tests.storage_help import MIB, open_store, storage_layout
@@ -172,6 +173,33 @@ def test_a_cold_process_gets_its_blocks_from_storage_with_their_bytes(engine: En
     assert counters(engine).storage_hit_tokens == 8 * BLOCK
     match = engine.run("warm", tokens_of(1, 8))
     assert (match.num_device_blocks, match.num_storage_blocks) == (8, 0)
+
+
+def test_figures_of_an_engine_with_storage_of_its_own(engine: Engine) -> None:
+    engine.store.gate.clear()
+    request = Request("r", tokens_of(1, 8))
+    engine.manager.prefetch([request])
+    engine.send()
+    stats = engine.manager.get_stats()
+    assert (stats.reading_blocks, stats.storing_blocks, stats.queued_stores) == (8, 0, 0)
+    engine.store.gate.set()
+    engine.settle()
+    engine.manager.request_finish([request])
+    engine.run("other", tokens_of(2, 3))
+    stats = engine.manager.get_stats()
+    assert (stats.reading_blocks, stats.storing_blocks) == (0, 0)
+    read, written = (
+        stats.traffic.copied[way] for way in (Direction.STORAGE_TO_HOST, Direction.HOST_TO_STORAGE)
+    )
+    assert (read.bytes, written.bytes) == (8 * LAYOUT.record_bytes, 3 * LAYOUT.record_bytes)
+    assert read.durations.total > 0
+    assert written.durations.total > 0
+    rank = engine.controller.storage_stats()
+    assert rank is not None
+    assert (rank.state, rank.error) == (StorageState.READY, None)
+    assert (rank.hits, rank.stored, rank.blocks_found_on_start) == (8, 3, 8)
+    assert (rank.read_bytes, rank.written_bytes) == (read.bytes, written.bytes)
+    assert (rank.misses, rank.corrupt, rank.errors, rank.timeouts, rank.peer_gone) == (0, 0, 0, 0, 0)
 
 
 def test_prefetch_at_arrival_needs_no_wait_at_the_match(engine: Engine) -> None:
