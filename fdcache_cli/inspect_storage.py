@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fdcache_cli import errors, output
-from fdcache_cli.progress import progress_bar
+from fdcache_cli.progress import progress_bars
 from fdcache_cli.service_view import ServerOption
 from fdcache_cli.storage_view import show_live
 
@@ -40,7 +40,7 @@ def storage(
     from fdcache.storage.offline import read_file, slab_files
     from fdcache.storage.summary import summarize
 
-    with progress_bar("checking") as advance:
+    with progress_bars() as advance:
         files = [read_file(file, verify=verify, on_progress=advance) for file in slab_files(path)]
     summary = summarize(files, verified=verify)
     if json_output:

@@ -28,6 +28,7 @@ from fdcache.settings import Settings, SettingsError
 from fdcache.settings.cache import EvictionPolicy, WritePolicy
 from fdcache.settings.parsing import parse_size
 from fdcache_cli import errors
+from fdcache_cli.progress import progress_bars
 from fdcache_cli.replay_view import print_report, progress
 
 GENERATED_REQUESTS = 1000
@@ -223,8 +224,8 @@ def _settings(options: Mapping[str, object]) -> Settings:
 
 
 def _run(items: Iterator[WorkItem], config: ReplayConfig, total: int | None) -> Report:
-    with _interrupts() as stop, progress(total) as advance:
-        return run_replay(items, config, on_progress=advance, should_stop=lambda: bool(stop))
+    with _interrupts() as stop, progress_bars() as scan, progress(total) as advance:
+        return run_replay(items, config, on_progress=advance, on_scan=scan, should_stop=lambda: bool(stop))
 
 
 def _status(report: Report) -> int:

@@ -31,20 +31,25 @@ def progress(total: int | None) -> Iterator[Callable[[Tally], None] | None]:
         TextColumn("hit rate {task.fields[hit_rate]:.1%}  corrupt {task.fields[corrupt]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("replay", total=total, hit_rate=0.0, corrupt=0)
-        due = 0.0
+    bar = Progress(*columns, console=console, transient=True, auto_refresh=False)
+    task = bar.add_task("replay", total=total, hit_rate=0.0, corrupt=0)
+    due = 0.0
 
-        def advance(tally: Tally) -> None:
-            nonlocal due
-            if (now := time.monotonic()) < due:
-                return
-            due = now + _REFRESH_SECONDS
-            ended = tally.finished + tally.rejected
-            bar.update(task, completed=ended, hit_rate=tally.hit_rate, corrupt=tally.corrupt_blocks)
-            bar.refresh()
+    def advance(tally: Tally) -> None:
+        nonlocal due
+        if (now := time.monotonic()) < due:
+            return
+        if not due:
+            bar.start()  # not before: storage that is being opened has a bar of its own
+        due = now + _REFRESH_SECONDS
+        ended = tally.finished + tally.rejected
+        bar.update(task, completed=ended, hit_rate=tally.hit_rate, corrupt=tally.corrupt_blocks)
+        bar.refresh()
 
+    try:
         yield advance
+    finally:
+        bar.stop()
 
 
 def print_report(report: Report) -> None:

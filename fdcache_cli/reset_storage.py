@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fdcache_cli import output
-from fdcache_cli.progress import progress_bar
+from fdcache_cli.progress import progress_bars
 
 
 def _duration(text: str) -> float:
@@ -52,7 +52,7 @@ def storage(
     if everything == bool(namespace or older_than is not None or corrupt):
         raise typer.BadParameter("say what to remove: --all, or any of --namespace, --older-than, --corrupt")
     selection = Selection(namespace, older_than, corrupt, everything)
-    with progress_bar("checking") as advance:
+    with progress_bars() as advance:
         removals = remove(path, selection, dry_run=dry_run, on_progress=advance)
     if json_output:
         output.print_json(

@@ -12,6 +12,7 @@ from fdcache.errors import ConfigurationError
 from fdcache.settings import Settings
 from fdcache.settings.parsing import format_size
 from fdcache_cli import output
+from fdcache_cli.progress import Advance, progress_bars
 
 if TYPE_CHECKING:
     from fdcache.server.lifecycle import Server
@@ -85,10 +86,18 @@ def serve(
 
 
 def _serve(server: Server, settings: Settings) -> None:
+    with progress_bars() as advance:
+        _serve_with(server, settings, advance)
+
+
+def _serve_with(server: Server, settings: Settings, advance: Advance | None) -> None:
     where = server.endpoints
     web = None
     try:
-        server.start(_progress)
+        if advance is None:
+            server.start()
+        else:
+            server.start(advance)
         if where.http is not None:
             from fdcache.server.http import HttpServer, make_app
 
@@ -117,11 +126,6 @@ def _storage_arguments(storage: str | None, size: str | None) -> dict[str, str |
         "FDCACHE_STORAGE_DIR": storage if is_folder else None,
         "FDCACHE_STORAGE_SIZE": size,
     }
-
-
-def _progress(what: str, done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{what}: {done}/{total}" + ("\n" if done == total else ""))
 
 
 def _say_ready() -> None:

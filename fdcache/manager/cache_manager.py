@@ -126,9 +126,11 @@ class CacheManager:
                 f"FDCACHE_STORAGE={storage.connector} reads and writes through the host tier; set FDCACHE_HOST_MEMORY"
             )
         index = make_index(storage, self.layout, lookup, self._clock)
-        return StorageTier(
+        tier = StorageTier(
             self.settings, storage, self.layout, self._host, index, self._counters, self._clock
         )
+        self._host.on_evict = tier.stores.on_evict
+        return tier
 
     def _make_prefetcher(self, storage: StorageTierSettings | None) -> Prefetching | None:
         if self._storage is not None and storage is not None:
@@ -197,7 +199,7 @@ class CacheManager:
         with self._lock:
             if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
                 raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
-            return self._storage.restore(scans) if self._storage else 0
+            return self._storage.restore(scans, self._requests.plan) if self._storage else 0
 
     # --- a scheduler step ---------------------------------------------------------------------------------
 
@@ -439,6 +441,8 @@ class CacheManager:
                 queued_backups=self._backups.queued if self._backups else 0,
                 traffic=self._host.traffic.copy() if self._host else Traffic(),
                 queued_stores=self._storage.stores.queued if self._storage else 0,
+                storing_blocks=self._ledger.blocks_in_flight(SwapPurpose.STORE),
+                reading_blocks=self._ledger.blocks_in_flight(SwapPurpose.PREFETCH),
                 storage=TierUsage.of(pool) if self._storage and (pool := self._storage.pool) else None,
             )
 

@@ -11,10 +11,11 @@ from fdcache.metadata import HashArray
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """Blocks on their way from storage to the host, and who wants them."""
+    """Blocks on their way from storage to the host, the first of them into ``slot``, and who wants them."""
 
     hashes: list[bytes]
     order: StorageOrder
+    slot: int
     waiters: list[Fetch] = field(default_factory=list)
 
 
@@ -38,6 +39,7 @@ class Fetch:
     lease: int = 0
     kept: int = 0
 
-    def overlap(self, start: int, count: int) -> int:
-        """How many of ``count`` blocks from ``start`` on were read for this."""
-        return max(0, min(start + count, self.stop) - max(start, self.first))
+    def part(self, start: int, count: int) -> range:
+        """Which of ``count`` blocks from ``start`` on were read for this, counted from ``start``."""
+        first = min(max(self.first - start, 0), count)
+        return range(first, max(min(self.stop - start, count), first))

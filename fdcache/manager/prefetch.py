@@ -67,7 +67,7 @@ class RemotePrefetcher:
 
     def fetched(self, request: Request, start: int, host: HostMatch) -> int:
         """As the service says."""
-        return host.fetched
+        return len(host.fetched)
 
     def is_reading(self, block_hash: bytes) -> bool:
         """Nothing that is pending is told of by a service."""
@@ -116,7 +116,7 @@ class Prefetcher:
 
     def fetched(self, request: Request, start: int, host: HostMatch) -> int:
         """How many of the host blocks from ``start`` on were read from storage for this request."""
-        return request._fetch.overlap(start, len(host)) if request._fetch is not None else 0
+        return len(request._fetch.part(start, len(host))) if request._fetch is not None else 0
 
     def is_reading(self, block_hash: bytes) -> bool:
         """Whether a block is on its way from storage."""

@@ -51,6 +51,7 @@ class StorageReads:
         self._make_room = make_room
         self._in_flight = 0
         self._kept = 0
+        self._under_way: dict[int, Read] = {}  # by the first slot, which no other read can have meanwhile
         self._reading: dict[bytes, Read] = {}
         self._unwanted: list[Read] = []
         self._resting: dict[Fetch, None] = {}
@@ -111,12 +112,15 @@ class StorageReads:
         """Nobody waits any longer; reads that nobody else wants and that have not begun are taken back."""
         fetch.ended = True
         self._resting.pop(fetch, None)
+        self._leave(fetch)
+        self.let_go(fetch)
+
+    def _leave(self, fetch: Fetch) -> None:
         for read in fetch.reads:
             read.waiters.remove(fetch)
-            if not read.waiters:
+            if not read.waiters and self._is_under_way(read):
                 self._unwanted.append(read)
         fetch.reads.clear()
-        self.let_go(fetch)
 
     def let_go(self, fetch: Fetch) -> None:
         """The request has pinned what it found, or wants it no more."""
@@ -148,35 +152,35 @@ class StorageReads:
     def settled(self, flight: InFlightPlan) -> None:
         """A read has ended on every rank."""
         (swap,) = flight.plan.swaps()
-        self._forget(swap, failed=not flight.copied[SwapPurpose.PREFETCH].all())
+        self._end(swap, failed=not flight.copied[SwapPurpose.PREFETCH].all())
 
     def withdrawn(self, order: StorageOrder) -> None:
         """A read was taken back before any rank heard of it."""
-        self._forget(order.build(0).swap, failed=True)
+        self._end(order.build(0).swap, failed=True)
 
     def overdue(self, swap: CacheSwapMetadata) -> None:
-        """A read has not ended in time: whoever waits for it goes on without."""
-        for read in self._reads_of(swap):
-            read.order.failed = True
-            for block_hash in read.hashes:
-                self._reading.pop(block_hash, None)
+        """A read has not ended in time: whoever waits for it, or would, goes on without."""
+        self._under_way[int(swap.dst_block_ids[0])].order.failed = True
 
-    def _forget(self, swap: CacheSwapMetadata, *, failed: bool) -> None:
+    def _end(self, swap: CacheSwapMetadata, *, failed: bool) -> None:
         self._in_flight -= len(swap)
         self._host.loading_from_storage.difference_update(swap.dst_block_ids.tolist())
-        for read in self._reads_of(swap):
-            read.order.failed = read.order.failed or failed
-            for fetch in read.waiters:
-                self._keep(fetch)
-                self._resting[fetch] = None
-            for block_hash in read.hashes:
-                self._reading.pop(block_hash, None)
-            if read in self._unwanted:
-                self._unwanted.remove(read)
+        read = self._under_way.pop(int(swap.dst_block_ids[0]))
+        read.order.failed = read.order.failed or failed
+        for fetch in read.waiters:
+            if read.order.failed:
+                fetch.stop = max(fetch.first, min(fetch.stop, leading_ready(self._host, fetch.hashes)))
+            self._keep(fetch)
+            self._resting[fetch] = None
+        for block_hash in read.hashes:
+            # After a reset of the host another read may have begun to bring the same block.
+            if self._reading.get(block_hash) is read:
+                del self._reading[block_hash]
+        if read in self._unwanted:
+            self._unwanted.remove(read)
 
-    def _reads_of(self, swap: CacheSwapMetadata) -> list[Read]:
-        found = self._reading.get(swap.hash_values[0].tobytes())
-        return [found] if found is not None else []
+    def _is_under_way(self, read: Read) -> bool:
+        return self._under_way.get(read.slot) is read
 
     # --- one step of a fetch --------------------------------------------------------------------------------
 
@@ -206,11 +210,11 @@ class StorageReads:
 
     def _may_go_on(self, fetch: Fetch) -> bool:
         """Whether the reads so far have ended, all of them well."""
-        if fetch.ended or any(self._reading.get(read.hashes[0]) is read for read in fetch.reads):
+        if fetch.ended or any(self._is_under_way(read) and not read.order.failed for read in fetch.reads):
             return False
         # What came before a failure is there; the rest is computed.
         fetch.ended = any(read.order.failed for read in fetch.reads)
-        fetch.reads.clear()
+        self._leave(fetch)
         return not fetch.ended
 
     def _join(self, fetch: Fetch, start: int, stop: int) -> None:
@@ -218,8 +222,11 @@ class StorageReads:
         read = self._reading.get(fetch.hashes[start].tobytes())
         if read is None:
             return
+        if read.order.failed:
+            fetch.ended = True  # it is overdue; when it ends, if ever, nobody can say
+            return
         read.waiters.append(fetch)
-        if read in self._unwanted and not read.order.plan_id:
+        if read in self._unwanted:
             self._unwanted.remove(read)
         fetch.reads.append(read)
         fetch.stop = max(fetch.stop, stop)
@@ -262,7 +269,8 @@ class StorageReads:
     ) -> None:
         count = len(source)
         order = plan.add_storage(SwapPurpose.PREFETCH, source, slots, generations, self._timeout)
-        read = Read([row.tobytes() for row in source.hashes], order, waiters=[fetch])
+        read = Read([row.tobytes() for row in source.hashes], order, int(slots[0]), waiters=[fetch])
+        self._under_way[read.slot] = read
         self._reading.update(dict.fromkeys(read.hashes, read))
         self._in_flight += count
         self._host.loading_from_storage.update(slots.tolist())

@@ -98,7 +98,11 @@ class Counters(msgspec.Struct):
 
 
 class CacheStats(msgspec.Struct, frozen=True):
-    """A snapshot of the manager. A tier that is not there is None, as is the index of a store that others keep."""
+    """A snapshot of the manager. A tier that is not there is None, as is the index of a store that others keep.
+
+    ``queued_stores`` blocks wait to be written to storage, ``storing_blocks`` are on their way there and
+    ``reading_blocks`` on their way from it. A rank's controller has the state and the errors of its storage.
+    """
 
     device: TierUsage
     host: TierUsage | None
@@ -107,5 +111,7 @@ class CacheStats(msgspec.Struct, frozen=True):
     plans_in_flight: int
     queued_backups: int
     queued_stores: int = 0
+    storing_blocks: int = 0
+    reading_blocks: int = 0
     storage: TierUsage | None = None
     traffic: Traffic = msgspec.field(default_factory=Traffic)

@@ -59,15 +59,19 @@ class StorageTier:
             make_room=make_room,
         )
         self.stores = StorePlanner(settings, storage_tier, host, index)
+        self._is_clearing = False  # since a reset, until every rank has stored a block after it
 
     @property
     def pool(self) -> BlockPool | None:
         """The index as a tier, when it is one."""
         return self.index.pool if isinstance(self.index, LocalIndex) else None
 
-    def restore(self, scans: Sequence[StorageScan]) -> int:
-        """Take up what the ranks' files hold."""
-        return self.index.restore(scans) if isinstance(self.index, LocalIndex) else 0
+    def restore(self, scans: Sequence[StorageScan], plan: OpenPlan) -> int:
+        """Take up what the ranks' files hold; nothing of it where a reset may not have come to all of them."""
+        if not isinstance(self.index, LocalIndex):
+            return 0
+        plan.clear_storage = plan.clear_storage or self._is_clearing
+        return self.index.restore([] if self._is_clearing else scans)
 
     def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
         """Writes that may be planned now, and reads that nobody wants any more."""
@@ -80,6 +84,9 @@ class StorageTier:
         for swap in flight.plan.swaps():
             if swap.purpose is SwapPurpose.PREFETCH:
                 self.reads.settled(flight)
+            elif swap.purpose is SwapPurpose.STORE:
+                # A rank writes in order, and what was planned before a reset arrives nowhere.
+                self._is_clearing = self._is_clearing and not flight.copied[swap.purpose].any()
             elif swap.purpose in (SwapPurpose.EVICT, SwapPurpose.BACKUP):
                 self.stores.on_arrival(swap.hash_values[flight.copied[swap.purpose]])
 
@@ -93,7 +100,7 @@ class StorageTier:
     def reset(self, plan: OpenPlan) -> int:
         """Forget every block, in the files too; what is planned and not sent is taken back."""
         self._withdraw(plan)
-        plan.clear_storage = True
+        plan.clear_storage = self._is_clearing = True
         return self.index.reset()
 
     def rank_lost(self, plan: OpenPlan) -> None:

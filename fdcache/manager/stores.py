@@ -58,6 +58,11 @@ class StorePlanner:
         if len(hashes) and not self._writes_back:
             self._enqueue(hashes)
 
+    def on_evict(self, hashes: HashArray) -> None:
+        """Blocks left the host tier; with write_back those that were not written in time are lost."""
+        if self._writes_back and len(hashes):
+            self.dropped += int(self._index.is_absent(hashes).sum())
+
     def plan(self, plan: OpenPlan, in_flight: int) -> None:
         """Plan what may be written now; ``in_flight``: blocks on their way to storage."""
         # What is being written cannot be evicted: most of the host tier must stay free to move.
@@ -111,7 +116,11 @@ class StorePlanner:
             parts.append(self._backlog[-room:][::-1])
             self._backlog = self._backlog[:-room]
         wanted = np.concatenate(parts) if parts else np.empty((0, 32), np.uint8)
-        return Blocks.of(self._host.find(wanted[self._index.is_absent(wanted)]))
+        wanted = wanted[self._index.is_absent(wanted)]
+        found = Blocks.of(self._host.find(wanted))
+        if not self._writes_back:  # else they were counted when they left
+            self.dropped += len(wanted) - len(found)
+        return found
 
     def _coldest(self, room: int) -> Blocks:
         cold = Blocks.of(self._host.coldest(min(room, self._clean_reserve)))

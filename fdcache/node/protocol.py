@@ -233,9 +233,10 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
 class Matched(msgspec.Struct, frozen=True, tag="matched"):
     """For each path a lease and how many blocks it pins; their slots and generations one after the other.
 
-    ``fetched``, int32, says how many of them came from storage for the request, ``states``, uint8, what the service
-    keeps for it: ``NOT_FETCHED`` nothing, ``FETCHED`` something until ``EndFetches``, ``FETCHING`` the same, and the
-    look-up is to come again. Both are empty when no path has a number.
+    ``fetched``, int32, has two numbers for each path: the first of these blocks that came from storage for the request,
+    and the first behind those. ``states``, uint8, says what the service keeps for it: ``NOT_FETCHED`` nothing,
+    ``FETCHED`` something until ``EndFetches``, ``FETCHING`` the same, and the look-up is to come again. Both are empty
+    when no path has a number.
     """
 
     leases: list[int]

@@ -54,6 +54,14 @@ class StepResult:
     storage: StorageStats | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """A rank is opening its storage: slots scanned, and slots in all."""
+
+    done: int
+    total: int
+
+
 class _OrderWire(msgspec.Struct, frozen=True, array_like=True):
     plans: list[bytes]
     segments: bytes
@@ -70,6 +78,7 @@ class _ResultWire(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     scan: bytes | None = None
     storage: StorageStats | None = None
+    scanned: tuple[int, int] | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -121,11 +130,18 @@ def encode_failure(message: str) -> bytes:
     return _encoder.encode(_ResultWire(0, [], [], 0, message))
 
 
-def decode_result(data: bytes) -> StepResult:
-    """Unpack a result. Raises ``RankError`` for the answer of a rank that cannot go on."""
+def encode_scanned(done: int, total: int) -> bytes:
+    """Pack a word of progress."""
+    return _encoder.encode(_ResultWire(0, [], [], 0, scanned=(done, total)))
+
+
+def decode_result(data: bytes) -> StepResult | Scanned:
+    """Unpack what a rank says. Raises ``RankError`` for the answer of a rank that cannot go on."""
     wire = _result_decoder.decode(data)
     if wire.error is not None:
         raise RankError(wire.error)
+    if wire.scanned is not None:
+        return Scanned(*wire.scanned)
     reports = [decode_report(report) for report in wire.reports]
     scan = None if wire.scan is None else decode_scan(wire.scan)
     return StepResult(wire.verified, wire.differing, reports, wire.peak_rss_bytes, scan, wire.storage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from fdcache.settings.transfer import TransferSettings, Verify
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.tiers import HostCache
+
+ScanProgress = Callable[[int, int], None]
 
 
 def peak_rss_bytes() -> int:
@@ -46,9 +49,10 @@ class RankWorker:
     """Executes steps in the order given, as a forward pass would.
 
     For each layer it waits for that layer's copies, compares the reused blocks, and writes the step's tokens.
+    ``on_scan`` is told how many slots of its storage were scanned, and how many there are.
     """
 
-    def __init__(self, spec: WorkerSpec, rank: int) -> None:
+    def __init__(self, spec: WorkerSpec, rank: int, on_scan: ScanProgress | None = None) -> None:
         layout = spec.layout
         device: Device | None = None
         if spec.device is DeviceName.CUDA:
@@ -61,7 +65,12 @@ class RankWorker:
         tensors = self._controller.initialize_kv_cache(spec.device_blocks)
         self._controller.initialize_host_cache(spec.host)
         context = ConnectorContext(
-            layout, rank, spec.storage, spec.mooncake, verify=spec.transfer.verify is not Verify.OFF
+            layout,
+            rank,
+            spec.storage,
+            spec.mooncake,
+            verify=spec.transfer.verify is not Verify.OFF,
+            on_progress=on_scan,
         )
         storage = open_storage(context) if spec.host.num_blocks else None
         self._scan = self._controller.initialize_storage(storage) if storage is not None else None

@@ -50,7 +50,7 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> An
     ):
         raise ProtocolError("counts and starts do not fit the hashes")
     numbers = int64_from(request.fetches, "fetches", len(counts)) if request.fetches else NO_NUMBERS
-    fetched, states = np.zeros(len(numbers), np.int32), np.full(len(numbers), NOT_FETCHED, np.uint8)
+    fetched, states = np.zeros((len(numbers), 2), np.int32), np.full(len(numbers), NOT_FETCHED, np.uint8)
     namespace = client.namespace
     paused = paused or time.monotonic() < namespace.held_until
     leases: list[int] = []
@@ -75,7 +75,8 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> An
             release(client, Release(leases))  # nobody will hear of them
             raise
         if number:
-            fetched[i], states[i] = client.fetches.matched(number, start, len(run.slots) if run else 0)
+            part, states[i] = client.fetches.matched(number, start, len(run.slots) if run else 0)
+            fetched[i] = part.start, part.stop
         if run is None:
             leases.append(0)
             lengths.append(0)

@@ -64,15 +64,15 @@ class ClientFetches:
             return False
         return storage.reads.must_wait(fetch, self._terms.policy, storage.plan)
 
-    def matched(self, number: int, start: int, count: int) -> tuple[int, int]:
-        """The request has pinned blocks from ``start`` on: how many were read for it, and what is kept for it."""
+    def matched(self, number: int, start: int, count: int) -> tuple[range, int]:
+        """The request has pinned blocks from ``start`` on: which of them were read for it, and what is kept for it."""
         fetch, storage = self._fetches.get(number), self._storage()
         if fetch is None or storage is None:
-            return 0, NOT_FETCHED
+            return range(0), NOT_FETCHED
         if storage.reads is not None:
             storage.reads.let_go(fetch)
-        fetched = fetch.overlap(start, count)
-        storage.hit_blocks += fetched
+        fetched = fetch.part(start, count)
+        storage.hit_blocks += len(fetched)
         return fetched, FETCHED
 
     def end(self, numbers: list[int]) -> None:

@@ -112,6 +112,8 @@ class LayoutStorage:
                     time.monotonic,
                     make_room=self._before_read,
                 )
+                assert namespace is not None
+                namespace.on_evict = self._tier.stores.on_evict
                 if self._cache.write_policy is not WritePolicy.WRITE_BACK:
                     self._tier.stores.catch_up()  # what was not stored when an earlier service ended
         self._learn_records()

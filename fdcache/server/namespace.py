@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,8 @@ class Namespace:
         self.tenants = Tenants(quotas, Path(f"{self.geometry.directory}/{self.geometry.prefix}.tenants"))
         self.unverified: set[int] = set()
         self.pending_events: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
+        self.on_evict: Callable[[HashArray], None] = lambda hashes: None
+        """Told what left the tier for others."""
         self.used_until = time.monotonic()
         """When the last client left; of one that has clients it means nothing."""
         self.held_until = 0.0
@@ -362,6 +365,8 @@ class Namespace:
         self.departures.forget(hashes[i].tobytes() for i in np.flatnonzero(kinds == _STORED).tolist())
         self.tenants.left(gone)
         self.counts.evicted += len(gone)
+        if reason in (Reason.EVICTED, Reason.TENANT_QUOTA) and gone:
+            self.on_evict(np.frombuffer(b"".join(gone), np.uint8).reshape(len(gone), 32))
         self.pending_events.append((kinds, hashes, parents))
 
     def close(self) -> None:

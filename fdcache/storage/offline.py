@@ -17,13 +17,13 @@ from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt64Array
 from fdcache.storage.connector import Outcome
 from fdcache.storage.slab_format import SUFFIX, Superblock, read_layout, read_superblock
-from fdcache.storage.slab_handle import SlabLock, open_core, storage_error
+from fdcache.storage.slab_handle import SCAN_STEP, SlabLock, open_core, storage_error
 
 _STEP = 512
 _THREADS = 4
 
 Progress = Callable[[str, int, int], None]
-"""Called with a file's name, blocks checked and blocks in all."""
+"""Called with what is being done to which file, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def read_file(
             superblock = read_superblock(fd, path)
             layout = read_layout(fd, superblock, path)
             slab = open_core(superblock, layout, record_fd, fd, _THREADS)
-            _, bad_headers = slab.scan(0, superblock.slots)
+            bad_headers = _scan(slab, path, superblock.slots, on_progress)
             slots, _, hashes, parents, _, written_ms = slab.entries()
             corrupt = _check(slab, path, slots, on_progress) if verify else np.empty(0, np.int32)
     except StorageFormatError as error:
@@ -103,6 +103,17 @@ def _direct(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
+def _scan(slab: _core.SlabFile, path: Path, slots: int, on_progress: Progress | None) -> int:
+    """Read the headers; how many are damaged."""
+    bad_headers = 0
+    for first in range(0, slots, SCAN_STEP):
+        last = min(first + SCAN_STEP, slots)
+        bad_headers += slab.scan(first, last)[1]
+        if on_progress is not None:
+            on_progress(f"scanning {path.name}", last, slots)
+    return bad_headers
+
+
 def _check(slab: _core.SlabFile, path: Path, slots: Int32Array, on_progress: Progress | None) -> Int32Array:
     bad = [np.empty(0, np.int32)]
     for first in range(0, len(slots), _STEP):
@@ -112,7 +123,7 @@ def _check(slab: _core.SlabFile, path: Path, slots: Int32Array, on_progress: Pro
             raise storage_error(number, path)
         bad.append(part[outcomes == Outcome.CORRUPT])
         if on_progress is not None:
-            on_progress(path.name, min(first + _STEP, len(slots)), len(slots))
+            on_progress(f"checking {path.name}", min(first + _STEP, len(slots)), len(slots))
     return np.concatenate(bad)
 
 
@@ -228,7 +239,7 @@ def _erase(contents: SlabContents, slots: Int32Array) -> None:
     fd = os.open(contents.path, os.O_RDWR | os.O_CLOEXEC)
     try:
         slab = open_core(contents.superblock, contents.layout, fd, fd, _THREADS)
-        slab.scan(0, contents.superblock.slots)
+        _scan(slab, contents.path, contents.superblock.slots, None)
         number = slab.erase(slots) or slab.sync()
     finally:
         os.close(fd)

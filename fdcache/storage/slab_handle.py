@@ -21,7 +21,8 @@ from fdcache.errors import (
 from fdcache.layout import KVLayout
 from fdcache.storage.slab_format import Superblock, check_fits, create_file, read_superblock
 
-_SCAN_STEP = 65536
+SCAN_STEP = 65536
+"""Slots whose headers are read between two words of progress."""
 _UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -125,8 +126,8 @@ class SlabHandle:
             raise
         self.core = open_core(self.superblock, layout, self.record_fd, self.header_fd, threads)
         self.found = self.corrupt = 0
-        for first in range(0, slots, _SCAN_STEP):
-            last = min(first + _SCAN_STEP, slots)
+        for first in range(0, slots, SCAN_STEP):
+            last = min(first + SCAN_STEP, slots)
             ready, corrupt = self.core.scan(first, last)
             self.found += ready
             self.corrupt += corrupt

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from fdcache._core import TierStats
+from fdcache._core import CopyReservation, TierStats
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.node.traffic import Traffic
@@ -39,7 +39,7 @@ class HostMatch:
     """The run that was found, pinned by ``lease``; ``pending``: the block after it is being copied here.
 
     ``unverified`` is 1 for blocks that nobody has read since they were recovered; None: there are none.
-    ``fetched`` of its blocks were read from storage for the request; ``fetching``: some are, and it has to wait.
+    The blocks ``fetched`` of it were read from storage for the request; ``fetching``: some are, and it has to wait.
     """
 
     lease: int
@@ -47,20 +47,20 @@ class HostMatch:
     generations: UInt32Array
     pending: bool = False
     unverified: HashArray | None = None
-    fetched: int = 0
+    fetched: range = range(0)
     fetching: bool = False
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def first(self, count: int) -> HostMatch:
-        """Its first ``count`` blocks; those from storage are its last."""
+        """Its first ``count`` blocks."""
         return replace(
             self,
             slots=self.slots[:count],
             generations=self.generations[:count],
             unverified=None if self.unverified is None else self.unverified[:count],
-            fetched=max(self.fetched - (len(self) - count), 0),
+            fetched=range(min(self.fetched.start, count), min(self.fetched.stop, count)),
         )
 
 
@@ -185,6 +185,8 @@ class LocalHostTier(BlockPool):
     def __init__(self, level: CacheLevel, num_blocks: int, eviction: str = "lru") -> None:
         super().__init__(level, num_blocks, eviction)
         self.traffic = Traffic()
+        self.on_evict: Callable[[HashArray], None] | None = None
+        """Told what left the tier for copies into it; nobody else evicts here."""
 
     @property
     def host_cache(self) -> HostCache:
@@ -215,6 +217,13 @@ class LocalHostTier(BlockPool):
             run = self.match(lease, hashes, start)
             matches.append(HostMatch(lease, run.slots, run.generations, run.pending))
         return matches
+
+    def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> CopyReservation:
+        """As the native class, and ``on_evict`` is told."""
+        taken = super().reserve_copies(lease, parents, hashes)
+        if self.on_evict is not None:
+            self.on_evict(taken.evicted.hashes)
+        return taken
 
     def begin_load(self, lease: int, slots: Int32Array) -> None:
         """Copies out of these slots begin; they hold them whatever becomes of the lease."""

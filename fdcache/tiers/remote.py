@@ -174,7 +174,8 @@ class RemoteHostTier:
         slots = int32_from(answer.slots, "slots", sum(counts))
         generations = uint32_from(answer.generations, "generations", len(slots))
         unverified = uint8_from(answer.unverified, "unverified")
-        fetched, states = int32_from(answer.fetched, "fetched").tolist(), list(answer.states)
+        states = list(answer.states)
+        fetched = int32_from(answer.fetched, "fetched", 2 * len(states)).reshape(-1, 2).tolist()
         self.fetches.learn(session, fetches, states)
         matches, end = [], 0
         for i, ((hashes, start), lease, count) in enumerate(zip(paths, answer.leases, counts, strict=True)):
@@ -195,7 +196,7 @@ class RemoteHostTier:
                     slots[first:end],
                     generations[first:end],
                     unverified=marks,
-                    fetched=fetched[i] if fetched else 0,
+                    fetched=range(*fetched[i]) if fetched else range(0),
                 )
             )
         return matches

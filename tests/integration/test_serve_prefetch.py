@@ -12,7 +12,7 @@ import pytest
 from fdcache import _core
 from fdcache.errors import ConfigurationError
 from fdcache.manager import CacheManager, MatchResult, MatchStatus, Request
-from fdcache.settings.cache import CacheSettings
+from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.storage.connector import BatchResult, Outcome, RecordBatch
 from fdcache.storage.context import ConnectorContext
@@ -53,9 +53,16 @@ class Stage:
         self.store = store
         self.engines: list[Engine] = []
 
-    def engine(self, policy: PrefetchPolicy, timeout: float = 60.0) -> Engine:
+    def engine(self, policy: PrefetchPolicy, timeout: float = 60.0, reuse_grid: int = 0) -> Engine:
         terms = StorageTierSettings(prefetch_policy=policy, prefetch_timeout=timeout)
-        self.engines.append(Engine(self.service.address, fetches=terms))
+        cache = CacheSettings(
+            server=self.service.address,
+            device_blocks=32,
+            write_policy=WritePolicy.WRITE_THROUGH,
+            rpc_timeout=5.0,
+            reuse_grid=reuse_grid,
+        )
+        self.engines.append(Engine(self.service.address, fetches=terms, settings=cache))
         return self.engines[-1]
 
     def figures(self) -> dict[str, Any]:
@@ -228,6 +235,40 @@ def test_the_first_failure_ends_the_run_and_the_rest_is_computed(stage: Stage) -
     until(lambda: match(engine, request).status is MatchStatus.MATCHED, "the read has ended")
     assert request.num_cached_tokens == 6 * BLOCK
     found = MatchResult("r", MatchStatus.MATCHED, num_cached_tokens=6 * BLOCK)
+    finish(engine, request, found)
+
+
+def test_a_reuse_grid_cuts_a_run_whose_tail_came_from_storage(stage: Stage) -> None:
+    stage.store.gate.set()
+    first = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
+    short = Request("short", PROMPT[: 3 * BLOCK + 1])
+    until(lambda: match(first, short).status is MatchStatus.MATCHED, "three blocks are read")
+    first.manager.request_finish([short])
+    engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE, reuse_grid=4 * BLOCK)
+    request = Request("r", PROMPT)
+    assert match(engine, request).status is MatchStatus.DEFERRED
+    stage.read_ends()
+    found = match(engine, request)
+    assert (found.num_host_blocks, found.num_storage_blocks) == (3, 5), "of ten blocks eight are reused"
+    finish(engine, request, found)
+    assert engine.manager.get_stats().counters.storage_hit_tokens == 5 * BLOCK
+
+
+def test_a_cut_run_counts_what_came_from_storage_wherever_it_stands(stage: Stage) -> None:
+    stage.store.gate.set()
+    stage.store.loses = {6}
+    engine = stage.engine(PrefetchPolicy.BEST_EFFORT, reuse_grid=4 * BLOCK)
+    request = Request("r", PROMPT)
+    engine.manager.prefetch([request])
+    stage.read_begins()
+    stage.read_ends()
+    other = stage.engine(PrefetchPolicy.BEST_EFFORT)
+    assert other.serve(PROMPT)[0] == 6, "it computes the blocks behind those that were read"
+    until(
+        lambda: stage.service.ask("stats")["tiers"]["host"]["ready"] == BLOCKS, "and the service has them all"
+    )
+    found = match(engine, request)
+    assert (found.num_storage_blocks, found.num_host_blocks) == (6, 2)
     finish(engine, request, found)
 
 

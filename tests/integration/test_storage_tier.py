@@ -15,10 +15,11 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import CacheNotReadyError, ConfigurationError, PlanError
 from fdcache.manager import Allocation, CacheManager, LoadStatus, MatchResult, MatchStatus, Request
 from fdcache.metadata import CacheStatus, SwapPurpose, TransferPlan
+from fdcache.node.traffic import Direction
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.settings.transfer import TransferSettings, Verify
-from fdcache.storage.connector import BatchResult, RecordBatch
+from fdcache.storage.connector import BatchResult, RecordBatch, StorageState
 from fdcache.storage.slab import SlabStore
 from fdcache.tiers import LocalHostTier
 from tests.storage_help import MIB, open_store, storage_layout
@@ -52,6 +53,7 @@ class Engine:
         *,
         policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
         verify: Verify = Verify.STORAGE,
+        **changes: Any,
     ) -> None:
         self.now = 0.0
         storage = StorageTierSettings(
@@ -62,11 +64,8 @@ class Engine:
             prefetch_timeout=1.0,
             retry_after=0.0,
         )
-        cache = CacheSettings(
-            device_blocks=30,
-            host_memory=HOST_BLOCKS * (LAYOUT.record_bytes + 128),
-            write_policy=WritePolicy.WRITE_THROUGH,
-        )
+        options = {"device_blocks": 30, "write_policy": WritePolicy.WRITE_THROUGH} | changes
+        cache = CacheSettings(host_memory=HOST_BLOCKS * (LAYOUT.record_bytes + 128), **options)
         self.manager = CacheManager(cache, LAYOUT, storage=storage, clock=lambda: self.now)
         self.controller = CacheController(TransferSettings(verify=verify), LAYOUT)
         self.tensors = self.controller.initialize_kv_cache(30)
@@ -176,6 +175,33 @@ def test_a_cold_process_gets_its_blocks_from_storage_with_their_bytes(engine: En
     assert (match.num_device_blocks, match.num_storage_blocks) == (8, 0)
 
 
+def test_figures_of_an_engine_with_storage_of_its_own(engine: Engine) -> None:
+    engine.store.gate.clear()
+    request = Request("r", tokens_of(1, 8))
+    engine.manager.prefetch([request])
+    engine.send()
+    stats = engine.manager.get_stats()
+    assert (stats.reading_blocks, stats.storing_blocks, stats.queued_stores) == (8, 0, 0)
+    engine.store.gate.set()
+    engine.settle()
+    engine.manager.request_finish([request])
+    engine.run("other", tokens_of(2, 3))
+    stats = engine.manager.get_stats()
+    assert (stats.reading_blocks, stats.storing_blocks) == (0, 0)
+    read, written = (
+        stats.traffic.copied[way] for way in (Direction.STORAGE_TO_HOST, Direction.HOST_TO_STORAGE)
+    )
+    assert (read.bytes, written.bytes) == (8 * LAYOUT.record_bytes, 3 * LAYOUT.record_bytes)
+    assert read.durations.total > 0
+    assert written.durations.total > 0
+    rank = engine.controller.storage_stats()
+    assert rank is not None
+    assert (rank.state, rank.error) == (StorageState.READY, None)
+    assert (rank.hits, rank.stored, rank.blocks_found_on_start) == (8, 3, 8)
+    assert (rank.read_bytes, rank.written_bytes) == (read.bytes, written.bytes)
+    assert (rank.misses, rank.corrupt, rank.errors, rank.timeouts, rank.peer_gone) == (0, 0, 0, 0, 0)
+
+
 def test_prefetch_at_arrival_needs_no_wait_at_the_match(engine: Engine) -> None:
     request = Request("early", tokens_of(1, 8))
     engine.manager.prefetch([request])
@@ -283,6 +309,18 @@ def test_a_read_begins_where_the_host_ends_though_the_device_has_more(engine: En
     assert engine.manager._host.stats().ready == 8
 
 
+def test_a_reuse_grid_cuts_a_run_whose_tail_came_from_storage(stored: Path) -> None:
+    engine = Engine(stored, reuse_grid=3 * BLOCK)
+    short = Request("short", tokens_of(1, 2))
+    engine.manager.prefetch([short])
+    engine.settle()
+    engine.manager.request_finish([short])
+    match = engine.run("long", tokens_of(1, 8))
+    assert (match.num_host_blocks, match.num_storage_blocks) == (2, 4), "of eight blocks six are reused"
+    assert counters(engine).storage_hit_tokens == 4 * BLOCK
+    engine.close()
+
+
 def test_a_reset_forgets_the_files_too(engine: Engine) -> None:
     assert engine.manager.reset_cache() == 8
     engine.settle()
@@ -303,6 +341,53 @@ def test_nothing_is_read_or_written_before_the_files_are_taken_up(stored: Path) 
     engine.manager._host.reset()  # type: ignore[union-attr]
     engine.manager._device.reset()
     assert engine.run("seeing", tokens_of(1, 8)).num_storage_blocks == 8
+    engine.close()
+
+
+def test_a_reset_that_a_lost_rank_may_not_have_heard_of_holds(stored: Path) -> None:
+    engine = Engine(stored)
+    engine.manager.reset_cache()
+    engine.manager.worker_lost(0)
+    assert engine.manager.restore_storage([engine.store.scan()]) == 0, "what was forgotten stays so"
+    engine.settle()
+    assert engine.run("new", tokens_of(2, 3)).num_cached_tokens == 0
+    engine.manager.worker_lost(0)
+    assert engine.manager.restore_storage([engine.store.scan()]) == 3, "the file was emptied, then written"
+    engine.close()
+
+
+def test_a_read_that_is_overdue_holds_nobody_up(engine: Engine) -> None:
+    engine.store.gate.clear()
+    first, second = Request("first", tokens_of(1, 8)), Request("second", tokens_of(1, 8))
+    assert engine.match(first).status is MatchStatus.DEFERRED
+    engine.send()
+    engine.now = 1000.0
+    engine.manager.expire()
+    for request in (first, second):
+        match = engine.match(request)
+        assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
+    host = engine.manager.get_stats().host
+    assert host is not None
+    assert host.holds == 8, "the slots are the read's until it ends"
+    engine.store.gate.set()
+    engine.settle()
+    engine.manager.request_finish([first, second])
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_a_block_is_somewhere_or_counted_as_dropped(tmp_path: Path, policy: WritePolicy) -> None:
+    engine = Engine(tmp_path, write_policy=policy, clean_reserve=1, write_through_threshold=1)
+    for first in range(1, 16):
+        engine.run(f"r{first}", tokens_of(first, 8))
+    paths = [Request(f"look{first}", tokens_of(first, 8)) for first in range(1, 16)]
+    found = [
+        {node.hash_value for tier in engine.manager.find_blocks(path).values() for node in tier}
+        for path in paths
+    ]
+    lost = 15 * 8 - sum(map(len, found))
+    assert counters(engine).backups_dropped == 0
+    assert counters(engine).stores_dropped == lost
+    assert (lost > 0) == (policy is WritePolicy.WRITE_BACK), "what one copy can store ahead is not enough"
     engine.close()
 
 

@@ -18,6 +18,7 @@ from fdcache.controller.shared_arena import SharedHostArena
 from fdcache.devices.cpu import CpuDevice
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, MatchStatus, Request
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport, TransferResult
+from tests.property.disk_model import Disk
 
 BLOCK = 4
 Prefix = tuple[int, ...]
@@ -65,6 +66,7 @@ class Rank:
         self.arena = arena
         self.device: MutableMapping[int, Prefix] = {}
         self.host: dict[int, tuple[int, Prefix]] = {}
+        self.disk = Disk()
         self.queue: deque[TransferPlan | Step] = deque()
 
     def execute_next(self, fails: frozenset[int]) -> list[TransferReport]:
@@ -73,7 +75,11 @@ class Rank:
         if isinstance(work, Step):
             self.compute(work)
             return []
-        return [self._copy(work, fails)]
+        return [self._copy(work, fails), *self.disk.submit(self.index, work)]
+
+    def execute_storage(self, purpose: SwapPurpose, fails: frozenset[int]) -> list[TransferReport]:
+        """Carry out the oldest read from storage, or the oldest write to it."""
+        return self.disk.execute_next(self.index, purpose, self.host, fails)
 
     def close(self) -> None:
         """The process ends."""
@@ -207,6 +213,9 @@ class Engine:
     def execute(self, rank: Rank, fails: frozenset[int]) -> None:
         self.reports += rank.execute_next(fails)
 
+    def execute_storage(self, rank: Rank, purpose: SwapPurpose, fails: frozenset[int]) -> None:
+        self.reports += rank.execute_storage(purpose, fails)
+
     def deliver(self, index: int) -> None:
         self.handle(self.manager.apply([self.reports.pop(index % len(self.reports))]))
 
@@ -248,6 +257,7 @@ class Engine:
         outcomes = self.manager.worker_lost(rank.index)
         rank.close()
         self.ranks[rank.index] = self._make_rank(self.manager, rank.index)
+        self.ranks[rank.index].disk = Disk(rank.disk.slots)
         if rank.arena is not None:
             self.ranks[rank.index].host = rank.host  # a service's memory outlives its workers
         self.reports = [report for report in self.reports if report.rank != rank.index]
@@ -262,6 +272,9 @@ class Engine:
         for rank in self.ranks:
             while rank.queue:
                 self.execute(rank, frozenset())
+            while rank.disk.is_busy:
+                for purpose in (SwapPurpose.STORE, SwapPurpose.PREFETCH):
+                    self.execute_storage(rank, purpose, frozenset())
         while self.reports:
             self.deliver(0)
         for _ in range(len(self.steps)):

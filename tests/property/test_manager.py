@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,7 +23,7 @@ from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from tests.property.engine_model import BLOCK, Engine, Job, Rank, model_rank
 
-_prompts = st.builds(
+PROMPTS = st.builds(
     lambda blocks, tail: tuple(token for block in blocks for token in [block] * BLOCK) + tuple(tail),
     st.lists(st.integers(0, 1), max_size=5),
     st.lists(st.integers(0, 1), min_size=1, max_size=BLOCK),
@@ -49,7 +50,10 @@ class ManagerMachine(RuleBasedStateMachine):
         threshold=st.integers(1, 3),
         clean_reserve=st.integers(0, 3),
     )
-    def start(
+    def start(self, **shape: Any) -> None:
+        self.begin(**shape)
+
+    def begin(
         self,
         ranks: int,
         device_blocks: int,
@@ -80,8 +84,13 @@ class ManagerMachine(RuleBasedStateMachine):
             plan_timeout=5.0,
             event_buffer=1000,
         )
-        manager = CacheManager(cache, layout, clock=lambda: self.now)
-        self.engine = Engine(manager, ranks, self.make_rank)
+        self.engine = Engine(self.make_manager(cache, layout), ranks, self.make_rank)
+
+    def make_manager(self, cache: CacheSettings, layout: KVLayout) -> CacheManager:
+        return CacheManager(cache, layout, clock=lambda: self.now)
+
+    def work_elsewhere(self, data: st.DataObject) -> None:
+        """What goes on beside the ranks in a stretch of normal traffic."""
 
     def job(self, pick: int) -> Job:
         return self.engine.jobs[pick % len(self.engine.jobs)]
@@ -92,12 +101,13 @@ class ManagerMachine(RuleBasedStateMachine):
         engine = self.engine
         for _ in range(rounds):
             while len(engine.jobs) < 3:
-                engine.submit(data.draw(_prompts))
+                engine.submit(data.draw(PROMPTS))
             engine.schedule(engine.jobs, 16)
             for rank in engine.ranks[: 1 if ahead else 2]:
                 fails = data.draw(_fails)
                 while rank.queue:
                     engine.execute(rank, fails)
+            self.work_elsewhere(data)
             while engine.reports and not ahead:
                 engine.deliver(0)
             for _ in range(len(engine.steps)):
@@ -107,7 +117,7 @@ class ManagerMachine(RuleBasedStateMachine):
                     engine.finish(job)
 
     @precondition(lambda self: len(self.engine.jobs) < 6)
-    @rule(tokens=_prompts, use_cache=st.sampled_from([True, True, True, False]))
+    @rule(tokens=PROMPTS, use_cache=st.sampled_from([True, True, True, False]))
     def submit(self, tokens: tuple[int, ...], use_cache: bool) -> None:
         self.engine.submit(tokens, use_cache)
 
@@ -184,14 +194,18 @@ class ManagerMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.manager.check_integrity()
 
+    def come_to_rest(self) -> None:
+        """Nothing is left to copy."""
+        self.engine.schedule([], 1)
+        self.engine.drain()
+
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
         engine = self.engine
         for job in list(engine.jobs):
             engine.finish(job)
-        engine.schedule([], 1)
-        engine.drain()
+        self.come_to_rest()
         stats = engine.manager.get_stats()
         assert stats.live_requests == stats.plans_in_flight == 0
         for tier in (stats.device, stats.host):

@@ -1,0 +1,176 @@
+"""A model of one rank's storage: a file of slots, and the queues of reads and writes that use it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import MutableMapping, Set
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fdcache.metadata import (
+    CacheSwapMetadata,
+    StorageScan,
+    StorageTask,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+    TransferResult,
+)
+
+Prefix = tuple[int, ...]
+HostBlocks = MutableMapping[int, tuple[int, Prefix]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One slot of the file; ``rotten``: its bytes are not those that its checksum is of."""
+
+    generation: int
+    block: bytes
+    parent: bytes
+    value: Prefix
+    rotten: bool = False
+
+
+class Disk:
+    """What a rank has stored outlives it; what is queued goes with it."""
+
+    def __init__(self, slots: dict[int, Stored] | None = None) -> None:
+        self.slots: dict[int, Stored] = {} if slots is None else slots
+        self._queues: dict[SwapPurpose, deque[StorageTask | None]] = {
+            SwapPurpose.STORE: deque(),
+            SwapPurpose.PREFETCH: deque(),
+        }
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is queued."""
+        return any(self._queues.values())
+
+    def submit(self, rank: int, plan: TransferPlan) -> list[TransferReport]:
+        """Queue what a plan wants of the storage; returns the reports of what it takes back."""
+        reports = [
+            _report(rank, task, set(range(len(task.swap))))
+            for task in self._queues[SwapPurpose.PREFETCH]
+            if task is not None and task.plan_id in plan.cancelled
+        ]
+        left = [
+            task
+            for task in self._queues[SwapPurpose.PREFETCH]
+            if task is None or task.plan_id not in plan.cancelled
+        ]
+        self._queues[SwapPurpose.PREFETCH] = deque(left)
+        if plan.clear_storage:
+            self._queues[SwapPurpose.STORE].append(None)
+        for task in plan.storage:
+            self._queues[task.swap.purpose].append(task)
+        return reports
+
+    def execute_next(
+        self, rank: int, purpose: SwapPurpose, host: HostBlocks, fails: frozenset[int]
+    ) -> list[TransferReport]:
+        """Carry out the oldest task of one direction; the positions ``fails`` (modulo the size) fail."""
+        if not self._queues[purpose]:
+            return []
+        task = self._queues[purpose].popleft()
+        if task is None:
+            self.slots.clear()
+            return []
+        failed = {position % len(task.swap) for position in fails}
+        move = self._write if purpose is SwapPurpose.STORE else self._read
+        lost: set[int] = set()
+        corrupt: set[int] = set()
+        for i in range(len(task.swap)):
+            move(task.swap, i, host, failed, lost, corrupt)
+        return [_report(rank, task, failed | lost | corrupt, lost, corrupt)]
+
+    def _write(
+        self,
+        swap: CacheSwapMetadata,
+        i: int,
+        host: HostBlocks,
+        failed: set[int],
+        lost: set[int],
+        corrupt: set[int],
+    ) -> None:
+        slot = int(swap.dst_block_ids[i])
+        self.slots.pop(slot, None)
+        generation, value = host.get(int(swap.src_block_ids[i]), (-1, ()))
+        assert generation == int(swap.src_generations[i]), "a record is stored that nothing holds any more"
+        assert -1 not in value, "garbage is stored"
+        if i not in failed:
+            self.slots[slot] = Stored(
+                int(swap.dst_generations[i]),
+                swap.hash_values[i].tobytes(),
+                swap.parent_hashes[i].tobytes(),
+                value,
+            )
+
+    def _read(
+        self,
+        swap: CacheSwapMetadata,
+        i: int,
+        host: HostBlocks,
+        failed: set[int],
+        lost: set[int],
+        corrupt: set[int],
+    ) -> None:
+        slot, generation = int(swap.dst_block_ids[i]), int(swap.dst_generations[i])
+        host[slot] = (generation, (-1,))
+        if i in failed:
+            return
+        stored = self.slots.get(int(swap.src_block_ids[i]))
+        wanted = (int(swap.src_generations[i]), swap.hash_values[i].tobytes())
+        if stored is None or (stored.generation, stored.block) != wanted:
+            lost.add(i)
+        elif stored.rotten:
+            corrupt.add(i)
+            del self.slots[int(swap.src_block_ids[i])]
+        else:
+            host[slot] = (generation, stored.value)
+
+    def rot(self, pick: int) -> None:
+        """The bytes of a stored block change."""
+        if self.slots:
+            slot = sorted(self.slots)[pick % len(self.slots)]
+            self.slots[slot] = replace(self.slots[slot], rotten=True)
+
+    def scan(self, rank: int, capacity: int) -> StorageScan:
+        """What the headers say; of the bytes they know nothing."""
+        slots = sorted(self.slots)
+        found = [self.slots[slot] for slot in slots]
+        return StorageScan(
+            rank=rank,
+            capacity=capacity,
+            slots=np.array(slots, np.int32),
+            generations=np.array([each.generation for each in found], np.uint32),
+            hashes=_rows([each.block for each in found]),
+            parents=_rows([each.parent for each in found]),
+            checksums=np.zeros(len(slots), np.uint64),
+            written_ms=np.arange(len(slots), dtype=np.uint64),
+        )
+
+
+def _rows(blocks: list[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    return np.frombuffer(b"".join(blocks), np.uint8).reshape(len(blocks), 32)
+
+
+def _report(
+    rank: int,
+    task: StorageTask,
+    failed: set[int],
+    lost: Set[int] = frozenset(),
+    corrupt: Set[int] = frozenset(),
+) -> TransferReport:
+    result = TransferResult(
+        purpose=task.swap.purpose,
+        failed=np.array(sorted(failed), np.int32),
+        checksums=np.empty(0, np.uint64),
+        copied_bytes=0,
+        seconds=0.0,
+        error_message="injected" if failed else None,
+        lost=np.array(sorted(lost), np.int32),
+        corrupt=np.array(sorted(corrupt), np.int32),
+    )
+    return TransferReport(plan_id=task.plan_id, rank=rank, results=(result,))
