@@ -48,6 +48,9 @@ class ManagerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(WritePolicy),
         threshold=st.integers(1, 3),
         clean_reserve=st.integers(0, 3),
+        grid=st.sampled_from([1, 1, 2, 3]),
+        lookahead=st.sampled_from([0, 0, 1]),
+        defer_timeout=st.sampled_from([2.0, 2.0, 0.0]),
     )
     def start(
         self,
@@ -57,6 +60,9 @@ class ManagerMachine(RuleBasedStateMachine):
         policy: WritePolicy,
         threshold: int,
         clean_reserve: int,
+        grid: int,
+        lookahead: int,
+        defer_timeout: float,
     ) -> None:
         layout = KVLayout.uniform(
             model="model",
@@ -76,12 +82,15 @@ class ManagerMachine(RuleBasedStateMachine):
             write_policy=policy,
             write_through_threshold=threshold,
             clean_reserve=clean_reserve,
-            defer_timeout=2.0,
+            reuse_grid=grid * BLOCK,
+            lookahead_tokens=lookahead,
+            defer_timeout=defer_timeout,
             plan_timeout=5.0,
             event_buffer=1000,
         )
         manager = CacheManager(cache, layout, clock=lambda: self.now)
         self.engine = Engine(manager, ranks, self.make_rank)
+        self.engine.grid = grid
 
     def job(self, pick: int) -> Job:
         return self.engine.jobs[pick % len(self.engine.jobs)]
