@@ -1,9 +1,10 @@
 """A small continuous-batching engine on Paddle whose paged KV cache is managed by fdcache.
 
-Read it in this order: ``config`` (sizes), ``model`` (the transformer), ``paged_kv`` (keys and values in fdcache's
-device planes), ``worker`` (one rank: everything that fdcache's worker side is told), ``kv_cache`` (everything that
-its scheduler side is told), ``engine`` (the scheduler's loop over each ``task``), ``drafting``
-(the draft layer), ``ranks`` (tensor parallelism), ``__main__`` (the demo).
+Read it in this order: ``config`` (sizes), ``model`` (the transformer), ``batch`` (the rows it computes), ``paged_kv``
+(keys and values in fdcache's device planes), ``worker`` (one rank: everything that fdcache's worker side is told),
+``kv_cache`` (everything that its scheduler side is told), ``engine`` (the scheduler's loop over each ``task``). Beside
+it stand ``sampling``, ``drafting`` (the draft layer) and ``ranks`` (tensor parallelism). The demo is ``__main__``,
+``workload``, ``baseline`` (no cache) and ``comparison`` (the report).
 """
 
 import os

@@ -8,14 +8,17 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from examples.paddle_engine.baseline import FreshBlocks
 from examples.paddle_engine.comparison import Agreement, Run, plot, show
 from examples.paddle_engine.config import EngineConfig, ModelConfig
-from examples.paddle_engine.engine import Engine
-from examples.paddle_engine.kv_cache import FdcacheBlocks, FreshBlocks, KVCache, Prompt
+from examples.paddle_engine.engine import Engine, KVCache
+from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
 from examples.paddle_engine.ranks import RankProcesses
 from examples.paddle_engine.worker import Worker
 from examples.paddle_engine.workload import Traffic
 from fdcache import WritePolicy
+from fdcache.client.tool import Client
+from fdcache.errors import FdcacheError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,23 @@ class Demo:
     model: ModelConfig
     engine: EngineConfig
     traffic: Traffic
+
+    def check(self) -> None:
+        """Raise ``ValueError`` or an ``FdcacheError`` for what cannot be served; no memory is taken yet."""
+        self.model.layout(self.engine.block_size, self.engine.ranks)
+        longest, room = self.traffic.longest, self.engine.device_blocks * self.engine.block_size
+        if longest > self.model.max_positions:
+            raise ValueError(
+                f"max_positions: {self.model.max_positions} are too few for a prompt and answer of {longest} tokens; "
+                "raise it, or scale"
+            )
+        if max(longest, self.engine.step_tokens + 4) > room:
+            raise ValueError(
+                f"device_blocks: they hold {room} tokens, a prompt and answer have {longest}; raise it"
+            )
+        if self.engine.server:
+            with Client(self.engine.server) as service:
+                service.ask("clients")
 
     def run(self, cache: KVCache, reference: Run | None = None) -> Run:
         """Serve the traffic; later turns quote the answers of ``reference``, so that both runs see equal prompts."""
@@ -46,24 +66,31 @@ class Demo:
         return Run(tasks, seconds)
 
 
+def _count(text: str) -> int:
+    """A number of things."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
     """The demo that the flags describe, and where its plot goes. Exits with status 2 when they make no sense."""
     parser = argparse.ArgumentParser(prog="python -m examples.paddle_engine", description=__doc__)
     add, usual = parser.add_argument, EngineConfig()
     add("--workload", default="chat", choices=["chat", "agent", "rag", "unique"])
-    add("--requests", type=int, default=40)
-    add("--users", type=int, default=4, help="requests served at a time")
-    add("--scale", type=int, default=2, help="by how much the workload's prompts are shortened")
-    add("--answer-scale", type=int, default=16, help="by how much its answers are")
+    add("--requests", type=_count, default=40)
+    add("--users", type=_count, default=4, help="requests served at a time")
+    add("--scale", type=_count, default=2, help="by how much the workload's prompts are shortened")
+    add("--answer-scale", type=_count, default=16, help="by how much its answers are")
     add("--temperature", type=float, default=0.0, help="above 0: seeded sampling")
     add("--ordinary", action="store_true", help="ordinary instead of deterministic mode")
     add("--plot", type=Path, metavar="FILE")
     for field in fields(ModelConfig):  # --layers, --latent-dim, --kv-dtype, --seed, ...
         add(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    add("--device-blocks", type=int, default=200)
-    add("--host-blocks", type=int, default=800)
-    add("--block-size", type=int, default=usual.block_size)
-    add("--ranks", type=int, default=1, help="tensor-parallel ranks, each a process")
+    add("--device-blocks", type=_count, default=200)
+    add("--host-blocks", type=_count, default=800)
+    add("--block-size", type=_count, default=usual.block_size)
+    add("--ranks", type=_count, default=1, help="tensor-parallel ranks, each a process")
     add("--write-policy", default=usual.write_policy, choices=list(map(str, WritePolicy)))
     add("--storage", type=Path, metavar="DIR", help="a folder that keeps blocks from run to run")
     add("--server", metavar="ADDRESS", help="a running `fdcache serve`, whose host tier is used")
@@ -80,23 +107,36 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
             EngineConfig(**engine),
             Traffic.generate(flags["workload"], flags["requests"], **traffic),
         )
-        demo.model.layout(demo.engine.block_size, demo.engine.ranks)
-    except ValueError as error:
+        demo.check()
+    except (ValueError, FdcacheError) as error:
         parser.error(str(error))
     return demo, flags["plot"]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; 1 if one token differs."""
+    """Run the demo; 1 if one token differs, or if it cannot be run to its end."""
     demo, path = parse(arguments)
+    try:
+        return compare(demo, path)
+    except FdcacheError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def compare(demo: Demo, path: Path | None) -> int:
+    """Serve twice and show both; 1 if one token differs."""
+    cache = FdcacheBlocks(demo.model, demo.engine)  # first, so that settings it refuses are known at once
     without = demo.run(FreshBlocks(demo.engine))
-    cache = FdcacheBlocks(demo.model, demo.engine)
     with_cache = demo.run(cache, reference=without)
     counters = cache.manager.get_stats().counters
     agreement = Agreement.of(without, with_cache, exact=demo.engine.grid > 0)
     show(without, with_cache, counters, agreement)
     if path:
-        plot(without, with_cache, counters, path)
+        try:
+            plot(without, with_cache, counters, path)
+        except (OSError, ValueError) as error:
+            print(f"error: --plot: {error}", file=sys.stderr)
+            return 1
     return 1 if agreement.differences else 0
 
 

@@ -1,9 +1,9 @@
-"""What one forward pass computes: rows of tokens, where their KV goes, and which blocks each row may read."""
+"""What one forward pass computes: rows of tokens, where their KV goes, and which blocks they may read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import paddle
@@ -39,12 +39,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows [first, last) of a batch that one sequence has, and what they attend to.
+    """The rows [first, last) of one sequence; they attend to its ``blocks`` under ``mask``: (rows, keys), 0 or -inf."""
 
-    ``blocks``: the blocks of its tokens so far, in order. ``mask``: (rows, keys), 0 or -infinity.
-    """
-
-    chunk: int
     first: int
     last: int
     blocks: Tensor
@@ -53,101 +49,81 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows computed together. ``valid`` rows have a token, the others are padding; chunk ``owner[i]`` has token
-    ``column[i]`` in row ``valid[i]``, whose KV goes to ``slots[i]``.
+    """Rows computed together. The others are padding: row ``rows[i]`` has the token with index ``source[i]`` in all the
+    step's chunks, and its KV goes to ``slots[i]``.
     """
 
     tokens: Tensor
     positions: Tensor
     spans: tuple[Span, ...]
-    valid: NDArray[np.int64]
-    owner: NDArray[np.int64]
-    column: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    images: tuple[tuple[MultimodalItem, NDArray[np.int64]], ...] = ()
+    rows: NDArray[np.int64]
+    source: NDArray[np.int64]
+    slots: Tensor
+    images: tuple[tuple[MultimodalItem, Tensor], ...]
 
-    def narrow(self, lengths: Sequence[int]) -> Batch:
-        """The same rows, of which only the first ``lengths[i]`` tokens of chunk i are valid."""
-        keep = self.column < np.asarray(lengths, np.int64)[self.owner]
-        return replace(
-            self,
-            valid=self.valid[keep],
-            owner=self.owner[keep],
-            column=self.column[keep],
-            slots=self.slots[keep],
-        )
+    def lay_out(self, values: NDArray[np.int64]) -> Tensor:
+        """One value for each row, given one for each token of the step; 0 where there is padding."""
+        laid = np.zeros(self.tokens.shape[0], np.int64)
+        laid[self.rows] = values[self.source]
+        return paddle.to_tensor(laid)
 
 
 def make_batches(chunks: Sequence[Chunk], block_size: int, grid: int, split_kv: int) -> list[Batch]:
     """Ordinary mode: one batch of all rows. Deterministic mode: one batch per chunk and cell of the grid."""
+    firsts = np.cumsum([0, *(len(chunk.tokens) for chunk in chunks)])
+    numbered = list(zip(chunks, firsts.tolist(), strict=False))
     if not grid:
-        pieces = [(number, chunk.start, chunk.stop) for number, chunk in enumerate(chunks)]
-        return [_make(chunks, pieces, block_size, 0, split_kv)] if pieces else []
-    return [
-        _make(
-            chunks,
-            [(number, max(chunk.start, cell), min(chunk.stop, cell + grid))],
-            block_size,
-            grid,
-            split_kv,
-        )
-        for number, chunk in enumerate(chunks)
-        for cell in range(chunk.start // grid * grid, chunk.stop, grid)
-    ]
+        pieces = [[(chunk, first, chunk.start, chunk.stop) for chunk, first in numbered]] if chunks else []
+    else:
+        pieces = [
+            [(chunk, first, cell, cell + grid)]
+            for chunk, first in numbered
+            for cell in range(chunk.start // grid * grid, chunk.stop, grid)
+        ]
+    return [_make(each, block_size, split_kv) for each in pieces]
 
 
-def _make(
-    chunks: Sequence[Chunk], pieces: Sequence[tuple[int, int, int]], block_size: int, grid: int, split_kv: int
-) -> Batch:
-    """Pieces are (chunk number, first position, one past the last)."""
-    positions: list[NDArray[np.int64]] = []
-    tokens: list[NDArray[np.int64]] = []
-    spans, images, valid, owner, column, slots = [], [], [], [], [], []
+def _make(pieces: Sequence[tuple[Chunk, int, int, int]], block_size: int, split_kv: int) -> Batch:
+    """Pieces are (chunk, index of its first token in the step, first position, one past the last)."""
+    tokens, positions, rows, source, slots = [], [], [], [], []
+    spans, images = [], []
     row = 0
-    for number, start, stop in pieces:
-        chunk = chunks[number]
-        cell, end = (start // grid * grid, start // grid * grid + grid) if grid else (start, stop)
-        own = np.zeros(end - cell, np.int64)
-        own[start - cell : stop - cell] = chunk.tokens[start - chunk.start : stop - chunk.start]
-        places = np.arange(start, stop)
-        at = np.arange(cell, end)
-        rows = row + places - cell
-        keys = -(-end // split_kv) * split_kv
-        blocks = np.resize(chunk.block_table[: -(-stop // block_size)], -(-keys // block_size)).astype(
-            np.int64
+    for chunk, first, start, stop in pieces:
+        at = np.arange(start, stop)
+        valid = (at >= chunk.start) & (at < chunk.stop)
+        places = at[valid]
+        table = chunk.block_table.astype(np.int64)
+        keys = -(-stop // split_kv) * split_kv
+        blocks = np.resize(table[: places[-1] // block_size + 1], -(-keys // block_size))
+        mask = np.where(
+            at[:, None] >= np.arange(len(blocks) * block_size), np.float32(0), np.float32(-np.inf)
         )
-        visible = at[:, None] >= np.arange(len(blocks) * block_size)[None, :]
-        mask = np.where(visible, np.float32(0), np.float32(-np.inf))
-        spans.append(Span(number, row, row + len(own), paddle.to_tensor(blocks), paddle.to_tensor(mask)))
+        spans.append(Span(row, row + len(at), paddle.to_tensor(blocks), paddle.to_tensor(mask)))
         for item in chunk.images:
-            inside = rows[(places >= item.offset) & (places < item.offset + item.length)]
-            images.extend([(item, inside)] if len(inside) else [])
-        tokens.append(own)
+            seen = row + np.flatnonzero(valid & (at >= item.offset) & (at < item.offset + item.length))
+            images.extend([(item, paddle.to_tensor(seen))] if len(seen) else [])
+        tokens.append(np.where(valid, chunk.tokens[np.clip(at - chunk.start, 0, len(chunk.tokens) - 1)], 0))
         positions.append(at)
-        valid.append(rows)
-        owner.append(np.full(len(places), number))
-        column.append(places - chunk.start)
-        slots.append(
-            chunk.block_table[places // block_size].astype(np.int64) * block_size + places % block_size
-        )
-        row += len(own)
+        rows.append(row + np.flatnonzero(valid))
+        source.append(first + places - chunk.start)
+        slots.append(table[places // block_size] * block_size + places % block_size)
+        row += len(at)
     return Batch(
         tokens=paddle.to_tensor(np.concatenate(tokens)),
         positions=paddle.to_tensor(np.concatenate(positions)),
         spans=tuple(spans),
-        valid=np.concatenate(valid),
-        owner=np.concatenate(owner),
-        column=np.concatenate(column),
-        slots=np.concatenate(slots),
+        rows=np.concatenate(rows),
+        source=np.concatenate(source),
+        slots=paddle.to_tensor(np.concatenate(slots)),
         images=tuple(images),
     )
 
 
-def find_row(number: int, column: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> Tensor:
-    """The hidden state (1, hidden) of one token of a chunk."""
+def find_row(token: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> Tensor:
+    """The hidden state (1, hidden) of the step's token with this index."""
     for batch, states in zip(batches, hidden, strict=True):
-        at = np.flatnonzero((batch.owner == number) & (batch.column == column))
+        at = np.flatnonzero(batch.source == token)
         if len(at):
-            row = int(batch.valid[at[0]])
+            row = int(batch.rows[at[0]])
             return states[row : row + 1]
-    raise IndexError(f"token {column} of chunk {number} was not computed")
+    raise IndexError(f"token {token} of the step was not computed")

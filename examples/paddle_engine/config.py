@@ -34,6 +34,12 @@ class ModelConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
+        for name in ("rope_dim",) if self.latent_dim else ("head_dim",):
+            if getattr(self, name) % 2:
+                raise ValueError(f"{name}: {getattr(self, name)} is odd, and rotation takes pairs")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads: {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.draft_layers not in (0, 1):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import paddle
 from paddle import Tensor
 
 from examples.paddle_engine.batch import Batch, Chunk, find_row
@@ -23,27 +22,21 @@ def propose(
     accepted: Sequence[tuple[Sample, ...]],
     wait_for_layer: Callable[[int], None],
 ) -> list[int | None]:
-    """Run the draft layer over the rows that count. It is fed each row's hidden state and the token after it; the last
-    row of a sampled chunk proposes.
+    """A draft for each chunk that was sampled. The draft layer is fed each row's hidden state and the token after it;
+    what it makes of rejected tokens is written over by the next step, as in the layers below.
     """
-    follows = []
+    follows, last, end = [], [], 0
     for chunk, samples in zip(chunks, accepted, strict=True):
-        new = [each.token for each in samples] if samples else [chunk.next_token]
-        follows.append(
-            np.array([*chunk.tokens[1 : chunk.sample_from + 1], *new][: len(chunk.tokens)], np.int64)
-        )
-    narrowed = [batch.narrow([len(each) for each in follows]) for batch in batches]
-    drafted = []
-    for batch, states in zip(narrowed, hidden, strict=True):
-        tokens = np.zeros(states.shape[0], np.int64)
-        for row, owner, column in zip(batch.valid, batch.owner, batch.column, strict=True):
-            tokens[row] = follows[owner][column]
-        if len(batch.valid):
-            states = model.draft(batch, states, paddle.to_tensor(tokens), kv, wait_for_layer)  # noqa: PLW2901
-        drafted.append(states)
+        follow = np.append(chunk.tokens[1:], chunk.next_token)
+        follow[chunk.sample_from : chunk.sample_from + len(samples)] = [each.token for each in samples]
+        follows.append(follow)
+        last.append(end + chunk.sample_from + len(samples) - 1)
+        end += len(follow)
+    drafted = [
+        model.draft(batch, states, batch.lay_out(np.concatenate(follows)), kv, wait_for_layer)
+        for batch, states in zip(batches, hidden, strict=True)
+    ]
     return [
-        int(model.logits(find_row(number, len(follows[number]) - 1, narrowed, drafted)).argmax())
-        if samples
-        else None
-        for number, samples in enumerate(accepted)
+        int(model.logits(find_row(token, batches, drafted)).argmax()) if samples else None
+        for token, samples in zip(last, accepted, strict=True)
     ]

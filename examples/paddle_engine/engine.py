@@ -8,12 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from examples.paddle_engine.baseline import FreshBlocks
 from examples.paddle_engine.batch import Chunk
 from examples.paddle_engine.config import EngineConfig
-from examples.paddle_engine.kv_cache import KVCache, Prompt
+from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
 from examples.paddle_engine.task import Task
 from examples.paddle_engine.worker import ChunkResult, StepResult
 from fdcache import LoadOutcome, LoadStatus, TransferPlan
+
+KVCache = FdcacheBlocks | FreshBlocks
+
+
+class TooLargeError(Exception):
+    """A sequence that the blocks of the engine cannot hold."""
 
 
 class Ranks(Protocol):
@@ -36,7 +43,7 @@ class Engine:
         self.loads_failed = 0
 
     def submit(self, prompt: Prompt) -> Task:
-        """Queue a prompt."""
+        """Queue a prompt. When it grows beyond all blocks that there are, ``step`` raises ``TooLargeError``."""
         task = Task(prompt, time.perf_counter())
         self.waiting.append(task)
         return task
@@ -124,7 +131,7 @@ class Engine:
             not self.running
             and -(-(len(task.tokens) + 1) // self._config.block_size) > self._config.device_blocks
         ):
-            raise RuntimeError(
+            raise TooLargeError(
                 f"{task.name} needs more than the {self._config.device_blocks} blocks there are; give the engine more"
             )
 

@@ -30,6 +30,7 @@ class Model:
         self._ranks = ranks
         self._reduce = reduce
         self._heads = config.heads // ranks
+        self._head_dim = config.latent_dim + config.rope_dim if config.latent_dim else config.head_dim
         rotary = config.rope_dim if config.latent_dim else config.head_dim
         angles = (
             np.arange(config.max_positions)[:, None] / 10000 ** (np.arange(0, rotary, 2) / rotary)[None, :]
@@ -49,25 +50,17 @@ class Model:
             return paddle.to_tensor(np.ascontiguousarray(part))
 
         def layer() -> dict[str, Tensor]:
+            query, key = self._head_dim * c.heads, self._head_dim * (1 if c.latent_dim else c.kv_heads)
+            made = {"query": _SHARPNESS * matrix(c.hidden, query, 1)}
             if c.latent_dim:
-                per_head = c.latent_dim + c.rope_dim
-                attention = {
-                    "query": _SHARPNESS * matrix(c.hidden, c.heads * per_head, 1),
-                    "key": matrix(c.hidden, per_head),
-                    "expand": matrix(c.latent_dim, c.heads * c.head_dim, 1),
-                }
+                made["key"] = matrix(c.hidden, key)
+                made["expand"] = matrix(c.latent_dim, c.heads * c.head_dim, 1)
             else:
-                attention = {
-                    "query": _SHARPNESS * matrix(c.hidden, c.heads * c.head_dim, 1),
-                    "key": matrix(c.hidden, c.kv_heads * c.head_dim, 1),
-                    "value": matrix(c.hidden, c.kv_heads * c.head_dim, 1),
-                }
-            return attention | {
-                "output": matrix(c.heads * c.head_dim, c.hidden, 0),
-                "gate": matrix(c.hidden, c.ffn, 1),
-                "up": matrix(c.hidden, c.ffn, 1),
-                "down": matrix(c.ffn, c.hidden, 0),
-            }
+                made["key"], made["value"] = (matrix(c.hidden, key, 1) for _ in range(2))
+            made["output"] = matrix(c.heads * c.head_dim, c.hidden, 0)
+            made["gate"], made["up"] = (matrix(c.hidden, c.ffn, 1) for _ in range(2))
+            made["down"] = matrix(c.ffn, c.hidden, 0)
+            return made
 
         self._embedding = paddle.to_tensor(random.standard_normal((c.vocab, c.hidden)).astype(np.float32))
         self._head = matrix(c.hidden, c.vocab)
@@ -78,7 +71,7 @@ class Model:
         """Hidden states (rows, hidden) after the main layers; ``before_layer`` returns once its KV is there."""
         x = self._embed(batch.tokens)
         for item, rows in batch.images:
-            x[paddle.to_tensor(rows)] = self._image(item.hash)
+            x[rows] = self._image(item.hash)
         for layer in range(self.config.layers):
             before_layer(layer)
             x = self._layer(layer, x, batch, kv)
@@ -115,71 +108,57 @@ class Model:
 
     def _layer(self, layer: int, x: Tensor, batch: Batch, kv: PagedKV) -> Tensor:
         weights = self._layers[layer]
-        attend = self._latent_attention if self.config.latent_dim else self._grouped_attention
-        x = x + self._reduce(attend(layer, _norm(x), batch, kv) @ weights["output"])
+        x = x + self._reduce(self._attention(layer, _norm(x), batch, kv) @ weights["output"])
         h = _norm(x)
         gated = functional.silu(h @ weights["gate"]) * (h @ weights["up"])
         return x + self._reduce(gated @ weights["down"])
 
-    def _grouped_attention(self, layer: int, h: Tensor, batch: Batch, kv: PagedKV) -> Tensor:
-        weights, dim = self._layers[layer], self.config.head_dim
-        query = self._rotate((h @ weights["query"]).reshape([h.shape[0], -1, dim]), batch.positions)
-        key = self._rotate((h @ weights["key"]).reshape([h.shape[0], -1, dim]), batch.positions)
-        value = (h @ weights["value"]).reshape([h.shape[0], -1, dim])
-        _store(layer, batch, kv, key, value)
+    def _attention(self, layer: int, h: Tensor, batch: Batch, kv: PagedKV) -> Tensor:
+        """Attention over what the cache holds once the batch's own KV is in it. Of MLA it holds one vector per token, a
+        latent that is key and value of all heads, and a rotary key.
+        """
+        weights, rows, dim = self._layers[layer], h.shape[0], self._head_dim
+        query = self._rotate((h @ weights["query"]).reshape([rows, -1, dim]), batch.positions)
+        key = self._rotate((h @ weights["key"]).reshape([rows, -1, dim]), batch.positions)
+        value = (h @ weights["value"]).reshape(key.shape) if "value" in weights else None
+        valid = paddle.to_tensor(batch.rows)
+        kv.write(
+            layer,
+            batch.slots,
+            paddle.gather(key, valid),
+            None if value is None else paddle.gather(value, valid),
+        )
         outputs = []
         for span in batch.spans:
             keys, values = kv.read(layer, span.blocks)
-            assert values is not None
-            outputs.append(_attend(query[span.first : span.last], keys, values, span, dim**-0.5))
-        return paddle.concat(outputs) if len(outputs) > 1 else outputs[0]
-
-    def _latent_attention(self, layer: int, h: Tensor, batch: Batch, kv: PagedKV) -> Tensor:
-        """The cache holds one vector per token: a latent that is key and value of all heads, and a rotary key."""
-        weights, c = self._layers[layer], self.config
-        query = (h @ weights["query"]).reshape([h.shape[0], self._heads, -1])
-        query = self._rotate_tail(query, batch.positions)
-        key = self._rotate_tail((h @ weights["key"]).unsqueeze(1), batch.positions)
-        _store(layer, batch, kv, key, None)
-        expand = weights["expand"].reshape([c.latent_dim, self._heads, c.head_dim]).transpose([1, 0, 2])
-        outputs = []
-        for span in batch.spans:
-            keys, _ = kv.read(layer, span.blocks)
-            mixed = _attend(
-                query[span.first : span.last], keys, keys[:, :, : c.latent_dim], span, query.shape[-1] ** -0.5
+            values = keys[:, :, : self.config.latent_dim] if values is None else values
+            outputs.append(_attend(query[span.first : span.last], keys, values, span))
+        mixed = paddle.concat(outputs, axis=1) if len(outputs) > 1 else outputs[0]
+        if self.config.latent_dim:
+            mixed = mixed @ weights["expand"].reshape([-1, self._heads, self.config.head_dim]).transpose(
+                [1, 0, 2]
             )
-            by_head = mixed.reshape([span.last - span.first, self._heads, c.latent_dim]).transpose([1, 0, 2])
-            outputs.append((by_head @ expand).transpose([1, 0, 2]).reshape([span.last - span.first, -1]))
-        return paddle.concat(outputs) if len(outputs) > 1 else outputs[0]
+        return mixed.transpose([1, 0, 2]).reshape([rows, -1])
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary position embedding of (rows, heads, dim)."""
+        """Rotary position embedding of (rows, heads, dim), or of the rotary part at the end of dim."""
         cos = paddle.gather(self._cos, positions).unsqueeze(1)
         sin = paddle.gather(self._sin, positions).unsqueeze(1)
-        first, second = x.chunk(2, axis=-1)
-        return paddle.concat([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-    def _rotate_tail(self, x: Tensor, positions: Tensor) -> Tensor:
-        latent = self.config.latent_dim
-        return paddle.concat([x[:, :, :latent], self._rotate(x[:, :, latent:], positions)], axis=-1)
+        plain = x.shape[-1] - 2 * cos.shape[-1]
+        first, second = x[:, :, plain:].chunk(2, axis=-1)
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        return paddle.concat([x[:, :, :plain], *turned] if plain else turned, axis=-1)
 
 
 def _norm(x: Tensor) -> Tensor:
     return x * paddle.rsqrt((x * x).mean(axis=-1, keepdim=True) + 1e-6)
 
 
-def _store(layer: int, batch: Batch, kv: PagedKV, key: Tensor, value: Tensor | None) -> None:
-    if len(batch.valid) < key.shape[0]:
-        rows = paddle.to_tensor(batch.valid)
-        key, value = paddle.gather(key, rows), None if value is None else paddle.gather(value, rows)
-    kv.write(layer, paddle.to_tensor(batch.slots), key, value)
-
-
-def _attend(query: Tensor, keys: Tensor, values: Tensor, span: Span, scale: float) -> Tensor:
-    """Attention of (rows, heads, dim) over keys and values (kv_heads, tokens, dim); (rows, heads * value dim)."""
+def _attend(query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
+    """Attention of (rows, heads, dim) over (kv_heads, tokens, dim); gives (heads, rows, value dim)."""
     rows, heads, dim = query.shape
     kv_heads = keys.shape[0]
     grouped = query.transpose([1, 0, 2]).reshape([kv_heads, heads // kv_heads, rows, dim])
-    scores = (grouped * scale).matmul(keys.unsqueeze(1), transpose_y=True) + span.mask
+    scores = (grouped * dim**-0.5).matmul(keys.unsqueeze(1), transpose_y=True) + span.mask
     mixed = functional.softmax(scores, axis=-1) @ values.unsqueeze(1)
-    return mixed.reshape([heads, rows, -1]).transpose([1, 0, 2]).reshape([rows, -1])
+    return mixed.reshape([heads, rows, -1])

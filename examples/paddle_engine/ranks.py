@@ -88,6 +88,8 @@ class RankProcesses:
         answers = [pipe.recv() for pipe in self._pipes]
         for answer in answers:
             if isinstance(answer, Exception):
+                for process in self._processes:
+                    process.kill()
                 raise answer
         return answers
 
@@ -101,11 +103,11 @@ def _serve(
     reduce: SumOverRanks,
 ) -> None:
     """A rank's process: carry out calls until the last one."""
-    worker = Worker(model, engine, host_cache, rank=rank, reduce=reduce)
-    name = ""
+    worker, name = None, ""
     while name != "shutdown":
         name, arguments = pipe.recv()
         try:
+            worker = worker or Worker(model, engine, host_cache, rank=rank, reduce=reduce)
             pipe.send(getattr(worker, name)(*arguments))
         except Exception as error:  # noqa: BLE001 (it is raised again by the caller)
             reduce.barrier.abort()

@@ -92,7 +92,7 @@ class Worker:
         batches = make_batches(chunks, engine.block_size, engine.grid, engine.split_kv)
         with paddle.no_grad():
             hidden = [self._model.forward(batch, self._kv, wait_for_layer) for batch in batches]
-            accepted = [self._accept(number, chunk, batches, hidden) for number, chunk in enumerate(chunks)]
+            accepted = self._accept(chunks, batches, hidden)
             drafts: Sequence[int | None] = [None] * len(chunks)
             if self._model.config.draft_layers:
                 drafts = propose(self._model, self._kv, chunks, batches, hidden, accepted, wait_for_layer)
@@ -126,17 +126,20 @@ class Worker:
         return tuple(self.controller.wait_reports(timeout=1.0) if wait else self.controller.poll())
 
     def _accept(
-        self, number: int, chunk: Chunk, batches: Sequence[Batch], hidden: Sequence[Tensor]
-    ) -> tuple[Sample, ...]:
-        """Sample the chunk's rows as long as the token in the next row is the one that was sampled."""
-        samples: list[Sample] = []
-        for column in range(chunk.sample_from, len(chunk.tokens)):
-            state = find_row(number, column, batches, hidden)
-            logits = self._model.logits(state)[0].numpy()
-            position = chunk.start + column + 1
-            if self.logits is not None:
-                self.logits[chunk.sequence, position] = logits
-            samples.append(sample(logits, chunk.temperature, chunk.seed, position))
-            if column + 1 < len(chunk.tokens) and chunk.tokens[column + 1] != samples[-1].token:
-                break
-        return tuple(samples)
+        self, chunks: Sequence[Chunk], batches: Sequence[Batch], hidden: Sequence[Tensor]
+    ) -> list[tuple[Sample, ...]]:
+        """Sample each chunk's rows as long as the token in the next row is the one that was sampled."""
+        accepted, first = [], 0
+        for chunk in chunks:
+            samples: list[Sample] = []
+            for column in range(chunk.sample_from, len(chunk.tokens)):
+                logits = self._model.logits(find_row(first + column, batches, hidden))[0].numpy()
+                position = chunk.start + column + 1
+                if self.logits is not None:
+                    self.logits[chunk.sequence, position] = logits
+                samples.append(sample(logits, chunk.temperature, chunk.seed, position))
+                if column + 1 < len(chunk.tokens) and chunk.tokens[column + 1] != samples[-1].token:
+                    break
+            accepted.append(tuple(samples))
+            first += len(chunk.tokens)
+        return accepted

@@ -62,10 +62,20 @@ class Traffic:
         return Prompt(
             name=f"item-{item.index}",
             tokens=tokens,
-            max_tokens=max(item.output_length // self.answer_scale, 2),
+            max_tokens=self.answer_length(item),
             temperature=self.temperature,
             seed=item.index,
         )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        answers = {item.index: [0] * self.answer_length(item) for item in self.items}
+        return max(len(self.prompt(item, answers).tokens) + self.answer_length(item) for item in self.items)
+
+    def answer_length(self, item: WorkItem) -> int:
+        """How many tokens are generated."""
+        return max(item.output_length // self.answer_scale, 2)
 
     def serve(self, engine: Engine, answers: Answers | None = None) -> list[Task]:
         """Serve all items, each turn after the one before it, and return their tasks in order.

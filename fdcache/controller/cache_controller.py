@@ -139,6 +139,15 @@ class CacheController:
         with self._lock:
             return self._storage.storage.stats() if self._storage else None
 
+    def clear_storage(self) -> int:
+        """Remove this layout's and rank's blocks from the storage, after the copies in flight; returns how many.
+
+        0 without a storage of this rank's own. Raises ``StorageError`` when that cannot be known to be done, and
+        ``TransferTimeoutError`` when copies do not end within ``drain_timeout``.
+        """
+        with self._drained(self.settings.drain_timeout):
+            return self._storage.clear() if self._storage else 0
+
     def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Any = None) -> LayerDoneCounter:
         """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now, and
         what it is given later waits for the plan's evictions. Loads beyond ``TransferSettings.loads_ahead`` begin

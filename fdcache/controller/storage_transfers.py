@@ -171,9 +171,13 @@ class StorageQueue:
             self._cancel(plan_id)
         if plan.clear_storage:
             # After the writes queued so far and before those to come.
-            self._erase(lambda: self.storage.clear(timeout=_CLEAR_SECONDS))
+            self._erase(self.clear)
         for transfer in prepared:
             self._submit(transfer)
+
+    def clear(self) -> int:
+        """Remove every block, now; returns how many. Raises ``StorageError`` when that cannot be known to be done."""
+        return self.storage.clear(timeout=_CLEAR_SECONDS)
 
     def _submit(self, transfer: StorageTransfer) -> None:
         """Queue a prepared task; one that finds the queue full fails at once."""

@@ -9,7 +9,7 @@ from typing import Any
 from fdcache.controller.cache_controller import CacheController as Controller
 from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.devices.base import Device
-from fdcache.errors import CacheNotReadyError, LayoutError, UnsupportedCallError
+from fdcache.errors import CacheNotReadyError, LayoutError
 from fdcache.integrations.fastdeploy_config import layout_from_config, num_host_blocks
 from fdcache.layout import KVLayout, Plane
 from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, TransferPlan, TransferReport
@@ -191,12 +191,12 @@ class CacheController:
         self._ready = False
 
     def free_cache(self, clear_storage: bool = False) -> None:
-        """Give up device tensors and host cache, after the copies in flight."""
+        """Give up device tensors and host cache, after the copies in flight, and with ``clear_storage`` empty this
+        rank's storage before. The manager hears of that by ``CacheManager.reset_cache``; until then it plans reads that
+        find nothing. Raises ``StorageError`` when the storage is not known to be empty; then nothing is freed.
+        """
         if clear_storage:
-            raise UnsupportedCallError(
-                "a worker does not clear storage that others' indexes name; CacheManager.reset_cache() forgets it on "
-                "all ranks"
-            )
+            self.core.clear_storage()
         self.core.free_cache()
         self._tensors.clear()
         self._ready = False

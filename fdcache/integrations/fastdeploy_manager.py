@@ -114,9 +114,10 @@ class CacheManager:
         if not served.matched:
             request._match_result = MatchedPrefix(deferred=True)
             return
+        served.blocks = result.num_device_blocks
         found = self.core.find_blocks(served.request)[CacheLevel.DEVICE]
         request._match_result = MatchedPrefix(
-            device_nodes=found[: len(served.request.block_table)],
+            device_nodes=found[: served.blocks],
             matched_host_nums=result.num_host_blocks,
             matched_storage_nums=result.num_storage_blocks,
         )
@@ -139,9 +140,10 @@ class CacheManager:
         if not served.matched:
             return []
         self._publish(served)
-        covered = (len(served.request.block_table) + num_blocks) * self.block_size
+        covered = (served.blocks + num_blocks) * self.block_size
         allocation = self.core.allocate_device_blocks([(served.request, covered)])[0]
         served.has_blocks |= allocation.ok
+        served.blocks += len(allocation.block_ids)
         served.matched = allocation.failure is not AllocationFailure.DEFERRED
         return [int(block) for block in allocation.block_ids]
 

@@ -44,11 +44,14 @@ class MatchedPrefix:
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """An engine request and the cache's view of it; ``outputs`` of its generated tokens are known to the cache."""
+    """An engine request and the cache's view of it; ``outputs`` of its generated tokens are known to the cache,
+    ``blocks`` of its block table to the engine.
+    """
 
     engine_request: Any
     request: Request
     outputs: int
+    blocks: int = 0
     has_blocks: bool = False
     matched: bool = False
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
+pytest.importorskip("paddle")
+
+from examples.paddle_engine import __main__ as demo
+from examples.paddle_engine.comparison import NEAR_TIE, Agreement, Run, show
 from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
+from examples.paddle_engine.sampling import Sample
+from examples.paddle_engine.task import Task
+from fdcache import _core
+from fdcache.manager.stats import Counters
+from tests.service_help import local_service, until
 
-demo = pytest.importorskip("examples.paddle_engine.__main__")
-
+ROOT = Path(__file__).parent.parent.parent
 
 TINY = [
     *("--requests", "6", "--scale", "12", "--vocab", "64", "--layers", "2", "--hidden", "32"),
@@ -26,8 +39,9 @@ def test_the_demo_finds_all_tokens_equal(tmp_path: Path, capsys: pytest.CaptureF
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("mode", [[], ["--ordinary"]], ids=["deterministic", "ordinary"])
 def test_the_demo_fails_when_a_token_differs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mode: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     admit = FdcacheBlocks.admit
 
@@ -36,8 +50,87 @@ def test_the_demo_fails_when_a_token_differs(
         return None if found is None else min(found + 8, len(prompt.tokens) - 1)
 
     monkeypatch.setattr(FdcacheBlocks, "admit", claim_too_much)
-    assert demo.main(TINY) == 1
+    assert demo.main([*TINY, *mode]) == 1
     assert "instead of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_what_cannot_be_run_ends_in_words(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main([*TINY, "--ranks", ranks, "--kv-heads", "2", "--storage", "/proc/none"]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_written_ends_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main([*TINY, "--requests", "1", "--plot", str(tmp_path / "none" / "plot.png")]) == 1
+    assert "error: --plot: " in capsys.readouterr().err
+
+
+def test_a_second_run_finds_on_a_service_what_the_first_one_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with local_service(tmp_path) as service:
+        flags = [*TINY, "--server", service.address]
+        assert demo.main(flags) == 0
+        assert ", 0 host," in capsys.readouterr().out
+        assert demo.main(flags) == 0
+        assert ", 0 host," not in capsys.readouterr().out
+        until(lambda: not service.ask("clients"), "both engines have said goodbye")
+
+
+def test_beside_the_sources_an_ordinary_install_is_used(tmp_path: Path) -> None:
+    """Without the finder of an editable install the checkout's fdcache, which is first in the path, has no core."""
+    installed = tmp_path / "installed"
+    shutil.copytree(ROOT / "fdcache", installed / "fdcache", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(_core.__file__, installed / "fdcache")
+    path = os.pathsep.join([str(installed), sysconfig.get_path("purelib")])
+    done = subprocess.run(
+        [sys.executable, "-S", "-W", "ignore", "-m", "examples.paddle_engine", *TINY],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "near ties: 0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("margins", "exact", "near_ties", "differences"),
+    [
+        ((NEAR_TIE / 2, NEAR_TIE / 2), False, 1, 0),
+        ((NEAR_TIE / 2, NEAR_TIE / 2), True, 0, 1),
+        ((NEAR_TIE / 2, NEAR_TIE), False, 0, 1),
+        ((NEAR_TIE, NEAR_TIE / 2), False, 0, 1),
+        ((1.0, 1.0), False, 0, 1),
+    ],
+)
+def test_only_ordinary_mode_excuses_a_token_and_only_at_a_near_tie(
+    margins: tuple[float, float],
+    exact: bool,
+    near_ties: int,
+    differences: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = []
+    for token, margin in zip((7, 8), margins, strict=True):
+        task = Task(Prompt("p", [1, 2, 3], max_tokens=3), arrival=0.0, first_token=1.0)
+        task.samples = [Sample(5, 1.0), Sample(token, margin), Sample(token, 1.0)]
+        runs.append(Run([task], 1.0))
+    agreement = Agreement.of(*runs, exact=exact)
+    # The third token is not compared: the texts are two by then.
+    assert (agreement.compared, agreement.near_ties, len(agreement.differences)) == (
+        2,
+        near_ties,
+        differences,
+    )
+    show(runs[0], runs[1], Counters(), agreement)
+    out = capsys.readouterr().out
+    assert f"tokens equal: 1 of 2; near ties: {near_ties}" in out
+    assert ("p: token 1 is 8 instead of 7" in out) == bool(differences)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +141,12 @@ def test_the_demo_fails_when_a_token_differs(
         (["--ranks", "3"], "ranks"),
         (["--kv-dtype", "int4"], "int4"),
         (["--server", "ipc:///run/none.sock", "--storage", "/tmp"], "server"),
+        (["--server", "nowhere"], "address 'nowhere'"),
+        (["--requests", "0"], "--requests: 0 is less than 1"),
+        (["--hidden", "0"], "hidden: 0 is less than 1"),
+        (["--head-dim", "3"], "head_dim: 3 is odd"),
+        (["--max-positions", "64"], "max_positions: 64"),
+        (["--device-blocks", "2"], "device_blocks: they hold 32 tokens"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

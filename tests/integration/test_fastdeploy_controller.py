@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fdcache.errors import CacheNotReadyError, LayoutError, UnsupportedCallError
+from fdcache.errors import CacheNotReadyError, LayoutError, StorageGoneError
 from fdcache.integrations.fastdeploy import CacheController, CacheManager, LayerSwapTimeoutError
+from fdcache.metadata import StorageScan
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.factory import open_storage
+from fdcache.storage.slab import SlabStore
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request
 from tests.faults import PausingDevice
 
@@ -94,9 +101,9 @@ class TestMemory:
         controller.free_gpu_cache()
         assert controller.core.host_arena is not None
         controller.initialize_kv_cache(backend(), 8)
-        with pytest.raises(UnsupportedCallError):
-            controller.free_cache(clear_storage=True)
         controller.free_cache()
+        controller.initialize_kv_cache(backend(), 8)
+        controller.free_cache(clear_storage=True)  # there is none
         assert controller.get_kv_caches() == {}
         assert controller.reset_cache()
         controller.shutdown()
@@ -105,14 +112,29 @@ class TestMemory:
 class Engine:
     """A scheduler and a worker that keep to the old calls. A block's content is its tokens, in every plane."""
 
-    def __init__(self, device: Any = None, **config: Any) -> None:
-        self.manager = CacheManager(fd_config(**config))
+    def __init__(self, device: Any = None, storage: Path | None = None, **config: Any) -> None:
+        self.storage = StorageTierSettings()
+        if storage:
+            self.storage = StorageTierSettings(
+                connector="local", directory=storage, size="1MiB", prefetch_policy="wait_complete"
+            )
+        self.manager = CacheManager(fd_config(**config), storage=self.storage)
         self.controller = CacheController(fd_config(**config), 0, 0, device=device)
+        scan = self.start()
+        self.restored = self.manager.core.restore_storage([scan]) if scan else 0
+
+    def start(self) -> StorageScan | None:
+        """Make the memory, and open the storage where there is one."""
         self.planes = self.controller.initialize_kv_cache(backend(), self.manager.num_gpu_blocks)
+        store = open_storage(ConnectorContext(self.controller.layout, 0, self.storage, MooncakeSettings()))
+        return self.controller.initialize_storage(store) if store else None
 
     def serve(self, request: Any) -> int:
         """Serve a request, check everything that was reused, and return how many blocks that was."""
-        self.manager.match_prefix(request)
+        self.manager.match_prefix(request, skip_storage=False)
+        while request._match_result.deferred:
+            self.collect()
+            self.manager.match_prefix(request)
         match = request._match_result
         tokens = np.array(request.prompt_token_ids, np.float32)
         total = len(tokens) // BLOCK + 1
@@ -144,7 +166,11 @@ class Engine:
         return int(match.total_matched_blocks)
 
     def collect(self) -> None:
-        while self.manager.core.get_stats().plans_in_flight:
+        while True:
+            self.controller.submit_swap_tasks(self.manager.issue_pending_backup_to_batch_request())
+            stats = self.manager.core.get_stats()
+            if not stats.plans_in_flight and not stats.queued_stores:
+                return
             self.manager.apply(self.controller.poll())
 
 
@@ -157,6 +183,44 @@ def test_what_was_evicted_comes_back_byte_for_byte(policy: str) -> None:
     assert engine.serve(fd_request("a again", prompt=[*range(4 * BLOCK), 99])) == 4
     assert engine.manager.core.get_stats().counters.loads_confirmed == 1
     engine.manager.core.check_integrity()
+    engine.controller.shutdown()
+
+
+def test_clearing_the_storage_leaves_nothing_to_read(tmp_path: Path) -> None:
+    prompt = [*range(4 * BLOCK), 99]
+    before = Engine(storage=tmp_path)
+    before.serve(fd_request("a", prompt=prompt))
+    before.controller.shutdown()
+    engine = Engine(storage=tmp_path)
+    assert engine.restored == 4
+    engine.controller.free_cache(clear_storage=True)
+    scan = engine.start()
+    assert scan is not None
+    assert not len(scan.slots)
+    assert engine.serve(fd_request("a", prompt=prompt)) == 0  # the manager was not told, and reads in vain
+    assert engine.manager.core.get_stats().counters.blocks_requested_from_storage == 4
+    engine.manager.core.check_integrity()
+    engine.controller.shutdown()
+    after = Engine(storage=tmp_path)
+    assert after.restored == 4
+    assert after.serve(fd_request("a", prompt=prompt)) == 4
+    after.controller.shutdown()
+
+
+def test_a_storage_that_cannot_be_cleared_frees_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(storage=tmp_path)
+    engine.serve(fd_request("a", prompt=[*range(4 * BLOCK), 99]))
+
+    def fail(*_: object, **__: object) -> int:
+        raise StorageGoneError("the disk is gone")
+
+    monkeypatch.setattr(SlabStore, "clear", fail)
+    with pytest.raises(StorageGoneError):
+        engine.controller.free_cache(clear_storage=True)
+    assert engine.controller.is_initialized()
+    assert engine.serve(fd_request("again", prompt=[*range(4 * BLOCK), 99])) == 4
     engine.controller.shutdown()
 
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from fdcache import Request
 from tests.paddle_help import ENGINE, GQA, Server, assert_as_without_cache, prompt, tokens
 from tests.service_help import service_process, until
 
@@ -15,12 +16,36 @@ def serve_elsewhere(address: str) -> None:
     """Another engine process serves a prompt of 150 tokens and ends; its blocks stay in the service."""
     program = f"""
 from dataclasses import replace
+from fdcache import Request
 from tests.paddle_help import ENGINE, GQA, Server, prompt, tokens
 server = Server(GQA, replace(ENGINE, server={address!r}))
 server.serve(prompt("before", tokens(0, 150)))
 server.close()
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
+
+
+def test_a_run_that_the_grid_cuts_is_let_go_as_a_whole(tmp_path: Path) -> None:
+    """The service pins nine blocks, the engine loads eight of them, and none stays pinned."""
+    with service_process(tmp_path / "service") as service:
+        serve_elsewhere(service.address)
+        server = Server(GQA, replace(ENGINE, server=service.address))
+        manager = server.fdcache.manager
+        request = Request("cut", tokens(0, 150))
+        result = manager.match_prefix([request])[0]
+        assert (result.num_device_blocks, result.num_host_blocks) == (0, 8)
+        assert service.ask("clients")[0]["runs"] == 1
+        assert manager.allocate_device_blocks([(request, 150)])[0].ok
+        assert server.worker.controller is not None
+        for plan in manager.take_plans():
+            server.worker.controller.submit_swap_tasks(plan)
+        while manager.get_stats().plans_in_flight:
+            manager.apply(server.worker.controller.poll())
+        assert manager.get_stats().counters.host_hit_tokens == 128
+        until(lambda: service.ask("clients")[0]["runs"] == 0, "the whole run is unpinned")
+        manager.request_finish([request])
+        server.close()
+        assert service.terminate() == 0
 
 
 def test_an_engine_finds_what_another_process_stored_in_the_service(tmp_path: Path) -> None:

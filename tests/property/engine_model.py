@@ -165,6 +165,7 @@ class Engine:
         self.jobs: list[Job] = []
         self.steps: deque[Step] = deque()
         self.reports: list[TransferReport] = []
+        self.grid = 1
         self._named = 0
 
     def close(self) -> None:
@@ -187,6 +188,9 @@ class Engine:
                 if result.status is MatchStatus.DEFERRED:
                     continue
                 assert result.num_cached_tokens < len(job.tokens)
+                assert result.num_cached_tokens == result.total_matched_blocks * BLOCK
+                assert result.total_matched_blocks % self.grid == 0
+                assert len(job.request.block_table) == result.num_device_blocks
                 job.scheduled = result.num_cached_tokens
             stop = min(len(job.tokens), job.scheduled + chunk)
             allocation = self.manager.allocate_device_blocks([(job.request, stop)])[0]

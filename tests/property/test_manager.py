@@ -49,6 +49,9 @@ class ManagerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(WritePolicy),
         threshold=st.integers(1, 3),
         clean_reserve=st.integers(0, 3),
+        grid=st.sampled_from([1, 1, 2, 3]),
+        lookahead=st.sampled_from([0, 0, 1]),
+        defer_timeout=st.sampled_from([2.0, 2.0, 0.0]),
     )
     def start(self, **shape: Any) -> None:
         self.begin(**shape)
@@ -61,6 +64,9 @@ class ManagerMachine(RuleBasedStateMachine):
         policy: WritePolicy,
         threshold: int,
         clean_reserve: int,
+        grid: int,
+        lookahead: int,
+        defer_timeout: float,
     ) -> None:
         layout = KVLayout.uniform(
             model="model",
@@ -80,11 +86,14 @@ class ManagerMachine(RuleBasedStateMachine):
             write_policy=policy,
             write_through_threshold=threshold,
             clean_reserve=clean_reserve,
-            defer_timeout=2.0,
+            reuse_grid=grid * BLOCK,
+            lookahead_tokens=lookahead,
+            defer_timeout=defer_timeout,
             plan_timeout=5.0,
             event_buffer=1000,
         )
         self.engine = Engine(self.make_manager(cache, layout), ranks, self.make_rank)
+        self.engine.grid = grid
 
     def make_manager(self, cache: CacheSettings, layout: KVLayout) -> CacheManager:
         return CacheManager(cache, layout, clock=lambda: self.now)

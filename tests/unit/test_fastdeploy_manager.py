@@ -87,6 +87,10 @@ class TestBlocks:
         assert manager.resize_device_pool(size)
         assert (manager.num_gpu_blocks, manager.num_free_device_blocks) == (size, size)
 
+    def test_a_pool_of_no_blocks_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="0 device blocks"):
+            make().resize_device_pool(0)
+
     def test_a_pool_does_not_shrink_below_what_is_used(self) -> None:
         manager = make(total_block_num=100)
         manager.allocate_device_blocks(fd_request("a", 1), 60)
@@ -217,6 +221,33 @@ class TestRequests:
         manager.match_prefix(again)
         with pytest.raises(RequestStateError, match="fewer"):
             manager.allocate_device_blocks(again, 0)
+
+    def test_blocks_that_others_brought_meanwhile_are_told_once(self) -> None:
+        manager = make(total_block_num=10, num_cpu_blocks=16)
+        first = fd_request("a", 4 * BLOCK)
+        run(manager, first)
+        manager.request_finish(first)
+        settle(manager)
+        other = fd_request("b", prompt=[9] * (9 * BLOCK))
+        run(manager, other)
+        manager.request_finish(other)
+        settle(manager)
+        ahead, behind = (fd_request(name, prompt=[*first.prompt_token_ids, 1]) for name in "cd")
+        manager.match_prefix(ahead)
+        manager.match_prefix(behind)
+        on_device = behind._match_result.matched_device_nums
+        run_of_ahead = manager.allocate_device_blocks(ahead, 5 - on_device)
+        settle(manager)
+        rival = fd_request("e", prompt=[8] * (5 * BLOCK))
+        assert len(manager.allocate_device_blocks(rival, 5)) == 5
+        assert manager.allocate_device_blocks(behind, 5 - on_device) == []
+        manager.request_finish(rival)
+        blocks = manager.allocate_device_blocks(behind, 5 - on_device)
+        assert len(blocks) == 5 - on_device
+        assert blocks[:-1] == run_of_ahead[:-1]
+        for request in (ahead, behind):
+            manager.request_finish(request)
+        manager.core.check_integrity()
 
     def test_a_running_request_is_not_matched_again_but_a_waiting_one_is(self) -> None:
         manager = make()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fdcache.errors import ConfigurationError
+from fdcache.manager import AllocationFailure, MatchStatus, Request
 from tests.property.engine_model import BLOCK
 from tests.unit.test_manager import World
 
@@ -62,6 +63,72 @@ def test_a_copy_that_is_not_waited_for_ends_the_match_on_the_grid() -> None:
     world.engine.finish(first)
     world.settle()
     assert found(world, [*PATH, 9]) == 6
+    world.assert_nothing_is_held()
+
+
+def on_both_tiers(grid: int, lookahead: int = 0) -> World:
+    """Three blocks of the path on the device, three more only on the host; a grid of so many blocks."""
+    world = World(device=8, host=16, reuse_grid=grid * BLOCK, lookahead_tokens=lookahead)
+    world.serve(*PATH, 9)
+    world.serve(*(7,) * (4 * BLOCK), 9)
+    return world
+
+
+@pytest.mark.parametrize(("grid", "found"), [(1, (3, 3)), (2, (3, 3)), (4, (3, 1)), (5, (3, 2)), (7, (0, 0))])
+def test_what_is_cut_off_is_not_pinned_when_the_rest_is_loaded(grid: int, found: tuple[int, int]) -> None:
+    world = on_both_tiers(grid)
+    assert world.manager.get_stats().device.pins == 0
+    before = world.manager.get_stats().counters
+    job = world.submit(*PATH, 9)
+    job.running, request = True, job.request
+    result = world.manager.match_prefix([request])[0]
+    assert (result.num_device_blocks, result.num_host_blocks) == found
+    stats = world.manager.get_stats()
+    assert stats.host is not None
+    assert (stats.device.pins, bool(stats.host.pins)) == (found[0], found[1] > 0)
+    assert world.manager.allocate_device_blocks([(request, len(PATH) + 1)])[0].ok
+    stats = world.manager.get_stats()
+    assert stats.host is not None
+    assert (stats.host.pins, stats.host.holds) == (0, found[1])
+    hits = (
+        stats.counters.device_hit_tokens - before.device_hit_tokens,
+        stats.counters.host_hit_tokens - before.host_hit_tokens,
+    )
+    assert hits == (found[0] * BLOCK, found[1] * BLOCK)
+    world.engine.schedule([], 1)
+    world.settle()
+    world.manager.request_finish([request])
+    world.assert_nothing_is_held()
+
+
+def test_a_cut_inside_the_device_part_needs_nothing_of_the_host() -> None:
+    world = on_both_tiers(2, 3 * BLOCK)
+    request = Request("probe", [*PATH, 9])
+    result = world.manager.match_prefix([request])[0]
+    assert (result.num_device_blocks, result.num_host_blocks) == (2, 0)
+    stats = world.manager.get_stats()
+    assert stats.host is not None
+    assert (stats.device.pins, stats.host.pins, stats.host.leases) == (2, 0, 0)
+    world.manager.request_finish([request])
+    world.assert_nothing_is_held()
+
+
+def test_of_two_requests_matched_at_once_the_second_takes_what_the_first_one_loads() -> None:
+    world = on_both_tiers(2)
+    jobs = [world.submit(*PATH, 9) for _ in range(2)]
+    jobs[0].running = True
+    first, second = (job.request for job in jobs)
+    results = world.manager.match_prefix([first, second])
+    assert [(each.num_device_blocks, each.num_host_blocks) for each in results] == [(3, 3)] * 2
+    demands = [(request, len(PATH) + 1) for request in (first, second)]
+    answers = world.manager.allocate_device_blocks(demands)
+    assert [answer.failure for answer in answers] == [None, AllocationFailure.DEFERRED]
+    assert world.manager.match_prefix([second])[0].status is MatchStatus.DEFERRED
+    world.engine.schedule([], 1)
+    world.settle()
+    result = world.manager.match_prefix([second])[0]
+    assert (result.num_device_blocks, result.num_host_blocks) == (6, 0)
+    world.manager.request_finish([first, second])
     world.assert_nothing_is_held()
 
 
