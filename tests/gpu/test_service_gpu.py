@@ -51,9 +51,11 @@ def check(report: dict[str, Any]) -> None:
 
 def test_two_engines_at_once_and_one_after_them_share_host_blocks(service: ServiceProcess) -> None:
     both = [start_engine(service) for _ in range(2)]
-    for report in [report_of(engine) for engine in both]:
+    reports = [report_of(engine) for engine in both]
+    for report in reports:
         check(report)
-        assert report["swap"]["d2h"]["bytes"] > 0
+    # What one has stored the other does not copy again.
+    assert sum(report["swap"]["d2h"]["bytes"] for report in reports) > 0
     later = report_of(start_engine(service))
     check(later)
     assert later["hit_tokens"]["host"] > 0 and later["swap"]["h2d"]["bytes"] > 0
