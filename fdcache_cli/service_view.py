@@ -10,6 +10,7 @@ import typer
 from fdcache.client.tool import Client
 from fdcache.settings.parsing import format_size
 
+Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 ServerOption = Annotated[
     str | None,
     typer.Option("--server", metavar="ADDRESS", help="Default: FDCACHE_SERVER, else the default socket."),

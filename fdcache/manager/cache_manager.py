@@ -13,18 +13,16 @@ import msgspec
 from fdcache._core import SLOT_FREE
 from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.layout import KVLayout
+from fdcache.manager.assembly import make_host, make_prefetcher, make_storage, own_host_blocks
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.events import CacheEvent, events_of
 from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.manager.lifecycle import RequestLifecycle
-from fdcache.manager.prefetch import Prefetcher, Prefetching, RemotePrefetcher
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.manager.settlement import settle
 from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
-from fdcache.manager.storage_tier import StorageTier, make_index
 from fdcache.metadata import (
-    SLOT_HEADER_BYTES,
     BlockNode,
     CacheLevel,
     StorageScan,
@@ -78,69 +76,23 @@ class CacheManager:
         self._lock = RLock()
         self._state = ManagerState.RUNNING
         self._device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
-        self._host = self._make_host(storage or StorageTierSettings())
+        self._host = make_host(settings, layout, storage or StorageTierSettings())
         self._backups = BackupPlanner(settings, self._device, self._host) if self._host else None
         self._counters = Counters()
-        self._storage = self._make_storage(storage, lookup)
+        self._storage = make_storage(settings, layout, storage, lookup, self._host, self._counters, clock)
         self._requests = RequestLifecycle(
             settings,
             layout,
             self._device,
             self._host,
             self._backups,
-            self._make_prefetcher(storage),
+            make_prefetcher(settings, storage, self._device, self._host, self._storage),
             self._counters,
             clock,
         )
         self._ledger = PlanLedger(layout.tp_size, settings.plan_timeout)
         for pool in self._pools():
             pool.record_events(settings.event_buffer)
-
-    def _make_host(self, storage: StorageTierSettings) -> HostTier | None:
-        if self.settings.server is not None:
-            from fdcache.node.protocol import FetchTerms
-            from fdcache.tiers.remote import RemoteHostTier  # brings the network library
-
-            if storage.is_on:
-                raise ConfigurationError(
-                    f"FDCACHE_STORAGE={storage.connector} is the service's where FDCACHE_SERVER is set: give it to "
-                    "`fdcache serve` and unset it here, or unset FDCACHE_SERVER"
-                )
-            return RemoteHostTier(
-                self.settings,
-                self.layout,
-                FetchTerms(
-                    storage.prefetch_policy, storage.prefetch_timeout, float(storage.prefetch_bandwidth)
-                ),
-            )
-        blocks = self.num_host_blocks
-        return LocalHostTier(CacheLevel.HOST, blocks, self.settings.eviction) if blocks else None
-
-    def _make_storage(
-        self, storage: StorageTierSettings | None, lookup: StorageConnector | None
-    ) -> StorageTier | None:
-        if storage is None or not storage.is_on:
-            return None
-        if not isinstance(self._host, LocalHostTier):
-            raise ConfigurationError(
-                f"FDCACHE_STORAGE={storage.connector} reads and writes through the host tier; set FDCACHE_HOST_MEMORY"
-            )
-        index = make_index(storage, self.layout, lookup, self._clock)
-        tier = StorageTier(
-            self.settings, storage, self.layout, self._host, index, self._counters, self._clock
-        )
-        self._host.on_evict = tier.stores.on_evict
-        return tier
-
-    def _make_prefetcher(self, storage: StorageTierSettings | None) -> Prefetching | None:
-        if self._storage is not None and storage is not None:
-            return Prefetcher(storage, self._device, self._storage.reads)
-        if self.settings.server is not None:
-            from fdcache.tiers.remote import RemoteHostTier
-
-            assert isinstance(self._host, RemoteHostTier)
-            return RemotePrefetcher(self._device, self._host)
-        return None
 
     def _pools(self) -> list[BlockPool | HostTier]:
         storage = self._storage.pool if self._storage else None
@@ -177,13 +129,7 @@ class CacheManager:
         """Blocks of the host tier; of a shared one, as many as the service has given this layout so far."""
         if self.settings.server is not None:
             return self._host.num_blocks if self._host else 0
-        memory = self.settings.host_memory
-        block_bytes = self.layout.record_bytes + SLOT_HEADER_BYTES
-        if memory and memory < block_bytes:
-            raise ConfigurationError(
-                f"host_memory: {memory} bytes hold not one block of {block_bytes} bytes; give at least that, or 0"
-            )
-        return memory // block_bytes
+        return own_host_blocks(self.settings, self.layout)
 
     @property
     def num_device_blocks(self) -> int:

@@ -50,7 +50,8 @@ class _Search:
 
     @property
     def goes_on(self) -> bool:
-        return self.on_device < len(self.hashes)
+        """Whether the host is asked: not for what lies below a block that is still on its way to the device."""
+        return self.on_device < len(self.hashes) and not (self.run is not None and self.run.pending)
 
 
 class RequestLifecycle:

@@ -69,7 +69,7 @@ class Namespace:
                 "such record; start the service with a larger FDCACHE_EXTENT_SIZE or more --host-memory"
             )
         self._most_extents = max(int(arena.manifest.extents * settings.namespace_quota) // self.ranks, 1)
-        self._table = self._make_table()
+        self._table = self._make_table(self._most_extents)
         self._extents: list[list[Extent]] = [[] for _ in range(self.ranks)]
         self.tables: list[_core.RecordTable] = []
         self.tier: BlockPool | None = None
@@ -113,8 +113,8 @@ class Namespace:
         """Bytes of all its extents."""
         return self.num_extents * self.ranks * self.geometry.extent_bytes
 
-    def _make_table(self) -> NDArray[np.uint8]:
-        size = table_bytes(self._most_extents * self.geometry.records_per_extent)
+    def _make_table(self, extents: int) -> NDArray[np.uint8]:
+        size = table_bytes(extents * self.geometry.records_per_extent)
         self.geometry = msgspec.structs.replace(self.geometry, table_bytes=size)
         try:
             return create_table(Path(self.geometry.table_path), size)
@@ -139,7 +139,9 @@ class Namespace:
         return True
 
     def adopt(self, num_extents: int) -> None:
-        """Map extents that are there already."""
+        """Map extents that are there already; more, perhaps, than the quota allows now."""
+        if num_extents > self._most_extents:
+            self._table = self._make_table(num_extents)
         for index in range(num_extents):
             self._map(index)
         self._resize()

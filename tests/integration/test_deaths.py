@@ -92,6 +92,9 @@ class TestDeath:
             assert engine.serve(alone) == (0, [])
             service.start()
             until(lambda: service.ask("clients"), "the engine has registered again")
+            engine.await_stock()
+            engine.manager._device.reset()
+            assert engine.serve(PROMPT)[0] == 10
             engine.close()
             other = Engine(service.address)
             found, outcomes = other.serve(PROMPT)

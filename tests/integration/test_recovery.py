@@ -59,6 +59,25 @@ class TestRecovery:
             until(lambda: service.ask("namespaces")[0]["totals"]["corrupt"] == 1, "it is dropped")
             engine.close()
 
+    def test_more_blocks_than_the_quota_allows_now_are_all_found(self, tmp_path: Path) -> None:
+        long = list(range(3001))
+        service = LocalService(tmp_path)
+        engine = Engine(service.address, device_blocks=1024)
+        for _ in range(8):  # copies are limited by the stock of slots, which grows with what is asked of it
+            engine.manager._device.reset()
+            engine.serve(long)
+            engine.await_stock()
+        until(lambda: ready_blocks(service) == 750, "the blocks are stored")
+        engine.close()
+        service.crash()
+        with local_service(tmp_path, FDCACHE_NAMESPACE_QUOTA="0.07") as service:
+            engine = Engine(service.address, device_blocks=1024, stocked=False)
+            found, outcomes = engine.serve(long)
+            assert found == 750
+            assert [outcome.status for outcome in outcomes] == [LoadStatus.CONFIRMED]
+            engine.close()
+            assert_nothing_is_held(service)
+
     def test_no_slot_is_given_away_while_an_earlier_client_lives(self, tmp_path: Path) -> None:
         service = LocalService(tmp_path)
         engine = Engine(service.address)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdcache.manager import CacheManager, LoadStatus, Request
+from fdcache.manager import CacheManager, LoadStatus, MatchStatus, Request
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_engine import (
@@ -81,6 +81,26 @@ class TestSharing:
             assert engine.manager.match_prefix([Request("again", PROMPT[:40])])[0].num_device_blocks == 9
             assert round_trips(service) == before
             engine.close()
+
+    def test_a_request_that_waits_for_anothers_load_asks_nothing_and_hits_once(self, tmp_path: Path) -> None:
+        with local_service(tmp_path) as service:
+            engine = Engine(service.address)
+            engine.serve(PROMPT)
+            until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+            engine.manager._device.reset()
+            first, second = Request("first", PROMPT), Request("second", PROMPT)
+            engine.manager.match_prefix([first])
+            engine.manager.allocate_device_blocks([(first, len(PROMPT))])
+            plans = engine.manager.take_plans()
+            for _ in range(3):
+                assert engine.manager.match_prefix([second])[0].status is MatchStatus.DEFERRED
+            assert (round_trips(service), totals(service)["hit_blocks"]) == (1, 10)
+            engine.carry_out(plans)
+            assert engine.manager.match_prefix([second])[0].num_device_blocks == 10
+            assert (round_trips(service), totals(service)["hit_blocks"]) == (1, 10)
+            engine.manager.request_finish([first, second])
+            engine.close()
+            assert_nothing_is_held(service)
 
     def test_what_is_not_there_is_known_without_asking(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:

@@ -6,8 +6,8 @@ import pytest
 
 from fdcache.errors import ConfigurationError
 from fdcache.manager import AllocationFailure, MatchStatus, Request
+from tests.manager_world import World
 from tests.property.engine_model import BLOCK
-from tests.unit.test_manager import World
 
 PATH = [token for block in range(6) for token in (block,) * BLOCK]
 

@@ -1,0 +1,84 @@
+"""Which host and storage tier a manager has, by its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fdcache.errors import ConfigurationError
+from fdcache.layout import KVLayout
+from fdcache.manager.prefetch import Prefetcher, Prefetching, RemotePrefetcher
+from fdcache.manager.stats import Counters
+from fdcache.manager.storage_tier import StorageTier, make_index
+from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel
+from fdcache.settings.cache import CacheSettings
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.connector import StorageConnector
+from fdcache.tiers import BlockPool, HostTier, LocalHostTier
+
+
+def own_host_blocks(settings: CacheSettings, layout: KVLayout) -> int:
+    """Blocks that the host memory of these settings holds. Raises ``ConfigurationError`` for less than one."""
+    memory = settings.host_memory
+    block_bytes = layout.record_bytes + SLOT_HEADER_BYTES
+    if memory and memory < block_bytes:
+        raise ConfigurationError(
+            f"host_memory: {memory} bytes hold not one block of {block_bytes} bytes; give at least that, or 0"
+        )
+    return memory // block_bytes
+
+
+def make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier | None:
+    """The service's where one is named, else an own one, if there is memory for it."""
+    if settings.server is None:
+        blocks = own_host_blocks(settings, layout)
+        return LocalHostTier(CacheLevel.HOST, blocks, settings.eviction) if blocks else None
+    from fdcache.node.protocol import FetchTerms
+    from fdcache.tiers.remote import RemoteHostTier  # brings the network library
+
+    if storage.is_on:
+        raise ConfigurationError(
+            f"FDCACHE_STORAGE={storage.connector} is the service's where FDCACHE_SERVER is set: give it to "
+            "`fdcache serve` and unset it here, or unset FDCACHE_SERVER"
+        )
+    terms = FetchTerms(storage.prefetch_policy, storage.prefetch_timeout, float(storage.prefetch_bandwidth))
+    return RemoteHostTier(settings, layout, terms)
+
+
+def make_storage(
+    settings: CacheSettings,
+    layout: KVLayout,
+    storage: StorageTierSettings | None,
+    lookup: StorageConnector | None,
+    host: HostTier | None,
+    counters: Counters,
+    clock: Callable[[], float],
+) -> StorageTier | None:
+    """The storage tier below an own host tier; a service has its own."""
+    if storage is None or not storage.is_on:
+        return None
+    if not isinstance(host, LocalHostTier):
+        raise ConfigurationError(
+            f"FDCACHE_STORAGE={storage.connector} reads and writes through the host tier; set FDCACHE_HOST_MEMORY"
+        )
+    index = make_index(storage, layout, lookup, clock)
+    tier = StorageTier(settings, storage, layout, host, index, counters, clock)
+    host.on_evict = tier.stores.on_evict
+    return tier
+
+
+def make_prefetcher(
+    settings: CacheSettings,
+    storage_settings: StorageTierSettings | None,
+    device: BlockPool,
+    host: HostTier | None,
+    storage: StorageTier | None,
+) -> Prefetching | None:
+    """Who reads for requests that have arrived: this process, a service, or nobody."""
+    if storage is not None and storage_settings is not None:
+        return Prefetcher(storage_settings, device, storage.reads)
+    if settings.server is not None:
+        from fdcache.tiers.remote import RemoteHostTier
+
+        assert isinstance(host, RemoteHostTier)
+        return RemotePrefetcher(device, host)
+    return None
