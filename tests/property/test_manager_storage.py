@@ -221,4 +221,4 @@ def test_blocks_come_back_from_storage_right_or_not_at_all() -> None:
 
 @pytest.mark.slow
 def test_blocks_come_back_from_storage_right_or_not_at_all_in_long_histories() -> None:
-    run_state_machine_as_test(StorageMachine, settings=bounded(examples=1500, steps=60))
+    run_state_machine_as_test(StorageMachine, settings=bounded(examples=800, steps=60))
