@@ -145,7 +145,7 @@ class CacheController:
         later, at the latest when a layer is waited for.
 
         ``compute_stream`` is whatever the device's ``as_stream`` takes. Raises ``PlanError`` for a plan that
-        cannot be carried out, ``CacheNotReadyError`` when memory is missing, ``DeviceLostError`` and
+        cannot be carried out, ``CacheNotReadyError`` when memory is missing, ``DeviceError`` and
         ``StreamError``, always with nothing launched: the manager then needs ``TransferReport.refusal``, or it
         waits for ever. What fails later stands in the report.
         """

@@ -212,14 +212,25 @@ class CudaDevice:
         self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
     ) -> BlockCopy:
         """A batch of copies, not enqueued yet. Raises ``PlanError`` naming the pair that cannot be copied,
-        ``DeviceLostError`` when the GPU has failed.
+        ``DeviceLostError`` when the GPU has failed, ``DeviceError`` when it takes no more work.
         """
         if not isinstance(planes, CudaPlanes):
             raise TypeError(f"expected planes of the CUDA device, got {type(planes).__name__}")
         if (reason := self.lost) is not None:
             raise DeviceLostError(f"{self.name} has failed ({reason}); start this process anew")
         check_pairs(pairs, direction, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
-        core = _core.CudaSwap(
+        try:
+            core = self._swap(planes, arena, pairs, direction)
+        except _core.CudaError as error:
+            raise DeviceError(f"{self.name}: {error}") from error
+        return CudaBlockCopy(
+            core, pairs, context=self._context, memory=self._memory, owners=(planes, self._kernels)
+        )
+
+    def _swap(
+        self, planes: CudaPlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
+    ) -> _core.CudaSwap:
+        return _core.CudaSwap(
             context=self._context,
             traffic=self._traffic,
             kernels=self._kernels.handles,
@@ -238,9 +249,6 @@ class CudaDevice:
             fingerprint=arena.fingerprint,
             verify=self.settings.verify is Verify.ALL
             or (pairs.verify is not None and bool(pairs.verify.any())),
-        )
-        return CudaBlockCopy(
-            core, pairs, context=self._context, memory=self._memory, owners=(planes, self._kernels)
         )
 
     def _extents_of(self, arena: HostArena) -> _core.CudaExtents:

@@ -96,7 +96,10 @@ class CudaMemory:
                 f"a {type(tensor).__name__} passes itself on neither by DLPack nor by "
                 "__cuda_array_interface__; pass its bytes, such as tensor.view(torch.uint8)"
             )
-        attributes = self._cupy.cuda.runtime.pointerGetAttributes(view.address)
+        with self._cupy.cuda.Device(
+            self._gpu.ordinal
+        ):  # the device pointer is null to a GPU without peer access
+            attributes = self._cupy.cuda.runtime.pointerGetAttributes(view.address)
         if attributes.device != self._gpu.ordinal or attributes.devicePointer != view.address:
             raise TensorError(
                 f"the tensor is not in the memory of {self._gpu.uuid} (visible device {self._gpu.ordinal})"

@@ -67,7 +67,7 @@ def test_what_is_answered_is_what_openapi_says(
     operation = schema[path][method]
 
     @given(case=operation.as_strategy())
-    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=10, suppress_health_check=list(HealthCheck))
     def holds(case: Any) -> None:
         case.call_and_validate(headers=headers)
 

@@ -60,7 +60,7 @@ def carry_out(
         ]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     wanted=st.lists(loads, min_size=2, max_size=4),
     corrupt=st.none() | st.integers(0, SLOTS - 1),

@@ -53,7 +53,7 @@ def small_extents() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_blocks_come_back_as_they_went(name: str, data: st.DataObject) -> None:
     layout = LAYOUTS[name]

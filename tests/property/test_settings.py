@@ -74,7 +74,7 @@ def all_that_can_be_shown(found: Survey) -> str:
     return "\n".join(shown)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(environments)
 def test_any_environment_loads_or_names_the_variables(environ: dict[str, str]) -> None:
     found = survey(environ)
@@ -84,7 +84,7 @@ def test_any_environment_loads_or_names_the_variables(environ: dict[str, str]) -
     assert MARKER not in all_that_can_be_shown(found)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(environments)
 def test_loading_raises_settings_errors_only(environ: dict[str, str]) -> None:
     found = survey(environ)
@@ -98,7 +98,7 @@ def test_loading_raises_settings_errors_only(environ: dict[str, str]) -> None:
     assert MARKER not in str(caught.value) + repr(caught.value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=200), st.dictionaries(st.sampled_from(SECRETS), secret_texts, max_size=2))
 def test_any_dotenv_file_loads_or_names_its_lines(noise: bytes, secret: dict[str, str]) -> None:
     lines = [f"{name}={quote(text)}" for name, text in secret.items()]

@@ -117,5 +117,5 @@ class SlabIndexMachine(RuleBasedStateMachine):
 
 TestSlabIndex = SlabIndexMachine.TestCase
 TestSlabIndex.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=25, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -96,7 +96,7 @@ steps = st.lists(
 
 
 @given(steps)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_tenant_at_its_limit_gives_up_its_own_coldest_and_nobody_elses(
     todo: list[tuple[str, int, list[int]]],
 ) -> None:

@@ -340,7 +340,6 @@ def bounded(examples: int, steps: int) -> settings:
         max_examples=examples,
         stateful_step_count=steps,
         derandomize=True,
-        deadline=None,
         database=None,
         phases=[Phase.explicit, Phase.generate, Phase.shrink],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
