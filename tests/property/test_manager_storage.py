@@ -73,7 +73,7 @@ class StorageMachine(ManagerMachine):
 
     def make_manager(self, cache: CacheSettings, layout: KVLayout) -> CacheManager:
         self.cache = cache
-        tier = storage_of(layout, self.storage_blocks, prefetch_timeout=2.0, **self.terms)
+        tier = storage_of(layout, self.storage_blocks, prefetch_timeout=2.0, timeout=2.0, **self.terms)
         return CacheManager(cache, layout, storage=tier, clock=lambda: self.now)
 
     @property
