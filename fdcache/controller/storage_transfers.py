@@ -18,7 +18,7 @@ import numpy as np
 from fdcache._core import CancelFlag, RecordTable
 from fdcache.devices.base import CopyOutcome
 from fdcache.devices.cpu import CpuEvent
-from fdcache.errors import PlanError, StorageError
+from fdcache.errors import PlanError
 from fdcache.metadata import (
     CacheLevel,
     CacheSwapMetadata,
@@ -207,8 +207,8 @@ class StorageQueue:
             try:
                 work()
                 self.clear_error = None
-            except StorageError as error:
-                self.clear_error = str(error)
+            except Exception as error:  # noqa: BLE001 - as above
+                self.clear_error = str(error) or type(error).__name__
             self._erasures_done += 1
 
         self._erasures_asked += 1
@@ -226,7 +226,7 @@ class StorageQueue:
         def run() -> None:
             try:
                 self.storage.register(records)
-            except StorageError as error:
+            except Exception as error:  # noqa: BLE001 - as above
                 logger.warning("host records are of no use to the storage: %s", error)
             done.set()
 
@@ -235,7 +235,14 @@ class StorageQueue:
 
     def unregister(self, records: RecordTable) -> None:
         """Undo ``register``; no transfer uses these records any more."""
-        self._queues[SwapPurpose.PREFETCH].put(lambda: self.storage.unregister(records))
+
+        def run() -> None:
+            try:
+                self.storage.unregister(records)
+            except Exception as error:  # noqa: BLE001 - as above
+                logger.warning("the storage cannot let go of host records: %s", error)
+
+        self._queues[SwapPurpose.PREFETCH].put(run)
 
     def _batch(self, swap: CacheSwapMetadata) -> RecordBatch:
         storing = swap.purpose is SwapPurpose.STORE

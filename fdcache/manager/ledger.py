@@ -22,6 +22,9 @@ from fdcache.metadata import (
     UInt32Array,
 )
 
+_STORAGE_GRACE = 1.0
+"""Seconds that a storage task may take longer than it may begin anything, and be reported in time."""
+
 _ON_DEVICE = (SwapPurpose.EVICT, SwapPurpose.LOAD, SwapPurpose.BACKUP)
 
 
@@ -170,7 +173,7 @@ class PlanLedger:
         plan = open_plan.build(self._ids, arena)
         self._expect(plan, open_plan.loads, now + self._timeout)
         for task in plan.storage:
-            self._expect(task, [], now + self._timeout + task.timeout)
+            self._expect(task, [], now + task.timeout + _STORAGE_GRACE)
         return plan
 
     def _expect(self, plan: TransferPlan | StorageTask, loads: list[LoadRange], deadline: float) -> None:

@@ -27,6 +27,7 @@ from fdcache.server.namespace import Namespace
 from fdcache.server.storage_opening import OpenedStorage
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.connector import StorageState
 
 
 @dataclass(slots=True)
@@ -229,10 +230,16 @@ class LayoutStorage:
 
     @property
     def is_flushed(self) -> bool:
-        """Whether nothing waits to be written, or is being written."""
-        waiting = self._tier.stores.queued if self._tier is not None else 0
+        """Whether nothing waits to be written, or is being written; what a storage refuses is not waited for."""
         erasing = any(queue.erasures_queued for queue in self.queues)
+        waiting = self.queued and not self._refuses_writes
         return not (waiting or erasing or self.blocks_in_flight(SwapPurpose.STORE))
+
+    @property
+    def _refuses_writes(self) -> bool:
+        """Whether it was tried, since ``flush`` if that was called, and is out of use."""
+        ready = all(queue.stats.state is StorageState.READY for queue in self.queues)
+        return self._no_writes_until > 0 and not ready
 
     @property
     def queued(self) -> int:

@@ -113,7 +113,7 @@ class ServiceStorage:
         name = opening.layout.fingerprint.hex()[:16]
         try:
             opened = opening.future.result()
-        except StorageError as error:
+        except (StorageError, OSError, MemoryError) as error:
             if opening.error is None:
                 log.warning("layout %s has no storage for now: %s", name, error)
             opening.error = str(error)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 
-from fdcache.errors import ConnectorNotFoundError, StorageGoneError
+from fdcache.errors import ConnectorNotFoundError, StorageError, StorageGoneError
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import BlockStorage, StorageConnector
@@ -84,7 +84,14 @@ def _make(found: EntryPoint, context: ConnectorContext) -> StorageConnector:
         raise ConnectorNotFoundError(
             f"FDCACHE_STORAGE={found.name}: {found.value} cannot be loaded: {error}"
         ) from error
-    connector = factory(context)
+    try:
+        connector = factory(context)
+    except StorageError:
+        raise
+    except Exception as error:
+        raise StorageError(
+            f"FDCACHE_STORAGE={found.name}: {found.value} failed: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(connector, StorageConnector):
         raise ConnectorNotFoundError(
             f"FDCACHE_STORAGE={found.name}: {found.value} made a {type(connector).__name__}, which is no "

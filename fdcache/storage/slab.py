@@ -27,8 +27,6 @@ from fdcache.storage.slab_handle import ScanProgress, SlabHandle, SlabLock, is_s
 from fdcache.storage.slab_health import SlabHealth
 from fdcache.storage.tally import StorageTally
 
-_LOOK_SECONDS = 1.0
-
 
 class SlabStore:
     """The slab file of ``layout`` and ``rank`` in ``folder``, made when it is not there, of at most ``size`` bytes.

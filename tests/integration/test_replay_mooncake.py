@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from fdcache.replay.engine import replay
+from fdcache.replay.tally import Tally
+from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.storage.conformance import HostRecords, conformance_layout
@@ -74,6 +77,34 @@ def test_a_master_that_dies_does_not_stop_the_engine(master: Master) -> None:
     assert_clean(report)
     assert report.tally.hit_tokens["storage"] == 0
     assert report.to_dict()["storage"]["states"] == ["off"]
+
+
+def test_a_master_that_freezes_under_traffic_costs_its_deadline(master: Master) -> None:
+    """Requests that wait for all of their read go on; the host slots of its call are kept until it has ended."""
+    mooncake = MooncakeSettings(master=master.address, protocol="tcp", global_segment_size=32 << 20)
+    tier = StorageTierSettings(
+        connector="mooncake", retry_after=600.0, timeout=0.5, prefetch_policy=PrefetchPolicy.WAIT_COMPLETE
+    )
+    config = small_config(
+        device_blocks=150,
+        host_memory=2 << 20,
+        storage=tier,
+        mooncake=mooncake,
+        cache={"write_policy": "write_through"},
+    )
+    happens = {20: master.freeze, 55: master.kill}
+
+    def disturb(tally: Tally) -> None:
+        for moment in [each for each in happens if tally.finished >= each]:
+            happens.pop(moment)()
+
+    report = replay(generate(WorkloadName.CHAT, 60, config.seed), config, on_progress=disturb)
+    assert not happens, "both happened while requests were served"
+    assert_clean(report)
+    storage = report.to_dict()["storage"]
+    assert storage["stored"] > 0
+    assert storage["states"] == ["off"]
+    assert storage["timeouts"] + storage["peer_gone"] > 0
 
 
 def test_services_share_a_store_that_outlives_each_of_them(master: Master, tmp_path: Path) -> None:

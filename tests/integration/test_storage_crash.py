@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import struct
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 
 from fdcache.storage.connector import Outcome
 from fdcache.storage.slab_format import file_name
+from tests import preload
 from tests.slab_writer import LAYOUT, SIZE
 from tests.storage_help import Records, open_store
 
@@ -82,13 +82,7 @@ class Entry:
 
 @pytest.fixture(scope="module")
 def write_log_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the library that records writes")
-    library = tmp_path_factory.mktemp("write_log") / "write_log.so"
-    source = ROOT / "tests" / "write_log.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-    return library
+    return preload.build("write_log", tmp_path_factory.mktemp("write_log"))
 
 
 def record_writes(library: Path, folder: Path, fsync: str, batches: int) -> list[Entry]:

@@ -214,5 +214,49 @@ except StorageReadOnlyError as error:
     assert "check mount and owner" in done.stdout
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_permission_that_is_lost_and_given_back(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    program = """
+import os, sys
+from pathlib import Path
+from tests.integration.test_storage_failures import LAYOUT
+from tests.storage_help import Records, open_store, path_hashes
+os.setresuid(65534, 65534, 65534)
+store, records, hashes = open_store(Path(sys.argv[1]), LAYOUT), Records(LAYOUT, 8), path_hashes(8)
+batch = records.full_batch(hashes, slots=range(8))
+assert store.put(batch, 10).ok.all()
+reading, writing = os.pipe()
+os.dup2(reading, store._file.record_fd)
+store.path.chmod(0)
+for _ in range(3):
+    assert not store.get(batch, 10).ok.any()
+print(store.stats().state.value, store.stats().error)
+store.path.chmod(0o600)
+assert store.get(batch, 10).ok.all()
+assert all(records.holds(slot, hashes[slot].tobytes()) for slot in range(8))
+print(store.stats().state.value, store.stats().error)
+store.close()
+"""
+    for parent in tmp_path.parents:
+        if parent.name.startswith("pytest-"):
+            parent.chmod(parent.stat().st_mode | 0o011)
+    tmp_path.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    lost, back = done.stdout.splitlines()
+    assert lost.startswith("off StorageReadOnlyError")
+    assert "check mount and owner" in lost
+    assert back == "ready None"
+
+
 def test_limits_of_this_process_are_unchanged() -> None:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

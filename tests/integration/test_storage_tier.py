@@ -2,156 +2,30 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import CacheNotReadyError, ConfigurationError, PlanError
-from fdcache.manager import Allocation, CacheManager, LoadStatus, MatchResult, MatchStatus, Request
-from fdcache.metadata import CacheStatus, SwapPurpose, TransferPlan
+from fdcache.manager import CacheManager, MatchStatus, Request
+from fdcache.metadata import CacheStatus, SwapPurpose
 from fdcache.node.traffic import Direction
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
-from fdcache.settings.transfer import TransferSettings, Verify
-from fdcache.storage.connector import BatchResult, RecordBatch, StorageState
-from fdcache.storage.slab import SlabStore
+from fdcache.settings.transfer import TransferSettings
+from fdcache.storage.connector import StorageState
 from fdcache.tiers import LocalHostTier
-from tests.storage_help import MIB, open_store, storage_layout
-
-LAYOUT = storage_layout()
-BLOCK = LAYOUT.block_size
-HOST_BLOCKS = 40
-
-
-class SlowStore(SlabStore):
-    """A disk that answers a read when it is told to."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-        self.reads: list[int] = []
-        super().__init__(*arguments, **options)
-
-    def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
-        self.reads.append(len(batch))
-        assert self.gate.wait(60)
-        return super().get(batch, timeout, cancel)
-
-
-class Engine:
-    """One rank in this process; it computes nothing, so blocks hold what the device planes held."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
-        verify: Verify = Verify.STORAGE,
-        **changes: Any,
-    ) -> None:
-        self.now = 0.0
-        storage = StorageTierSettings(
-            connector="local",
-            directory=folder,
-            size=4 * MIB,
-            prefetch_policy=policy,
-            prefetch_timeout=1.0,
-            retry_after=0.0,
-        )
-        options = {"device_blocks": 30, "write_policy": WritePolicy.WRITE_THROUGH} | changes
-        cache = CacheSettings(host_memory=HOST_BLOCKS * (LAYOUT.record_bytes + 128), **options)
-        self.manager = CacheManager(cache, LAYOUT, storage=storage, clock=lambda: self.now)
-        self.controller = CacheController(TransferSettings(verify=verify), LAYOUT)
-        self.tensors = self.controller.initialize_kv_cache(30)
-        self.controller.initialize_host_cache(self.manager.num_host_blocks)
-        self.store = SlowStore(folder, LAYOUT, rank=0, size=4 * MIB, threads=2, retry_after=0.0)
-        scan = self.controller.initialize_storage(self.store)
-        assert scan is not None
-        self.restored = self.manager.restore_storage([scan])
-        self.plans: list[TransferPlan] = []
-
-    def send(self) -> list[TransferPlan]:
-        plans = self.manager.take_plans()
-        for plan in plans:
-            self.plans.append(plan)
-            self.controller.submit_swap_tasks(plan)
-        return plans
-
-    def settle(self) -> None:
-        """Send and apply until nothing is left to copy."""
-        for _ in range(500):
-            plans = self.send()
-            reports = self.controller.wait_reports(30)
-            self.manager.apply(reports)
-            if not plans and not reports:
-                return
-        raise AssertionError("copies never end")
-
-    def compute(self, request: Request, tokens: int) -> None:
-        """Fill the request's blocks on the device with what follows from their place in the path."""
-        for index, slot in enumerate(request.block_table.tolist()):
-            for tensor in self.tensors:
-                tensor[slot] = (index * 7 + request._prompt[0]) % 251
-        self.manager.commit([(request, tokens)])
-
-    def match(self, request: Request) -> MatchResult:
-        return self.manager.match_prefix([request])[0]
-
-    def allocate(self, request: Request) -> Allocation:
-        return self.manager.allocate_device_blocks([(request, request.num_tokens)])[0]
-
-    def run(self, name: str, tokens: list[int]) -> MatchResult:
-        """A whole request, waiting as long as the match is deferred."""
-        request = Request(name, tokens)
-        match = self.match(request)
-        while match.status is MatchStatus.DEFERRED:
-            self.send()
-            self.manager.apply(self.controller.wait_reports(30))
-            match = self.match(request)
-        assert self.allocate(request).ok
-        self.settle()
-        self.check(request, match.num_cached_tokens // BLOCK)
-        self.compute(request, len(tokens))
-        self.manager.request_finish([request])
-        self.settle()
-        self.manager.check_integrity()
-        return match
-
-    def check(self, request: Request, cached: int) -> None:
-        for index, slot in enumerate(request.block_table[:cached].tolist()):
-            expected = (index * 7 + request._prompt[0]) % 251
-            for tensor in self.tensors:
-                assert (tensor[slot] == expected).all(), f"block {index} holds something else"
-
-    def close(self) -> None:
-        self.store.gate.set()
-        self.settle()
-        self.manager.check_integrity()
-        stats = self.manager.get_stats()
-        for tier in (stats.device, stats.host, stats.storage):
-            assert tier is not None
-            assert tier.pins == tier.holds == tier.leases == 0
-            assert tier.writing == tier.quarantined
-        self.controller.shutdown()
-
-
-def tokens_of(first: int, blocks: int) -> list[int]:
-    return [first] * (blocks * BLOCK + 1)
+from tests.storage_engine import BLOCK, HOST_BLOCKS, LAYOUT, Engine, counters, store_a_path, tokens_of
+from tests.storage_help import MIB, open_store
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     """A folder with a path of 8 blocks that begins with token 1."""
-    engine = Engine(tmp_path)
-    engine.run("first", tokens_of(1, 8))
-    assert engine.manager.get_stats().counters.blocks_stored == 8
-    engine.close()
+    store_a_path(tmp_path)
     return tmp_path
 
 
@@ -161,10 +35,6 @@ def engine(stored: Path) -> Iterator[Engine]:
     assert engine.restored == 8
     yield engine
     engine.close()
-
-
-def counters(engine: Engine) -> Any:
-    return engine.manager.get_stats().counters
 
 
 def test_a_cold_process_gets_its_blocks_from_storage_with_their_bytes(engine: Engine) -> None:
@@ -424,75 +294,3 @@ def test_a_full_host_tier_reads_as_much_as_fits(engine: Engine) -> None:
     engine.run("other", tokens_of(9, 20))
     assert engine.run("again", tokens_of(1, 8)).num_storage_blocks == 8
     assert np.count_nonzero(engine.store.reads) > 0
-
-
-def test_verify_all_refuses_host_bytes_that_changed_and_forgets_them(stored: Path) -> None:
-    engine = Engine(stored, verify=Verify.ALL)
-    first = Request("first", tokens_of(1, 8))
-    engine.manager.prefetch([first])
-    engine.settle()
-    arena = engine.controller.host_arena
-    assert arena is not None
-    changed = next(slot for slot in range(HOST_BLOCKS) if arena.table.header(slot).state == 2)
-    arena.table.record(changed)[LAYOUT.planes[-1].offset] ^= 1
-    assert engine.match(first).num_cached_tokens == 8 * BLOCK
-    assert engine.allocate(first).ok
-    engine.send()
-    (outcome,) = engine.manager.apply(engine.controller.wait_reports(30))
-    assert outcome.status is LoadStatus.FAILED
-    assert "checksum" in str(outcome.error_message)
-    assert counters(engine).blocks_corrupt_in_host == 1
-    engine.settle()
-    engine.compute(first, first.num_tokens)
-    engine.manager.request_finish([first])
-    engine.close()
-
-
-def spoil_header(engine: Engine) -> None:
-    """Overwrite the header of one READY host record; its bytes stay."""
-    arena = engine.controller.host_arena
-    assert arena is not None
-    slot = next(slot for slot in range(HOST_BLOCKS) if arena.table.header(slot).state == 2)
-    arena.table.set_header(slot, _core.SlotHeader.from_bytes(b"\x5a" * 128))
-
-
-def test_a_host_record_that_cannot_be_loaded_is_forgotten_and_computed_once(stored: Path) -> None:
-    engine = Engine(stored)
-    first = Request("first", tokens_of(1, 8))
-    engine.manager.prefetch([first])
-    engine.settle()
-    spoil_header(engine)
-    assert engine.match(first).num_cached_tokens == 8 * BLOCK
-    assert engine.allocate(first).ok
-    engine.send()
-    (outcome,) = engine.manager.apply(engine.controller.wait_reports(30))
-    assert outcome.status is LoadStatus.FAILED
-    assert counters(engine).blocks_corrupt_in_host == 1
-    engine.settle()
-    engine.compute(first, first.num_tokens)
-    engine.manager.request_finish([first])
-    engine.settle()
-    engine.manager._device.reset()
-    engine.run("again", tokens_of(1, 8))
-    assert counters(engine).blocks_corrupt_in_host == 1, "the bad record was met once"
-    engine.close()
-
-
-def test_a_host_record_that_cannot_be_stored_is_forgotten(tmp_path: Path) -> None:
-    engine = Engine(tmp_path)
-    request = Request("first", tokens_of(1, 4))
-    engine.match(request)
-    assert engine.allocate(request).ok
-    engine.compute(request, request.num_tokens)
-    engine.send()
-    # The copy to the host has been reported, the store is planned and not yet sent.
-    engine.manager.apply(engine.controller.wait_reports(30))
-    spoil_header(engine)
-    engine.settle()
-    assert counters(engine).blocks_corrupt_in_host == 1
-    assert engine.manager.get_stats().host.ready < 4  # type: ignore[union-attr]
-    engine.manager.request_finish([request])
-    engine.manager._device.reset()
-    assert engine.run("again", tokens_of(1, 4)).num_cached_tokens < 4 * BLOCK
-    assert counters(engine).blocks_corrupt_in_host == 1
-    engine.close()

@@ -76,7 +76,7 @@ class StorageMachine(ManagerMachine):
 
     def make_manager(self, cache: CacheSettings, layout: KVLayout) -> CacheManager:
         self.cache = cache
-        tier = storage_of(layout, self.storage_blocks, prefetch_timeout=2.0, **self.terms)
+        tier = storage_of(layout, self.storage_blocks, prefetch_timeout=2.0, timeout=2.0, **self.terms)
         return CacheManager(cache, layout, storage=tier, clock=lambda: self.now)
 
     @property
@@ -224,4 +224,4 @@ def test_blocks_come_back_from_storage_right_or_not_at_all() -> None:
 
 @pytest.mark.slow
 def test_blocks_come_back_from_storage_right_or_not_at_all_in_long_histories() -> None:
-    run_state_machine_as_test(StorageMachine, settings=bounded(examples=3000, steps=60))
+    run_state_machine_as_test(StorageMachine, settings=bounded(examples=800, steps=60))

@@ -38,6 +38,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         "    return LocalConnector(SlabStore(folder, context.layout, rank=context.rank or 0, size=1 << 20))\n"
         "def wrong(context):\n"
         "    return object()\n"
+        "def fails(context):\n"
+        "    raise RuntimeError('no route to the store')\n"
     )
     information = tmp_path / "their_store-1.0.dist-info"
     information.mkdir()
@@ -45,6 +47,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (information / "entry_points.txt").write_text(
         "[fdcache.storage_connectors]\n"
         "theirs = their_store:connect\nwrong = their_store:wrong\nbroken = no_such_module:connect\n"
+        "fails = their_store:fails\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
@@ -75,10 +78,12 @@ def test_a_package_that_brings_something_else_is_refused(installed: Path) -> Non
         open_storage(context("wrong"))
     with pytest.raises(ConnectorNotFoundError, match="cannot be loaded"):
         open_storage(context("broken"))
+    with pytest.raises(StorageError, match="their_store:fails failed: RuntimeError: no route to the store"):
+        open_storage(context("fails"))
 
 
 def test_an_unknown_name_is_told_with_those_that_are_known(installed: Path) -> None:
-    with pytest.raises(ConnectorNotFoundError, match=r"broken, local, mooncake, none, theirs, wrong"):
+    with pytest.raises(ConnectorNotFoundError, match=r"broken, fails, local, mooncake, none, theirs, wrong"):
         open_storage(context("nothing-like-it"))
 
 

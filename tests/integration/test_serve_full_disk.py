@@ -1,0 +1,73 @@
+"""A service whose disk is full: engines go on, the state is told, and its end is not held up."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_serve_storage import BLOCKS, storage_of, storage_settings
+from tests.integration.test_service import PROMPT, Engine
+from tests.integration.test_storage_failures import mount
+from tests.service_help import service_process, until
+
+OTHER = [token + 1000 for token in PROMPT]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if not mount(folder, "1m"):
+        pytest.skip("mounting a tmpfs is not allowed here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
+
+
+def fill(folder: Path) -> Path:
+    """A file that leaves no room."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+    return ballast
+
+
+def test_engines_go_on_and_room_is_used_when_it_comes(tmp_path: Path, disk: Path) -> None:
+    with service_process(tmp_path / "s", **storage_settings(disk, FDCACHE_STORAGE_RETRY="0s")) as service:
+        engine = Engine(service.address)
+        until(lambda: storage_of(service)["layouts"], "the storage is open")
+        ballast = fill(disk)
+        engine.serve(PROMPT)
+        until(lambda: storage_of(service)["state"] == "read_only", "the full disk is told")
+        (layout,) = storage_of(service)["layouts"]
+        assert "StorageFullError" in layout["error"]
+        assert layout["totals"]["errors"] > 0
+        other = Engine(service.address)
+        assert other.serve(PROMPT)[0] == BLOCKS, "the host tier has them all the same"
+        ballast.unlink()
+        engine.serve(OTHER)
+        until(lambda: storage_of(service)["blocks"] == BLOCKS, "what came then is stored")
+        assert storage_of(service)["state"] == "ready"
+        engine.close()
+        other.close()
+        assert service.terminate() == 0
+
+
+def test_the_end_does_not_wait_for_a_disk_that_takes_nothing(tmp_path: Path, disk: Path) -> None:
+    settings = storage_settings(disk, FDCACHE_WRITE_POLICY="write_back", FDCACHE_DRAIN_TIMEOUT="1h")
+    with service_process(tmp_path / "s", **settings) as service:
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        until(lambda: service.ask("stats")["tiers"]["host"]["ready"] == BLOCKS, "the blocks are there")
+        until(lambda: storage_of(service)["layouts"], "the storage is open")
+        fill(disk)
+        engine.close()
+        assert service.terminate() == 0

@@ -1,0 +1,64 @@
+"""What docs/storage.md shows runs, and what it names is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from fastapi.testclient import TestClient
+
+from fdcache.manager.stats import CacheStats, Counters
+from fdcache.server.http import make_app
+from fdcache.settings import VARIABLES
+from fdcache.storage.connector import StorageStats
+from tests.integration.test_serve_storage import BLOCKS, storage_settings
+from tests.integration.test_service import PROMPT, Engine
+from tests.service_help import local_service, until
+
+GUIDE = (Path(__file__).parent.parent.parent / "docs" / "storage.md").read_text()
+
+
+def run(folder: Path, line: str) -> str:
+    command = [sys.executable, "-m", "fdcache_cli.main", *line.split()[1:]]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, (line, done.stderr)
+    return done.stdout
+
+
+def test_the_commands_run(tmp_path: Path) -> None:
+    shown = re.search(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
+    assert shown is not None
+    first, second, inspected, reset = (run(tmp_path, line) for line in shown[1].splitlines())
+    found = [int(re.findall(r"storage ([\d,]+)", text)[0].replace(",", "")) for text in (first, second)]
+    assert found[0] == 0
+    assert found[1] > 0, "the second process finds what the first one left"
+    assert "0 corrupt (all checked)" in inspected
+    assert "would remove the file and its" in reset
+
+
+def test_the_metrics_that_it_names_are_there(tmp_path: Path) -> None:
+    named = set(re.findall(r"fdcache_storage_\w+", GUIDE))
+    assert len(named) > 10
+    with local_service(tmp_path, **storage_settings(tmp_path / "storage")) as service:
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        until(lambda: service.ask("storage")["blocks"] == BLOCKS, "the blocks are stored")
+        with TestClient(make_app(service.address, ())) as web:
+            served = set(re.findall(r"^(fdcache_storage_\w+)", web.get("/metrics").text, re.MULTILINE))
+        engine.close()
+    assert named <= served
+
+
+def test_the_figures_and_variables_that_it_names_are_there() -> None:
+    table = GUIDE.split("| figure |")[1].split("\n\n")[0]
+    cells = [line.split("|")[2] for line in table.splitlines()[2:]]
+    members = {name for cell in cells for name in re.findall(r"(\w+)`", cell)}
+    known = {
+        *Counters.__struct_fields__,
+        *CacheStats.__struct_fields__,
+        *StorageStats.__struct_fields__,
+    }
+    assert {"storage_hit_tokens", "stores_dropped", "reading_blocks"} <= members <= known
+    assert set(re.findall(r"FDCACHE_[A-Z_]+[A-Z]", GUIDE)) <= set(VARIABLES)

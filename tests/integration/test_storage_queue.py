@@ -1,0 +1,90 @@
+"""The threads that use a rank's storage outlive whatever a connector does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fdcache import _core
+from fdcache.controller.host_arena import HostArena
+from fdcache.controller.storage_transfers import StorageQueue
+from fdcache.devices.cpu import CpuDevice
+from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageTask, SwapPurpose, TransferPlan
+from fdcache.storage.connector import BatchResult, RecordBatch, StorageStats
+from fdcache.storage.local import LocalConnector
+from tests.storage_help import open_store, path_hashes, storage_layout
+
+LAYOUT = storage_layout()
+
+
+class RaisingConnector(LocalConnector):
+    """A connector that raises where it should not, as somebody else's may."""
+
+    raises = True
+
+    def _may_raise(self) -> None:
+        if self.raises:
+            raise RuntimeError("an error of its own")
+
+    def register(self, records: _core.RecordTable) -> None:
+        self._may_raise()
+
+    def unregister(self, records: _core.RecordTable) -> None:
+        self._may_raise()
+
+    def clear(self, timeout: float) -> int:
+        self._may_raise()
+        return super().clear(timeout)
+
+    def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
+        self._may_raise()
+        return super().get(batch, timeout, cancel)
+
+    def stats(self) -> StorageStats:
+        if hasattr(self, "busy"):
+            self._may_raise()
+        return super().stats()
+
+
+def read(hashes: HashArray) -> CacheSwapMetadata:
+    count = len(hashes)
+    return CacheSwapMetadata(
+        purpose=SwapPurpose.PREFETCH,
+        src_type=CacheLevel.STORAGE,
+        dst_type=CacheLevel.HOST,
+        src_block_ids=np.full(count, -1, np.int32),
+        src_generations=np.zeros(count, np.uint32),
+        dst_block_ids=np.arange(count, dtype=np.int32),
+        dst_generations=np.ones(count, np.uint32),
+        hash_values=hashes,
+        parent_hashes=np.zeros((count, 32), np.uint8),
+    )
+
+
+def test_a_connector_that_raises_fails_its_batches_and_nothing_else(tmp_path: Path) -> None:
+    connector: Any = RaisingConnector(open_store(tmp_path, LAYOUT))
+    arena = HostArena(LAYOUT, 4, CpuDevice())
+    queue = StorageQueue(connector, arena)
+    connector.busy = True
+    queue.register(arena.table)
+    queue.submit(TransferPlan(plan_id=1, clear_storage=True), [])
+    failing, missing = (
+        queue.prepare(StorageTask(plan_id=plan_id, swap=read(path_hashes(2)), timeout=10.0))
+        for plan_id in (2, 3)
+    )
+    queue.submit(TransferPlan(plan_id=4), [failing])
+    assert failing.done.wait(30)
+    outcome = failing.outcome()
+    assert outcome.failed.tolist() == [0, 1]
+    assert "RuntimeError: an error of its own" in str(outcome.error_message)
+    queue.unregister(arena.table)
+    connector.raises = False
+    queue.submit(TransferPlan(plan_id=5), [missing])
+    assert missing.done.wait(30)
+    assert missing.outcome().lost.tolist() == [0, 1], "it is asked again, and answers"
+    queue.close()
+    assert queue.erasures_queued == 0
+    assert queue.clear_error == "an error of its own"
+    arena.close()
