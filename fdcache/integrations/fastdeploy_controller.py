@@ -187,8 +187,7 @@ class CacheController:
     def free_gpu_cache(self) -> None:
         """Give up the device tensors, after the copies in flight; the host cache stays."""
         self.core.sleep()
-        self._tensors.clear()
-        self._ready = False
+        self._forget_tensors()
 
     def free_cache(self, clear_storage: bool = False) -> None:
         """Give up device tensors and host cache, after the copies in flight, and with ``clear_storage`` empty this
@@ -198,7 +197,11 @@ class CacheController:
         if clear_storage:
             self.core.clear_storage()
         self.core.free_cache()
+        self._forget_tensors()
+
+    def _forget_tensors(self) -> None:
         self._tensors.clear()
+        self._unclaimed.clear()
         self._ready = False
 
     def shutdown(self) -> None:

@@ -181,8 +181,18 @@ class CacheManager:
         return served
 
     def _publish(self, served: Served) -> None:
-        """Tell the cache what exists: a token that was sampled proves the KV of all before it, and of no other."""
+        """Tell the cache what exists: a token that was sampled proves the KV of all before it, and of no other.
+
+        Tokens above a load that is not confirmed might be dropped, so they are not taken up before.
+        """
+        if served.request.is_loading:
+            return
         outputs = tokens_of(served.engine_request.output_token_ids)
+        if len(outputs) < served.outputs:
+            raise RequestStateError(
+                f"request {served.request.request_id!r}: of {served.outputs} output tokens {len(outputs)} are left; "
+                "only those above a load that failed may be dropped: finish the request and match it again"
+            )
         new = outputs[served.outputs :]
         if len(new):
             served.request.append_tokens(new)

@@ -89,6 +89,15 @@ class TestMemory:
         assert controller.is_initialized()
         controller.shutdown()
 
+    def test_a_start_broken_off_before_the_draft_layers_may_be_repeated(self) -> None:
+        controller = CacheController(fd_config(method="mtp"), 0, 0)
+        controller.initialize_kv_cache(backend(), 8)
+        controller.free_cache()
+        assert len(controller.initialize_kv_cache(backend(), 6)) == 6
+        drafts = controller.initialize_mtp_kv_cache(backend(), 6, num_mtp_layers=1, layer_offset=3)
+        assert [tensor.shape[0] for tensor in drafts] == [6, 6]
+        controller.shutdown()
+
     def test_shapes_that_are_not_the_layouts_are_refused(self) -> None:
         with pytest.raises(LayoutError, match="shapes"):
             CacheController(fd_config(), 0, 0).initialize_kv_cache(backend(heads=2), 8)
