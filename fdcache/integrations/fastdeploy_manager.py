@@ -19,6 +19,7 @@ from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
+from fdcache.tiers.host_cache import HostCache
 
 
 class CacheManager:
@@ -48,6 +49,11 @@ class CacheManager:
     def is_initialized(self) -> bool:
         """Whether the manager can be used: always, once it is made."""
         return True
+
+    @property
+    def host_cache(self) -> HostCache:
+        """What every worker is told where the host tier is that of a service; plain data."""
+        return self.core.host_cache
 
     # --- blocks -------------------------------------------------------------------------------------------
 
