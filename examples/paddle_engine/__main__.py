@@ -137,6 +137,7 @@ def compare(demo: Demo, path: Path | None) -> int:
         except (OSError, ValueError) as error:
             print(f"error: --plot: {error}", file=sys.stderr)
             return 1
+        print(f"plot: {path}")
     return 1 if agreement.differences else 0
 
 

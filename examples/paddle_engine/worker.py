@@ -71,9 +71,8 @@ class Worker:
         self.controller: CacheController | None = None
         self._scan: StorageScan | None = None
         if host_cache is not None:
-            self.controller = CacheController(
-                TransferSettings(), layout, rank=rank, device=device or current_device()
-            )
+            device = device or current_device()
+            self.controller = CacheController(TransferSettings(), layout, rank=rank, device=device)
             self.controller.register_kv_cache(planes)
             self.controller.initialize_host_cache(host_cache)
             context = ConnectorContext(layout, rank, engine.storage_tier, MooncakeSettings())

@@ -15,6 +15,7 @@ from fdcache.layout import KVLayout, Plane
 from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.transfer import TransferSettings
 from fdcache.storage.connector import BlockStorage
+from fdcache.tiers.host_cache import HostCache
 
 Allocate = Callable[[KVLayout, int], Sequence[Any]]
 
@@ -23,7 +24,8 @@ class CacheController:
     """What FastDeploy's worker calls, under the old names; ``core`` is fdcache's own controller.
 
     ``allocate`` makes the tensors of all planes; by default Paddle does, or the attention backend where it has
-    ``create_kv_cache``. ``device`` says where they are, by default Paddle's current device.
+    ``create_kv_cache``. ``device`` says where they are, by default Paddle's current device. ``host_cache`` is the
+    manager's, where the host tier is that of a service.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class CacheController:
         settings: TransferSettings | None = None,
         device: Device | None = None,
         allocate: Allocate | None = None,
+        host_cache: HostCache | None = None,
     ) -> None:
         self.config = config
         self.device_id = device_id
@@ -45,6 +48,7 @@ class CacheController:
             settings or TransferSettings(), self.layout, rank=rank, device=device or _paddle_device()
         )
         self.swap_layer_done_counter: LayerDoneCounter | None = None
+        self._host_cache = host_cache or HostCache(num_blocks=num_host_blocks(config))
         self._allocate = allocate or _allocate_in_paddle
         self._tensors: list[Any] = []
         self._unclaimed: list[Any] = []
@@ -81,10 +85,9 @@ class CacheController:
         return self._make(attn_backend, self.layout.planes[len(self._tensors) :], num_gpu_blocks)
 
     def initialize_host_cache(self, attn_backend: Any = None) -> None:
-        """Make the host cache of ``cache_config.num_cpu_blocks`` blocks, all of it or nothing; once."""
-        blocks = num_host_blocks(self.config)
-        if blocks and self.core.host_arena is None:
-            self.core.initialize_host_cache(blocks)
+        """Make the host cache of ``cache_config.num_cpu_blocks`` blocks, all or nothing, or use a service's; once."""
+        if self.core.host_arena is None:
+            self.core.initialize_host_cache(self._host_cache)
 
     def initialize_storage(self, storage: BlockStorage) -> StorageScan | None:
         """Use this rank's storage from now on; the scan goes to ``CacheManager.core.restore_storage``."""
@@ -187,8 +190,7 @@ class CacheController:
     def free_gpu_cache(self) -> None:
         """Give up the device tensors, after the copies in flight; the host cache stays."""
         self.core.sleep()
-        self._tensors.clear()
-        self._ready = False
+        self._forget_tensors()
 
     def free_cache(self, clear_storage: bool = False) -> None:
         """Give up device tensors and host cache, after the copies in flight, and with ``clear_storage`` empty this
@@ -198,7 +200,11 @@ class CacheController:
         if clear_storage:
             self.core.clear_storage()
         self.core.free_cache()
+        self._forget_tensors()
+
+    def _forget_tensors(self) -> None:
         self._tensors.clear()
+        self._unclaimed.clear()
         self._ready = False
 
     def shutdown(self) -> None:

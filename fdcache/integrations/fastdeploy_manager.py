@@ -19,6 +19,7 @@ from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
+from fdcache.tiers.host_cache import HostCache
 
 
 class CacheManager:
@@ -48,6 +49,11 @@ class CacheManager:
     def is_initialized(self) -> bool:
         """Whether the manager can be used: always, once it is made."""
         return True
+
+    @property
+    def host_cache(self) -> HostCache:
+        """What every worker is told where the host tier is that of a service; plain data."""
+        return self.core.host_cache
 
     # --- blocks -------------------------------------------------------------------------------------------
 
@@ -181,8 +187,18 @@ class CacheManager:
         return served
 
     def _publish(self, served: Served) -> None:
-        """Tell the cache what exists: a token that was sampled proves the KV of all before it, and of no other."""
+        """Tell the cache what exists: a token that was sampled proves the KV of all before it, and of no other.
+
+        Tokens above a load that is not confirmed might be dropped, so they are not taken up before.
+        """
+        if served.request.is_loading:
+            return
         outputs = tokens_of(served.engine_request.output_token_ids)
+        if len(outputs) < served.outputs:
+            raise RequestStateError(
+                f"request {served.request.request_id!r}: of {served.outputs} output tokens {len(outputs)} are left; "
+                "only those above a load that failed may be dropped: finish the request and match it again"
+            )
         new = outputs[served.outputs :]
         if len(new):
             served.request.append_tokens(new)

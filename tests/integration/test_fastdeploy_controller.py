@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from fdcache.errors import CacheNotReadyError, LayoutError, StorageGoneError
-from fdcache.integrations.fastdeploy import CacheController, CacheManager, LayerSwapTimeoutError
+from fdcache.integrations.fastdeploy import (
+    CacheController,
+    CacheManager,
+    LayerSwapTimeoutError,
+    layout_from_config,
+    settings_from_config,
+)
 from fdcache.metadata import StorageScan
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.storage_tier import StorageTierSettings
@@ -19,6 +25,7 @@ from fdcache.storage.factory import open_storage
 from fdcache.storage.slab import SlabStore
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request
 from tests.faults import PausingDevice
+from tests.service_help import local_service, until
 
 paddle = pytest.importorskip("paddle")
 
@@ -89,6 +96,15 @@ class TestMemory:
         assert controller.is_initialized()
         controller.shutdown()
 
+    def test_a_start_broken_off_before_the_draft_layers_may_be_repeated(self) -> None:
+        controller = CacheController(fd_config(method="mtp"), 0, 0)
+        controller.initialize_kv_cache(backend(), 8)
+        controller.free_cache()
+        assert len(controller.initialize_kv_cache(backend(), 6)) == 6
+        drafts = controller.initialize_mtp_kv_cache(backend(), 6, num_mtp_layers=1, layer_offset=3)
+        assert [tensor.shape[0] for tensor in drafts] == [6, 6]
+        controller.shutdown()
+
     def test_shapes_that_are_not_the_layouts_are_refused(self) -> None:
         with pytest.raises(LayoutError, match="shapes"):
             CacheController(fd_config(), 0, 0).initialize_kv_cache(backend(heads=2), 8)
@@ -112,14 +128,19 @@ class TestMemory:
 class Engine:
     """A scheduler and a worker that keep to the old calls. A block's content is its tokens, in every plane."""
 
-    def __init__(self, device: Any = None, storage: Path | None = None, **config: Any) -> None:
+    def __init__(
+        self, device: Any = None, storage: Path | None = None, server: str | None = None, **config: Any
+    ) -> None:
         self.storage = StorageTierSettings()
         if storage:
             self.storage = StorageTierSettings(
                 connector="local", directory=storage, size="1MiB", prefetch_policy="wait_complete"
             )
-        self.manager = CacheManager(fd_config(**config), storage=self.storage)
-        self.controller = CacheController(fd_config(**config), 0, 0, device=device)
+        settings = settings_from_config(fd_config(**config), layout_from_config(fd_config(**config)))
+        settings = settings.model_copy(update={"server": server, "rpc_timeout": 5.0})
+        self.manager = CacheManager(fd_config(**config), settings=settings, storage=self.storage)
+        host = self.manager.host_cache if server else None
+        self.controller = CacheController(fd_config(**config), 0, 0, device=device, host_cache=host)
         scan = self.start()
         self.restored = self.manager.core.restore_storage([scan]) if scan else 0
 
@@ -184,6 +205,19 @@ def test_what_was_evicted_comes_back_byte_for_byte(policy: str) -> None:
     assert engine.manager.core.get_stats().counters.loads_confirmed == 1
     engine.manager.core.check_integrity()
     engine.controller.shutdown()
+
+
+def test_two_engines_share_the_host_tier_of_a_service(tmp_path: Path) -> None:
+    prompt = [*range(4 * BLOCK), 99]
+    with local_service(tmp_path) as service:
+        for found in (0, 4):
+            engine = Engine(server=service.address)
+            until(lambda engine=engine: engine.manager.num_cpu_blocks, "slots are granted")  # type: ignore[misc]
+            assert engine.serve(fd_request("a", prompt=prompt)) == found
+            assert engine.manager.core.get_stats().counters.loads_confirmed == found // 4
+            engine.controller.shutdown()
+            engine.manager.core.close()
+        until(lambda: not service.ask("clients"), "both engines have said goodbye")
 
 
 def test_clearing_the_storage_leaves_nothing_to_read(tmp_path: Path) -> None:

@@ -101,6 +101,20 @@ def test_importing_the_package_starts_nothing_and_loads_no_framework() -> None:
     assert not heavy & set(loaded)
 
 
+@pytest.mark.parametrize(
+    ("framework", "rooms"), [("paddle", {"integrations"}), ("torch", set()), ("cupy", {"devices"})]
+)
+def test_a_framework_is_imported_in_its_room_alone(framework: str, rooms: set[str]) -> None:
+    importing = set()
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(each.split(".")[0] == framework for each in named):
+                importing.add(room(name))
+    assert importing == rooms
+
+
 def test_the_public_rooms_load_no_framework() -> None:
     script = (
         "import sys, fdcache; [getattr(fdcache, name) for name in fdcache.__all__];"

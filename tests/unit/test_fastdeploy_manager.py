@@ -207,6 +207,66 @@ class TestRequests:
             again._match_result.matched_device_nums * BLOCK,
         )
 
+    def test_tokens_sampled_above_a_load_that_failed_leave_nothing(self) -> None:
+        manager = make(total_block_num=10, num_cpu_blocks=16)
+        first = fd_request("a", 4 * BLOCK)
+        run(manager, first)
+        manager.request_finish(first)
+        settle(manager)
+        other = fd_request("b", prompt=[9] * (9 * BLOCK))
+        run(manager, other)
+        manager.request_finish(other)
+        settle(manager)
+        again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
+        manager.match_prefix(again)
+        manager.allocate_device_blocks(again, 6 - again._match_result.matched_device_nums)
+        (plan, *_) = manager.issue_pending_backup_to_batch_request()
+        wrong, right = [50, 51, 52, 53], [60, 61, 62, 63]
+        again.output_token_ids.extend(wrong)
+        manager.check_and_add_pending_backup()
+        assert manager.apply([report_of(plan, failed=[0])])[0].status == "failed"
+        again.output_token_ids.clear()
+        manager.check_and_add_pending_backup()
+        again.output_token_ids.extend(right)
+        manager.request_finish(again)
+        settle(manager)
+        for outputs, blocks in ((wrong, 4), (right, 5)):
+            probe = fd_request("probe", prompt=[*again.prompt_token_ids, *outputs[:3], 7])
+            manager.match_prefix(probe)
+            assert probe._match_result.total_matched_blocks == blocks
+            manager.request_finish(probe)
+        manager.core.check_integrity()
+
+    def test_tokens_sampled_above_a_load_that_was_confirmed_are_kept(self) -> None:
+        manager = make(total_block_num=10, num_cpu_blocks=16)
+        first = fd_request("a", 4 * BLOCK)
+        run(manager, first)
+        manager.request_finish(first)
+        settle(manager)
+        other = fd_request("b", prompt=[9] * (9 * BLOCK))
+        run(manager, other)
+        manager.request_finish(other)
+        settle(manager)
+        again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
+        manager.match_prefix(again)
+        manager.allocate_device_blocks(again, 6 - again._match_result.matched_device_nums)
+        (plan, *_) = manager.issue_pending_backup_to_batch_request()
+        again.output_token_ids.extend([50, 51, 52, 53])
+        manager.check_and_add_pending_backup()
+        assert manager.apply([report_of(plan)])[0].status == "confirmed"
+        manager.request_finish(again)
+        probe = fd_request("probe", prompt=[*again.prompt_token_ids, 50, 51, 52, 7])
+        manager.match_prefix(probe)
+        assert probe._match_result.matched_device_nums == 5
+
+    def test_outputs_that_the_cache_knows_cannot_be_taken_back(self) -> None:
+        manager = make()
+        request = fd_request("a", 2 * BLOCK)
+        run(manager, request, outputs=3)
+        request.output_token_ids.pop()
+        with pytest.raises(RequestStateError, match="of 3 output tokens 2 are left"):
+            manager.check_and_add_pending_backup()
+
     def test_fewer_blocks_than_the_host_hit_are_refused(self) -> None:
         manager = make(total_block_num=8, num_cpu_blocks=16)
         first = fd_request("a", 4 * BLOCK)

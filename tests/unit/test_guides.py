@@ -79,6 +79,37 @@ def test_members_that_the_migration_table_keeps_exist(section: str, owner: str) 
         assert found or (name in matched and hasattr(fastdeploy.MatchedPrefix, name)), name
 
 
+OLD_MEMBERS = {
+    "CacheManager": """is_initialized device_pool host_pool radix_tree storage_scheduler num_free_device_blocks
+        num_free_host_blocks gpu_free_block_list available_gpu_resource can_allocate_device_blocks
+        can_allocate_host_blocks can_allocate_gpu_blocks match_prefix allocate_device_blocks allocate_gpu_blocks
+        allocate_host_blocks free_device_blocks free_host_blocks free_all_device_blocks free_all_host_blocks
+        resize_device_pool update_cache_config request_finish get_pending_backup_count check_and_add_pending_backup
+        issue_pending_backup_to_batch_request offload_to_host load_from_host prepare_prefetch_metadata prefetch_storage
+        drain_pending_prefetches update_storage_blocks_to_host abort_prefetch_blocks write_cache_to_storage reset_cache
+        get_stats get_memory_usage recycle_gpu_blocks update_cache_blocks write_cache_to_storage_decode""",
+    "CacheController": """is_initialized initialize_kv_cache initialize_mtp_kv_cache initialize_host_cache
+        submit_swap_tasks
+        load_host_to_device evict_device_to_host prefetch_from_storage backup_device_to_storage
+        backup_host_to_storage send_to_node wait_for_transfer_from_node reset_cache free_cache free_gpu_cache start
+        stop get_stats""",
+    "LayerDoneCounter and CacheTransferManager": """set_layer_event mark_layer_done mark_all_done is_layer_done
+        is_all_done wait_for_layer wait_all register_callback cleanup get_pending_layers evict_to_host_async
+        load_layers_to_device_async set_cache_kvs_map set_host_cache_kvs_map sync_input_stream sync_output_stream
+        record_input_stream_event prefetch_from_storage backup_to_storage""",
+}
+
+
+@pytest.mark.parametrize("section", OLD_MEMBERS)
+def test_the_migration_table_has_every_old_member(section: str) -> None:
+    text = (ROOT / "docs/migration.md").read_text()
+    table = re.search(rf"\n## {section}[^\n]*\n(.*?)\n## ", text, re.DOTALL)
+    assert table is not None
+    cells = [line.split("|")[1] for line in table[1].splitlines() if line.startswith("| ")]
+    told = set(re.findall(r"\w+", " ".join(cells)))
+    assert sorted(set(OLD_MEMBERS[section].split()) - told) == []
+
+
 def names(cell: str) -> list[str]:
     """Members named in a cell of the table."""
     quoted = re.findall(r"`(?:MatchResult\.)?([a-z_]+)(?:\([^`]*\))?`", cell)
