@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_serve_storage import BLOCKS, storage_of, storage_settings
-from tests.integration.test_service import PROMPT, Engine
 from tests.integration.test_storage_failures import mount
+from tests.service_engine import PROMPT, Engine
 from tests.service_help import service_process, until
 
 OTHER = [token + 1000 for token in PROMPT]

@@ -14,7 +14,7 @@ from fdcache.server.http import make_app
 from fdcache.settings import VARIABLES
 from fdcache.storage.connector import StorageStats
 from tests.integration.test_serve_storage import BLOCKS, storage_settings
-from tests.integration.test_service import PROMPT, Engine
+from tests.service_engine import PROMPT, Engine
 from tests.service_help import local_service, until
 
 GUIDE = (Path(__file__).parent.parent.parent / "docs" / "storage.md").read_text()
