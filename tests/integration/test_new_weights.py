@@ -57,6 +57,7 @@ def test_old_blocks_are_never_found_and_new_ones_are_shared(service: LocalServic
     until(lambda: ready_blocks(service) == 20, "the blocks of the new weights are stored beside the old ones")
     assert second.manager.change_revision("2") == 0
     until(lambda: registered(service, "2", 2), "the other engine follows")
+    second.await_stock()
     found, outcomes = second.serve(PROMPT)
     assert found == 10
     assert [outcome.status for outcome in outcomes] == [LoadStatus.CONFIRMED]
