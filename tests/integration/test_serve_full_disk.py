@@ -62,7 +62,13 @@ def test_engines_go_on_and_room_is_used_when_it_comes(tmp_path: Path, disk: Path
 
 
 def test_the_end_does_not_wait_for_a_disk_that_takes_nothing(tmp_path: Path, disk: Path) -> None:
-    settings = storage_settings(disk, FDCACHE_WRITE_POLICY="write_back", FDCACHE_DRAIN_TIMEOUT="1h")
+    settings = storage_settings(
+        disk,
+        FDCACHE_WRITE_POLICY="write_back",
+        FDCACHE_DRAIN_TIMEOUT="1h",
+        FDCACHE_STORAGE_RETRY="1h",
+        FDCACHE_STORAGE_WRITE_BLOCKS="3",
+    )
     with service_process(tmp_path / "s", **settings) as service:
         engine = Engine(service.address)
         engine.serve(PROMPT)
