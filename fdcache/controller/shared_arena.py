@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from fdcache import _core
 from fdcache.devices.base import Device, PinnedMemory
 from fdcache.errors import HostMemoryError, ProtocolError, ServiceError, ServiceUnavailableError
 from fdcache.layout import KVLayout
-from fdcache.metadata import TransferPlan
+from fdcache.metadata import Int32Array, TransferPlan
 from fdcache.node.address import socket_path
 from fdcache.node.connection import Connection
 from fdcache.node.extents import Extent, record_table
@@ -36,6 +38,7 @@ class SharedHostArena:
         self._device = device
         self.extents: list[Extent] = []
         self.pinned: list[PinnedMemory] = []
+        self._former: list[PinnedMemory] = []
         self.epoch = 0
         self.table = _core.RecordTable([], 1, layout.record_bytes, [], 0, ())
 
@@ -56,7 +59,7 @@ class SharedHostArena:
         try:
             if plan.arena != self._arena:
                 self._attach(plan.arena or "")
-            self._map(max(int(each.max()) for each in slots))
+            self._map(np.concatenate(slots))
         except (ServiceError, HostMemoryError, OSError) as error:
             return f"the service's arena cannot be used: {error}"
         return None
@@ -79,21 +82,31 @@ class SharedHostArena:
         self.fingerprint = answer.fingerprint
         self._arena = arena
 
-    def _map(self, slot: int) -> None:
+    def _map(self, slots: Int32Array) -> None:
+        """Map the extents of these slots, and anew those that are other memory than they were.
+
+        What a plan names is not given to another layout before the plan has ended, so what is seen here holds for it.
+        """
         geometry = self._geometry
         assert geometry is not None
-        if slot < self.num_blocks:
-            return
-        while len(self.extents) * geometry.records_per_extent <= slot:
-            path = geometry.path(self._rank, len(self.extents))
+        epoch = self.epoch
+        needed = np.unique(slots // geometry.records_per_extent).tolist()
+        for index in [*range(len(self.extents), needed[-1] + 1), *needed]:
+            path = geometry.path(self._rank, index)
+            if index < len(self.extents) and self.extents[index].is_still(path):
+                continue
             extent = Extent(path, geometry.extent_bytes)
-            self.pinned.append(self._device.pin_memory(extent.address, extent.nbytes, extent))
-            self.extents.append(extent)
+            pinned = self._device.pin_memory(extent.address, extent.nbytes, extent)
+            # A load that its engine was too slow for may still read there: what was pinned stays so.
+            self._former += self.pinned[index : index + 1]
+            self.extents[index : index + 1] = [extent]
+            self.pinned[index : index + 1] = [pinned]
             self.epoch += 1
-        self.table = record_table(geometry, self.extents)
+        if self.epoch != epoch:
+            self.table = record_table(geometry, self.extents)
 
     def _unmap(self) -> None:
-        self.extents, self.pinned = [], []
+        self.extents, self.pinned, self._former = [], [], []
         self.epoch += 1
         self.table = _core.RecordTable([], 1, self._record_bytes, [], 0, ())
 

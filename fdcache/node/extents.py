@@ -37,10 +37,18 @@ class Extent:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._inode = os.fstat(fd).st_ino
         finally:
             os.close(fd)
         self.data = np.frombuffer(self._map, np.uint8)
         self.nbytes = nbytes
+
+    def is_still(self, path: str | Path) -> bool:
+        """Whether the file of this name is the memory that is mapped: a layout may have given it to another since.
+
+        Raises ``OSError`` when there is no such file.
+        """
+        return Path(path).stat().st_ino == self._inode
 
     @property
     def address(self) -> int:

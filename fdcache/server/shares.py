@@ -76,13 +76,16 @@ class Shares:
     def make_room(self, namespace: Namespace, used: Set[str], *, spare_all: bool = False) -> bool:
         """Let a layout grow, at the cost of one that has more than its share; whether it did.
 
-        A layout without clients gives first, at last all that it has, the one longest without them before the others.
+        Layouts with clients have equal shares, those without have one together; they give first, at last all that
+        they have, the one longest without clients before the others.
         Slots in use stay where they are. ``spare_all``: none gives any.
         """
         self.forget_unused(used, spared=namespace)
         if spare_all and self.arena.num_free < namespace.ranks:
             return False
-        share = self.arena.manifest.extents // max(len(self.namespaces), 1)
+        active = sum(each.id in used or each is namespace for each in self.namespaces.values())
+        others = active < len(self.namespaces)
+        share = self.arena.manifest.extents // (active + others)
         givers = sorted(
             (each for each in self.namespaces.values() if each is not namespace and each.num_extents),
             key=lambda each: (each.id in used, -each.num_extents * each.ranks),

@@ -130,7 +130,7 @@ class RemoteHostTier:
             number = fetches[i] if fetches else 0
             end = len(hashes) if number else start + session.copies.run(hashes, start)
             if end < len(hashes):
-                self._keeper.count_absent(hashes[end], len(hashes) - end, whole=end == start)
+                self._keeper.outbox.count_absent(hashes[end], len(hashes) - end, whole=end == start)
                 self._count_in_flight(session, hashes[end])
             if end > start:
                 asked.append((hashes[:end], start))
@@ -209,14 +209,14 @@ class RemoteHostTier:
     def _give_back(self, session: Session, late: Answer) -> None:
         if isinstance(late, Matched):
             for lease in late.leases:
-                self._keeper.release(session, lease)
+                self._keeper.outbox.release(session, lease)
 
     def release(self, lease: int) -> bool:
         """Unpin a run; what is being loaded from it stays pinned until the load's end."""
         return self._runs.release(lease)
 
     def _unpin(self, session: Session, lease: int) -> None:
-        self._keeper.release(session, lease)
+        self._keeper.outbox.release(session, lease)
 
     def begin_load(self, lease: int, slots: Int32Array) -> None:
         """Copies out of these slots of a run begin."""
@@ -228,7 +228,9 @@ class RemoteHostTier:
             session = self._keeper.heard
             theirs = self._runs.end_load(slots)
             if session and theirs is session and (session.recovered or not copied.all()):
-                self._keeper.tell(session, LoadEnded(slots.tobytes(), hashes.tobytes(), copied.tobytes()))
+                self._keeper.outbox.tell(
+                    session, LoadEnded(slots.tobytes(), hashes.tobytes(), copied.tobytes())
+                )
 
     def discard(self, slots: Int32Array) -> None:
         """The service drops what a load could not use when it hears of the load's end."""
@@ -271,7 +273,7 @@ class RemoteHostTier:
                     checksums=sums.tobytes(),
                     tenants=self._owners.of(row.tobytes() for row in roots),
                 )
-                self._keeper.tell(session, body)
+                self._keeper.outbox.tell(session, body)
         return copied
 
     # --- the tier as a whole ------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class RemoteFetches:
         session = self._keeper.session
         if session is not None and session.storage:
             self._known[number] = session
-            self._keeper.tell(session, Prefetch(number, start, hashes.tobytes()))
+            self._keeper.outbox.tell(session, Prefetch(number, start, hashes.tobytes()))
 
     def learn(self, session: Session, numbers: Sequence[int], states: Sequence[int]) -> None:
         """What the service says that it keeps for these requests."""
@@ -46,7 +46,7 @@ class RemoteFetches:
         """The request has ended."""
         session = self._known.pop(number, None)
         if session is not None:
-            self._keeper.tell(session, EndFetches([number]))
+            self._keeper.outbox.tell(session, EndFetches([number]))
 
 
 def numbers_of(fetches: Sequence[int]) -> bytes:

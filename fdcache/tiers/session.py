@@ -10,13 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import zmq
 
 from fdcache._core import OutgoingCopies
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
-from fdcache.metadata import HashArray
 from fdcache.node.address import client_dir
 from fdcache.node.arrays import hashes_from, int32_from, uint8_from, uint32_from
 from fdcache.node.connection import Connection
@@ -31,7 +29,6 @@ from fdcache.node.protocol import (
     Granted,
     Heartbeat,
     Live,
-    Missed,
     Publish,
     Published,
     Refill,
@@ -43,6 +40,7 @@ from fdcache.node.protocol import (
 )
 from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.outbox import Outbox
 from fdcache.tiers.stock import FIRST_STOCK, Session
 
 _HEARTBEAT = 1.0
@@ -52,7 +50,6 @@ _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
 _REGISTER_TIMEOUT = 2.0
 _MOST_UNHEARD = 5  # signs of life without an answer: the service is gone
 _CLEARED = 2
-_MOST_ABSENT = 4096  # look-ups without an answer that are remembered between two messages
 
 
 class SessionKeeper:
@@ -80,14 +77,12 @@ class SessionKeeper:
         self.in_flight_misses = 0
         self._told = self._told_before = (Traffic(), 0)  # at the last heartbeat, and when the session began
         self.last_error = ""
-        self.lock = threading.RLock()
+        self.outbox = Outbox()
+        self.lock = self.outbox.lock
         """Held while something ends and is told: the thread takes no end of a session for reached in between."""
         self._connected = threading.Condition(self.lock)
-        self._outbox: deque[tuple[Session, Request]] = deque()
-        self._releases: deque[tuple[Session, int]] = deque()
         self._events: deque[Events] = deque()
         self._event_capacity = settings.event_buffer
-        self._absent: deque[tuple[bytes, int, bool]] = deque()
         self._device_resets = 0
         self._device_resets_taken = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -108,40 +103,11 @@ class SessionKeeper:
         with self._connected:
             return self._connected.wait_for(lambda: self.session is not None, timeout)
 
-    def tell(self, session: Session, body: Request) -> None:
-        """Send in the background, in order, by ``flush``; dropped when the session ends before."""
-        with self.lock:
-            self._tell_absent(session)
-            self._outbox.append((session, body))
-
-    def release(self, session: Session, lease: int) -> None:
-        """Give a run back, in the background, by ``flush``."""
-        self._releases.append((session, lease))
-
     def flush(self) -> None:
         """Now is a good time for the thread to tell what there is to tell; without this it comes to it by itself."""
         session = self.session
-        if self._outbox or self._releases or (session is not None and session.is_short):
+        if self.outbox or (session is not None and session.is_short):
             self._poke()
-
-    def count_absent(self, first: HashArray, blocks: int, whole: bool) -> None:
-        """The data path saw that so many blocks from ``first``, shape (32,), on are not there.
-
-        ``whole``: nothing of the path is. Told before the next thing that is told, or with the next sign of life.
-        """
-        if len(self._absent) < _MOST_ABSENT:
-            self._absent.append((first.tobytes(), blocks, whole))
-
-    def _tell_absent(self, session: Session) -> None:
-        """Before the blocks are told of that are computed now: after that nobody knows why they were not there."""
-        with self.lock:
-            if not self._absent:
-                return
-            absent = [self._absent.popleft() for _ in range(len(self._absent))]
-            first = b"".join(key for key, _, _ in absent)
-            blocks = np.array([count for _, count, _ in absent], np.int32)
-            body = Missed(sum(whole for _, _, whole in absent), first, blocks.tobytes())
-            self._outbox.append((session, body))
 
     def lose(self, session: Session, reason: str, *, goodbye: bool = False) -> None:
         """The service did not answer, or does not know the session: it is over.
@@ -162,7 +128,7 @@ class SessionKeeper:
             if (session := self.session) is not None:
                 self.lose(session, "the layout changes", goodbye=True)
             elif not self.leaving:
-                self._absent.clear()
+                self.outbox.forget_absent()
 
     @property
     def heard(self) -> Session | None:
@@ -269,7 +235,7 @@ class SessionKeeper:
         if not session.unheard:
             session.asked = 0  # answered by now, unless the answer found no room in a queue
         session.unheard += 1
-        self._tell_absent(session)
+        self.outbox.tell_absent(session)
         self._send(line, session, self._heartbeat())
         self.wants_figures = True
 
@@ -304,8 +270,7 @@ class SessionKeeper:
         session = Session(answer.session, arena, answer.num_slots, OutgoingCopies(table), answer.storage)
         line.session = answer.session
         with self._connected:
-            self._outbox.clear()
-            self._releases.clear()
+            self.outbox.forget_told()
             self._told_before = self._told
             if layout is not self._layout:
                 self.leaving = session  # it changed meanwhile
@@ -315,14 +280,9 @@ class SessionKeeper:
         return True
 
     def _flush(self, line: Connection) -> None:
-        while self._outbox:
-            session, body = self._outbox.popleft()
+        for session, body in self.outbox.take_messages():
             self._send(line, session, body)
-        leases: list[int] = []
-        while self._releases:
-            session, lease = self._releases.popleft()
-            if session is self.session:
-                leases.append(lease)
+        leases = self.outbox.take_releases(self.session)
         if leases and (current := self.session) is not None:
             self._send(line, current, Release(leases))
         if (current := self.session) is not None and current.is_short:
@@ -384,11 +344,11 @@ class SessionKeeper:
         count = len(slots)
         if count:
             nothing, no_hash = bytes(count), b"\xff" * 32 * count
-            self.tell(session, Publish(slots.tobytes(), no_hash, no_hash, nothing, bytes(8 * count)))
+            self.outbox.tell(session, Publish(slots.tobytes(), no_hash, no_hash, nothing, bytes(8 * count)))
 
     def _part(self, line: Connection, session: Session) -> None:
         """Nothing of the session is under way any more: tell what there is to tell, and say goodbye."""
-        self._tell_absent(session)
+        self.outbox.tell_absent(session)
         self._flush(line)
         self._send(line, session, self._heartbeat())
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fdcache.controller.shared_arena import SharedHostArena
 from fdcache.manager import CacheManager, LoadStatus, MatchStatus, Request
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from tests.replay_help import assert_clean, run_chat, small_config
@@ -72,6 +73,29 @@ class TestSharing:
             assert shares["a"] + shares["b"] <= 16
             second.close()
             assert_nothing_is_held(service)
+
+    def test_an_extent_that_is_other_memory_than_it_was_is_mapped_anew(self, tmp_path: Path) -> None:
+        with local_service(tmp_path) as service:
+            engine = Engine(service.address)
+            engine.serve(PROMPT)
+            until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+            arena = engine.ranks[0]._arena
+            assert isinstance(arena, SharedHostArena)
+            (former,) = arena.extents
+            (namespace,) = service.service.namespaces.values()
+            path = Path(namespace.geometry.path(0, 0))
+            path.rename(tmp_path / "of-another-layout")  # as when it was given away, and another came back
+            path.write_bytes((tmp_path / "of-another-layout").read_bytes())
+            former.data[:] = 0
+            engine.manager._device.reset()
+            found, outcomes = engine.serve(PROMPT)
+            assert found == 10
+            assert [outcome.status for outcome in outcomes] == [LoadStatus.CONFIRMED]
+            (present,) = arena.extents
+            assert present is not former
+            assert not former.is_still(path)
+            engine.close()
+            assert not former.data.any()
 
     def test_a_device_hit_asks_the_service_nothing(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
