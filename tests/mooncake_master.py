@@ -27,6 +27,21 @@ def free_port() -> int:
         return port
 
 
+def stop(pid: int) -> None:
+    """Stop a process; every thread of it stands still afterwards, which the signal alone does not promise."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    while any(_state(thread) not in "TX" for thread in threads.iterdir()):
+        time.sleep(0.001)
+
+
+def _state(thread: Path) -> str:
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X"  # it has ended meanwhile
+
+
 class Master:
     """The master's process; it can be killed and started again at the same address."""
 
@@ -62,7 +77,7 @@ class Master:
     def freeze(self) -> None:
         """It neither answers nor hangs up."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stop(self._process.pid)
 
     def kill(self) -> None:
         if self._process is not None:

@@ -14,6 +14,7 @@ from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.conformance import HostRecords, conformance_layout, path_of
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.mooncake import MooncakeConnector
+from tests.mooncake_master import stop
 
 
 class Node:
@@ -30,7 +31,7 @@ class Node:
         assert self.process.stdout.readline() == "stored\n"
 
     def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process.pid)
 
     def kill(self) -> None:
         self.process.kill()

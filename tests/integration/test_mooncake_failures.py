@@ -76,10 +76,10 @@ def test_a_master_that_freezes_inside_a_batch_costs_the_deadline_and_no_more(
     watched = watch(connector, master.freeze)
     batch = records.fill(path_of(BLOCKS, "new")) if writing else records.batch(hashes)
     move = connector.put if writing else connector.get
-    given_up = move(batch, 0.3)
+    given_up = move(batch, 1.5)
     assert_given_up(given_up, connector)
     moves = watched.moves
-    refused = move(batch, 0.3)
+    refused = move(batch, 1.5)
     assert refused.outcomes.tolist() == [Outcome.PEER_GONE] * BLOCKS
     assert refused.unfinished is None
     assert watched.moves == moves, "the client is not called again while its call is under way"
@@ -110,7 +110,7 @@ def test_a_node_that_dies_inside_a_batch_costs_the_deadline_and_no_more(
     assert all(records.holds(slot, row.tobytes()) for slot, row in enumerate(hashes))
     records.wipe()
     watched = watch(connector, node.freeze if freezes else node.kill)
-    gone = connector.get(records.batch(hashes), 0.3 if freezes else 30.0)
+    gone = connector.get(records.batch(hashes), 1.5 if freezes else 30.0)
     if freezes:
         assert_given_up(gone, connector)
         node.kill()
@@ -163,4 +163,4 @@ def transfer(queue: StorageQueue, plan_id: int, slot: int, block_hash: Any) -> S
         hash_values=block_hash,
         parent_hashes=np.zeros((1, 32), np.uint8),
     )
-    return queue.prepare(StorageTask(plan_id=plan_id, swap=swap, timeout=0.3))
+    return queue.prepare(StorageTask(plan_id=plan_id, swap=swap, timeout=2.0))

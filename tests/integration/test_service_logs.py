@@ -114,7 +114,7 @@ def test_without_a_terminal_the_lines_are_json_and_on_one_they_are_text(tmp_path
     os.close(ours)
     (line,) = [each for each in shown.splitlines() if "serving at" in each]
     assert re.match(r"\d{4}-\d\d-\d\d \S+ INFO serving at ", line)
-    assert "touching memory: 16/16" in shown
+    assert "touching memory" in shown
 
 
 @pytest.mark.parametrize("level", ["INFO", "DEBUG"])

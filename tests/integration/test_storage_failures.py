@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,9 +217,8 @@ except StorageReadOnlyError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_permission_that_is_lost_and_given_back(tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
+def test_a_permission_that_is_lost_and_given_back() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="fdcache-test"))  # the folders of a test are its owner's alone
     os.chown(folder, 65534, 65534)
     program = """
 import os, sys
@@ -240,10 +241,6 @@ assert all(records.holds(slot, hashes[slot].tobytes()) for slot in range(8))
 print(store.stats().state.value, store.stats().error)
 store.close()
 """
-    for parent in tmp_path.parents:
-        if parent.name.startswith("pytest-"):
-            parent.chmod(parent.stat().st_mode | 0o011)
-    tmp_path.chmod(0o755)
     done = subprocess.run(
         [sys.executable, "-c", program, str(folder)],
         capture_output=True,
@@ -251,6 +248,7 @@ store.close()
         check=False,
         cwd=Path(__file__).parent.parent.parent,
     )
+    shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
     lost, back = done.stdout.splitlines()
     assert lost.startswith("off StorageReadOnlyError")
