@@ -39,7 +39,7 @@ def start(master: Master) -> subprocess.Popen[str]:
     program = "from fdcache_cli.main import run; run()"
     return subprocess.Popen(
         [sys.executable, "-c", program, *REPLAY],
-        env={**os.environ, **master.environment()},
+        env={**os.environ, **master.environment(), "FDCACHE_PREFETCH_TIMEOUT": "3s"},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -208,7 +208,8 @@ def test_the_read_of_a_request_that_has_ended_is_taken_back(stage: Stage) -> Non
     stage.read_ends()
     third = Request("third", PROMPT)
     until(lambda: match(engine, third).status is MatchStatus.MATCHED, "the rest is read")
-    assert stage.store.reads == [4, BLOCKS - 4]
+    # What is under way is given up between two blocks, unless its end comes first: then it is kept.
+    assert stage.store.reads in ([4, BLOCKS - 4], [4, BLOCKS])
     engine.manager.request_finish([third])
 
 
