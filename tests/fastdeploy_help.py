@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fdcache.integrations.fastdeploy import CacheManager
 from fdcache.metadata import StorageTask, SwapPurpose, TransferPlan, TransferReport, TransferResult
 
 BLOCK = 4
@@ -81,3 +82,36 @@ def report_of(plan: TransferPlan | StorageTask, failed: Sequence[int] = ()) -> T
             for swap in plan.swaps()
         ),
     )
+
+
+def make(**cache: Any) -> CacheManager:
+    return CacheManager(fd_config(**cache))
+
+
+def run(manager: CacheManager, request: Any, outputs: int = 1) -> list[int]:
+    """One request from match to its first tokens; returns the blocks of its table."""
+    manager.match_prefix(request)
+    matched: list[int] = request._match_result.device_block_ids
+    tokens = len(request.prompt_token_ids) + outputs
+    blocks = matched + manager.allocate_device_blocks(request, -(-tokens // BLOCK) - len(matched))
+    settle(manager)
+    request.output_token_ids.extend(range(1000, 1000 + outputs))
+    manager.check_and_add_pending_backup()
+    return blocks
+
+
+def settle(manager: CacheManager) -> list[TransferPlan]:
+    plans = manager.issue_pending_backup_to_batch_request()
+    manager.apply([report_of(plan) for plan in plans])
+    return plans
+
+
+def evicted(*, device_blocks: int, others: int) -> tuple[CacheManager, Any]:
+    """A manager, and a request of four blocks that has ended; another one drove some of them to the host."""
+    manager = make(total_block_num=device_blocks, num_cpu_blocks=16)
+    first = fd_request("a", 4 * BLOCK)
+    for request in (first, fd_request("b", prompt=[9] * (others * BLOCK))):
+        run(manager, request)
+        manager.request_finish(request)
+        settle(manager)
+    return manager, first

@@ -99,3 +99,7 @@ def figures(tier: _core.Tier) -> tuple[object, ...]:
         [(n.state, n.pins, n.holds, n.hits, n.parent, n.hash, n.generation) for n in nodes],
         eviction_order(tier),
     )
+
+
+PATH = chain(1, 2, 3, 4)
+OTHER = chain(9, 8)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.test_serve_storage import BLOCKS, storage_of, storage_settings
-from tests.integration.test_storage_failures import mount
+from tests.mounts import file_system
 from tests.service_engine import PROMPT, Engine
 from tests.service_help import service_process, until
 
@@ -20,12 +19,7 @@ OTHER = [token + 1000 for token in PROMPT]
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if not mount(folder, "1m"):
-        pytest.skip("mounting a tmpfs is not allowed here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
+    yield from file_system(tmp_path / "disk", "1m")
 
 
 def fill(folder: Path) -> Path:

@@ -18,6 +18,7 @@ from fdcache.errors import StorageReadOnlyError
 from fdcache.replay.report import Report
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import Outcome, StorageState
+from tests.mounts import file_system, mount, unmount
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.storage_help import MIB, Records, open_store, path_hashes, storage_layout
 
@@ -25,24 +26,10 @@ LAYOUT = storage_layout()
 COUNT = 60
 
 
-def mount(folder: Path, size: str) -> bool:
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "fdcache-test", str(folder)]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-def unmount(folder: Path, *options: str) -> None:
-    subprocess.run(["umount", *options, str(folder)], check=True, capture_output=True)
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if not mount(folder, "256k"):
-        pytest.skip("mounting a tmpfs is not allowed here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
+    yield from file_system(tmp_path / "small", "256k")
 
 
 @pytest.fixture

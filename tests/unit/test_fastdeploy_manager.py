@@ -1,42 +1,13 @@
-"""What FastDeploy's scheduler expects of its cache manager, kept by the stand-in."""
+"""What FastDeploy's scheduler expects of its cache manager, kept by the stand-in: blocks and requests."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from fdcache.errors import ConfigurationError, RequestStateError, UnsupportedCallError
-from fdcache.hashing import hash_blocks, root_hash
-from fdcache.integrations.fastdeploy import CacheManager, layout_from_config, settings_from_config
-from fdcache.metadata import StorageScan, TransferPlan
-from fdcache.planes import PlaneKind
-from fdcache.settings.storage_tier import StorageTierSettings
-from tests.fastdeploy_help import BLOCK, fd_config, fd_request, report_of
-
-
-def make(**cache: Any) -> CacheManager:
-    return CacheManager(fd_config(**cache))
-
-
-def run(manager: CacheManager, request: Any, outputs: int = 1) -> list[int]:
-    """One request from match to its first tokens; returns the blocks of its table."""
-    manager.match_prefix(request)
-    matched: list[int] = request._match_result.device_block_ids
-    tokens = len(request.prompt_token_ids) + outputs
-    blocks = matched + manager.allocate_device_blocks(request, -(-tokens // BLOCK) - len(matched))
-    settle(manager)
-    request.output_token_ids.extend(range(1000, 1000 + outputs))
-    manager.check_and_add_pending_backup()
-    return blocks
-
-
-def settle(manager: CacheManager) -> list[TransferPlan]:
-    plans = manager.issue_pending_backup_to_batch_request()
-    manager.apply([report_of(plan) for plan in plans])
-    return plans
+from tests.fastdeploy_help import BLOCK, fd_request, make, run, settle
 
 
 class TestBlocks:
@@ -160,105 +131,6 @@ class TestRequests:
         assert manager.num_free_device_blocks == 8
         manager.core.check_integrity()
 
-    def test_running_blocks_are_not_evicted(self) -> None:
-        manager = make(total_block_num=6, num_cpu_blocks=0)
-        run(manager, fd_request("a", 3 * BLOCK))
-        assert not manager.can_allocate_device_blocks(3)
-        assert manager.allocate_device_blocks(fd_request("b", prompt=[9] * BLOCK), 3) == []
-
-    def test_evicted_blocks_come_back_from_the_host_in_path_order(self) -> None:
-        manager = make(total_block_num=8, num_cpu_blocks=16)
-        first = fd_request("a", 4 * BLOCK)
-        run(manager, first)
-        manager.request_finish(first)
-        settle(manager)
-        other = fd_request("b", prompt=[9] * (6 * BLOCK))
-        run(manager, other)
-        manager.request_finish(other)
-        settle(manager)
-        again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
-        manager.match_prefix(again)
-        match = again._match_result
-        assert match.matched_host_nums > 0
-        assert match.total_matched_blocks == 4
-        blocks = manager.allocate_device_blocks(again, 5 - match.matched_device_nums)
-        (plan, *_) = manager.issue_pending_backup_to_batch_request()
-        assert plan.loads is not None
-        assert plan.loads.dst_block_ids.tolist() == blocks[: match.matched_host_nums]
-        assert manager.apply([report_of(plan)])[0].status == "confirmed"
-
-    def test_a_failed_load_says_from_where_to_compute(self) -> None:
-        manager = make(total_block_num=8, num_cpu_blocks=16)
-        first = fd_request("a", 4 * BLOCK)
-        run(manager, first)
-        manager.request_finish(first)
-        settle(manager)
-        other = fd_request("b", prompt=[9] * (7 * BLOCK))
-        run(manager, other)
-        manager.request_finish(other)
-        settle(manager)
-        again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
-        manager.match_prefix(again)
-        manager.allocate_device_blocks(again, 5 - again._match_result.matched_device_nums)
-        (plan, *_) = manager.issue_pending_backup_to_batch_request()
-        outcome = manager.apply([report_of(plan, failed=[0])])[0]
-        assert (outcome.status, outcome.recompute_from) == (
-            "failed",
-            again._match_result.matched_device_nums * BLOCK,
-        )
-
-    def test_tokens_sampled_above_a_load_that_failed_leave_nothing(self) -> None:
-        manager = make(total_block_num=10, num_cpu_blocks=16)
-        first = fd_request("a", 4 * BLOCK)
-        run(manager, first)
-        manager.request_finish(first)
-        settle(manager)
-        other = fd_request("b", prompt=[9] * (9 * BLOCK))
-        run(manager, other)
-        manager.request_finish(other)
-        settle(manager)
-        again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
-        manager.match_prefix(again)
-        manager.allocate_device_blocks(again, 6 - again._match_result.matched_device_nums)
-        (plan, *_) = manager.issue_pending_backup_to_batch_request()
-        wrong, right = [50, 51, 52, 53], [60, 61, 62, 63]
-        again.output_token_ids.extend(wrong)
-        manager.check_and_add_pending_backup()
-        assert manager.apply([report_of(plan, failed=[0])])[0].status == "failed"
-        again.output_token_ids.clear()
-        manager.check_and_add_pending_backup()
-        again.output_token_ids.extend(right)
-        manager.request_finish(again)
-        settle(manager)
-        for outputs, blocks in ((wrong, 4), (right, 5)):
-            probe = fd_request("probe", prompt=[*again.prompt_token_ids, *outputs[:3], 7])
-            manager.match_prefix(probe)
-            assert probe._match_result.total_matched_blocks == blocks
-            manager.request_finish(probe)
-        manager.core.check_integrity()
-
-    def test_tokens_sampled_above_a_load_that_was_confirmed_are_kept(self) -> None:
-        manager = make(total_block_num=10, num_cpu_blocks=16)
-        first = fd_request("a", 4 * BLOCK)
-        run(manager, first)
-        manager.request_finish(first)
-        settle(manager)
-        other = fd_request("b", prompt=[9] * (9 * BLOCK))
-        run(manager, other)
-        manager.request_finish(other)
-        settle(manager)
-        again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
-        manager.match_prefix(again)
-        manager.allocate_device_blocks(again, 6 - again._match_result.matched_device_nums)
-        (plan, *_) = manager.issue_pending_backup_to_batch_request()
-        again.output_token_ids.extend([50, 51, 52, 53])
-        manager.check_and_add_pending_backup()
-        assert manager.apply([report_of(plan)])[0].status == "confirmed"
-        manager.request_finish(again)
-        probe = fd_request("probe", prompt=[*again.prompt_token_ids, 50, 51, 52, 7])
-        manager.match_prefix(probe)
-        assert probe._match_result.matched_device_nums == 5
-
     def test_outputs_that_the_cache_knows_cannot_be_taken_back(self) -> None:
         manager = make()
         request = fd_request("a", 2 * BLOCK)
@@ -266,48 +138,6 @@ class TestRequests:
         request.output_token_ids.pop()
         with pytest.raises(RequestStateError, match="of 3 output tokens 2 are left"):
             manager.check_and_add_pending_backup()
-
-    def test_fewer_blocks_than_the_host_hit_are_refused(self) -> None:
-        manager = make(total_block_num=8, num_cpu_blocks=16)
-        first = fd_request("a", 4 * BLOCK)
-        run(manager, first)
-        manager.request_finish(first)
-        settle(manager)
-        other = fd_request("b", prompt=[9] * (7 * BLOCK))
-        run(manager, other)
-        manager.request_finish(other)
-        settle(manager)
-        again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
-        manager.match_prefix(again)
-        with pytest.raises(RequestStateError, match="fewer"):
-            manager.allocate_device_blocks(again, 0)
-
-    def test_blocks_that_others_brought_meanwhile_are_told_once(self) -> None:
-        manager = make(total_block_num=10, num_cpu_blocks=16)
-        first = fd_request("a", 4 * BLOCK)
-        run(manager, first)
-        manager.request_finish(first)
-        settle(manager)
-        other = fd_request("b", prompt=[9] * (9 * BLOCK))
-        run(manager, other)
-        manager.request_finish(other)
-        settle(manager)
-        ahead, behind = (fd_request(name, prompt=[*first.prompt_token_ids, 1]) for name in "cd")
-        manager.match_prefix(ahead)
-        manager.match_prefix(behind)
-        on_device = behind._match_result.matched_device_nums
-        run_of_ahead = manager.allocate_device_blocks(ahead, 5 - on_device)
-        settle(manager)
-        rival = fd_request("e", prompt=[8] * (5 * BLOCK))
-        assert len(manager.allocate_device_blocks(rival, 5)) == 5
-        assert manager.allocate_device_blocks(behind, 5 - on_device) == []
-        manager.request_finish(rival)
-        blocks = manager.allocate_device_blocks(behind, 5 - on_device)
-        assert len(blocks) == 5 - on_device
-        assert blocks[:-1] == run_of_ahead[:-1]
-        for request in (ahead, behind):
-            manager.request_finish(request)
-        manager.core.check_integrity()
 
     def test_a_running_request_is_not_matched_again_but_a_waiting_one_is(self) -> None:
         manager = make()
@@ -339,41 +169,6 @@ class TestRequests:
         run(manager, request)
         manager.request_finish(request)
         assert manager.num_free_device_blocks == manager.num_gpu_blocks
-
-
-class TestStorage:
-    def test_a_request_waits_for_its_blocks_and_gets_none_meanwhile(self) -> None:
-        settings = StorageTierSettings(connector="local", prefetch_policy="wait_complete", size="1MiB")
-        manager = CacheManager(fd_config(), storage=settings)
-        request = fd_request("a", 3 * BLOCK)
-        hashes = hash_blocks(
-            request.prompt_token_ids, BLOCK, parent=root_hash(layout_from_config(fd_config()).fingerprint)
-        )
-        parents = np.concatenate([np.zeros((1, 32), np.uint8), hashes[:-1]])
-        scan = StorageScan(
-            rank=0,
-            capacity=16,
-            slots=np.arange(3, dtype=np.int32),
-            generations=np.ones(3, np.uint32),
-            hashes=hashes,
-            parents=parents,
-            checksums=np.zeros(3, np.uint64),
-            written_ms=np.ones(3, np.uint64),
-        )
-        assert manager.core.restore_storage([scan]) == 3
-        assert manager.prefetch_storage(request)
-        manager.match_prefix(request, skip_storage=False)
-        assert request._match_result.deferred
-        assert manager.allocate_device_blocks(request, 3) == []
-        (plan,) = manager.issue_pending_backup_to_batch_request()
-        (task,) = plan.storage
-        manager.apply([report_of(task)])
-        manager.match_prefix(request)
-        assert (request._match_result.deferred, request._match_result.matched_storage_nums) == (False, 2)
-        assert len(manager.allocate_device_blocks(request, 4)) == 4
-
-    def test_without_storage_nothing_is_prefetched(self) -> None:
-        assert not make().prefetch_storage(fd_request("a", BLOCK))
 
 
 class TestWholeCache:
@@ -418,60 +213,3 @@ class TestWholeCache:
             "usage_percent": 25.0,
         }
         assert usage["host"]["used_blocks"] == 0
-
-
-class TestConfiguration:
-    def test_plain_caches_have_key_and_value_in_the_models_dtype(self) -> None:
-        layout = layout_from_config(fd_config(ranks=2))
-        assert [(plane.kind, plane.dtype, plane.shape) for plane in layout.layer_planes(0)] == [
-            (PlaneKind.KEY, "bfloat16", (2, BLOCK, 8)),
-            (PlaneKind.VALUE, "bfloat16", (2, BLOCK, 8)),
-        ]
-        assert (layout.num_layers, layout.tp_size, layout.num_draft_layers) == (3, 2, 0)
-
-    def test_quantised_caches_are_bytes_with_scales_for_block_wise_fp8(self) -> None:
-        plain = layout_from_config(fd_config(quantised="int8")).layer_planes(0)
-        assert [plane.dtype for plane in plain] == ["uint8", "uint8"]
-        scaled = layout_from_config(fd_config(quantised="block_wise_fp8")).layer_planes(0)
-        assert [(plane.dtype, plane.shape) for plane in scaled[2:]] == [("float32", (4, BLOCK))] * 2
-
-    def test_latent_attention_has_no_value(self) -> None:
-        (plane,) = layout_from_config(fd_config(latent=16)).layer_planes(0)
-        assert (plane.kind, plane.shape) == (PlaneKind.KEY, (1, BLOCK, 24))
-
-    def test_draft_layers_come_after_the_main_ones(self) -> None:
-        layout = layout_from_config(fd_config(method="mtp", ratio=1.5))
-        assert (layout.num_draft_layers, layout.draft_blocks(10)) == (1, 15)
-        manager = CacheManager(fd_config(method="mtp"))
-        first = fd_request("a", 3 * BLOCK)
-        run(manager, first)
-        manager.request_finish(first)
-        second = fd_request("b", prompt=[*first.prompt_token_ids, 5])
-        manager.match_prefix(second)
-        assert second._match_result.matched_device_nums == 2
-
-    def test_models_and_dtypes_never_share_keys(self) -> None:
-        prints = {
-            layout_from_config(config).fingerprint
-            for config in (
-                fd_config(),
-                fd_config(model="other"),
-                fd_config(quantised="int8"),
-                fd_config(ranks=2),
-            )
-        }
-        assert len(prints) == 4
-
-    def test_what_is_missing_or_unknown_is_named(self) -> None:
-        with pytest.raises(ConfigurationError, match="has no dtype"):
-            CacheManager(fd_config(dtype=None))
-        with pytest.raises(ConfigurationError, match="write_policy"):
-            make(write_policy="sometimes")
-
-
-def test_deterministic_mode_cuts_reuse_to_the_split_kv_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = fd_config()
-    assert settings_from_config(config, layout_from_config(config)).reuse_grid == 0
-    monkeypatch.setenv("FD_DETERMINISTIC_MODE", "1")
-    monkeypatch.setenv("FD_DETERMINISTIC_SPLIT_KV_SIZE", "32")
-    assert settings_from_config(config, layout_from_config(config)).reuse_grid == 32

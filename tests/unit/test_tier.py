@@ -6,6 +6,8 @@ import pytest
 from fdcache import _core
 from fdcache.errors import StaleLeaseError
 from tests.tier_help import (
+    OTHER,
+    PATH,
     ROOT_HASH,
     assert_all_given_back,
     assert_sound,
@@ -20,9 +22,6 @@ from tests.tier_help import (
     slots,
     store,
 )
-
-PATH = chain(1, 2, 3, 4)
-OTHER = chain(9, 8)
 
 
 @pytest.fixture

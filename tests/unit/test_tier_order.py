@@ -4,6 +4,8 @@ import pytest
 
 from fdcache import _core
 from tests.tier_help import (
+    OTHER,
+    PATH,
     ROOT_HASH,
     assert_all_given_back,
     chain,
@@ -14,9 +16,6 @@ from tests.tier_help import (
     slots,
     store,
 )
-
-PATH = chain(1, 2, 3, 4)
-OTHER = chain(9, 8)
 
 
 @pytest.fixture

@@ -1,0 +1,27 @@
+"""File systems in memory, so small that they are soon full; mounting them takes rights that a container may lack."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def mount(folder: Path, size: str) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "fdcache-test", str(folder)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def unmount(folder: Path, *options: str) -> None:
+    subprocess.run(["umount", *options, str(folder)], check=True, capture_output=True)
+
+
+def file_system(folder: Path, size: str) -> Iterator[Path]:
+    """One in a new folder, for a fixture to yield from; skips where mounting is not allowed."""
+    folder.mkdir()
+    if not mount(folder, size):
+        pytest.skip("mounting a tmpfs is not allowed here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
