@@ -58,9 +58,8 @@ def tenant_figures(namespace: Namespace, most: int) -> list[dict[str, Any]]:
 def client_figures(client: Client) -> dict[str, Any]:
     """What a client says of itself; nothing if it says nothing that makes sense."""
     try:
-        figures = msgspec.json.decode(client.figures)
-    except msgspec.DecodeError:
+        figures = msgspec.json.decode(client.figures, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
-    if not isinstance(figures, dict) or not isinstance(figures.get("counters", {}), dict):
-        return {}
-    return figures
+    sections = (figures.get("counters"), figures.get("device"))
+    return figures if all(each is None or isinstance(each, dict) for each in sections) else {}

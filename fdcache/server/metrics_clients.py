@@ -33,7 +33,7 @@ def client_metrics(clients: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
         "fdcache_client_hit_tokens", "Tokens of prompts that were found.", labels=[*_LABELS, "tier"]
     )
     for each in clients:
-        counters = each["figures"].get("counters", {})
+        counters = each["figures"].get("counters") or {}
         for tier in _HIT_TOKENS:
             labels = [each["name"], each["session"], tier]
             hits.add_metric(labels, _number(counters, f"{tier}_hit_tokens"))
@@ -49,4 +49,7 @@ def _gauge(name: str, text: str, values: Sequence[tuple[Mapping[str, Any], float
 
 def _number(figures: Mapping[str, Any], key: str) -> float:
     value = figures.get(key, 0)
-    return value if isinstance(value, int | float) else 0
+    try:
+        return float(value) if isinstance(value, int | float) else 0
+    except OverflowError:
+        return 0

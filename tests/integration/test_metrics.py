@@ -185,14 +185,31 @@ class TestMisses:
             assert reasons[:6] == [None] * 4 + ["corrupt", "broken_run"]
 
 
-def test_figures_that_a_client_makes_up_break_nothing(service: LocalService) -> None:
+@pytest.mark.parametrize(
+    "figures",
+    [
+        b'{"plans_in_flight": "many", "counters": {"device_hit_tokens": [1]}}',
+        b'{"counters": null, "device": null, "live_requests": 1' + b"0" * 400 + b"}",
+        b'{"device": [1]}',
+        b'{"device": {"ready": "all"}}',
+        b'{"name": "\xdf"}',
+        b"[" * 60000,
+        b'{"a":' * 10000,
+        b"[1]",
+        b"",
+    ],
+)
+def test_figures_that_a_client_makes_up_break_nothing(service: LocalService, figures: bytes) -> None:
     line = Connection(service.address)
     live = LiveFile(service.directory)
     answer, _ = line.call(Register(layout().to_json().encode(), live.live, 'bad"name\n'), 5)
     line.session = answer.session  # type: ignore[union-attr]
-    line.call(Heartbeat(b'{"plans_in_flight": "many", "counters": {"device_hit_tokens": [1]}}'), 5)
+    line.call(Heartbeat(figures), 5)
     found = samples(scrape(service))
     assert value(found, "fdcache_client_plans_in_flight", client='bad"name\n') == 0
     assert np.isfinite(list(found.values())).all()
+    for view in ("stats", "clients", "transfers"):
+        assert service.ask(view)
+    assert service.ask("reset", tier="device", dry_run=True)
     line.close()
     live.close()
