@@ -19,7 +19,8 @@ from fdcache.server.notify import notify, notify_status
 from fdcache.server.service import Service
 from fdcache.server.storage import ServiceStorage
 from fdcache.server.views import Views
-from fdcache.settings import VARIABLES, Settings
+from fdcache.settings import Settings
+from fdcache.settings.in_force import in_force
 
 log = logging.getLogger("fdcache.server")
 
@@ -77,8 +78,7 @@ class Server:
         name = hashlib.sha256(str(self._socket).encode()).hexdigest()[:8]
         self.arena = Arena(settings.server.arena_dir, name, self.endpoints.address)
         self.service = Service(settings.server, self.arena, self._socket.parent)
-        config = {variable: settings.render(variable) for variable in VARIABLES}
-        self.views = Views(self.service, config, settings.fingerprint)
+        self.views = Views(self.service, in_force(settings), settings.fingerprint)
         self.service.answer_tool = self.views.answer
         self.recovered = 0
         self._lock: SocketLock | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from fdcache.server.resets import reset
 from fdcache.server.selection import fitting_namespaces
 from fdcache.server.service import Service
 from fdcache.server.storage_views import storage_figures, stored_keys
+from fdcache.settings.in_force import InForce
 
 MOST_TREE = 1000
 MOST_TENANTS = 100_000
@@ -27,7 +29,7 @@ MOST_TENANTS = 100_000
 class Views:
     """Answers tools. It runs in the service's thread and looks at its state directly."""
 
-    def __init__(self, service: Service, config: Mapping[str, str | None], fingerprint: str) -> None:
+    def __init__(self, service: Service, config: Mapping[str, InForce], fingerprint: str) -> None:
         self._service = service
         self._config = config
         self._fingerprint = fingerprint
@@ -43,7 +45,7 @@ class Views:
             "block": self.block,
             "explain": self.explain,
             "layout": self.layout,
-            "config": lambda arguments: {"fingerprint": fingerprint, "settings": dict(config)},
+            "config": self.config,
             "reset": lambda arguments: reset(self._service, arguments),
             "pause": lambda arguments: self._pause(True),
             "resume": lambda arguments: self._pause(False),
@@ -113,6 +115,15 @@ class Views:
             "storage": storage_figures(service.storage),
             "namespaces": namespaces,
             "clients": self.clients(arguments),
+        }
+
+    def config(self, arguments: Arguments) -> dict[str, Any]:
+        """The settings in force by name, each with everything that was given for it; secrets are masked."""
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "fingerprint": self._fingerprint,
+            "settings": msgspec.to_builtins(self._config),
         }
 
     def tiers(self, arguments: Arguments) -> dict[str, Any]:
