@@ -55,7 +55,7 @@ def serve(
     """
     from fdcache.node.address import load_settings
     from fdcache.server import logs
-    from fdcache.server.lifecycle import Server, endpoints
+    from fdcache.server.lifecycle import Server, check_arena_dir, endpoints
     from fdcache.server.signals import ended_by_signals
     from fdcache.server.storage import check_settings
 
@@ -76,6 +76,7 @@ def serve(
         )
     endpoints(settings)
     check_settings(settings)
+    check_arena_dir(settings)
     if check:
         output.print_line(f"the settings are right; fingerprint {settings.fingerprint}")
         return

@@ -47,6 +47,14 @@ def endpoints(settings: Settings, address: str | None = None) -> Endpoints:
     return Endpoints(f"{SCHEME}{path}", http)
 
 
+def check_arena_dir(settings: Settings) -> None:
+    """Raise ``ConfigurationError`` when there is no folder for the arena."""
+    if not settings.server.arena_dir.is_dir():
+        raise ConfigurationError(
+            f"FDCACHE_ARENA_DIR: {settings.server.arena_dir} is no folder; make it a tmpfs"
+        )
+
+
 def parse_http(text: str) -> tuple[str, int] | None:
     """HOST:PORT, or None for off. Raises ``ConfigurationError``."""
     if text.lower() in {"off", "none"}:
@@ -123,8 +131,7 @@ class Server:
 
     def _open_arena(self, progress: Progress) -> None:
         settings = self.settings.server
-        if not settings.arena_dir.is_dir():
-            raise ConfigurationError(f"FDCACHE_ARENA_DIR: {settings.arena_dir} is no folder; make it a tmpfs")
+        check_arena_dir(self.settings)
         found = self.arena.lock()
         wanted = self.settings.cache.host_memory
         if found is not None and settings.recover:
