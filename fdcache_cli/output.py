@@ -22,20 +22,15 @@ def print_json(value: object) -> None:
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Write a table: drawn and wrapped on a terminal, aligned columns and nothing cut off elsewhere."""
-    table = [header, *([plain(cell) for cell in row] for row in rows)]
+    from fdcache.settings.parsing import printable  # which loads pydantic
+
+    table = [header, *([printable(cell) for cell in row] for row in rows)]
     if on_terminal():
         _draw(header, table[1:])
         return
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     for row in table:
         print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def plain(cell: str) -> str:
-    """Without what would move the cursor or begin a line: names may come from anybody."""
-    if cell.isprintable():
-        return cell
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in cell)
 
 
 def _draw(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fdcache.client.tool import Client
-from fdcache.settings.parsing import parse_duration
+from fdcache.settings.parsing import parse_duration, printable
 from fdcache_cli import errors, output
 from fdcache_cli.app import Command, new_group
 from fdcache_cli.service_view import ServerOption, connect, size
@@ -116,7 +116,7 @@ def reset(
         _refuse(answer["in_flight"], wait)
     else:
         for line in _told(answer, dry_run):
-            output.print_line(output.plain(line))
+            output.print_line(printable(line))
     if late or refused:
         raise typer.Exit(errors.FAILED)
 
@@ -155,7 +155,7 @@ def _confirm(planned: Any) -> None:
     if not sys.stdin.isatty():
         raise typer.BadParameter("there is no terminal to ask on; give --yes")
     for line in _told({**planned, "device_not_acknowledged": []}, True):
-        sys.stderr.write(f"{output.plain(line)}\n")  # what is printed may be JSON, or go to a file
+        sys.stderr.write(f"{printable(line)}\n")  # what is printed may be JSON, or go to a file
     typer.confirm("Forget them?", abort=True, err=True)
 
 
@@ -179,7 +179,7 @@ def _wait_for_devices(client: Client, told: list[dict[str, str]], wait: float) -
 def _refuse(in_flight: list[dict[str, Any]], wait: float | None) -> None:
     for each in in_flight:
         sys.stderr.write(
-            f"error: {each['client']} (process {each['pid']}) is loading from {each['pinned_runs']} runs of "
+            f"error: {printable(each['client'])} (process {each['pid']}) is loading from {each['pinned_runs']} runs of "
             f"{each['namespace']}\n"
         )
     remedy = "wait longer" if wait is not None else "let them end with --wait 30s"

@@ -153,6 +153,13 @@ def format_size(size: int) -> str:
     return str(size)
 
 
+def printable(text: str) -> str:
+    """Write what would move the cursor or begin a line as an escape: names of clients may hold anything."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
