@@ -11,7 +11,7 @@ from fdcache.server.namespace import Namespace
 
 _HELD = 2.5
 """Seconds; longer than a client that was granted too little, or turned away, waits before it asks again."""
-_PAUSE = 5.0
+_PAUSE = 10.0
 """Seconds between a recall that freed nothing, because a load or a copy went on there, and the next one."""
 
 
