@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -30,17 +31,17 @@ _LONGEST_FIGURE = 32
 def connect(server: str | None) -> Client:
     """A line to the service that was named, or is configured, or stands at the default address.
 
-    Raises ``ServiceUnavailableError`` where there is no socket.
+    Raises ``ServiceUnavailableError`` where there is no socket that this user may use.
     """
     from fdcache.node.address import load_settings, socket_path
 
     address = load_settings({"FDCACHE_SERVER": server}).cache.server
     assert address is not None, "there is a default"
     path = socket_path(address)
-    if not path.exists():
+    if not os.access(path, os.W_OK):
         raise ServiceUnavailableError(
-            f"{address}: nobody serves there, for {path} does not exist; start `fdcache serve`, or say with --server "
-            "or FDCACHE_SERVER where it is"
+            f"{address}: nobody serves this user there, for {path} does not exist, or is another user's; start "
+            "`fdcache serve`, or say with --server or FDCACHE_SERVER where it is"
         )
     return Client(address)
 

@@ -220,7 +220,8 @@ class TestWhatCannotBe:
     def test_without_a_socket_nobody_is_waited_for(self, tmp_path: Path) -> None:
         done = run("inspect", "tiers", "--server", f"ipc://{tmp_path}/none.sock")
         assert done.returncode == 1
-        assert f"{tmp_path}/none.sock does not exist; start `fdcache serve`" in done.stderr
+        assert f"{tmp_path}/none.sock does not exist" in done.stderr
+        assert "start `fdcache serve`" in done.stderr
 
     def test_a_folder_of_the_socket_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
@@ -234,6 +235,11 @@ class TestWhatCannotBe:
         done = run("serve", "--check", "--arena-dir", str(tmp_path / "none"))
         assert done.returncode == 78
         assert "make it a tmpfs" in done.stderr
+
+    def test_a_replay_at_a_service_has_no_host_memory_of_its_own(self, tmp_path: Path) -> None:
+        done = run("replay", "--server", f"{tmp_path}/x.sock", "--host-memory", "1GiB", "--requests", "1")
+        assert done.returncode == 2
+        assert "give it to `fdcache serve`" in done.stderr
 
     def test_files_are_not_watched(self, tmp_path: Path) -> None:
         done = run("inspect", "storage", str(tmp_path), "--watch")
