@@ -13,11 +13,14 @@ import msgspec
 from fdcache._core import SLOT_FREE
 from fdcache.errors import ConfigurationError, PlanError, RequestStateError
 from fdcache.layout import KVLayout
+from fdcache.manager.allocation import BlockAllocator
 from fdcache.manager.assembly import make_host, make_prefetcher, make_storage, own_host_blocks
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.events import CacheEvent, events_of
 from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
-from fdcache.manager.lifecycle import RequestLifecycle
+from fdcache.manager.live_requests import LiveRequests
+from fdcache.manager.lookup import PrefixLookup
+from fdcache.manager.publishing import Publisher
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.manager.settlement import settle
@@ -80,16 +83,24 @@ class CacheManager:
         self._backups = BackupPlanner(settings, self._device, self._host) if self._host else None
         self._counters = Counters()
         self._storage = make_storage(settings, layout, storage, lookup, self._host, self._counters, clock)
-        self._requests = RequestLifecycle(
+        prefetcher = make_prefetcher(settings, storage, self._device, self._host, self._storage)
+        self._live = LiveRequests(layout, self._device, self._host, prefetcher)
+        self._lookup = PrefixLookup(
             settings,
             layout,
             self._device,
             self._host,
             self._backups,
-            make_prefetcher(settings, storage, self._device, self._host, self._storage),
+            prefetcher,
+            self._live,
             self._counters,
             clock,
         )
+        self._allocator = BlockAllocator(
+            layout, self._device, self._host, self._backups, self._live, self._counters
+        )
+        self._publisher = Publisher(layout, self._device, self._host, self._backups, self._counters)
+        self._plan = OpenPlan()
         self._ledger = PlanLedger(layout.tp_size, settings.plan_timeout)
         for pool in self._pools():
             pool.record_events(settings.event_buffer)
@@ -145,7 +156,7 @@ class CacheManager:
         with self._lock:
             if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
                 raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
-            return self._storage.restore(scans, self._requests.plan) if self._storage else 0
+            return self._storage.restore(scans, self._plan) if self._storage else 0
 
     # --- a scheduler step ---------------------------------------------------------------------------------
 
@@ -157,7 +168,7 @@ class CacheManager:
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 for request in requests:
-                    self._requests.prefetch(request)
+                    self._lookup.prefetch(request, self._plan)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Find and pin the longest cached prefix of each request, short of its last token.
@@ -171,8 +182,8 @@ class CacheManager:
                 self._reset_device()
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
-            self._requests.check_match(requests)
-            return self._requests.match(requests)
+            self._live.check_match(requests)
+            return self._lookup.match(requests, self._plan)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
         """Whether that many blocks are free or can be made free now; none are while nothing is planned."""
@@ -189,8 +200,10 @@ class CacheManager:
             if self._state is not ManagerState.RUNNING:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
-            self._requests.check_allocate(demands)
-            return [self._requests.allocate(request, num_tokens) for request, num_tokens in demands]
+            self._live.check_allocate(demands)
+            return [
+                self._allocator.allocate(request, num_tokens, self._plan) for request, num_tokens in demands
+            ]
 
     def take_plans(self) -> list[TransferPlan]:
         """Close the step: what every rank has to copy, to be submitted in this order before the step computes.
@@ -201,7 +214,7 @@ class CacheManager:
         with self._lock:
             if self._host and self._host.take_device_reset():
                 self._reset_device()
-            plans = [self._requests.close_plan()]
+            plans, self._plan = [self._plan], OpenPlan()
             if self._backups and self._state is ManagerState.RUNNING:
                 background = OpenPlan()
                 self._backups.plan_background(background, self._ledger.blocks_in_flight(SwapPurpose.BACKUP))
@@ -224,9 +237,9 @@ class CacheManager:
         """
         progress = list(progress)
         with self._lock:
-            self._requests.check_commit(progress)
+            self._live.check_commit(progress)
             for request, num_tokens in progress:
-                self._requests.commit(request, num_tokens)
+                self._publisher.commit(request, num_tokens)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Take the ranks' reports; returns the loads that ended with them.
@@ -256,14 +269,14 @@ class CacheManager:
             if self._storage:
                 self._storage.overdue(late)
             return [
-                self._requests.overdue(load) for flight in late for load in flight.loads if load.is_current
+                self._publisher.overdue(load) for flight in late for load in flight.loads if load.is_current
             ]
 
     def request_finish(self, requests: Iterable[Request]) -> None:
         """End, abort or preempt requests: their blocks stay cached, their pins go. Idempotent."""
         with self._lock:
             for request in requests:
-                self._requests.finish(request)
+                self._live.finish(request)
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
@@ -281,14 +294,14 @@ class CacheManager:
             if self._host:
                 self._host.worker_lost()
             if self._storage:
-                self._storage.rank_lost(self._requests.plan)
+                self._storage.rank_lost(self._plan)
             return outcomes
 
     def _reset_device(self) -> None:
         self._device.reset()
         if self._backups:
             self._backups.forget()
-        self._requests.stop_publishing()
+        self._live.stop_publishing()
 
     def reset_cache(self) -> int:
         """Forget every block of every tier; returns how many. Running requests keep theirs and publish no more.
@@ -301,7 +314,7 @@ class CacheManager:
             if self._host:
                 self._host.reset()
             if self._storage:
-                forgotten += self._storage.reset(self._requests.plan)
+                forgotten += self._storage.reset(self._plan)
             return forgotten
 
     def change_revision(self, revision: str) -> int:
@@ -323,7 +336,7 @@ class CacheManager:
                 forgotten += self._host.stats().ready
             self.layout = layout
             self._reset_device()
-            self._requests.change_fingerprint(layout.fingerprint)
+            self._live.change_fingerprint(layout.fingerprint)
             if self._host:
                 self._host.change_layout(layout)
             return forgotten
@@ -352,10 +365,10 @@ class CacheManager:
         Raises ``RequestStateError`` while requests are running or copies are under way.
         """
         with self._lock:
-            plans = len(self._ledger) + (not self._requests.plan.is_empty)
-            if self._requests.live or plans:
+            plans = len(self._ledger) + (not self._plan.is_empty)
+            if self._live or plans:
                 raise RequestStateError(
-                    f"cannot sleep with {len(self._requests.live)} requests and {plans} plans under way; "
+                    f"cannot sleep with {len(self._live)} requests and {plans} plans under way; "
                     "pause, finish the requests, take the last plans, apply the reports, then sleep"
                 )
             self._state = ManagerState.ASLEEP
@@ -382,7 +395,7 @@ class CacheManager:
                 device=TierUsage.of(self._device),
                 host=TierUsage.of(self._host) if self._host else None,
                 counters=msgspec.structs.replace(self._counters),
-                live_requests=len(self._requests.live),
+                live_requests=len(self._live),
                 plans_in_flight=len(self._ledger),
                 queued_backups=self._backups.queued if self._backups else 0,
                 traffic=self._host.traffic.copy() if self._host else Traffic(),
@@ -414,7 +427,7 @@ class CacheManager:
         Of the tiers that this process has; ``fdcache inspect explain`` tells of a service's.
         """
         with self._lock:
-            hashes = self._requests.bind(request).hashes
+            hashes = self._live.bind(request).hashes
             own = [pool for pool in self._pools() if isinstance(pool, BlockPool)]
             return {pool.level: pool.nodes(pool.find(hashes).slots.tolist()) for pool in own}
 
@@ -443,4 +456,4 @@ class CacheManager:
         )
         if self._storage:
             self._storage.settled(flight)
-        return [self._requests.confirm(load, flight) for load in flight.loads if load.is_current]
+        return [self._publisher.confirm(load, flight) for load in flight.loads if load.is_current]
