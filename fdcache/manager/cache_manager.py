@@ -40,7 +40,7 @@ from fdcache.storage.connector import StorageConnector
 from fdcache.tiers import BlockPool, HostTier, LocalHostTier
 from fdcache.tiers.host_cache import HostCache
 
-_LEVELS = (CacheLevel.DEVICE, CacheLevel.HOST)
+_LEVELS = (CacheLevel.DEVICE, CacheLevel.HOST, CacheLevel.STORAGE)
 
 
 class ManagerState(StrEnum):
