@@ -5,15 +5,14 @@ from __future__ import annotations
 from fdcache._core import BlockList
 from fdcache.errors import IntegrityError
 from fdcache.layout import KVLayout
-from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.blocks import Blocks, parents_of
 from fdcache.manager.ledger import LoadRange, OpenPlan
 from fdcache.manager.live_requests import LiveRequests
 from fdcache.manager.requests import HostRun, Request
 from fdcache.manager.results import NO_BLOCKS, Allocation, AllocationFailure
 from fdcache.manager.stats import Counters
+from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose
-from fdcache.tiers import BlockPool, HostTier
 
 
 class BlockAllocator:
@@ -22,16 +21,14 @@ class BlockAllocator:
     def __init__(
         self,
         layout: KVLayout,
-        device: BlockPool,
-        host: HostTier | None,
-        backups: BackupPlanner | None,
+        tiers: Tiers,
         live: LiveRequests,
         counters: Counters,
     ) -> None:
         self._block_size = layout.block_size
-        self._device = device
-        self._host = host
-        self._backups = backups
+        self._device = tiers.device
+        self._host = tiers.host
+        self._backups = tiers.backups
         self._live = live
         self._counters = counters
 

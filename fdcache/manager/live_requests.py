@@ -7,24 +7,21 @@ from collections.abc import Sequence
 from fdcache.errors import RequestStateError
 from fdcache.hashing import TokenBlocks
 from fdcache.layout import KVLayout
-from fdcache.manager.prefetch import Prefetching
 from fdcache.manager.requests import Request
+from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray
-from fdcache.tiers import BlockPool, HostTier
 
 
 class LiveRequests:
     """Every request between its match and its end."""
 
-    def __init__(
-        self, layout: KVLayout, device: BlockPool, host: HostTier | None, prefetcher: Prefetching | None
-    ) -> None:
+    def __init__(self, layout: KVLayout, tiers: Tiers) -> None:
         self._block_size = layout.block_size
         self._fingerprint = layout.fingerprint
         self._former_fingerprints: set[bytes] = set()
-        self._device = device
-        self._host = host
-        self._prefetcher = prefetcher
+        self._device = tiers.device
+        self._host = tiers.host
+        self._prefetcher = tiers.prefetcher
         self._by_id: dict[str, Request] = {}
 
     def __len__(self) -> int:

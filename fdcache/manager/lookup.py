@@ -9,17 +9,16 @@ import numpy as np
 
 from fdcache._core import MatchRun
 from fdcache.layout import KVLayout
-from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.ledger import OpenPlan
 from fdcache.manager.live_requests import LiveRequests
-from fdcache.manager.prefetch import Prefetching
 from fdcache.manager.requests import HostRun, Request
 from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.reuse import ReuseLimit
 from fdcache.manager.stats import Counters
+from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers import BlockPool, HostMatch, HostTier
+from fdcache.tiers import HostMatch
 from fdcache.tiers.host_tier import NOTHING
 
 _ABSENT = 0
@@ -51,20 +50,17 @@ class PrefixLookup:
         self,
         settings: CacheSettings,
         layout: KVLayout,
-        device: BlockPool,
-        host: HostTier | None,
-        backups: BackupPlanner | None,
-        prefetcher: Prefetching | None,
+        tiers: Tiers,
         live: LiveRequests,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
         self._block_size = layout.block_size
-        self._device = device
-        self._host = host
-        self._backups = backups
-        self._prefetcher = prefetcher
+        self._device = tiers.device
+        self._host = tiers.host
+        self._backups = tiers.backups
+        self._prefetcher = tiers.prefetcher
         self._live = live
         self._counters = counters
         self._clock = clock
@@ -87,13 +83,13 @@ class PrefixLookup:
         """
         searches = [self._search_device(request, plan) for request in requests]
         going_on = [search for search in searches if search.goes_on]
+        if not self._host or not going_on:
+            return [self._match(search, NOTHING) for search in searches]
         paths = [(search.hashes, search.on_device) for search in going_on]
         asks = self._prefetcher
         fetches = [asks.number(search.request) for search in going_on] if asks else ()
-        found = iter(self._host.match_paths(paths, fetches) if self._host and paths else ())
-        return [
-            self._match(search, next(found) if self._host and search.goes_on else None) for search in searches
-        ]
+        found = iter(self._host.match_paths(paths, fetches))
+        return [self._match(search, next(found) if search.goes_on else NOTHING) for search in searches]
 
     def _search_device(self, request: Request, plan: OpenPlan) -> _Search:
         hashes = self._live.matchable(request)
@@ -109,15 +105,13 @@ class PrefixLookup:
         run = self._device.match(request._lease, hashes)
         return _Search(request, hashes, run, len(run))
 
-    def _match(self, search: _Search, host: HostMatch | None) -> MatchResult:
+    def _match(self, search: _Search, host: HostMatch) -> MatchResult:
         request, run, on_device = search.request, search.run, search.on_device
-        if search.is_read or (host is not None and host.fetching):
+        if search.is_read or host.fetching:
             return self._postpone(request)
-        on_host, pending = 0, False
-        if host is not None:
-            request._host_lease = host.lease
-            on_host = len(host)
-            pending = host.pending and not self._is_reading(search.hashes, on_device + on_host)
+        request._host_lease = host.lease
+        on_host = len(host)
+        pending = host.pending and not self._is_reading(search.hashes, on_device + on_host)
         if self._reuse.is_on:
             allowed = self._reuse.allowed(on_device + on_host)
             on_device, on_host = min(allowed, on_device), max(allowed - on_device, 0)
@@ -127,7 +121,7 @@ class PrefixLookup:
             run, on_device = self._cut(request, search.hashes, run)
         if pending and self._must_wait(request):
             return self._defer(request)
-        reused = host.first(on_host) if host is not None and on_host else NOTHING
+        reused = host.first(on_host) if on_host else NOTHING
         if reused:
             request._host_run = HostRun(on_device, reused.slots, reused.generations, reused.unverified)
         else:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from fdcache.layout import KVLayout
-from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.blocks import ROOT
 from fdcache.manager.ledger import InFlightPlan, LoadRange
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.manager.stats import Counters
+from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose
-from fdcache.tiers import BlockPool, HostTier
 
 
 class Publisher:
@@ -21,15 +20,13 @@ class Publisher:
     def __init__(
         self,
         layout: KVLayout,
-        device: BlockPool,
-        host: HostTier | None,
-        backups: BackupPlanner | None,
+        tiers: Tiers,
         counters: Counters,
     ) -> None:
         self._block_size = layout.block_size
-        self._device = device
-        self._host = host
-        self._backups = backups
+        self._device = tiers.device
+        self._host = tiers.host
+        self._backups = tiers.backups
         self._counters = counters
 
     def commit(self, request: Request, num_tokens: int) -> None:
