@@ -31,6 +31,7 @@ from fdcache.node.protocol import (
     Live,
     Publish,
     Published,
+    Recall,
     Refill,
     Refused,
     Register,
@@ -324,6 +325,8 @@ class SessionKeeper:
             session.copies.answered(hashes_from(answer.hashes))
         elif isinstance(answer, Events):
             self._learn(session, answer)
+        elif isinstance(answer, Recall):
+            self.return_stock(session, answer.first)
         elif isinstance(answer, Alive):
             session.figures = answer.figures
             self._device_resets = answer.device_resets
@@ -334,13 +337,13 @@ class SessionKeeper:
 
     def _learn(self, session: Session, events: Events) -> None:
         if (uint8_from(events.kinds, "kinds") >= _CLEARED).any():
-            self.return_stock(session)
+            self.return_stock(session)  # what is copied into slots granted before a reset is not kept
         if self._event_capacity:
             self._events.append(events)
 
-    def return_stock(self, session: Session) -> None:
-        """Slots granted before a reset are worth nothing: what is copied into them is not kept."""
-        slots = session.copies.empty_stock()
+    def return_stock(self, session: Session, first: int = 0) -> None:
+        """Give the slots of the stock from ``first`` on back."""
+        slots = session.copies.give_up_stock(first)
         count = len(slots)
         if count:
             nothing, no_hash = bytes(count), b"\xff" * 32 * count
