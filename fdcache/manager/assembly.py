@@ -34,7 +34,7 @@ def make_tiers(
         device=device,
         host=host,
         storage=storage,
-        backups=BackupPlanner(settings, device, host) if host else None,
+        backups=BackupPlanner(settings, device, host, counters) if host else None,
         prefetcher=_make_prefetcher(storage_settings, device, host, storage),
     )
     for pool in tiers.pools.values():

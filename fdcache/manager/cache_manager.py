@@ -334,10 +334,6 @@ class CacheManager:
         """Tiers and totals at this moment."""
         with self._lock:
             backups, storage = self._tiers.backups, self._storage
-            if backups:
-                self._counters.backups_dropped = backups.dropped
-            if storage:
-                self._counters.stores_dropped = storage.stores.dropped
             usage = {level: TierUsage.of(pool) for level, pool in self._tiers.pools.items()}
             return CacheStats(
                 device=usage[CacheLevel.DEVICE],
