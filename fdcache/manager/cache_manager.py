@@ -35,7 +35,6 @@ from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers import BlockPool
 from fdcache.tiers.host_cache import HostCache
 
 
@@ -351,18 +350,14 @@ class CacheManager:
 
     def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
         """Bytes per rank of each tier."""
-        record = self.layout.record_bytes
-        block_bytes = {CacheLevel.DEVICE: self.layout.payload_bytes}
-        return {
-            level: MemoryUsage.of(pool, block_bytes.get(level, record))
-            for level, pool in self._tiers.pools.items()
-        }
+        return self._tiers.memory_usage(self.layout)
 
     def free_device_blocks(self) -> list[int]:
         """The ids of the free device blocks; visits every block."""
         with self._lock:
-            slots = range(self.num_device_blocks)
-            return [slot for slot in slots if self._device.node(slot).state == SLOT_FREE]
+            return [
+                slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
+            ]
 
     def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
         """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing.
@@ -370,12 +365,7 @@ class CacheManager:
         Of the tiers that this process has; ``fdcache inspect explain`` tells of a service's.
         """
         with self._lock:
-            hashes = self._live.bind(request).hashes
-            return {
-                level: pool.nodes(pool.find(hashes).slots.tolist())
-                for level, pool in self._tiers.pools.items()
-                if isinstance(pool, BlockPool)
-            }
+            return self._tiers.find(self._live.bind(request).hashes)
 
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""

@@ -12,9 +12,9 @@ from fdcache.manager.events import CacheEvent, events_of
 from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.manager.prefetch import Prefetching
 from fdcache.manager.settlement import settle
-from fdcache.manager.stats import Counters
+from fdcache.manager.stats import Counters, MemoryUsage
 from fdcache.manager.storage_tier import StorageTier
-from fdcache.metadata import CacheLevel, SwapPurpose
+from fdcache.metadata import BlockNode, CacheLevel, HashArray, SwapPurpose
 from fdcache.tiers import BlockPool, HostTier, LocalHostTier
 
 
@@ -96,6 +96,22 @@ class Tiers:
         """What entered and left each tier since the last call."""
         for level, pool in self.pools.items():
             yield from events_of(pool, level, block_size)
+
+    def find(self, hashes: HashArray) -> dict[CacheLevel, list[BlockNode]]:
+        """Where blocks of one path are, by tier; pins nothing. A service's tier is not looked into."""
+        return {
+            level: pool.nodes(pool.find(hashes).slots.tolist())
+            for level, pool in self.pools.items()
+            if isinstance(pool, BlockPool)
+        }
+
+    def memory_usage(self, layout: KVLayout) -> dict[CacheLevel, MemoryUsage]:
+        """Bytes per rank: planes on the device, records below it."""
+        block_bytes = {CacheLevel.DEVICE: layout.payload_bytes}
+        return {
+            level: MemoryUsage.of(pool, block_bytes.get(level, layout.record_bytes))
+            for level, pool in self.pools.items()
+        }
 
     def verify(self) -> None:
         """Raise ``IntegrityError`` naming every invariant that does not hold."""
