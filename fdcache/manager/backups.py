@@ -18,11 +18,8 @@ from fdcache.manager.stats import Counters
 from fdcache.metadata import HashArray, SwapPurpose, UInt32Array
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers import BlockPool, HostTier
+from fdcache.tiers.codes import ABSENT, NO_PARENT, RESERVED, STORED
 
-_ABSENT = 0
-_STORED = 0
-_RESERVED = 0
-_NO_PARENT = 3
 _MOST_IN_FLIGHT = 1024
 
 
@@ -47,7 +44,7 @@ class BackupPlanner:
     def on_commit(self, hashes: HashArray, status: HashArray) -> None:
         """Blocks were committed; those stored became entries of the device tier."""
         if not self._writes_back and self._threshold == 1:
-            self._enqueue(hashes if not any(status.tobytes()) else hashes[status == _STORED])
+            self._enqueue(hashes if not any(status.tobytes()) else hashes[status == STORED])
 
     def on_match(self, hashes: HashArray, hits: UInt32Array) -> None:
         """Blocks were hit; those that reach the threshold now are backed up."""
@@ -67,10 +64,10 @@ class BackupPlanner:
         hashes = evicted[0].hashes if len(evicted) == 1 else np.concatenate([each.hashes for each in evicted])
         self._credit += len(hashes)
         presence = self._host.contains(hashes)
-        if _ABSENT not in presence.tobytes():
+        if ABSENT not in presence.tobytes():
             return  # as nearly always, and many times a step
         hits = np.concatenate([dropped.hits for dropped in evicted])
-        dirty = (presence == _ABSENT) & (hits >= (0 if self._writes_back else self._threshold))
+        dirty = (presence == ABSENT) & (hits >= (0 if self._writes_back else self._threshold))
         if dirty.any():
             parents_first = np.flatnonzero(dirty)[::-1]
             blocks = Blocks.concat(map(Blocks.of, evicted)).select(parents_first)
@@ -101,7 +98,7 @@ class BackupPlanner:
         wanted = self._queue.take(room)
         if not len(wanted):
             return
-        blocks = Blocks.of(self._device.find(wanted[self._host.contains(wanted) == _ABSENT]))
+        blocks = Blocks.of(self._device.find(wanted[self._host.contains(wanted) == ABSENT]))
         if len(blocks):
             self._queue.put_back(self._copy(blocks, SwapPurpose.BACKUP, plan))
 
@@ -110,7 +107,7 @@ class BackupPlanner:
         if wanted <= 0:
             return
         cold = Blocks.of(self._device.coldest(wanted))
-        dirty = cold.select(np.flatnonzero(self._host.contains(cold.hashes) == _ABSENT)[::-1])
+        dirty = cold.select(np.flatnonzero(self._host.contains(cold.hashes) == ABSENT)[::-1])
         if len(dirty):
             self._copy(dirty, SwapPurpose.BACKUP, plan)
         self._credit -= plan.size(SwapPurpose.BACKUP)
@@ -127,11 +124,11 @@ class BackupPlanner:
                 self._counters.backups_dropped += min(taken.missing, len(blocks))
                 blocks = blocks.select(slice(0, max(0, len(blocks) - taken.missing)))
                 continue
-            source = blocks.select(taken.status == _RESERVED)
+            source = blocks.select(taken.status == RESERVED)
             if len(source):
                 self._device.hold(source.slots)
                 plan.add(purpose, source, taken.slots, taken.generations)
-            return np.asarray(blocks.hashes[taken.status == _NO_PARENT])
+            return np.asarray(blocks.hashes[taken.status == NO_PARENT])
         return blocks.hashes
 
     def _with_uncovered_ancestors(self, blocks: Blocks) -> Blocks:
@@ -140,7 +137,7 @@ class BackupPlanner:
         if not parted.any():
             return blocks
         uncovered = blocks.parents[parted]
-        uncovered = uncovered[self._host.contains(uncovered) == _ABSENT]
+        uncovered = uncovered[self._host.contains(uncovered) == ABSENT]
         own = {row.tobytes() for row in blocks.hashes} if len(uncovered) else set()
         missing = [i for i, parent in enumerate(uncovered) if parent.tobytes() not in own]
         if not missing:
@@ -150,5 +147,5 @@ class BackupPlanner:
             return blocks
         above = Blocks.of(self._device.ancestry(parents.slots))
         fresh = np.array([row.tobytes() not in own for row in above.hashes], np.bool_)
-        above = above.select(fresh & (self._host.contains(above.hashes) == _ABSENT))
+        above = above.select(fresh & (self._host.contains(above.hashes) == ABSENT))
         return Blocks.concat((above, blocks)) if len(above) else blocks

@@ -19,9 +19,8 @@ from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers import HostMatch
+from fdcache.tiers.codes import ABSENT
 from fdcache.tiers.host_tier import NOTHING
-
-_ABSENT = 0
 
 
 @dataclass(slots=True)
@@ -100,7 +99,7 @@ class PrefixLookup:
         if self._prefetcher and self._prefetcher.must_wait(request, hashes, plan):
             return _Search(request, hashes[:0], None, is_read=True)
         if self._reuse.is_on:
-            known = self._device.contains(hashes) != _ABSENT
+            known = self._device.contains(hashes) != ABSENT
             return _Search(request, hashes, None, len(known) if known.all() else int(np.argmin(known)))
         run = self._device.match(request._lease, hashes)
         return _Search(request, hashes, run, len(run))

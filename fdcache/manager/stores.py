@@ -12,11 +12,12 @@ from fdcache.manager.block_queue import BlockQueue
 from fdcache.manager.blocks import Blocks
 from fdcache.manager.ledger import OpenPlan
 from fdcache.manager.stats import Counters
-from fdcache.manager.storage_index import NO_PARENT, RESERVED, StorageIndex
+from fdcache.manager.storage_index import NO_ROOM, StorageIndex
 from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.tiers import BlockPool
+from fdcache.tiers.codes import NO_PARENT, RESERVED
 
 _MOST_PER_TASK = 64
 
@@ -82,7 +83,7 @@ class StorePlanner:
         waiting = blocks.select(status == NO_PARENT)
         if len(waiting) and len(queued):
             self._enqueue(waiting.hashes)  # their parents are being written
-        self._counters.stores_dropped += int((status > NO_PARENT).sum())
+        self._counters.stores_dropped += int((status == NO_ROOM).sum())
         source = blocks.select(status == RESERVED)
         self._host.hold(source.slots)
         for first in range(0, len(source), _MOST_PER_TASK):

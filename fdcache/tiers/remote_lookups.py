@@ -11,13 +11,12 @@ from fdcache.metadata import HashArray
 from fdcache.node.arrays import int32_from, uint8_from, uint32_from
 from fdcache.node.connection import Connection
 from fdcache.node.protocol import FETCHING, Answer, Match, Matched
+from fdcache.tiers.codes import PENDING
 from fdcache.tiers.host_tier import FETCHING_MATCH, NOTHING, HostMatch
 from fdcache.tiers.remote_fetches import RemoteFetches, numbers_of
 from fdcache.tiers.runs import PinnedRuns, within_limits
 from fdcache.tiers.session import SessionKeeper
 from fdcache.tiers.stock import Session
-
-_PENDING = 2
 
 
 class RemoteLookups:
@@ -122,7 +121,7 @@ class RemoteLookups:
 
     def _count_in_flight(self, session: Session, block: HashArray) -> None:
         """Whether a look-up ended at a block that this engine is still copying."""
-        if session.copies.contains(block[np.newaxis])[0] == _PENDING:
+        if session.copies.contains(block[np.newaxis])[0] == PENDING:
             self._keeper.in_flight_misses += 1
 
     def _give_back(self, session: Session, late: Answer) -> None:
