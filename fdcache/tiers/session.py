@@ -201,9 +201,8 @@ class SessionKeeper:
                 if (ended := self.leaving) is not None and self._has_drained():
                     self._part(line, ended)
                     self.leaving = None
-                if (session := self.session) is not None and now >= beat_at:
-                    session.wanted = max(session.wanted, FIRST_STOCK)
-                    self._beat(line, session)
+                if (heard := self.heard) is not None and now >= beat_at:
+                    self._beat(line, heard)
                     beat_at = now + _HEARTBEAT
                 ready = dict(poller.poll(_PAUSE_MS))
                 if self._wake in ready:
@@ -233,9 +232,11 @@ class SessionKeeper:
         if session.unheard >= _MOST_UNHEARD:
             self.lose(session, f"{self._address}: {session.unheard} signs of life were not answered")
             return
-        if not session.unheard:
-            session.asked = 0  # answered by now, unless the answer found no room in a queue
-        session.unheard += 1
+        if session is self.session:
+            if not session.unheard:
+                session.asked = 0  # answered by now, unless the answer found no room in a queue
+            session.unheard += 1
+            session.wanted = max(session.wanted, FIRST_STOCK)
         self.outbox.tell_absent(session)
         self._send(line, session, self._heartbeat())
         self.wants_figures = True

@@ -43,7 +43,8 @@ class Replayer:
             [
                 *(sys.executable, "-m", "fdcache_cli.main", "replay", "--json", "--server", self.address),
                 *("--requests", "600", "--seed", str(self.seed + self.runs % 3), "--device-blocks", "120"),
-                *("--layers", str(self.layers), "--kv-heads", "2", "--head-dim", "32", "--write-policy", "write_through"),
+                *("--layers", str(self.layers), "--kv-heads", "2", "--head-dim", "32"),
+                *("--write-policy", "write_through"),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
