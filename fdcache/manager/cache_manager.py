@@ -329,6 +329,8 @@ class CacheManager:
         """Whether the manager plans anything new."""
         return self._state
 
+    # --- what is to be seen of it -------------------------------------------------------------------------
+
     def get_stats(self) -> CacheStats:
         """Tiers and totals at this moment."""
         with self._lock:

@@ -79,7 +79,10 @@ class Tiers:
             self.storage.rank_lost(plan)
 
     def change_layout(self, layout: KVLayout) -> int:
-        """The engine has other weights; returns how many blocks of this process go. Not with a storage tier."""
+        """The engine has other weights; returns how many blocks of this process go.
+
+        Raises ``ConfigurationError`` with a storage tier.
+        """
         if self.storage:
             raise ConfigurationError(
                 "change_revision: a storage tier belongs to one revision; shut the manager down and make a new one"
