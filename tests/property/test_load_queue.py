@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache.devices.cpu import CpuEvent
@@ -60,7 +60,7 @@ def carry_out(
         ]
 
 
-@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     wanted=st.lists(loads, min_size=2, max_size=4),
     corrupt=st.none() | st.integers(0, SLOTS - 1),
