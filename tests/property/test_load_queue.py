@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fdcache.devices.cpu import CpuEvent
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferResult
-from tests.swaps import Worker, plan, swap, uniform_layout
+from tests.swaps import PATIENCE, Worker, plan, swap, uniform_layout
 
 SLOTS = 32
 HELD = 12
@@ -53,7 +53,7 @@ def carry_out(
         gate.set()
         results: dict[int, TransferResult] = {}
         while len(results) < 1 + len(wanted):
-            for report in worker.controller.wait_reports(5.0):
+            for report in worker.controller.wait_reports(PATIENCE):
                 (results[report.plan_id],) = report.results
         return [results[2 + number] for number in range(len(wanted))], [
             worker.block(slot) for slot in range(SLOTS)
