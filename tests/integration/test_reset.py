@@ -112,8 +112,8 @@ class TestWhichBlocks:
     def test_unused_for_long(self, service: LocalService, engine: Engine) -> None:
         assert service.ask("reset", tier="host", older_than=1000.0)["host"][0]["blocks"] == 0
         key = tenant_key("nobody").hex()
-        assert service.ask("reset", tier="host", older_than=0.001, tenant=key)["host"][0]["blocks"] == 0
-        assert service.ask("reset", tier="all", older_than=0.001)["device"] == []
+        assert service.ask("reset", tier="host", older_than=1e-6, tenant=key)["host"][0]["blocks"] == 0
+        assert service.ask("reset", tier="all", older_than=1e-6)["device"] == []
         assert ready_blocks(service) == 0
 
     def test_a_part_of_a_device_tier_is_a_usage_error(self) -> None:
