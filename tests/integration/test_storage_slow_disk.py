@@ -45,11 +45,11 @@ layout = storage_layout()
 hashes, apart = path_hashes(30), range(0, 60, 2)  # slots that no request can take together
 store, records = open_store(Path(sys.argv[1]), layout, threads=1), Records(layout, 30)
 batch = records.full_batch(hashes, slots=apart)
-late = store.put(batch, 0.15).outcomes.tolist()
+late = store.put(batch, 0.6).outcomes.tolist()
 assert store.put(batch, 60).ok.all()
 for slot in range(30):
     records.wipe(slot)
-result = store.get(batch, 0.15)
+result = store.get(batch, 0.6)
 right = [records.holds(slot, row.tobytes()) for slot, row in enumerate(hashes)]
 print(json.dumps([late, result.outcomes.tolist(), right]))
 store.close()
@@ -57,13 +57,13 @@ store.close()
 
 
 def test_what_has_not_begun_at_the_deadline_never_does(slow_disk: Path, tmp_path: Path) -> None:
-    written, read, right = json.loads(run(slow_disk, 20, "-c", DEADLINES, str(tmp_path)))
+    written, read, right = json.loads(run(slow_disk, 40, "-c", DEADLINES, str(tmp_path)))
     assert set(read) == {Outcome.OK, Outcome.TIMEOUT}
     assert right == [outcome == Outcome.OK for outcome in read], "a block is there whole or not at all"
     assert Outcome.TIMEOUT in written
 
 
-def replay(slow_disk: Path, folder: Path, milliseconds: int, policy: str) -> dict[str, Any]:
+def replay(slow_disk: Path, folder: Path, milliseconds: int, policy: str, timeout: str) -> dict[str, Any]:
     output = run(
         slow_disk,
         milliseconds,
@@ -71,7 +71,7 @@ def replay(slow_disk: Path, folder: Path, milliseconds: int, policy: str) -> dic
         *("--host-memory", "2MiB", "--write-policy", "write_through"),
         *("--storage", str(folder), "--storage-size", "64MiB"),
         FDCACHE_STORAGE_THREADS="1",
-        FDCACHE_STORAGE_TIMEOUT="100ms",
+        FDCACHE_STORAGE_TIMEOUT=timeout,
         FDCACHE_PREFETCH_POLICY=policy,
         FDCACHE_PREFETCH_TIMEOUT="20ms",
     )
@@ -85,8 +85,8 @@ def replay(slow_disk: Path, folder: Path, milliseconds: int, policy: str) -> dic
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
 def test_requests_go_on(slow_disk: Path, tmp_path: Path, policy: str) -> None:
-    assert replay(slow_disk, tmp_path, 0, policy)["storage"]["timeouts"] == 0
-    slow = replay(slow_disk, tmp_path, 15, policy)
+    assert replay(slow_disk, tmp_path, 0, policy, "60s")["storage"]["timeouts"] == 0
+    slow = replay(slow_disk, tmp_path, 15, policy, "100ms")
     assert slow["storage"]["restored_blocks"] > 0
     if policy == "wait_complete":
         assert slow["storage"]["timeouts"] > 0, "deadlines passed"
