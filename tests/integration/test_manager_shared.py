@@ -12,7 +12,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from tests.property.engine_model import BLOCK, Engine, Prefix
-from tests.service_help import LocalService, local_service, until
+from tests.service_help import TIMEOUT, LocalService, local_service, until
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_every_block_read_is_right_and_nothing_leaks(
     )
     settings = CacheSettings(
         server=service.address,
-        rpc_timeout=10.0,
+        rpc_timeout=TIMEOUT,
         device_blocks=rng.randrange(6, 12),
         write_policy=policy,
         event_buffer=1000,

@@ -20,7 +20,7 @@ from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.storage.conformance import HostRecords, conformance_layout
 from tests.mooncake_master import Master, find_master
 from tests.replay_help import assert_clean, run_chat, small_config
-from tests.service_help import service_process
+from tests.service_help import TIMEOUT, service_process
 
 REPLAY = (
     *("replay", "--requests", "150", "--device-blocks", "150", "--host-memory", "2MiB", "--json"),
@@ -119,7 +119,11 @@ def test_services_share_a_store_that_outlives_each_of_them(master: Master, tmp_p
                 small_config(
                     device_blocks=150,
                     host_memory=0,
-                    cache={"server": service.address, "rpc_timeout": 10.0, "write_policy": "write_through"},
+                    cache={
+                        "server": service.address,
+                        "rpc_timeout": TIMEOUT,
+                        "write_policy": "write_through",
+                    },
                     storage=StorageTierSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE),
                 )
             )

@@ -18,7 +18,7 @@ from fdcache.storage.connector import BatchResult, Outcome, RecordBatch
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.slab import SlabStore
 from tests.service_engine import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout
-from tests.service_help import LocalService, local_service, until
+from tests.service_help import TIMEOUT, LocalService, local_service, until
 
 BLOCKS = len(PROMPT) // BLOCK
 OTHER = [token + 1000 for token in PROMPT]
@@ -65,7 +65,7 @@ class Stage:
             server=self.service.address,
             device_blocks=32,
             write_policy=WritePolicy.WRITE_THROUGH,
-            rpc_timeout=5.0,
+            rpc_timeout=TIMEOUT,
             reuse_grid=reuse_grid,
         )
         self.engines.append(Engine(self.service.address, fetches=terms, settings=cache))

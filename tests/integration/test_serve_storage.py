@@ -29,7 +29,7 @@ from fdcache.storage.slab import SlabStore
 from fdcache_cli.inspect_explain import explain_tokens
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
-from tests.service_help import LocalService, ServiceProcess, local_service, service_process, until
+from tests.service_help import TIMEOUT, LocalService, ServiceProcess, local_service, service_process, until
 
 BLOCKS = len(PROMPT) // BLOCK
 
@@ -55,7 +55,7 @@ def chat(service: ServiceProcess, *, ranks: int = 1, requests: int = 100, **tier
             host_memory=0,
             cache={
                 "server": service.address,
-                "rpc_timeout": 10.0,
+                "rpc_timeout": TIMEOUT,
                 "write_policy": WritePolicy.WRITE_THROUGH,
             },
             storage=StorageTierSettings(**options),

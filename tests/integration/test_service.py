@@ -20,7 +20,7 @@ from tests.service_engine import (
     round_trips,
     totals,
 )
-from tests.service_help import LocalService, local_service, until
+from tests.service_help import TIMEOUT, LocalService, local_service, until
 
 
 class TestSharing:
@@ -245,7 +245,7 @@ class TestReplay:
     @pytest.mark.parametrize("ranks", [1, 2])
     def test_every_byte_is_right_through_a_shared_arena(self, tmp_path: Path, ranks: int) -> None:
         with local_service(tmp_path) as service:
-            config = small_config(ranks=ranks, cache={"server": service.address, "rpc_timeout": 5.0})
+            config = small_config(ranks=ranks, cache={"server": service.address, "rpc_timeout": TIMEOUT})
             first = run_chat(config, 60)
             second = run_chat(config, 60)
             for report in (first, second):
@@ -257,7 +257,11 @@ class TestReplay:
         with local_service(tmp_path, FDCACHE_HOST_MEMORY="2MiB", FDCACHE_EXTENT_SIZE="128KiB") as service:
             config = small_config(
                 device_blocks=120,
-                cache={"server": service.address, "rpc_timeout": 5.0, "write_policy": WritePolicy.WRITE_BACK},
+                cache={
+                    "server": service.address,
+                    "rpc_timeout": TIMEOUT,
+                    "write_policy": WritePolicy.WRITE_BACK,
+                },
             )
             for _ in range(2):
                 assert_clean(run_chat(config, 80))
