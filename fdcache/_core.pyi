@@ -131,8 +131,8 @@ class OutgoingCopies:
     def grant(self, slots: Int32s, generations: UInt32s) -> None:
         """More slots to copy into."""
 
-    def empty_stock(self) -> Int32s:
-        """Give up the slots not used yet."""
+    def give_up_stock(self, first: int) -> Int32s:
+        """Give up the slots from ``first`` on that are not used yet."""
 
     @property
     def stock(self) -> int:

@@ -11,12 +11,13 @@ void OutgoingCopies::grant(std::span<const Slot> slots, std::span<const std::uin
     for (std::size_t i = 0; i < slots.size(); ++i) stock_.push_back({slots[i], generations[i]});
 }
 
-std::vector<Slot> OutgoingCopies::empty_stock() {
+std::vector<Slot> OutgoingCopies::give_up_stock(Slot first) {
     std::lock_guard lock(mutex_);
     std::vector<Slot> slots;
     slots.reserve(stock_.size());
-    for (const Granted &each : stock_) slots.push_back(each.slot);
-    stock_.clear();
+    for (const Granted &each : stock_)
+        if (each.slot >= first) slots.push_back(each.slot);
+    std::erase_if(stock_, [first](const Granted &each) { return each.slot >= first; });
     return slots;
 }
 

@@ -23,7 +23,8 @@ class OutgoingCopies {
 
     // The stock: slots to copy into, used in the order granted.
     void grant(std::span<const Slot> slots, std::span<const std::uint32_t> generations);
-    std::vector<Slot> empty_stock();
+    // Gives up those slots of the stock that are `first` or above.
+    std::vector<Slot> give_up_stock(Slot first);
     std::size_t stock() const;
 
     std::vector<Presence> contains(std::span<const Digest> hashes) const;

@@ -34,8 +34,12 @@ void bind_outgoing(nb::module_ &module) {
                 copies.grant(slots_of(slots), span_of(generations));
             },
             "slots"_a, "generations"_a)
-        .def("empty_stock",
-             [](OutgoingCopies &copies) { return to_numpy<std::int32_t>(copies.empty_stock()); })
+        .def(
+            "give_up_stock",
+            [](OutgoingCopies &copies, Slot first) {
+                return to_numpy<std::int32_t>(copies.give_up_stock(first));
+            },
+            "first"_a)
         .def_prop_ro("stock", &OutgoingCopies::stock)
         .def(
             "contains",

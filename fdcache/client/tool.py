@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from types import TracebackType
 from typing import Any
@@ -47,3 +48,26 @@ class Client:
     def close(self) -> None:
         """Hang up."""
         self._line.close()
+
+
+class AsyncClient:
+    """``Client`` for asyncio: each question is asked in a thread, so that the event loop goes on meanwhile."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def ask(self, what: str, **arguments: Argument) -> Any:
+        """As ``Client.ask``."""
+        return await asyncio.to_thread(self._client.ask, what, **arguments)
+
+    async def close(self) -> None:
+        """As ``Client.close``."""
+        await asyncio.to_thread(self._client.close)

@@ -278,6 +278,12 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
     parents: bytes
 
 
+class Recall(msgspec.Struct, frozen=True, tag="recall"):
+    """Slots of the stock from ``first`` on are wanted back: another layout is to have the memory."""
+
+    first: int
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """Done, with nothing more to say."""
 
@@ -295,7 +301,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     message: str
 
 
-Answer = Registered | Attached | Matched | Granted | Published | Alive | Events | Done | Told | Refused
+Answer = (
+    Registered | Attached | Matched | Granted | Published | Alive | Events | Recall | Done | Told | Refused
+)
 
 NOT_FETCHED, FETCHED, FETCHING = range(3)
 

@@ -127,10 +127,15 @@ class Namespace:
         """Where the layout is written down, for the service after this one."""
         return Path(f"{self.geometry.directory}/{self.geometry.prefix}.layout")
 
+    @property
+    def at_quota(self) -> bool:
+        """Whether it has all the extents that it may have."""
+        return self.num_extents >= self._most_extents
+
     def grow(self) -> bool:
         """Take one more extent for every rank; False when there is none, or the quota is reached."""
         index = self.num_extents
-        if index >= self._most_extents or self._arena.num_free < self.ranks:
+        if self.at_quota or self._arena.num_free < self.ranks:
             return False
         self.layout_path().write_text(self.layout.to_json())
         self._arena.assign([self.geometry.path(rank, index) for rank in range(self.ranks)])

@@ -276,7 +276,7 @@ class Service:
         namespace = client.namespace
         nothing = np.empty(0, np.int32)
         slots, generations = nothing, nothing.view(np.uint32)
-        if not (self.paused or self.draining or self.earlier):
+        if not (self.paused or self.draining or self.earlier or self.shares.recalls.hold(namespace)):
             if namespace.tier is not None and namespace.tier.stats().free < request.count:
                 self._make_room(namespace)
             fellows = sum(other.namespace is namespace for other in self.clients.values())
@@ -338,6 +338,7 @@ class Service:
             self.earlier.remove(watch)
         self.work()
         self.tell_events(tell)
+        self.shares.recalls.tell(self.clients.values(), tell)
 
     def tell_events(self, tell: Teller) -> None:
         """Tell clients what entered and left their layout's tier."""

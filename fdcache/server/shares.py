@@ -10,6 +10,7 @@ from fdcache.errors import LayoutError
 from fdcache.layout import KVLayout
 from fdcache.server.arena import Arena
 from fdcache.server.namespace import Namespace
+from fdcache.server.recalls import Recalls
 from fdcache.server.recovery import recover
 from fdcache.server.tenants import Quotas
 from fdcache.settings.server import ServerSettings
@@ -24,6 +25,7 @@ class Shares:
         self.settings = settings
         self.arena = arena
         self.namespaces: dict[bytes, Namespace] = {}
+        self.recalls = Recalls()
         self._quotas = Quotas.of(settings)
 
     def open(self, layout: KVLayout) -> Namespace:
@@ -78,7 +80,8 @@ class Shares:
 
         Layouts with clients have equal shares, those without have one together; they give first, at last all that
         they have, the one longest without clients before the others.
-        Slots in use stay where they are. ``spare_all``: none gives any.
+        Slots in use stay where they are; those that clients only stock are asked back, for the next time.
+        ``spare_all``: none gives any.
         """
         self.forget_unused(used, spared=namespace)
         if spare_all and self.arena.num_free < namespace.ranks:
@@ -90,18 +93,26 @@ class Shares:
             (each for each in self.namespaces.values() if each is not namespace and each.num_extents),
             key=lambda each: (each.id in used, -each.num_extents * each.ranks),
         )
+        is_short = namespace.num_extents * namespace.ranks < share and not namespace.at_quota
+        wanted_back = None
         for giver in givers:
             while (
-                self.arena.num_free < namespace.ranks
-                and namespace.num_extents * namespace.ranks < share
+                is_short
+                and self.arena.num_free < namespace.ranks
                 and (giver.id not in used or giver.num_extents * giver.ranks > share)
                 and giver.num_extents > 1
-                and giver.shrink()
             ):
-                pass
-        if not namespace.num_extents or namespace.num_extents * namespace.ranks < share:
+                if not giver.shrink():
+                    wanted_back = wanted_back or giver
+                    break
+        if is_short or not namespace.num_extents:
             self._forget_coldest(namespace, used)
-        return namespace.grow()
+        if namespace.grow():
+            self.recalls.end()
+            return True
+        if wanted_back is not None:
+            self.recalls.begin(wanted_back)
+        return False
 
     def _forget_coldest(self, namespace: Namespace, used: Set[str]) -> None:
         """Take layouts without clients away, until there is room for an extent on each rank."""

@@ -31,6 +31,7 @@ from fdcache.node.protocol import (
     Live,
     Publish,
     Published,
+    Recall,
     Refill,
     Refused,
     Register,
@@ -200,9 +201,8 @@ class SessionKeeper:
                 if (ended := self.leaving) is not None and self._has_drained():
                     self._part(line, ended)
                     self.leaving = None
-                if (session := self.session) is not None and now >= beat_at:
-                    session.wanted = max(session.wanted, FIRST_STOCK)
-                    self._beat(line, session)
+                if (heard := self.heard) is not None and now >= beat_at:
+                    self._beat(line, heard)
                     beat_at = now + _HEARTBEAT
                 ready = dict(poller.poll(_PAUSE_MS))
                 if self._wake in ready:
@@ -232,9 +232,11 @@ class SessionKeeper:
         if session.unheard >= _MOST_UNHEARD:
             self.lose(session, f"{self._address}: {session.unheard} signs of life were not answered")
             return
-        if not session.unheard:
-            session.asked = 0  # answered by now, unless the answer found no room in a queue
-        session.unheard += 1
+        if session is self.session:
+            if not session.unheard:
+                session.asked = 0  # answered by now, unless the answer found no room in a queue
+            session.unheard += 1
+            session.wanted = max(session.wanted, FIRST_STOCK)
         self.outbox.tell_absent(session)
         self._send(line, session, self._heartbeat())
         self.wants_figures = True
@@ -324,6 +326,8 @@ class SessionKeeper:
             session.copies.answered(hashes_from(answer.hashes))
         elif isinstance(answer, Events):
             self._learn(session, answer)
+        elif isinstance(answer, Recall):
+            self.return_stock(session, answer.first)
         elif isinstance(answer, Alive):
             session.figures = answer.figures
             self._device_resets = answer.device_resets
@@ -334,13 +338,13 @@ class SessionKeeper:
 
     def _learn(self, session: Session, events: Events) -> None:
         if (uint8_from(events.kinds, "kinds") >= _CLEARED).any():
-            self.return_stock(session)
+            self.return_stock(session)  # what is copied into slots granted before a reset is not kept
         if self._event_capacity:
             self._events.append(events)
 
-    def return_stock(self, session: Session) -> None:
-        """Slots granted before a reset are worth nothing: what is copied into them is not kept."""
-        slots = session.copies.empty_stock()
+    def return_stock(self, session: Session, first: int = 0) -> None:
+        """Give the slots of the stock from ``first`` on back."""
+        slots = session.copies.give_up_stock(first)
         count = len(slots)
         if count:
             nothing, no_hash = bytes(count), b"\xff" * 32 * count

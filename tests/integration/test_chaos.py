@@ -29,6 +29,7 @@ class Replayer:
 
     address: str
     seed: int
+    layers: int
     process: subprocess.Popen[str] | None = None
     stopped_until: float | None = None
     reports: list[dict[str, Any]] = field(default_factory=list)
@@ -43,7 +44,8 @@ class Replayer:
             [
                 *(sys.executable, "-m", "fdcache_cli.main", "replay", "--json", "--server", self.address),
                 *("--requests", "600", "--seed", str(self.seed + self.runs % 3), "--device-blocks", "120"),
-                *("--layers", "4", "--kv-heads", "2", "--head-dim", "32", "--write-policy", "write_through"),
+                *("--layers", str(self.layers), "--kv-heads", "2", "--head-dim", "32"),
+                *("--write-policy", "write_through"),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -139,7 +141,8 @@ def check_service(service: ServiceProcess) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_corrupt_leaked_or_stuck_whoever_dies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [(4,), (4, 5, 7)], ids=["one layout", "layouts that compete"])
+def test_nothing_is_corrupt_leaked_or_stuck_whoever_dies(tmp_path: Path, layers: tuple[int, ...]) -> None:
     rng = random.Random(SEED)
     folder = tmp_path / "storage"
     with service_process(
@@ -152,7 +155,7 @@ def test_nothing_is_corrupt_leaked_or_stuck_whoever_dies(tmp_path: Path) -> None
         FDCACHE_STORAGE_SIZE="32MiB",
         FDCACHE_STORAGE_THREADS="2",
     ) as service:
-        clients = [Replayer(service.address, seed) for seed in range(CLIENTS)]
+        clients = [Replayer(service.address, seed, layers[seed % len(layers)]) for seed in range(CLIENTS)]
         try:
             for client in clients:
                 client.start()

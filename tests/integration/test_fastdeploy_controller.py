@@ -212,7 +212,8 @@ def test_two_engines_share_the_host_tier_of_a_service(tmp_path: Path) -> None:
     with local_service(tmp_path) as service:
         for found in (0, 4):
             engine = Engine(server=service.address)
-            until(lambda engine=engine: engine.manager.num_cpu_blocks, "slots are granted")  # type: ignore[misc]
+            host = engine.manager.core._host
+            until(lambda host=host: host.copy_room >= 4, "slots are granted")  # type: ignore[misc]
             assert engine.serve(fd_request("a", prompt=prompt)) == found
             assert engine.manager.core.get_stats().counters.loads_confirmed == found // 4
             engine.controller.shutdown()

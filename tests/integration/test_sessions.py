@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,28 @@ class TestChangeOfLayout:
             assert (revisions.get("1", 0), revisions["2"]) == (0, 10)
             engine.close()
             assert_nothing_is_held(service)
+
+    def test_what_is_read_until_after_it_stays_pinned_however_long_that_takes(
+        self, service: LocalService
+    ) -> None:
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        until(lambda: ready_blocks(service) == 10, "the blocks are stored")
+        engine.manager._device.reset()
+        request = Request("reads", PROMPT)
+        assert engine.manager.match_prefix([request])[0].num_host_blocks == 10
+        engine.manager.allocate_device_blocks([(request, len(PROMPT))])
+        plans = engine.manager.take_plans()
+        engine.manager.change_revision("2")
+        (leaving,) = service.service.clients.values()
+        begin = time.monotonic()
+        until(lambda: leaving.seen > begin + 2, "it gives signs of life though it leaves")
+        assert leaving.runs
+        engine.carry_out(plans)
+        engine.manager.request_finish([request])
+        until(lambda: namespace(service, "1")["clients"] == 0, "it has left")
+        engine.close()
+        assert_nothing_is_held(service)
 
     def test_a_bad_block_that_is_read_until_after_it_is_dropped(self, tmp_path: Path) -> None:
         service = LocalService(tmp_path)

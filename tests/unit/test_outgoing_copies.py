@@ -99,8 +99,10 @@ def test_the_end_of_a_copy_that_is_not_under_way_changes_nothing() -> None:
     assert there.copies.under_way == 1
 
 
-def test_a_stock_is_given_up_as_a_whole() -> None:
+def test_a_stock_is_given_up_from_a_slot_on() -> None:
     there = Elsewhere(stock=3)
-    assert there.copies.empty_stock().tolist() == [100, 101, 102]
+    assert there.copies.give_up_stock(102).tolist() == [102]
+    assert there.copies.stock == 2
+    assert there.copies.give_up_stock(0).tolist() == [100, 101]
     assert there.copies.stock == 0
     assert there.reserve((ROOT, A))[2] == 1

@@ -1,0 +1,94 @@
+"""Shares of the arena: what one layout gives up for another, and what it keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fdcache.manager import Request
+from fdcache.server.clients import Client
+from fdcache.server.namespace import Namespace
+from tests.service_engine import PROMPT, Engine, assert_nothing_is_held, layout
+from tests.service_help import LocalService, local_service, until
+
+EXTENTS = 16
+
+
+def namespace_of(service: LocalService, engine: Engine) -> Namespace:
+    found: Namespace = service.service.namespaces[engine.layout.fingerprint]
+    return found
+
+
+def only_client(service: LocalService) -> Client:
+    (client,) = service.service.clients.values()
+    return client  # type: ignore[no-any-return]
+
+
+def extents(service: LocalService, engine: Engine) -> int:
+    """As its client would see them: nothing changes meanwhile."""
+    counts = {each["namespace"]: each["extents"] for each in service.ask("namespaces")}
+    return int(counts.get(engine.layout.fingerprint.hex()[:16], 0))
+
+
+def fill(service: LocalService, engine: Engine, wanted: int) -> None:
+    """Serve prompts until the engine's layout has so many extents."""
+    prompt = 0
+
+    def has_them() -> bool:
+        nonlocal prompt
+        prompt += 1
+        engine.serve([1000 + prompt, *PROMPT])
+        return extents(service, engine) >= wanted
+
+    until(has_them, f"{wanted} extents")
+
+
+ARENA = {"FDCACHE_HOST_MEMORY": "1MiB", "FDCACHE_EXTENT_SIZE": "64KiB"}
+
+
+def test_an_idle_engine_whose_stock_fills_the_last_extent_does_not_starve_another_layout(
+    tmp_path: Path,
+) -> None:
+    with local_service(tmp_path, **ARENA) as service:
+        idle = Engine(service.address)
+        fill(service, idle, EXTENTS)
+        theirs = namespace_of(service, idle)
+        last_extent = theirs.num_slots - theirs.geometry.records_per_extent
+        until(lambda: max(only_client(service).stock) >= last_extent, "its stock lies in the last extent too")
+        other = Engine(service.address, layout("other"))
+        fill(service, other, EXTENTS // 2)
+        assert extents(service, idle) == EXTENTS // 2
+        third = Engine(service.address)
+        hashes = Request("x", PROMPT)._bind(4, idle.layout.fingerprint).hashes
+        idle.serve(PROMPT)
+
+        def is_stored() -> bool:
+            idle.carry_out(idle.manager.take_plans())
+            return bool((third.manager._host.contains(hashes) == 1).all())  # type: ignore[union-attr]
+
+        until(is_stored, "it goes on storing")
+        assert third.serve(PROMPT)[0] == 10
+        for engine in (idle, other, third):
+            engine.close()
+        assert_nothing_is_held(service)
+
+
+def test_a_layout_at_its_quota_takes_nothing_from_one_that_has_more_than_its_share(tmp_path: Path) -> None:
+    service = LocalService(tmp_path, **ARENA)
+    engine = Engine(service.address)
+    fill(service, engine, EXTENTS)
+    engine.close()
+    service.crash()
+    with local_service(tmp_path, **ARENA, FDCACHE_NAMESPACE_QUOTA="0.25") as service:
+        first = Engine(service.address)
+        second = Engine(service.address, layout("other"))
+        assert extents(service, first) == EXTENTS - 1
+        fill(service, second, EXTENTS // 4)
+        rest = extents(service, first)
+        evicted = namespace_of(service, second).counts.evicted
+        for prompt in range(100):
+            second.serve([5000 + prompt, *PROMPT])
+        until(lambda: namespace_of(service, second).counts.evicted > evicted, "it evicts its own")
+        assert extents(service, first) == rest == EXTENTS * 3 // 4
+        first.close()
+        second.close()
+        assert_nothing_is_held(service)
