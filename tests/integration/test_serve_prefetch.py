@@ -117,7 +117,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
         first = Engine(service.address)
         first.serve(PROMPT)
         first.serve(OTHER)
-        until(lambda: stores, "the storage is open")
+        until(lambda: service.ask("storage")["layouts"], "the storage is open")
         stage = Stage(service, stores[0])
         until(lambda: stage.figures()["blocks"] == 2 * BLOCKS, "the blocks are stored")
         first.close()
