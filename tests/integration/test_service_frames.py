@@ -21,6 +21,8 @@ from fdcache.node.protocol import (
     Ask,
     Attach,
     EndFetches,
+    Events,
+    Granted,
     Heartbeat,
     LoadEnded,
     Match,
@@ -171,6 +173,17 @@ class TestRefusals:
         for text in (b"", b"[]", b"{}", b"x" * 2_000_000):
             assert code(connection, Register(text, live.live, "test")) != "done"
         live.close()
+
+
+def test_a_client_hears_of_a_reset_before_it_is_granted_anything_after_it(line: Line) -> None:
+    service, connection = line
+    live = register(connection, service.directory)
+    for _ in range(20):
+        service.ask("reset", tier="host")
+        connection.send(Refill(1))
+        answers = [connection.receive(TIMEOUT) for _ in range(2)]
+        assert [type(answer[1]) for answer in answers if answer] == [Events, Granted]
+    live.close()
 
 
 def bodies(slots: list[int], live: LiveFile, hashes: np.ndarray) -> list[Request]:
