@@ -42,7 +42,7 @@ class Terminal:
             env={**os.environ, "TERM": "xterm", "COLUMNS": "200", **environment},
         )
         os.close(theirs)
-        self._reader = threading.Thread(target=self._read, args=(ours,))
+        self._reader = threading.Thread(target=self._read, args=(ours,), daemon=True)
         self._reader.start()
 
     def _read(self, ours: int) -> None:
@@ -56,14 +56,14 @@ class Terminal:
 
     def end(self) -> str:
         """Wait for its end; its standard output."""
-        output, _ = self.process.communicate(timeout=120)
+        output, _ = self.process.communicate(timeout=240)
         self._reader.join()
         return output
 
 
 def quietly(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fdcache_cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def tiny(ranks: int = 1) -> KVLayout:
