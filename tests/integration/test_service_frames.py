@@ -371,6 +371,7 @@ def test_a_client_that_does_not_read_slows_itself_alone(tmp_path: Path) -> None:
         while slow.receive(0.5) is not None:
             pass
         assert code(slow, Heartbeat(b"{}")) == "done"
+        until(lambda: len(service.ask("clients")) == 1, "the other client has said goodbye")
         (client,) = service.ask("clients")
         slots = service.ask("namespaces")[0]["tier"]
         assert slots["writing"] == client["stock"] <= sent
