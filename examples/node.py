@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 FDCACHE = [sys.executable, "-m", "fdcache_cli.main"]
-ARENA = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm"
 
 
 def start(*arguments: str, **options: object) -> subprocess.Popen[str]:
@@ -35,16 +35,14 @@ def say(text: str) -> None:
     print(f"\n=== {text}", flush=True)
 
 
-def shared_objects() -> set[str]:
-    """What any fdcache has in shared memory now."""
-    return {path.name for path in ARENA.glob("fdcache*")}
-
-
 def main() -> None:
     """Run it."""
-    before = shared_objects()
-    with tempfile.TemporaryDirectory(prefix="fdcache-demo-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="fdcache-demo-") as folder,
+        tempfile.TemporaryDirectory(prefix="fdcache-demo-", dir=SHARED_MEMORY) as arena,
+    ):
         os.environ["FDCACHE_RUNTIME_DIR"] = folder
+        os.environ["FDCACHE_ARENA_DIR"] = arena
         os.environ["FDCACHE_SERVER"] = f"ipc://{folder}/fdcache.sock"
         chat = ("replay", "--workload", "chat", "--requests", "200", "--write-policy", "write_through")
         say("a service")
@@ -78,7 +76,7 @@ def main() -> None:
         finally:
             service.send_signal(signal.SIGTERM)
             status = service.wait()
-        left = sorted(shared_objects() - before) + [path.name for path in Path(folder).iterdir()]
+        left = sorted(path.name for place in (arena, folder) for path in Path(place).iterdir())
         say(f"the service ended with status {status}; left behind: {', '.join(left) or 'nothing'}")
         if status or left:
             raise SystemExit(1)

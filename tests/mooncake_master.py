@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -18,13 +20,21 @@ from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.mooncake import MooncakeConnector
+from tests.service_help import until
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_random = random.SystemRandom()
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, and that the system gives to no connection: it stays free until it is used."""
+    ephemeral = range(*map(int, _EPHEMERAL.read_text().split()))
+    while True:
+        port = _random.randrange(15000, 65536)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            if port not in ephemeral:
+                probe.bind(("127.0.0.1", port))
+                return port
 
 
 def stop(pid: int) -> None:
@@ -65,14 +75,14 @@ class Master:
                 stdout=log,
                 stderr=log,
             )
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            try:
-                with socket.create_connection(("127.0.0.1", self.port), 1):
-                    return
-            except OSError:
-                time.sleep(0.05)
-        raise RuntimeError(f"the master did not start: {self._log.read_text()}")
+        until(self._listens, "the master listens")
+
+    def _listens(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, f"the master did not start: {self._log.read_text()}"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+            return True
+        return False
 
     def freeze(self) -> None:
         """It neither answers nor hangs up."""

@@ -9,7 +9,7 @@ from fdcache.metadata import TransferPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings
-from tests.service_help import LocalService, ServiceProcess, until
+from tests.service_help import TIMEOUT, LocalService, ServiceProcess, until
 
 BLOCK = 4
 
@@ -37,7 +37,7 @@ class Engine:
         device_blocks: int = 32,
         *,
         stocked: bool = True,
-        rpc_timeout: float = 5.0,
+        rpc_timeout: float = TIMEOUT,
         fetches: StorageTierSettings | None = None,
         settings: CacheSettings | None = None,
     ) -> None:

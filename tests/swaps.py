@@ -19,6 +19,9 @@ from fdcache.settings.transfer import TransferSettings
 
 Pairs = Sequence[tuple[int, int]]
 
+PATIENCE = 60.0
+"""Seconds after which what has to happen is taken for stuck: a busy machine may need some."""
+
 
 def uniform_layout(**changes: Any) -> KVLayout:
     options: dict[str, Any] = {
@@ -100,7 +103,7 @@ class Worker:
         **settings: Any,
     ) -> None:
         self.layout = layout or uniform_layout()
-        options = {"drain_timeout": 5.0, "layer_timeout": 5.0} | settings
+        options = {"drain_timeout": PATIENCE, "layer_timeout": PATIENCE} | settings
         self.controller = CacheController(TransferSettings(**options), self.layout, rank=rank, device=device)
         self.tensors = self.controller.initialize_kv_cache(device_blocks)
         self.controller.initialize_host_cache(host_blocks)
@@ -139,7 +142,7 @@ class Worker:
         return self.report()
 
     def report(self) -> TransferReport:
-        reports = self.controller.wait_reports(5.0)
+        reports = self.controller.wait_reports(PATIENCE)
         assert len(reports) == 1
         return reports[0]
 

@@ -44,7 +44,7 @@ class FdcacheBlocks:
             device_blocks=engine.device_blocks,
             host_memory=engine.host_blocks * (layout.record_bytes + SLOT_HEADER_BYTES),
             server=engine.server,
-            rpc_timeout=1.0,
+            rpc_timeout=5.0,
             write_policy=engine.write_policy,
             reuse_grid=engine.grid,
             lookahead_tokens=model.draft_layers,

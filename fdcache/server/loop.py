@@ -120,6 +120,8 @@ class ServiceLoop:
         except ProtocolError as error:
             self.service.totals.refused += 1
             answer = Refused("malformed", str(error))
+        if self.service.has_news:
+            self.service.tell_events(self._send_notice)
         if not self._send(identity, number, answer):
             self.service.undelivered(session, answer)
         return True

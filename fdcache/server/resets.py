@@ -126,7 +126,7 @@ def reset(service: Service, arguments: Arguments) -> dict[str, Any]:
             return answer
     answer["storage"] = reset_storages(order.storages, order.older_than, dry_run=order.dry_run)
     if order.has_host:
-        answer["host"] = [_reset_host(clients, namespace, order) for namespace in order.namespaces]
+        answer["host"] = [_reset_host(service, clients, namespace, order) for namespace in order.namespaces]
     if order.has_devices:
         answer["device"] = [_reset_device(client, order) for client in clients]
     return answer
@@ -142,7 +142,9 @@ def _in_flight(client: Client) -> dict[str, Any]:
     }
 
 
-def _reset_host(clients: list[Client], namespace: Namespace, order: ResetOrder) -> dict[str, Any]:
+def _reset_host(
+    service: Service, clients: list[Client], namespace: Namespace, order: ResetOrder
+) -> dict[str, Any]:
     figures = namespace.tier.stats() if namespace.tier is not None else None
     if order.is_partial:
         blocks = _reset_part(namespace, order)
@@ -150,6 +152,7 @@ def _reset_host(clients: list[Client], namespace: Namespace, order: ResetOrder) 
         blocks = figures.ready if figures else 0
     else:
         blocks = namespace.reset()
+        service.has_news = True  # what a client is granted from now on outlives what it is told of the reset
         for client in clients:
             if client.namespace is namespace:
                 client.renew_stock()

@@ -90,6 +90,8 @@ class Service:
         self.runtime_dir = runtime_dir
         self.shares = Shares(settings, arena)
         self.storage: ServiceStorage | None = None
+        self.has_news = False
+        """Whether clients have to be told of events before anything else: a layout's tier was reset."""
         self.clients: dict[int, Client] = {}
         self.totals = Totals()
         self.started = time.time()
@@ -341,6 +343,7 @@ class Service:
 
     def tell_events(self, tell: Teller) -> None:
         """Tell clients what entered and left their layout's tier."""
+        self.has_news = False
         for namespace in self.namespaces.values():
             namespace.collect_events()
             while namespace.pending_events:

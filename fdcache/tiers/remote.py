@@ -196,6 +196,8 @@ class RemoteHostTier:
         session = self._keeper.session
         if session is None:
             return
+        session.is_resetting = True
+        self._keeper.return_stock(session)
         self._line.session = session.number
         tiers = ("host", "storage") if session.storage else ("host",)
         try:
@@ -203,9 +205,11 @@ class RemoteHostTier:
                 body = Ask("reset", {"tier": tier, "namespace": self._fingerprint.hex()[:16]})
                 self._line.call(body, max(self._timeout, 1.0))
             self._reset_owed = False
-            self._keeper.return_stock(session)
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             self._keeper.lose(session, str(error))
+        finally:
+            session.is_resetting = False
+        self._keeper.flush()
 
     def change_layout(self, layout: KVLayout) -> None:
         """Register with another layout once nothing of this one is under way; until then nothing is found."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from fdcache.client.tool import Client
+from fdcache.errors import ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.replay.options import Shape
 from tests.service_help import until
@@ -39,7 +42,7 @@ class Terminal:
             env={**os.environ, "TERM": "xterm", "COLUMNS": "200", **environment},
         )
         os.close(theirs)
-        self._reader = threading.Thread(target=self._read, args=(ours,))
+        self._reader = threading.Thread(target=self._read, args=(ours,), daemon=True)
         self._reader.start()
 
     def _read(self, ours: int) -> None:
@@ -53,14 +56,14 @@ class Terminal:
 
     def end(self) -> str:
         """Wait for its end; its standard output."""
-        output, _ = self.process.communicate(timeout=120)
+        output, _ = self.process.communicate(timeout=240)
         self._reader.join()
         return output
 
 
 def quietly(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fdcache_cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def tiny(ranks: int = 1) -> KVLayout:
@@ -115,6 +118,12 @@ def test_a_replay(tmp_path: Path, ranks: int) -> None:
     assert quietly(*arguments).stderr == ""
 
 
+def answers(address: str) -> bool:
+    with Client(address, timeout=1.0) as client, contextlib.suppress(ServiceUnavailableError):
+        return bool(client.ask("stats"))
+    return False
+
+
 def test_a_service(tmp_path: Path) -> None:
     open_store(tmp_path / "storage", tiny(), size=MANY).close()
     arena = tmp_path / "arena"
@@ -125,7 +134,7 @@ def test_a_service(tmp_path: Path) -> None:
         FDCACHE_EXTENT_SIZE="256KiB",
     )
     until(lambda: "loading the storage index" in terminal.shown, "the scan is shown")
-    until((tmp_path / "s" / "x.sock").exists, "it serves")
+    until(lambda: answers(f"ipc://{tmp_path}/s/x.sock"), "it serves")
     terminal.process.send_signal(signal.SIGTERM)
     output = terminal.end()
     assert terminal.process.returncode == 0

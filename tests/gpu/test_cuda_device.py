@@ -19,7 +19,7 @@ from fdcache.settings.transfer import TransferSettings
 from tests.gpu.test_cuda_swaps import WIDE
 from tests.gpu.workers import GpuWorker
 from tests.property.test_round_trips import LAYOUTS
-from tests.swaps import plan, uniform_layout
+from tests.swaps import PATIENCE, plan, uniform_layout
 
 cupy = pytest.importorskip("cupy")
 
@@ -57,9 +57,9 @@ def test_registered_torch_tensors_are_copied(name: str) -> None:
         controller.register_kv_cache(tensors)
         controller.initialize_host_cache(4)
         controller.submit_swap_tasks(plan(1, evict=[(0, 2)])).wait_all()
-        controller.wait_reports(5.0)
+        controller.wait_reports(PATIENCE)
         controller.submit_swap_tasks(plan(2, load=[(2, 3)])).wait_all()
-        (report,) = controller.wait_reports(5.0)
+        (report,) = controller.wait_reports(PATIENCE)
         assert report.results[0].success
         for tensor in tensors:
             assert torch.equal(tensor[3].view(torch.uint8), tensor[0].view(torch.uint8))
@@ -74,7 +74,7 @@ def test_the_planes_of_an_interleaved_tensor_are_registered_by_their_strides() -
         controller.register_kv_cache([whole[:, index] for index in range(len(layout.planes))])
         controller.initialize_host_cache(4)
         controller.submit_swap_tasks(plan(1, evict=[(0, 1)])).wait_all()
-        controller.wait_reports(5.0)
+        controller.wait_reports(PATIENCE)
         controller.submit_swap_tasks(plan(2, load=[(1, 2)])).wait_all()
         assert cupy.array_equal(whole[2], whole[0])
         assert not whole[1].any() and not whole[3].any()

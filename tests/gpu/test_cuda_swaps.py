@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache.layout import KVLayout
@@ -123,7 +123,7 @@ def test_any_distance_between_blocks(gap: int, method: str) -> None:
         assert [worker.block(slot) for slot in range(8)] == before
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_plan_does_what_the_cpu_does(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(LAYOUTS)))

@@ -19,6 +19,7 @@ from fdcache.storage.offline import SlabContents, read_file, slab_files
 from tests.service_help import ServiceProcess, service_process, until
 
 CLIENTS = 4
+PATIENCE = 600
 SEED = 20260731
 
 
@@ -85,14 +86,17 @@ class Replayer:
         self.stopped_until = until_when
 
     def finish(self) -> None:
-        """Let the present run come to its end."""
+        """Let the present run come to its end; after a blow at the last moment that is a new one."""
         assert self.process is not None
+        if self.killed:
+            self.collect()
+            self.start()
         if self.stopped_until is not None:
             self.process.send_signal(signal.SIGCONT)
         try:
-            self.process.wait(120)
+            self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            self.failures.append("stuck: a run did not end within 120 s")
+            self.failures.append(f"stuck: a run did not end within {PATIENCE} s")
             self.process.kill()
             self.killed = True
         self.collect()

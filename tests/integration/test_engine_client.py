@@ -17,7 +17,7 @@ from fdcache.metadata import HashArray, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.transfer import TransferSettings
 from tests.service_engine import BLOCK, layout
-from tests.service_help import LocalService, local_service, until
+from tests.service_help import TIMEOUT, LocalService, local_service, until
 
 
 class Blocks:
@@ -25,7 +25,7 @@ class Blocks:
 
     def __init__(self, address: str, events: int = 0) -> None:
         self.layout = layout(ranks=2)
-        settings = CacheSettings(server=address, rpc_timeout=5.0, event_buffer=events)
+        settings = CacheSettings(server=address, rpc_timeout=TIMEOUT, event_buffer=events)
         self.client = EngineClient(settings, self.layout, self.execute)
         self.ranks = [CacheController(TransferSettings(), self.layout, rank=rank) for rank in range(2)]
         self.tensors = [rank.initialize_kv_cache(16) for rank in self.ranks]

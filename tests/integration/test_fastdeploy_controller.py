@@ -25,7 +25,7 @@ from fdcache.storage.factory import open_storage
 from fdcache.storage.slab import SlabStore
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request
 from tests.faults import PausingDevice
-from tests.service_help import local_service, until
+from tests.service_help import TIMEOUT, local_service, until
 
 paddle = pytest.importorskip("paddle")
 
@@ -137,7 +137,7 @@ class Engine:
                 connector="local", directory=storage, size="1MiB", prefetch_policy="wait_complete"
             )
         settings = settings_from_config(fd_config(**config), layout_from_config(fd_config(**config)))
-        settings = settings.model_copy(update={"server": server, "rpc_timeout": 5.0})
+        settings = settings.model_copy(update={"server": server, "rpc_timeout": TIMEOUT})
         self.manager = CacheManager(fd_config(**config), settings=settings, storage=self.storage)
         host = self.manager.host_cache if server else None
         self.controller = CacheController(fd_config(**config), 0, 0, device=device, host_cache=host)

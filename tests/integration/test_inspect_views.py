@@ -37,9 +37,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
         for _ in range(3):
             engine.manager._device.reset()
             engine.serve(PROMPT[: 5 * BLOCK + 1])
-        until(
-            lambda: running.ask("transfers")[0]["copied"].get("host_to_device"), "it has told what it copied"
-        )
+        payload = engine.layout.payload_bytes
+
+        def told() -> bool:
+            copied = running.ask("transfers")[0]["copied"]
+            return bool(copied.get("host_to_device", {}).get("bytes") == 15 * payload)
+
+        until(told, "it has told what it copied")
         yield running
         engine.close()
 
@@ -114,9 +118,9 @@ def test_a_picture_that_cannot_be_is_refused(
     assert said in done.stderr
 
 
-def read_until(fd: int, text: str) -> str:
+def read_until(fd: int, *texts: str) -> str:
     shown, deadline = "", time.monotonic() + TIMEOUT
-    while text not in shown:
+    while not all(text in shown for text in texts):
         assert select.select([fd], [], [], deadline - time.monotonic())[0], shown
         shown += os.read(fd, 65536).decode()
     return shown
@@ -135,7 +139,7 @@ def test_a_watch_clears_the_terminal_follows_what_happens_and_ends_with_ctrl_c(t
             env={**os.environ, "COLUMNS": "200", "TERM": "xterm"},
         )
         os.close(theirs)
-        assert "namespace" in read_until(ours, "\x1b[2J\x1b[H")
+        read_until(ours, "\x1b[2J\x1b[H", "namespace")
         engine = Engine(service.address)
         engine.serve(PROMPT)
         until(lambda: ready_blocks(service) == 10, "the blocks are stored")

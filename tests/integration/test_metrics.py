@@ -18,7 +18,7 @@ from fdcache.node.liveness import LiveFile
 from fdcache.node.protocol import Heartbeat, Register
 from fdcache.server.http import make_app
 from tests.service_engine import BLOCK, PROMPT, Engine, layout, ready_blocks
-from tests.service_help import LocalService, local_service, until
+from tests.service_help import TIMEOUT, LocalService, local_service, until
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 _UNITS = ("_bytes", "_seconds", "_blocks", "_slots", "_tokens", "_info")
@@ -177,7 +177,13 @@ class TestMisses:
         service.crash()
         with local_service(tmp_path / "s") as service:
             engine = Engine(service.address)
-            engine.serve(PROMPT)
+            request = Request("reads", PROMPT)
+            engine.manager.match_prefix([request])
+            engine.manager.allocate_device_blocks([(request, len(PROMPT))])
+            engine.carry_out(engine.manager.take_plans())
+            engine.manager.request_finish(
+                [request]
+            )  # and computes nothing, which would be stored in its place
             until(lambda: service.ask("namespaces")[0]["totals"]["corrupt"] == 1, "it is dropped")
             answer = service.ask("explain", namespace="", hashes=[row.tobytes().hex() for row in hashes])
             engine.close()
@@ -202,9 +208,9 @@ class TestMisses:
 def test_figures_that_a_client_makes_up_break_nothing(service: LocalService, figures: bytes) -> None:
     line = Connection(service.address)
     live = LiveFile(service.directory)
-    answer, _ = line.call(Register(layout().to_json().encode(), live.live, 'bad"name\n'), 5)
+    answer, _ = line.call(Register(layout().to_json().encode(), live.live, 'bad"name\n'), TIMEOUT)
     line.session = answer.session  # type: ignore[union-attr]
-    line.call(Heartbeat(figures), 5)
+    line.call(Heartbeat(figures), TIMEOUT)
     found = samples(scrape(service))
     assert value(found, "fdcache_client_plans_in_flight", client='bad"name\n') == 0
     assert np.isfinite(list(found.values())).all()

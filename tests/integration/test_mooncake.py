@@ -17,6 +17,9 @@ from fdcache.storage.conformance import (
 )
 from fdcache.storage.connector import Outcome, StorageState
 from tests.mooncake_master import Master, find_master
+from tests.service_help import until
+
+PATIENCE = 120
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +46,10 @@ def test_a_block_counts_only_when_every_rank_has_it(master: Master) -> None:
     asker = master.connect(layout, None)
     for rank, connector in enumerate(ranks):
         connector.register(records[rank].table)
-    ranks[0].put(records[0].fill(hashes), 10)
-    assert asker.exists(hashes, 10).length == 0
-    ranks[1].put(records[1].fill(hashes[:3]), 10)
-    assert asker.exists(hashes, 10).length == 3
+    ranks[0].put(records[0].fill(hashes), PATIENCE)
+    assert asker.exists(hashes, PATIENCE).length == 0
+    ranks[1].put(records[1].fill(hashes[:3]), PATIENCE)
+    assert asker.exists(hashes, PATIENCE).length == 3
     for connector in (*ranks, asker):
         connector.close()
 
@@ -58,8 +61,8 @@ def test_another_process_memory_serves_the_block(master: Master) -> None:
     source, target = HostRecords(layout, 6), HostRecords(layout, 6)
     writer.register(source.table)
     reader.register(target.table)
-    assert writer.put(source.fill(hashes), 10).ok.all()
-    assert reader.get(target.batch(hashes), 10).ok.all()
+    assert writer.put(source.fill(hashes), PATIENCE).ok.all()
+    assert reader.get(target.batch(hashes), PATIENCE).ok.all()
     assert all(target.holds(slot, row.tobytes()) for slot, row in enumerate(hashes))
     writer.close()
     reader.close()
@@ -73,12 +76,12 @@ def test_bytes_that_differ_from_their_checksum_are_refused_and_removed(master: M
     connector.register(records.table)
     batch = records.fill(hashes)
     records.table.record(1)[100] ^= 0xFF  # changed after its checksum was computed
-    assert connector.put(batch, 10).ok.all()
+    assert connector.put(batch, PATIENCE).ok.all()
     records.wipe()
-    read = connector.get(records.batch(hashes), 10)
+    read = connector.get(records.batch(hashes), PATIENCE)
     assert read.outcomes.tolist() == [Outcome.OK, Outcome.CORRUPT, Outcome.OK]
     assert records.table.header(1).state != 2
-    assert connector.exists(hashes, 10).length == 1
+    assert connector.exists(hashes, PATIENCE).length == 1
     connector.close()
 
 
@@ -90,7 +93,7 @@ def test_a_dead_master_is_told_from_a_miss_fails_fast_and_comes_back(tmp_path: P
     records = HostRecords(layout, 4)
     connector.register(records.table)
     batch = records.fill(hashes)
-    assert connector.put(batch, 10).ok.all()
+    assert connector.put(batch, PATIENCE).ok.all()
     master.kill()
     gone = connector.get(records.batch(hashes), 10)
     assert (gone.outcomes == Outcome.PEER_GONE).all()
@@ -100,13 +103,12 @@ def test_a_dead_master_is_told_from_a_miss_fails_fast_and_comes_back(tmp_path: P
     assert connector.stats().peer_gone == 4
     master.start()
     records.fill(hashes)
-    for _ in range(600):
-        if connector.put(batch, 10).ok.all():
-            break
-        import time
 
-        time.sleep(0.05)
-    assert connector.exists(hashes, 10).length == 4
+    def stores() -> bool:
+        return bool(connector.put(batch, PATIENCE).ok.all())
+
+    until(stores, "it stores again", PATIENCE)
+    assert connector.exists(hashes, PATIENCE).length == 4
     assert connector.stats().state is StorageState.READY
     connector.close()
     master.kill()

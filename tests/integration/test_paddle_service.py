@@ -29,6 +29,7 @@ def test_a_run_that_the_grid_cuts_is_let_go_as_a_whole(tmp_path: Path) -> None:
     """The service pins nine blocks, the engine loads eight of them, and none stays pinned."""
     with service_process(tmp_path / "service") as service:
         serve_elsewhere(service.address)
+        until(lambda: not service.ask("clients"), "the first engine has said goodbye")
         server = Server(GQA, replace(ENGINE, server=service.address))
         manager = server.fdcache.manager
         request = Request("cut", tokens(0, 150))

@@ -63,11 +63,15 @@ class TestRecovery:
         long = list(range(3001))
         service = LocalService(tmp_path)
         engine = Engine(service.address, device_blocks=1024)
-        for _ in range(8):  # copies are limited by the stock of slots, which grows with what is asked of it
+
+        def stored() -> bool:
+            """Copies are limited by the stock of slots, which grows with what is asked of it."""
             engine.manager._device.reset()
             engine.serve(long)
             engine.await_stock()
-        until(lambda: ready_blocks(service) == 750, "the blocks are stored")
+            return ready_blocks(service) == 750
+
+        until(stored, "the blocks are stored")
         engine.close()
         service.crash()
         with local_service(tmp_path, FDCACHE_NAMESPACE_QUOTA="0.07") as service:

@@ -20,7 +20,7 @@ from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.storage.conformance import HostRecords, conformance_layout
 from tests.mooncake_master import Master, find_master
 from tests.replay_help import assert_clean, run_chat, small_config
-from tests.service_help import service_process
+from tests.service_help import TIMEOUT, service_process
 
 REPLAY = (
     *("replay", "--requests", "150", "--device-blocks", "150", "--host-memory", "2MiB", "--json"),
@@ -46,7 +46,7 @@ def start(master: Master) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     report: dict[str, Any] = json.loads(output)
     assert report["corrupt_blocks"] == report["leaked_slots"] == report["leaked_pins"] == 0
@@ -83,7 +83,7 @@ def test_a_master_that_freezes_under_traffic_costs_its_deadline(master: Master) 
     """Requests that wait for all of their read go on; the host slots of its call are kept until it has ended."""
     mooncake = MooncakeSettings(master=master.address, protocol="tcp", global_segment_size=32 << 20)
     tier = StorageTierSettings(
-        connector="mooncake", retry_after=600.0, timeout=0.5, prefetch_policy=PrefetchPolicy.WAIT_COMPLETE
+        connector="mooncake", retry_after=600.0, timeout=2.0, prefetch_policy=PrefetchPolicy.WAIT_COMPLETE
     )
     config = small_config(
         device_blocks=150,
@@ -119,7 +119,11 @@ def test_services_share_a_store_that_outlives_each_of_them(master: Master, tmp_p
                 small_config(
                     device_blocks=150,
                     host_memory=0,
-                    cache={"server": service.address, "rpc_timeout": 10.0, "write_policy": "write_through"},
+                    cache={
+                        "server": service.address,
+                        "rpc_timeout": TIMEOUT,
+                        "write_policy": "write_through",
+                    },
                     storage=StorageTierSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE),
                 )
             )

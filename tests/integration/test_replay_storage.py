@@ -18,7 +18,8 @@ from tests.replay_help import assert_clean, run_chat, small_config
 
 
 def config(folder: Path, *, storage: dict[str, Any] | None = None, **options: Any) -> ReplayConfig:
-    tier = {"connector": "local", "directory": folder, "size": 64 << 20, "threads": 4} | (storage or {})
+    tier: dict[str, Any] = {"connector": "local", "directory": folder, "size": 64 << 20, "threads": 4}
+    tier |= {"prefetch_policy": PrefetchPolicy.WAIT_COMPLETE} | (storage or {})
     defaults: dict[str, Any] = {"device_blocks": 150, "host_memory": 2 << 20}
     return small_config(**(defaults | options), storage=StorageTierSettings(**tier))
 

@@ -18,20 +18,22 @@ from fdcache.storage.connector import BatchResult, Outcome, RecordBatch
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.slab import SlabStore
 from tests.service_engine import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout
-from tests.service_help import LocalService, local_service, until
+from tests.service_help import TIMEOUT, LocalService, local_service, until
 
 BLOCKS = len(PROMPT) // BLOCK
 OTHER = [token + 1000 for token in PROMPT]
 
 
 class SlowStore(SlabStore):
-    """A disk that answers a read when it is told to, and loses blocks when it is told to."""
+    """A disk that begins a read, answers it and loses blocks of it when it is told to."""
 
     opened: list[SlowStore]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.gate = threading.Event()
+        self.gate, self.answer = threading.Event(), threading.Event()
+        self.answer.set()
         self.reads: list[int] = []
+        self.ended = 0
         self.cancels: list[_core.CancelFlag | None] = []
         self.loses: set[int] = set()
         super().__init__(*arguments, **options)
@@ -42,6 +44,8 @@ class SlowStore(SlabStore):
         self.reads.append(len(batch))
         assert self.gate.wait(60)
         result = super().get(batch, timeout, cancel)
+        self.ended += 1
+        assert self.answer.wait(60)
         for position in self.loses:
             result.outcomes[position] = Outcome.ERROR
         return result
@@ -61,7 +65,7 @@ class Stage:
             server=self.service.address,
             device_blocks=32,
             write_policy=WritePolicy.WRITE_THROUGH,
-            rpc_timeout=5.0,
+            rpc_timeout=TIMEOUT,
             reuse_grid=reuse_grid,
         )
         self.engines.append(Engine(self.service.address, fetches=terms, settings=cache))
@@ -75,8 +79,15 @@ class Stage:
     def read_begins(self, count: int = 1) -> None:
         until(lambda: len(self.store.reads) == count, "the read has begun")
 
+    def read_comes_late(self) -> None:
+        """It is read to its end, so that it cannot be taken back, and is answered when the disk is told to."""
+        self.store.answer.clear()
+        self.store.gate.set()
+        until(lambda: self.store.ended == 1, "the disk has read")
+
     def read_ends(self) -> None:
         self.store.gate.set()
+        self.store.answer.set()
         until(lambda: self.figures()["reading_blocks"] == 0, "the read has ended")
 
 
@@ -106,13 +117,14 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
         first = Engine(service.address)
         first.serve(PROMPT)
         first.serve(OTHER)
-        until(lambda: stores, "the storage is open")
+        until(lambda: service.ask("storage")["layouts"], "the storage is open")
         stage = Stage(service, stores[0])
         until(lambda: stage.figures()["blocks"] == 2 * BLOCKS, "the blocks are stored")
         first.close()
         service.ask("reset", tier="host")
         yield stage
         stage.store.gate.set()
+        stage.store.answer.set()
         for engine in stage.engines:
             engine.close()
         assert_nothing_is_held(service)
@@ -169,7 +181,7 @@ def test_the_policy_timeout_waits_for_its_budget_and_goes_on(stage: Stage) -> No
     engine = stage.engine(PrefetchPolicy.TIMEOUT, timeout=0.05)
     request = Request("r", PROMPT)
     engine.manager.prefetch([request])
-    stage.read_begins()
+    stage.read_comes_late()
     until(lambda: match(engine, request).status is MatchStatus.MATCHED, "the budget is used up")
     assert request.num_cached_tokens == 0
     assert stage.figures()["totals"]["timed_out_reads"] == 1
@@ -280,7 +292,7 @@ def test_a_cut_run_counts_what_came_from_storage_wherever_it_stands(stage: Stage
 def test_a_client_that_goes_leaves_no_read_and_no_pin(stage: Stage) -> None:
     leaving, staying = (stage.engine(PrefetchPolicy.WAIT_COMPLETE) for _ in range(2))
     assert match(leaving, Request("gone", PROMPT)).status is MatchStatus.DEFERRED
-    stage.read_begins()
+    stage.read_comes_late()
     leaving.close()
     stage.engines.remove(leaving)
     until(lambda: len(stage.service.ask("clients")) == 1, "it has said goodbye")

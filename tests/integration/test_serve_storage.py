@@ -29,7 +29,7 @@ from fdcache.storage.slab import SlabStore
 from fdcache_cli.inspect_explain import explain_tokens
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
-from tests.service_help import LocalService, ServiceProcess, local_service, service_process, until
+from tests.service_help import TIMEOUT, LocalService, ServiceProcess, local_service, service_process, until
 
 BLOCKS = len(PROMPT) // BLOCK
 
@@ -55,7 +55,7 @@ def chat(service: ServiceProcess, *, ranks: int = 1, requests: int = 100, **tier
             host_memory=0,
             cache={
                 "server": service.address,
-                "rpc_timeout": 10.0,
+                "rpc_timeout": TIMEOUT,
                 "write_policy": WritePolicy.WRITE_THROUGH,
             },
             storage=StorageTierSettings(**options),
@@ -107,6 +107,7 @@ def test_every_rank_stores_its_part(tmp_path: Path) -> None:
         assert [len(file.corrupt) for file in files] == [0, 0]
         assert (files[0].hashes == files[1].hashes).all()
         service.start()
+        until(lambda: service.ask("stats")["state"] == "ready", "the index is loaded")
         assert chat(service, ranks=2, requests=60).tally.hit_tokens["storage"] > 0
 
 
@@ -129,7 +130,7 @@ def test_what_was_killed_while_it_wrote_is_warm_and_right(tmp_path: Path) -> Non
                 if not left.name.startswith("fdcache-live-"):
                     left.unlink()
             service.start()
-            output, _ = replay.communicate(timeout=120)
+            output, _ = replay.communicate(timeout=240)
             report = json.loads(output)
             found = (report["corrupt_blocks"], report["leaked_slots"], report["leaked_pins"])
             assert (replay.returncode, *found) == (0, 0, 0, 0)
@@ -262,6 +263,7 @@ class TestReset:
         assert service.ask("reset", tier="storage", older_than=3600)["storage"][0]["blocks"] == 0
         engine = Engine(service.address)
         older = time.monotonic()
+        time.sleep(1)  # the service may take so long to hear of the reset
         engine.serve([token + 1000 for token in PROMPT])
         until(lambda: service.ask("storage")["blocks"] == 2 * BLOCKS, "more blocks are stored")
         done = service.ask("reset", tier="storage", older_than=time.monotonic() - older)

@@ -21,6 +21,8 @@ from fdcache.node.protocol import (
     Ask,
     Attach,
     EndFetches,
+    Events,
+    Granted,
     Heartbeat,
     LoadEnded,
     Match,
@@ -37,7 +39,7 @@ from fdcache.node.protocol import (
 )
 from fdcache.node.traffic import Copied, Direction, Traffic
 from tests.service_engine import PROMPT, Engine, layout
-from tests.service_help import LocalService, local_service, until
+from tests.service_help import TIMEOUT, LocalService, local_service, until
 
 Line = tuple[LocalService, Connection]
 
@@ -52,7 +54,7 @@ def line(tmp_path: Path) -> Iterator[Line]:
 
 def code(connection: Connection, body: Request) -> str:
     number = connection.send(body)
-    while (got := connection.receive(5)) is not None:
+    while (got := connection.receive(TIMEOUT)) is not None:
         if got[0] == number:
             return got[1].code if isinstance(got[1], Refused) else "done"
     return "silence"
@@ -60,7 +62,7 @@ def code(connection: Connection, body: Request) -> str:
 
 def register(connection: Connection, directory: Path) -> LiveFile:
     live = LiveFile(directory)
-    answer, _ = connection.call(Register(layout().to_json().encode(), live.live, "test"), 5)
+    answer, _ = connection.call(Register(layout().to_json().encode(), live.live, "test"), TIMEOUT)
     assert isinstance(answer, Registered)
     connection.session = answer.session
     return live
@@ -111,8 +113,9 @@ class TestRefusals:
     def test_slots_of_others_cannot_be_published(self, line: Line) -> None:
         service, connection = line
         engine = Engine(service.address)
+        (client,) = service.service.clients.values()
+        stolen = ints(*client.stock)
         live = register(connection, service.directory)
-        stolen = ints(*(slot for slot in service.service.clients[max(service.service.clients) - 1].stock))
         count = len(stolen) // 4
         body = Publish(stolen, bytes(32) * count, b"x" * 32 * count, b"\1" * count, bytes(8 * count))
         assert code(connection, body) == "not_yours"
@@ -126,6 +129,7 @@ class TestRefusals:
         hashes = EngineRequest("x", PROMPT)._bind(4, engine.layout.fingerprint).hashes
         until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
         engine.close()
+        until(lambda: not service.ask("clients"), "the engine has said goodbye")
         live = register(connection, service.directory)
         twisted = hashes[:5].tobytes() + hashes[[3, 1, 2]].tobytes()
         assert code(connection, Match(ints(5, 3), ints(0, 0), twisted)) == "malformed"
@@ -138,11 +142,12 @@ class TestRefusals:
         service, connection = line
         engine = Engine(service.address)
         engine.serve(PROMPT)
+        until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
         live = register(connection, service.directory)
         other = Connection(service.address)
         other_live = register(other, service.directory)
         hashes = EngineRequest("x", PROMPT)._bind(4, engine.layout.fingerprint).hashes
-        answer, _ = other.call(Match(ints(len(hashes)), ints(0), hashes.tobytes()), 5)
+        answer, _ = other.call(Match(ints(len(hashes)), ints(0), hashes.tobytes()), TIMEOUT)
         assert isinstance(answer, Matched)
         assert code(connection, Release(answer.leases)) == "done"
         assert service.ask("namespaces")[0]["tier"]["pins"] >= len(hashes)
@@ -166,6 +171,17 @@ class TestRefusals:
         for text in (b"", b"[]", b"{}", b"x" * 2_000_000):
             assert code(connection, Register(text, live.live, "test")) != "done"
         live.close()
+
+
+def test_a_client_hears_of_a_reset_before_it_is_granted_anything_after_it(line: Line) -> None:
+    service, connection = line
+    live = register(connection, service.directory)
+    for _ in range(20):
+        service.ask("reset", tier="host")
+        connection.send(Refill(1))
+        answers = [connection.receive(TIMEOUT) for _ in range(2)]
+        assert [type(answer[1]) for answer in answers if answer] == [Events, Granted]
+    live.close()
 
 
 def bodies(slots: list[int], live: LiveFile, hashes: np.ndarray) -> list[Request]:
@@ -240,11 +256,15 @@ def test_fuzzed_frames_are_refused_and_take_no_memory(line: Line) -> None:
     service.ask("stats")
     before = process.memory_info().rss
     storm(10000)
-    state = service.ask("stats")
-    assert state["totals"]["refused"] > 5000
-    assert state["totals"]["latencies"]["kinds"].keys() >= {type(body).__name__.lower() for body in sound}
+    until(lambda: service.ask("stats")["totals"]["refused"] > 5000, "most of it is refused")
+    kinds = {type(body).__name__.lower() for body in sound}
+    until(lambda: service.ask("stats")["totals"]["latencies"]["kinds"].keys() >= kinds, "each kind was asked")
     assert client in service.service.clients.values()
-    assert min(client.lookups, client.device_resets_applied, client.namespace.counts.in_flight_misses) > 0
+    counts = client.namespace.counts
+    until(
+        lambda: min(client.lookups, client.device_resets_applied, counts.in_flight_misses) > 0,
+        "sound ones among them counted",
+    )
     assert service.ask("integrity") == []
     assert process.memory_info().rss - before < 32 << 20
     live.close()
@@ -349,6 +369,7 @@ def test_a_client_that_does_not_read_slows_itself_alone(tmp_path: Path) -> None:
         while slow.receive(0.5) is not None:
             pass
         assert code(slow, Heartbeat(b"{}")) == "done"
+        until(lambda: len(service.ask("clients")) == 1, "the other client has said goodbye")
         (client,) = service.ask("clients")
         slots = service.ask("namespaces")[0]["tier"]
         assert slots["writing"] == client["stock"] <= sent

@@ -107,7 +107,7 @@ def test_without_a_terminal_the_lines_are_json_and_on_one_they_are_text(tmp_path
     )
     os.close(theirs)
     shown = ""
-    while "serving at" not in shown:
+    while "serving at ipc://" not in shown:
         shown += os.read(ours, 4096).decode()
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT) == 0

@@ -53,7 +53,10 @@ def test_an_idle_engine_whose_stock_fills_the_last_extent_does_not_starve_anothe
         fill(service, idle, EXTENTS)
         theirs = namespace_of(service, idle)
         last_extent = theirs.num_slots - theirs.geometry.records_per_extent
-        until(lambda: max(only_client(service).stock) >= last_extent, "its stock lies in the last extent too")
+        until(
+            lambda: max(only_client(service).stock, default=0) >= last_extent,
+            "its stock lies in the last extent too",
+        )
         other = Engine(service.address, layout("other"))
         fill(service, other, EXTENTS // 2)
         assert extents(service, idle) == EXTENTS // 2

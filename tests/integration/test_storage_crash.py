@@ -18,6 +18,7 @@ import pytest
 from fdcache.storage.connector import Outcome
 from fdcache.storage.slab_format import file_name
 from tests import preload
+from tests.service_help import until
 from tests.slab_writer import LAYOUT, SIZE
 from tests.storage_help import Records, open_store
 
@@ -226,6 +227,7 @@ def kill_and_recover(folder: Path, moments: int, seed: int) -> tuple[int, int]:
         writer = start_writer(folder, fsync, 10**9, seed * 10_000 + moment)
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
+        until(lambda: (folder / "stored.acks").stat().st_size, "something was written")
         time.sleep(float(random.uniform(0, 0.05)))
         writer.send_signal(signal.SIGKILL)
         writer.communicate()

@@ -14,6 +14,7 @@ from fdcache.devices.cpu import CpuDevice
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageTask, SwapPurpose, TransferPlan
 from fdcache.storage.connector import BatchResult, RecordBatch, StorageStats
 from fdcache.storage.local import LocalConnector
+from tests.service_help import TIMEOUT, until
 from tests.storage_help import open_store, path_hashes, storage_layout
 
 LAYOUT = storage_layout()
@@ -75,14 +76,15 @@ def test_a_connector_that_raises_fails_its_batches_and_nothing_else(tmp_path: Pa
         for plan_id in (2, 3)
     )
     queue.submit(TransferPlan(plan_id=4), [failing])
-    assert failing.done.wait(30)
+    assert failing.done.wait(TIMEOUT)
     outcome = failing.outcome()
     assert outcome.failed.tolist() == [0, 1]
     assert "RuntimeError: an error of its own" in str(outcome.error_message)
     queue.unregister(arena.table)
+    until(lambda: not queue.erasures_queued, "the other thread has tried to empty the storage")
     connector.raises = False
     queue.submit(TransferPlan(plan_id=5), [missing])
-    assert missing.done.wait(30)
+    assert missing.done.wait(TIMEOUT)
     assert missing.outcome().lost.tolist() == [0, 1], "it is asked again, and answers"
     queue.close()
     assert queue.erasures_queued == 0

@@ -45,11 +45,11 @@ layout = storage_layout()
 hashes, apart = path_hashes(30), range(0, 60, 2)  # slots that no request can take together
 store, records = open_store(Path(sys.argv[1]), layout, threads=1), Records(layout, 30)
 batch = records.full_batch(hashes, slots=apart)
-late = store.put(batch, 0.15).outcomes.tolist()
+late = store.put(batch, 0.6).outcomes.tolist()
 assert store.put(batch, 60).ok.all()
 for slot in range(30):
     records.wipe(slot)
-result = store.get(batch, 0.15)
+result = store.get(batch, 0.6)
 right = [records.holds(slot, row.tobytes()) for slot, row in enumerate(hashes)]
 print(json.dumps([late, result.outcomes.tolist(), right]))
 store.close()
@@ -57,7 +57,7 @@ store.close()
 
 
 def test_what_has_not_begun_at_the_deadline_never_does(slow_disk: Path, tmp_path: Path) -> None:
-    written, read, right = json.loads(run(slow_disk, 20, "-c", DEADLINES, str(tmp_path)))
+    written, read, right = json.loads(run(slow_disk, 40, "-c", DEADLINES, str(tmp_path)))
     assert set(read) == {Outcome.OK, Outcome.TIMEOUT}
     assert right == [outcome == Outcome.OK for outcome in read], "a block is there whole or not at all"
     assert Outcome.TIMEOUT in written

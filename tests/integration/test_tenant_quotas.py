@@ -89,12 +89,13 @@ def test_a_quota_of_its_own_has_its_name_and_shows_in_the_metrics(service: Local
     for start in range(0, 4000, 100):
         engine.serve(list(range(start, start + 41)), "large")
         engine.await_stock()
+    engine.close()
+    until(lambda: not service.ask("clients"), "the engine is gone, and all that it stored is counted")
     large = tenants(service)["large"]
     (namespace,) = service.ask("namespaces")
     assert namespace["tier"]["slots"] // 4 < large["blocks"] <= large["most_blocks"]
     with TestClient(make_app(service.address, ())) as web:
         text = web.get("/metrics").text
-    engine.close()
     labels = f'{{namespace="{namespace["namespace"]}",tenant="large"}}'
     assert f"fdcache_tenant_blocks{labels} {float(large['blocks'])}" in text
     assert f"fdcache_tenant_quota_blocks{labels} {float(large['most_blocks'])}" in text

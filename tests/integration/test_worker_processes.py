@@ -16,6 +16,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import ForkedProcessError, HostMemoryError
 from fdcache.metadata import decode_plan, decode_report, encode
 from fdcache.settings.transfer import TransferSettings
+from tests.service_help import TIMEOUT, until
 from tests.swaps import Worker, plan, uniform_layout
 
 RANKS = 2
@@ -55,7 +56,7 @@ def test_two_ranks_carry_out_the_same_plans() -> None:
         end.send_bytes(b"")
     after = [end.recv() for end in ends]
     for worker in workers:
-        worker.join(30)
+        worker.join(TIMEOUT)
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert before[0] != before[1]
     for old, new in zip(before, after, strict=True):
@@ -106,7 +107,7 @@ def test_memory_that_the_system_refuses_half_way_is_given_back() -> None:
     theirs.close()
     assert "the system refused" in ours.recv()
     assert ours.recv() is True
-    child.join(30)
+    child.join(TIMEOUT)
     assert child.exitcode == 0
 
 
@@ -144,7 +145,7 @@ def test_use_after_a_fork_is_refused_and_the_child_ends_cleanly() -> None:
 def test_workers_leave_no_thread_and_no_memory_behind() -> None:
     process = psutil.Process()
     gc.collect()
-    threads = process.num_threads()
+    threads = {thread.id for thread in process.threads()}
 
     def cycle() -> None:
         with Worker(device_blocks=32, host_blocks=2048, copy_threads=2) as worker:
@@ -162,6 +163,6 @@ def test_workers_leave_no_thread_and_no_memory_behind() -> None:
     for _ in range(20):
         cycle()
     gc.collect()
-    assert process.num_threads() <= threads
+    until(lambda: {thread.id for thread in process.threads()} <= threads, "every thread is gone")
     # Each cycle takes more than 16 MiB; 20 that leaked would hold 320.
     assert process.memory_info().rss - before < 32 << 20

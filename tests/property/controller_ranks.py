@@ -15,7 +15,7 @@ from fdcache import _core
 from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
 from tests.property.engine_model import GARBAGE, Prefix, Rank, Step
-from tests.swaps import Worker
+from tests.swaps import PATIENCE, Worker
 
 _EMPTY = _core.SlotHeader(0, 0, bytes(32), bytes(32), bytes(32), 0, 0)
 
@@ -81,7 +81,7 @@ class ControllerRank(Rank):
     def _settle(self) -> list[TransferReport]:
         reports: list[TransferReport] = []
         while len(reports) < len(self._submitted):
-            ended = self._worker.controller.wait_reports(20.0)
+            ended = self._worker.controller.wait_reports(PATIENCE)
             assert ended, "a copy does not end"
             reports += ended
         self._counters.clear()

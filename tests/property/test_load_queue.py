@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache.devices.cpu import CpuEvent
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferResult
-from tests.swaps import Worker, plan, swap, uniform_layout
+from tests.swaps import PATIENCE, Worker, plan, swap, uniform_layout
 
 SLOTS = 32
 HELD = 12
@@ -53,14 +53,14 @@ def carry_out(
         gate.set()
         results: dict[int, TransferResult] = {}
         while len(results) < 1 + len(wanted):
-            for report in worker.controller.wait_reports(5.0):
+            for report in worker.controller.wait_reports(PATIENCE):
                 (results[report.plan_id],) = report.results
         return [results[2 + number] for number in range(len(wanted))], [
             worker.block(slot) for slot in range(SLOTS)
         ]
 
 
-@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     wanted=st.lists(loads, min_size=2, max_size=4),
     corrupt=st.none() | st.integers(0, SLOTS - 1),

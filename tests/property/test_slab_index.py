@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -116,6 +116,4 @@ class SlabIndexMachine(RuleBasedStateMachine):
 
 
 TestSlabIndex = SlabIndexMachine.TestCase
-TestSlabIndex.settings = settings(
-    max_examples=25, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
-)
+TestSlabIndex.settings = settings(max_examples=25, stateful_step_count=25)

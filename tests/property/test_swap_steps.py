@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache import _core
@@ -117,7 +117,7 @@ def draw_ranges(data: st.DataObject, planes: int) -> list[tuple[int, int]]:
     return list(zip([0, *inner], inner, strict=False))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_order_of_the_queues_gives_the_same_bytes(data: st.DataObject) -> None:
     layout = LAYOUTS[data.draw(st.sampled_from(sorted(LAYOUTS)))]

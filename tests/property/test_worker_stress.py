@@ -11,7 +11,7 @@ from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.devices.base import Stream
 from fdcache.devices.cpu import CpuEvent
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
-from tests.swaps import Worker, swap, uniform_layout
+from tests.swaps import PATIENCE, Worker, swap, uniform_layout
 
 SLOTS = 32
 Pair = tuple[int, int]
@@ -158,7 +158,7 @@ def run_account(seed: int, plans: int) -> None:
         for gate in gates:
             gate.set()
         while account.sent:
-            for report in worker.controller.wait_reports(10):
+            for report in worker.controller.wait_reports(PATIENCE):
                 account.confirm(report)
         assert account.free_device == account.free_host == set(range(SLOTS))
         assert worker.controller.poll() == []

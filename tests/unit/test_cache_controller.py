@@ -21,7 +21,7 @@ from fdcache.metadata import (
 )
 from fdcache.settings.transfer import TransferSettings
 from tests.faults import PausingDevice
-from tests.swaps import Gate, Worker, header_of, host_slot_hash, plan, uniform_layout
+from tests.swaps import PATIENCE, Gate, Worker, header_of, host_slot_hash, plan, uniform_layout
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ class TestRoundTrip:
             worker.controller.submit_swap_tasks(plan(plan_id, evict=[(plan_id, plan_id)]))
         seen: list[int] = []
         while len(seen) < 5:
-            seen += [report.plan_id for report in worker.controller.wait_reports(5.0)]
+            seen += [report.plan_id for report in worker.controller.wait_reports(PATIENCE)]
         assert seen == [1, 2, 3, 4, 5]
         assert worker.controller.poll() == []
         assert worker.controller.wait_reports(None) == []
@@ -172,7 +172,7 @@ class TestOrder:
         passed.record(stream)
         assert not passed.wait(0.01)
         gate.open()
-        assert passed.wait(5)
+        assert passed.wait(PATIENCE)
 
     def test_a_held_backup_delays_no_later_eviction_or_load(self, worker: Worker) -> None:
         gate = Gate()

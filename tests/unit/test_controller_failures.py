@@ -23,7 +23,7 @@ from fdcache.metadata import (
 )
 from fdcache.settings.transfer import TransferSettings
 from tests.faults import PausingDevice
-from tests.swaps import Gate, Worker, block_hash, header_of, plan, swap, uniform_layout
+from tests.swaps import PATIENCE, Gate, Worker, block_hash, header_of, plan, swap, uniform_layout
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ class TestCancel:
     def test_what_is_done_cannot_be_cancelled(self, worker: Worker) -> None:
         worker.controller.submit_swap_tasks(plan(1, evict=[(1, 1)]))
         handler = worker.controller.handler(1)
-        report = handler.get_result(5.0)
+        report = handler.get_result(PATIENCE)
         assert not handler.cancel()
         assert status_of(handler) is TransferStatus.COMPLETED
         assert handler.get_result(0) is report
@@ -219,21 +219,22 @@ class TestCancel:
             assert status_of(handler) is TransferStatus.IN_PROGRESS
             assert not handler.cancel()
             device.resume.set()
-            assert handler.get_result(5.0).results[0].success
+            assert handler.get_result(PATIENCE).results[0].success
 
     def test_a_failed_plan_says_so_and_has_its_report(self, worker: Worker) -> None:
         worker.controller.submit_swap_tasks(plan(1, load=[(1, 1)]))
         handler = worker.controller.handler(1)
-        assert handler.get_result(5.0).results[0].failed.tolist() == [0]
+        assert handler.get_result(PATIENCE).results[0].failed.tolist() == [0]
         assert status_of(handler) is TransferStatus.FAILED
 
     def test_a_waiting_thread_learns_of_a_cancel(self, worker: Worker) -> None:
         gate = Gate()
         worker.controller.submit_swap_tasks(plan(1, backup=[(1, 1)]), gate.stream)
         reports = []
-        waiting = threading.Thread(target=lambda: reports.extend(worker.controller.wait_reports(30)))
+        longer = 2 * PATIENCE
+        waiting = threading.Thread(target=lambda: reports.extend(worker.controller.wait_reports(longer)))
         waiting.start()
         worker.controller.handler(1).cancel()
-        waiting.join(10)
+        waiting.join(PATIENCE)
         assert not waiting.is_alive()
         assert [report.plan_id for report in reports] == [1]

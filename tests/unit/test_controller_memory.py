@@ -13,7 +13,7 @@ from fdcache.errors import (
     TransferTimeoutError,
 )
 from fdcache.settings.transfer import TransferSettings
-from tests.swaps import Gate, Worker, plan, uniform_layout
+from tests.swaps import PATIENCE, Gate, Worker, plan, uniform_layout
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ class TestLifeCycle:
         worker.controller.submit_swap_tasks(plan(1, evict=[(1, 1)]), gate.stream)
         opening = threading.Timer(0.05, gate.open)
         opening.start()
-        worker.controller.shutdown(30)
+        worker.controller.shutdown(PATIENCE)
         opening.join()
         assert worker.controller.poll()[0].results[0].success
 

@@ -15,7 +15,7 @@ from fdcache.devices.base import BlockCopy, BlockPairs, DevicePlanes, Direction,
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.errors import DeviceError, DeviceLostError, PlanError
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport, TransferStatus
-from tests.swaps import Worker, plan, swap, uniform_layout
+from tests.swaps import PATIENCE, Worker, plan, swap, uniform_layout
 
 BLOCKS = 16
 
@@ -66,7 +66,7 @@ class Busy:
     def reports(self, count: int) -> dict[int, TransferReport]:
         found: dict[int, TransferReport] = {}
         while len(found) < count:
-            ended = self.controller.wait_reports(5.0)
+            ended = self.controller.wait_reports(PATIENCE)
             assert ended, f"only {sorted(found)} ended"
             found |= {report.plan_id: report for report in ended}
         return found
@@ -159,7 +159,7 @@ def test_a_layer_that_is_waited_for_begins_its_load_alone_and_at_once(busy: Busy
     passed.record(stream)
     assert not passed.wait(0.01)
     busy.open()
-    assert passed.wait(5.0)
+    assert passed.wait(PATIENCE)
     wanted.wait_all()
     assert busy.worker.block(9) == busy.saved[5]
     assert set(busy.reports(3)) == {2, 3, 4}
@@ -169,7 +169,7 @@ def test_the_thread_that_waits_for_a_waiting_load_is_served(busy: Busy) -> None:
     counter = busy.controller.submit_swap_tasks(plan(3, load=[(4, 8)]))
     opening = threading.Timer(0.02, busy.open)
     opening.start()
-    counter.wait_for_layer(3, 5.0)
+    counter.wait_for_layer(3, PATIENCE)
     assert counter.is_all_done() and counter.pending_layers() == []
     assert busy.worker.block(8) == busy.saved[4]
     opening.join()
@@ -181,7 +181,7 @@ def test_a_handler_waits_for_a_load_that_waits(busy: Busy) -> None:
     assert handler.status is TransferStatus.PENDING
     assert not handler.wait(0.01)
     busy.open()
-    assert handler.get_result(5.0).results[0].success
+    assert handler.get_result(PATIENCE).results[0].success
     assert busy.worker.block(8) == busy.saved[4]
 
 
