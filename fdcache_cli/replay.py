@@ -30,6 +30,7 @@ from fdcache.settings.parsing import parse_size
 from fdcache_cli import errors
 from fdcache_cli.progress import progress_bars
 from fdcache_cli.replay_view import print_report, progress
+from fdcache_cli.service_view import is_served
 
 GENERATED_REQUESTS = 1000
 
@@ -189,6 +190,11 @@ def replay(
             require_plotting(plot)
         total = requests if trace else requests or GENERATED_REQUESTS
         items = read_trace(trace, total) if trace else generate(workload, total or GENERATED_REQUESTS, seed)
+        if config.cache.server is not None and not is_served(config.cache.server):
+            sys.stderr.write(
+                f"note: nobody serves at {config.cache.server}: until somebody does, nothing is found on the host; "
+                "start `fdcache serve`, or leave --server out for a host tier of the replay's own\n"
+            )
         report = _run(items, config, total)
     except ReplayOptionError as error:
         raise typer.BadParameter(error.reason, param_hint=error.option) from error

@@ -37,13 +37,19 @@ def connect(server: str | None) -> Client:
 
     address = load_settings({"FDCACHE_SERVER": server}).cache.server
     assert address is not None, "there is a default"
-    path = socket_path(address)
-    if not os.access(path, os.W_OK):
+    if not is_served(address):
         raise ServiceUnavailableError(
-            f"{address}: nobody serves this user there, for {path} does not exist, or is another user's; start "
-            "`fdcache serve`, or say with --server or FDCACHE_SERVER where it is"
+            f"{address}: nobody serves this user there, for {socket_path(address)} does not exist, or is another "
+            "user's; start `fdcache serve`, or say with --server or FDCACHE_SERVER where it is"
         )
     return Client(address)
+
+
+def is_served(address: str) -> bool:
+    """Whether there is a socket that this user may use; one of a service that was killed is there still."""
+    from fdcache.node.address import socket_path
+
+    return os.access(socket_path(address), os.W_OK)
 
 
 def size(value: Any) -> str:

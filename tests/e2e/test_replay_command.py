@@ -248,3 +248,10 @@ def wait_until_gone(group: int) -> None:
         return False
 
     until(is_gone, "every process of the replay is gone")
+
+
+def test_a_replay_where_nobody_serves_says_so_and_goes_on(tmp_path: Path) -> None:
+    done = fdcache("--requests", 20, "--server", f"ipc://{tmp_path}/none.sock", "--json")
+    assert done.returncode == 0, done.stderr
+    assert f"nobody serves at ipc://{tmp_path}/none.sock" in done.stderr
+    assert json.loads(done.stdout)["hit_tokens"]["host"] == 0
