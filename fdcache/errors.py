@@ -65,6 +65,10 @@ class DeviceError(FdcacheError):
     """No such device, or none at all; the message says what there is."""
 
 
+class KernelError(DeviceError):
+    """The swap kernels cannot be compiled or loaded for a GPU; the message says why and has the remedy."""
+
+
 class DeviceLostError(DeviceError):
     """The device failed for good; the process must be started anew."""
 

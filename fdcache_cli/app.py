@@ -4,12 +4,13 @@ Typer builds a command's parameters with pydantic, so that even ``--help`` of a 
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile, zip_longest
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 
@@ -21,14 +22,31 @@ class Command:
     module: str
     attribute: str
     help: str
+    shape: type[TyperCommand] = TyperCommand
 
     def load(self) -> Any:
         """Import the module and build the command."""
         target = getattr(importlib.import_module(self.module), self.attribute)
         if not isinstance(target, typer.Typer):
             function, target = target, new_app()
-            target.command(self.name, help=function.__doc__ or self.help)(function)
+            target.command(self.name, cls=self.shape, help=function.__doc__ or self.help)(function)
         return get_command(target)
+
+
+class ServerCommand(TyperCommand):
+    """A command that is about a service where ``--server`` stands; its address, which has a slash, may be left out."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put an empty address where none stands."""
+        options = list(takewhile(lambda word: word != "--", args))
+        return super().parse_args(ctx, [*_with_addresses(options), *args[len(options) :]])
+
+
+def _with_addresses(words: Sequence[str]) -> Iterator[str]:
+    for word, following in zip_longest(words, words[1:], fillvalue="-"):
+        yield word
+        if word == "--server" and following and (following.startswith("-") or "/" not in following):
+            yield ""
 
 
 def new_app(**options: Any) -> typer.Typer:

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fdcache_cli import errors, output
-from fdcache_cli.app import Command, new_group
+from fdcache_cli.app import Command, ServerCommand, new_group
+from fdcache_cli.errors import print_problems
 
 if TYPE_CHECKING:
-    from fdcache.settings import Problem, Settings
+    from fdcache.settings import Settings
 
 COMMANDS = (
-    Command("show", __name__, "show", "Show the settings in force and where they come from."),
+    Command(
+        "show",
+        "fdcache_cli.env_show",
+        "show",
+        "Show the settings in force, here or in a service, and where they come from.",
+        ServerCommand,
+    ),
     Command("check", __name__, "check", "Check every setting and list all problems at once."),
-    Command("diff", __name__, "diff", "Compare two dotenv files, or one with the environment."),
+    Command(
+        "diff",
+        __name__,
+        "diff",
+        "Compare two dotenv files, or one or a running service with the environment.",
+        ServerCommand,
+    ),
     Command("template", __name__, "template", "Write every setting as a file to start from."),
     Command("migrate", __name__, "migrate", "Rewrite deprecated names in a dotenv file."),
 )
@@ -46,42 +58,6 @@ class Format(StrEnum):
     JSON_SCHEMA = "json-schema"
 
 
-def show(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Tell all of these.")] = None,
-    *,
-    group: Annotated[str | None, typer.Option(help="Only one group, such as cache.")] = None,
-    changed: Annotated[bool, typer.Option("--changed", help="Only what differs from its default.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Every setting, the engine's too.")] = False,
-    used: Annotated[bool, typer.Option("--used", help="Only what fdcache itself uses.")] = False,
-    json: Json = False,
-    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Unmask, on a terminal.")] = False,
-) -> None:
-    """Show the settings in force and where they come from.
-
-    The table leaves out the engine's settings at their defaults unless --all asks for them; JSON has all.
-    """
-    from fdcache.settings import survey
-    from fdcache_cli.env_report import Report, choose
-
-    if show_secrets and not output.on_terminal():
-        raise typer.BadParameter("secrets are shown on a terminal only")
-    found = survey()
-    report = Report(found, show_secrets)
-    chosen = choose(
-        found.settings, names or [], group=group, changed=changed, used=used, everything=everything or json
-    )
-    if json:
-        output.print_json({"settings": [report.record(variable) for variable in chosen]})
-    elif names:
-        for variable in chosen:
-            output.print_line("\n".join(report.story(variable)) + "\n")
-    else:
-        output.print_table(Report.HEADER, [report.row(variable) for variable in chosen])
-    _print_problems(found.errors, sys.stderr)
-    if found.errors:
-        raise typer.Exit(errors.BAD_CONFIGURATION)
-
-
 def check(
     strict: Annotated[bool, typer.Option("--strict", help="Take warnings for errors.")] = False,
     json: Json = False,
@@ -100,7 +76,7 @@ def check(
         told = [dataclasses.asdict(problem) for problem in problems]
         output.print_json({"ok": not failed, "problems": told, "fingerprint": found.settings.fingerprint})
     else:
-        _print_problems(problems, sys.stdout)
+        print_problems(problems, sys.stdout)
         if not failed:
             output.print_line(f"the configuration is right; fingerprint {found.settings.fingerprint}")
     if failed:
@@ -116,18 +92,27 @@ def diff(
         typer.Argument(metavar="B", help="Another; else the environment.", exists=True, dir_okay=False),
     ] = None,
     server: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Compare the environment with this service instead.")
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Compare the environment with this service instead; without an address the one of FDCACHE_SERVER, "
+            "else of the default socket.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Compare two dotenv files, or one or a running service with the environment; exit 1 if any setting differs."""
     from fdcache.settings import VARIABLES, Settings
 
-    if (first is None) == (server is None):
-        raise typer.BadParameter("give a file, or --server")
-    if first is None:
+    if server is not None:
+        if first is not None:
+            raise typer.BadParameter(
+                "a service is compared with the environment; leave files out", param_hint="--server"
+            )
         _diff_with_service(server, json)
         return
+    if first is None:
+        raise typer.BadParameter("give a file, or --server")
     left = _settings_of(first)
     right = _settings_of(second) if second else Settings.load()
     comparable = [name for name, variable in VARIABLES.items() if variable.group != "files"]
@@ -144,26 +129,34 @@ def diff(
         raise typer.Exit(errors.FAILED)
 
 
-def _diff_with_service(server: str | None, json: bool) -> None:
+def _diff_with_service(server: str, json: bool) -> None:
     from fdcache.settings import VARIABLES, Settings
+    from fdcache.settings.in_force import in_force
+    from fdcache_cli.env_report import given_by, written
+    from fdcache_cli.running_service import ask_service
     from fdcache_cli.service_view import connect
 
+    mine = in_force(Settings.load())
     with connect(server) as client:
-        theirs = client.ask("config")["settings"]
-    mine = Settings.load()
-    compared = [
-        name for name, variable in VARIABLES.items() if variable.group != "files" and not variable.secret
+        theirs = ask_service(client).settings
+    differing = [
+        variable
+        for name, variable in VARIABLES.items()
+        if variable.group != "files" and not variable.secret and name in theirs
+        if theirs[name].text != mine[name].text
     ]
-    rows = [
-        (name, theirs.get(name) or "-", mine.render(name) or "-")
-        for name in compared
-        if theirs.get(name) != mine.render(name)
-    ]
+    pairs = [(variable, theirs[variable.name], mine[variable.name]) for variable in differing]
     if json:
-        output.print_json({"differences": [{"name": name, "a": a, "b": b} for name, a, b in rows]})
-    elif rows:
-        output.print_table(("NAME", "service", "environment"), rows)
-    if rows:
+        records = [
+            {"name": v.name, "a": a.value, "b": b.value, "a_source": a.source, "b_source": b.source}
+            for v, a, b in pairs
+        ]
+        output.print_json({"differences": records})
+    elif pairs:
+        header = ("NAME", "service", "GIVEN BY", "environment", "GIVEN BY")
+        rows = [(v.name, written(a), given_by(v, a), written(b), given_by(v, b)) for v, a, b in pairs]
+        output.print_table(header, rows)
+    if pairs:
         raise typer.Exit(errors.FAILED)
 
 
@@ -234,8 +227,3 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text)
     except OSError as reason:
         errors.fail(f"{file} cannot be written: {reason}", errors.FAILED)
-
-
-def _print_problems(problems: Iterable[Problem], stream: TextIO) -> None:
-    for problem in problems:
-        stream.write(f"{problem.severity}: {problem}\n")

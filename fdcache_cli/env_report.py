@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import typer
 
-from fdcache.settings import VARIABLES, Candidate, Settings, Survey, Variable
+from fdcache.settings import VARIABLES, Settings, Source, Variable
+from fdcache.settings.in_force import InForce, Origin
 from fdcache.settings.names import suggest
 from fdcache.settings.tree import GROUPS
 from fdcache.settings.variable import User
 
 
 def choose(
-    settings: Settings,
+    settings: Mapping[str, InForce],
     names: Sequence[str],
     *,
     group: str | None,
@@ -22,7 +24,7 @@ def choose(
     used: bool,
     everything: bool,
 ) -> list[Variable]:
-    """Select variables by the options of ``show``.
+    """Select among ``settings`` by the options of ``show``.
 
     Raises:
         typer.BadParameter: a name or the group does not exist.
@@ -34,14 +36,14 @@ def choose(
             raise typer.BadParameter(f"there is no setting {name}{_hint(name, VARIABLES)}")
     if group is not None and group not in GROUPS:
         raise typer.BadParameter(f"there is no group {group}{_hint(group, GROUPS)}: {', '.join(GROUPS)}")
-    chosen = [VARIABLES[name] for name in names] or list(VARIABLES.values())
+    chosen = [VARIABLES[name] for name in names or VARIABLES if name in settings]
     if not (names or group or changed or used or everything):
-        return [v for v in chosen if v.used_by is User.FDCACHE or settings.changed(v.name)]
+        return [v for v in chosen if v.used_by is User.FDCACHE or settings[v.name].changed]
     return [
         variable
         for variable in chosen
         if (group is None or variable.group == group)
-        and (not changed or settings.changed(variable.name))
+        and (not changed or settings[variable.name].changed)
         and (not used or variable.used_by is User.FDCACHE)
     ]
 
@@ -51,31 +53,47 @@ def _hint(name: str, known: Any) -> str:
     return f"; did you mean {meant}?" if meant else ""
 
 
+def reveal(states: Mapping[str, InForce], settings: Settings) -> dict[str, InForce]:
+    """The same with the secrets of ``settings`` in clear."""
+    return {
+        name: replace(state, text=_clear(settings.value(name)))
+        if VARIABLES[name].secret and state.text
+        else state
+        for name, state in states.items()
+    }
+
+
+def _clear(value: Any) -> str:
+    keys = value if isinstance(value, tuple) else (value,)
+    return ",".join(key.get_secret_value() for key in keys)
+
+
 class Report:
-    """Renders settings that were found; secrets are masked unless ``reveal`` is set."""
+    """Renders settings. ``elsewhere`` says, for a name, what else its story has to tell, by topic."""
 
     HEADER: ClassVar = ("NAME", "VALUE", "SOURCE", "DEFAULT", "CHANGED")
 
-    def __init__(self, found: Survey, reveal: bool) -> None:
-        self._settings = found.settings
-        self._rejected = found.rejected
-        self._reveal = reveal
+    def __init__(
+        self, settings: Mapping[str, InForce], elsewhere: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
+        self._settings = settings
+        self._elsewhere = elsewhere or {}
 
     def row(self, variable: Variable) -> tuple[str, ...]:
         """Give the cells under ``HEADER``."""
-        name = variable.name
-        changed = "yes" if self._settings.changed(name) else "no"
+        state = self._settings[variable.name]
         default = variable.render(variable.default)
-        return (name, self._value(variable), self._source(name), _or_dash(default), changed)
+        changed = "yes" if state.changed else "no"
+        return (variable.name, written(state), given_by(variable, state), _or_dash(default), changed)
 
     def record(self, variable: Variable) -> dict[str, Any]:
         """Give what JSON has of one setting."""
-        name = variable.name
-        candidates = self._settings.candidates(name)
+        state = self._settings[variable.name]
+        winner = state.origins[0] if state.origins else None
         return {
-            "name": name,
-            "value": None if name in self._rejected else variable.to_json(self._settings.value(name)),
-            "source": self._settings.source(name).value,
+            "name": variable.name,
+            "value": state.value,
+            "source": state.source.value,
             "default": variable.to_json(variable.default),
             "type": variable.type,
             "group": variable.group,
@@ -83,25 +101,27 @@ class Report:
             "unit": variable.unit,
             "range": variable.range or None,
             "choices": list(variable.choices) or None,
-            "changed": self._settings.changed(name),
-            "valid": name not in self._rejected,
+            "changed": state.changed,
+            "valid": state.valid,
             "secret": variable.secret,
             "used_by": variable.used_by.value,
             "since": variable.since,
             "takes_effect": variable.effect.value,
-            "given_as": candidates[0].name if candidates else None,
-            "place": candidates[0].place if candidates else None,
+            "given_as": winner.name if winner else None,
+            "place": winner.place if winner else None,
             "deprecated_names": list(variable.aliases),
         }
 
     def story(self, variable: Variable) -> Iterator[str]:
         """Tell everything of one setting, with every candidate, line by line."""
-        name = variable.name
-        yield name
+        state = self._settings[variable.name]
+        default = _or_dash(variable.render(variable.default))
+        yield variable.name
         yield f"  {variable.meaning}"
         facts = {
-            "value": self._value(variable),
-            "default": _or_dash(variable.render(variable.default)),
+            "value": written(state),
+            **self._elsewhere.get(variable.name, {}),
+            "default": default,
             "type": variable.type,
             "unit": variable.unit,
             "range": variable.range,
@@ -115,29 +135,30 @@ class Report:
         }
         yield from (f"  {fact + ':':14}{text}" for fact, text in facts.items() if text)
         yield "  candidates, the first one wins:"
-        for candidate in self._settings.candidates(name):
-            yield f"    {self._candidate(variable, candidate)}"
-        yield f"    {'default':13}{_or_dash(variable.render(variable.default))}"
+        for origin in state.origins:
+            yield f"    {origin.source.value:13}{_told(origin)}"
+        yield f"    {'default':13}{default}"
 
-    def _source(self, name: str) -> str:
-        candidates = self._settings.candidates(name)
-        if not candidates:
-            return "default"
-        winner = candidates[0]
-        return winner.source.value if winner.name == name else f"{winner.source.value} ({winner.name})"
 
-    def _value(self, variable: Variable) -> str:
-        if variable.name in self._rejected:
-            return "(not valid)"
-        value = self._settings.value(variable.name)
-        if self._reveal and variable.secret and value:
-            keys = value if isinstance(value, tuple) else (value,)
-            return ",".join(key.get_secret_value() for key in keys)
-        return _or_dash(variable.render(value))
+def given_by(variable: Variable, state: InForce) -> str:
+    """Say where a value comes from: an option, or the kind of source."""
+    if not state.origins:
+        return Source.DEFAULT.value
+    winner = state.origins[0]
+    if winner.source is Source.ARGUMENT:
+        return winner.place
+    return winner.source.value if winner.name == variable.name else f"{winner.source.value} ({winner.name})"
 
-    def _candidate(self, variable: Variable, candidate: Candidate) -> str:
-        shown = variable.show(candidate.value)
-        return f"{candidate.source.value:13}{shown} as {candidate.name} in {candidate.place}"
+
+def _told(origin: Origin) -> str:
+    if origin.source is Source.ARGUMENT:
+        return f"{origin.text} by {origin.place}"
+    return f"{origin.text} as {origin.name} in {origin.place}"
+
+
+def written(state: InForce) -> str:
+    """Write a value as a cell of a table."""
+    return _or_dash(state.text) if state.valid else "(not valid)"
 
 
 def _or_dash(text: str | None) -> str:

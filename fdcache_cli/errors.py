@@ -1,11 +1,16 @@
 """What a failed command prints and which status it ends with."""
 
+from __future__ import annotations
+
 import sys
 import warnings
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from fdcache.errors import ConfigurationError, FdcacheError
+
+if TYPE_CHECKING:
+    from fdcache.settings import Problem
 
 FAILED = 1
 USAGE = 2
@@ -35,3 +40,9 @@ def fail(message: str, status: int) -> NoReturn:
     for line in message.splitlines():
         sys.stderr.write(f"error: {line}\n")
     sys.exit(status)
+
+
+def print_problems(problems: Iterable[Problem], stream: TextIO) -> None:
+    """Write what is wrong with the settings, a line each."""
+    for problem in problems:
+        stream.write(f"{problem.severity}: {problem}\n")

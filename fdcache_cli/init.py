@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -66,6 +67,8 @@ def init(
     removed = machine_report.clean_arenas(settings) if clean_arenas else []
     made = [] if check else machine_setup.make_folders(settings)
     findings = machine_report.examine(settings) + made
+    kernels = _kernels(keep=not check) if _has_gpu(findings) else {}
+    findings += kernels.values()
     if check:
         findings += machine_report.calibrations(settings) if _has_gpu(findings) else []
     else:
@@ -76,7 +79,8 @@ def init(
         gpus = [find_gpu(uuid) for uuid in device]
     else:
         gpus = visible_gpus() if plot is not None or _has_gpu(findings) else []
-    calibrations = [] if check else [_calibrate(gpu.uuid, force=force, quiet=json) for gpu in gpus]
+    usable = [gpu.uuid for gpu in gpus if gpu.uuid in kernels and not kernels[gpu.uuid].problem]
+    calibrations = [] if check else [_calibrate(uuid, force=force, quiet=json) for uuid in usable]
     if json:
         import msgspec
 
@@ -90,7 +94,7 @@ def init(
     else:
         for calibration in calibrations:
             _show(calibration)
-    if plot is not None:
+    if plot is not None and calibrations:
         from fdcache.devices.link_plot import write_plot
 
         write_plot(calibrations[0], plot)
@@ -100,6 +104,16 @@ def init(
 
 def _has_gpu(findings: Sequence[Finding]) -> bool:
     return any(each.name == "GPU" and each.hint is None for each in findings)
+
+
+def _kernels(*, keep: bool) -> dict[str, Finding]:
+    """Whether the swap kernels compile, by GPU; without ``keep`` nothing stays on disk of what is compiled."""
+    from fdcache.devices.topology import visible_gpus
+    from fdcache.server import machine_report
+
+    if not keep:
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+    return machine_report.kernels(visible_gpus())
 
 
 def _show_machine(findings: Sequence[Finding], removed: Sequence[str]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,12 +11,27 @@ import typer
 from fdcache_cli import inspect_plot, output
 from fdcache_cli.app import Command, new_group
 from fdcache_cli.live import show_live
-from fdcache_cli.service_view import Columns, Json, Rows, ServerOption, connect, seconds, size, table
+from fdcache_cli.service_view import (
+    Columns,
+    Json,
+    NamespaceOption,
+    PlotOption,
+    Rows,
+    ServerOption,
+    WatchOption,
+    connect,
+    figure,
+    moment,
+    number,
+    seconds,
+    size,
+    table,
+)
 from fdcache_cli.storage_view import tier_rows
 
 COMMANDS = (
     Command("tiers", __name__, "tiers", "What each tier holds."),
-    Command("tree", __name__, "tree", "The hottest prefixes."),
+    Command("tree", "fdcache_cli.inspect_tree", "tree", "The hottest prefixes."),
     Command("clients", __name__, "clients", "Who uses the service, and what each holds."),
     Command("transfers", __name__, "transfers", "What is being copied."),
     Command("namespaces", __name__, "namespaces", "The layouts and their shares."),
@@ -38,12 +52,6 @@ COMMANDS = (
 )
 
 app = new_group(COMMANDS, help="Look into a running service, or what fdcache keeps on disk.")
-
-Watch = Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")]
-Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Draw a picture instead (needs fdcache[plot]).")
-]
-Namespace = Annotated[str | None, typer.Option(help="The beginning of a layout's name.")]
 
 _NAMESPACES: Columns = (
     ("namespace", "namespace", str),
@@ -72,11 +80,14 @@ _CLIENTS: Columns = (
     ("runs", "runs", str),
     ("lookups", "lookups", str),
     ("stored", "stored", str),
+    ("prompt tokens", "lookup_tokens", figure),
+    ("found", "found", str),
+    ("requests", "live_requests", figure),
 )
 _TRANSFERS: Columns = (
     ("client", "client", str),
-    ("plans", "plans_in_flight", str),
-    ("queued backups", "queued_backups", str),
+    ("plans", "plans_in_flight", figure),
+    ("queued backups", "queued_backups", figure),
     ("writable slots", "writable_slots", str),
     ("pinned runs", "pinned_runs", str),
     ("to device", "host_to_device", str),
@@ -93,12 +104,12 @@ _TENANTS: Columns = (
 _TIERS: Columns = (
     ("tier", "tier", str),
     ("of", "of", str),
-    ("blocks", "blocks", str),
-    ("ready", "ready", str),
-    ("free", "free", str),
-    ("writing", "writing", str),
-    ("evictable", "evictable", str),
-    ("evictions", "evictions", str),
+    ("blocks", "blocks", figure),
+    ("ready", "ready", figure),
+    ("free", "free", figure),
+    ("writing", "writing", figure),
+    ("evictable", "evictable", figure),
+    ("evictions", "evictions", figure),
 )
 _BLOCKS: Columns = (
     ("namespace", "namespace", str),
@@ -108,9 +119,10 @@ _BLOCKS: Columns = (
     ("pins", "pins", str),
     ("hits", "hits", str),
     ("idle", "idle_seconds", seconds),
-    ("since", "stored_at", lambda when: datetime.fromtimestamp(when).strftime("%H:%M:%S")),
+    ("since", "stored_at", moment),
+    ("stored", "stored", lambda stored: "yes" if stored else "no"),
     ("left", "reason", str),
-    ("at", "left_at", lambda when: datetime.fromtimestamp(when).strftime("%H:%M:%S")),
+    ("at", "left_at", moment),
 )
 
 
@@ -120,41 +132,45 @@ def inspect() -> None:
 
 
 def tiers(
-    server: ServerOption = None, *, json: Json = False, watch: Watch = False, plot: Plot = None
+    server: ServerOption = None, *, json: Json = False, watch: WatchOption = False, plot: PlotOption = None
 ) -> None:
     """What each tier holds: the service's host and storage tier, and the device tiers of its clients."""
     if plot is not None:
-        _check_plot(plot, json, watch)
+        inspect_plot.check_plot(plot, json, watch)
         with connect(server) as client:
             inspect_plot.plot_tiers(_tier_rows(client.ask("tiers")), plot)
         return
     _show(server, "tiers", _tier_rows, _TIERS, json=json, watch=watch)
 
 
-def clients(server: ServerOption = None, *, json: Json = False, watch: Watch = False) -> None:
-    """Who uses the service, and what each holds."""
-    _show(server, "clients", list, _CLIENTS, json=json, watch=watch)
+def clients(server: ServerOption = None, *, json: Json = False, watch: WatchOption = False) -> None:
+    """Who uses the service, what each holds, and by its own account how much of its prompts was found."""
+    _show(server, "clients", _client_rows, _CLIENTS, json=json, watch=watch)
 
 
 def transfers(
-    server: ServerOption = None, *, json: Json = False, watch: Watch = False, plot: Plot = None
+    server: ServerOption = None, *, json: Json = False, watch: WatchOption = False, plot: PlotOption = None
 ) -> None:
     """What is being copied, by client, and what was copied so far."""
     if plot is not None:
-        _check_plot(plot, json, watch)
+        inspect_plot.check_plot(plot, json, watch)
         with connect(server) as client:
             inspect_plot.plot_transfers(client.ask("transfers"), plot)
         return
     _show(server, "transfers", _transfer_rows, _TRANSFERS, json=json, watch=watch)
 
 
-def namespaces(server: ServerOption = None, *, json: Json = False, watch: Watch = False) -> None:
+def namespaces(server: ServerOption = None, *, json: Json = False, watch: WatchOption = False) -> None:
     """The layouts and their shares of the arena."""
     _show(server, "namespaces", _namespace_rows, _NAMESPACES, json=json, watch=watch)
 
 
 def tenants(
-    server: ServerOption = None, *, namespace: Namespace = None, json: Json = False, watch: Watch = False
+    server: ServerOption = None,
+    *,
+    namespace: NamespaceOption = None,
+    json: Json = False,
+    watch: WatchOption = False,
 ) -> None:
     """The tenants with the most blocks: by name where a quota names them, else by the beginning of a key."""
     _show(server, "tenants", list, _TENANTS, json=json, watch=watch, namespace=namespace)
@@ -167,60 +183,16 @@ def block(
     json: Json = False,
 ) -> None:
     """Where a block is, or when it was evicted."""
-    _show(server, "block", list, _BLOCKS, json=json, watch=False, hash=prefix)
-
-
-def tree(
-    server: ServerOption = None,
-    *,
-    namespace: Namespace = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="Hottest blocks.")] = 30,
-    json: Json = False,
-    watch: Watch = False,
-    plot: Plot = None,
-) -> None:
-    """Draw the hottest prefixes."""
-    if plot is not None:
-        _check_plot(plot, json, watch)
+    if not re.fullmatch(r"[0-9a-fA-F]{4,64}", prefix):
+        raise typer.BadParameter("give 4 to 64 hexadecimal digits", param_hint="HASH")
     with connect(server) as client:
-        if plot is not None:
-            inspect_plot.plot_tree(client.ask("tree", limit=limit, namespace=namespace), plot)
-            return
-
-        def show() -> None:
-            found = client.ask("tree", limit=limit, namespace=namespace)
-            if json:
-                output.print_json(found)
-            else:
-                for line in draw_tree(found):
-                    output.print_line(line)
-
-        show_live(show, watch)
-
-
-def draw_tree(found: Rows) -> list[str]:
-    """The blocks as an indented tree; runs without branches become one line."""
-    children: dict[str | None, Rows] = {}
-    for each in found:
-        children.setdefault(each["parent"], []).append(each)
-    lines: list[str] = []
-
-    def draw(node: dict[str, Any], indent: str) -> None:
-        length = 1
-        last = node
-        while len(below := children.get(last["hash"], [])) == 1 and below[0]["hits"] == node["hits"]:
-            last = below[0]
-            length += 1
-        blocks = "block" if length == 1 else "blocks"
-        lines.append(
-            f"{indent}{node['hash'][:12]}  {length} {blocks}, {node['hits']} hits, idle {seconds(last['idle_seconds'])}"
-        )
-        for child in sorted(children.get(last["hash"], []), key=lambda each: -each["hits"]):
-            draw(child, indent + "  ")
-
-    for root in sorted(children.get(None, []), key=lambda each: -each["hits"]):
-        draw(root, "")
-    return lines
+        found = client.ask("block", hash=prefix)
+    if json:
+        output.print_json(found)
+    elif found:
+        output.print_table(*table(found, _BLOCKS))
+    else:
+        output.print_line(f"no block that begins with {prefix} is there, and none is known to have left")
 
 
 def _show(
@@ -245,29 +217,39 @@ def _show(
         show_live(show, watch)
 
 
-def _check_plot(path: Path, json: bool, watch: bool) -> None:
-    from fdcache.devices.link_plot import require_plotting
-
-    if json or watch:
-        raise typer.BadParameter("a picture is drawn once; leave --json and --watch out", param_hint="--plot")
-    require_plotting(path)
-
-
 def _transfer_rows(answer: Any) -> Rows:
     return [{**each, **{way: _copied(figures) for way, figures in each["copied"].items()}} for each in answer]
 
 
 def _copied(figures: dict[str, Any]) -> str:
     total, spent = figures["bytes"], figures["seconds"]
-    return f"{total / 2**30:.2f} GiB" + (f" at {total / spent / 1e9:.1f} GB/s" if spent else "")
+    return size(total) + (f" at {total / spent / 1e9:.1f} GB/s" if spent else "")
 
 
 def _tier_rows(answer: Any) -> Rows:
     host = answer["host"]
     rows = [{"tier": "host", "of": f"service, {size(host['bytes'])}", "blocks": host["slots"], **host}]
     rows += tier_rows(answer["storage"])
-    rows += [{"tier": "device", "of": each["client"], **each} for each in answer["device"]]
+    rows += [{**each, "tier": "device", "of": each["client"]} for each in answer["device"]]
     return rows
+
+
+def _client_rows(answer: Any) -> Rows:
+    return [
+        {
+            **each,
+            "lookup_tokens": (counters := each["figures"].get("counters") or {}).get("lookup_tokens"),
+            "found": _found(counters),
+            "live_requests": each["figures"].get("live_requests"),
+        }
+        for each in answer
+    ]
+
+
+def _found(counters: dict[str, Any]) -> str:
+    asked = number(counters.get("lookup_tokens"))
+    hits = sum(number(counters.get(f"{tier}_hit_tokens")) for tier in ("device", "host", "storage"))
+    return f"{hits / asked:.1%}" if 0 <= hits <= asked and asked else "-"
 
 
 def _namespace_rows(answer: Any) -> Rows:

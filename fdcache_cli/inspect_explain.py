@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,9 @@ def explain(
     ]
     output.print_table(["block", "hash", "tier", "since", "idle", "left"], rows)
     broken = answer["broken_at"]
-    if broken is None:
+    if not rows:
+        output.print_line("these tokens fill no block, and only full blocks are kept")
+    elif broken is None:
         output.print_line(f"a hit: all {len(rows)} full blocks are there")
     else:
         when = _gone(answer["blocks"][broken]) or "never stored, or not known any more"
@@ -74,8 +77,12 @@ def _ago(when: float) -> str:
 
 
 def _read_tokens(path: Path) -> list[int]:
-    text = path.read_text().strip()
     try:
-        return [int(part) for part in text.strip("[]").replace(",", " ").split()]
-    except ValueError as error:
-        raise typer.BadParameter(f"{path}: {error}; give token ids", param_hint="--tokens") from error
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read as text: {error}", param_hint="--tokens") from error
+    words = text.strip("[]").replace(",", " ").split()
+    wrong = next((word for word in words if not re.fullmatch(r"\d{1,10}", word, re.ASCII)), None)
+    if wrong is not None:
+        raise typer.BadParameter(f"{path}: {wrong[:40]!r} is no token id", param_hint="--tokens")
+    return [int(word) for word in words]

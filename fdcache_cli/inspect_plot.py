@@ -5,14 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from fdcache.errors import ConfigurationError
-from fdcache_cli.service_view import Rows
+from fdcache_cli.service_view import Rows, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _STATES = ("ready", "writing", "free")
 _MOST_LABELS = 40
+
+
+def check_plot(path: Path, json: bool, watch: bool) -> None:
+    """Refuse, before anything is asked, a picture that cannot be drawn."""
+    from fdcache.devices.link_plot import require_plotting
+
+    if json or watch:
+        raise typer.BadParameter("a picture is drawn once; leave --json and --watch out", param_hint="--plot")
+    require_plotting(path)
 
 
 def plot_tiers(rows: Rows, path: Path) -> None:
@@ -22,7 +33,7 @@ def plot_tiers(rows: Rows, path: Path) -> None:
         names = [f"{row['tier']}\n{row['of']}" for row in rows]
         left = [0.0] * len(rows)
         for state in _STATES:
-            shares = [row[state] / row["blocks"] if row["blocks"] else 0.0 for row in rows]
+            shares = [_share(row, state) for row in rows]
             axes.barh(names, shares, left=left, label=state)
             left = [before + share for before, share in zip(left, shares, strict=True)]
         axes.set_xlim(0, 1)
@@ -30,6 +41,12 @@ def plot_tiers(rows: Rows, path: Path) -> None:
         axes.legend(loc="lower right")
 
     _write(path, draw, len(rows))
+
+
+def _share(row: dict[str, Any], state: str) -> float:
+    """Of what a client tells, only what can be a share is drawn."""
+    blocks = number(row.get("blocks"))
+    return min(max(number(row.get(state)) / blocks, 0.0), 1.0) if blocks > 0 else 0.0
 
 
 def plot_transfers(rows: Rows, path: Path) -> None:

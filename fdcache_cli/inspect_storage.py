@@ -10,7 +10,7 @@ import typer
 from fdcache_cli import errors, output
 from fdcache_cli.progress import progress_bars
 from fdcache_cli.service_view import ServerOption
-from fdcache_cli.storage_view import show_live
+from fdcache_cli.storage_view import show_storage
 
 
 def storage(
@@ -25,6 +25,9 @@ def storage(
     *,
     verify: Annotated[bool, typer.Option("--verify", help="Read and check every record.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show a service's anew every second, until Ctrl-C.")
+    ] = False,
 ) -> None:
     """Tell what the files of the local storage hold, or what a running service has stored; changes nothing.
 
@@ -33,8 +36,10 @@ def storage(
     if path is None:
         if verify:
             raise typer.BadParameter("it reads files; give PATH", param_hint="--verify")
-        show_live(server, json=json_output)
+        show_storage(server, json=json_output, watch=watch)
         return
+    if watch:
+        raise typer.BadParameter("it is for a service; PATH is read once", param_hint="--watch")
     if server is not None:
         raise typer.BadParameter("it is for a service; PATH is read without one", param_hint="--server")
     from fdcache.storage.offline import read_file, slab_files

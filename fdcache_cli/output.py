@@ -22,10 +22,12 @@ def print_json(value: object) -> None:
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Write a table: drawn and wrapped on a terminal, aligned columns and nothing cut off elsewhere."""
+    from fdcache.settings.parsing import printable  # which loads pydantic
+
+    table = [header, *([printable(cell) for cell in row] for row in rows)]
     if on_terminal():
-        _draw(header, rows)
+        _draw(header, table[1:])
         return
-    table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     for row in table:
         print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

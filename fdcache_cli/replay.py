@@ -203,6 +203,11 @@ def replay(
 
 def _settings(options: Mapping[str, object]) -> Settings:
     """The settings in force; what is wrong with an option is said in terms of options."""
+    if options["--server"] is not None and options["--host-memory"] is not None:
+        raise typer.BadParameter(
+            "the host tier is the service's: give it to `fdcache serve`, or leave --server out",
+            param_hint="--host-memory",
+        )
     names = {f"FDCACHE_{option[2:].replace('-', '_').upper()}": option for option in options}
     names["FDCACHE_STORAGE_DIR"] = "--storage"
     given = {name: options[option] for name, option in names.items()}

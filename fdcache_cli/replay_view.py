@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fdcache.replay.memory import readable_size
 from fdcache.replay.report import MANAGER_CALLS, Report
 from fdcache.replay.tally import Tally, Traffic
+from fdcache.settings.parsing import readable_size
 
 _REFRESH_SECONDS = 0.1
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from fdcache.client.tool import Client
-from fdcache.settings.parsing import parse_duration
+from fdcache.settings.parsing import parse_duration, printable
 from fdcache_cli import errors, output
 from fdcache_cli.app import Command, new_group
 from fdcache_cli.service_view import ServerOption, connect, size
@@ -114,7 +115,8 @@ def reset(
     elif refused:
         _refuse(answer["in_flight"], wait)
     else:
-        _print(answer, dry_run)
+        for line in _told(answer, dry_run):
+            output.print_line(printable(line))
     if late or refused:
         raise typer.Exit(errors.FAILED)
 
@@ -152,8 +154,9 @@ def _refuse_options(context: typer.Context) -> None:
 def _confirm(planned: Any) -> None:
     if not sys.stdin.isatty():
         raise typer.BadParameter("there is no terminal to ask on; give --yes")
-    _print({**planned, "device_not_acknowledged": []}, True)
-    typer.confirm("Forget them?", abort=True)
+    for line in _told({**planned, "device_not_acknowledged": []}, True):
+        sys.stderr.write(f"{printable(line)}\n")  # what is printed may be JSON, or go to a file
+    typer.confirm("Forget them?", abort=True, err=True)
 
 
 def _wait_for_devices(client: Client, told: list[dict[str, str]], wait: float) -> list[str]:
@@ -176,28 +179,26 @@ def _wait_for_devices(client: Client, told: list[dict[str, str]], wait: float) -
 def _refuse(in_flight: list[dict[str, Any]], wait: float | None) -> None:
     for each in in_flight:
         sys.stderr.write(
-            f"error: {each['client']} (process {each['pid']}) is loading from {each['pinned_runs']} runs of "
+            f"error: {printable(each['client'])} (process {each['pid']}) is loading from {each['pinned_runs']} runs of "
             f"{each['namespace']}\n"
         )
     remedy = "wait longer" if wait is not None else "let them end with --wait 30s"
     sys.stderr.write(f"error: nothing was forgotten; {remedy}, or pause these engines\n")
 
 
-def _print(answer: Any, dry_run: bool) -> None:
+def _told(answer: Any, dry_run: bool) -> Iterator[str]:
     verb = "would forget" if dry_run else "forgot"
     for each in answer["in_flight"]:
-        output.print_line(f"in flight: {each['client']} is loading from {each['pinned_runs']} runs")
+        yield f"in flight: {each['client']} is loading from {each['pinned_runs']} runs"
     for each in answer["host"]:
         used = f"; {each['in_use']} in use stay with their users until these end" if each["in_use"] else ""
-        output.print_line(
-            f"host {each['namespace']}: {verb} {each['blocks']} blocks, {size(each['bytes'])}{used}"
-        )
+        yield f"host {each['namespace']}: {verb} {each['blocks']} blocks, {size(each['bytes'])}{used}"
     for each in answer["storage"]:
         what = "all blocks" if each["blocks"] is None else f"{each['blocks']} blocks, {size(each['bytes'])}"
-        output.print_line(f"storage {each['namespace']}: {verb} {what}")
+        yield f"storage {each['namespace']}: {verb} {what}"
     for each in answer["device"]:
         late = each["client"] in answer["device_not_acknowledged"]
         state = "would be told" if dry_run else "has not answered yet" if late else "done"
-        output.print_line(f"device of {each['client']}: {each['blocks']} blocks, {state}")
+        yield f"device of {each['client']}: {each['blocks']} blocks, {state}"
     if not answer["host"] and not answer["storage"] and not answer["device"]:
-        output.print_line("there was nothing to reset")
+        yield "there was nothing to reset"

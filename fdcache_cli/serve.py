@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fdcache.errors import ConfigurationError
-from fdcache.settings import Settings
+from fdcache.settings import Given, Settings
 from fdcache.settings.parsing import format_size
 from fdcache_cli import output
 from fdcache_cli.progress import Advance, progress_bars
@@ -55,17 +55,17 @@ def serve(
     """
     from fdcache.node.address import load_settings
     from fdcache.server import logs
-    from fdcache.server.lifecycle import Server, endpoints
+    from fdcache.server.lifecycle import Server, check_arena_dir, endpoints
     from fdcache.server.signals import ended_by_signals
     from fdcache.server.storage import check_settings
 
     settings = load_settings(
         {
-            "FDCACHE_SERVER": socket,
-            "FDCACHE_HTTP_ADDRESS": http,
-            "FDCACHE_HOST_MEMORY": host_memory,
-            "FDCACHE_ARENA_DIR": None if arena_dir is None else str(arena_dir),
-            "FDCACHE_RECOVER": recover,
+            "FDCACHE_SERVER": _given("--socket", socket),
+            "FDCACHE_HTTP_ADDRESS": _given("--http", http),
+            "FDCACHE_HOST_MEMORY": _given("--host-memory", host_memory),
+            "FDCACHE_ARENA_DIR": _given("--arena-dir", None if arena_dir is None else str(arena_dir)),
+            "FDCACHE_RECOVER": _given("--no-recover" if recover is False else "--recover", recover),
             **_storage_arguments(storage, storage_size),
         }
     )
@@ -76,6 +76,7 @@ def serve(
         )
     endpoints(settings)
     check_settings(settings)
+    check_arena_dir(settings)
     if check:
         output.print_line(f"the settings are right; fingerprint {settings.fingerprint}")
         return
@@ -118,14 +119,18 @@ def _serve_with(server: Server, settings: Settings, advance: Advance | None) -> 
         server.close()
 
 
-def _storage_arguments(storage: str | None, size: str | None) -> dict[str, str | None]:
+def _storage_arguments(storage: str | None, size: str | None) -> dict[str, Given]:
     """What the options mean as settings. A folder means local storage; the setting names any connector."""
     is_folder = storage is not None and "/" in storage
     return {
-        "FDCACHE_STORAGE": "local" if is_folder else storage,
-        "FDCACHE_STORAGE_DIR": storage if is_folder else None,
-        "FDCACHE_STORAGE_SIZE": size,
+        "FDCACHE_STORAGE": _given("--storage", "local" if is_folder else storage),
+        "FDCACHE_STORAGE_DIR": _given("--storage", storage if is_folder else None),
+        "FDCACHE_STORAGE_SIZE": _given("--storage-size", size),
     }
+
+
+def _given(option: str, value: object) -> Given:
+    return Given(f"{option} of fdcache serve", value)
 
 
 def _say_ready() -> None:

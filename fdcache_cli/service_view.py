@@ -2,34 +2,75 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fdcache.client.tool import Client
-from fdcache.settings.parsing import format_size
+from fdcache.errors import ServiceUnavailableError
+from fdcache.settings.parsing import readable_size
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 ServerOption = Annotated[
     str | None,
     typer.Option("--server", metavar="ADDRESS", help="Default: FDCACHE_SERVER, else the default socket."),
 ]
+WatchOption = Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")]
+PlotOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw a picture instead (needs fdcache[plot]).")
+]
+NamespaceOption = Annotated[str | None, typer.Option(help="The beginning of a layout's name.")]
 Rows = list[dict[str, Any]]
+_LONGEST_FIGURE = 32
 
 
 def connect(server: str | None) -> Client:
-    """A line to the service that was named, or is configured, or stands at the default address."""
-    from fdcache.node.address import load_settings
+    """A line to the service that was named, or is configured, or stands at the default address.
+
+    Raises ``ServiceUnavailableError`` where there is no socket that this user may use.
+    """
+    from fdcache.node.address import load_settings, socket_path
 
     address = load_settings({"FDCACHE_SERVER": server}).cache.server
     assert address is not None, "there is a default"
+    path = socket_path(address)
+    if not os.access(path, os.W_OK):
+        raise ServiceUnavailableError(
+            f"{address}: nobody serves this user there, for {path} does not exist, or is another user's; start "
+            "`fdcache serve`, or say with --server or FDCACHE_SERVER where it is"
+        )
     return Client(address)
 
 
 def size(value: Any) -> str:
     """Bytes in words."""
-    return format_size(int(value))
+    return readable_size(value)
+
+
+def moment(when: float) -> str:
+    """A time of day, with the date where that is another day."""
+    then, now = datetime.fromtimestamp(when), datetime.now()
+    return then.strftime("%H:%M:%S" if then.date() == now.date() else "%Y-%m-%d %H:%M:%S")
+
+
+def figure(value: Any) -> str:
+    """What a client says of itself, which may be anything: numbers and short texts; of other things, that they are."""
+    if isinstance(value, bool | int | float | str):
+        text = str(value)
+        return text if len(text) <= _LONGEST_FIGURE else f"{text[: _LONGEST_FIGURE - 3]}..."
+    return "-" if value is None else "?"
+
+
+def number(value: Any) -> float:
+    """A client's figure to reckon with; 0 for what is none."""
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    except OverflowError:
+        return 0.0
 
 
 def seconds(value: Any) -> str:

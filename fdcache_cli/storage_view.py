@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fdcache_cli import output
+from fdcache_cli.live import show_live
 from fdcache_cli.service_view import Columns, Rows, connect, size, table
 
 _LAYOUTS: Columns = (
@@ -27,10 +28,13 @@ _LAYOUTS: Columns = (
 )
 
 
-def show_live(server: str | None, *, json: bool) -> None:
+def show_storage(server: str | None, *, json: bool, watch: bool) -> None:
     """The storage of a service, layout by layout."""
     with connect(server) as client:
-        found = client.ask("storage")
+        show_live(lambda: _show(client.ask("storage"), json=json), watch)
+
+
+def _show(found: Any, *, json: bool) -> None:
     if json:
         output.print_json(found)
         return

@@ -24,6 +24,7 @@ from fdcache.metadata import (
     UInt32Array,
 )
 from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.codes import RESERVED
 from fdcache.tiers.host_cache import HostCache
 from fdcache.tiers.remote import RemoteHostTier
 
@@ -118,7 +119,7 @@ class EngineClient:
                 self._host.own(mine[0].tobytes(), tenant)
             room = min(len(mine), self._host.copy_room)
             taken = self._host.reserve_copies(0, parents[:room], mine[:room])
-            chosen = np.flatnonzero(taken.status == 0)
+            chosen = np.flatnonzero(taken.status == RESERVED)
             if taken.missing or not len(chosen):
                 return 0
             source = np.ascontiguousarray(slots[:room][chosen], np.int32)

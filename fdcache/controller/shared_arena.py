@@ -12,8 +12,9 @@ from fdcache.metadata import Int32Array, TransferPlan
 from fdcache.node.address import socket_path
 from fdcache.node.connection import Connection
 from fdcache.node.extents import Extent, record_table
+from fdcache.node.geometry import Geometry
 from fdcache.node.liveness import LiveFile
-from fdcache.node.protocol import Attach, Attached, Geometry
+from fdcache.node.protocol import Attach, Attached
 from fdcache.tiers.host_cache import HostCache
 
 _ATTACH_TIMEOUT = 2.0

@@ -127,7 +127,8 @@ class CudaDevice:
     """One GPU, named by UUID or by its ordinal among those that CUDA shows to this process.
 
     Everything is bound to it, whatever device is current. Without a calibration of this GPU, driver and
-    topology (``fdcache init``) copies go by safe defaults. Raises ``DeviceError`` when there is no such GPU.
+    topology (``fdcache init``) copies go by safe defaults. Raises ``DeviceError`` when there is no such GPU, and
+    ``KernelError`` when its kernels do not compile.
     """
 
     def __init__(

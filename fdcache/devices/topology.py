@@ -32,13 +32,17 @@ class Gpu:
 
 
 def import_cupy() -> Any:
-    """CuPy. Raises ``DeviceError`` naming the package to install."""
+    """CuPy. Raises ``DeviceError`` naming the package to install, or the folder that CuPy cannot make."""
     try:
         import cupy
     except ImportError as error:
         raise DeviceError(
             f"the CUDA device needs CuPy, which cannot be imported ({error}); "
             "install fdcache[cuda12] or fdcache[cuda13]"
+        ) from error
+    except OSError as error:
+        raise DeviceError(
+            f"CuPy cannot make its folder of compiled kernels ({error}); set CUPY_CACHE_DIR to one that can be written"
         ) from error
     return cupy
 

@@ -1,4 +1,4 @@
-"""Which host and storage tier a manager has, by its settings."""
+"""Which tiers a manager has, by its settings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
+from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.prefetch import Prefetcher, Prefetching, RemotePrefetcher
 from fdcache.manager.stats import Counters
 from fdcache.manager.storage_tier import StorageTier, make_index
+from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
@@ -16,7 +18,31 @@ from fdcache.storage.connector import StorageConnector
 from fdcache.tiers import BlockPool, HostTier, LocalHostTier
 
 
-def own_host_blocks(settings: CacheSettings, layout: KVLayout) -> int:
+def make_tiers(
+    settings: CacheSettings,
+    layout: KVLayout,
+    storage_settings: StorageTierSettings,
+    lookup: StorageConnector | None,
+    counters: Counters,
+    clock: Callable[[], float],
+) -> Tiers:
+    """All of them, empty. Raises ``ConfigurationError`` for settings that do not fit together."""
+    device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
+    host = _make_host(settings, layout, storage_settings)
+    storage = _make_storage(settings, layout, storage_settings, lookup, host, counters, clock)
+    tiers = Tiers(
+        device=device,
+        host=host,
+        storage=storage,
+        backups=BackupPlanner(settings, device, host, counters) if host else None,
+        prefetcher=_make_prefetcher(storage_settings, device, host, storage),
+    )
+    for pool in tiers.pools.values():
+        pool.record_events(settings.event_buffer)
+    return tiers
+
+
+def _own_host_blocks(settings: CacheSettings, layout: KVLayout) -> int:
     """Blocks that the host memory of these settings holds. Raises ``ConfigurationError`` for less than one."""
     memory = settings.host_memory
     block_bytes = layout.record_bytes + SLOT_HEADER_BYTES
@@ -27,10 +53,10 @@ def own_host_blocks(settings: CacheSettings, layout: KVLayout) -> int:
     return memory // block_bytes
 
 
-def make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier | None:
+def _make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier | None:
     """The service's where one is named, else an own one, if there is memory for it."""
     if settings.server is None:
-        blocks = own_host_blocks(settings, layout)
+        blocks = _own_host_blocks(settings, layout)
         return LocalHostTier(CacheLevel.HOST, blocks, settings.eviction) if blocks else None
     from fdcache.node.protocol import FetchTerms
     from fdcache.tiers.remote import RemoteHostTier  # brings the network library
@@ -44,17 +70,17 @@ def make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSet
     return RemoteHostTier(settings, layout, terms)
 
 
-def make_storage(
+def _make_storage(
     settings: CacheSettings,
     layout: KVLayout,
-    storage: StorageTierSettings | None,
+    storage: StorageTierSettings,
     lookup: StorageConnector | None,
     host: HostTier | None,
     counters: Counters,
     clock: Callable[[], float],
 ) -> StorageTier | None:
     """The storage tier below an own host tier; a service has its own."""
-    if storage is None or not storage.is_on:
+    if not storage.is_on:
         return None
     if not isinstance(host, LocalHostTier):
         raise ConfigurationError(
@@ -66,19 +92,18 @@ def make_storage(
     return tier
 
 
-def make_prefetcher(
-    settings: CacheSettings,
-    storage_settings: StorageTierSettings | None,
+def _make_prefetcher(
+    settings: StorageTierSettings,
     device: BlockPool,
     host: HostTier | None,
     storage: StorageTier | None,
 ) -> Prefetching | None:
     """Who reads for requests that have arrived: this process, a service, or nobody."""
-    if storage is not None and storage_settings is not None:
-        return Prefetcher(storage_settings, device, storage.reads)
-    if settings.server is not None:
-        from fdcache.tiers.remote import RemoteHostTier
+    if storage is not None:
+        return Prefetcher(settings, device, storage.reads)
+    if host is None or isinstance(host, LocalHostTier):
+        return None
+    from fdcache.tiers.remote import RemoteHostTier
 
-        assert isinstance(host, RemoteHostTier)
-        return RemotePrefetcher(device, host)
-    return None
+    assert isinstance(host, RemoteHostTier)
+    return RemotePrefetcher(device, host)

@@ -6,47 +6,45 @@ Backups never make anybody wait: what finds no room is dropped and counted.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from fdcache._core import BlockList
+from fdcache.manager.block_queue import BlockQueue
 from fdcache.manager.blocks import Blocks
 from fdcache.manager.ledger import OpenPlan
+from fdcache.manager.stats import Counters
 from fdcache.metadata import HashArray, SwapPurpose, UInt32Array
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers import BlockPool, HostTier
+from fdcache.tiers.codes import ABSENT, NO_PARENT, RESERVED, STORED
 
-_ABSENT = 0
-_STORED = 0
-_RESERVED = 0
-_NO_PARENT = 3
 _MOST_IN_FLIGHT = 1024
-_MOST_QUEUED = 16384
 
 
 class BackupPlanner:
     """Copies from the device tier to the host tier, by the write policy of ``settings``."""
 
-    def __init__(self, settings: CacheSettings, device: BlockPool, host: HostTier) -> None:
+    def __init__(
+        self, settings: CacheSettings, device: BlockPool, host: HostTier, counters: Counters
+    ) -> None:
         self._device = device
         self._host = host
+        self._counters = counters
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
         selective = settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         self._threshold = settings.write_through_threshold if selective else 1
         self._clean_reserve = settings.clean_reserve
-        self._queue: deque[HashArray] = deque()
-        self._queued = 0
+        self._queue = BlockQueue()
         # write_back: every copy made ahead of need is paid for by an eviction, so that a host tier too small for
         # what the device holds is not filled with the same blocks over and over.
         self._credit = settings.device_blocks
-        self.dropped = 0
 
     def on_commit(self, hashes: HashArray, status: HashArray) -> None:
         """Blocks were committed; those stored became entries of the device tier."""
         if not self._writes_back and self._threshold == 1:
-            self._enqueue(hashes if not any(status.tobytes()) else hashes[status == _STORED])
+            self._enqueue(hashes if not any(status.tobytes()) else hashes[status == STORED])
 
     def on_match(self, hashes: HashArray, hits: UInt32Array) -> None:
         """Blocks were hit; those that reach the threshold now are backed up."""
@@ -66,15 +64,15 @@ class BackupPlanner:
         hashes = evicted[0].hashes if len(evicted) == 1 else np.concatenate([each.hashes for each in evicted])
         self._credit += len(hashes)
         presence = self._host.contains(hashes)
-        if _ABSENT not in presence.tobytes():
+        if ABSENT not in presence.tobytes():
             return  # as nearly always, and many times a step
         hits = np.concatenate([dropped.hits for dropped in evicted])
-        dirty = (presence == _ABSENT) & (hits >= (0 if self._writes_back else self._threshold))
+        dirty = (presence == ABSENT) & (hits >= (0 if self._writes_back else self._threshold))
         if dirty.any():
             parents_first = np.flatnonzero(dirty)[::-1]
             blocks = Blocks.concat(map(Blocks.of, evicted)).select(parents_first)
             orphans = self._copy(blocks, SwapPurpose.EVICT, plan)
-            self.dropped += len(orphans)
+            self._counters.backups_dropped += len(orphans)
 
     def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
         """What may be copied in this step without anybody waiting; ``in_flight``: backups under way."""
@@ -86,46 +84,30 @@ class BackupPlanner:
     def forget(self) -> None:
         """Drop the queue: its blocks are gone."""
         self._queue.clear()
-        self._queued = 0
 
     @property
     def queued(self) -> int:
         """Blocks that wait for the next plan."""
-        return self._queued
+        return len(self._queue)
 
     def _enqueue(self, hashes: HashArray) -> None:
-        self._queue.append(hashes)
-        self._queued += len(hashes)
-        while self._queued > _MOST_QUEUED:
-            oldest = self._queue.popleft()
-            self._queued -= len(oldest)
-            self.dropped += len(oldest)
+        self._counters.backups_dropped += self._queue.add(hashes)
 
     def _flush_queue(self, plan: OpenPlan, in_flight: int) -> None:
         room = min(_MOST_IN_FLIGHT - in_flight, self._host.copy_room)
-        parts: list[HashArray] = []
-        while self._queue and room > 0:
-            hashes = self._queue.popleft()
-            now, later = hashes[:room], hashes[room:]
-            if len(later):
-                self._queue.appendleft(later)
-            self._queued -= len(now)
-            room -= len(now)
-            parts.append(now)
-        if not parts:
+        wanted = self._queue.take(room)
+        if not len(wanted):
             return
-        wanted = np.concatenate(parts)
-        blocks = Blocks.of(self._device.find(wanted[self._host.contains(wanted) == _ABSENT]))
-        if len(blocks) and len(orphans := self._copy(blocks, SwapPurpose.BACKUP, plan)):
-            self._queue.appendleft(orphans)
-            self._queued += len(orphans)
+        blocks = Blocks.of(self._device.find(wanted[self._host.contains(wanted) == ABSENT]))
+        if len(blocks):
+            self._queue.put_back(self._copy(blocks, SwapPurpose.BACKUP, plan))
 
     def _refill_clean_reserve(self, plan: OpenPlan, in_flight: int) -> None:
         wanted = min(self._clean_reserve - in_flight, self._credit)
         if wanted <= 0:
             return
         cold = Blocks.of(self._device.coldest(wanted))
-        dirty = cold.select(np.flatnonzero(self._host.contains(cold.hashes) == _ABSENT)[::-1])
+        dirty = cold.select(np.flatnonzero(self._host.contains(cold.hashes) == ABSENT)[::-1])
         if len(dirty):
             self._copy(dirty, SwapPurpose.BACKUP, plan)
         self._credit -= plan.size(SwapPurpose.BACKUP)
@@ -139,14 +121,14 @@ class BackupPlanner:
         while len(blocks):
             taken = self._host.reserve_copies(0, blocks.parents, blocks.hashes)
             if taken.missing:
-                self.dropped += min(taken.missing, len(blocks))
+                self._counters.backups_dropped += min(taken.missing, len(blocks))
                 blocks = blocks.select(slice(0, max(0, len(blocks) - taken.missing)))
                 continue
-            source = blocks.select(taken.status == _RESERVED)
+            source = blocks.select(taken.status == RESERVED)
             if len(source):
                 self._device.hold(source.slots)
                 plan.add(purpose, source, taken.slots, taken.generations)
-            return np.asarray(blocks.hashes[taken.status == _NO_PARENT])
+            return np.asarray(blocks.hashes[taken.status == NO_PARENT])
         return blocks.hashes
 
     def _with_uncovered_ancestors(self, blocks: Blocks) -> Blocks:
@@ -155,7 +137,7 @@ class BackupPlanner:
         if not parted.any():
             return blocks
         uncovered = blocks.parents[parted]
-        uncovered = uncovered[self._host.contains(uncovered) == _ABSENT]
+        uncovered = uncovered[self._host.contains(uncovered) == ABSENT]
         own = {row.tobytes() for row in blocks.hashes} if len(uncovered) else set()
         missing = [i for i, parent in enumerate(uncovered) if parent.tobytes() not in own]
         if not missing:
@@ -165,5 +147,5 @@ class BackupPlanner:
             return blocks
         above = Blocks.of(self._device.ancestry(parents.slots))
         fresh = np.array([row.tobytes() not in own for row in above.hashes], np.bool_)
-        above = above.select(fresh & (self._host.contains(above.hashes) == _ABSENT))
+        above = above.select(fresh & (self._host.contains(above.hashes) == ABSENT))
         return Blocks.concat((above, blocks)) if len(above) else blocks

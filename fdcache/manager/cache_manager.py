@@ -11,16 +11,17 @@ from types import TracebackType
 import msgspec
 
 from fdcache._core import SLOT_FREE
-from fdcache.errors import ConfigurationError, PlanError, RequestStateError
+from fdcache.errors import PlanError, RequestStateError
 from fdcache.layout import KVLayout
-from fdcache.manager.assembly import make_host, make_prefetcher, make_storage, own_host_blocks
-from fdcache.manager.backups import BackupPlanner
-from fdcache.manager.events import CacheEvent, events_of
+from fdcache.manager.allocation import BlockAllocator
+from fdcache.manager.assembly import make_tiers
+from fdcache.manager.events import CacheEvent
 from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
-from fdcache.manager.lifecycle import RequestLifecycle
+from fdcache.manager.live_requests import LiveRequests
+from fdcache.manager.lookup import PrefixLookup
+from fdcache.manager.publishing import Publisher
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
-from fdcache.manager.settlement import settle
 from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
 from fdcache.metadata import (
     BlockNode,
@@ -34,10 +35,7 @@ from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers import BlockPool, HostTier, LocalHostTier
 from fdcache.tiers.host_cache import HostCache
-
-_LEVELS = (CacheLevel.DEVICE, CacheLevel.HOST)
 
 
 class ManagerState(StrEnum):
@@ -75,28 +73,17 @@ class CacheManager:
         self._clock = clock
         self._lock = RLock()
         self._state = ManagerState.RUNNING
-        self._device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
-        self._host = make_host(settings, layout, storage or StorageTierSettings())
-        self._backups = BackupPlanner(settings, self._device, self._host) if self._host else None
         self._counters = Counters()
-        self._storage = make_storage(settings, layout, storage, lookup, self._host, self._counters, clock)
-        self._requests = RequestLifecycle(
-            settings,
-            layout,
-            self._device,
-            self._host,
-            self._backups,
-            make_prefetcher(settings, storage, self._device, self._host, self._storage),
-            self._counters,
-            clock,
+        self._tiers = make_tiers(
+            settings, layout, storage or StorageTierSettings(), lookup, self._counters, clock
         )
+        self._device, self._host, self._storage = self._tiers.device, self._tiers.host, self._tiers.storage
+        self._live = LiveRequests(layout, self._tiers)
+        self._lookup = PrefixLookup(settings, layout, self._tiers, self._live, self._counters, clock)
+        self._allocator = BlockAllocator(layout, self._tiers, self._live, self._counters)
+        self._publisher = Publisher(layout, self._tiers, self._counters)
+        self._plan = OpenPlan()
         self._ledger = PlanLedger(layout.tp_size, settings.plan_timeout)
-        for pool in self._pools():
-            pool.record_events(settings.event_buffer)
-
-    def _pools(self) -> list[BlockPool | HostTier]:
-        storage = self._storage.pool if self._storage else None
-        return [pool for pool in (self._device, self._host, storage) if pool is not None]
 
     @property
     def host_cache(self) -> HostCache:
@@ -127,9 +114,7 @@ class CacheManager:
     @property
     def num_host_blocks(self) -> int:
         """Blocks of the host tier; of a shared one, as many as the service has given this layout so far."""
-        if self.settings.server is not None:
-            return self._host.num_blocks if self._host else 0
-        return own_host_blocks(self.settings, self.layout)
+        return self._host.num_blocks if self._host else 0
 
     @property
     def num_device_blocks(self) -> int:
@@ -145,7 +130,7 @@ class CacheManager:
         with self._lock:
             if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
                 raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
-            return self._storage.restore(scans, self._requests.plan) if self._storage else 0
+            return self._storage.restore(scans, self._plan) if self._storage else 0
 
     # --- a scheduler step ---------------------------------------------------------------------------------
 
@@ -157,7 +142,7 @@ class CacheManager:
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 for request in requests:
-                    self._requests.prefetch(request)
+                    self._lookup.prefetch(request, self._plan)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Find and pin the longest cached prefix of each request, short of its last token.
@@ -167,12 +152,11 @@ class CacheManager:
         """
         requests = list(requests)
         with self._lock:
-            if self._host and self._host.take_device_reset():
-                self._reset_device()
+            self._heed_device_reset()
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
-            self._requests.check_match(requests)
-            return self._requests.match(requests)
+            self._live.check_match(requests)
+            return self._lookup.match(requests, self._plan)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
         """Whether that many blocks are free or can be made free now; none are while nothing is planned."""
@@ -189,8 +173,10 @@ class CacheManager:
             if self._state is not ManagerState.RUNNING:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
-            self._requests.check_allocate(demands)
-            return [self._requests.allocate(request, num_tokens) for request, num_tokens in demands]
+            self._live.check_allocate(demands)
+            return [
+                self._allocator.allocate(request, num_tokens, self._plan) for request, num_tokens in demands
+            ]
 
     def take_plans(self) -> list[TransferPlan]:
         """Close the step: what every rank has to copy, to be submitted in this order before the step computes.
@@ -199,16 +185,11 @@ class CacheManager:
         that no load waits for them to be confirmed.
         """
         with self._lock:
-            if self._host and self._host.take_device_reset():
-                self._reset_device()
-            plans = [self._requests.close_plan()]
-            if self._backups and self._state is ManagerState.RUNNING:
-                background = OpenPlan()
-                self._backups.plan_background(background, self._ledger.blocks_in_flight(SwapPurpose.BACKUP))
-                if self._storage:
-                    in_flight = self._ledger.blocks_in_flight(SwapPurpose.STORE)
-                    self._storage.plan_background(background, in_flight)
-                plans.append(background)
+            self._heed_device_reset()
+            plans, self._plan = [self._plan], OpenPlan()
+            if self._state is ManagerState.RUNNING:
+                plans.append(OpenPlan())
+                self._tiers.plan_background(plans[-1], self._ledger)
             if self._host:
                 self._host.report(lambda: msgspec.json.encode(self.get_stats()))
                 self._host.flush()
@@ -224,9 +205,9 @@ class CacheManager:
         """
         progress = list(progress)
         with self._lock:
-            self._requests.check_commit(progress)
+            self._live.check_commit(progress)
             for request, num_tokens in progress:
-                self._requests.commit(request, num_tokens)
+                self._publisher.commit(request, num_tokens)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Take the ranks' reports; returns the loads that ended with them.
@@ -256,14 +237,14 @@ class CacheManager:
             if self._storage:
                 self._storage.overdue(late)
             return [
-                self._requests.overdue(load) for flight in late for load in flight.loads if load.is_current
+                self._publisher.overdue(load) for flight in late for load in flight.loads if load.is_current
             ]
 
     def request_finish(self, requests: Iterable[Request]) -> None:
         """End, abort or preempt requests: their blocks stay cached, their pins go. Idempotent."""
         with self._lock:
             for request in requests:
-                self._requests.finish(request)
+                self._live.finish(request)
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
@@ -277,18 +258,9 @@ class CacheManager:
             outcomes = [
                 outcome for flight in self._ledger.lose_rank(rank) for outcome in self._settle(flight)
             ]
-            self._reset_device()
-            if self._host:
-                self._host.worker_lost()
-            if self._storage:
-                self._storage.rank_lost(self._requests.plan)
+            self._tiers.worker_lost(self._plan)
+            self._live.stop_publishing()
             return outcomes
-
-    def _reset_device(self) -> None:
-        self._device.reset()
-        if self._backups:
-            self._backups.forget()
-        self._requests.stop_publishing()
 
     def reset_cache(self) -> int:
         """Forget every block of every tier; returns how many. Running requests keep theirs and publish no more.
@@ -296,13 +268,8 @@ class CacheManager:
         The workers empty their local storage with the next plan.
         """
         with self._lock:
-            forgotten = sum(pool.stats().ready for pool in (self._device, self._host) if pool is not None)
-            self._reset_device()
-            if self._host:
-                self._host.reset()
-            if self._storage:
-                forgotten += self._storage.reset(self._requests.plan)
-            return forgotten
+            self._live.stop_publishing()
+            return self._tiers.reset(self._plan)
 
     def change_revision(self, revision: str) -> int:
         """The engine has loaded other weights: nothing of the former ones is found again; returns how many blocks go.
@@ -313,19 +280,10 @@ class CacheManager:
         files belong to one revision: make a new manager then.
         """
         with self._lock:
-            if self._storage:
-                raise ConfigurationError(
-                    "change_revision: a storage tier belongs to one revision; shut the manager down and make a new one"
-                )
             layout = self.layout.with_revision(revision)
-            forgotten = self._device.stats().ready
-            if isinstance(self._host, LocalHostTier):
-                forgotten += self._host.stats().ready
+            forgotten = self._tiers.change_layout(layout)
+            self._live.change_fingerprint(layout.fingerprint)
             self.layout = layout
-            self._reset_device()
-            self._requests.change_fingerprint(layout.fingerprint)
-            if self._host:
-                self._host.change_layout(layout)
             return forgotten
 
     def resize_device_pool(self, num_blocks: int) -> bool:
@@ -352,14 +310,14 @@ class CacheManager:
         Raises ``RequestStateError`` while requests are running or copies are under way.
         """
         with self._lock:
-            plans = len(self._ledger) + (not self._requests.plan.is_empty)
-            if self._requests.live or plans:
+            plans = len(self._ledger) + (not self._plan.is_empty)
+            if self._live or plans:
                 raise RequestStateError(
-                    f"cannot sleep with {len(self._requests.live)} requests and {plans} plans under way; "
+                    f"cannot sleep with {len(self._live)} requests and {plans} plans under way; "
                     "pause, finish the requests, take the last plans, apply the reports, then sleep"
                 )
             self._state = ManagerState.ASLEEP
-            self._device.reset()
+            self._tiers.reset_device()
 
     def wakeup(self) -> None:
         """Go on after ``pause`` or ``sleep``."""
@@ -371,42 +329,37 @@ class CacheManager:
         """Whether the manager plans anything new."""
         return self._state
 
+    # --- what is to be seen of it -------------------------------------------------------------------------
+
     def get_stats(self) -> CacheStats:
         """Tiers and totals at this moment."""
         with self._lock:
-            if self._backups:
-                self._counters.backups_dropped = self._backups.dropped
-            if self._storage:
-                self._counters.stores_dropped = self._storage.stores.dropped
+            backups, storage = self._tiers.backups, self._storage
+            usage = {level: TierUsage.of(pool) for level, pool in self._tiers.pools.items()}
             return CacheStats(
-                device=TierUsage.of(self._device),
-                host=TierUsage.of(self._host) if self._host else None,
+                device=usage[CacheLevel.DEVICE],
+                host=usage.get(CacheLevel.HOST),
                 counters=msgspec.structs.replace(self._counters),
-                live_requests=len(self._requests.live),
+                live_requests=len(self._live),
                 plans_in_flight=len(self._ledger),
-                queued_backups=self._backups.queued if self._backups else 0,
+                queued_backups=backups.queued if backups else 0,
                 traffic=self._host.traffic.copy() if self._host else Traffic(),
-                queued_stores=self._storage.stores.queued if self._storage else 0,
+                queued_stores=storage.stores.queued if storage else 0,
                 storing_blocks=self._ledger.blocks_in_flight(SwapPurpose.STORE),
                 reading_blocks=self._ledger.blocks_in_flight(SwapPurpose.PREFETCH),
-                storage=TierUsage.of(pool) if self._storage and (pool := self._storage.pool) else None,
+                storage=usage.get(CacheLevel.STORAGE),
             )
 
     def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
         """Bytes per rank of each tier."""
-        device_bytes = sum(plane.nbytes for plane in self.layout.planes)
-        usage = {CacheLevel.DEVICE: MemoryUsage.of(self._device, device_bytes)}
-        if self._host:
-            usage[CacheLevel.HOST] = MemoryUsage.of(self._host, self.layout.record_bytes)
-        if self._storage and self._storage.pool:
-            usage[CacheLevel.STORAGE] = MemoryUsage.of(self._storage.pool, self.layout.record_bytes)
-        return usage
+        return self._tiers.memory_usage(self.layout)
 
     def free_device_blocks(self) -> list[int]:
         """The ids of the free device blocks; visits every block."""
         with self._lock:
-            slots = range(self.num_device_blocks)
-            return [slot for slot in slots if self._device.node(slot).state == SLOT_FREE]
+            return [
+                slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
+            ]
 
     def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
         """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing.
@@ -414,33 +367,27 @@ class CacheManager:
         Of the tiers that this process has; ``fdcache inspect explain`` tells of a service's.
         """
         with self._lock:
-            hashes = self._requests.bind(request).hashes
-            own = [pool for pool in self._pools() if isinstance(pool, BlockPool)]
-            return {pool.level: pool.nodes(pool.find(hashes).slots.tolist()) for pool in own}
+            return self._tiers.find(self._live.bind(request).hashes)
 
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
         with self._lock:
-            return [
-                event
-                for level, pool in zip(_LEVELS, self._pools(), strict=False)
-                for event in events_of(pool, level, self.layout.block_size)
-            ]
+            return list(self._tiers.take_events(self.layout.block_size))
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` naming every invariant that does not hold."""
         with self._lock:
-            for pool in self._pools():
-                pool.verify()
+            self._tiers.verify()
 
     def _settle(self, flight: InFlightPlan) -> list[LoadOutcome]:
-        settle(
-            flight,
-            self._device,
-            self._host,
-            self._storage.index if self._storage else None,
-            self._counters,
-        )
-        if self._storage:
-            self._storage.settled(flight)
-        return [self._requests.confirm(load, flight) for load in flight.loads if load.is_current]
+        self._tiers.settle(flight, self._counters)
+        return [self._publisher.confirm(load, flight) for load in flight.loads if load.is_current]
+
+    def _heed_device_reset(self) -> None:
+        """Forget the device tier if an operator of the service asked for it."""
+        if self._host and self._host.take_device_reset():
+            self._reset_device()
+
+    def _reset_device(self) -> None:
+        self._tiers.reset_device()
+        self._live.stop_publishing()

@@ -16,12 +16,11 @@ from fdcache.manager.fetch import Fetch, Read
 from fdcache.manager.ledger import InFlightPlan, OpenPlan
 from fdcache.manager.orders import StorageOrder
 from fdcache.manager.stats import Counters
-from fdcache.manager.storage_index import RESERVED, StorageIndex
+from fdcache.manager.storage_index import StorageIndex
 from fdcache.metadata import CacheSwapMetadata, HashArray, SwapPurpose
 from fdcache.settings.storage_tier import PrefetchPolicy
 from fdcache.tiers import BlockPool
-
-_ABSENT, _READY = 0, 1
+from fdcache.tiers.codes import ABSENT, READY, RESERVED
 
 
 class StorageReads:
@@ -81,7 +80,7 @@ class StorageReads:
         bandwidth: float,
     ) -> Fetch:
         """Begin to read what is stored of a path; it may be waited for ``budget`` seconds at first."""
-        on_host = _leading(self._host.contains(hashes) == _READY)
+        on_host = _leading(self._host.contains(hashes) == READY)
         fetch = Fetch(hashes, on_device, on_host, on_host, self._clock() + budget, bandwidth)
         self._advance(fetch, plan)
         return fetch
@@ -191,12 +190,12 @@ class StorageReads:
             return
         hashes = fetch.hashes
         presence = self._host.contains(hashes)
-        on_host = _leading(presence == _READY)
+        on_host = _leading(presence == READY)
         if on_host < fetch.stop:
             fetch.ended = True  # evicted again: the host tier is too busy to fight for
             return
-        if on_host < len(hashes) and presence[on_host] != _ABSENT:
-            self._join(fetch, on_host, int(_leading(presence != _ABSENT)))
+        if on_host < len(hashes) and presence[on_host] != ABSENT:
+            self._join(fetch, on_host, int(_leading(presence != ABSENT)))
         elif self._in_flight + self._kept >= self._most_in_flight:
             # Others' reads come first; what waits for its request may wait for this one in turn.
             fetch.ended = not self._in_flight
@@ -287,4 +286,4 @@ def _leading(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
 
 def leading_ready(pool: BlockPool, hashes: HashArray) -> int:
     """How many of the first blocks of a path a tier has."""
-    return _leading(pool.contains(hashes) == _READY)
+    return _leading(pool.contains(hashes) == READY)

@@ -23,11 +23,12 @@ from fdcache.metadata import (
 )
 from fdcache.storage.connector import RunResult, StorageConnector
 from fdcache.tiers import BlockPool, restore
+from fdcache.tiers.codes import ABSENT, NO_PARENT
 
 Mask = NDArray[np.bool_]
 
-RESERVED, NO_PARENT = 0, 3
-_ABSENT = 0
+NO_ROOM = NO_PARENT + 1
+"""Of ``begin_writes``, beside what a tier answers: there is no slot left."""
 
 
 class StorageIndex(Protocol):
@@ -108,7 +109,7 @@ class LocalIndex:
 
     def is_absent(self, hashes: HashArray) -> Mask:
         """Which blocks are neither stored nor pending."""
-        return np.asarray(self.pool.contains(hashes) == _ABSENT)
+        return np.asarray(self.pool.contains(hashes) == ABSENT)
 
     def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
         """Reserve slots, evicting what is coldest; for want of room the last blocks get none."""
@@ -116,12 +117,12 @@ class LocalIndex:
         while count:
             taken = self.pool.reserve_copies(0, blocks.parents[:count], blocks.hashes[:count])
             if not taken.missing:
-                status = np.full(len(blocks), NO_PARENT + 1, np.uint8)
+                status = np.full(len(blocks), NO_ROOM, np.uint8)
                 status[:count] = taken.status
                 return status, taken.slots, taken.generations
             count -= min(count, taken.missing)
         nothing = np.empty(0, np.int32)
-        return np.full(len(blocks), NO_PARENT + 1, np.uint8), nothing, nothing.view(np.uint32)
+        return np.full(len(blocks), NO_ROOM, np.uint8), nothing, nothing.view(np.uint32)
 
     def end_writes(self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array) -> Mask:
         """What was written becomes findable."""

@@ -58,7 +58,7 @@ class StorageTier:
             timeout=storage_tier.timeout,
             make_room=make_room,
         )
-        self.stores = StorePlanner(settings, storage_tier, host, index)
+        self.stores = StorePlanner(settings, storage_tier, host, index, counters)
         self._is_clearing = False  # since a reset, until every rank has stored a block after it
 
     @property

@@ -6,20 +6,20 @@ make anybody wait: what finds no room in the queue, the host or the storage is d
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
+from fdcache.manager.block_queue import BlockQueue
 from fdcache.manager.blocks import Blocks
 from fdcache.manager.ledger import OpenPlan
-from fdcache.manager.storage_index import NO_PARENT, RESERVED, StorageIndex
+from fdcache.manager.stats import Counters
+from fdcache.manager.storage_index import NO_ROOM, StorageIndex
 from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.tiers import BlockPool
+from fdcache.tiers.codes import NO_PARENT, RESERVED
 
 _MOST_PER_TASK = 64
-_MOST_QUEUED = 16384
 
 
 class StorePlanner:
@@ -30,7 +30,12 @@ class StorePlanner:
     """
 
     def __init__(
-        self, settings: CacheSettings, storage_tier: StorageTierSettings, host: BlockPool, index: StorageIndex
+        self,
+        settings: CacheSettings,
+        storage_tier: StorageTierSettings,
+        host: BlockPool,
+        index: StorageIndex,
+        counters: Counters,
     ) -> None:
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
         self._clean_reserve = settings.clean_reserve
@@ -38,15 +43,14 @@ class StorePlanner:
         self._write_blocks = storage_tier.write_blocks
         self._host = host
         self._index = index
-        self._queue: deque[HashArray] = deque()
-        self._queued = 0
+        self._counters = counters
+        self._queue = BlockQueue()
         self._backlog: HashArray = np.empty((0, 32), np.uint8)
-        self.dropped = 0
 
     @property
     def queued(self) -> int:
         """Blocks that wait for a later plan."""
-        return self._queued + len(self._backlog)
+        return len(self._queue) + len(self._backlog)
 
     def catch_up(self) -> None:
         """Whatever the policy, write every idle host block that is not stored, the hottest first, after the queue."""
@@ -61,7 +65,7 @@ class StorePlanner:
     def on_evict(self, hashes: HashArray) -> None:
         """Blocks left the host tier; with write_back those that were not written in time are lost."""
         if self._writes_back and len(hashes):
-            self.dropped += int(self._index.is_absent(hashes).sum())
+            self._counters.stores_dropped += int(self._index.is_absent(hashes).sum())
 
     def plan(self, plan: OpenPlan, in_flight: int) -> None:
         """Plan what may be written now; ``in_flight``: blocks on their way to storage."""
@@ -79,7 +83,7 @@ class StorePlanner:
         waiting = blocks.select(status == NO_PARENT)
         if len(waiting) and len(queued):
             self._enqueue(waiting.hashes)  # their parents are being written
-        self.dropped += int((status > NO_PARENT).sum())
+        self._counters.stores_dropped += int((status == NO_ROOM).sum())
         source = blocks.select(status == RESERVED)
         self._host.hold(source.slots)
         for first in range(0, len(source), _MOST_PER_TASK):
@@ -91,35 +95,21 @@ class StorePlanner:
     def forget(self) -> None:
         """Drop the queue: its blocks are gone."""
         self._queue.clear()
-        self._queued = 0
         self._backlog = self._backlog[:0]
 
     def _enqueue(self, hashes: HashArray) -> None:
-        self._queue.append(hashes)
-        self._queued += len(hashes)
-        while self._queued > _MOST_QUEUED:
-            oldest = self._queue.popleft()
-            self._queued -= len(oldest)
-            self.dropped += len(oldest)
+        self._counters.stores_dropped += self._queue.add(hashes)
 
     def _next_queued(self, room: int) -> Blocks:
-        parts: list[HashArray] = []
-        while self._queue and room > 0:
-            hashes = self._queue.popleft()
-            now, later = hashes[:room], hashes[room:]
-            if len(later):
-                self._queue.appendleft(later)
-            self._queued -= len(now)
-            room -= len(now)
-            parts.append(now)
+        wanted = self._queue.take(room)
+        room -= len(wanted)
         if room > 0 and len(self._backlog):
-            parts.append(self._backlog[-room:][::-1])
+            wanted = np.concatenate((wanted, self._backlog[-room:][::-1]))
             self._backlog = self._backlog[:-room]
-        wanted = np.concatenate(parts) if parts else np.empty((0, 32), np.uint8)
         wanted = wanted[self._index.is_absent(wanted)]
         found = Blocks.of(self._host.find(wanted))
         if not self._writes_back:  # else they were counted when they left
-            self.dropped += len(wanted) - len(found)
+            self._counters.stores_dropped += len(wanted) - len(found)
         return found
 
     def _coldest(self, room: int) -> Blocks:

@@ -50,8 +50,14 @@ def socket_path(address: str) -> Path:
 
 
 def make_runtime_dir(directory: Path) -> None:
-    """Make the folder, mode 0700. Raises ``ConfigurationError`` when others own it or can enter it."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make the folder, mode 0700. Raises ``ConfigurationError`` when it cannot be, or others own it or can enter it."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{directory}: the folder of the socket cannot be made: {error.strerror}; choose another --socket, or set "
+            "FDCACHE_RUNTIME_DIR"
+        ) from error
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise ConfigurationError(

@@ -9,7 +9,8 @@ import zmq
 
 from fdcache.errors import RefusedError, ServiceUnavailableError
 from fdcache.node.address import SCHEME, socket_path
-from fdcache.node.protocol import MAX_FRAME, Answer, Refused, Request, decode_answer, encode_request
+from fdcache.node.frames import MAX_FRAME, decode_answer, encode_request
+from fdcache.node.protocol import Answer, Refused, Request
 
 _HIGH_WATER_MARK = 1024
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fdcache import _core
-from fdcache.node.protocol import Geometry
+from fdcache.node.geometry import Geometry
 
 HEADER = np.dtype(
     [

@@ -1,7 +1,6 @@
-"""The messages between a service and its clients: msgspec types in msgpack, versioned, limited in size.
+"""What a service and its clients say to each other: the bodies of requests, answers and notices.
 
-A request is the array [version, session, id, body], an answer or a notice [version, id, body]; a notice answers
-nothing and has id 0. Arrays travel as one buffer each, little-endian: hashes 32 bytes a block, slots int32.
+Arrays travel as one buffer each, little-endian: hashes 32 bytes a block, slots int32.
 """
 
 from __future__ import annotations
@@ -10,14 +9,11 @@ from typing import Annotated
 
 import msgspec
 
-from fdcache.errors import ProtocolError
+from fdcache.node.geometry import Geometry
 from fdcache.node.histogram import Count
 from fdcache.node.traffic import Traffic
 from fdcache.settings.storage_tier import PrefetchPolicy
 
-VERSION = 1
-MAX_FRAME = 8 << 20
-"""Most bytes of a message."""
 MAX_PATHS = 4096
 MAX_BLOCKS = 131072
 """Most paths, and most blocks of all of them, in one look-up; also most blocks of any other message."""
@@ -34,40 +30,6 @@ class Live(msgspec.Struct, frozen=True):
     pid: int
     pid_namespace: int
     start_time: int
-
-
-class Geometry(msgspec.Struct, frozen=True):
-    """Where the extents of one layout are: files of ``extent_bytes`` in ``directory``, named by ``prefix``.
-
-    An extent holds ``records_per_extent`` records, then their slot headers. ``incarnation`` changes whenever
-    files of the same names are other memory. ``table_bytes`` is the size of the presence table.
-    """
-
-    directory: str
-    prefix: str
-    incarnation: int
-    extent_bytes: int
-    record_bytes: int
-    table_bytes: int
-
-    @property
-    def records_per_extent(self) -> int:
-        """Slots of an extent."""
-        return self.extent_bytes // (self.record_bytes + 128)
-
-    @property
-    def headers_offset(self) -> int:
-        """Where an extent's slot headers begin."""
-        return self.records_per_extent * self.record_bytes
-
-    def path(self, rank: int, index: int) -> str:
-        """The file of a rank's extent."""
-        return f"{self.directory}/{self.prefix}-r{rank}-{index:05d}"
-
-    @property
-    def table_path(self) -> str:
-        """The file of the presence table."""
-        return f"{self.directory}/{self.prefix}.table"
 
 
 # --- requests ----------------------------------------------------------------------------------------------
@@ -320,71 +282,3 @@ TIER_FIGURES = (
     "epoch",
     "evictions",
 )
-
-
-class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A request as it travels; the body is decoded once the version is known."""
-
-    version: int
-    session: int
-    id: int
-    body: msgspec.Raw
-
-
-class AnswerFrame(msgspec.Struct, frozen=True, array_like=True):
-    """An answer or a notice as it travels."""
-
-    version: int
-    id: int
-    body: msgspec.Raw
-
-
-_encoder = msgspec.msgpack.Encoder()
-_request_frame = msgspec.msgpack.Decoder(RequestFrame)
-_answer_frame = msgspec.msgpack.Decoder(AnswerFrame)
-_request = msgspec.msgpack.Decoder(Request)
-_answer = msgspec.msgpack.Decoder(Answer)
-
-
-def encode_request(session: int, number: int, body: Request) -> bytes:
-    """Pack a request."""
-    return _encoder.encode((VERSION, session, number, body))
-
-
-def encode_answer(number: int, body: Answer) -> bytes:
-    """Pack an answer, or with number 0 a notice."""
-    return _encoder.encode((VERSION, number, body))
-
-
-def decode_request_frame(data: bytes) -> RequestFrame:
-    """Unpack the outside of a request. Raises ``ProtocolError``."""
-    try:
-        return _request_frame.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a request: {error}") from error
-
-
-def decode_request(frame: RequestFrame) -> Request:
-    """Unpack the body of a request. Raises ``ProtocolError`` for another version or a malformed body."""
-    if frame.version != VERSION:
-        raise ProtocolError(
-            f"version {frame.version} is not {VERSION}, which is spoken here; upgrade one side"
-        )
-    try:
-        request: Request = _request.decode(frame.body)
-        return request
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed request: {error}") from error
-
-
-def decode_answer(data: bytes) -> tuple[int, Answer]:
-    """Unpack an answer: the number of its request, 0 for a notice. Raises ``ProtocolError``."""
-    try:
-        frame = _answer_frame.decode(data)
-        if frame.version != VERSION:
-            raise ProtocolError(
-                f"the service speaks version {frame.version}, not {VERSION}; upgrade one side"
-            )
-        return frame.id, _answer.decode(frame.body)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"malformed answer: {error}") from error

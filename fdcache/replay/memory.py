@@ -6,17 +6,7 @@ from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import ReplayOptionError
 from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.replay.config import ReplayConfig
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def readable_size(size: float) -> str:
-    """A number of bytes in words, as 1.5GiB."""
-    unit = 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size /= 1024
-        unit += 1
-    return f"{size:.4g}{_UNITS[unit]}"
+from fdcache.settings.parsing import readable_size
 
 
 def require_memory(config: ReplayConfig) -> None:

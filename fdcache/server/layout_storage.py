@@ -91,7 +91,6 @@ class LayoutStorage:
         self._tier: StorageTier | None = None
         self._plan = OpenPlan()
         self._no_writes_until = 0.0
-        self._dropped = 0
 
     # --- the host tier above it -----------------------------------------------------------------------------
 
@@ -99,7 +98,6 @@ class LayoutStorage:
         """Read into and write from this layout's host tier, which may have grown, shrunk, gone or come."""
         host = namespace.tier if namespace is not None else None
         if self._tier is None or self._tier.host is not host:
-            self._dropped += self._tier.stores.dropped if self._tier is not None else 0
             self._namespace = namespace
             self._tier = None
             if host is not None:
@@ -245,11 +243,6 @@ class LayoutStorage:
     def queued(self) -> int:
         """Blocks that wait to be written."""
         return self._tier.stores.queued if self._tier is not None else 0
-
-    @property
-    def dropped(self) -> int:
-        """Blocks that were not written for want of room."""
-        return self._dropped + (self._tier.stores.dropped if self._tier is not None else 0)
 
     def reset(self) -> int:
         """Forget every block, in the files too; how many were known."""

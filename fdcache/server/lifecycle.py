@@ -19,7 +19,8 @@ from fdcache.server.notify import notify, notify_status
 from fdcache.server.service import Service
 from fdcache.server.storage import ServiceStorage
 from fdcache.server.views import Views
-from fdcache.settings import VARIABLES, Settings
+from fdcache.settings import Settings
+from fdcache.settings.in_force import in_force
 
 log = logging.getLogger("fdcache.server")
 
@@ -44,6 +45,14 @@ def endpoints(settings: Settings, address: str | None = None) -> Endpoints:
             f"FDCACHE_HTTP_ADDRESS: {http[0]} can be reached from elsewhere; set FD_API_KEY, or use 127.0.0.1"
         )
     return Endpoints(f"{SCHEME}{path}", http)
+
+
+def check_arena_dir(settings: Settings) -> None:
+    """Raise ``ConfigurationError`` when there is no folder for the arena."""
+    if not settings.server.arena_dir.is_dir():
+        raise ConfigurationError(
+            f"FDCACHE_ARENA_DIR: {settings.server.arena_dir} is no folder; make it a tmpfs"
+        )
 
 
 def parse_http(text: str) -> tuple[str, int] | None:
@@ -77,8 +86,7 @@ class Server:
         name = hashlib.sha256(str(self._socket).encode()).hexdigest()[:8]
         self.arena = Arena(settings.server.arena_dir, name, self.endpoints.address)
         self.service = Service(settings.server, self.arena, self._socket.parent)
-        config = {variable: settings.render(variable) for variable in VARIABLES}
-        self.views = Views(self.service, config, settings.fingerprint)
+        self.views = Views(self.service, in_force(settings), settings.fingerprint)
         self.service.answer_tool = self.views.answer
         self.recovered = 0
         self._lock: SocketLock | None = None
@@ -123,8 +131,7 @@ class Server:
 
     def _open_arena(self, progress: Progress) -> None:
         settings = self.settings.server
-        if not settings.arena_dir.is_dir():
-            raise ConfigurationError(f"FDCACHE_ARENA_DIR: {settings.arena_dir} is no folder; make it a tmpfs")
+        check_arena_dir(self.settings)
         found = self.arena.lock()
         wanted = self.settings.cache.host_memory
         if found is not None and settings.recover:

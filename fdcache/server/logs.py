@@ -8,6 +8,7 @@ import sys
 from logging.handlers import TimedRotatingFileHandler
 
 from fdcache.settings import Settings, Source
+from fdcache.settings.parsing import printable
 from fdcache.settings.server import LogFormat
 
 
@@ -27,11 +28,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
+class TextFormatter(logging.Formatter):
+    """One line of text each; a name in it cannot begin another, or write over the terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """The line, without the traceback."""
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+
 def configure(settings: Settings) -> None:
     """Log to standard error, and to a file by day where ``FD_LOG_DIR`` is set."""
     chosen = settings.server.log_format
     as_text = sys.stderr.isatty() if chosen is LogFormat.AUTO else chosen is LogFormat.TEXT
-    formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s") if as_text else JsonFormatter()
+    formatter = TextFormatter("%(asctime)s %(levelname)s %(message)s") if as_text else JsonFormatter()
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if settings.source("FD_LOG_DIR") is not Source.DEFAULT:
         directory = settings.logging.directory

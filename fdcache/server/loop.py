@@ -12,7 +12,8 @@ import zmq
 
 from fdcache.errors import ProtocolError, ServiceRunningError
 from fdcache.node.address import SCHEME
-from fdcache.node.protocol import MAX_FRAME, Answer, Refused, decode_request_frame, encode_answer
+from fdcache.node.frames import MAX_FRAME, decode_request_frame, encode_answer
+from fdcache.node.protocol import Answer, Refused
 from fdcache.server.service import Service
 
 _TICK = 0.05

@@ -6,13 +6,14 @@ import os
 import resource
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from fdcache.controller.memory_budget import available_memory
 from fdcache.devices.calibration import load_calibration
-from fdcache.devices.topology import visible_gpus
+from fdcache.devices.kernels import load_kernels
+from fdcache.devices.topology import Gpu, visible_gpus
 from fdcache.errors import ConfigurationError, DeviceError
 from fdcache.node.address import default_runtime_dir
 from fdcache.server.huge_pages import huge_page_problem
@@ -57,13 +58,27 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("GPU", f"{gpu.name} {gpu.uuid}, driver {gpu.driver}, {gpu.topology}")
 
 
+def kernels(gpus: Iterable[Gpu]) -> dict[str, Finding]:
+    """Whether the swap kernels compile, by the UUID of each GPU; no engine can use one where they do not."""
+    found = {}
+    for gpu in gpus:
+        problem = None
+        try:
+            load_kernels(gpu.ordinal)
+        except DeviceError as error:
+            problem = str(error)
+        state = "compiled" if problem is None else "not compiled"
+        found[gpu.uuid] = Finding("swap kernels", f"{gpu.uuid}: {state}", problem)
+    return found
+
+
 def calibrations(settings: Settings) -> list[Finding]:
     """What was measured of each GPU earlier. Raises ``DeviceError`` when there is none."""
     found = []
     for gpu in visible_gpus():
         kept = load_calibration(gpu, settings.transfer.calibration_dir)
         if kept is not None:
-            words, hint = f"measured {kept.measured_at}, swap kernels compiled", None
+            words, hint = f"measured {kept.measured_at}", None
         else:
             words, hint = "none", "copies go by safe defaults until `fdcache init` has measured this GPU"
         found.append(Finding("calibration", f"{gpu.uuid}: {words}", hint=hint))

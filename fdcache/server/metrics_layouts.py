@@ -39,7 +39,13 @@ def layout_metrics(layouts: Layouts) -> Iterator[Metric]:
         for each in layouts:
             family.add_metric([each["namespace"]], each["totals"][key])
         yield family
-    hits = CounterMetricFamily("fdcache_hit_blocks", "Blocks found.", labels=["namespace", "tier"])
+    hits = CounterMetricFamily(
+        "fdcache_hit_blocks",
+        "Blocks found, counted for each request that found them: two requests of a step that find one block are two "
+        "hits. Counted as found, so what an engine then leaves out, by its reuse grid, is in it; "
+        "fdcache_client_hit_tokens is what engines used.",
+        labels=["namespace", "tier"],
+    )
     misses = CounterMetricFamily(
         "fdcache_missed_blocks",
         "Blocks asked for and not found, by why the first one of their path was not there.",

@@ -17,8 +17,8 @@ from fdcache.errors import HostMemoryError, UnsupportedLayoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.node.extents import Extent, record_table
+from fdcache.node.geometry import Geometry
 from fdcache.node.presence import create_table, table_bytes
-from fdcache.node.protocol import Geometry
 from fdcache.server.arena import Arena
 from fdcache.server.counts import Counts
 from fdcache.server.departures import Departures, Reason

@@ -19,3 +19,11 @@ def fitting_namespaces(service: Service, arguments: Arguments, *, required: bool
     if not fitting and required:
         raise ArgumentError(f"namespace: none is called {wanted!r}; see `fdcache inspect namespaces`")
     return fitting
+
+
+def only_namespace(service: Service, arguments: Arguments) -> Namespace:
+    """The one that ``arguments`` name. Raises ``ArgumentError`` when they fit several, or none."""
+    chosen = fitting_namespaces(service, arguments)
+    if len(chosen) != 1:
+        raise ArgumentError(f"namespace: {len(chosen)} fit; name one of `fdcache inspect namespaces`")
+    return chosen[0]

@@ -15,6 +15,7 @@ import numpy as np
 from fdcache.errors import FdcacheError, ProtocolError
 from fdcache.layout import KVLayout
 from fdcache.node.arrays import int32_from
+from fdcache.node.frames import RequestFrame, decode_request
 from fdcache.node.liveness import Watch, earlier_processes
 from fdcache.node.protocol import (
     TIER_FIGURES,
@@ -40,8 +41,6 @@ from fdcache.node.protocol import (
     Register,
     Registered,
     Release,
-    RequestFrame,
-    decode_request,
 )
 from fdcache.server import blocks
 from fdcache.server.arena import Arena

@@ -80,7 +80,7 @@ def _totals(storage: LayoutStorage, ranks: list[StorageStats]) -> dict[str, Any]
         "hit_blocks": storage.hit_blocks,
         "read_blocks": counters.blocks_prefetched,
         "stored_blocks": counters.blocks_stored,
-        "dropped_blocks": storage.dropped,
+        "dropped_blocks": storage.counters.stores_dropped,
         "shared_reads": counters.prefetches_shared,
         "timed_out_reads": counters.prefetches_timed_out,
         "corrupt_blocks": counters.blocks_corrupt_in_storage,

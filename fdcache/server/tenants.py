@@ -14,6 +14,7 @@ from fdcache.hashing import NO_TENANT, TENANT_BYTES, tenant_key
 from fdcache.metadata import HashArray, UInt32Array
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers import BlockPool
+from fdcache.tiers.codes import ABSENT
 
 _HASH_BYTES = 32
 _ROW = _HASH_BYTES + TENANT_BYTES
@@ -159,7 +160,7 @@ class Tenants:
     def forget_absent(self, tier: BlockPool, hashes: HashArray) -> None:
         """Of these blocks, that were not kept, some may not be in the tier."""
         if self.roots:
-            absent = hashes[tier.contains(hashes) == 0]
+            absent = hashes[tier.contains(hashes) == ABSENT]
             self.left(row.tobytes() for row in absent)
 
     def clear(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,15 +11,15 @@ import msgspec
 
 from fdcache import __version__
 from fdcache.node.protocol import Answer, Ask, Refused, Told
-from fdcache.server.arguments import ArgumentError, Arguments, number, path
-from fdcache.server.departures import Reason
+from fdcache.server.arguments import ArgumentError, Arguments, number
+from fdcache.server.block_views import explain, find_block
 from fdcache.server.figures import client_figures, namespace_figures, tenant_figures
 from fdcache.server.integrity import check_integrity
-from fdcache.server.namespace import Namespace
 from fdcache.server.resets import reset
-from fdcache.server.selection import fitting_namespaces
+from fdcache.server.selection import fitting_namespaces, only_namespace
 from fdcache.server.service import Service
-from fdcache.server.storage_views import storage_figures, stored_keys
+from fdcache.server.storage_views import storage_figures
+from fdcache.settings.in_force import InForce
 
 MOST_TREE = 1000
 MOST_TENANTS = 100_000
@@ -27,7 +28,7 @@ MOST_TENANTS = 100_000
 class Views:
     """Answers tools. It runs in the service's thread and looks at its state directly."""
 
-    def __init__(self, service: Service, config: Mapping[str, str | None], fingerprint: str) -> None:
+    def __init__(self, service: Service, config: Mapping[str, InForce], fingerprint: str) -> None:
         self._service = service
         self._config = config
         self._fingerprint = fingerprint
@@ -40,10 +41,10 @@ class Views:
             "tenants": self.tenants,
             "transfers": self.transfers,
             "tree": self.tree,
-            "block": self.block,
-            "explain": self.explain,
+            "block": lambda arguments: find_block(self._service, arguments),
+            "explain": lambda arguments: explain(self._service, arguments),
             "layout": self.layout,
-            "config": lambda arguments: {"fingerprint": fingerprint, "settings": dict(config)},
+            "config": self.config,
             "reset": lambda arguments: reset(self._service, arguments),
             "pause": lambda arguments: self._pause(True),
             "resume": lambda arguments: self._pause(False),
@@ -105,7 +106,7 @@ class Views:
                     },
                 },
                 "device": [
-                    {"client": client.name, **device}
+                    {**device, "client": client.name}
                     for client in service.clients.values()
                     if (device := client_figures(client).get("device"))
                 ],
@@ -113,6 +114,15 @@ class Views:
             "storage": storage_figures(service.storage),
             "namespaces": namespaces,
             "clients": self.clients(arguments),
+        }
+
+    def config(self, arguments: Arguments) -> dict[str, Any]:
+        """The settings in force by name, each with everything that was given for it; secrets are masked."""
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "fingerprint": self._fingerprint,
+            "settings": msgspec.to_builtins(self._config),
         }
 
     def tiers(self, arguments: Arguments) -> dict[str, Any]:
@@ -179,7 +189,7 @@ class Views:
 
     def layout(self, arguments: Arguments) -> Any:
         """The layout of a namespace, as JSON."""
-        return msgspec.json.decode(self._namespace(arguments).layout.to_json())
+        return msgspec.json.decode(only_namespace(self._service, arguments).layout.to_json())
 
     def tree(self, arguments: Arguments) -> list[dict[str, Any]]:
         """The hottest blocks, each with its ancestors, parents first."""
@@ -206,85 +216,6 @@ class Views:
                 )
         return found
 
-    def block(self, arguments: Arguments) -> list[dict[str, Any]]:
-        """Where blocks are whose hash begins with ``hash`` (hexadecimal)."""
-        prefix = str(arguments.get("hash", ""))
-        if not 4 <= len(prefix) <= 64 or any(letter not in "0123456789abcdef" for letter in prefix.lower()):
-            raise ArgumentError("hash: give 4 to 64 hexadecimal digits")
-        found = []
-        for namespace in fitting_namespaces(self._service, arguments):
-            tier = namespace.tier
-            whole = bytes.fromhex(prefix[: len(prefix) // 2 * 2])
-            for slot in tier.starting_with(whole).slots.tolist() if tier is not None else ():
-                assert tier is not None
-                node = tier.node(slot)
-                if node.hash.hex().startswith(prefix.lower()):
-                    found.append(
-                        {
-                            "namespace": namespace.id,
-                            "tenant": namespace.tenants.name_of(node.tenant),
-                            "hash": node.hash.hex(),
-                            "slot": slot,
-                            "generation": node.generation,
-                            "depth": node.depth,
-                            "children": node.children,
-                            "pins": node.pins,
-                            "hits": node.hits,
-                            "stored_at": time.time() - node.ready_seconds,
-                            "idle_seconds": node.idle_seconds,
-                            "checksum": f"{node.checksum:016x}",
-                            "unverified": slot in namespace.unverified,
-                        }
-                    )
-            for key, (when, reason) in namespace.departures.known.items():
-                if key.hex().startswith(prefix.lower()):
-                    found.append(
-                        {"namespace": namespace.id, "hash": key.hex(), "reason": reason, "left_at": when}
-                    )
-        return found
-
-    def explain(self, arguments: Arguments) -> dict[str, Any]:
-        """Where each block of a path is, and which one broke the run. ``hashes``: hexadecimal, in path order."""
-        namespace = self._namespace(arguments)
-        hashes = path(arguments)
-        namespace.collect_events()
-        found = namespace.tier.find(hashes) if namespace.tier is not None else None
-        there = (
-            {row.tobytes(): slot for row, slot in zip(found.hashes, found.slots.tolist(), strict=True)}
-            if found
-            else {}
-        )
-        stored = stored_keys(self._service.storage_of(namespace), hashes)
-        blocks = []
-        broken = None
-        for position, row in enumerate(hashes):
-            key = row.tobytes()
-            entry: dict[str, Any] = {"position": position, "hash": key.hex(), "tier": None}
-            if key in there and namespace.tier is not None:
-                node = namespace.tier.node(there[key])
-                entry |= {
-                    "tier": "host",
-                    "slot": node.slot,
-                    "stored_at": time.time() - node.ready_seconds,
-                    "idle_seconds": node.idle_seconds,
-                    "hits": node.hits,
-                }
-            elif key in stored:
-                when, _ = namespace.departures.known.get(key, (None, Reason.NOT_STORED))
-                entry |= {"tier": "storage", "left_host_at": when}
-            else:
-                when, reason = namespace.departures.known.get(key, (None, Reason.NOT_STORED))
-                entry |= {"reason": reason, "left_at": when}
-                broken = position if broken is None else broken
-            blocks.append(entry)
-        return {"namespace": namespace.id, "blocks": blocks, "broken_at": broken}
-
     def _pause(self, paused: bool) -> dict[str, Any]:
         self._service.paused = paused
         return {"state": self.state()}
-
-    def _namespace(self, arguments: Arguments) -> Namespace:
-        chosen = fitting_namespaces(self._service, arguments)
-        if len(chosen) != 1:
-            raise ArgumentError(f"namespace: {len(chosen)} fit; name one of `fdcache inspect namespaces`")
-        return chosen[0]

@@ -153,6 +153,25 @@ def format_size(size: int) -> str:
     return str(size)
 
 
+def printable(text: str) -> str:
+    """Write what would move the cursor or begin a line as an escape: names of clients may hold anything."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def readable_size(size: float) -> str:
+    """Write a number of bytes in four digits, as 1.5GiB."""
+    unit = 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size /= 1024
+        unit += 1
+    return f"{size:.4g}{_UNITS[unit]}"
+
+
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) *(ms|s|m|h|d)", re.ASCII)
 

@@ -29,7 +29,8 @@ class Settings(SettingsTree):
         """Read every source: arguments > environment > secrets directory > dotenv file > defaults.
 
         ``environ`` stands for the process environment; ``arguments`` maps variable names to explicit values,
-        of which None counts as not given; ``defaults`` are a caller's own, in place of those described.
+        of which None counts as not given, and a ``Given`` says which option gave it; ``defaults`` are a
+        caller's own, in place of those described.
 
         Raises:
             SettingsError: the configuration is wrong; its ``problems`` name every variable concerned.

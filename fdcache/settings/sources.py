@@ -56,11 +56,15 @@ class Layer:
 
 
 def explicit_layer(source: Source, values: Mapping[str, object]) -> Layer:
-    """Make a layer of values that a caller passes, keyed by variable name; None counts as not given."""
-    return Layer(
-        source,
-        {name: Given(source.value, value) for name, value in values.items() if value not in (None, "")},
-    )
+    """Make a layer of values that a caller passes, keyed by variable name; None counts as not given.
+
+    A ``Given`` among them says where its value comes from, as from an option of a command.
+    """
+    given = {
+        name: value if isinstance(value, Given) else Given(source.value, value)
+        for name, value in values.items()
+    }
+    return Layer(source, {name: each for name, each in given.items() if each.value not in (None, "")})
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:

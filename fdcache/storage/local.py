@@ -13,8 +13,7 @@ from fdcache.metadata import CacheLevel, HashArray
 from fdcache.storage.connector import LOST, BatchResult, Outcome, RecordBatch, RunResult, StorageStats
 from fdcache.storage.slab import SlabStore
 from fdcache.tiers import BlockPool, restore
-
-_READY, _RESERVED, _IS_READY = 1, 0, 1
+from fdcache.tiers.codes import IS_READY, READY, RESERVED
 
 
 class LocalConnector:
@@ -41,13 +40,13 @@ class LocalConnector:
 
     def exists(self, hashes: HashArray, timeout: float) -> RunResult:
         """How many of the first blocks are stored by this rank; the others' files are out of sight."""
-        absent = np.flatnonzero(self._pool.contains(hashes) != _READY)
+        absent = np.flatnonzero(self._pool.contains(hashes) != READY)
         return RunResult(int(absent[0]) if len(absent) else len(hashes))
 
     def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
         """Read blocks; one that turns out corrupt leaves the index with all below it."""
         with self._lock:
-            presence = self._pool.contains(batch.hashes) == _READY
+            presence = self._pool.contains(batch.hashes) == READY
             found = self._pool.find(batch.hashes)
             self._pool.hold(found.slots)
         result = BatchResult.of(len(batch), Outcome.MISS)
@@ -71,13 +70,13 @@ class LocalConnector:
             taken = self._pool.reserve_copies(0, batch.parents, batch.hashes)
             if taken.missing:
                 return BatchResult.of(len(batch), Outcome.ERROR, f"{taken.missing} slots are missing")
-        mine = taken.status == _RESERVED
+        mine = taken.status == RESERVED
         placed = replace(batch.select(mine), slots=taken.slots, generations=taken.generations)
         written = self._store.put(placed, timeout, cancel)
         with self._lock:
             self._pool.complete(taken.slots, written.ok.view(np.uint8), written.checksums)
         outcomes = np.full(len(batch), Outcome.ERROR, np.uint8)
-        outcomes[taken.status == _IS_READY] = Outcome.OK
+        outcomes[taken.status == IS_READY] = Outcome.OK
         outcomes[mine] = written.outcomes
         checksums = np.zeros(len(batch), np.uint64)
         checksums[mine] = written.checksums
@@ -89,7 +88,7 @@ class LocalConnector:
     def delete(self, hashes: HashArray, timeout: float) -> BatchResult:
         """Remove blocks, and with each what hangs below it. Raises ``StorageError`` on a file that is read-only."""
         with self._lock:
-            present = self._pool.contains(hashes) == _READY
+            present = self._pool.contains(hashes) == READY
             gone = self._pool.discard(self._pool.find(hashes).slots)
             self._store.erase(gone.slots)
         result = BatchResult.of(len(hashes), Outcome.MISS)

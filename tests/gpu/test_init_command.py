@@ -12,14 +12,20 @@ import pytest
 
 from fdcache.devices.calibration import Calibration, load_calibration, save_calibration
 from fdcache.devices.cuda import CudaDevice
+from fdcache.devices.kernels import load_kernels
 from fdcache.devices.topology import visible_gpus
+from fdcache.errors import KernelError
 from fdcache.settings.transfer import TransferSettings
 
+RUN = "from fdcache_cli.main import run; run()"
 
-def run_init(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+
+def run_init(
+    folder: Path, *options: str, program: str = RUN, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from fdcache_cli.main import run; run()", "init", *options],
-        env=os.environ | {"FDCACHE_CALIBRATION_DIR": str(folder)},
+        [sys.executable, "-c", program, "init", *options],
+        env=os.environ | {"FDCACHE_CALIBRATION_DIR": str(folder)} | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -43,6 +49,28 @@ def test_init_measures_keeps_and_shows(tmp_path: Path) -> None:
     assert {each.method for each in kept.measurements} == {"direct", "staged", "kernel"}
     assert kept.link_to_device > 1 and kept.link_to_host > 1
     assert CudaDevice(settings=TransferSettings(calibration_dir=tmp_path)).calibration == kept
+
+
+def test_kernels_that_do_not_compile_are_told_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match=r"GPU 0: .*error: .*pip install --upgrade nvidia-cuda-nvrtc"):
+        load_kernels(0, "this is no C++")
+    broken = "from fdcache import _core; _core.swap_source = lambda: 'this is no C++'; "
+    done = run_init(tmp_path, "--json", program=f"{broken}{RUN}")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    answer = json.loads(done.stdout)
+    kernels = [each for each in answer["machine"] if each["name"] == "swap kernels"]
+    assert len(kernels) == len(visible_gpus())
+    assert all("not compiled" in each["found"] and "nvrtc" in each["problem"] for each in kernels)
+    assert answer["calibrations"] == []
+
+
+def test_a_check_compiles_and_keeps_nothing(tmp_path: Path) -> None:
+    done = run_init(tmp_path / "calibration", "--check", CUPY_CACHE_DIR=str(tmp_path / "kernels"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    uuid = visible_gpus()[0].uuid
+    assert f"swap kernels    {uuid}: compiled" in done.stdout
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_stale_calibration_is_not_used(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_it_says_what_the_machine_has_and_changes_nothing(tmp_path: Path) -> Non
     answer = json.loads(done.stdout)
     names = {each["name"] for each in answer["machine"]}
     what = {"GPU", "memory", "NUMA nodes", "memlock", "huge pages", "arena folder", "runtime folder", "disk"}
-    assert names - {"calibration"} == what
+    assert names - {"calibration", "swap kernels"} == what
     assert answer["calibrations"] == []
     assert list(tmp_path.iterdir()) == []
 
@@ -118,6 +118,43 @@ class TestPreparing:
         assert run_init("--check", **home(tmp_path)).returncode == 0
         assert list(tmp_path.iterdir()) == []
         assert run_init("--check", "--env-file", str(tmp_path / "x"), **home(tmp_path)).returncode == 2
+
+
+WITH_A_GPU = """
+from fdcache.devices import topology
+from fdcache.server import machine_report
+gpu = topology.Gpu(0, "GPU-1", "H200", 13000, "0000:01:00.0", "PCIe 5 x16", 0, 132)
+topology.visible_gpus = machine_report.visible_gpus = lambda: [gpu]
+from fdcache_cli.main import run; run()
+"""
+
+
+@pytest.mark.skipif(missing_gpu() is None, reason="kernels compile here; tests/gpu has those that do not")
+@pytest.mark.parametrize("options", [("--check",), ()])
+def test_kernels_that_do_not_compile_are_a_problem_of_their_own(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    def init(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", WITH_A_GPU, "init", *options, *more],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **home(tmp_path)},
+            timeout=120,
+        )
+
+    done = init()
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    lines = done.stdout.splitlines()
+    (found,) = (number for number, line in enumerate(lines) if line.startswith("swap kernels "))
+    assert lines[found].split()[2:] == ["GPU-1:", "not", "compiled"]
+    assert "PROBLEM: " in lines[found + 1] and "install fdcache[cuda12]" in lines[found + 1]
+    answer = json.loads(init("--json").stdout)
+    (kernels,) = (each for each in answer["machine"] if each["name"] == "swap kernels")
+    assert "install fdcache[cuda12]" in kernels["problem"]
+    assert answer["calibrations"] == [], "a GPU without kernels is not measured"
 
 
 def test_a_disk_that_is_smaller_than_the_storage_is_told_of(tmp_path: Path) -> None:

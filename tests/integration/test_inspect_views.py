@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from fdcache.hashing import TokenBlocks, root_hash
-from fdcache_cli.inspect import draw_tree
+from fdcache_cli.inspect_tree import draw_tree
 from tests.e2e.test_serve_command import run
 from tests.service_engine import BLOCK, PROMPT, Engine, ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, next_line, spawned, until

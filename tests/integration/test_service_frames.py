@@ -15,9 +15,9 @@ from fdcache.client.tool import Argument
 from fdcache.errors import ProtocolError, ServiceUnavailableError
 from fdcache.manager import Request as EngineRequest
 from fdcache.node.connection import Connection
+from fdcache.node.frames import VERSION, decode_answer, encode_request
 from fdcache.node.liveness import LiveFile
 from fdcache.node.protocol import (
-    VERSION,
     Ask,
     Attach,
     EndFetches,
@@ -36,8 +36,6 @@ from fdcache.node.protocol import (
     Registered,
     Release,
     Request,
-    decode_answer,
-    encode_request,
 )
 from fdcache.node.traffic import Copied, Direction, Traffic
 from tests.service_engine import PROMPT, Engine, layout

@@ -127,6 +127,14 @@ def test_the_level_is_the_one_asked_for(tmp_path: Path, logger: logging.Logger, 
     assert ("detail" in text, "event" in text) == (level == "DEBUG", True)
 
 
+def test_a_name_in_a_line_of_text_cannot_begin_another_or_move_the_cursor() -> None:
+    record = logging.LogRecord(
+        "fdcache.server", logging.WARNING, "", 0, "client %s is silent", ("a\x1b[2J\nERROR b",), None
+    )
+    line = logs.TextFormatter("%(levelname)s %(message)s").format(record)
+    assert line == r"WARNING client a\x1b[2J\nERROR b is silent"
+
+
 def test_so_many_days_are_kept(tmp_path: Path, logger: logging.Logger) -> None:
     for day in range(1, 6):
         (tmp_path / f"fdcache-serve.log.2020-01-0{day}").write_text("old\n")

@@ -10,8 +10,10 @@ import pytest
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import CacheNotReadyError, ConfigurationError, PlanError
+from fdcache.hashing import hash_blocks, root_hash
 from fdcache.manager import CacheManager, MatchStatus, Request
-from fdcache.metadata import CacheStatus, SwapPurpose
+from fdcache.manager.events import BlocksCleared, BlockStored
+from fdcache.metadata import CacheLevel, CacheStatus, SwapPurpose
 from fdcache.node.traffic import Direction
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
@@ -30,8 +32,8 @@ def stored(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def engine(stored: Path) -> Iterator[Engine]:
-    engine = Engine(stored)
+def engine(request: pytest.FixtureRequest, stored: Path) -> Iterator[Engine]:
+    engine = Engine(stored, **getattr(request, "param", {}))
     assert engine.restored == 8
     yield engine
     engine.close()
@@ -70,6 +72,20 @@ def test_figures_of_an_engine_with_storage_of_its_own(engine: Engine) -> None:
     assert (rank.hits, rank.stored, rank.blocks_found_on_start) == (8, 3, 8)
     assert (rank.read_bytes, rank.written_bytes) == (read.bytes, written.bytes)
     assert (rank.misses, rank.corrupt, rank.errors, rank.timeouts, rank.peer_gone) == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("engine", [{"event_buffer": 100}], indirect=True)
+def test_events_tell_what_stands_in_storage(engine: Engine) -> None:
+    path = engine.manager.take_events()
+    assert [(type(event), event.tier) for event in path] == [(BlockStored, CacheLevel.STORAGE)] * 8
+    engine.run("other", tokens_of(2, 1))
+    block = hash_blocks(tokens_of(2, 1), BLOCK, parent=root_hash(LAYOUT.fingerprint))[0].tobytes()
+    assert engine.manager.take_events() == [
+        BlockStored(tier, block, None, BLOCK)
+        for tier in (CacheLevel.DEVICE, CacheLevel.HOST, CacheLevel.STORAGE)
+    ]
+    engine.manager.reset_cache()
+    assert BlocksCleared(CacheLevel.STORAGE) in engine.manager.take_events()
 
 
 def test_prefetch_at_arrival_needs_no_wait_at_the_match(engine: Engine) -> None:

@@ -18,6 +18,7 @@ from fdcache.controller.shared_arena import SharedHostArena
 from fdcache.devices.cpu import CpuDevice
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, MatchStatus, Request
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport, TransferResult
+from fdcache.planes import Plane
 from tests.property.disk_model import Disk
 
 BLOCK = 4
@@ -57,13 +58,16 @@ class Job:
 class Rank:
     """One worker: device and host blocks, and a queue of plans and steps.
 
-    With ``arena`` its host blocks are a service's, whose headers it writes as a device would. What a block holds
-    on the device may be kept elsewhere than in a dictionary.
+    With ``arena`` its host blocks are a service's, of these ``planes``, whose headers it writes as a device would.
+    What a block holds on the device may be kept elsewhere than in a dictionary.
     """
 
-    def __init__(self, index: int, arena: SharedHostArena | None = None) -> None:
+    def __init__(
+        self, index: int, arena: SharedHostArena | None = None, planes: tuple[Plane, ...] = ()
+    ) -> None:
         self.index = index
         self.arena = arena
+        self.planes = planes
         self.device: MutableMapping[int, Prefix] = {}
         self.host: dict[int, tuple[int, Prefix]] = {}
         self.disk = Disk()
@@ -122,9 +126,10 @@ class Rank:
         if arena.table.header(slot).generation != generation:
             raise AssertionError(f"slot {slot} was given to others while rank {self.index} writes it")
         record = arena.table.record(slot)
-        checksum = _core.record_checksum(record, [0], [len(record)])
+        offsets, sizes = [plane.offset for plane in self.planes], [plane.nbytes for plane in self.planes]
+        checksum = _core.record_checksum(record, offsets, sizes)
         hashes = (swap.hash_values[i].tobytes(), swap.parent_hashes[i].tobytes())
-        header = _core.SlotHeader(2, generation, *hashes, arena.fingerprint, len(record), checksum)
+        header = _core.SlotHeader(2, generation, *hashes, arena.fingerprint, sum(sizes), checksum)
         arena.table.set_header(slot, header)
 
     def compute(self, step: Step) -> None:
@@ -147,7 +152,8 @@ def model_rank(manager: CacheManager, index: int) -> Rank:
     host = manager.host_cache
     if host.server is None:
         return Rank(index)
-    return Rank(index, SharedHostArena(host, manager.layout, index, CpuDevice()))
+    layout = manager.layout
+    return Rank(index, SharedHostArena(host, layout, index, CpuDevice()), layout.planes)
 
 
 class Engine:

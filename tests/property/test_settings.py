@@ -7,12 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache.settings import VARIABLES, Settings, SettingsError, Survey, survey
 from fdcache.settings.dotenv import Entry, parse, quote
+from fdcache.settings.in_force import InForce, in_force
 from fdcache.settings.parsing import format_size, parse_size
 from fdcache_cli.env_report import Report
 
@@ -66,8 +68,17 @@ environments = st.builds(
 
 
 def all_that_can_be_shown(found: Survey) -> str:
-    report = Report(found, reveal=False)
-    shown = [repr(found), str(found.settings), found.settings.model_dump_json(), found.settings.fingerprint]
+    states = in_force(found.settings, found.rejected)
+    told = msgspec.json.encode(states)
+    assert msgspec.json.decode(told, type=dict[str, InForce]) == states, "a service can tell it"
+    report = Report(states)
+    shown = [
+        told.decode(),
+        repr(found),
+        str(found.settings),
+        found.settings.model_dump_json(),
+        found.settings.fingerprint,
+    ]
     for variable in VARIABLES.values():
         shown += [*report.row(variable), json.dumps(report.record(variable)), *report.story(variable)]
     shown += [json.dumps(asdict(problem)) + str(problem) for problem in found.problems]

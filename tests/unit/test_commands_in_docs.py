@@ -16,7 +16,13 @@ from fdcache_cli.main import COMMANDS
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))]
 PROGRAMS = ("fdcache", "make", "python")
-STANDS_FOR = {"HASH": "ab" * 32, "FILE": "README.md", "prod.env": "README.md", "test.env": "README.md"}
+STANDS_FOR = {
+    "ADDRESS": "ipc:///run/fdcache.sock",
+    "HASH": "ab" * 32,
+    "FILE": "README.md",
+    "prod.env": "README.md",
+    "test.env": "README.md",
+}
 
 
 def shown(page: str) -> Iterator[str]:

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from fdcache import CacheController, CacheManager
+from fdcache.devices.cuda import CudaDevice
 from fdcache.integrations import fastdeploy
+from fdcache.layout import KVLayout, LayoutOptions
+from fdcache.settings import VARIABLES
 
 ROOT = Path(__file__).parent.parent.parent
 GUIDES = ["docs/embedding.md", "docs/fastdeploy.md", "docs/architecture.md", "docs/migration.md"]
 SOURCES = {
     path.name: [line.strip() for line in path.read_text().splitlines()]
     for path in sorted((ROOT / "examples/paddle_engine").glob("*.py"))
+}
+
+
+NAMED_IN_TABLE: dict[str, Any] = {
+    each.__name__: each for each in (CacheController, CacheManager, CudaDevice, KVLayout)
 }
 
 
@@ -108,6 +119,63 @@ def test_the_migration_table_has_every_old_member(section: str) -> None:
     cells = [line.split("|")[1] for line in table[1].splitlines() if line.startswith("| ")]
     told = set(re.findall(r"\w+", " ".join(cells)))
     assert sorted(set(OLD_MEMBERS[section].split()) - told) == []
+
+
+TRANSFER_PROCESS = {
+    "arguments": """splitwise_role rank device_id num_layers head_dim kv_num_head rdma_port mp_num protocol
+        enable_splitwise cache_queue_port engine_worker_queue_port pod_ip engine_pid num_gpu_blocks num_cpu_blocks
+        block_size bytes_per_layer_per_block cache_dtype speculative_config local_data_parallel_id
+        create_cache_tensor""",
+    "signals": """cache_ready_signal swap_space_ready_signal cache_task_broadcast_signal kv_cache_status
+        prefix_tree_status worker_healthy_live_signal""",
+    "variables": "FD_ENABLE_SWAP_SPACE_CLEARING FD_CACHE_PROC_ERROR_COUNT FD_CACHE_PROC_EXIT_TIMEOUT",
+}
+
+
+def transfer_process() -> list[tuple[str, str]]:
+    """What the old transfer process took, row by row, and what the page says of it."""
+    text = (ROOT / "docs/migration.md").read_text()
+    table = text.split("\n## Coming from the per-rank transfer process\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
+    return [(old.strip(), now.strip()) for old, now in rows]
+
+
+@pytest.mark.parametrize("kind", TRANSFER_PROCESS)
+def test_what_the_transfer_process_took_is_mapped_once(kind: str) -> None:
+    told = [name for old, _ in transfer_process() for name in re.findall(r"`(\w+)`", old)]
+    assert {name: told.count(name) for name in TRANSFER_PROCESS[kind].split()} == dict.fromkeys(
+        TRANSFER_PROCESS[kind].split(), 1
+    )
+
+
+@pytest.mark.parametrize(("old", "now"), transfer_process(), ids=lambda text: text[:40])
+def test_what_is_named_in_its_place_is_there_or_the_reason_is(old: str, now: str) -> None:
+    if now.startswith("gone"):
+        assert re.match(r"gone( from here)?: .{20}", now), "it says why"
+        return
+    new = re.findall(r"`([^`]+)`", now)
+    assert new
+    for each in new:
+        if each.startswith("FDCACHE_"):
+            assert each in VARIABLES
+        elif not each.startswith("fdcache ") and f"`{each}`" not in old:
+            takes(each)
+
+
+def takes(call: str) -> None:
+    """``Owner.member(argument=...)`` exists and takes these arguments."""
+    path, _, arguments = call.rstrip(")").partition("(")
+    owner, *members = path.split(".")
+    target = NAMED_IN_TABLE[owner]
+    for member in members:
+        assert member in dir(target) or member in target.__dataclass_fields__, call
+        target = getattr(target, member, None)
+    known: set[str] = set()
+    if arguments:
+        known = set(signature(target).parameters)
+    if "options" in known:
+        known |= set(LayoutOptions.__annotations__)
+    assert set(re.findall(r"(\w+)=", arguments)) <= known, call
 
 
 def names(cell: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fdcache.manager.ledger import OpenPlan
+from fdcache.manager.stats import Counters
 from fdcache.manager.storage_index import LocalIndex
 from fdcache.manager.stores import StorePlanner
 from fdcache.metadata import CacheLevel
@@ -23,8 +24,13 @@ class Stage:
         self.host = LocalHostTier(CacheLevel.HOST, 8)
         self.index = LocalIndex.make(16)
         self.index.restore([])
+        self.counters = Counters()
         self.stores = StorePlanner(
-            CacheSettings(write_policy=policy), StorageTierSettings(**storage), self.host, self.index
+            CacheSettings(write_policy=policy),
+            StorageTierSettings(**storage),
+            self.host,
+            self.index,
+            self.counters,
         )
         self.host.on_evict = self.stores.on_evict
 
@@ -40,7 +46,7 @@ def test_what_left_the_host_before_its_turn_is_dropped_and_counted() -> None:
     stage.stores.on_arrival(hashes(PATH))
     copy_in(stage.host, chain(*range(10, 16)))  # drives two of the four out
     assert [stage.planned(), stage.planned()] == [2, 0]
-    assert stage.stores.dropped == 2
+    assert stage.counters.stores_dropped == 2
     assert stage.stores.queued == 0
 
 
@@ -51,7 +57,7 @@ def test_write_back_counts_what_leaves_the_host_before_it_is_stored(stored: int,
     if stored:
         store(stage.index.pool, PATH[:stored])
     copy_in(stage.host, chain(*range(10, 16)))
-    assert stage.stores.dropped == lost
+    assert stage.counters.stores_dropped == lost
 
 
 def test_a_full_queue_gives_up_its_oldest_blocks() -> None:
@@ -61,4 +67,4 @@ def test_a_full_queue_gives_up_its_oldest_blocks() -> None:
     for _ in range(16384 // 4):
         stage.stores.on_arrival(hashes(PATH))
     assert stage.stores.queued == 16384
-    assert stage.stores.dropped == 4
+    assert stage.counters.stores_dropped == 4

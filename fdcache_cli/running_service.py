@@ -1,0 +1,85 @@
+"""A running service's settings, and which of them its options took away from an environment."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fdcache.errors import FdcacheError, ProtocolError
+from fdcache.node.address import default_address, socket_path
+from fdcache.settings import Settings, Source
+from fdcache.settings.in_force import InForce
+
+if TYPE_CHECKING:
+    from fdcache.client.tool import Client
+
+_SECONDS = 0.25
+"""What a service gets that nobody asked for by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningService:
+    """What a service says of itself."""
+
+    address: str
+    version: str
+    pid: int
+    fingerprint: str
+    settings: Mapping[str, InForce]
+
+    def overrides(self, environment: Mapping[str, InForce]) -> dict[str, InForce]:
+        """The settings that an option of the service made another than in ``environment``.
+
+        Its address is left out: two ways to write it lead to the same socket.
+        """
+        return {
+            name: theirs
+            for name, theirs in self.settings.items()
+            if theirs.source is Source.ARGUMENT
+            and name != "FDCACHE_SERVER"
+            and name in environment
+            and theirs.text != environment[name].text
+        }
+
+
+class _Answer(msgspec.Struct):
+    version: str
+    pid: int
+    fingerprint: str
+    settings: dict[str, InForce]
+
+
+def ask_service(client: Client) -> RunningService:
+    """Ask a service for its settings. Raises ``ServiceError`` or ``ProtocolError``."""
+    try:
+        told = msgspec.convert(client.ask("config"), _Answer)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(
+            f"{client.address}: the service there tells its settings in another form ({error}); "
+            "use the fdcache command of its version"
+        ) from error
+    return RunningService(client.address, told.version, told.pid, told.fingerprint, told.settings)
+
+
+def find_service(settings: Settings) -> RunningService | None:
+    """The service at the address that ``settings`` name, if one answers at once; without a socket nothing is tried."""
+    address = settings.cache.server or default_address(settings.server.runtime_dir)
+    try:
+        if not _listens(address):
+            return None
+        from fdcache.client.tool import Client  # loaded where there is somebody to talk to
+
+        with Client(address, timeout=_SECONDS) as client:
+            return ask_service(client)
+    except FdcacheError:
+        return None  # whoever wants to know why asks for it with --server
+
+
+def _listens(address: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.setblocking(False)
+        return line.connect_ex(str(socket_path(address))) == 0

@@ -1,0 +1,247 @@
+"""The commands where an operator meets the unusual: made-up figures, nothing found, several layouts, questions."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fdcache.hashing import TokenBlocks, root_hash
+from fdcache.node.connection import Connection
+from fdcache.node.liveness import LiveFile
+from fdcache.node.protocol import Heartbeat, Register
+from fdcache_cli.inspect_tree import draw_trees
+from tests.e2e.test_serve_command import run
+from tests.service_engine import BLOCK, PROMPT, Engine, layout
+from tests.service_help import LocalService, local_service, until
+
+MADE_UP = {
+    "device": {
+        "client": "somebody else",
+        "tier": "host",
+        "of": "[red]everything[/red]",
+        "blocks": "[bold]all[/bold]",
+        "ready": [[[1]] * 3, {"a": None}],
+        "free": 10**300,
+        "writing": -(10**25),
+        "evictable": "\x1b[2Jgone",
+        "evictions": True,
+    },
+    "counters": {"lookup_tokens": 10**300, "device_hit_tokens": "x", "host_hit_tokens": [7]},
+    "plans_in_flight": {"very": ["deep", {"down": 1}]},
+    "queued_backups": "z" * 5000,
+    "live_requests": 1e300,
+}
+NAME = "engine[/bold]\x1b[2J\nfdcache"
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[LocalService]:
+    (tmp_path / "s").mkdir()
+    with local_service(tmp_path / "s") as own:
+        yield own
+
+
+def on_terminal(*arguments: str, answer: str = "") -> tuple[int, str, str]:
+    """Run a command with ``answer`` typed on a terminal: its status, what is seen there, and its standard output."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fdcache_cli.main", *arguments],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "300"},
+    )
+    os.close(theirs)
+    os.write(ours, answer.encode())
+    output, _ = process.communicate(timeout=60)
+    seen = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+    except OSError:  # Linux reports the end of a terminal as EIO
+        os.close(ours)
+    return process.returncode, seen.decode(), output
+
+
+def drawn(*arguments: str) -> str:
+    """What a command draws on a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fdcache_cli.main", *arguments],
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "300"},
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+    except OSError:
+        os.close(ours)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    return seen.decode()
+
+
+def test_whatever_a_client_says_of_itself_is_shown_as_it_is(service: LocalService, tmp_path: Path) -> None:
+    line, live = Connection(service.address), LiveFile(service.directory)
+    answer, _ = line.call(Register(layout().to_json().encode(), live.live, NAME), 5)
+    line.session = answer.session  # type: ignore[union-attr]
+    line.call(Heartbeat(json.dumps(MADE_UP).encode()), 5)
+    for view in ("tiers", "clients", "transfers"):
+        piped = run("inspect", view, "--server", service.address)
+        assert (piped.returncode, piped.stderr) == (0, "")
+        for text in (piped.stdout, drawn("inspect", view, "--server", service.address)):
+            assert r"engine[/bold]\x1b[2J\nfdcache" in text
+            assert "\x1b[2J" not in text
+            assert "z" * 40 not in text and "0" * 40 not in text, "what is long is cut"
+        told = json.loads(run("inspect", view, "--json", "--server", service.address).stdout)
+        assert told
+    text = run("inspect", "tiers", "--server", service.address).stdout
+    assert "[bold]all[/bold]" in text and "somebody else" not in text and "everything" not in text
+    (client,) = json.loads(run("inspect", "clients", "--json", "--server", service.address).stdout)
+    assert client["figures"] == MADE_UP
+    asked = run("reset", "--tier", "device", "--dry-run", "--server", service.address)
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert "\x1b" not in asked.stdout
+    line.close()
+    live.close()
+
+
+def test_a_picture_of_made_up_figures_is_drawn(service: LocalService, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    line, live = Connection(service.address), LiveFile(service.directory)
+    answer, _ = line.call(Register(layout().to_json().encode(), live.live, "engine"), 5)
+    line.session = answer.session  # type: ignore[union-attr]
+    line.call(Heartbeat(json.dumps(MADE_UP).encode()), 5)
+    done = run("inspect", "tiers", "--plot", str(tmp_path / "x.png"), "--server", service.address)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "x.png").stat().st_size > 5000
+    line.close()
+    live.close()
+
+
+class TestBlocksAndPrompts:
+    def test_a_block_that_is_nowhere_is_said_to_be(self, service: LocalService) -> None:
+        done = run("inspect", "block", "0123abcd", "--server", service.address)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("no block that begins with 0123abcd is there")
+
+    @pytest.mark.parametrize("prefix", ["abc", "xyzxyz", "0" * 65])
+    def test_what_is_no_hash_is_wrong_usage(self, service: LocalService, prefix: str) -> None:
+        done = run("inspect", "block", prefix, "--server", service.address)
+        assert done.returncode == 2
+        assert "HASH: give 4 to 64 hexadecimal digits" in done.stderr
+
+    def test_it_says_whether_a_block_is_stored(self, tmp_path: Path) -> None:
+        storage = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path / "storage")}
+        (tmp_path / "s").mkdir()
+        with local_service(tmp_path / "s", **storage, FDCACHE_STORAGE_SIZE="4MiB") as service:
+            engine = Engine(service.address)
+            engine.serve(PROMPT)
+            until(lambda: service.ask("storage")["blocks"] == 10, "the blocks are stored")
+            (namespace,) = service.service.namespaces
+            blocks = TokenBlocks(BLOCK, root_hash(namespace, None))
+            blocks.append(PROMPT)
+            key = blocks.hashes[3].tobytes().hex()
+            (both,) = service.ask("block", hash=key[:10])
+            assert both["stored"] is True and "slot" in both
+            engine.close()
+            service.ask("reset", tier="host")
+            found = service.ask("block", hash=key)
+            assert [each["stored"] for each in found] == [True] * len(found) != []
+            assert not any("slot" in each for each in found)
+            assert service.ask("block", hash="0" * 64) == []
+            shown = run("inspect", "block", key, "--server", service.address).stdout
+            assert "yes" in shown.splitlines()[1].split()
+
+    @pytest.mark.parametrize(
+        ("text", "status", "said"),
+        [
+            ("[1, 2]", 0, "these tokens fill no block"),
+            ("1 two 3", 2, "'two' is no token id"),
+            ("[1, -2]", 2, "'-2' is no token id"),
+            ("\udcff", 2, "cannot be read as text"),
+        ],
+    )
+    def test_tokens_that_explain_nothing(
+        self, service: LocalService, tmp_path: Path, text: str, status: int, said: str
+    ) -> None:
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        (tmp_path / "tokens").write_bytes(text.encode(errors="surrogateescape"))
+        done = run("inspect", "explain", "--tokens", str(tmp_path / "tokens"), "--server", service.address)
+        engine.close()
+        assert done.returncode == status
+        assert said in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_trees_of_several_layouts_stand_below_their_names() -> None:
+    block = {"parent": None, "depth": 0, "hits": 1, "children": 0, "pins": 0, "idle_seconds": 1.0}
+    one, two = ({**block, "namespace": name, "hash": name * 32} for name in ("aa", "bb"))
+    assert draw_trees([one]) == ["aaaaaaaaaaaa  1 block, 1 hits, idle 1.0s"]
+    lines = draw_trees([one, two])
+    assert [line.split("  ")[0] for line in lines] == ["namespace aa", "a" * 12, "namespace bb", "b" * 12]
+    assert draw_trees([]) == ["there are no blocks"]
+
+
+class TestReset:
+    @pytest.mark.parametrize(("answer", "status", "left"), [("n\n", 1, 10), ("y\n", 0, 0)])
+    def test_it_asks_on_the_terminal_and_prints_json_alone(
+        self, service: LocalService, answer: str, status: int, left: int
+    ) -> None:
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are there")
+        engine.close()
+        command = ("reset", "--tier", "host", "--json", "--server", service.address)
+        code, asked, output = on_terminal(*command, answer=answer)
+        assert code == status
+        assert "would forget 10 blocks" in asked and "Forget them? [y/N]" in asked
+        assert service.ask("namespaces")[0]["tier"]["ready"] == left
+        if status == 0:
+            assert json.loads(output)["host"][0]["blocks"] == 10
+        else:
+            assert output.strip() == ""
+
+
+class TestWhatCannotBe:
+    def test_without_a_socket_nobody_is_waited_for(self, tmp_path: Path) -> None:
+        done = run("inspect", "tiers", "--server", f"ipc://{tmp_path}/none.sock")
+        assert done.returncode == 1
+        assert f"{tmp_path}/none.sock does not exist" in done.stderr
+        assert "start `fdcache serve`" in done.stderr
+
+    def test_a_folder_of_the_socket_that_cannot_be_made(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        socket = f"ipc://{tmp_path}/file/x.sock"
+        done = run("serve", "--http", "off", "--socket", socket, FDCACHE_ARENA_DIR=str(tmp_path))
+        assert done.returncode == 78
+        assert "choose another --socket" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_a_check_looks_for_the_arena_folder(self, tmp_path: Path) -> None:
+        done = run("serve", "--check", "--arena-dir", str(tmp_path / "none"))
+        assert done.returncode == 78
+        assert "make it a tmpfs" in done.stderr
+
+    def test_a_replay_at_a_service_has_no_host_memory_of_its_own(self, tmp_path: Path) -> None:
+        done = run("replay", "--server", f"{tmp_path}/x.sock", "--host-memory", "1GiB", "--requests", "1")
+        assert done.returncode == 2
+        assert "give it to `fdcache serve`" in done.stderr
+
+    def test_files_are_not_watched(self, tmp_path: Path) -> None:
+        done = run("inspect", "storage", str(tmp_path), "--watch")
+        assert done.returncode == 2
+        assert "PATH is read once" in done.stderr

@@ -1,0 +1,97 @@
+"""How settings are rendered that an option, a file or nobody gave, and what a service's options changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from fdcache.errors import ProtocolError
+from fdcache.settings import VARIABLES, Given, Source, survey
+from fdcache.settings.in_force import InForce, in_force
+from fdcache_cli.env_report import Report
+from fdcache_cli.env_show import tell
+from fdcache_cli.running_service import RunningService, ask_service
+
+MEMORY = VARIABLES["FDCACHE_HOST_MEMORY"]
+OPTION = Given("--host-memory of fdcache serve", "4MiB")
+
+
+def states(environ: dict[str, str] | None = None, **arguments: object) -> dict[str, InForce]:
+    found = survey(environ or {}, arguments)
+    return in_force(found.settings, found.rejected)
+
+
+def service(**arguments: Given) -> RunningService:
+    return RunningService("ipc:///run/x.sock", "1", 7, "f", states({}, **arguments))
+
+
+def test_an_option_is_the_source_and_beats_the_environment() -> None:
+    report = Report(states({"FDCACHE_HOST_MEMORY": "1MiB"}, FDCACHE_HOST_MEMORY=OPTION))
+    assert report.row(MEMORY) == (MEMORY.name, "4MiB", "--host-memory of fdcache serve", "0", "yes")
+    record = report.record(MEMORY)
+    assert (record["value"], record["source"], record["place"]) == (4 << 20, "argument", OPTION.place)
+    winner, loser = [line.strip() for line in report.story(MEMORY)][-3:-1]
+    assert winner == "argument     '4MiB' by --host-memory of fdcache serve"
+    assert loser == "environment  '1MiB' as FDCACHE_HOST_MEMORY in environment"
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_an_option_that_was_not_given_is_none(value: object) -> None:
+    state = states(FDCACHE_HOST_MEMORY=Given("--host-memory of fdcache serve", value))["FDCACHE_HOST_MEMORY"]
+    assert (state.source, state.origins, state.changed) == (Source.DEFAULT, (), False)
+
+
+def test_what_is_wrong_is_said_of_the_option() -> None:
+    found = survey({}, {"FDCACHE_HOST_MEMORY": Given("--host-memory of fdcache serve", "plenty")})
+    (problem,) = found.errors
+    assert str(problem).startswith(
+        "FDCACHE_HOST_MEMORY (--host-memory of fdcache serve): 'plenty' is not a size"
+    )
+    state = in_force(found.settings, found.rejected)["FDCACHE_HOST_MEMORY"]
+    assert (state.valid, state.value, state.text) == (False, None, None)
+    assert Report({MEMORY.name: state}).row(MEMORY)[1] == "(not valid)"
+
+
+def test_options_that_say_what_the_environment_says_override_nothing() -> None:
+    running = service(
+        FDCACHE_HOST_MEMORY=OPTION, FDCACHE_HTTP_ADDRESS=Given("--http of fdcache serve", "off")
+    )
+    here = states({"FDCACHE_HOST_MEMORY": "4194304"})
+    assert set(running.overrides(here)) == {"FDCACHE_HTTP_ADDRESS"}
+    assert "its options set FDCACHE_HTTP_ADDRESS=off (--http);" in tell(running, running.overrides(here))
+    assert "change nothing of this" in tell(running, {})
+
+
+def test_the_address_and_the_services_own_environment_are_no_overrides() -> None:
+    other = RunningService(
+        "ipc:///run/x.sock",
+        "1",
+        7,
+        "f",
+        states({"FDCACHE_RANKS": "4"}, FDCACHE_SERVER=Given("--socket of fdcache serve", "/run/x.sock")),
+    )
+    assert other.overrides(states({"FDCACHE_SERVER": "ipc:///run/x.sock"})) == {}
+
+
+class Line:
+    """One end of a line on which a service of another version answers."""
+
+    address = "ipc:///run/x.sock"
+
+    def __init__(self, answer: Any) -> None:
+        self.ask = lambda what: answer
+
+
+def test_a_service_of_this_version_is_understood() -> None:
+    settings = states(FDCACHE_HOST_MEMORY=OPTION)
+    answer = {"version": "1", "pid": 7, "fingerprint": "f", "settings": msgspec.to_builtins(settings)}
+    told = ask_service(Line(answer))  # type: ignore[arg-type]
+    assert told.settings == settings
+
+
+@pytest.mark.parametrize("answer", [[], {}, {"fingerprint": "f", "settings": {"FD_DEBUG": "0"}}])
+def test_a_service_of_another_version_is_named(answer: Any) -> None:
+    with pytest.raises(ProtocolError, match=r"x\.sock.*another form.*command of its version"):
+        ask_service(Line(answer))  # type: ignore[arg-type]
