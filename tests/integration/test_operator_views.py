@@ -19,7 +19,7 @@ from fdcache.node.protocol import Heartbeat, Register
 from fdcache_cli.inspect_tree import draw_trees
 from tests.e2e.test_serve_command import run
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
-from tests.service_help import LocalService, local_service, until
+from tests.service_help import TIMEOUT, LocalService, local_service, until
 
 MADE_UP = {
     "device": {
@@ -61,7 +61,7 @@ def on_terminal(*arguments: str, answer: str = "") -> tuple[int, str, str]:
     )
     os.close(theirs)
     os.write(ours, answer.encode())
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=TIMEOUT)
     seen = b""
     try:
         while chunk := os.read(ours, 65536):
@@ -88,16 +88,16 @@ def drawn(*arguments: str) -> str:
             seen += chunk
     except OSError:
         os.close(ours)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, errors) == (0, "")
     return seen.decode()
 
 
 def test_whatever_a_client_says_of_itself_is_shown_as_it_is(service: LocalService, tmp_path: Path) -> None:
     line, live = Connection(service.address), LiveFile(service.directory)
-    answer, _ = line.call(Register(layout().to_json().encode(), live.live, NAME), 5)
+    answer, _ = line.call(Register(layout().to_json().encode(), live.live, NAME), TIMEOUT)
     line.session = answer.session  # type: ignore[union-attr]
-    line.call(Heartbeat(json.dumps(MADE_UP).encode()), 5)
+    line.call(Heartbeat(json.dumps(MADE_UP).encode()), TIMEOUT)
     for view in ("tiers", "clients", "transfers"):
         piped = run("inspect", view, "--server", service.address)
         assert (piped.returncode, piped.stderr) == (0, "")
@@ -121,9 +121,9 @@ def test_whatever_a_client_says_of_itself_is_shown_as_it_is(service: LocalServic
 def test_a_picture_of_made_up_figures_is_drawn(service: LocalService, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     line, live = Connection(service.address), LiveFile(service.directory)
-    answer, _ = line.call(Register(layout().to_json().encode(), live.live, "engine"), 5)
+    answer, _ = line.call(Register(layout().to_json().encode(), live.live, "engine"), TIMEOUT)
     line.session = answer.session  # type: ignore[union-attr]
-    line.call(Heartbeat(json.dumps(MADE_UP).encode()), 5)
+    line.call(Heartbeat(json.dumps(MADE_UP).encode()), TIMEOUT)
     done = run("inspect", "tiers", "--plot", str(tmp_path / "x.png"), "--server", service.address)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "x.png").stat().st_size > 5000

@@ -55,32 +55,32 @@ def test_no_secret_token_prompt_or_tenant_is_in_the_log_at_the_most_talkative_le
         "FDCACHE_HTTP_ADDRESS": "127.0.0.1:0",
         "FDCACHE_TENANT_QUOTA": "0.5",
     }
-    service = ServiceProcess(tmp_path / "s", **settings)
-    service.start()
-    log = tmp_path / "s.log"
-    until(lambda: "ready" in log.read_text(), "the screen is there")
-    port = re.search(r"http://127.0.0.1:(\d+)", log.read_text())
-    assert port is not None
-    engine = Engine(service.address)
-    engine.serve(PROMPT, TENANT)
-    until(lambda: ready_blocks(service) == 5, "the blocks are stored")
-    for given in (KEY, TOKEN):
-        ask = urllib.request.Request(f"http://127.0.0.1:{port[1]}/v1/stats?key={TOKEN}")
-        ask.add_header("Authorization", f"Bearer {given}")
-        try:
-            with urllib.request.urlopen(ask, timeout=TIMEOUT) as answer:
-                assert answer.status == 200
-        except urllib.error.HTTPError as error:
-            assert (given, error.code) == (TOKEN, 401)
-    line = Connection(service.address)
-    line.socket.send(TOKEN.encode())
-    line.close()
-    with Client(service.address) as client:
-        for what in (TOKEN, "block"):
-            with pytest.raises(ServiceError):
-                client.ask(what, hash=TOKEN)
-    engine.close()
-    assert service.terminate() == 0
+    with ServiceProcess(tmp_path / "s", **settings) as service:
+        service.start()
+        log = tmp_path / "s.log"
+        until(lambda: "ready" in log.read_text(), "the screen is there")
+        port = re.search(r"http://127.0.0.1:(\d+)", log.read_text())
+        assert port is not None
+        engine = Engine(service.address)
+        engine.serve(PROMPT, TENANT)
+        until(lambda: ready_blocks(service) == 5, "the blocks are stored")
+        for given in (KEY, TOKEN):
+            ask = urllib.request.Request(f"http://127.0.0.1:{port[1]}/v1/stats?key={TOKEN}")
+            ask.add_header("Authorization", f"Bearer {given}")
+            try:
+                with urllib.request.urlopen(ask, timeout=TIMEOUT) as answer:
+                    assert answer.status == 200
+            except urllib.error.HTTPError as error:
+                assert (given, error.code) == (TOKEN, 401)
+        line = Connection(service.address)
+        line.socket.send(TOKEN.encode())
+        line.close()
+        with Client(service.address) as client:
+            for what in (TOKEN, "block"):
+                with pytest.raises(ServiceError):
+                    client.ask(what, hash=TOKEN)
+        engine.close()
+        assert service.terminate() == 0
     written = (tmp_path / "logs" / "fdcache-serve.log").read_text()
     records = [json.loads(each) for each in written.splitlines()]
     assert {"time", "level", "logger", "message"} <= set(records[0])
@@ -91,9 +91,9 @@ def test_no_secret_token_prompt_or_tenant_is_in_the_log_at_the_most_talkative_le
 
 
 def test_without_a_terminal_the_lines_are_json_and_on_one_they_are_text(tmp_path: Path) -> None:
-    plain = ServiceProcess(tmp_path / "plain")
-    plain.start()
-    assert plain.terminate() == 0
+    with ServiceProcess(tmp_path / "plain") as plain:
+        plain.start()
+        assert plain.terminate() == 0
     lines = [each for each in (tmp_path / "plain.log").read_text().splitlines() if each.startswith("{")]
     assert any("serving at" in json.loads(each)["message"] for each in lines)
 
