@@ -30,7 +30,7 @@ from fdcache.settings.parsing import parse_size
 from fdcache_cli import errors
 from fdcache_cli.progress import progress_bars
 from fdcache_cli.replay_view import print_report, progress
-from fdcache_cli.service_view import is_served
+from fdcache_cli.running_service import is_served
 
 GENERATED_REQUESTS = 1000
 

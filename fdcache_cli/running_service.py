@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def find_service(settings: Settings) -> RunningService | None:
     """The service at the address that ``settings`` name, if one answers at once; without a socket nothing is tried."""
     address = settings.cache.server or default_address(settings.server.runtime_dir)
     try:
-        if not _listens(address):
+        if not is_served(address):
             return None
         from fdcache.client.tool import Client  # loaded where there is somebody to talk to
 
@@ -79,7 +80,9 @@ def find_service(settings: Settings) -> RunningService | None:
         return None  # whoever wants to know why asks for it with --server
 
 
-def _listens(address: str) -> bool:
+def is_served(address: str) -> bool:
+    """Whether a process listens there that this user may speak to. Raises ``ConfigurationError`` for no address."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.setblocking(False)
-        return line.connect_ex(str(socket_path(address))) == 0
+        # One that is asked by very many at the moment says so, without delay.
+        return line.connect_ex(str(socket_path(address))) in (0, errno.EAGAIN)

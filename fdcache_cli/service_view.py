@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from fdcache.client.tool import Client
 from fdcache.errors import ServiceUnavailableError
 from fdcache.settings.parsing import readable_size
+from fdcache_cli.running_service import is_served
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 ServerOption = Annotated[
@@ -31,7 +31,7 @@ _LONGEST_FIGURE = 32
 def connect(server: str | None) -> Client:
     """A line to the service that was named, or is configured, or stands at the default address.
 
-    Raises ``ServiceUnavailableError`` where there is no socket that this user may use.
+    Raises ``ServiceUnavailableError`` where no process listens that this user may speak to.
     """
     from fdcache.node.address import load_settings, socket_path
 
@@ -39,17 +39,11 @@ def connect(server: str | None) -> Client:
     assert address is not None, "there is a default"
     if not is_served(address):
         raise ServiceUnavailableError(
-            f"{address}: nobody serves this user there, for {socket_path(address)} does not exist, or is another "
-            "user's; start `fdcache serve`, or say with --server or FDCACHE_SERVER where it is"
+            f"{address}: nobody serves this user there: {socket_path(address)} does not exist, is another user's, or "
+            "was left by a service that was killed; start `fdcache serve`, or say with --server or FDCACHE_SERVER "
+            "where it is"
         )
     return Client(address)
-
-
-def is_served(address: str) -> bool:
-    """Whether there is a socket that this user may use; one of a service that was killed is there still."""
-    from fdcache.node.address import socket_path
-
-    return os.access(socket_path(address), os.W_OK)
 
 
 def size(value: Any) -> str:

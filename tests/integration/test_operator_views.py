@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -217,16 +218,21 @@ class TestReset:
 
 
 class TestWhatCannotBe:
-    def test_without_a_socket_nobody_is_waited_for(self, tmp_path: Path) -> None:
-        done = run("inspect", "tiers", "--server", f"ipc://{tmp_path}/none.sock")
+    @pytest.mark.parametrize("left_behind", [False, True])
+    def test_where_no_process_listens_nobody_is_waited_for(self, tmp_path: Path, left_behind: bool) -> None:
+        path = tmp_path / "a.sock"
+        if left_behind:
+            with socket.socket(socket.AF_UNIX) as line:
+                line.bind(str(path))
+        done = run("inspect", "tiers", "--server", f"ipc://{path}")
         assert done.returncode == 1
-        assert f"{tmp_path}/none.sock does not exist" in done.stderr
+        assert f"{path} does not exist" in done.stderr
         assert "start `fdcache serve`" in done.stderr
 
     def test_a_folder_of_the_socket_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        socket = f"ipc://{tmp_path}/file/x.sock"
-        done = run("serve", "--http", "off", "--socket", socket, FDCACHE_ARENA_DIR=str(tmp_path))
+        address = f"ipc://{tmp_path}/file/x.sock"
+        done = run("serve", "--http", "off", "--socket", address, FDCACHE_ARENA_DIR=str(tmp_path))
         assert done.returncode == 78
         assert "choose another --socket" in done.stderr
         assert "Traceback" not in done.stderr
