@@ -183,7 +183,7 @@ def publish(client: Client, request: Publish) -> tuple[Answer, HashArray]:
     good = np.zeros(len(slots), np.bool_)
     wanted = np.flatnonzero(copied)
     if len(wanted):
-        good[wanted] = namespace.arrived(slots[wanted], generations[wanted], hashes[wanted])
+        good[wanted] = namespace.memory.arrived(slots[wanted], generations[wanted], hashes[wanted])
     assert namespace.tier is not None
     tenants = namespace.tenants.numbers(namespace.tier, parents, request.tenants, namespace.storable_slots)
     namespace.tenants.note(parents, hashes, request.tenants, good)

@@ -27,7 +27,7 @@ def namespace_figures(namespace: Namespace, service: Service) -> dict[str, Any]:
         "block_size": namespace.layout.block_size,
         "record_bytes": namespace.layout.record_bytes,
         "extents": namespace.num_extents * namespace.ranks,
-        "bytes": namespace.bytes_held,
+        "bytes": namespace.memory.nbytes,
         "clients": sum(client.namespace is namespace for client in service.clients.values()),
         "unverified": len(namespace.unverified),
         "tier": {name: getattr(figures, name) for name in names} if figures else {},

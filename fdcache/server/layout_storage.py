@@ -121,7 +121,7 @@ class LayoutStorage:
         """Let every rank's storage know the extents that the layout has now, and no others."""
         namespace = self._namespace
         for rank, (records, queue) in enumerate(zip(self._records, self.queues, strict=True)):
-            extents = namespace.extents(rank) if namespace is not None else []
+            extents = namespace.memory.extents(rank) if namespace is not None else []
             same = 0
             for (known, _), extent in zip(records.extents, extents, strict=False):
                 if known is not extent:
@@ -131,11 +131,11 @@ class LayoutStorage:
                 queue.unregister(records.extents.pop()[1])
             for extent in extents[same:]:
                 assert namespace is not None
-                table = namespace.table_of(extent)
+                table = namespace.memory.table_of(extent)
                 queue.register(table)
                 records.extents.append((extent, table))
-            if namespace is not None and namespace.tables:
-                records.table = namespace.tables[rank]
+            if namespace is not None and namespace.memory.tables:
+                records.table = namespace.memory.tables[rank]
 
     def _before_read(self, count: int) -> None:
         if self._namespace is not None:

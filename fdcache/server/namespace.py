@@ -1,4 +1,4 @@
-"""Namespace: the tier of one layout, its extents, and the headers in them."""
+"""Namespace: the tier of one layout in the service, and what was done with it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache import _core
 from fdcache.errors import HostMemoryError, UnsupportedLayoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
-from fdcache.node.extents import Extent, record_table
 from fdcache.node.geometry import Geometry
 from fdcache.node.presence import create_table, table_bytes
 from fdcache.server.arena import Arena
 from fdcache.server.counts import Counts
 from fdcache.server.departures import Departures, Reason
+from fdcache.server.layout_memory import LayoutMemory
 from fdcache.server.tenants import Quotas, Tenants
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers import BlockPool
 
 _EVENTS = 65536
-READY_HEADER = 2
 _STORED, _REMOVED = 0, 1
 _NOT_KEPT = {2: Reason.BROKEN_RUN, 3: Reason.NOT_COPIED, 4: Reason.TENANT_QUOTA}
 SHARE_OF_STOCK = 4
@@ -70,8 +68,7 @@ class Namespace:
             )
         self._most_extents = max(int(arena.manifest.extents * settings.namespace_quota) // self.ranks, 1)
         self._table = self._make_table(self._most_extents)
-        self._extents: list[list[Extent]] = [[] for _ in range(self.ranks)]
-        self.tables: list[_core.RecordTable] = []
+        self.memory = LayoutMemory(arena, layout, self.geometry)
         self.tier: BlockPool | None = None
         self.counts = Counts()
         self.departures = Departures(settings.eviction_log)
@@ -85,17 +82,17 @@ class Namespace:
         self.held_until = 0.0
         """On the clock of ``time.monotonic``: until then look-ups find nothing, so that what is in flight can end."""
 
-    # --- extents ------------------------------------------------------------------------------------------
+    # --- size ---------------------------------------------------------------------------------------------
 
     @property
     def num_extents(self) -> int:
         """Extents of each rank."""
-        return len(self._extents[0])
+        return self.memory.num_extents
 
     @property
     def num_slots(self) -> int:
         """Slots of the tier."""
-        return self.num_extents * self.geometry.records_per_extent
+        return self.memory.num_slots
 
     @property
     def most_slots(self) -> int:
@@ -107,11 +104,6 @@ class Namespace:
     def storable_slots(self) -> int:
         """Slots that could hold blocks: all but those that clients stock to copy into."""
         return max(self.most_slots - self.most_slots // SHARE_OF_STOCK, 1)
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of all its extents."""
-        return self.num_extents * self.ranks * self.geometry.extent_bytes
 
     def _make_table(self, extents: int) -> NDArray[np.uint8]:
         size = table_bytes(extents * self.geometry.records_per_extent)
@@ -134,12 +126,10 @@ class Namespace:
 
     def grow(self) -> bool:
         """Take one more extent for every rank; False when there is none, or the quota is reached."""
-        index = self.num_extents
         if self.at_quota or self._arena.num_free < self.ranks:
             return False
         self.layout_path().write_text(self.layout.to_json())
-        self._arena.assign([self.geometry.path(rank, index) for rank in range(self.ranks)])
-        self._map(index)
+        self.memory.take()
         self._resize()
         return True
 
@@ -147,13 +137,8 @@ class Namespace:
         """Map extents that are there already; more, perhaps, than the quota allows now."""
         if num_extents > self._most_extents:
             self._table = self._make_table(num_extents)
-        for index in range(num_extents):
-            self._map(index)
+        self.memory.map(num_extents)
         self._resize()
-
-    def _map(self, index: int) -> None:
-        for rank, extents in enumerate(self._extents):
-            extents.append(Extent(self.geometry.path(rank, index), self.geometry.extent_bytes))
 
     def _resize(self) -> None:
         if self.tier is None:
@@ -163,7 +148,6 @@ class Namespace:
             self.tier.mirror(self._table)
         else:
             self.tier.resize(self.num_slots)
-        self.tables = [record_table(self.geometry, extents) for extents in self._extents]
 
     def shrink(self) -> bool:
         """Give the last extent of every rank back; False while a slot in it is in use."""
@@ -175,37 +159,13 @@ class Namespace:
                 return False
         elif self.tier.resize(self.num_slots - self.geometry.records_per_extent):
             return False
-        index = self.num_extents - 1
-        self.tables = []
-        for extents in self._extents:
-            extents.pop().headers(self.geometry)[:] = 0
-        self._arena.take_back([self.geometry.path(rank, index) for rank in range(self.ranks)])
-        if self.num_extents:
-            self.tables = [record_table(self.geometry, extents) for extents in self._extents]
-        else:
+        self.memory.give_back()
+        if not self.num_extents:
             self.tier = None
             self.layout_path().unlink(missing_ok=True)
             self.tenants.remove()
         self.unverified = {slot for slot in self.unverified if slot < self.num_slots}
         return True
-
-    def extents(self, rank: int) -> list[Extent]:
-        """The extents of a rank, in order."""
-        return self._extents[rank]
-
-    def table_of(self, extent: Extent) -> _core.RecordTable:
-        """Records and headers of one extent alone."""
-        return record_table(self.geometry, [extent])
-
-    def headers(self, rank: int, slots: Int32Array) -> np.ndarray:
-        """The headers of slots on one rank, a copy, dtype ``HEADER``."""
-        per_extent = self.geometry.records_per_extent
-        views = [extent.headers(self.geometry) for extent in self._extents[rank]]
-        out = np.empty(len(slots), views[0].dtype)
-        for index in np.unique(slots // per_extent).tolist():
-            chosen = slots // per_extent == index
-            out[chosen] = views[index][slots[chosen] % per_extent]
-        return out
 
     # --- blocks -------------------------------------------------------------------------------------------
 
@@ -256,23 +216,10 @@ class Namespace:
             pass
         count = min(count, tier.available)
         taken = tier.reserve(lease, count)
-        for slot, generation in zip(taken.slots.tolist(), taken.generations.tolist(), strict=True):
-            empty = _core.SlotHeader(0, generation, bytes(32), bytes(32), self.layout.fingerprint, 0, 0)
-            for table in self.tables:
-                table.set_header(slot, empty)
+        self.memory.stamp_empty(taken.slots, taken.generations)
         self.counts.granted += len(taken)
         self.unverified.difference_update(taken.slots.tolist())
         return taken.slots, taken.generations
-
-    def arrived(self, slots: Int32Array, generations: UInt32Array, hashes: HashArray) -> np.ndarray:
-        """Where every rank's header says that this block is there, whole."""
-        there = np.ones(len(slots), np.bool_)
-        for rank in range(self.ranks):
-            headers = self.headers(rank, slots)
-            there &= headers["state"] == READY_HEADER
-            there &= headers["generation"] == generations
-            there &= (headers["hash"] == hashes).all(axis=1)
-        return there
 
     def publish(
         self,
@@ -324,16 +271,8 @@ class Namespace:
         node = self.tier.node(slot)
         if not node.findable or node.hash != key:
             return False  # it was given to others meanwhile
-        for table in self.tables:
-            header = table.header(slot)
-            if not header.is_valid or header.state != READY_HEADER or header.hash != key:
-                return True
-            planes = self.layout.planes
-            checksum = _core.record_checksum(
-                table.record(slot), [plane.offset for plane in planes], [plane.nbytes for plane in planes]
-            )
-            if checksum != header.payload_checksum:
-                return True
+        if not self.memory.is_whole(slot, key):
+            return True
         self.unverified.discard(slot)
         return False
 
@@ -379,6 +318,5 @@ class Namespace:
     def close(self) -> None:
         """Unmap everything, and take the table away."""
         Path(self.geometry.table_path).unlink(missing_ok=True)
-        self.tables = []
-        self._extents = [[] for _ in range(self.ranks)]
+        self.memory.close()
         self.tenants.close()

@@ -6,7 +6,8 @@ import numpy as np
 
 from fdcache.hashing import NO_TENANT
 from fdcache.metadata import UInt32Array
-from fdcache.server.namespace import READY_HEADER, Namespace
+from fdcache.server.layout_memory import READY_HEADER
+from fdcache.server.namespace import Namespace
 
 
 def recover(namespace: Namespace) -> int:
@@ -16,7 +17,7 @@ def recover(namespace: Namespace) -> int:
     """
     assert namespace.tier is not None
     slots = np.arange(namespace.num_slots, dtype=np.int32)
-    headers = [namespace.headers(rank, slots) for rank in range(namespace.ranks)]
+    headers = [namespace.memory.headers(rank, slots) for rank in range(namespace.ranks)]
     first = headers[0]
     good = first["state"] == READY_HEADER
     payload = namespace.layout.payload_bytes
@@ -32,7 +33,7 @@ def recover(namespace: Namespace) -> int:
     candidates = [
         slot
         for slot in np.flatnonzero(good).tolist()
-        if all(table.header(slot).is_valid for table in namespace.tables)
+        if all(table.header(slot).is_valid for table in namespace.memory.tables)
     ]
     newest = max(int(each["generation"].max(initial=0)) for each in headers)
     ordered = _parents_first(candidates, first)

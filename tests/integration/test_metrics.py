@@ -173,7 +173,7 @@ class TestMisses:
         engine.close()
         (namespace,) = service.service.namespaces.values()
         slot = int(namespace.tier.find(hashes).slots[4])
-        namespace.tables[0].record(slot)[17] ^= 1
+        namespace.memory.tables[0].record(slot)[17] ^= 1
         service.crash()
         with local_service(tmp_path / "s") as service:
             engine = Engine(service.address)

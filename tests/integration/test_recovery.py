@@ -47,7 +47,7 @@ class TestRecovery:
         slot = int(
             namespace.tier.find(Request("x", PROMPT)._bind(BLOCK, engine.layout.fingerprint).hashes).slots[4]
         )
-        namespace.tables[rank].record(slot)[17] ^= 1
+        namespace.memory.tables[rank].record(slot)[17] ^= 1
         service.crash()
         with local_service(tmp_path) as service:
             engine = Engine(service.address, layout(ranks=2))

@@ -123,7 +123,7 @@ class TestChangeOfLayout:
         hashes = Request("x", PROMPT)._bind(BLOCK, engine.layout.fingerprint).hashes
         engine.close()
         (own,) = service.service.namespaces.values()
-        own.tables[0].record(int(own.tier.find(hashes).slots[4]))[17] ^= 1
+        own.memory.tables[0].record(int(own.tier.find(hashes).slots[4]))[17] ^= 1
         service.crash()
         with local_service(tmp_path) as service:
             engine = Engine(service.address)
