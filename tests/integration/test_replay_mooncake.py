@@ -79,6 +79,7 @@ def test_a_master_that_dies_does_not_stop_the_engine(master: Master) -> None:
     assert report.to_dict()["storage"]["states"] == ["off"]
 
 
+@pytest.mark.slow
 def test_a_master_that_freezes_under_traffic_costs_its_deadline(master: Master) -> None:
     """Requests that wait for all of their read go on; the host slots of its call are kept until it has ended."""
     mooncake = MooncakeSettings(master=master.address, protocol="tcp", global_segment_size=32 << 20)
@@ -107,6 +108,7 @@ def test_a_master_that_freezes_under_traffic_costs_its_deadline(master: Master) 
     assert storage["timeouts"] + storage["peer_gone"] > 0
 
 
+@pytest.mark.slow
 def test_services_share_a_store_that_outlives_each_of_them(master: Master, tmp_path: Path) -> None:
     layout = conformance_layout("a node of its own")
     node = master.connect(layout)
