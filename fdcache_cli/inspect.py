@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fdcache.settings.parsing import readable_size
 from fdcache_cli import inspect_plot, output
 from fdcache_cli.app import Command, new_group
 from fdcache_cli.live import show_live
@@ -24,7 +25,6 @@ from fdcache_cli.service_view import (
     moment,
     number,
     seconds,
-    size,
     table,
 )
 from fdcache_cli.storage_view import tier_rows
@@ -58,8 +58,8 @@ _NAMESPACES: Columns = (
     ("model", "model", str),
     ("ranks", "ranks", str),
     ("block", "block_size", str),
-    ("record", "record_bytes", size),
-    ("memory", "bytes", size),
+    ("record", "record_bytes", readable_size),
+    ("memory", "bytes", readable_size),
     ("clients", "clients", str),
     ("ready", "ready", str),
     ("free", "free", str),
@@ -97,7 +97,7 @@ _TENANTS: Columns = (
     ("namespace", "namespace", str),
     ("tenant", "tenant", str),
     ("blocks", "blocks", str),
-    ("memory", "bytes", size),
+    ("memory", "bytes", readable_size),
     ("quota", "quota", lambda share: f"{share:.0%}"),
     ("most blocks", "most_blocks", str),
 )
@@ -223,12 +223,14 @@ def _transfer_rows(answer: Any) -> Rows:
 
 def _copied(figures: dict[str, Any]) -> str:
     total, spent = figures["bytes"], figures["seconds"]
-    return size(total) + (f" at {total / spent / 1e9:.1f} GB/s" if spent else "")
+    return readable_size(total) + (f" at {total / spent / 1e9:.1f} GB/s" if spent else "")
 
 
 def _tier_rows(answer: Any) -> Rows:
     host = answer["host"]
-    rows = [{"tier": "host", "of": f"service, {size(host['bytes'])}", "blocks": host["slots"], **host}]
+    rows = [
+        {"tier": "host", "of": f"service, {readable_size(host['bytes'])}", "blocks": host["slots"], **host}
+    ]
     rows += tier_rows(answer["storage"])
     rows += [{**each, "tier": "device", "of": each["client"]} for each in answer["device"]]
     return rows

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fdcache.settings.parsing import readable_size
 from fdcache_cli import errors, output
 from fdcache_cli.progress import progress_bars
 from fdcache_cli.service_view import ServerOption
@@ -59,7 +60,7 @@ def storage(
 def _print(path: Path, summary: dict[str, Any]) -> None:
     checked = "all checked" if summary["verified"] else "records not checked; --verify does it"
     output.print_line(
-        f"{path}: {summary['blocks']:,} blocks, {_size(summary['bytes'])}, "
+        f"{path}: {summary['blocks']:,} blocks, {readable_size(summary['bytes'])}, "
         f"{summary['corrupt_blocks']:,} corrupt ({checked})"
     )
     header = (
@@ -87,21 +88,12 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
         f"{len(one['ranks'])} of {one['tp_size']}",
         f"{one['blocks']:,}",
         f"{one['capacity_blocks']:,}",
-        _size(one["bytes"]),
+        readable_size(one["bytes"]),
         "-" if one["deepest"] is None else f"{one['mean_depth']} (to {one['deepest']})",
         "-" if empty else f"{_age(one['newest_seconds'])} to {_age(one['oldest_seconds'])}",
         f"{one['unreachable_blocks']:,}",
         f"{one['corrupt_blocks']:,}",
     )
-
-
-def _size(count: int) -> str:
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.4g}{unit}"
 
 
 def _age(seconds: float) -> str:

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from fdcache.client.tool import Client
-from fdcache.settings.parsing import parse_duration, printable
+from fdcache.settings.parsing import parse_duration, printable, readable_size
 from fdcache_cli import errors, output
 from fdcache_cli.app import Command, new_group
-from fdcache_cli.service_view import ServerOption, connect, size
+from fdcache_cli.service_view import ServerOption, connect
 
 COMMANDS = (
     Command(
@@ -192,9 +192,13 @@ def _told(answer: Any, dry_run: bool) -> Iterator[str]:
         yield f"in flight: {each['client']} is loading from {each['pinned_runs']} runs"
     for each in answer["host"]:
         used = f"; {each['in_use']} in use stay with their users until these end" if each["in_use"] else ""
-        yield f"host {each['namespace']}: {verb} {each['blocks']} blocks, {size(each['bytes'])}{used}"
+        yield f"host {each['namespace']}: {verb} {each['blocks']} blocks, {readable_size(each['bytes'])}{used}"
     for each in answer["storage"]:
-        what = "all blocks" if each["blocks"] is None else f"{each['blocks']} blocks, {size(each['bytes'])}"
+        what = (
+            "all blocks"
+            if each["blocks"] is None
+            else f"{each['blocks']} blocks, {readable_size(each['bytes'])}"
+        )
         yield f"storage {each['namespace']}: {verb} {what}"
     for each in answer["device"]:
         late = each["client"] in answer["device_not_acknowledged"]

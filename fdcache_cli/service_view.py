@@ -11,7 +11,6 @@ import typer
 
 from fdcache.client.tool import Client
 from fdcache.errors import ServiceUnavailableError
-from fdcache.settings.parsing import readable_size
 from fdcache_cli.running_service import is_served
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
@@ -44,11 +43,6 @@ def connect(server: str | None) -> Client:
             "where it is"
         )
     return Client(address)
-
-
-def size(value: Any) -> str:
-    """Bytes in words."""
-    return readable_size(value)
 
 
 def moment(when: float) -> str:

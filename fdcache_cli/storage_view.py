@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fdcache.settings.parsing import readable_size
 from fdcache_cli import output
 from fdcache_cli.live import show_live
-from fdcache_cli.service_view import Columns, Rows, connect, size, table
+from fdcache_cli.service_view import Columns, Rows, connect, table
 
 _LAYOUTS: Columns = (
     ("namespace", "namespace", str),
@@ -15,13 +16,13 @@ _LAYOUTS: Columns = (
     ("state", "state", str),
     ("blocks", "blocks", lambda count: "" if count is None else f"{count:,}"),
     ("of", "capacity_blocks", lambda count: "" if count is None else f"{count:,}"),
-    ("bytes", "bytes", lambda count: "" if count is None else size(count)),
+    ("bytes", "bytes", lambda count: "" if count is None else readable_size(count)),
     ("queued", "queued_blocks", str),
     ("reading", "reading_blocks", str),
     ("writing", "writing_blocks", str),
     ("hits", "hit_blocks", str),
-    ("read", "read_bytes", size),
-    ("written", "written_bytes", size),
+    ("read", "read_bytes", readable_size),
+    ("written", "written_bytes", readable_size),
     ("dropped", "dropped_blocks", str),
     ("corrupt", "corrupt_blocks", str),
     ("errors", "errors", str),
@@ -45,7 +46,9 @@ def _show(found: Any, *, json: bool) -> None:
     state = (
         f"loading, {loading['done']:,} of {loading['total']:,} slots" if loading["active"] else found["state"]
     )
-    output.print_line(f"{found['connector']}: {state}, {found['blocks']:,} blocks, {size(found['bytes'])}")
+    output.print_line(
+        f"{found['connector']}: {state}, {found['blocks']:,} blocks, {readable_size(found['bytes'])}"
+    )
     output.print_table(*table([{**each, **each.get("totals", {})} for each in found["layouts"]], _LAYOUTS))
     for each in found["layouts"]:
         if each["error"]:
@@ -60,7 +63,7 @@ def tier_rows(storage: Any) -> Rows:
     return [
         {
             "tier": "storage",
-            "of": f"{storage['connector']}, {storage['state']}, {size(storage['bytes'])}",
+            "of": f"{storage['connector']}, {storage['state']}, {readable_size(storage['bytes'])}",
             "blocks": storage["capacity_blocks"],
             "ready": storage["blocks"],
             "free": max(free, 0),

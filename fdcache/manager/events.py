@@ -12,6 +12,7 @@ import msgspec
 
 from fdcache.metadata import CacheLevel
 from fdcache.tiers import BlockPool, HostTier
+from fdcache.tiers.codes import EVENT_CLEARED, EVENT_REMOVED, EVENT_STORED
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
@@ -44,19 +45,17 @@ class EventsLost(msgspec.Struct, frozen=True, tag="lost"):
 
 CacheEvent = BlockStored | BlockRemoved | BlocksCleared | EventsLost
 
-_STORED, _REMOVED, _CLEARED = 0, 1, 2
-
 
 def events_of(pool: BlockPool | HostTier, level: CacheLevel, block_size: int) -> Iterator[CacheEvent]:
     """The tier's events since the last call, oldest first."""
     kinds, hashes, parents = pool.take_events()
     for kind, block_hash, parent in zip(kinds.tolist(), hashes, parents, strict=True):
-        if kind == _STORED:
+        if kind == EVENT_STORED:
             above = parent.tobytes()
             yield BlockStored(level, block_hash.tobytes(), above if any(above) else None, block_size)
-        elif kind == _REMOVED:
+        elif kind == EVENT_REMOVED:
             yield BlockRemoved(level, block_hash.tobytes())
-        elif kind == _CLEARED:
+        elif kind == EVENT_CLEARED:
             yield BlocksCleared(level)
         else:
             yield EventsLost(level)

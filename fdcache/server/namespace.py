@@ -24,9 +24,9 @@ from fdcache.server.layout_memory import LayoutMemory
 from fdcache.server.tenants import Quotas, Tenants
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers import BlockPool
+from fdcache.tiers.codes import EVENT_REMOVED, EVENT_STORED
 
 _EVENTS = 65536
-_STORED, _REMOVED = 0, 1
 _NOT_KEPT = {2: Reason.BROKEN_RUN, 3: Reason.NOT_COPIED, 4: Reason.TENANT_QUOTA}
 SHARE_OF_STOCK = 4
 """All clients of a layout together stock at most this part of its slots."""
@@ -306,9 +306,9 @@ class Namespace:
         kinds, hashes, parents = self.tier.take_events()
         if not len(kinds):
             return
-        gone = [hashes[i].tobytes() for i in np.flatnonzero(kinds == _REMOVED).tolist()]
+        gone = [hashes[i].tobytes() for i in np.flatnonzero(kinds == EVENT_REMOVED).tolist()]
         self.departures.add(gone, reason)
-        self.departures.forget(hashes[i].tobytes() for i in np.flatnonzero(kinds == _STORED).tolist())
+        self.departures.forget(hashes[i].tobytes() for i in np.flatnonzero(kinds == EVENT_STORED).tolist())
         self.tenants.left(gone)
         self.counts.evicted += len(gone)
         if reason in (Reason.EVICTED, Reason.TENANT_QUOTA) and gone:

@@ -31,8 +31,8 @@ class Recalls:
             self._until[giver] = now + _HELD
             self._untold.append(giver)
 
-    def hold(self, namespace: Namespace) -> bool:
-        """Whether nothing may be granted to this layout."""
+    def is_held(self, namespace: Namespace) -> bool:
+        """Whether nothing may be granted to this layout now."""
         return self._clock() < self._until.get(namespace, 0.0)
 
     def end(self) -> None:

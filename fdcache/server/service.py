@@ -53,12 +53,12 @@ from fdcache.server.refusal import RefusalError
 from fdcache.server.shares import Shares
 from fdcache.server.storage import ServiceStorage
 from fdcache.settings.server import ServerSettings
+from fdcache.tiers.codes import EVENT_CLEARED
 
 log = logging.getLogger("fdcache.server")
 
 MOST_CLIENTS = 1024
 MOST_LAYOUT_BYTES = 1 << 20
-_CLEARED = 2  # and above: what happened to the tier as a whole
 
 Teller = Callable[[bytes, Answer], bool]
 
@@ -277,7 +277,7 @@ class Service:
         namespace = client.namespace
         nothing = np.empty(0, np.int32)
         slots, generations = nothing, nothing.view(np.uint32)
-        if not (self.paused or self.draining or self.earlier or self.shares.recalls.hold(namespace)):
+        if not (self.paused or self.draining or self.earlier or self.shares.recalls.is_held(namespace)):
             if namespace.tier is not None and namespace.tier.stats().free < request.count:
                 self._make_room(namespace)
             fellows = sum(other.namespace is namespace for other in self.clients.values())
@@ -349,7 +349,7 @@ class Service:
             while namespace.pending_events:
                 kinds, hashes, parents = namespace.pending_events.popleft()
                 everything = Events(kinds.tobytes(), hashes.tobytes(), parents.tobytes())
-                matters = kinds >= _CLEARED
+                matters = kinds >= EVENT_CLEARED
                 whole = Events(
                     kinds[matters].tobytes(), hashes[matters].tobytes(), parents[matters].tobytes()
                 )

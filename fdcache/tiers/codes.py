@@ -1,4 +1,4 @@
-"""What a tier answers for each block, a byte of an array."""
+"""What a tier answers for each block, and what it tells of itself: a byte of an array each."""
 
 ABSENT, READY, PENDING = range(3)
 """Of ``contains``."""
@@ -8,3 +8,6 @@ RESERVED, IS_READY, IS_PENDING, NO_PARENT = range(4)
 
 STORED, DUPLICATE = range(2)
 """Of ``commit``."""
+
+EVENT_STORED, EVENT_REMOVED, EVENT_CLEARED, EVENT_LOST = range(4)
+"""Of ``take_events``. From ``EVENT_CLEARED`` on they are of the tier as a whole."""

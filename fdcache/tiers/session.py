@@ -41,6 +41,7 @@ from fdcache.node.protocol import (
 )
 from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.codes import EVENT_CLEARED
 from fdcache.tiers.outbox import Outbox
 from fdcache.tiers.stock import FIRST_STOCK, Session
 
@@ -50,7 +51,6 @@ _STOCK_STEPS = 4  # the stock is for so many copies as large as the largest so f
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
 _REGISTER_TIMEOUT = 2.0
 _MOST_UNHEARD = 5  # signs of life without an answer: the service is gone
-_CLEARED = 2
 
 
 class SessionKeeper:
@@ -337,7 +337,7 @@ class SessionKeeper:
             session.copies.forget_answers()
 
     def _learn(self, session: Session, events: Events) -> None:
-        if (uint8_from(events.kinds, "kinds") >= _CLEARED).any():
+        if (uint8_from(events.kinds, "kinds") >= EVENT_CLEARED).any():
             self.return_stock(session)  # what is copied into slots granted before a reset is not kept
         if self._event_capacity:
             self._events.append(events)
