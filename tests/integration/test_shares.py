@@ -7,6 +7,7 @@ from pathlib import Path
 from fdcache.manager import Request
 from fdcache.server.clients import Client
 from fdcache.server.namespace import Namespace
+from fdcache.server.recalls import Recalls
 from tests.service_engine import PROMPT, Engine, assert_nothing_is_held, layout
 from tests.service_help import LocalService, local_service, until
 
@@ -95,3 +96,22 @@ def test_a_layout_at_its_quota_takes_nothing_from_one_that_has_more_than_its_sha
         first.close()
         second.close()
         assert_nothing_is_held(service)
+
+
+def test_a_recall_that_freed_nothing_ends_by_itself_and_is_not_repeated_at_once(tmp_path: Path) -> None:
+    with local_service(tmp_path, **ARENA) as service:
+        engine = Engine(service.address)
+        giver, clients = namespace_of(service, engine), service.service.clients.values()
+        first = giver.num_slots - giver.geometry.records_per_extent
+        now, told = 100.0, []
+        recalls = Recalls(lambda: now)
+        for moment, held, times in ((100.0, True, 1), (102.0, True, 1), (103.0, False, 1), (113.0, True, 2)):
+            now = moment
+            recalls.begin(giver)
+            recalls.tell(clients, lambda _, recall: told.append(recall.first))
+            assert (recalls.is_held(giver), told) == (held, [first] * times)
+        recalls.end()
+        assert not recalls.is_held(giver)
+        recalls.begin(giver)
+        assert recalls.is_held(giver), "what was freed may be asked for again"
+        engine.close()
