@@ -82,24 +82,33 @@ Event::~Event() {
     context_->give_event(handle_, timing_);
 }
 
+void Event::promise() {
+    state_.store(State::kPromised, std::memory_order_release);
+}
+
 void Event::record(StreamHandle stream) {
+    State state = State::kRecorded;
     try {
         const Current current(*context_);
         check(driver().event_record(handle_, stream), "cuEventRecord");
     } catch (const Error &error) {
         context_->note(error);
-        failed_ = true;
+        state = State::kFailed;
     }
+    state_.store(state, std::memory_order_release);
+    state_.notify_all();
 }
 
 void Event::hold(StreamHandle stream) const {
-    if (failed_) return;
+    state_.wait(State::kPromised, std::memory_order_acquire);
+    if (state_.load(std::memory_order_acquire) == State::kFailed) return;
     const Current current(*context_);
     check(driver().stream_wait(stream, handle_, 0), "cuStreamWaitEvent");
 }
 
 bool Event::is_reached() const {
-    if (failed_) return true;
+    const State state = state_.load(std::memory_order_acquire);
+    if (state == State::kPromised || state == State::kFailed) return state == State::kFailed;
     try {
         const Current current(*context_);
         const int result = driver().event_query(handle_);

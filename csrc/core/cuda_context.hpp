@@ -15,7 +15,7 @@
 namespace fdcache::cuda {
 
 // Holds the primary context of one device, which every framework of the process shares.
-class Context {
+class Context : public std::enable_shared_from_this<Context> {
   public:
     explicit Context(int ordinal);
     ~Context();
@@ -54,25 +54,32 @@ class Current {
 };
 
 // Recorded once; its driver event goes back for reuse when the last holder is gone.
-class Event {
+class Event : public std::enable_shared_from_this<Event> {
   public:
     Event(std::shared_ptr<Context> context, bool timing);
     ~Event();
     Event(const Event &) = delete;
     Event &operator=(const Event &) = delete;
 
+    // It will be recorded: until then it is not reached, and `hold` waits. To the driver an event that is not
+    // recorded is reached.
+    void promise();
+    bool is_promised() const { return state_.load(std::memory_order_acquire) == State::kPromised; }
     // On a failure the event counts as reached: a failed copy is told by its report, not by its waiters.
     void record(StreamHandle stream);
+    // Blocks until a promised event is recorded.
     void hold(StreamHandle stream) const;
     // An event of a lost device is reached: nothing runs there any more.
     bool is_reached() const;
     double seconds_since(const Event &earlier) const;
 
   private:
+    enum class State : int { kNew, kPromised, kRecorded, kFailed };
+
     std::shared_ptr<Context> context_;
     bool timing_;
     EventHandle handle_;
-    std::atomic<bool> failed_{false};
+    std::atomic<State> state_{State::kNew};
 };
 
 // Host memory pinned for all contexts; undone at the end of its life.

@@ -11,7 +11,7 @@ namespace fdcache::cuda {
 
 // Kernels run on `main`, the copy engine on `copy`, so that one ring slot is filled while another is emptied.
 // `main` stands for both towards other streams. The streams and the ring belong to the caller.
-class Lane {
+class Lane : public std::enable_shared_from_this<Lane> {
   public:
     Lane(std::shared_ptr<Context> context, StreamHandle main, StreamHandle copy, Address staging,
          std::size_t slot_bytes, unsigned slots);

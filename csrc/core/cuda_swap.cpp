@@ -13,15 +13,23 @@ std::uint64_t payload_bytes(const std::vector<Plane> &planes) {
                            [](std::uint64_t sum, const Plane &plane) { return sum + plane.nbytes; });
 }
 
-// Positions in the order of their host slots. One word a pair sorts much faster than the pairs would.
+// Positions in the order of their host slots: a radix sort, by one byte of the slots after the other.
 std::vector<std::size_t> by_host_slot(const std::vector<BlockPair> &pairs) {
-    std::vector<std::uint64_t> keys(pairs.size());
-    for (std::size_t i = 0; i < keys.size(); ++i) {
-        keys[i] = static_cast<std::uint64_t>(pairs[i].host_slot) << 32 | i;
+    const auto slot = [&pairs](std::size_t pair) {
+        return static_cast<std::uint32_t>(pairs[pair].host_slot);
+    };
+    std::vector<std::size_t> order(pairs.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    if (std::ranges::is_sorted(order, {}, slot)) return order;
+    const std::uint32_t most = slot(std::ranges::max(order, {}, slot));
+    std::vector<std::size_t> sorted(order.size());
+    for (unsigned shift = 0; shift < 32 && most >> shift != 0; shift += 8) {
+        std::array<std::size_t, 257> starts{};
+        for (const std::size_t pair : order) ++starts[(slot(pair) >> shift & 0xFF) + 1];
+        std::partial_sum(starts.begin(), starts.end(), starts.begin());
+        for (const std::size_t pair : order) sorted[starts[slot(pair) >> shift & 0xFF]++] = pair;
+        order.swap(sorted);
     }
-    std::ranges::sort(keys);
-    std::vector<std::size_t> order(keys.size());
-    std::ranges::transform(keys, order.begin(), [](std::uint64_t key) { return key & 0xFFFFFFFF; });
     return order;
 }
 
@@ -45,17 +53,21 @@ Swap::Swap(std::shared_ptr<Context> context, std::shared_ptr<Traffic> traffic, K
       verify_(verify && direction == Direction::kToDevice),
       faults_(pairs_.size(), BlockFault::kNone),
       sums_(direction == Direction::kToHost ? pairs_.size() : 0, 0),
-      headers_(pairs_.size()),
       begun_(std::make_shared<Event>(context_, true)),
       done_(std::make_shared<Event>(context_, true)) {
     traffic_->add(direction_, 1);
     std::vector<std::int32_t> host_slots;
+    host_slots.reserve(pairs_.size());
+    order_.reserve(pairs_.size());
+    headers_.reserve(pairs_.size());
+    rows_.reserve(pairs_.size());
     for (const std::size_t pair : by_host_slot(pairs_)) {
         const BlockPair &wanted = pairs_[pair];
         if (direction_ == Direction::kToDevice) {
-            headers_[pair] = load_header(records_.header(wanted.host_slot));
-            faults_[pair] = check_source(headers_[pair], wanted, kind_);
+            const SlotHeader header = load_header(records_.header(wanted.host_slot));
+            faults_[pair] = check_source(header, wanted, kind_);
             if (faults_[pair] != BlockFault::kNone) continue;
+            headers_.push_back(header);
         }
         const auto slot = static_cast<std::size_t>(wanted.host_slot);
         const Address extent = extents[slot / records_.records_per_extent];
@@ -82,33 +94,41 @@ void Swap::set_table(std::uint8_t *host, Address device) {
     std::memcpy(host_table_, rows_.data(), rows_bytes());
 }
 
+void Swap::promise() {
+    promised_ = true;
+    done_->promise();
+}
+
 void Swap::enqueue(Lane &lane, PlaneRange range) {
     if (ended_) return;
     try {
         const Current current(*context_);
         StepRunner runner(*context_, kernels_, policy_, direction_,
                           {planes_, first_chunk_, chunks_, device_table_}, lane);
-        if (!started_) begin(runner, lane);
+        if (!is_begun_) begin(runner, lane);
         runner.run(planner_->plan(range, lane.slot_bytes(), traffic_->is_contended(direction_)));
         if (range.last == planes_.size()) end(runner, lane);
     } catch (const Error &error) {
-        fail(lane, error);
+        context_->note(error);
+        fail(lane, error.what());
+    } catch (const std::exception &error) {
+        fail(lane, error.what());
     }
 }
 
 void Swap::refuse(StreamHandle main, const std::string &reason) {
     if (ended_) return;
-    started_ = ended_ = true;
+    ended_ = true;
     error_ = reason;
     done_->record(main);
 }
 
 void Swap::begin(StepRunner &runner, Lane &lane) {
-    started_ = true;
+    is_begun_ = true;
     if (direction_ == Direction::kToHost) {
         for (const std::size_t pair : order_) {
-            headers_[pair] = writing_header(pairs_[pair], kind_);
-            store_header(records_.header(pairs_[pair].host_slot), headers_[pair]);
+            headers_.push_back(writing_header(pairs_[pair], kind_));
+            store_header(records_.header(pairs_[pair].host_slot), headers_.back());
         }
         // No byte of a record may change before its header says that it is being written.
         std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -129,10 +149,9 @@ void Swap::end(StepRunner &runner, Lane &lane) {
     done_->record(lane.main());
 }
 
-void Swap::fail(Lane &lane, const Error &error) {
-    context_->note(error);
-    error_ = error.what();
-    started_ = ended_ = true;
+void Swap::fail(Lane &lane, const std::string &reason) {
+    error_ = reason;
+    ended_ = true;
     try {
         const Current current(*context_);
         lane.hand_over(lane.copy(), lane.main());

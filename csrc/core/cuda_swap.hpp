@@ -21,7 +21,7 @@
 namespace fdcache::cuda {
 
 // How many batches of one device have not ended, by direction.
-class Traffic {
+class Traffic : public std::enable_shared_from_this<Traffic> {
   public:
     void add(Direction direction, int count) { counts_[index(direction)] += count; }
     bool is_contended(Direction direction) const { return counts_[1 - index(direction)] > 0; }
@@ -47,11 +47,13 @@ class Swap {
     std::size_t table_bytes() const { return pairs_.size() * sizeof(swap::Block); }
     void set_table(std::uint8_t *host, Address device);
 
+    // It will be enqueued, or refused.
+    void promise();
     // Ranges come in order. A refusal by the driver ends the batch: `done` is recorded and `finish` tells.
     void enqueue(Lane &lane, PlaneRange range);
     // Ends the batch before it began: nothing is copied, and `finish` tells the reason.
     void refuse(StreamHandle main, const std::string &reason);
-    bool started() const { return started_; }
+    bool started() const { return promised_; }
     const std::vector<Plane> &planes() const { return planes_; }
     const std::shared_ptr<Event> &done() const { return done_; }
 
@@ -59,6 +61,8 @@ class Swap {
     void finish();
     const std::vector<BlockFault> &faults() const { return faults_; }
     const std::vector<std::uint64_t> &checksums() const { return sums_; }
+    // Bytes of all blocks, and of those that arrived.
+    std::uint64_t total_bytes() const { return kind_.payload_bytes * pairs_.size(); }
     std::uint64_t copied_bytes() const;
     double seconds() const { return seconds_; }
     const std::string &error() const { return error_; }
@@ -66,7 +70,7 @@ class Swap {
   private:
     void begin(StepRunner &runner, Lane &lane);
     void end(StepRunner &runner, Lane &lane);
-    void fail(Lane &lane, const Error &error);
+    void fail(Lane &lane, const std::string &reason);
     void leave_traffic();
     std::size_t rows_bytes() const { return rows_.size() * sizeof(swap::Block); }
     void finish_out(std::size_t row);
@@ -87,8 +91,8 @@ class Swap {
 
     std::vector<BlockFault> faults_;
     std::vector<std::uint64_t> sums_;
-    std::vector<SlotHeader> headers_;  // as they stood at the start, by pair
     std::vector<std::size_t> order_;   // the pair of each row
+    std::vector<SlotHeader> headers_;  // of each row, as they stood at the start
     std::vector<swap::Block> rows_;    // sorted by host slot
     std::vector<Rows> runs_;
     std::optional<SwapPlanner> planner_;
@@ -97,7 +101,8 @@ class Swap {
 
     std::shared_ptr<Event> begun_;
     std::shared_ptr<Event> done_;
-    bool started_ = false;
+    std::atomic<bool> promised_{false};
+    bool is_begun_ = false;
     bool ended_ = false;
     bool finished_ = false;
     bool in_traffic_ = true;

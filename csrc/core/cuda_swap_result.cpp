@@ -25,20 +25,20 @@ void Swap::finish() {
 void Swap::finish_out(std::size_t row) {
     const std::size_t pair = order_[row];
     SlotHeader *shared = records_.header(pairs_[pair].host_slot);
-    if (load_header(shared) != headers_[pair]) {
+    if (load_header(shared) != headers_[row]) {
         faults_[pair] = BlockFault::kChanged;
         return;
     }
     sums_[pair] = finish_checksum(host_table_[row].sum, kind_.payload_bytes);
-    store_header(shared, ready_header(headers_[pair], sums_[pair]));
+    store_header(shared, ready_header(headers_[row], sums_[pair]));
 }
 
 void Swap::finish_in(std::size_t row) {
     const std::size_t pair = order_[row];
-    if (load_header(records_.header(pairs_[pair].host_slot)) != headers_[pair]) {
+    if (load_header(records_.header(pairs_[pair].host_slot)) != headers_[row]) {
         faults_[pair] = BlockFault::kChanged;
-    } else if (verify_ && finish_checksum(host_table_[row].sum, kind_.payload_bytes) !=
-                              headers_[pair].payload_checksum) {
+    } else if (verify_ &&
+               finish_checksum(host_table_[row].sum, kind_.payload_bytes) != headers_[row].payload_checksum) {
         faults_[pair] = BlockFault::kCorrupt;
     }
 }

@@ -23,8 +23,7 @@ SlotHeader ready_header(SlotHeader writing, std::uint64_t checksum) {
 
 BlockFault check_source(const SlotHeader &header, const BlockPair &pair, const RecordKind &kind) {
     // A table fresh from the system holds zeros: a slot never written is empty rather than broken.
-    if (header == SlotHeader{}) return BlockFault::kNotReady;
-    if (!header.is_sound()) return BlockFault::kNoHeader;
+    if (!header.is_sound()) return header == SlotHeader{} ? BlockFault::kNotReady : BlockFault::kNoHeader;
     if (header.generation != pair.generation) return BlockFault::kOtherGeneration;
     if (header.hash != pair.hash) return BlockFault::kOtherHash;
     if (header.fingerprint != kind.fingerprint || header.payload_bytes != kind.payload_bytes) {

@@ -21,6 +21,7 @@
 #include "core/cuda_context.hpp"
 #include "core/cuda_lane.hpp"
 #include "core/cuda_swap.hpp"
+#include "core/submitter.hpp"
 #include "core/swap_plan_bindings.hpp"
 
 namespace fdcache {
@@ -29,6 +30,7 @@ namespace {
 using namespace nb::literals;
 using EventPtr = std::shared_ptr<cuda::Event>;
 using ContextPtr = std::shared_ptr<cuda::Context>;
+using LanePtr = std::shared_ptr<cuda::Lane>;
 using TrafficPtr = std::shared_ptr<cuda::Traffic>;
 
 std::uint8_t *pointer(std::uintptr_t address) {
@@ -77,7 +79,7 @@ struct BoundRegistration {
 void bind_context(nb::module_ &module) {
     nb::exception<cuda::Error>(module, "CudaError", PyExc_RuntimeError);
     nb::class_<cuda::Context>(module, "CudaContext")
-        .def(nb::init<int>(), "ordinal"_a)
+        .def(nb::new_([](int ordinal) { return std::make_shared<cuda::Context>(ordinal); }), "ordinal"_a)
         .def_prop_ro("lost", &cuda::Context::lost)
         .def(
             "is_capturing",
@@ -94,12 +96,10 @@ void bind_context(nb::module_ &module) {
         "ordinal"_a);
     module.def("has_batched_copies", [] { return cuda::driver().copy_batch != nullptr; });
     nb::class_<cuda::Event>(module, "CudaEvent")
-        .def(
-            "__init__",
-            [](cuda::Event *self, ContextPtr context, bool timing) {
-                new (self) cuda::Event(std::move(context), timing);
-            },
-            "context"_a, "timing"_a = false)
+        .def(nb::new_([](ContextPtr context, bool timing) {
+                 return std::make_shared<cuda::Event>(std::move(context), timing);
+             }),
+             "context"_a, "timing"_a = false)
         .def(
             "record",
             [](cuda::Event &self, std::uintptr_t stream) {
@@ -109,7 +109,10 @@ void bind_context(nb::module_ &module) {
         .def(
             "hold",
             [](cuda::Event &self, std::uintptr_t stream) {
-                self.hold(handle_of<cuda::StreamHandle>(stream));
+                const auto handle = handle_of<cuda::StreamHandle>(stream);
+                if (!self.is_promised()) return self.hold(handle);
+                const nb::gil_scoped_release release;
+                self.hold(handle);
             },
             "stream"_a)
         .def("query", &cuda::Event::is_reached)
@@ -137,15 +140,39 @@ void bind_context(nb::module_ &module) {
             },
             "addresses"_a);
     nb::class_<cuda::Lane>(module, "CudaLane")
+        .def(nb::new_([](ContextPtr context, std::uintptr_t main, std::uintptr_t copy, cuda::Address staging,
+                         std::size_t slot_bytes, unsigned slots) {
+                 if (slots == 0) throw std::invalid_argument("a ring has at least one slot");
+                 return std::make_shared<cuda::Lane>(std::move(context), handle_of<cuda::StreamHandle>(main),
+                                                     handle_of<cuda::StreamHandle>(copy), staging, slot_bytes,
+                                                     slots);
+             }),
+             "context"_a, "main"_a, "copy"_a, "staging"_a, "slot_bytes"_a, "slots"_a);
+}
+
+void bind_submitter(nb::module_ &module) {
+    nb::class_<cuda::Submitter>(module, "CudaSubmitter")
         .def(
             "__init__",
-            [](cuda::Lane *self, ContextPtr context, std::uintptr_t main, std::uintptr_t copy,
-               cuda::Address staging, std::size_t slot_bytes, unsigned slots) {
-                if (slots == 0) throw std::invalid_argument("a ring has at least one slot");
-                new (self) cuda::Lane(std::move(context), handle_of<cuda::StreamHandle>(main),
-                                      handle_of<cuda::StreamHandle>(copy), staging, slot_bytes, slots);
+            [](cuda::Submitter *self, ContextPtr context, std::uintptr_t main, bool background) {
+                new (self)
+                    cuda::Submitter(std::move(context), handle_of<cuda::StreamHandle>(main), background);
             },
-            "context"_a, "main"_a, "copy"_a, "staging"_a, "slot_bytes"_a, "slots"_a);
+            "context"_a, "main"_a, "background"_a)
+        .def("record", &cuda::Submitter::record, "event"_a)
+        .def("wait", &cuda::Submitter::wait, "event"_a)
+        .def(
+            "enqueue",
+            [](cuda::Submitter &self, const BoundSwap &batch, LanePtr lane, const Pairs &ranges) {
+                std::vector<PlaneRange> wanted;
+                for (const auto &[first, last] : ranges) {
+                    wanted.push_back(range_of(batch.swap->planes(), first, last));
+                }
+                const nb::gil_scoped_release release;
+                return self.enqueue(batch.swap, std::move(lane), wanted);
+            },
+            "batch"_a, "lane"_a, "ranges"_a)
+        .def("close", &cuda::Submitter::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
 BoundSwap make_swap(ContextPtr context, TrafficPtr traffic, const std::vector<std::uintptr_t> &kernels,
@@ -171,7 +198,9 @@ BoundSwap make_swap(ContextPtr context, TrafficPtr traffic, const std::vector<st
 }
 
 void bind_batch(nb::module_ &module) {
-    nb::class_<cuda::Traffic>(module, "CudaTraffic").def(nb::init<>());
+    nb::class_<cuda::Traffic>(module, "CudaTraffic").def(nb::new_([] {
+        return std::make_shared<cuda::Traffic>();
+    }));
     nb::class_<BoundSwap>(module, "CudaSwap")
         .def(
             "__init__",
@@ -197,27 +226,6 @@ void bind_batch(nb::module_ &module) {
                 self.swap->set_table(pointer(host), device);
             },
             "host"_a, "device"_a)
-        .def(
-            "enqueue",
-            [](BoundSwap &self, cuda::Lane &lane, std::size_t first, std::size_t last) {
-                const PlaneRange range = range_of(self.swap->planes(), first, last);
-                const nb::gil_scoped_release release;
-                self.swap->enqueue(lane, range);
-            },
-            "lane"_a, "first_plane"_a, "last_plane"_a)
-        .def(
-            "enqueue_groups",
-            [](BoundSwap &self, cuda::Lane &lane, ContextPtr context, const Pairs &ranges) {
-                std::vector<EventPtr> events;
-                for (const auto &[first, last] : ranges) {
-                    const PlaneRange range = range_of(self.swap->planes(), first, last);
-                    self.swap->enqueue(lane, range);
-                    events.push_back(std::make_shared<cuda::Event>(context, false));
-                    events.back()->record(lane.main());
-                }
-                return events;
-            },
-            "lane"_a, "context"_a, "ranges"_a)
         .def(
             "refuse",
             [](BoundSwap &self, std::uintptr_t stream, const std::string &reason) {
@@ -246,6 +254,7 @@ void bind_batch(nb::module_ &module) {
 void bind_swap(nb::module_ &module) {
     bind_context(module);
     bind_batch(module);
+    bind_submitter(module);
 }
 
 }  // namespace fdcache

@@ -3,12 +3,16 @@
 #include <algorithm>
 
 namespace fdcache {
+namespace {
+
+constexpr std::size_t kSparse = 64;
+
+}  // namespace
 
 bool are_sound_slots(std::span<const std::int32_t> slots, std::int32_t limit, bool distinct) {
     const auto inside = [limit](std::int32_t slot) { return slot >= 0 && slot < limit; };
     if (!std::ranges::all_of(slots, inside)) return false;
     if (!distinct) return true;
-    constexpr std::size_t kSparse = 64;
     if (slots.size() * kSparse < static_cast<std::size_t>(std::max(limit, 0))) {
         std::vector<std::int32_t> sorted(slots.begin(), slots.end());
         std::ranges::sort(sorted);
@@ -21,6 +25,24 @@ bool are_sound_slots(std::span<const std::int32_t> slots, std::int32_t limit, bo
         seen[index] = true;
         return again;
     });
+}
+
+bool are_disjoint_slots(std::span<const std::int32_t> first, std::span<const std::int32_t> second) {
+    if (first.empty() || second.empty()) return true;
+    const auto [low, high] = std::ranges::minmax(first);
+    const auto inside = [low = low, high = high](std::int32_t slot) { return low <= slot && slot <= high; };
+    const auto place = [low = low](std::int32_t slot) {
+        return static_cast<std::size_t>(std::int64_t{slot} - low);
+    };
+    if (place(high) >= kSparse * first.size()) {
+        std::vector<std::int32_t> sorted(first.begin(), first.end());
+        std::ranges::sort(sorted);
+        return std::ranges::none_of(
+            second, [&sorted](std::int32_t slot) { return std::ranges::binary_search(sorted, slot); });
+    }
+    std::vector<bool> seen(place(high) + 1);
+    for (const std::int32_t slot : first) seen[place(slot)] = true;
+    return std::ranges::none_of(second, [&](std::int32_t slot) { return inside(slot) && seen[place(slot)]; });
 }
 
 std::vector<Rows> find_runs(std::span<const std::int32_t> host_slots, std::size_t records_per_extent) {

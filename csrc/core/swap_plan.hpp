@@ -57,6 +57,9 @@ struct Batch {
 // Whether all slots are in [0, limit) and, if asked, none occurs twice.
 bool are_sound_slots(std::span<const std::int32_t> slots, std::int32_t limit, bool distinct);
 
+// Whether no slot is in both.
+bool are_disjoint_slots(std::span<const std::int32_t> first, std::span<const std::int32_t> second);
+
 // Maximal runs of rows whose records follow each other without crossing an extent.
 std::vector<Rows> find_runs(std::span<const std::int32_t> host_slots, std::size_t records_per_extent);
 

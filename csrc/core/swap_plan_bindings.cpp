@@ -130,6 +130,12 @@ void bind_swap_plan(nb::module_ &module) {
         },
         "slots"_a, "limit"_a, "distinct"_a);
     module.def(
+        "are_disjoint_slots",
+        [](const InputArray<std::int32_t> &first, const InputArray<std::int32_t> &second) {
+            return are_disjoint_slots({first.data(), first.shape(0)}, {second.data(), second.shape(0)});
+        },
+        "first"_a, "second"_a);
+    module.def(
         "find_runs",
         [](const InputArray<std::int32_t> &slots, std::size_t records_per_extent) {
             return pairs_of(find_runs({slots.data(), slots.shape(0)}, records_per_extent));

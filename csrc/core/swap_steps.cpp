@@ -71,6 +71,9 @@ StepList SwapPlanner::plan(PlaneRange range, std::size_t slot_bytes, bool conten
 
 void SwapPlanner::plan_kernel(StepBuilder &steps, PlaneRange range) const {
     steps.add(RunKernel{RunKernel::Kind::kMove, range, {0, blocks_.size()}, false, 0});
+    // Copies of later layers would take their share of the link from a layer that is waited for.
+    const bool is_last = range.last == planes_.size();
+    if (direction_ == Direction::kToDevice && !is_last) steps.add(HandOver{Queue::kMain, Queue::kCopy});
 }
 
 void SwapPlanner::plan_staged(StepBuilder &steps, PlaneRange range, std::size_t slot_bytes) const {

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fdcache import _core
 from fdcache.controller.layer_groups import LayerGroups
 from fdcache.devices.base import (
     BlockCopy,
@@ -183,7 +184,7 @@ class LoadQueue:
             self._launch([load])
             return
         slots = load.pairs.device_slots
-        if any(np.isin(slots, each.pairs.device_slots).any() for each in self._waiting):
+        if not all(_core.are_disjoint_slots(slots, each.pairs.device_slots) for each in self._waiting):
             self.flush()  # the last to be submitted is the last to write a slot
         self._waiting.append(load)
 

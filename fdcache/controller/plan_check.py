@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from fdcache import _core
 from fdcache.devices.base import Direction
-from fdcache.devices.validation import first_repeated
 from fdcache.errors import PlanError
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, Int32Array, SwapPurpose, TransferPlan
 
@@ -65,8 +65,7 @@ def _check_lengths(swap: CacheSwapMetadata) -> None:
 
 
 def _check_disjoint(kind: str, backups: Int32Array, others: Int32Array, what: str) -> None:
-    both = np.concatenate([np.unique(backups), np.unique(others)])
-    if (repeated := first_repeated(both)) is not None:
-        slot = both[repeated[0]]
-        position = int(np.flatnonzero(backups == slot)[0])
-        raise PlanError(f"backup: pair {position}: {kind} {slot} is {what} by the same plan")
+    if _core.are_disjoint_slots(backups, others):
+        return
+    position = int(np.flatnonzero(np.isin(backups, others))[0])
+    raise PlanError(f"backup: pair {position}: {kind} {backups[position]} is {what} by the same plan")

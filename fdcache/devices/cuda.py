@@ -24,7 +24,14 @@ from fdcache.devices.base import (
 )
 from fdcache.devices.calibration import Calibration, load_calibration
 from fdcache.devices.cuda_memory import CudaMemory
-from fdcache.devices.cuda_streams import CudaEvent, CudaStream, ExternalStream, cuda_stream, handle_of
+from fdcache.devices.cuda_streams import (
+    CudaEvent,
+    CudaStream,
+    ExternalStream,
+    core_event,
+    cuda_stream,
+    handle_of,
+)
 from fdcache.devices.faults import make_outcome
 from fdcache.devices.kernels import load_kernels
 from fdcache.devices.policy import make_policy, min_group_bytes
@@ -62,12 +69,10 @@ class CudaBlockCopy:
         core: _core.CudaSwap,
         pairs: BlockPairs,
         *,
-        context: _core.CudaContext,
         memory: CudaMemory,
         owners: object,
     ) -> None:
         self._core = core
-        self._context = context
         self._pairs = pairs
         self._memory = memory
         self._owners = owners
@@ -83,25 +88,22 @@ class CudaBlockCopy:
 
     def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
         """Copy a range of planes on the stream."""
-        lane = self._lane(cuda_stream(stream))
-        if lane is not None:
-            self._core.enqueue(lane, first_plane, last_plane)
+        self.enqueue_groups(stream, [(first_plane, last_plane)])
 
     def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[CudaEvent]:
-        """Enqueue ranges of planes one after the other; an event recorded after each."""
-        lane = self._lane(cuda_stream(stream))
-        if lane is None:
-            return [self.done] * len(ranges)
-        return [CudaEvent(event) for event in self._core.enqueue_groups(lane, self._context, ranges)]
+        """Enqueue ranges of planes one after the other; an event recorded after each.
 
-    def _lane(self, stream: CudaStream) -> _core.CudaLane | None:
-        """The lane to copy on; None once the batch is refused because there is none."""
-        stream.hold(self)
+        The stream's own thread may enqueue and record later than this returns: who waits for an event, be it
+        another stream, waits for that too.
+        """
+        own = cuda_stream(stream)
+        own.hold(self)
         try:
-            return stream.lane()
+            events = own.submitter.enqueue(self._core, own.lane(), ranges)
         except DeviceError as error:
-            self._core.refuse(stream.handle, str(error))
-            return None
+            self._core.refuse(own.handle, str(error))
+            return [self.done] * len(ranges)
+        return [CudaEvent(event) for event in events]
 
     def cancel(self) -> bool:
         """Nothing that was enqueued on a GPU can be taken back."""
@@ -191,7 +193,7 @@ class CudaDevice:
 
     def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
         """Wait until one of the events is reached; whether one was."""
-        return _core.wait_cuda_events([_cuda_event(event).core for event in events], timeout)
+        return _core.wait_cuda_events([core_event(event) for event in events], timeout)
 
     def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None = None) -> Any:
         """A zero-filled tensor; CuPy's unless ``framework`` says otherwise."""
@@ -224,9 +226,7 @@ class CudaDevice:
             core = self._swap(planes, arena, pairs, direction)
         except _core.CudaError as error:
             raise DeviceError(f"{self.name}: {error}") from error
-        return CudaBlockCopy(
-            core, pairs, context=self._context, memory=self._memory, owners=(planes, self._kernels)
-        )
+        return CudaBlockCopy(core, pairs, memory=self._memory, owners=(planes, self._kernels))
 
     def _swap(
         self, planes: CudaPlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
@@ -258,9 +258,3 @@ class CudaDevice:
             extents = _core.CudaExtents([extent.device_address for extent in arena.pinned])
             self._extents[arena] = arena.epoch, extents
         return extents
-
-
-def _cuda_event(event: Event) -> CudaEvent:
-    if not isinstance(event, CudaEvent):
-        raise TypeError(f"expected an event of the CUDA device, got {type(event).__name__}")
-    return event

@@ -24,9 +24,7 @@ class CudaEvent:
 
     def record(self, stream: Stream) -> None:
         """Let it be reached when the stream has done everything enqueued so far."""
-        own = gpu_stream(stream)
-        own.check_not_captured("submit_swap_tasks")
-        self.core.record(own.handle)
+        gpu_stream(stream).record(self.core)
 
     def query(self) -> bool:
         """Whether it was reached; on a GPU that has failed every event is."""
@@ -45,18 +43,25 @@ class ExternalStream:
         self.handle = handle
         self._owner = owner
 
-    def check_not_captured(self, call: str) -> None:
-        """Raise ``StreamError`` while the stream is being captured into a CUDA graph."""
+    def _check_not_captured(self, call: str) -> None:
         if self._context.is_capturing(self.handle):
             raise StreamError(
                 f"{call}: the stream is being captured into a CUDA graph, which would wait for this plan's "
                 "events in every replay; before the graph is launched call wait_all(stream=...) instead"
             )
 
+    def record(self, event: _core.CudaEvent) -> None:
+        """Record an event behind what the stream holds now. Raises ``StreamError`` during a capture."""
+        self._check_not_captured("submit_swap_tasks")
+        event.record(self.handle)
+
     def wait_event(self, event: Event) -> None:
         """Hold later operations until the event is reached. Raises ``StreamError`` during a capture."""
-        self.check_not_captured("wait_for_layer")
-        _hold(event, self.handle)
+        self._check_not_captured("wait_for_layer")
+        try:
+            core_event(event).hold(self.handle)
+        except _core.CudaError as error:
+            raise DeviceError(f"a stream cannot wait for an event: {error}") from error
 
     def retire(self) -> None:
         """Nothing of fdcache is kept alive by it."""
@@ -71,7 +76,10 @@ class _Batch(Protocol):
 
 
 class CudaStream:
-    """One direction and purpose: a stream for kernels and one for the copy engine, and a staging ring."""
+    """One direction and purpose: a stream for kernels and one for the copy engine, and a staging ring.
+
+    ``submitter`` puts work on it; a background stream has all of its copies put there by the submitter's thread.
+    """
 
     def __init__(self, gpu: Gpu, context: _core.CudaContext, memory: CudaMemory, *, background: bool) -> None:
         cupy = import_cupy()
@@ -84,9 +92,7 @@ class CudaStream:
         self._lane: _core.CudaLane | None = None
         self._held: list[_Batch] = []
         self.handle: int = self._streams[0].ptr
-
-    def check_not_captured(self, call: str) -> None:
-        """It never is: nobody else has it."""
+        self.submitter = _core.CudaSubmitter(context, self.handle, background)
 
     def lane(self) -> _core.CudaLane:
         """The streams as the core wants them; the ring is allocated at the first use.
@@ -107,9 +113,13 @@ class CudaStream:
             self.retire()
             self._held.append(batch)
 
+    def record(self, event: _core.CudaEvent) -> None:
+        """Record an event behind what the stream was given so far."""
+        self.submitter.record(event)
+
     def wait_event(self, event: Event) -> None:
-        """Hold later operations until the event is reached."""
-        _hold(event, self.handle)
+        """Hold later operations until the event is reached. A wait that the driver refuses fails the next batch."""
+        self.submitter.wait(core_event(event))
 
     def retire(self) -> None:
         """Let go of the memory that finished copies kept alive."""
@@ -119,6 +129,7 @@ class CudaStream:
         """Wait for what was enqueued, then let go of everything. On a GPU that has failed there is no wait."""
         for batch in self._held:
             batch.done.wait()
+        self.submitter.close()
         self._held = []
         self._lane = None
         self._ring = None
@@ -161,10 +172,8 @@ def cuda_stream(stream: Stream) -> CudaStream:
     return stream
 
 
-def _hold(event: Event, handle: int) -> None:
+def core_event(event: Event) -> _core.CudaEvent:
+    """The event, if it is one of a GPU. Raises ``TypeError``."""
     if not isinstance(event, CudaEvent):
         raise TypeError(f"expected an event of the CUDA device, got {type(event).__name__}")
-    try:
-        event.core.hold(handle)
-    except _core.CudaError as error:
-        raise DeviceError(f"a stream cannot wait for an event: {error}") from error
+    return event.core

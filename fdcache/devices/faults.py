@@ -62,9 +62,11 @@ def make_outcome(
     detail: str = "",
 ) -> CopyOutcome:
     """The outcome of a batch from the core's faults, one byte per pair, and checksums, eight bytes each."""
+    sums: UInt64Array = np.frombuffer(checksums, dtype=np.uint64)
+    if faults.count(Fault.NONE) == len(faults):
+        return CopyOutcome(np.empty(0, np.int32), sums, copied_bytes, seconds, None)
     codes = np.frombuffer(faults, dtype=np.uint8)
     failed = np.flatnonzero(codes).astype(np.int32)
-    sums: UInt64Array = np.frombuffer(checksums, dtype=np.uint64)
     reasons = tuple(
         _TEXT[Fault(codes[each])].format(slot=pairs.host_slots[each], detail=detail) for each in failed
     )

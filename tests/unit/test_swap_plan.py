@@ -95,6 +95,13 @@ def test_sound_slots_are_in_range_and_distinct_when_asked(
     assert _core.are_sound_slots(slots(values), limit, distinct) == sound
 
 
+@given(
+    *2 * [st.lists(st.integers(-5, 60) | st.sampled_from([-(1 << 31), 1 << 20, (1 << 31) - 1]), max_size=40)]
+)
+def test_slots_are_disjoint_when_none_is_in_both(first: list[int], second: list[int]) -> None:
+    assert _core.are_disjoint_slots(slots(first), slots(second)) == set(first).isdisjoint(second)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("limit", [1, 1 << 10, 1 << 13, 1 << 30])
 def test_a_range_is_split_into_columns_that_fit(name: str, limit: int) -> None:

@@ -1,0 +1,71 @@
+// Puts work on one stream of a GPU in order, without holding up those who ask for it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/cuda_context.hpp"
+#include "core/cuda_lane.hpp"
+#include "core/cuda_swap.hpp"
+#include "core/record.hpp"
+
+namespace fdcache::cuda {
+
+// What is asked for while nothing waits goes on the stream at once, from the calling thread, of a large batch
+// the first range; the rest goes from a thread of its own, which never touches Python. A background submitter
+// leaves every batch to that thread.
+class Submitter {
+  public:
+    Submitter(std::shared_ptr<Context> context, StreamHandle main, bool background);
+    // Closes.
+    ~Submitter();
+    Submitter(const Submitter &) = delete;
+    Submitter &operator=(const Submitter &) = delete;
+
+    void record(std::shared_ptr<Event> event);
+    // Later work waits for the event, be it recorded later. When the driver refuses, the next batch fails.
+    void wait(std::shared_ptr<Event> event);
+    // All planes of a batch, range by range, and the event of each; the last one's is the batch's end.
+    std::vector<std::shared_ptr<Event>> enqueue(std::shared_ptr<Swap> swap, std::shared_ptr<Lane> lane,
+                                                std::span<const PlaneRange> ranges);
+    // Does what waits and ends the thread. In a forked child, which has no such thread, it does nothing.
+    void close();
+
+  private:
+    using Task = std::function<void()>;
+    struct Queue {
+        std::mutex mutex;
+        std::condition_variable changed;
+        std::deque<Task> tasks;
+        bool busy = false;  // a thread is at a task, be it the caller's
+        bool closing = false;
+
+        void serve();
+        void step(std::unique_lock<std::mutex> &lock, const Task &task);
+    };
+
+    void run(Task task);
+    void post(Task task);
+    void push(Task task);
+    void submit(Swap &swap, Lane &lane, PlaneRange range);
+
+    const std::shared_ptr<Context> context_;
+    const StreamHandle main_;
+    const bool background_;
+    std::optional<std::string> refusal_;  // why the next batch cannot be; tasks alone touch it
+    std::shared_ptr<Queue> queue_ = std::make_shared<Queue>();
+    std::thread thread_;
+    const pid_t process_;
+};
+
+}  // namespace fdcache::cuda
