@@ -67,12 +67,16 @@ class Peers:
         """One large copy each way, and both at once."""
         into = timed(lambda: self._large(H2D, 0), self._streams[:1])
         out = timed(lambda: self._large(D2H, 0), self._streams[:1])
+        return Link(GIB / into, GIB / out, self.pair())
+
+    def pair(self) -> float:
+        """Bytes a second of a large copy each way at once."""
 
         def both() -> None:
             self._large(H2D, 0)
             self._large(D2H, 1)
 
-        return Link(GIB / into, GIB / out, 2 * GIB / timed(both, self._streams))
+        return 2 * GIB / timed(both, self._streams)
 
     def _large(self, kind: int, index: int) -> None:
         ends = self._host[index], self._memory[index]

@@ -14,7 +14,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
 from fdcache.layout import KVLayout
-from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan
+from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.transfer import TransferSettings
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -127,11 +127,16 @@ class SwapWorker:
         return self.finish()
 
     def finish(self) -> list[float]:
-        (report,) = self.controller.wait_reports(60.0)
-        for result in report.results:
-            if not result.success:
-                raise RuntimeError(f"a copy failed: {result.error_message}")
+        (report,) = self._reports()
         return [result.seconds for result in report.results]
+
+    def _reports(self) -> list[TransferReport]:
+        reports = self.controller.wait_reports(60.0)
+        for report in reports:
+            for result in report.results:
+                if not result.success:
+                    raise RuntimeError(f"a copy failed: {result.error_message}")
+        return reports
 
     def rate(self, way: str, pick: Callable[[int], Pick], nbytes: int, repeats: int = 3) -> float:
         """Bytes a second of loads or evictions, the median over different blocks."""
@@ -140,23 +145,32 @@ class SwapWorker:
         return count * self.layout.payload_bytes / statistics.median(seconds)
 
     def rate_both(self, pick: Callable[[int], Pick], nbytes: int, plans: int = 4) -> float:
-        """Bytes a second of loads and backups at once, of different blocks, by the host's clock.
+        """Bytes a second of loads and backups of ``nbytes`` at once, by the host's clock.
 
-        ``plans`` follow each other, so that what stands at the ends, with one way idle, weighs little.
+        ``plans`` follow each other, so that what stands at the ends, with one way idle, weighs little. No block is
+        copied twice, so the worker needs memory for ``2 * plans * nbytes``.
         """
         rates = []
         for _ in range(3):
-            whole = pick(2 * nbytes)
-            half = len(whole.host) // 2
-            load = Pick(whole.device[:half], whole.host[:half])
-            backup = Pick(whole.device[half:], whole.host[half:])
-            queue = [self.plan(load=load, backup=backup) for _ in range(plans)]
+            whole = pick(2 * plans * nbytes)
+            parts = [
+                Pick(device, host)
+                for device, host in zip(
+                    np.array_split(whole.device, 2 * plans),
+                    np.array_split(whole.host, 2 * plans),
+                    strict=True,
+                )
+            ]
+            queue = [
+                self.plan(load=load, backup=backup)
+                for load, backup in zip(parts[:plans], parts[plans:], strict=True)
+            ]
             start = time.perf_counter()
             for plan in queue:
                 self.controller.submit_swap_tasks(plan)
             left = plans
             while left:
-                left -= len(self.controller.wait_reports(60.0))
+                left -= len(self._reports())
             seconds = time.perf_counter() - start
-            rates.append(2 * half * plans * self.layout.payload_bytes / seconds)
+            rates.append(len(whole.host) * self.layout.payload_bytes / seconds)
         return statistics.median(rates)

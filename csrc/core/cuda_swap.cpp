@@ -37,7 +37,7 @@ std::vector<std::size_t> by_host_slot(const std::vector<BlockPair> &pairs) {
 
 Swap::Swap(std::shared_ptr<Context> context, std::shared_ptr<Traffic> traffic, Kernels kernels,
            const SwapPolicy &policy, Direction direction, std::vector<Plane> planes, Address chunks,
-           std::vector<unsigned> first_chunk, RecordTable records, const std::vector<Address> &extents,
+           std::vector<unsigned> first_chunk, RecordTable records, std::vector<Address> extents,
            std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint, bool verify)
     : context_(std::move(context)),
       traffic_(std::move(traffic)),
@@ -48,6 +48,7 @@ Swap::Swap(std::shared_ptr<Context> context, std::shared_ptr<Traffic> traffic, K
       chunks_(chunks),
       first_chunk_(std::move(first_chunk)),
       records_(std::move(records)),
+      extents_(std::move(extents)),
       pairs_(std::move(pairs)),
       kind_{fingerprint, payload_bytes(planes_)},
       verify_(verify && direction == Direction::kToDevice),
@@ -56,13 +57,19 @@ Swap::Swap(std::shared_ptr<Context> context, std::shared_ptr<Traffic> traffic, K
       begun_(std::make_shared<Event>(context_, true)),
       done_(std::make_shared<Event>(context_, true)) {
     traffic_->add(direction_, 1);
+}
+
+void Swap::prepare() {
     std::vector<std::int32_t> host_slots;
     host_slots.reserve(pairs_.size());
     order_.reserve(pairs_.size());
     headers_.reserve(pairs_.size());
     rows_.reserve(pairs_.size());
-    for (const std::size_t pair : by_host_slot(pairs_)) {
+    const std::vector<std::size_t> sorted = by_host_slot(pairs_);
+    for (std::size_t i = 0; i < sorted.size(); ++i) {
+        const std::size_t pair = sorted[i];
         const BlockPair &wanted = pairs_[pair];
+        prefetch_header(sorted, i);
         if (direction_ == Direction::kToDevice) {
             const SlotHeader header = load_header(records_.header(wanted.host_slot));
             faults_[pair] = check_source(header, wanted, kind_);
@@ -70,7 +77,7 @@ Swap::Swap(std::shared_ptr<Context> context, std::shared_ptr<Traffic> traffic, K
             headers_.push_back(header);
         }
         const auto slot = static_cast<std::size_t>(wanted.host_slot);
-        const Address extent = extents[slot / records_.records_per_extent];
+        const Address extent = extents_[slot / records_.records_per_extent];
         order_.push_back(pair);
         host_slots.push_back(wanted.host_slot);
         rows_.push_back(
@@ -78,6 +85,16 @@ Swap::Swap(std::shared_ptr<Context> context, std::shared_ptr<Traffic> traffic, K
     }
     runs_ = find_runs(host_slots, records_.records_per_extent);
     planner_.emplace(policy_, direction_, planes_, records_.record_bytes, rows_, runs_);
+    std::memcpy(host_table_, rows_.data(), rows_bytes());
+}
+
+// Headers of scattered slots come from memory, so several are fetched at a time.
+void Swap::prefetch_header(std::span<const std::size_t> order, std::size_t row) const {
+    constexpr std::size_t kAhead = 8;
+    if (row + kAhead >= order.size()) return;
+    const SlotHeader *header = records_.header(pairs_[order[row + kAhead]].host_slot);
+    __builtin_prefetch(header);
+    __builtin_prefetch(reinterpret_cast<const std::uint8_t *>(header + 1) - 1);
 }
 
 Swap::~Swap() {
@@ -91,7 +108,6 @@ void Swap::leave_traffic() {
 void Swap::set_table(std::uint8_t *host, Address device) {
     host_table_ = reinterpret_cast<swap::Block *>(host);
     device_table_ = device;
-    std::memcpy(host_table_, rows_.data(), rows_bytes());
 }
 
 void Swap::promise() {
@@ -105,7 +121,7 @@ void Swap::enqueue(Lane &lane, PlaneRange range) {
         const Current current(*context_);
         StepRunner runner(*context_, kernels_, policy_, direction_,
                           {planes_, first_chunk_, chunks_, device_table_}, lane);
-        if (!is_begun_) begin(runner, lane);
+        if (!planner_) begin(runner, lane);
         runner.run(planner_->plan(range, lane.slot_bytes(), traffic_->is_contended(direction_)));
         if (range.last == planes_.size()) end(runner, lane);
     } catch (const Error &error) {
@@ -124,7 +140,7 @@ void Swap::refuse(StreamHandle main, const std::string &reason) {
 }
 
 void Swap::begin(StepRunner &runner, Lane &lane) {
-    is_begun_ = true;
+    prepare();
     if (direction_ == Direction::kToHost) {
         for (const std::size_t pair : order_) {
             headers_.push_back(writing_header(pairs_[pair], kind_));

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -37,19 +38,20 @@ class Swap {
   public:
     Swap(std::shared_ptr<Context> context, std::shared_ptr<Traffic> traffic, Kernels kernels,
          const SwapPolicy &policy, Direction direction, std::vector<Plane> planes, Address chunks,
-         std::vector<unsigned> first_chunk, RecordTable records, const std::vector<Address> &extents,
+         std::vector<unsigned> first_chunk, RecordTable records, std::vector<Address> extents,
          std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint, bool verify);
     ~Swap();
     Swap(const Swap &) = delete;
     Swap &operator=(const Swap &) = delete;
 
-    // Bytes of the block table, and where it is: in pinned host memory, and on the device.
+    // Bytes of the block table, and where it shall be: in pinned host memory, and on the device.
     std::size_t table_bytes() const { return pairs_.size() * sizeof(swap::Block); }
     void set_table(std::uint8_t *host, Address device);
 
     // It will be enqueued, or refused.
     void promise();
-    // Ranges come in order. A refusal by the driver ends the batch: `done` is recorded and `finish` tells.
+    // Ranges come in order; the first one looks at the headers and plans. A refusal by the driver ends the
+    // batch: `done` is recorded and `finish` tells.
     void enqueue(Lane &lane, PlaneRange range);
     // Ends the batch before it began: nothing is copied, and `finish` tells the reason.
     void refuse(StreamHandle main, const std::string &reason);
@@ -68,11 +70,13 @@ class Swap {
     const std::string &error() const { return error_; }
 
   private:
+    void prepare();
     void begin(StepRunner &runner, Lane &lane);
     void end(StepRunner &runner, Lane &lane);
     void fail(Lane &lane, const std::string &reason);
     void leave_traffic();
     std::size_t rows_bytes() const { return rows_.size() * sizeof(swap::Block); }
+    void prefetch_header(std::span<const std::size_t> order, std::size_t row) const;
     void finish_out(std::size_t row);
     void finish_in(std::size_t row);
 
@@ -85,6 +89,7 @@ class Swap {
     const Address chunks_;
     const std::vector<unsigned> first_chunk_;
     const RecordTable records_;
+    const std::vector<Address> extents_;
     const std::vector<BlockPair> pairs_;
     const RecordKind kind_;
     const bool verify_;
@@ -102,7 +107,6 @@ class Swap {
     std::shared_ptr<Event> begun_;
     std::shared_ptr<Event> done_;
     std::atomic<bool> promised_{false};
-    bool is_begun_ = false;
     bool ended_ = false;
     bool finished_ = false;
     bool in_traffic_ = true;

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "core/cuda_swap.hpp"
 
 namespace fdcache::cuda {
@@ -8,11 +10,12 @@ void Swap::finish() {
     leave_traffic();
     if (const auto lost = context_->lost(); lost && error_.empty()) error_ = *lost;
     if (!error_.empty()) {
-        for (const std::size_t pair : order_) faults_[pair] = BlockFault::kDevice;
+        std::ranges::replace(faults_, BlockFault::kNone, BlockFault::kDevice);
         return;
     }
     std::atomic_thread_fence(std::memory_order_seq_cst);
     for (std::size_t row = 0; row < order_.size(); ++row) {
+        prefetch_header(order_, row);
         if (direction_ == Direction::kToHost) {
             finish_out(row);
         } else {

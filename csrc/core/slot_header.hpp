@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 
@@ -59,14 +60,11 @@ inline SlotHeader load_header(const SlotHeader *shared) {
     std::array<std::uint64_t, sizeof(SlotHeader) / 8> words;
     const auto *from = reinterpret_cast<const std::uint64_t *>(shared);
     for (std::size_t i = 0; i < words.size(); ++i) words[i] = __atomic_load_n(from + i, __ATOMIC_RELAXED);
-    SlotHeader header;
-    std::memcpy(&header, words.data(), sizeof header);
-    return header;
+    return std::bit_cast<SlotHeader>(words);
 }
 
 inline void store_header(SlotHeader *shared, const SlotHeader &header) {
-    std::array<std::uint64_t, sizeof(SlotHeader) / 8> words;
-    std::memcpy(words.data(), &header, sizeof header);
+    const auto words = std::bit_cast<std::array<std::uint64_t, sizeof(SlotHeader) / 8>>(header);
     auto *to = reinterpret_cast<std::uint64_t *>(shared);
     for (std::size_t i = 0; i < words.size(); ++i) __atomic_store_n(to + i, words[i], __ATOMIC_RELAXED);
 }

@@ -1,5 +1,6 @@
 #include "core/submitter.hpp"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -108,6 +109,7 @@ void Submitter::close() {
 }
 
 void Submitter::Queue::serve() {
+    pthread_setname_np(pthread_self(), "fdcache-submit");
     std::unique_lock lock(mutex);
     while (true) {
         changed.wait(lock, [this] { return !busy && (closing || !tasks.empty()); });

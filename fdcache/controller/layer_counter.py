@@ -77,7 +77,8 @@ class LayerDoneCounter:
         return [layer for layer in range(self.num_layers) if not self._is_done(events, layer)]
 
     def wait_for_layer(self, layer: int, timeout: float | None = None, *, stream: Any = None) -> None:
-        """Wait for a layer: the calling thread, or ``stream`` without holding up the thread.
+        """Wait for a layer: the calling thread, or ``stream`` without holding up the thread for longer than it takes
+        to put the layer's copies on their own stream.
 
         ``stream`` is whatever the device's ``as_stream`` takes; one that is being captured into a CUDA graph
         is refused with ``StreamError``. ``timeout`` in seconds bounds the thread's wait (default:

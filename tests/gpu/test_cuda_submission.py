@@ -1,0 +1,98 @@
+"""Large batches are put on their streams by threads of the streams' own: the same order, and nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.gpu.test_cuda_loads import reports_of
+from tests.gpu.test_cuda_swaps import METHODS, WIDE
+from tests.gpu.workers import GpuWorker
+from tests.swaps import PATIENCE, plan
+
+cupy = pytest.importorskip("cupy")
+
+BLOCKS = 24
+LAYOUT = WIDE["512 KiB"]
+"""24 blocks of 5 MiB are more than a calling thread puts on a stream by itself."""
+
+
+def submitting_threads() -> int:
+    names = [each.read_text().strip() for each in Path("/proc/self/task").glob("*/comm")]
+    return names.count("fdcache-submit")
+
+
+def worker_with(host_blocks: int = BLOCKS, **options: Any) -> GpuWorker:
+    return GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=host_blocks, **options)
+
+
+def test_threads_begin_with_the_first_large_batch_and_end_with_the_controller() -> None:
+    every = [(slot, slot) for slot in range(BLOCKS)]
+    before = submitting_threads()
+    with worker_with() as worker:
+        worker.run(plan(1, evict=every))
+        worker.run(plan(2, load=[(0, 0)]))
+        assert submitting_threads() == before, "what is small or urgent goes from the calling thread"
+        worker.run(plan(3, load=every))
+        assert submitting_threads() == before + 1
+        worker.run(plan(4, backup=every))
+        assert submitting_threads() == before + 2
+    assert submitting_threads() == before
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_last_load_of_a_slot_is_the_last_to_write_it_whoever_submitted_it(method: str) -> None:
+    random = np.random.default_rng(3)
+    with worker_with(swap_method=method, loads_ahead=1 << 40) as worker:
+        worker.run(plan(1, evict=[(slot, slot) for slot in range(BLOCKS)]))
+        saved = [worker.block(slot) for slot in range(BLOCKS)]
+        expected = list(range(BLOCKS))
+        for number in range(30):
+            count = BLOCKS if number % 3 == 0 else int(random.integers(1, 4))
+            host, device = (random.permutation(BLOCKS)[:count].tolist() for _ in range(2))
+            worker.controller.submit_swap_tasks(plan(2 + number, load=list(zip(host, device, strict=True))))
+            for source, target in zip(host, device, strict=True):
+                expected[target] = source
+        reports = reports_of(worker, 30)
+        assert all(result.success for report in reports.values() for result in report.results)
+        assert [worker.block(slot) for slot in range(BLOCKS)] == [saved[source] for source in expected]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_slots_are_emptied_before_a_large_load_writes_them(method: str) -> None:
+    with worker_with(2 * BLOCKS, swap_method=method) as worker:
+        compute = cupy.cuda.Stream(non_blocking=True)
+        worker.run(plan(1, evict=[(slot, slot) for slot in range(BLOCKS)]))
+        first = [worker.block(slot) for slot in range(BLOCKS)]
+        for number in range(6):
+            kept, loaded = (0, BLOCKS) if number % 2 else (BLOCKS, 0)
+            turned = [(loaded + slot, (slot + 1) % BLOCKS) for slot in range(BLOCKS)]
+            swaps = plan(2 + number, evict=[(slot, kept + slot) for slot in range(BLOCKS)], load=turned)
+            counter = worker.controller.submit_swap_tasks(swaps, compute)
+            counter.wait_all(stream=compute)
+            compute.synchronize()
+            assert counter.is_all_done()
+            assert all(result.success for result in worker.report().results)
+        worker.run(plan(20, load=[(slot, slot) for slot in range(BLOCKS)]))
+        found = [worker.block(slot) for slot in range(BLOCKS)]
+        assert sorted(map(repr, found)) == sorted(map(repr, first)), "no block is lost"
+
+
+def test_layers_of_a_load_that_is_still_being_submitted_are_not_done() -> None:
+    with worker_with() as worker:
+        every = [(slot, slot) for slot in range(BLOCKS)]
+        worker.run(plan(1, evict=every))
+        before = [worker.block(slot) for slot in range(BLOCKS)]
+        for number in range(20):
+            for tensor in worker.tensors:
+                tensor[...] = 0
+            cupy.cuda.runtime.deviceSynchronize()
+            counter = worker.controller.submit_swap_tasks(plan(2 + number, load=every))
+            while counter.pending_layers():
+                pass
+            assert [worker.block(slot) for slot in range(BLOCKS)] == before
+            counter.wait_all(PATIENCE)
+            worker.report()
