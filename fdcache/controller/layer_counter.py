@@ -18,7 +18,7 @@ class LayerEvents(Protocol):
         """The events; None while the copies wait to be put on their stream."""
 
     def required(self) -> Sequence[Event | None]:
-        """The events, recorded: copies that wait are put on their stream now."""
+        """The events: copies that wait are given to their stream now."""
 
 
 class LaunchedLayers:
