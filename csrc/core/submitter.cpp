@@ -48,18 +48,15 @@ std::vector<std::shared_ptr<Event>> Submitter::enqueue(std::shared_ptr<Swap> swa
     }
     swap->promise();
     events.push_back(swap->done());
-    const auto part = [&](std::size_t first, std::size_t last) -> Task {
-        return [this, swap, lane, events = std::vector(events.begin() + first, events.begin() + last),
-                ranges = std::vector(ranges.begin() + first, ranges.begin() + last)] {
-            for (std::size_t i = 0; i < ranges.size(); ++i) {
-                submit(*swap, *lane, ranges[i]);
-                if (events[i] != swap->done()) events[i]->record(main_);
-            }
-        };
+    const bool at_once = !background_ && (ranges.size() == 1 || swap->total_bytes() <= kAtOnce);
+    Task task = [this, swap = std::move(swap), lane = std::move(lane), events,
+                 ranges = std::vector<PlaneRange>(ranges.begin(), ranges.end())] {
+        for (std::size_t i = 0; i < ranges.size(); ++i) {
+            submit(*swap, *lane, ranges[i]);
+            if (i + 1 < ranges.size()) events[i]->record(main_);
+        }
     };
-    const std::size_t at_once = background_ ? 0 : swap->total_bytes() <= kAtOnce ? ranges.size() : 1;
-    if (at_once > 0) run(part(0, at_once));
-    if (at_once < ranges.size()) post(part(at_once, ranges.size()));
+    at_once ? run(std::move(task)) : post(std::move(task));
     return events;
 }
 

@@ -21,9 +21,9 @@
 
 namespace fdcache::cuda {
 
-// What is asked for while nothing waits goes on the stream at once, from the calling thread, of a large batch
-// the first range; the rest goes from a thread of its own, which never touches Python. A background submitter
-// leaves every batch to that thread.
+// Small batches, and those of one range, for which somebody waits as a whole, go on the stream at once, from
+// the calling thread, if nothing waits before them. The rest goes from a thread of its own, which never
+// touches Python; of a background submitter everything does.
 class Submitter {
   public:
     Submitter(std::shared_ptr<Context> context, StreamHandle main, bool background);
