@@ -142,7 +142,7 @@ class QueuedLoad:
 
 
 class LoadQueue:
-    """The stream of the loads. At most ``ahead_bytes`` are put on it before earlier ones have ended, be it one load.
+    """The stream of the loads. Behind the batch being copied at most ``ahead_bytes`` are put on it, or one load.
 
     All methods are called with ``lock`` held, the one under which plans are submitted.
     """
@@ -220,7 +220,7 @@ class LoadQueue:
 
     def _has_room(self) -> bool:
         self._under_way = [batch for batch in self._under_way if not batch.copy.done.query()]
-        return not self._under_way or sum(batch.nbytes for batch in self._under_way) < self._ahead_bytes
+        return sum(batch.nbytes for batch in self._under_way[1:]) < self._ahead_bytes
 
     def _next_batch(self) -> list[QueuedLoad]:
         """The loads at the front that go together, up to as many bytes as may be ahead."""

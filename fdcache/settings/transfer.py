@@ -34,9 +34,9 @@ class TransferSettings(Group):
     )
     loads_ahead: Size = variable(
         "FDCACHE_LOADS_AHEAD",
-        1 << 30,
-        "Bytes of loads that are put on the device before earlier ones have ended. Later loads wait, and go together "
-        "in batches of up to as much; one that a layer is waited for goes at once.",
+        1 << 29,
+        "Bytes of loads that are put on the device behind the one being copied, so that it never runs dry. Later "
+        "loads wait, and go together in batches of up to as much; one that a layer is waited for goes at once.",
         ge=1,
         unit="bytes",
     )

@@ -52,14 +52,15 @@ def test_loads_behind_a_busy_stream_go_as_one_batch(method: str, name: str, monk
         monkeypatch.setattr(worker.gpu, "copy_blocks", counted)
         busy = cupy.cuda.Stream(non_blocking=True)
         spin(busy, 400_000_000)
-        worker.controller.submit_swap_tasks(plan(2, load=[(BLOCKS - 1 - i, i) for i in range(12)]), busy)
+        worker.controller.submit_swap_tasks(plan(21, load=[(BLOCKS - 1, 0)]), busy)
+        worker.controller.submit_swap_tasks(plan(2, load=[(BLOCKS - 1 - i, i) for i in range(12)]))
         wanted = [plan(3 + n, load=[(2 * n + i, 12 + 2 * n + i) for i in range(2)]) for n in range(5)]
         assert wanted[3].loads is not None
         wanted[3].loads.src_generations[1] += 1
         counters = [worker.controller.submit_swap_tasks(each) for each in wanted]
         untouched = worker.block(19)
-        reports = reports_of(worker, 6)
-        assert sizes == [12, 10]
+        reports = reports_of(worker, 7)
+        assert sizes == [1, 12, 10]
         assert [each for each, report in reports.items() if not report.results[0].success] == [6]
         assert reports[6].results[0].failed.tolist() == [1]
         assert "position 1: host slot 7" in str(reports[6].results[0].error_message)
@@ -77,6 +78,7 @@ def test_a_stream_that_waits_for_a_layer_begins_a_load_that_waits() -> None:
         busy, compute = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         spin(busy, 200_000_000)
         worker.controller.submit_swap_tasks(plan(2, load=[(0, 1)]), busy)
+        worker.controller.submit_swap_tasks(plan(5, load=[(2, 2)]))
         counter = worker.controller.submit_swap_tasks(plan(3, load=[(3, 4)]))
         seen = []
         for plane, tensor in zip(layout.planes, worker.tensors, strict=True):
@@ -85,7 +87,7 @@ def test_a_stream_that_waits_for_a_layer_begins_a_load_that_waits() -> None:
                 seen.append(tensor[4].copy())
         compute.synchronize()
         assert [worker.bytes_of(each) for each in seen] == before
-        assert set(reports_of(worker, 2)) == {2, 3}
+        assert set(reports_of(worker, 3)) == {2, 3, 5}
 
 
 @pytest.mark.parametrize("method", METHODS)

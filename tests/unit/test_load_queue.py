@@ -45,7 +45,10 @@ class CountingDevice(CpuDevice):
 
 
 class Busy:
-    """A worker whose first load, of three blocks, holds the stream until ``open``; there is room for three."""
+    """A worker whose stream is held until ``open`` by a load, with room for three blocks behind it, which are taken.
+
+    The held load is left out of ``reports`` and of the device's ``loads``.
+    """
 
     def __init__(self, **settings: Any) -> None:
         self.device = CountingDevice()
@@ -58,6 +61,8 @@ class Busy:
         self._gate = CpuEvent()
         self._held = self.device.create_stream()
         self._held.wait_event(self._gate)
+        self.controller.submit_swap_tasks(plan(0, load=[(3, 0)]), self._held)
+        self.device.loads.clear()
         self.controller.submit_swap_tasks(plan(2, load=[(0, 1), (1, 2), (2, 3)]), self._held)
 
     def open(self) -> None:
@@ -68,7 +73,7 @@ class Busy:
         while len(found) < count:
             ended = self.controller.wait_reports(PATIENCE)
             assert ended, f"only {sorted(found)} ended"
-            found |= {report.plan_id: report for report in ended}
+            found |= {report.plan_id: report for report in ended if report.plan_id}
         return found
 
 
@@ -114,6 +119,16 @@ def test_a_load_larger_than_all_that_may_be_ahead_goes_by_itself(busy: Busy) -> 
     busy.open()
     assert busy.reports(2)[3].results[0].success
     assert [busy.worker.block(8 + i) for i in range(6)] == busy.saved[4:10]
+
+
+def test_one_load_follows_the_one_being_copied_however_little_may_be_ahead() -> None:
+    busy = Busy(loads_ahead=1)
+    busy.controller.submit_swap_tasks(plan(3, load=[(4, 8)]))
+    assert busy.device.loads == [[1, 2, 3]]
+    busy.open()
+    assert set(busy.reports(2)) == {2, 3}
+    assert busy.device.loads == [[1, 2, 3], [8]]
+    busy.controller.shutdown()
 
 
 def test_failures_are_told_by_the_positions_of_their_own_plan(busy: Busy) -> None:
