@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from secrets import randbits
@@ -45,8 +44,8 @@ from fdcache.node.protocol import (
 from fdcache.server import blocks
 from fdcache.server.arena import Arena
 from fdcache.server.clients import Client
+from fdcache.server.counts import Totals
 from fdcache.server.fetches import ClientFetches
-from fdcache.server.latency import Latencies
 from fdcache.server.layout_storage import LayoutStorage
 from fdcache.server.namespace import SHARE_OF_STOCK, Namespace
 from fdcache.server.refusal import RefusalError
@@ -61,20 +60,6 @@ MOST_CLIENTS = 1024
 MOST_LAYOUT_BYTES = 1 << 20
 
 Teller = Callable[[bytes, Answer], bool]
-
-
-@dataclass(slots=True)
-class Totals:
-    """Totals of the service since it started."""
-
-    requests: int = 0
-    refused: int = 0
-    undelivered: int = 0
-    clients_registered: int = 0
-    clients_lost: int = 0
-    slots_taken_back: int = 0
-    runs_given_up: int = 0
-    latencies: Latencies = field(default_factory=Latencies)
 
 
 class Service:
