@@ -28,7 +28,7 @@ def namespace_figures(namespace: Namespace, service: Service) -> dict[str, Any]:
         "record_bytes": namespace.layout.record_bytes,
         "extents": namespace.num_extents * namespace.ranks,
         "bytes": namespace.memory.nbytes,
-        "clients": sum(client.namespace is namespace for client in service.clients.values()),
+        "clients": len(service.sessions.of(namespace)),
         "unverified": len(namespace.unverified),
         "tier": {name: getattr(figures, name) for name in names} if figures else {},
         "tenants": tenant_figures(namespace, _TENANTS_SHOWN),

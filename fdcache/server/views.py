@@ -70,7 +70,7 @@ class Views:
             return "loading"
         if self._service.paused:
             return "paused"
-        return "recovering" if self._service.earlier else "ready"
+        return "recovering" if self._service.sessions.earlier else "ready"
 
     def stats(self, arguments: Arguments) -> dict[str, Any]:
         """The whole service in figures."""
@@ -83,7 +83,7 @@ class Views:
             "state": self.state(),
             "uptime_seconds": time.time() - service.started,
             "config_fingerprint": self._fingerprint,
-            "waiting_for_earlier": len(service.earlier),
+            "waiting_for_earlier": len(service.sessions.earlier),
             "totals": totals,
             "tiers": {
                 "host": {
