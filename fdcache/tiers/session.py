@@ -6,20 +6,16 @@ import os
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
-from fdcache._core import OutgoingCopies
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.node.address import client_dir
 from fdcache.node.arrays import hashes_from, int32_from, uint8_from, uint32_from
 from fdcache.node.connection import Connection
 from fdcache.node.liveness import LiveFile
-from fdcache.node.presence import open_table
 from fdcache.node.protocol import (
     Alive,
     Answer,
@@ -34,22 +30,20 @@ from fdcache.node.protocol import (
     Recall,
     Refill,
     Refused,
-    Register,
-    Registered,
     Release,
     Request,
 )
-from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.codes import EVENT_CLEARED
+from fdcache.tiers.inbox import Inbox
 from fdcache.tiers.outbox import Outbox
-from fdcache.tiers.stock import FIRST_STOCK, Session
+from fdcache.tiers.progress import Progress
+from fdcache.tiers.registration import register
+from fdcache.tiers.stock import Session
 
 _HEARTBEAT = 1.0
 _PAUSE_MS = 50  # so long what is to be told waits at most
-_STOCK_STEPS = 4  # the stock is for so many copies as large as the largest so far
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
-_REGISTER_TIMEOUT = 2.0
 _MOST_UNHEARD = 5  # signs of life without an answer: the service is gone
 
 
@@ -72,20 +66,13 @@ class SessionKeeper:
         self._live = LiveFile(client_dir(settings.server))
         self.session: Session | None = None
         self.latest: Session | None = None
-        self.figures = b"{}"
-        self.wants_figures = True
-        self.traffic = Traffic()
-        self.in_flight_misses = 0
-        self._told = self._told_before = (Traffic(), 0)  # at the last heartbeat, and when the session began
         self.last_error = ""
+        self.progress = Progress()
+        self.inbox = Inbox(settings.event_buffer)
         self.outbox = Outbox()
         self.lock = self.outbox.lock
         """Held while something ends and is told: the thread takes no end of a session for reached in between."""
         self._connected = threading.Condition(self.lock)
-        self._events: deque[Events] = deque()
-        self._event_capacity = settings.event_buffer
-        self._device_resets = 0
-        self._device_resets_taken = 0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
         self.leaving: Session | None = None
@@ -145,23 +132,10 @@ class SessionKeeper:
         """Whether nothing of this engine is written to or read from the arena."""
         return not self.copying and not self._is_loading()
 
-    def record_events(self, capacity: int) -> None:
-        """Keep the newest ``capacity`` batches of events."""
-        self._event_capacity = capacity
-        self._events = deque(self._events, maxlen=capacity or None)
-
-    def take_events(self) -> list[Events]:
-        """What came since the last call."""
-        taken = []
-        while self._events:
-            taken.append(self._events.popleft())
-        return taken
-
     def take_device_reset(self) -> bool:
         """Whether a reset of the device tier was asked for since the last call."""
-        if self._device_resets == self._device_resets_taken:
+        if not self.inbox.take_device_reset():
             return False
-        self._device_resets_taken = self._device_resets
         self._poke()
         return True
 
@@ -221,59 +195,27 @@ class SessionKeeper:
             return self._is_drained()
 
     def _heartbeat(self) -> Heartbeat:
-        """What was done since the session began: the service adds the totals of its sessions up."""
-        self._told = (self.traffic.copy(), self.in_flight_misses)
-        traffic, misses = self._told_before
-        return Heartbeat(
-            self.figures, self._device_resets_taken, self._told[0].since(traffic), self._told[1] - misses
-        )
+        return self.progress.heartbeat(self.inbox.device_resets_taken)
 
     def _beat(self, line: Connection, session: Session) -> None:
         if session.unheard >= _MOST_UNHEARD:
             self.lose(session, f"{self._address}: {session.unheard} signs of life were not answered")
             return
         if session is self.session:
-            if not session.unheard:
-                session.asked = 0  # answered by now, unless the answer found no room in a queue
-            session.unheard += 1
-            session.wanted = max(session.wanted, FIRST_STOCK)
+            session.beat()
         self.outbox.tell_absent(session)
         self._send(line, session, self._heartbeat())
-        self.wants_figures = True
 
     def _register(self, line: Connection) -> bool:
-        line.session = 0
         layout = self._layout
         try:
-            answer, _ = line.call(
-                Register(
-                    layout=layout.to_json().encode(),
-                    live=self._live.live,
-                    name=f"{layout.model}:{os.getpid()}",
-                    events=self._event_capacity > 0,
-                    fetches=self._terms,
-                ),
-                _REGISTER_TIMEOUT,
-            )
-            if not isinstance(answer, Registered):
-                raise ProtocolError(f"a registration was answered by {type(answer).__name__}")
+            session = register(line, layout, self._live.live, self._terms, events=self.inbox.wants_events)
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
             self.last_error = str(error)
             return False
-        geometry = answer.geometry
-        try:
-            table = open_table(Path(geometry.table_path), geometry.table_bytes)
-        except OSError as error:
-            self.last_error = (
-                f"{geometry.table_path}: {error}; this process needs the service's FDCACHE_ARENA_DIR"
-            )
-            return False
-        arena = f"{geometry.incarnation:x}/{answer.session:x}"
-        session = Session(answer.session, arena, answer.num_slots, OutgoingCopies(table), answer.storage)
-        line.session = answer.session
         with self._connected:
             self.outbox.forget_told()
-            self._told_before = self._told
+            self.progress.begin_session()
             if layout is not self._layout:
                 self.leaving = session  # it changed meanwhile
                 return True
@@ -288,8 +230,7 @@ class SessionKeeper:
         if leases and (current := self.session) is not None:
             self._send(line, current, Release(leases))
         if (current := self.session) is not None and current.is_short:
-            current.asked = current.wanted - current.copies.stock
-            self._send(line, current, Refill(current.asked))
+            self._send(line, current, Refill(current.ask()))
 
     def _send(self, line: Connection, session: Session, body: Request) -> None:
         if session is not self.heard:
@@ -314,14 +255,9 @@ class SessionKeeper:
     def _take(self, session: Session, answer: Answer) -> None:
         if isinstance(answer, Granted):
             slots = int32_from(answer.slots, "slots")
+            generations = uint32_from(answer.generations, "generations", len(slots))
             with self.lock:
-                session.copies.grant(slots, uint32_from(answer.generations, "generations", len(slots)))
-                session.num_slots = answer.num_slots
-                if (
-                    len(slots) < session.asked
-                ):  # there is no more to give: be content until the next heartbeat
-                    session.wanted = max(session.copies.stock, 1)
-                session.asked = 0
+                session.grant(slots, generations, answer.num_slots)
         elif isinstance(answer, Published):
             session.copies.answered(hashes_from(answer.hashes))
         elif isinstance(answer, Events):
@@ -330,7 +266,7 @@ class SessionKeeper:
             self.return_stock(session, answer.first)
         elif isinstance(answer, Alive):
             session.figures = answer.figures
-            self._device_resets = answer.device_resets
+            self.inbox.device_resets = answer.device_resets
         elif isinstance(answer, Refused) and answer.code in {"no_session", "draining"}:
             self.lose(session, answer.message, goodbye=answer.code == "draining")
         elif isinstance(answer, Refused):
@@ -339,8 +275,7 @@ class SessionKeeper:
     def _learn(self, session: Session, events: Events) -> None:
         if (uint8_from(events.kinds, "kinds") >= EVENT_CLEARED).any():
             self.return_stock(session)  # what is copied into slots granted before a reset is not kept
-        if self._event_capacity:
-            self._events.append(events)
+        self.inbox.add(events)
 
     def return_stock(self, session: Session, first: int = 0) -> None:
         """Give the slots of the stock from ``first`` on back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fdcache._core import OutgoingCopies
+from fdcache.metadata import Int32Array, UInt32Array
 
 FIRST_STOCK = 64
 MOST_STOCK = 8192
@@ -37,6 +38,26 @@ class Session:
     def is_short(self) -> bool:
         """Whether slots have to be asked for, and were not yet."""
         return not (self.asked or self.is_resetting) and self.copies.stock < (self.wanted + 1) // 2
+
+    def ask(self) -> int:
+        """How many slots to ask for now, which are then on their way."""
+        self.asked = self.wanted - self.copies.stock
+        return self.asked
+
+    def grant(self, slots: Int32Array, generations: UInt32Array, num_slots: int) -> None:
+        """They came, or as many as there are; ``num_slots`` are those of the whole tier by now."""
+        self.copies.grant(slots, generations)
+        self.num_slots = num_slots
+        if len(slots) < self.asked:  # there is no more to give: be content until the next sign of life
+            self.wanted = max(self.copies.stock, 1)
+        self.asked = 0
+
+    def beat(self) -> None:
+        """A sign of life is sent; after one that was answered, what was asked for before it may be asked for again."""
+        if not self.unheard:
+            self.asked = 0  # granted by now, unless that found no room in a queue
+        self.unheard += 1
+        self.wanted = max(self.wanted, FIRST_STOCK)
 
     def expect(self, count: int) -> None:
         """So many slots were wanted at once: keep enough for the next times."""
