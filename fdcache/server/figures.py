@@ -32,7 +32,7 @@ def namespace_figures(namespace: Namespace, service: Service) -> dict[str, Any]:
         "unverified": len(namespace.unverified),
         "tier": {name: getattr(figures, name) for name in names} if figures else {},
         "tenants": tenant_figures(namespace, _TENANTS_SHOWN),
-        "totals": msgspec.to_builtins(namespace.counts),
+        "totals": msgspec.to_builtins(namespace.history.counts),
         "storage": layout_figures(storage) if (storage := service.storage_of(namespace)) else None,
     }
 
