@@ -16,9 +16,9 @@ from fdcache.layout import KVLayout
 from fdcache.manager.allocation import BlockAllocator
 from fdcache.manager.assembly import make_tiers
 from fdcache.manager.events import CacheEvent
-from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.manager.live_requests import LiveRequests
 from fdcache.manager.lookup import PrefixLookup
+from fdcache.manager.plans import Plans
 from fdcache.manager.publishing import Publisher
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
@@ -70,7 +70,6 @@ class CacheManager:
     ) -> None:
         self.settings = settings
         self.layout = layout
-        self._clock = clock
         self._lock = RLock()
         self._state = ManagerState.RUNNING
         self._counters = Counters()
@@ -82,8 +81,9 @@ class CacheManager:
         self._lookup = PrefixLookup(settings, layout, self._tiers, self._live, self._counters, clock)
         self._allocator = BlockAllocator(layout, self._tiers, self._live, self._counters)
         self._publisher = Publisher(layout, self._tiers, self._counters)
-        self._plan = OpenPlan()
-        self._ledger = PlanLedger(layout.tp_size, settings.plan_timeout)
+        self._plans = Plans(
+            layout.tp_size, settings.plan_timeout, self._tiers, self._publisher, self._counters, clock
+        )
 
     @property
     def host_cache(self) -> HostCache:
@@ -130,7 +130,7 @@ class CacheManager:
         with self._lock:
             if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
                 raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
-            return self._storage.restore(scans, self._plan) if self._storage else 0
+            return self._storage.restore(scans, self._plans.open) if self._storage else 0
 
     # --- a scheduler step ---------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class CacheManager:
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 for request in requests:
-                    self._lookup.prefetch(request, self._plan)
+                    self._lookup.prefetch(request, self._plans.open)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Find and pin the longest cached prefix of each request, short of its last token.
@@ -156,7 +156,7 @@ class CacheManager:
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
             self._live.check_match(requests)
-            return self._lookup.match(requests, self._plan)
+            return self._lookup.match(requests, self._plans.open)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
         """Whether that many blocks are free or can be made free now; none are while nothing is planned."""
@@ -175,7 +175,8 @@ class CacheManager:
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
             self._live.check_allocate(demands)
             return [
-                self._allocator.allocate(request, num_tokens, self._plan) for request, num_tokens in demands
+                self._allocator.allocate(request, num_tokens, self._plans.open)
+                for request, num_tokens in demands
             ]
 
     def take_plans(self) -> list[TransferPlan]:
@@ -186,16 +187,12 @@ class CacheManager:
         """
         with self._lock:
             self._heed_device_reset()
-            plans, self._plan = [self._plan], OpenPlan()
             if self._state is ManagerState.RUNNING:
-                plans.append(OpenPlan())
-                self._tiers.plan_background(plans[-1], self._ledger)
+                self._plans.plan_background()
             if self._host:
                 self._host.report(lambda: msgspec.json.encode(self.get_stats()))
                 self._host.flush()
-            arena = self._host.arena if self._host else None
-            now = self._clock()
-            return [self._ledger.close(plan, now, arena) for plan in plans if not plan.is_empty]
+            return self._plans.close(self._host.arena if self._host else None)
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Tell how many tokens of each request are accepted and have their KV on every rank.
@@ -217,28 +214,12 @@ class CacheManager:
         """
         reports = list(reports)
         with self._lock:
-            for report in reports:
-                self._ledger.check(report)
-            outcomes: list[LoadOutcome] = []
-            for report in reports:
-                if not self._ledger.expects(report):
-                    self._counters.unexpected_reports += 1
-                    continue
-                if self._host:
-                    self._host.traffic.record(report)
-                if flight := self._ledger.record(report):
-                    outcomes += self._settle(flight)
-            return outcomes
+            return self._plans.apply(reports)
 
     def expire(self) -> list[LoadOutcome]:
         """The loads of plans whose deadline has passed; each is told once. Their slots wait for the reports."""
         with self._lock:
-            late = self._ledger.newly_overdue(self._clock())
-            if self._storage:
-                self._storage.overdue(late)
-            return [
-                self._publisher.overdue(load) for flight in late for load in flight.loads if load.is_current
-            ]
+            return self._plans.expire()
 
     def request_finish(self, requests: Iterable[Request]) -> None:
         """End, abort or preempt requests: their blocks stay cached, their pins go. Idempotent."""
@@ -255,10 +236,8 @@ class CacheManager:
         what the ranks' files hold. Raises ``PlanError`` for a rank that there is not.
         """
         with self._lock:
-            outcomes = [
-                outcome for flight in self._ledger.lose_rank(rank) for outcome in self._settle(flight)
-            ]
-            self._tiers.worker_lost(self._plan)
+            outcomes = self._plans.lose_rank(rank)
+            self._tiers.worker_lost(self._plans.open)
             self._live.stop_publishing()
             return outcomes
 
@@ -269,7 +248,7 @@ class CacheManager:
         """
         with self._lock:
             self._live.stop_publishing()
-            return self._tiers.reset(self._plan)
+            return self._tiers.reset(self._plans.open)
 
     def change_revision(self, revision: str) -> int:
         """The engine has loaded other weights: nothing of the former ones is found again; returns how many blocks go.
@@ -302,7 +281,7 @@ class CacheManager:
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 self._state = ManagerState.PAUSED
-            return len(self._ledger)
+            return self._plans.in_flight
 
     def sleep(self) -> None:
         """Pause and forget the device tier, whose memory the workers may then give back.
@@ -310,7 +289,7 @@ class CacheManager:
         Raises ``RequestStateError`` while requests are running or copies are under way.
         """
         with self._lock:
-            plans = len(self._ledger) + (not self._plan.is_empty)
+            plans = self._plans.under_way
             if self._live or plans:
                 raise RequestStateError(
                     f"cannot sleep with {len(self._live)} requests and {plans} plans under way; "
@@ -341,12 +320,12 @@ class CacheManager:
                 host=usage.get(CacheLevel.HOST),
                 counters=msgspec.structs.replace(self._counters),
                 live_requests=len(self._live),
-                plans_in_flight=len(self._ledger),
+                plans_in_flight=self._plans.in_flight,
                 queued_backups=backups.queued if backups else 0,
                 traffic=self._host.traffic.copy() if self._host else Traffic(),
                 queued_stores=storage.stores.queued if storage else 0,
-                storing_blocks=self._ledger.blocks_in_flight(SwapPurpose.STORE),
-                reading_blocks=self._ledger.blocks_in_flight(SwapPurpose.PREFETCH),
+                storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
+                reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
                 storage=usage.get(CacheLevel.STORAGE),
             )
 
@@ -378,10 +357,6 @@ class CacheManager:
         """Raise ``IntegrityError`` naming every invariant that does not hold."""
         with self._lock:
             self._tiers.verify()
-
-    def _settle(self, flight: InFlightPlan) -> list[LoadOutcome]:
-        self._tiers.settle(flight, self._counters)
-        return [self._publisher.confirm(load, flight) for load in flight.loads if load.is_current]
 
     def _heed_device_reset(self) -> None:
         """Forget the device tier if an operator of the service asked for it."""
