@@ -4,49 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
-from threading import RLock
 from types import TracebackType
 
 import msgspec
 
-from fdcache._core import SLOT_FREE
 from fdcache.errors import PlanError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.allocation import BlockAllocator
-from fdcache.manager.assembly import make_tiers
 from fdcache.manager.events import CacheEvent
-from fdcache.manager.live_requests import LiveRequests
 from fdcache.manager.lookup import PrefixLookup
-from fdcache.manager.plans import Plans
-from fdcache.manager.publishing import Publisher
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
-from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
-from fdcache.metadata import (
-    BlockNode,
-    CacheLevel,
-    StorageScan,
-    SwapPurpose,
-    TransferPlan,
-    TransferReport,
-)
-from fdcache.node.traffic import Traffic
+from fdcache.manager.view import CacheView, ManagerState
+from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.host_cache import HostCache
 
 
-class ManagerState(StrEnum):
-    """Whether the manager plans anything new."""
-
-    RUNNING = "running"
-    PAUSED = "paused"
-    ASLEEP = "asleep"
-
-
-class CacheManager:
+class CacheManager(CacheView):
     """Device and host tier of one engine, for all its ranks.
 
     One scheduler step: ``match_prefix`` the new requests, ``allocate_device_blocks`` for everything scheduled,
@@ -68,32 +44,9 @@ class CacheManager:
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings = settings
-        self.layout = layout
-        self._lock = RLock()
-        self._state = ManagerState.RUNNING
-        self._counters = Counters()
-        self._tiers = make_tiers(
-            settings, layout, storage or StorageTierSettings(), lookup, self._counters, clock
-        )
-        self._device, self._host, self._storage = self._tiers.device, self._tiers.host, self._tiers.storage
-        self._live = LiveRequests(layout, self._tiers)
+        super().__init__(settings, layout, storage or StorageTierSettings(), lookup, clock)
         self._lookup = PrefixLookup(settings, layout, self._tiers, self._live, self._counters, clock)
         self._allocator = BlockAllocator(layout, self._tiers, self._live, self._counters)
-        self._publisher = Publisher(layout, self._tiers, self._counters)
-        self._plans = Plans(
-            layout.tp_size, settings.plan_timeout, self._tiers, self._publisher, self._counters, clock
-        )
-
-    @property
-    def host_cache(self) -> HostCache:
-        """What every rank's ``CacheController.initialize_host_cache`` is given, embedded and shared."""
-        return self._host.host_cache if self._host else HostCache()
-
-    @property
-    def shared_blocks_in_use(self) -> int:
-        """What this engine pins and writes in a service's tier; 0 embedded, where ``get_stats`` has it."""
-        return self._host.in_use if self._host and self.settings.server is not None else 0
 
     def close(self) -> None:
         """Say goodbye to the service, if there is one: what this engine held there is free at once.
@@ -110,16 +63,6 @@ class CacheManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks of the host tier; of a shared one, as many as the service has given this layout so far."""
-        return self._host.num_blocks if self._host else 0
-
-    @property
-    def num_device_blocks(self) -> int:
-        """Blocks of the device tier."""
-        return self._device.stats().slots
 
     def restore_storage(self, scans: Sequence[StorageScan]) -> int:
         """Take up the blocks that the local storage of every rank holds; returns how many.
@@ -303,60 +246,10 @@ class CacheManager:
         with self._lock:
             self._state = ManagerState.RUNNING
 
-    @property
-    def state(self) -> ManagerState:
-        """Whether the manager plans anything new."""
-        return self._state
-
-    # --- what is to be seen of it -------------------------------------------------------------------------
-
-    def get_stats(self) -> CacheStats:
-        """Tiers and totals at this moment."""
-        with self._lock:
-            backups, storage = self._tiers.backups, self._storage
-            usage = {level: TierUsage.of(pool) for level, pool in self._tiers.pools.items()}
-            return CacheStats(
-                device=usage[CacheLevel.DEVICE],
-                host=usage.get(CacheLevel.HOST),
-                counters=msgspec.structs.replace(self._counters),
-                live_requests=len(self._live),
-                plans_in_flight=self._plans.in_flight,
-                queued_backups=backups.queued if backups else 0,
-                traffic=self._host.traffic.copy() if self._host else Traffic(),
-                queued_stores=storage.stores.queued if storage else 0,
-                storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
-                reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
-                storage=usage.get(CacheLevel.STORAGE),
-            )
-
-    def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
-        """Bytes per rank of each tier."""
-        return self._tiers.memory_usage(self.layout)
-
-    def free_device_blocks(self) -> list[int]:
-        """The ids of the free device blocks; visits every block."""
-        with self._lock:
-            return [
-                slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
-            ]
-
-    def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
-        """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing.
-
-        Of the tiers that this process has; ``fdcache inspect explain`` tells of a service's.
-        """
-        with self._lock:
-            return self._tiers.find(self._live.bind(request).hashes)
-
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
         with self._lock:
             return list(self._tiers.take_events(self.layout.block_size))
-
-    def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` naming every invariant that does not hold."""
-        with self._lock:
-            self._tiers.verify()
 
     def _heed_device_reset(self) -> None:
         """Forget the device tier if an operator of the service asked for it."""
