@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fdcache.node.figures import number
 from fdcache.settings.parsing import readable_size
 from fdcache_cli import inspect_plot, output
 from fdcache_cli.app import Command, new_group
@@ -23,7 +24,6 @@ from fdcache_cli.service_view import (
     connect,
     figure,
     moment,
-    number,
     seconds,
     table,
 )

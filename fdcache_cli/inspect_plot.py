@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fdcache.errors import ConfigurationError
-from fdcache_cli.service_view import Rows, number
+from fdcache.node.figures import number
+from fdcache_cli.service_view import Rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

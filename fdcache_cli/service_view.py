@@ -59,14 +59,6 @@ def figure(value: Any) -> str:
     return "-" if value is None else "?"
 
 
-def number(value: Any) -> float:
-    """A client's figure to reckon with; 0 for what is none."""
-    try:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
-    except OverflowError:
-        return 0.0
-
-
 def seconds(value: Any) -> str:
     """A duration in words."""
     value = float(value)
