@@ -47,7 +47,7 @@ def tenant_figures(namespace: Namespace, most: int) -> list[dict[str, Any]]:
         {
             "tenant": tenants.quotas.name(key),
             "blocks": count,
-            "bytes": count * namespace.layout.record_bytes * namespace.ranks,
+            "bytes": count * namespace.slot_bytes,
             "quota": tenants.quotas.share(key),
             "most_blocks": min(tenants.most_blocks(key), namespace.most_slots),
         }

@@ -93,6 +93,11 @@ class Namespace:
         return self.memory.num_slots
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, over all ranks."""
+        return self.layout.record_bytes * self.ranks
+
+    @property
     def most_slots(self) -> int:
         """Slots that it could have now, with the free extents that its quota allows."""
         more = min(self._most_extents - self.num_extents, self._arena.num_free // self.ranks)

@@ -157,6 +157,7 @@ class Views:
                 "silent_seconds": now - client.seen,
                 "silent": client.silent,
                 "stock": len(client.stock),
+                "stock_bytes": len(client.stock) * client.namespace.slot_bytes,
                 "runs": len(client.runs),
                 "lookups": client.lookups,
                 "stored": client.stored,
