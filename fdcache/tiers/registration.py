@@ -11,7 +11,7 @@ from fdcache.layout import KVLayout
 from fdcache.node.connection import Connection
 from fdcache.node.presence import open_table
 from fdcache.node.protocol import FetchTerms, Live, Register, Registered
-from fdcache.tiers.stock import Session
+from fdcache.tiers.session import Session
 
 _TIMEOUT = 2.0
 

@@ -33,8 +33,8 @@ from fdcache.tiers.owners import Owners
 from fdcache.tiers.remote_fetches import RemoteFetches
 from fdcache.tiers.remote_lookups import RemoteLookups
 from fdcache.tiers.runs import PinnedRuns
-from fdcache.tiers.session import SessionKeeper
-from fdcache.tiers.stock import Session
+from fdcache.tiers.session import Session
+from fdcache.tiers.session_keeper import SessionKeeper
 
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
 

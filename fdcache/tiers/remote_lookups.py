@@ -15,8 +15,8 @@ from fdcache.tiers.codes import PENDING
 from fdcache.tiers.host_tier import FETCHING_MATCH, NOTHING, HostMatch
 from fdcache.tiers.remote_fetches import RemoteFetches, numbers_of
 from fdcache.tiers.runs import PinnedRuns, within_limits
-from fdcache.tiers.session import SessionKeeper
-from fdcache.tiers.stock import Session
+from fdcache.tiers.session import Session
+from fdcache.tiers.session_keeper import SessionKeeper
 
 
 class RemoteLookups:
