@@ -111,8 +111,7 @@ void Swap::set_table(std::uint8_t *host, Address device) {
 }
 
 void Swap::promise() {
-    promised_ = true;
-    done_->promise();
+    if (!promised_.exchange(true)) done_->promise();
 }
 
 void Swap::enqueue(Lane &lane, PlaneRange range) {

@@ -48,7 +48,7 @@ class Swap {
     std::size_t table_bytes() const { return pairs_.size() * sizeof(swap::Block); }
     void set_table(std::uint8_t *host, Address device);
 
-    // It will be enqueued, or refused.
+    // All of it will be enqueued, or refused.
     void promise();
     // Ranges come in order; the first one looks at the headers and plans. A refusal by the driver ends the
     // batch: `done` is recorded and `finish` tells.

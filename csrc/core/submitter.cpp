@@ -15,7 +15,11 @@ constexpr std::uint64_t kAtOnce = std::uint64_t{16} << 20;
 }  // namespace
 
 Submitter::Submitter(std::shared_ptr<Context> context, StreamHandle main, bool background)
-    : context_(std::move(context)), main_(main), background_(background), process_(getpid()) {}
+    : context_(std::move(context)),
+      main_(main),
+      background_(background),
+      process_(getpid()),
+      thread_([queue = queue_] { queue->serve(); }) {}
 
 Submitter::~Submitter() {
     close();
@@ -28,7 +32,7 @@ void Submitter::record(std::shared_ptr<Event> event) {
 
 void Submitter::wait(std::shared_ptr<Event> event) {
     const bool blocks = event->is_promised();
-    const Task hold = [this, event = std::move(event)] {
+    Task hold = [this, event = std::move(event)] {
         try {
             event->hold(main_);
         } catch (const Error &error) {
@@ -36,24 +40,27 @@ void Submitter::wait(std::shared_ptr<Event> event) {
             refusal_ = error.what();
         }
     };
-    blocks ? post(hold) : run(hold);
+    blocks ? post(std::move(hold)) : run(std::move(hold));
 }
 
 std::vector<std::shared_ptr<Event>> Submitter::enqueue(std::shared_ptr<Swap> swap, std::shared_ptr<Lane> lane,
                                                        std::span<const PlaneRange> ranges) {
     std::vector<std::shared_ptr<Event>> events;
-    for (std::size_t i = 0; i + 1 < ranges.size(); ++i) {
-        events.push_back(std::make_shared<Event>(context_, false));
-        events.back()->promise();
+    for (const PlaneRange range : ranges) {
+        const bool ends = range.last == swap->planes().size();
+        events.push_back(ends ? swap->done() : std::make_shared<Event>(context_, false));
     }
+    // Nothing fails from here on: what is promised is recorded.
     swap->promise();
-    events.push_back(swap->done());
+    for (const auto &event : events) {
+        if (event != swap->done()) event->promise();
+    }
     const bool at_once = !background_ && (ranges.size() == 1 || swap->total_bytes() <= kAtOnce);
     Task task = [this, swap = std::move(swap), lane = std::move(lane), events,
                  ranges = std::vector<PlaneRange>(ranges.begin(), ranges.end())] {
         for (std::size_t i = 0; i < ranges.size(); ++i) {
             submit(*swap, *lane, ranges[i]);
-            if (i + 1 < ranges.size()) events[i]->record(main_);
+            if (events[i] != swap->done()) events[i]->record(main_);
         }
     };
     at_once ? run(std::move(task)) : post(std::move(task));
@@ -68,24 +75,33 @@ void Submitter::submit(Swap &swap, Lane &lane, PlaneRange range) {
     }
 }
 
+void Submitter::refuse(std::shared_ptr<Swap> swap, std::string reason) {
+    swap->promise();
+    run([this, swap = std::move(swap), reason = std::move(reason)] {
+        refusal_.reset();
+        swap->refuse(main_, reason);
+    });
+}
+
 void Submitter::run(Task task) {
-    std::unique_lock lock(queue_->mutex);
-    if (queue_->tasks.empty() && !queue_->busy) {
-        queue_->step(lock, task);
-    } else {
-        push(std::move(task));
+    {
+        std::unique_lock lock(queue_->mutex);
+        if (queue_->tasks.empty() && !queue_->busy) {
+            queue_->step(lock, std::move(task));
+            return;
+        }
     }
+    post(std::move(task));
 }
 
 void Submitter::post(Task task) {
-    const std::lock_guard lock(queue_->mutex);
-    push(std::move(task));
-}
-
-void Submitter::push(Task task) {
-    if (!thread_.joinable()) thread_ = std::thread([queue = queue_] { queue->serve(); });
-    queue_->tasks.push_back(std::move(task));
-    queue_->changed.notify_all();
+    std::unique_lock lock(queue_->mutex);
+    if (queue_->closing) {
+        queue_->step(lock, std::move(task));
+    } else {
+        queue_->tasks.push_back(std::move(task));
+        queue_->changed.notify_all();
+    }
 }
 
 void Submitter::close() {
@@ -102,7 +118,6 @@ void Submitter::close() {
         queue_->changed.notify_all();
     }
     thread_.join();
-    queue_->closing = false;
 }
 
 void Submitter::Queue::serve() {
@@ -111,16 +126,19 @@ void Submitter::Queue::serve() {
     while (true) {
         changed.wait(lock, [this] { return !busy && (closing || !tasks.empty()); });
         if (tasks.empty()) return;
-        const Task task = std::move(tasks.front());
+        Task task = std::move(tasks.front());
         tasks.pop_front();
-        step(lock, task);
+        step(lock, std::move(task));
     }
 }
 
-void Submitter::Queue::step(std::unique_lock<std::mutex> &lock, const Task &task) {
+// Tasks deal with the driver's errors. What they cannot, memory for an error's words, ends the process on
+// either thread rather than leave promises that nobody keeps.
+void Submitter::Queue::step(std::unique_lock<std::mutex> &lock, Task task) noexcept {
     busy = true;
     lock.unlock();
     task();
+    task = nullptr;
     lock.lock();
     busy = false;
     changed.notify_all();

@@ -21,9 +21,9 @@
 
 namespace fdcache::cuda {
 
-// Small batches, and those of one range, for which somebody waits as a whole, go on the stream at once, from
-// the calling thread, if nothing waits before them. The rest goes from a thread of its own, which never
-// touches Python; of a background submitter everything does.
+// Small batches, and ranges that come one by one and so are waited for as they come, go on the stream at
+// once, from the calling thread, if nothing waits before them. The rest goes from a thread of its own, which
+// never touches Python; of a background submitter all batches do. One thread calls at a time.
 class Submitter {
   public:
     Submitter(std::shared_ptr<Context> context, StreamHandle main, bool background);
@@ -35,10 +35,13 @@ class Submitter {
     void record(std::shared_ptr<Event> event);
     // Later work waits for the event, be it recorded later. When the driver refuses, the next batch fails.
     void wait(std::shared_ptr<Event> event);
-    // All planes of a batch, range by range, and the event of each; the last one's is the batch's end.
+    // Plane ranges of a batch in order, and the event of each; that of the last plane is the batch's end.
     std::vector<std::shared_ptr<Event>> enqueue(std::shared_ptr<Swap> swap, std::shared_ptr<Lane> lane,
                                                 std::span<const PlaneRange> ranges);
-    // Does what waits and ends the thread. In a forked child, which has no such thread, it does nothing.
+    // Ends a batch that cannot be copied, with the reason.
+    void refuse(std::shared_ptr<Swap> swap, std::string reason);
+    // Does what waits and ends the thread; what comes later is done by who asks for it. In a forked child,
+    // which has no such thread, it does nothing.
     void close();
 
   private:
@@ -51,21 +54,20 @@ class Submitter {
         bool closing = false;
 
         void serve();
-        void step(std::unique_lock<std::mutex> &lock, const Task &task);
+        void step(std::unique_lock<std::mutex> &lock, Task task) noexcept;
     };
 
     void run(Task task);
     void post(Task task);
-    void push(Task task);
     void submit(Swap &swap, Lane &lane, PlaneRange range);
 
     const std::shared_ptr<Context> context_;
     const StreamHandle main_;
     const bool background_;
     std::optional<std::string> refusal_;  // why the next batch cannot be; tasks alone touch it
-    std::shared_ptr<Queue> queue_ = std::make_shared<Queue>();
-    std::thread thread_;
+    const std::shared_ptr<Queue> queue_ = std::make_shared<Queue>();
     const pid_t process_;
+    std::thread thread_;
 };
 
 }  // namespace fdcache::cuda

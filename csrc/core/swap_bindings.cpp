@@ -43,14 +43,14 @@ Handle handle_of(std::uintptr_t value) {
 }
 
 // The driver has no wait with a deadline, so the host looks again and again, more seldom with time.
-bool poll_any(const std::vector<EventPtr> &events, Deadline deadline) {
+template <typename Condition>
+bool poll(Condition is_true, Deadline deadline) {
     using Clock = std::chrono::steady_clock;
     constexpr Clock::duration kShortest = std::chrono::microseconds(2);
     constexpr Clock::duration kLongest = std::chrono::microseconds(100);
     const auto start = Clock::now();
     while (true) {
-        if (std::ranges::any_of(events, [](const EventPtr &event) { return event->is_reached(); }))
-            return true;
+        if (is_true()) return true;
         const auto now = Clock::now();
         if (deadline && now >= *deadline) return false;
         std::this_thread::sleep_for(std::clamp((now - start) / 16, kShortest, kLongest));
@@ -58,7 +58,10 @@ bool poll_any(const std::vector<EventPtr> &events, Deadline deadline) {
 }
 
 bool wait_events(const std::vector<EventPtr> &events, std::optional<double> timeout) {
-    return wait_interruptibly(timeout, [&](Deadline deadline) { return poll_any(events, deadline); });
+    const auto is_one_reached = [&events] {
+        return std::ranges::any_of(events, [](const EventPtr &event) { return event->is_reached(); });
+    };
+    return wait_interruptibly(timeout, [&](Deadline deadline) { return poll(is_one_reached, deadline); });
 }
 
 struct BoundSwap {
@@ -109,10 +112,12 @@ void bind_context(nb::module_ &module) {
         .def(
             "hold",
             [](cuda::Event &self, std::uintptr_t stream) {
-                const auto handle = handle_of<cuda::StreamHandle>(stream);
-                if (!self.is_promised()) return self.hold(handle);
-                const nb::gil_scoped_release release;
-                self.hold(handle);
+                if (self.is_promised()) {
+                    const auto is_kept = [&self] { return !self.is_promised(); };
+                    wait_interruptibly(std::nullopt,
+                                       [&](Deadline deadline) { return poll(is_kept, deadline); });
+                }
+                self.hold(handle_of<cuda::StreamHandle>(stream));
             },
             "stream"_a)
         .def("query", &cuda::Event::is_reached)
@@ -164,6 +169,7 @@ void bind_submitter(nb::module_ &module) {
         .def(
             "enqueue",
             [](cuda::Submitter &self, const BoundSwap &batch, LanePtr lane, const Pairs &ranges) {
+                if (ranges.empty()) throw std::invalid_argument("a batch has at least one range of planes");
                 std::vector<PlaneRange> wanted;
                 for (const auto &[first, last] : ranges) {
                     wanted.push_back(range_of(batch.swap->planes(), first, last));
@@ -172,6 +178,12 @@ void bind_submitter(nb::module_ &module) {
                 return self.enqueue(batch.swap, std::move(lane), wanted);
             },
             "batch"_a, "lane"_a, "ranges"_a)
+        .def(
+            "refuse",
+            [](cuda::Submitter &self, const BoundSwap &batch, std::string reason) {
+                self.refuse(batch.swap, std::move(reason));
+            },
+            "batch"_a, "reason"_a)
         .def("close", &cuda::Submitter::close, nb::call_guard<nb::gil_scoped_release>());
 }
 
@@ -226,12 +238,6 @@ void bind_batch(nb::module_ &module) {
                 self.swap->set_table(pointer(host), device);
             },
             "host"_a, "device"_a)
-        .def(
-            "refuse",
-            [](BoundSwap &self, std::uintptr_t stream, const std::string &reason) {
-                self.swap->refuse(handle_of<cuda::StreamHandle>(stream), reason);
-            },
-            "stream"_a, "reason"_a)
         .def("finish", [](BoundSwap &self) { self.swap->finish(); })
         .def_prop_ro("started", [](const BoundSwap &self) { return self.swap->started(); })
         .def_prop_ro("done", [](const BoundSwap &self) { return self.swap->done(); })

@@ -78,7 +78,7 @@ class LayerDoneCounter:
 
     def wait_for_layer(self, layer: int, timeout: float | None = None, *, stream: Any = None) -> None:
         """Wait for a layer: the calling thread, or ``stream`` without holding up the thread for longer than it takes
-        to put the layer's copies on their own stream.
+        to put the layer's copies, and those before them, on their own stream.
 
         ``stream`` is whatever the device's ``as_stream`` takes; one that is being captured into a CUDA graph
         is refused with ``StreamError``. ``timeout`` in seconds bounds the thread's wait (default:

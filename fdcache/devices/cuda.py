@@ -100,8 +100,8 @@ class CudaBlockCopy:
         own.hold(self)
         try:
             events = own.submitter.enqueue(self._core, own.lane(), ranges)
-        except DeviceError as error:
-            self._core.refuse(own.handle, str(error))
+        except (DeviceError, _core.CudaError) as error:
+            own.submitter.refuse(self._core, str(error))
             return [self.done] * len(ranges)
         return [CudaEvent(event) for event in events]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Protocol
 
 from fdcache import _core
@@ -92,7 +93,14 @@ class CudaStream:
         self._lane: _core.CudaLane | None = None
         self._held: list[_Batch] = []
         self.handle: int = self._streams[0].ptr
-        self.submitter = _core.CudaSubmitter(context, self.handle, background)
+        try:
+            self.submitter = _core.CudaSubmitter(context, self.handle, background)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"no thread can be started that submits copies: {error}; raise the limit of threads (ulimit -u, "
+                "docker run --pids-limit)"
+            ) from error
+        self._process = os.getpid()
 
     def lane(self) -> _core.CudaLane:
         """The streams as the core wants them; the ring is allocated at the first use.
@@ -126,7 +134,12 @@ class CudaStream:
         self._held = [batch for batch in self._held if not batch.done.query()]
 
     def close(self) -> None:
-        """Wait for what was enqueued, then let go of everything. On a GPU that has failed there is no wait."""
+        """Wait for what was enqueued, then let go of everything. On a GPU that has failed there is no wait.
+
+        In a forked child, where nothing goes on, it does nothing.
+        """
+        if os.getpid() != self._process:
+            return
         for batch in self._held:
             batch.done.wait()
         self.submitter.close()
@@ -135,8 +148,8 @@ class CudaStream:
         self._ring = None
 
     def __del__(self) -> None:
-        # Copies in flight must not outlive the memory that they name.
-        if getattr(self, "_held", None):
+        # Neither copies in flight nor what is still to be submitted may outlive the memory that they name.
+        if hasattr(self, "_process"):
             self.close()
 
 
