@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,28 @@ def test_numpy_bytes_with_gaps_between_blocks() -> None:
     size = layout.planes[0].nbytes
     tensors = [raw_bytes(BLOCKS * (size + 24), i).reshape(BLOCKS, -1)[:, :size] for i in range(8)]
     round_trip(layout, tensors, lambda tensor, slot: tensor[slot].tobytes())
+
+
+def test_blocks_may_be_farther_apart_than_32_bits_count(tmp_path: Path) -> None:
+    layout = uniform_layout(num_layers=1)
+    gib, size = 1 << 30, layout.planes[0].nbytes
+    memory = np.memmap(tmp_path / "sparse", np.uint8, mode="w+", shape=(6 * gib,))  # a few pages of it exist
+    whole = np.asarray(memory)
+    tensors = [
+        np.lib.stride_tricks.as_strided(whole[at:], shape=(BLOCKS, size), strides=(gib, 1))
+        for at in (0, 4096)
+    ]
+    for seed, tensor in enumerate(tensors):
+        for slot in range(BLOCKS):
+            tensor[slot] = raw_bytes(size, 10 * seed + slot)
+    before = [tensor.copy() for tensor in tensors]
+    with CacheController(TransferSettings(), layout) as controller:
+        controller.register_kv_cache(tensors)
+        controller.initialize_host_cache(2)
+        controller.submit_swap_tasks(plan(1, evict=[(5, 1)])).wait_all()
+        controller.submit_swap_tasks(plan(2, load=[(1, 4)])).wait_all()
+    for tensor, old in zip(tensors, before, strict=True):
+        assert tensor.tolist() == [*old[:4].tolist(), old[5].tolist(), old[5].tolist()]
 
 
 def test_draft_planes_may_have_more_blocks() -> None:
