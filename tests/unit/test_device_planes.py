@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import CacheNotReadyError, TensorError
@@ -159,6 +161,26 @@ class TestRefused:
             pytest.raises(TensorError, match="same memory"),
         ):
             controller.register_kv_cache([tensor] * 8)
+
+    @given(data=st.data())
+    def test_planes_that_share_a_byte(self, data: st.DataObject) -> None:
+        """Both lie in one buffer, at any place and distance; the oracle marks bytes."""
+        layout = uniform_layout(num_layers=1, block_size=1, head_dim=4, dtype="uint8")
+        memory, marks = np.zeros(256, np.uint8), np.zeros(256, np.uint8)
+        size = layout.planes[0].nbytes
+        tensors = []
+        for _ in layout.planes:
+            stride = data.draw(st.sampled_from([size, size + 1, 2 * size, 3 * size, 20]))
+            start = data.draw(st.integers(0, 60))
+            shape, strides = (BLOCKS, size), (stride, 1)
+            tensors.append(np.lib.stride_tricks.as_strided(memory[start:], shape=shape, strides=strides))
+            np.lib.stride_tricks.as_strided(marks[start:], shape=shape, strides=strides)[:] += 1
+        with CacheController(TransferSettings(), layout) as controller:
+            if marks.max() > 1:
+                with pytest.raises(TensorError, match=r"of layer 0 lie in the same memory"):
+                    controller.register_kv_cache(tensors)
+            else:
+                controller.register_kv_cache(tensors)
 
     def test_another_number_of_tensors(self) -> None:
         with (
