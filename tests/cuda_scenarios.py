@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fdcache import _core
-from fdcache.errors import DeviceError
+from fdcache.errors import DeviceError, StreamError
 from fdcache.metadata import TransferPlan
 from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.engine import replay
@@ -17,7 +17,7 @@ from fdcache.replay.planes import DeviceName
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.transfer import TransferSettings
-from tests.cuda_stand_in import LOST, REFUSED, Driver, StandInWorker
+from tests.cuda_stand_in import LOST, REFUSED, Driver, Memory, StandInWorker
 from tests.property.test_round_trips import LAYOUTS
 from tests.swaps import Worker, header_of, plan, uniform_layout
 
@@ -64,17 +64,17 @@ def plans(first_id: int) -> list[TransferPlan]:
     ]
 
 
-def run(worker: StandInWorker, made: TransferPlan) -> str | None:
+def run(worker: StandInWorker, made: TransferPlan, stream: int = COMPUTE_STREAM) -> str | None:
     """Carry a plan out as far as it goes, and check what is reported of it; why it was refused or failed."""
     contents = {slot: worker.block(slot) for slot in range(BLOCKS)}
     try:
-        counter = worker.controller.submit_swap_tasks(made, COMPUTE_STREAM)
+        counter = worker.controller.submit_swap_tasks(made, stream)
     except DeviceError as error:
         return str(error)
     reasons = []
     try:
         for layer in range(counter.num_layers):
-            counter.wait_for_layer(layer, stream=COMPUTE_STREAM)
+            counter.wait_for_layer(layer, stream=stream)
     except DeviceError as error:
         reasons.append(str(error))
     counter.wait_all()
@@ -145,6 +145,32 @@ def go_on_after_a_refusal(method: str, call: str) -> None:
         assert refused is not None and call in refused
         assert worker.gpu.lost is None
         assert [run(worker, made) for made in plans(2)] == [None] * 3
+
+
+def refuse_a_capture() -> None:
+    """A captured stream may not even see memory being allocated; others are served meanwhile."""
+    driver = Driver()
+    with StandInWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8) as worker:
+        counter = worker.controller.submit_swap_tasks(plan(1, evict=[(0, 3)]))
+        driver.capture(COMPUTE_STREAM)
+        made = Memory.made
+        for call in (
+            lambda: worker.controller.submit_swap_tasks(plan(2, load=[(3, 4)]), COMPUTE_STREAM),
+            lambda: counter.wait_for_layer(0, stream=COMPUTE_STREAM),
+            lambda: counter.wait_all(stream=COMPUTE_STREAM),
+        ):
+            try:
+                call()
+            except StreamError as error:
+                assert "captured into a CUDA graph" in str(error) and "wait_all(stream=...)" in str(error)
+            else:
+                raise AssertionError("the stream was taken")
+        assert Memory.made == made
+        counter.wait_all()
+        assert worker.report().results[0].success and not worker.controller.poll()
+        assert run(worker, plan(3, load=[(3, 4)]), stream=COMPUTE_STREAM + 1) is None
+        driver.capture(0)
+        assert run(worker, plan(4, load=[(3, 4)])) is None
 
 
 def serve_requests(policy: str, call: str) -> None:

@@ -63,6 +63,10 @@ class Driver:
         """No more failures, and a GPU that is there again; how often the call had failed."""
         return int(self._library.stand_in_recover())
 
+    def capture(self, stream: int) -> None:
+        """Let that stream be captured into a graph; 0 lets none."""
+        self._library.stand_in_capture(ctypes.c_void_p(stream))
+
     def held(self) -> dict[str, int]:
         """What is taken and not given back, and how often something was given back that was not taken."""
         names = ("events", "registered", "contexts", "pushed", "unknown")
@@ -70,9 +74,12 @@ class Driver:
 
 
 class Memory:
-    """Bytes of the GPU: a CuPy memory, array and pointer at once."""
+    """Bytes of the GPU: a CuPy memory, array and pointer at once. ``made`` counts them."""
+
+    made = 0
 
     def __init__(self, nbytes: int) -> None:
+        Memory.made += 1
         self.bytes = np.zeros(nbytes, np.uint8)
         self.ptr = self.bytes.ctypes.data
         self.data = self

@@ -64,6 +64,8 @@ class TransferQueue:
         if refusal is not None:
             refused = [Transfer(swap.purpose, None, len(swap), refusal) for swap in plan.swaps()]
             return PlanExecution(plan.plan_id, rank, refused), LaunchedLayers(nothing)
+        # Before any memory is taken for copies: a stream that is being captured is refused, and would mind that.
+        computed = self._computed(compute_stream) if any(len(swap) for swap in plan.swaps()) else []
         copies: dict[SwapPurpose, BlockCopy] = {}
         load: QueuedLoad | None = None
         for swap in plan.swaps():
@@ -73,7 +75,7 @@ class TransferQueue:
                 load = self._prepare(swap, planes, arena)
             else:
                 copies[swap.purpose] = self._copy(swap, planes, arena)
-        layers, refused_for = self._enqueue(copies, load, compute_stream)
+        layers, refused_for = self._enqueue(copies, load, compute_stream, computed)
         work: dict[SwapPurpose, Work] = {purpose: LaunchedCopy(copy) for purpose, copy in copies.items()}
         if load is not None:
             work[SwapPurpose.LOAD] = load
@@ -96,13 +98,16 @@ class TransferQueue:
             stream.close()
 
     def _enqueue(
-        self, copies: dict[SwapPurpose, BlockCopy], load: QueuedLoad | None, compute_stream: Stream | None
+        self,
+        copies: dict[SwapPurpose, BlockCopy],
+        load: QueuedLoad | None,
+        compute_stream: Stream | None,
+        computed: list[Event],
     ) -> tuple[LayerEvents | None, dict[SwapPurpose, str]]:
-        """Evictions first, loads after them, backups last; all after what the compute stream holds now.
+        """Evictions first, loads after them, backups last; all after what the compute stream was given: ``computed``.
 
         Also why transfers could not be put on their streams: then the others are there already, so nothing is raised.
         """
-        computed = self._computed(compute_stream) if copies or load is not None else []
         evictions, backups = copies.get(SwapPurpose.EVICT), copies.get(SwapPurpose.BACKUP)
         layers: LayerEvents | None = None
         refused: dict[SwapPurpose, str] = {}

@@ -52,6 +52,10 @@ def test_after_a_refusal_the_next_plan_is_carried_out(driver: Path, method: str,
     run(driver, f"cuda_scenarios.go_on_after_a_refusal({method!r}, {call!r})")
 
 
+def test_a_stream_that_is_captured_is_refused_before_anything_is_done(driver: Path) -> None:
+    run(driver, "cuda_scenarios.refuse_a_capture()")
+
+
 @pytest.mark.parametrize("policy", [each.value for each in WritePolicy])
 @pytest.mark.parametrize(
     "call", ["cuLaunchKernel", pytest.param("cuStreamWaitEvent", marks=pytest.mark.slow)]
