@@ -62,7 +62,8 @@ class TransferSettings(Group):
     swap_ctas: Integer = variable(
         "FDCACHE_SWAP_CTAS",
         0,
-        "Thread blocks of the kernel that copies scattered blocks; 0 takes the calibrated number.",
+        "Thread blocks of the kernel that copies scattered blocks, within the budget of multiprocessors; 0 takes the "
+        "calibrated number.",
         ge=0,
         le=1024,
         unit="thread blocks",
