@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         Request,
     )
     from fdcache.metadata import (
-        AsyncTaskHandler,
         BlockNode,
         CacheLevel,
         CacheStatus,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     )
     from fdcache.settings.cache import CacheSettings, EvictionPolicy, WritePolicy
     from fdcache.settings.transfer import TransferSettings
+    from fdcache.tasks import AsyncTaskHandler
     from fdcache.tiers import BlockPool
 
 __version__ = "0.1.0"
@@ -55,7 +55,6 @@ _HOMES = {
         "Request",
     ),
     "fdcache.metadata": (
-        "AsyncTaskHandler",
         "BlockNode",
         "CacheLevel",
         "CacheStatus",
@@ -66,6 +65,7 @@ _HOMES = {
     ),
     "fdcache.settings.cache": ("CacheSettings", "EvictionPolicy", "WritePolicy"),
     "fdcache.settings.transfer": ("TransferSettings",),
+    "fdcache.tasks": ("AsyncTaskHandler",),
     "fdcache.tiers": ("BlockPool",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

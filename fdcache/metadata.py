@@ -6,17 +6,38 @@ Plans and reports are plain data: they hold no handle, pointer or lock, pickle a
 
 from __future__ import annotations
 
-import threading
 from enum import StrEnum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache.errors import TaskCancelledError, TransferTimeoutError
+from fdcache.tasks import AsyncTaskHandler, TransferStatus
 
-T_co = TypeVar("T_co", covariant=True)
+__all__ = [
+    "SLOT_HEADER_BYTES",
+    "AsyncTaskHandler",
+    "BlockNode",
+    "CacheLevel",
+    "CacheStatus",
+    "CacheSwapMetadata",
+    "HashArray",
+    "Int32Array",
+    "StorageScan",
+    "StorageTask",
+    "SwapPurpose",
+    "TransferPlan",
+    "TransferReport",
+    "TransferResult",
+    "TransferStatus",
+    "UInt32Array",
+    "UInt64Array",
+    "decode_plan",
+    "decode_report",
+    "decode_scan",
+    "encode",
+]
 
 Int32Array = NDArray[np.int32]
 UInt32Array = NDArray[np.uint32]
@@ -46,16 +67,6 @@ class CacheStatus(StrEnum):
     STORAGE = "storage"
     SWAP_TO_STORAGE = "swap_to_storage"
     LOADING_FROM_STORAGE = "loading_from_storage"
-
-
-class TransferStatus(StrEnum):
-    """How far a transfer has come."""
-
-    PENDING = "pending"
-    IN_PROGRESS = "in_progress"
-    COMPLETED = "completed"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
 
 
 class SwapPurpose(StrEnum):
@@ -268,59 +279,3 @@ def decode_report(data: bytes) -> TransferReport:
 def decode_scan(data: bytes) -> StorageScan:
     """Unpack a scan. Raises ``msgspec.DecodeError`` for anything else."""
     return _scan_decoder.decode(data)
-
-
-class AsyncTask(Protocol[T_co]):
-    """What a handler needs of the task that it stands for. Its methods may be called from any thread."""
-
-    def wait(self, timeout: float | None) -> bool:
-        """Wait until the task has ended; whether it has."""
-
-    def cancel(self) -> bool:
-        """Take back what has not started; whether there was anything."""
-
-    def status(self) -> TransferStatus:
-        """How far the task has come."""
-
-    def result(self) -> T_co:
-        """The result of a task that has ended."""
-
-
-class AsyncTaskHandler(Generic[T_co]):
-    """A hold on a task that runs elsewhere: wait for it, look at it, take back what has not started.
-
-    A cancel that succeeded is final: whatever the task does later, its status stays ``CANCELLED`` and
-    ``get_result`` raises.
-    """
-
-    def __init__(self, task: AsyncTask[T_co]) -> None:
-        self._task = task
-        self._lock = threading.Lock()
-        self._cancelled = False
-
-    @property
-    def status(self) -> TransferStatus:
-        """How far the task has come."""
-        return TransferStatus.CANCELLED if self._cancelled else self._task.status()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds, None for ever; whether the task has ended or was cancelled."""
-        return self._cancelled or self._task.wait(timeout)
-
-    def cancel(self) -> bool:
-        """Take back whatever of the task has not started; False when nothing could be taken back."""
-        with self._lock:
-            self._cancelled = self._cancelled or self._task.cancel()
-            return self._cancelled
-
-    def get_result(self, timeout: float | None = None) -> T_co:
-        """The result, waiting up to ``timeout`` seconds for it, None for ever.
-
-        Raises ``TaskCancelledError`` after a cancel, ``TransferTimeoutError`` when it does not end in time.
-        """
-        ended = self.wait(timeout)
-        if self._cancelled:
-            raise TaskCancelledError("the task was cancelled and has no result")
-        if not ended:
-            raise TransferTimeoutError(f"the task did not end within {timeout} s")
-        return self._task.result()

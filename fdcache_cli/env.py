@@ -73,7 +73,7 @@ def check(
     problems = [as_error(problem) for problem in found.problems] if strict else found.problems
     failed = bool(problems if strict else found.errors)
     if json:
-        told = [dataclasses.asdict(problem) for problem in problems]
+        told = [{**dataclasses.asdict(problem), "source": problem.source} for problem in problems]
         output.print_json({"ok": not failed, "problems": told, "fingerprint": found.settings.fingerprint})
     else:
         print_problems(problems, sys.stdout)

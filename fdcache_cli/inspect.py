@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,8 +24,8 @@ from fdcache_cli.service_view import (
     WatchOption,
     connect,
     figure,
+    found_shares,
     moment,
-    number,
     seconds,
     table,
 )
@@ -126,6 +128,36 @@ _BLOCKS: Columns = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """One question to a service: its answer as rows, which columns a table has of them, and how a picture is drawn."""
+
+    what: str
+    rows: Callable[[Any], Rows]
+    columns: Columns
+    draw: Callable[[Rows, Path], None]
+
+    def show(
+        self, server: str | None, *, json: bool, watch: bool, plot: Path | None, **arguments: Any
+    ) -> None:
+        """Ask, and show it as the options say."""
+        if plot is not None:
+            inspect_plot.check_plot(plot, json, watch)
+        with connect(server) as client:
+            if plot is not None:
+                self.draw(self.rows(client.ask(self.what, **arguments)), plot)
+                return
+
+            def show() -> None:
+                answer = client.ask(self.what, **arguments)
+                if json:
+                    output.print_json(answer)
+                else:
+                    output.print_table(*table(self.rows(answer), self.columns))
+
+            show_live(show, watch)
+
+
 @app.callback()
 def inspect() -> None:
     """Hold the commands together."""
@@ -135,34 +167,32 @@ def tiers(
     server: ServerOption = None, *, json: Json = False, watch: WatchOption = False, plot: PlotOption = None
 ) -> None:
     """What each tier holds: the service's host and storage tier, and the device tiers of its clients."""
-    if plot is not None:
-        inspect_plot.check_plot(plot, json, watch)
-        with connect(server) as client:
-            inspect_plot.plot_tiers(_tier_rows(client.ask("tiers")), plot)
-        return
-    _show(server, "tiers", _tier_rows, _TIERS, json=json, watch=watch)
+    view = View("tiers", _tier_rows, _TIERS, inspect_plot.plot_tiers)
+    view.show(server, json=json, watch=watch, plot=plot)
 
 
-def clients(server: ServerOption = None, *, json: Json = False, watch: WatchOption = False) -> None:
+def clients(
+    server: ServerOption = None, *, json: Json = False, watch: WatchOption = False, plot: PlotOption = None
+) -> None:
     """Who uses the service, what each holds, and by its own account how much of its prompts was found."""
-    _show(server, "clients", _client_rows, _CLIENTS, json=json, watch=watch)
+    view = View("clients", _client_rows, _CLIENTS, inspect_plot.plot_clients)
+    view.show(server, json=json, watch=watch, plot=plot)
 
 
 def transfers(
     server: ServerOption = None, *, json: Json = False, watch: WatchOption = False, plot: PlotOption = None
 ) -> None:
     """What is being copied, by client, and what was copied so far."""
-    if plot is not None:
-        inspect_plot.check_plot(plot, json, watch)
-        with connect(server) as client:
-            inspect_plot.plot_transfers(client.ask("transfers"), plot)
-        return
-    _show(server, "transfers", _transfer_rows, _TRANSFERS, json=json, watch=watch)
+    view = View("transfers", _transfer_rows, _TRANSFERS, inspect_plot.plot_transfers)
+    view.show(server, json=json, watch=watch, plot=plot)
 
 
-def namespaces(server: ServerOption = None, *, json: Json = False, watch: WatchOption = False) -> None:
+def namespaces(
+    server: ServerOption = None, *, json: Json = False, watch: WatchOption = False, plot: PlotOption = None
+) -> None:
     """The layouts and their shares of the arena."""
-    _show(server, "namespaces", _namespace_rows, _NAMESPACES, json=json, watch=watch)
+    view = View("namespaces", _namespace_rows, _NAMESPACES, inspect_plot.plot_namespaces)
+    view.show(server, json=json, watch=watch, plot=plot)
 
 
 def tenants(
@@ -171,9 +201,11 @@ def tenants(
     namespace: NamespaceOption = None,
     json: Json = False,
     watch: WatchOption = False,
+    plot: PlotOption = None,
 ) -> None:
     """The tenants with the most blocks: by name where a quota names them, else by the beginning of a key."""
-    _show(server, "tenants", list, _TENANTS, json=json, watch=watch, namespace=namespace)
+    view = View("tenants", list, _TENANTS, inspect_plot.plot_tenants)
+    view.show(server, json=json, watch=watch, plot=plot, namespace=namespace)
 
 
 def block(
@@ -193,28 +225,6 @@ def block(
         output.print_table(*table(found, _BLOCKS))
     else:
         output.print_line(f"no block that begins with {prefix} is there, and none is known to have left")
-
-
-def _show(
-    server: str | None,
-    what: str,
-    rows: Callable[[Any], Rows],
-    columns: Columns,
-    *,
-    json: bool,
-    watch: bool,
-    **arguments: Any,
-) -> None:
-    with connect(server) as client:
-
-        def show() -> None:
-            answer = client.ask(what, **arguments)
-            if json:
-                output.print_json(answer)
-            else:
-                output.print_table(*table(rows(answer), columns))
-
-        show_live(show, watch)
 
 
 def _transfer_rows(answer: Any) -> Rows:
@@ -240,18 +250,17 @@ def _client_rows(answer: Any) -> Rows:
     return [
         {
             **each,
-            "lookup_tokens": (counters := each["figures"].get("counters") or {}).get("lookup_tokens"),
-            "found": _found(counters),
+            "lookup_tokens": (each["figures"].get("counters") or {}).get("lookup_tokens"),
+            "found": _found(each["figures"]),
             "live_requests": each["figures"].get("live_requests"),
         }
         for each in answer
     ]
 
 
-def _found(counters: dict[str, Any]) -> str:
-    asked = number(counters.get("lookup_tokens"))
-    hits = sum(number(counters.get(f"{tier}_hit_tokens")) for tier in ("device", "host", "storage"))
-    return f"{hits / asked:.1%}" if 0 <= hits <= asked and asked else "-"
+def _found(figures: dict[str, Any]) -> str:
+    shares = found_shares(figures)
+    return f"{sum(shares.values()):.1%}" if shares else "-"
 
 
 def _namespace_rows(answer: Any) -> Rows:

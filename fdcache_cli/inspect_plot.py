@@ -1,19 +1,23 @@
-"""Pictures of what ``fdcache inspect`` shows: tiers, the hottest prefixes, transfers."""
+"""Pictures of what ``fdcache inspect`` shows: bars of what each has or did, and the hottest prefixes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from fdcache.errors import ConfigurationError
-from fdcache_cli.service_view import Rows, number
+from fdcache.node.figures import number
+from fdcache.settings.parsing import printable
+from fdcache_cli.service_view import FOUND_IN, Rows, found_shares
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _STATES = ("ready", "writing", "free")
+_GIB = 2**30
 _MOST_LABELS = 40
 
 
@@ -30,15 +34,10 @@ def plot_tiers(rows: Rows, path: Path) -> None:
     """A bar for each tier: the shares of its slots that are ready, being written and free."""
 
     def draw(axes: Axes) -> None:
-        names = [f"{row['tier']}\n{row['of']}" for row in rows]
-        left = [0.0] * len(rows)
-        for state in _STATES:
-            shares = [_share(row, state) for row in rows]
-            axes.barh(names, shares, left=left, label=state)
-            left = [before + share for before, share in zip(left, shares, strict=True)]
+        shares = {state: [_share(row, state) for row in rows] for state in _STATES}
+        _bars(axes, [(row["tier"], row["of"]) for row in rows], shares)
         axes.set_xlim(0, 1)
         axes.set_xlabel("share of the slots")
-        axes.legend(loc="lower right")
 
     _write(path, draw, len(rows))
 
@@ -53,17 +52,82 @@ def plot_transfers(rows: Rows, path: Path) -> None:
     """For each client the bytes that it has copied, by direction."""
 
     def draw(axes: Axes) -> None:
-        names = [row["client"] for row in rows]
-        left = [0.0] * len(rows)
-        for direction in sorted({each for row in rows for each in row["copied"]}):
-            amounts = [row["copied"].get(direction, {"bytes": 0})["bytes"] / 2**30 for row in rows]
-            axes.barh(names, amounts, left=left, label=direction.replace("_", " "))
-            left = [before + amount for before, amount in zip(left, amounts, strict=True)]
+        directions = sorted({each for row in rows for each in row["copied"]})
+        copied = {
+            direction.replace("_", " "): [
+                row["copied"].get(direction, {"bytes": 0})["bytes"] / _GIB for row in rows
+            ]
+            for direction in directions
+        }
+        _bars(axes, [(row["client"],) for row in rows], copied)
         axes.set_xlabel("GiB copied")
-        if any(row["copied"] for row in rows):
-            axes.legend(loc="lower right")
 
     _write(path, draw, len(rows))
+
+
+def plot_clients(rows: Rows, path: Path) -> None:
+    """For each client the memory that it holds to copy into, and in which tiers its prompts were found."""
+
+    def draw(held: Axes, found: Axes) -> None:
+        names = [(row["name"],) for row in rows]
+        _bars(held, names, {"": [row["stock_bytes"] / _GIB for row in rows]})
+        held.set_xlabel("GiB held to copy into")
+        shares = [found_shares(row["figures"]) for row in rows]
+        _bars(found, names, {tier: [each.get(tier, 0.0) for each in shares] for tier in FOUND_IN})
+        found.set_xlim(0, 1)
+        found.set_xlabel("share of the prompts' tokens that was found")
+
+    _write(path, draw, len(rows), panels=2)
+
+
+def plot_namespaces(rows: Rows, path: Path) -> None:
+    """For each layout its memory of the arena: blocks that are ready, slots being written and free ones."""
+
+    def draw(axes: Axes) -> None:
+        names = [(row["model"], row["namespace"]) for row in rows]
+        slot = [row["record_bytes"] * row["ranks"] / _GIB for row in rows]
+        memory = {
+            state: [row.get(state, 0) * size for row, size in zip(rows, slot, strict=True)]
+            for state in _STATES
+        }
+        _bars(axes, names, memory)
+        axes.set_xlabel("GiB of the arena")
+
+    _write(path, draw, len(rows))
+
+
+def plot_tenants(rows: Rows, path: Path) -> None:
+    """For each tenant of a layout the memory of its blocks, and where it has a quota, the most it may have."""
+
+    def draw(axes: Axes) -> None:
+        names = [(row["tenant"], row["namespace"]) for row in rows]
+        _bars(axes, names, {"": [row["bytes"] / _GIB for row in rows]})
+        limited = {
+            place: row["most_blocks"] * row["bytes"] / row["blocks"] / _GIB
+            for place, row in enumerate(rows)
+            if row["quota"] < 1 and row["blocks"]
+        }
+        if limited:
+            most = list(limited.values())
+            axes.scatter(most, list(limited), marker="|", s=300, color="black", label="may have", zorder=2)
+            axes.legend(loc="lower right")
+        axes.set_xlabel("GiB of the arena")
+
+    _write(path, draw, len(rows))
+
+
+def _bars(axes: Axes, names: Sequence[Sequence[str]], parts: Mapping[str, Sequence[float]]) -> None:
+    """A bar for each name, the first on top, made of parts by label. The lines of a name may be any text."""
+    places = range(len(names))
+    left = [0.0] * len(names)
+    for label, amounts in parts.items():
+        axes.barh(places, amounts, left=left, label=label)
+        left = [before + amount for before, amount in zip(left, amounts, strict=True)]
+    labels = ["\n".join(map(printable, lines)) for lines in names]
+    axes.set_yticks(places, labels=labels, parse_math=False)
+    axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
+    if any(parts):
+        axes.legend(loc="lower right")
 
 
 def plot_tree(found: Rows, path: Path) -> None:
@@ -114,11 +178,12 @@ def plot_tree(found: Rows, path: Path) -> None:
     _write(path, draw, lanes)
 
 
-def _write(path: Path, draw: Any, rows: int) -> None:
+def _write(path: Path, draw: Callable[..., None], rows: int, panels: int = 1) -> None:
+    """Draw into as many panels beside each other, which share their rows."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.5 + 0.4 * min(max(rows, 3), 60)), layout="constrained")
-    draw(figure.subplots())
+    draw(*figure.subplots(1, panels, sharey=True, squeeze=False)[0])
     try:
         figure.savefig(path)
     except OSError as error:

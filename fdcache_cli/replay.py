@@ -27,6 +27,7 @@ from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings import Settings, SettingsError
 from fdcache.settings.cache import EvictionPolicy, WritePolicy
 from fdcache.settings.parsing import parse_size
+from fdcache.settings.sources import Given
 from fdcache_cli import errors
 from fdcache_cli.progress import progress_bars
 from fdcache_cli.replay_view import print_report, progress
@@ -216,11 +217,11 @@ def _settings(options: Mapping[str, object]) -> Settings:
         )
     names = {f"FDCACHE_{option[2:].replace('-', '_').upper()}": option for option in options}
     names["FDCACHE_STORAGE_DIR"] = "--storage"
-    given = {name: options[option] for name, option in names.items()}
+    values = {name: options[option] for name, option in names.items()}
     # The option names a folder, which means local storage; the variable names any connector.
-    given["FDCACHE_STORAGE"] = "local" if options["--storage"] else None
+    values["FDCACHE_STORAGE"] = "local" if options["--storage"] else None
     try:
-        return load_settings(given)
+        return load_settings({name: Given("command line", value) for name, value in values.items()})
     except SettingsError as error:
         concerned = {name for problem in error.problems for name in problem.variables}
         guilty = [

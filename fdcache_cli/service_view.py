@@ -11,6 +11,7 @@ import typer
 
 from fdcache.client.tool import Client
 from fdcache.errors import ServiceUnavailableError
+from fdcache.node.figures import number
 from fdcache_cli.running_service import is_served
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
@@ -24,6 +25,8 @@ PlotOption = Annotated[
 ]
 NamespaceOption = Annotated[str | None, typer.Option(help="The beginning of a layout's name.")]
 Rows = list[dict[str, Any]]
+FOUND_IN = ("device", "host", "storage")
+"""Tiers in which tokens of a prompt are found."""
 _LONGEST_FIGURE = 32
 
 
@@ -59,12 +62,14 @@ def figure(value: Any) -> str:
     return "-" if value is None else "?"
 
 
-def number(value: Any) -> float:
-    """A client's figure to reckon with; 0 for what is none."""
-    try:
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
-    except OverflowError:
-        return 0.0
+def found_shares(figures: Mapping[str, Any]) -> dict[str, float]:
+    """The shares of its prompts' tokens that a client says it found, by tier; empty where that cannot be."""
+    counters = figures.get("counters") or {}
+    asked = number(counters.get("lookup_tokens"))
+    hits = {tier: number(counters.get(f"{tier}_hit_tokens")) for tier in FOUND_IN}
+    if asked <= 0 or min(hits.values()) < 0 or sum(hits.values()) > asked:
+        return {}
+    return {tier: tokens / asked for tier, tokens in hits.items()}
 
 
 def seconds(value: Any) -> str:

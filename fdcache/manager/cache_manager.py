@@ -4,49 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
-from threading import RLock
 from types import TracebackType
 
 import msgspec
 
-from fdcache._core import SLOT_FREE
 from fdcache.errors import PlanError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.allocation import BlockAllocator
-from fdcache.manager.assembly import make_tiers
 from fdcache.manager.events import CacheEvent
-from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
-from fdcache.manager.live_requests import LiveRequests
 from fdcache.manager.lookup import PrefixLookup
-from fdcache.manager.publishing import Publisher
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
-from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
-from fdcache.metadata import (
-    BlockNode,
-    CacheLevel,
-    StorageScan,
-    SwapPurpose,
-    TransferPlan,
-    TransferReport,
-)
-from fdcache.node.traffic import Traffic
+from fdcache.manager.view import CacheView, ManagerState
+from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.host_cache import HostCache
 
 
-class ManagerState(StrEnum):
-    """Whether the manager plans anything new."""
-
-    RUNNING = "running"
-    PAUSED = "paused"
-    ASLEEP = "asleep"
-
-
-class CacheManager:
+class CacheManager(CacheView):
     """Device and host tier of one engine, for all its ranks.
 
     One scheduler step: ``match_prefix`` the new requests, ``allocate_device_blocks`` for everything scheduled,
@@ -68,32 +44,9 @@ class CacheManager:
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings = settings
-        self.layout = layout
-        self._clock = clock
-        self._lock = RLock()
-        self._state = ManagerState.RUNNING
-        self._counters = Counters()
-        self._tiers = make_tiers(
-            settings, layout, storage or StorageTierSettings(), lookup, self._counters, clock
-        )
-        self._device, self._host, self._storage = self._tiers.device, self._tiers.host, self._tiers.storage
-        self._live = LiveRequests(layout, self._tiers)
+        super().__init__(settings, layout, storage or StorageTierSettings(), lookup, clock)
         self._lookup = PrefixLookup(settings, layout, self._tiers, self._live, self._counters, clock)
         self._allocator = BlockAllocator(layout, self._tiers, self._live, self._counters)
-        self._publisher = Publisher(layout, self._tiers, self._counters)
-        self._plan = OpenPlan()
-        self._ledger = PlanLedger(layout.tp_size, settings.plan_timeout)
-
-    @property
-    def host_cache(self) -> HostCache:
-        """What every rank's ``CacheController.initialize_host_cache`` is given, embedded and shared."""
-        return self._host.host_cache if self._host else HostCache()
-
-    @property
-    def shared_blocks_in_use(self) -> int:
-        """What this engine pins and writes in a service's tier; 0 embedded, where ``get_stats`` has it."""
-        return self._host.in_use if self._host and self.settings.server is not None else 0
 
     def close(self) -> None:
         """Say goodbye to the service, if there is one: what this engine held there is free at once.
@@ -111,16 +64,6 @@ class CacheManager:
     ) -> None:
         self.close()
 
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks of the host tier; of a shared one, as many as the service has given this layout so far."""
-        return self._host.num_blocks if self._host else 0
-
-    @property
-    def num_device_blocks(self) -> int:
-        """Blocks of the device tier."""
-        return self._device.stats().slots
-
     def restore_storage(self, scans: Sequence[StorageScan]) -> int:
         """Take up the blocks that the local storage of every rank holds; returns how many.
 
@@ -130,7 +73,7 @@ class CacheManager:
         with self._lock:
             if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
                 raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
-            return self._storage.restore(scans, self._plan) if self._storage else 0
+            return self._storage.restore(scans, self._plans.open) if self._storage else 0
 
     # --- a scheduler step ---------------------------------------------------------------------------------
 
@@ -142,7 +85,7 @@ class CacheManager:
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 for request in requests:
-                    self._lookup.prefetch(request, self._plan)
+                    self._lookup.prefetch(request, self._plans.open)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Find and pin the longest cached prefix of each request, short of its last token.
@@ -156,7 +99,7 @@ class CacheManager:
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
             self._live.check_match(requests)
-            return self._lookup.match(requests, self._plan)
+            return self._lookup.match(requests, self._plans.open)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
         """Whether that many blocks are free or can be made free now; none are while nothing is planned."""
@@ -175,7 +118,8 @@ class CacheManager:
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
             self._live.check_allocate(demands)
             return [
-                self._allocator.allocate(request, num_tokens, self._plan) for request, num_tokens in demands
+                self._allocator.allocate(request, num_tokens, self._plans.open)
+                for request, num_tokens in demands
             ]
 
     def take_plans(self) -> list[TransferPlan]:
@@ -186,16 +130,12 @@ class CacheManager:
         """
         with self._lock:
             self._heed_device_reset()
-            plans, self._plan = [self._plan], OpenPlan()
             if self._state is ManagerState.RUNNING:
-                plans.append(OpenPlan())
-                self._tiers.plan_background(plans[-1], self._ledger)
+                self._plans.plan_background()
             if self._host:
                 self._host.report(lambda: msgspec.json.encode(self.get_stats()))
                 self._host.flush()
-            arena = self._host.arena if self._host else None
-            now = self._clock()
-            return [self._ledger.close(plan, now, arena) for plan in plans if not plan.is_empty]
+            return self._plans.close(self._host.arena if self._host else None)
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Tell how many tokens of each request are accepted and have their KV on every rank.
@@ -217,28 +157,12 @@ class CacheManager:
         """
         reports = list(reports)
         with self._lock:
-            for report in reports:
-                self._ledger.check(report)
-            outcomes: list[LoadOutcome] = []
-            for report in reports:
-                if not self._ledger.expects(report):
-                    self._counters.unexpected_reports += 1
-                    continue
-                if self._host:
-                    self._host.traffic.record(report)
-                if flight := self._ledger.record(report):
-                    outcomes += self._settle(flight)
-            return outcomes
+            return self._plans.apply(reports)
 
     def expire(self) -> list[LoadOutcome]:
         """The loads of plans whose deadline has passed; each is told once. Their slots wait for the reports."""
         with self._lock:
-            late = self._ledger.newly_overdue(self._clock())
-            if self._storage:
-                self._storage.overdue(late)
-            return [
-                self._publisher.overdue(load) for flight in late for load in flight.loads if load.is_current
-            ]
+            return self._plans.expire()
 
     def request_finish(self, requests: Iterable[Request]) -> None:
         """End, abort or preempt requests: their blocks stay cached, their pins go. Idempotent."""
@@ -255,10 +179,8 @@ class CacheManager:
         what the ranks' files hold. Raises ``PlanError`` for a rank that there is not.
         """
         with self._lock:
-            outcomes = [
-                outcome for flight in self._ledger.lose_rank(rank) for outcome in self._settle(flight)
-            ]
-            self._tiers.worker_lost(self._plan)
+            outcomes = self._plans.lose_rank(rank)
+            self._tiers.worker_lost(self._plans.open)
             self._live.stop_publishing()
             return outcomes
 
@@ -269,7 +191,7 @@ class CacheManager:
         """
         with self._lock:
             self._live.stop_publishing()
-            return self._tiers.reset(self._plan)
+            return self._tiers.reset(self._plans.open)
 
     def change_revision(self, revision: str) -> int:
         """The engine has loaded other weights: nothing of the former ones is found again; returns how many blocks go.
@@ -302,7 +224,7 @@ class CacheManager:
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 self._state = ManagerState.PAUSED
-            return len(self._ledger)
+            return self._plans.in_flight
 
     def sleep(self) -> None:
         """Pause and forget the device tier, whose memory the workers may then give back.
@@ -310,7 +232,7 @@ class CacheManager:
         Raises ``RequestStateError`` while requests are running or copies are under way.
         """
         with self._lock:
-            plans = len(self._ledger) + (not self._plan.is_empty)
+            plans = self._plans.under_way
             if self._live or plans:
                 raise RequestStateError(
                     f"cannot sleep with {len(self._live)} requests and {plans} plans under way; "
@@ -324,64 +246,10 @@ class CacheManager:
         with self._lock:
             self._state = ManagerState.RUNNING
 
-    @property
-    def state(self) -> ManagerState:
-        """Whether the manager plans anything new."""
-        return self._state
-
-    # --- what is to be seen of it -------------------------------------------------------------------------
-
-    def get_stats(self) -> CacheStats:
-        """Tiers and totals at this moment."""
-        with self._lock:
-            backups, storage = self._tiers.backups, self._storage
-            usage = {level: TierUsage.of(pool) for level, pool in self._tiers.pools.items()}
-            return CacheStats(
-                device=usage[CacheLevel.DEVICE],
-                host=usage.get(CacheLevel.HOST),
-                counters=msgspec.structs.replace(self._counters),
-                live_requests=len(self._live),
-                plans_in_flight=len(self._ledger),
-                queued_backups=backups.queued if backups else 0,
-                traffic=self._host.traffic.copy() if self._host else Traffic(),
-                queued_stores=storage.stores.queued if storage else 0,
-                storing_blocks=self._ledger.blocks_in_flight(SwapPurpose.STORE),
-                reading_blocks=self._ledger.blocks_in_flight(SwapPurpose.PREFETCH),
-                storage=usage.get(CacheLevel.STORAGE),
-            )
-
-    def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
-        """Bytes per rank of each tier."""
-        return self._tiers.memory_usage(self.layout)
-
-    def free_device_blocks(self) -> list[int]:
-        """The ids of the free device blocks; visits every block."""
-        with self._lock:
-            return [
-                slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
-            ]
-
-    def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
-        """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing.
-
-        Of the tiers that this process has; ``fdcache inspect explain`` tells of a service's.
-        """
-        with self._lock:
-            return self._tiers.find(self._live.bind(request).hashes)
-
     def take_events(self) -> list[CacheEvent]:
         """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
         with self._lock:
             return list(self._tiers.take_events(self.layout.block_size))
-
-    def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` naming every invariant that does not hold."""
-        with self._lock:
-            self._tiers.verify()
-
-    def _settle(self, flight: InFlightPlan) -> list[LoadOutcome]:
-        self._tiers.settle(flight, self._counters)
-        return [self._publisher.confirm(load, flight) for load in flight.loads if load.is_current]
 
     def _heed_device_reset(self) -> None:
         """Forget the device tier if an operator of the service asked for it."""

@@ -71,7 +71,7 @@ class Shape:
 def load_settings(given: Mapping[str, object]) -> Settings:
     """The settings in force: options given, the environment, then defaults for a laptop.
 
-    ``given`` maps variable names to the options' values, None where an option was left out. Raises
-    ``SettingsError`` for values out of range.
+    ``given`` maps variable names to the options' values, None where an option was left out, as for
+    ``Settings.load``. Raises ``SettingsError`` for values out of range.
     """
     return Settings.load(arguments=given, defaults=LAPTOP_DEFAULTS)

@@ -43,7 +43,7 @@ def find_block(service: Service, arguments: Arguments) -> list[dict[str, Any]]:
                         "unverified": slot in namespace.unverified,
                     }
                 )
-        for key, (when, reason) in namespace.departures.known.items():
+        for key, (when, reason) in namespace.history.departures.known.items():
             if key.hex().startswith(prefix.lower()):
                 found.append(
                     {"namespace": namespace.id, "hash": key.hex(), "reason": reason, "left_at": when}
@@ -95,10 +95,10 @@ def explain(service: Service, arguments: Arguments) -> dict[str, Any]:
                 "hits": node.hits,
             }
         elif key in stored:
-            when, _ = namespace.departures.known.get(key, (None, Reason.NOT_STORED))
+            when, _ = namespace.history.departures.known.get(key, (None, Reason.NOT_STORED))
             entry |= {"tier": "storage", "left_host_at": when}
         else:
-            when, reason = namespace.departures.known.get(key, (None, Reason.NOT_STORED))
+            when, reason = namespace.history.departures.known.get(key, (None, Reason.NOT_STORED))
             entry |= {"reason": reason, "left_at": when}
             broken = position if broken is None else broken
         blocks.append(entry)

@@ -68,7 +68,7 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> An
             continue
         full = len(client.runs) >= MOST_RUNS
         if paused or full:
-            namespace.turn_away(size - start, Reason.PAUSED if paused else Reason.TOO_MANY_RUNS)
+            namespace.history.turned_away(size - start, Reason.PAUSED if paused else Reason.TOO_MANY_RUNS)
         try:
             run = None if paused or full else namespace.match(path, start)
         except ValueError:
@@ -109,7 +109,7 @@ def missed(client: Client, request: Missed) -> Answer:
     if (counts < 0).any():
         raise ProtocolError("blocks is below 0")
     client.lookups += request.lookups
-    client.namespace.count_absent(request.lookups, first, counts)
+    client.namespace.history.seen_absent(request.lookups, first, counts)
     return Done()
 
 

@@ -53,7 +53,7 @@ class Client:
 
     def count(self, heartbeat: Heartbeat) -> None:
         """What it did since it told last, for the totals of its layout."""
-        totals = self.namespace.counts
+        totals = self.namespace.history.counts
         totals.traffic.add(heartbeat.traffic.since(self.traffic))
         totals.in_flight_misses += max(heartbeat.in_flight_misses - self.in_flight_misses, 0)
         self.traffic, self.in_flight_misses = heartbeat.traffic, heartbeat.in_flight_misses

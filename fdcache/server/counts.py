@@ -1,4 +1,4 @@
-"""What is counted of one layout."""
+"""What is counted: of one layout, and of the whole service."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fdcache.node.traffic import Traffic
 from fdcache.server.departures import Reason
+from fdcache.server.latency import Latencies
 
 
 @dataclass(slots=True)
@@ -31,3 +32,17 @@ class Counts:
     recovered: int = 0
     resets: int = 0
     traffic: Traffic = field(default_factory=Traffic)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Totals of the service since it started."""
+
+    requests: int = 0
+    refused: int = 0
+    undelivered: int = 0
+    clients_registered: int = 0
+    clients_lost: int = 0
+    slots_taken_back: int = 0
+    runs_given_up: int = 0
+    latencies: Latencies = field(default_factory=Latencies)

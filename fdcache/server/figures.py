@@ -28,11 +28,11 @@ def namespace_figures(namespace: Namespace, service: Service) -> dict[str, Any]:
         "record_bytes": namespace.layout.record_bytes,
         "extents": namespace.num_extents * namespace.ranks,
         "bytes": namespace.memory.nbytes,
-        "clients": sum(client.namespace is namespace for client in service.clients.values()),
+        "clients": len(service.sessions.of(namespace)),
         "unverified": len(namespace.unverified),
         "tier": {name: getattr(figures, name) for name in names} if figures else {},
         "tenants": tenant_figures(namespace, _TENANTS_SHOWN),
-        "totals": msgspec.to_builtins(namespace.counts),
+        "totals": msgspec.to_builtins(namespace.history.counts),
         "storage": layout_figures(storage) if (storage := service.storage_of(namespace)) else None,
     }
 
@@ -47,7 +47,7 @@ def tenant_figures(namespace: Namespace, most: int) -> list[dict[str, Any]]:
         {
             "tenant": tenants.quotas.name(key),
             "blocks": count,
-            "bytes": count * namespace.layout.record_bytes * namespace.ranks,
+            "bytes": count * namespace.slot_bytes,
             "quota": tenants.quotas.share(key),
             "most_blocks": min(tenants.most_blocks(key), namespace.most_slots),
         }

@@ -16,7 +16,7 @@ def check_integrity(service: Service) -> list[str]:
     for namespace in service.namespaces.values():
         if namespace.tier is None:
             continue
-        clients = [client for client in service.clients.values() if client.namespace is namespace]
+        clients = service.sessions.of(namespace)
         figures = namespace.tier.stats()
         stocked = sum(len(client.stock) for client in clients)
         leases = sum(

@@ -112,7 +112,7 @@ class Server:
         self._lock = SocketLock(self._socket)
         try:
             self._open_arena(tell)
-            self.service.watch_earlier()
+            self.service.sessions.watch_earlier()
             self._open_storage(tell)
             self._loop = ServiceLoop(self.service, self._socket)
         except BaseException:

@@ -7,6 +7,8 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from fdcache.node.figures import number
+
 _LABELS = ("client", "session")
 _OWN_FIGURES = {
     "plans_in_flight": ("plans_in_flight", "Plans whose reports are out."),
@@ -28,7 +30,7 @@ def client_metrics(clients: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     for key, (name, text) in _HELD.items():
         yield _gauge(name, text, [(each, each[key]) for each in clients])
     for key, (name, text) in _OWN_FIGURES.items():
-        yield _gauge(name, text, [(each, _number(each["figures"], key)) for each in clients])
+        yield _gauge(name, text, [(each, number(each["figures"].get(key))) for each in clients])
     hits = CounterMetricFamily(
         "fdcache_client_hit_tokens", "Tokens of prompts that were found.", labels=[*_LABELS, "tier"]
     )
@@ -36,7 +38,7 @@ def client_metrics(clients: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
         counters = each["figures"].get("counters") or {}
         for tier in _HIT_TOKENS:
             labels = [each["name"], each["session"], tier]
-            hits.add_metric(labels, _number(counters, f"{tier}_hit_tokens"))
+            hits.add_metric(labels, number(counters.get(f"{tier}_hit_tokens")))
     yield hits
 
 
@@ -45,11 +47,3 @@ def _gauge(name: str, text: str, values: Sequence[tuple[Mapping[str, Any], float
     for client, value in values:
         family.add_metric([client["name"], client["session"]], value)
     return family
-
-
-def _number(figures: Mapping[str, Any], key: str) -> float:
-    value = figures.get(key, 0)
-    try:
-        return float(value) if isinstance(value, int | float) else 0
-    except OverflowError:
-        return 0

@@ -1,4 +1,4 @@
-"""Namespace: the tier of one layout in the service, and what was done with it."""
+"""Namespace: the tier of one layout in the service, with the memory under it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UIn
 from fdcache.node.geometry import Geometry
 from fdcache.node.presence import create_table, table_bytes
 from fdcache.server.arena import Arena
-from fdcache.server.counts import Counts
-from fdcache.server.departures import Departures, Reason
+from fdcache.server.departures import Reason
+from fdcache.server.history import History
 from fdcache.server.layout_memory import LayoutMemory
 from fdcache.server.tenants import Quotas, Tenants
 from fdcache.settings.server import ServerSettings
@@ -27,7 +27,6 @@ from fdcache.tiers import BlockPool
 from fdcache.tiers.codes import EVENT_REMOVED, EVENT_STORED
 
 _EVENTS = 65536
-_NOT_KEPT = {2: Reason.BROKEN_RUN, 3: Reason.NOT_COPIED, 4: Reason.TENANT_QUOTA}
 SHARE_OF_STOCK = 4
 """All clients of a layout together stock at most this part of its slots."""
 
@@ -70,8 +69,7 @@ class Namespace:
         self._table = self._make_table(self._most_extents)
         self.memory = LayoutMemory(arena, layout, self.geometry)
         self.tier: BlockPool | None = None
-        self.counts = Counts()
-        self.departures = Departures(settings.eviction_log)
+        self.history = History(settings.eviction_log)
         self.tenants = Tenants(quotas, Path(f"{self.geometry.directory}/{self.geometry.prefix}.tenants"))
         self.unverified: set[int] = set()
         self.pending_events: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
@@ -93,6 +91,11 @@ class Namespace:
     def num_slots(self) -> int:
         """Slots of the tier."""
         return self.memory.num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, over all ranks."""
+        return self.layout.record_bytes * self.ranks
 
     @property
     def most_slots(self) -> int:
@@ -169,19 +172,11 @@ class Namespace:
 
     # --- blocks -------------------------------------------------------------------------------------------
 
-    def count_absent(self, lookups: int, first: HashArray, blocks: Int32Array) -> None:
-        """A client saw in the table that ``blocks[i]`` blocks of a path, from ``first[i]`` on, are not there."""
-        self.counts.lookups += lookups
-        self.counts.looked_up_blocks += int(blocks.sum())
-        for row, count in zip(first, blocks.tolist(), strict=True):
-            self.counts.missed[self.departures.reason(row.tobytes())] += count
-
     def match(self, hashes: HashArray, start: int) -> Run | None:
         """Pin the leading run of a path from ``start`` on; None when there is nothing."""
-        self.counts.lookups += 1
-        self.counts.looked_up_blocks += len(hashes) - start
+        self.history.looked_for(len(hashes) - start)
         if self.tier is None:
-            self._missed(hashes, start)
+            self.history.missed(hashes, start)
             return None
         lease = self.tier.open_lease()
         try:
@@ -191,22 +186,11 @@ class Namespace:
             raise
         if not len(run):
             self.tier.release(lease)
-            self._missed(hashes, start)
+            self.history.missed(hashes, start)
             return None
-        self.counts.hit_blocks += len(run)
-        self._missed(hashes, start + len(run))
+        self.history.counts.hit_blocks += len(run)
+        self.history.missed(hashes, start + len(run))
         return Run(lease, run.slots, run.generations)
-
-    def turn_away(self, blocks: int, reason: Reason) -> None:
-        """A path was not looked for."""
-        self.counts.lookups += 1
-        self.counts.looked_up_blocks += blocks
-        self.counts.missed[reason] += blocks
-
-    def _missed(self, hashes: HashArray, first: int) -> None:
-        """Count what was asked for from ``first`` on by why that one is not there."""
-        if first < len(hashes):
-            self.counts.missed[self.departures.reason(hashes[first].tobytes())] += len(hashes) - first
 
     def grant(self, lease: int, count: int) -> tuple[Int32Array, UInt32Array]:
         """Up to ``count`` slots to copy into, growing before evicting; marked as empty on every rank."""
@@ -217,7 +201,7 @@ class Namespace:
         count = min(count, tier.available)
         taken = tier.reserve(lease, count)
         self.memory.stamp_empty(taken.slots, taken.generations)
-        self.counts.granted += len(taken)
+        self.history.counts.granted += len(taken)
         self.unverified.difference_update(taken.slots.tolist())
         return taken.slots, taken.generations
 
@@ -238,15 +222,8 @@ class Namespace:
         status = self.tier.publish(lease, parents, hashes, slots, copied.astype(np.uint8), checksums, tenants)
         if self.tenants.limited:
             self.collect_events(Reason.TENANT_QUOTA)
-        stored, duplicates, orphans, dropped, over = np.bincount(status, minlength=5)[:5].tolist()
-        self.counts.stored += stored
-        self.counts.duplicates += duplicates
-        self.counts.orphans += orphans
-        self.counts.dropped += dropped
-        self.counts.over_quota += over
-        if orphans or dropped or over:
-            for code, reason in _NOT_KEPT.items():
-                self.departures.add((row.tobytes() for row in hashes[status == code]), reason)
+        self.history.published(hashes, status)
+        if (status >= 2).any():
             self.tenants.forget_absent(self.tier, hashes[status >= 2])
         return status
 
@@ -258,11 +235,11 @@ class Namespace:
             return
         broken = [i for i in failed.tolist() if self._is_broken(int(slots[i]), hashes[i].tobytes())]
         if broken:
-            self.counts.corrupt += len(broken)
+            lost = np.ascontiguousarray(hashes[broken])
             self.collect_events()
-            self.tier.drop(np.ascontiguousarray(hashes[broken]))
+            self.tier.drop(lost)
             self.collect_events(Reason.BROKEN_RUN)
-            self.departures.add((row.tobytes() for row in hashes[broken]), Reason.CORRUPT)
+            self.history.corrupt(lost)
 
     def _is_broken(self, slot: int, key: bytes) -> bool:
         assert self.tier is not None
@@ -282,12 +259,11 @@ class Namespace:
             return 0
         forgotten = self.tier.stats().ready
         self.collect_events()
-        known = self.tier.coldest(self.departures.most).hashes
+        known = self.tier.coldest(self.history.departures.most).hashes
         self.tier.reset()
-        self.departures.add((row.tobytes() for row in known), Reason.RESET)
+        self.history.reset(known)
         self.tenants.clear()
         self.unverified.clear()
-        self.counts.resets += 1
         return forgotten
 
     def drop(self, hashes: HashArray) -> int:
@@ -307,10 +283,9 @@ class Namespace:
         if not len(kinds):
             return
         gone = [hashes[i].tobytes() for i in np.flatnonzero(kinds == EVENT_REMOVED).tolist()]
-        self.departures.add(gone, reason)
-        self.departures.forget(hashes[i].tobytes() for i in np.flatnonzero(kinds == EVENT_STORED).tolist())
+        self.history.left(gone, reason)
+        self.history.came(hashes[i].tobytes() for i in np.flatnonzero(kinds == EVENT_STORED).tolist())
         self.tenants.left(gone)
-        self.counts.evicted += len(gone)
         if reason in (Reason.EVICTED, Reason.TENANT_QUOTA) and gone:
             self.on_evict(np.frombuffer(b"".join(gone), np.uint8).reshape(len(gone), 32))
         self.pending_events.append((kinds, hashes, parents))

@@ -49,7 +49,7 @@ def recover(namespace: Namespace) -> int:
     )
     kept = [slot for slot, was_taken in zip(ordered, taken.tolist(), strict=True) if was_taken]
     namespace.unverified = set(kept)
-    namespace.counts.recovered = len(kept)
+    namespace.history.counts.recovered = len(kept)
     return len(kept)
 
 

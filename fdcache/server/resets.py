@@ -159,7 +159,7 @@ def _reset_host(
     return {
         "namespace": namespace.id,
         "blocks": blocks,
-        "bytes": blocks * namespace.layout.record_bytes * namespace.ranks,
+        "bytes": blocks * namespace.slot_bytes,
         "in_use": figures.ready - figures.evictable if figures else 0,
     }
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
-from secrets import randbits
 
 import numpy as np
 
 from fdcache.errors import FdcacheError, ProtocolError
-from fdcache.layout import KVLayout
 from fdcache.node.arrays import int32_from
 from fdcache.node.frames import RequestFrame, decode_request
-from fdcache.node.liveness import Watch, earlier_processes
 from fdcache.node.protocol import (
     TIER_FIGURES,
     Alive,
@@ -45,11 +40,11 @@ from fdcache.node.protocol import (
 from fdcache.server import blocks
 from fdcache.server.arena import Arena
 from fdcache.server.clients import Client
-from fdcache.server.fetches import ClientFetches
-from fdcache.server.latency import Latencies
+from fdcache.server.counts import Totals
 from fdcache.server.layout_storage import LayoutStorage
 from fdcache.server.namespace import SHARE_OF_STOCK, Namespace
 from fdcache.server.refusal import RefusalError
+from fdcache.server.sessions import Sessions
 from fdcache.server.shares import Shares
 from fdcache.server.storage import ServiceStorage
 from fdcache.settings.server import ServerSettings
@@ -57,24 +52,7 @@ from fdcache.tiers.codes import EVENT_CLEARED
 
 log = logging.getLogger("fdcache.server")
 
-MOST_CLIENTS = 1024
-MOST_LAYOUT_BYTES = 1 << 20
-
 Teller = Callable[[bytes, Answer], bool]
-
-
-@dataclass(slots=True)
-class Totals:
-    """Totals of the service since it started."""
-
-    requests: int = 0
-    refused: int = 0
-    undelivered: int = 0
-    clients_registered: int = 0
-    clients_lost: int = 0
-    slots_taken_back: int = 0
-    runs_given_up: int = 0
-    latencies: Latencies = field(default_factory=Latencies)
 
 
 class Service:
@@ -87,20 +65,16 @@ class Service:
     def __init__(self, settings: ServerSettings, arena: Arena, runtime_dir: Path) -> None:
         self.settings = settings
         self.arena = arena
-        self.runtime_dir = runtime_dir
         self.shares = Shares(settings, arena)
         self.storage: ServiceStorage | None = None
         self.has_news = False
         """Whether clients have to be told of events before anything else: a layout's tier was reset."""
-        self.clients: dict[int, Client] = {}
         self.totals = Totals()
+        self.sessions = Sessions(runtime_dir, self.shares, self.storage_of, self.totals)
         self.started = time.time()
         self.paused = False
         self.draining = False
         self.answer_tool: Callable[[Ask], Answer] = lambda ask: Refused("unknown", "no tools here")
-        self._serial = count(1)
-        self._salt = randbits(31) << 32
-        self.earlier: list[Watch] = []
         self._handlers: dict[type, Callable[..., Answer]] = {
             Match: self._match,
             Prefetch: self._prefetch,
@@ -120,15 +94,14 @@ class Service:
         return self.shares.namespaces
 
     @property
+    def clients(self) -> dict[int, Client]:
+        """Who is registered, by session."""
+        return self.sessions.clients
+
+    @property
     def is_loading(self) -> bool:
         """Whether what storage held at the start is not known yet."""
         return self.storage is not None and self.storage.is_loading
-
-    # --- start --------------------------------------------------------------------------------------------
-
-    def watch_earlier(self) -> None:
-        """Wait for the clients of an earlier service: no slot is given away before they are back or gone."""
-        self.earlier = [Watch(live) for live in earlier_processes(self.runtime_dir)]
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -160,81 +133,30 @@ class Service:
             return self._register(identity, request)
         if isinstance(request, Attach):
             return self._attach(session, request)
-        client = self.clients.get(session)
         if self.draining and isinstance(request, Match):
             raise RefusalError("draining", "the service is about to end")
-        if client is None:
-            raise RefusalError("no_session", f"session {session} is unknown here; register again")
-        client.seen = time.monotonic()
-        client.silent = False
-        return self._handlers[type(request)](client, request)
+        return self._handlers[type(request)](self.sessions.heard(session), request)
 
     def _register(self, identity: bytes, request: Register) -> Answer:
         if self.draining:
             raise RefusalError("draining", "the service is about to end; try again later")
-        if len(request.layout) > MOST_LAYOUT_BYTES:
-            raise RefusalError("malformed", f"layout: more than {MOST_LAYOUT_BYTES} bytes")
-        self._check_live(request.live.path)
-        for client in [each for each in self.clients.values() if each.live.path == request.live.path]:
-            self._remove(client)
-        for watch in [each for each in self.earlier if each.live.engine == request.live.path]:
-            watch.close()
-            self.earlier.remove(watch)
-        if len(self.clients) >= MOST_CLIENTS:
-            raise RefusalError("too_many", f"{MOST_CLIENTS} clients are registered already")
-        layout = KVLayout.from_json(request.layout)
-        namespace = self.shares.open(layout)
-        if not namespace.num_extents and not self._make_room(namespace):
-            raise RefusalError(
-                "no_memory",
-                f"no extents are left for this layout on {namespace.ranks} ranks; give the service more "
-                "--host-memory, or reset a layout that is no longer used",
-            )
-        assert namespace.tier is not None
-        session = self._salt | next(self._serial)
-        self.clients[session] = Client(
-            session=session,
-            identity=identity,
-            namespace=namespace,
-            live=request.live,
-            name=request.name[:200],
-            wants_events=request.events,
-            watches=[Watch(request.live)],
-            stock_lease=namespace.tier.open_lease(),
-            fetches=ClientFetches(lambda: self.storage_of(namespace), request.fetches),
+        client = self.sessions.register(identity, request)
+        namespace = client.namespace
+        return Registered(
+            client.session, namespace.geometry, namespace.num_slots, storage=self.storage is not None
         )
-        self.totals.clients_registered += 1
-        log.info(
-            "client %s registered: process %d, layout %s", request.name[:200], request.live.pid, namespace.id
-        )
-        return Registered(session, namespace.geometry, namespace.num_slots, storage=self.storage is not None)
-
-    def _check_live(self, path: str) -> None:
-        given = Path(path)
-        if given.parent != self.runtime_dir or not given.exists():
-            raise RefusalError("malformed", f"live.path: not a file in {self.runtime_dir}")
 
     def _attach(self, session: int, request: Attach) -> Answer:
-        self._check_live(request.live.path)
-        for client in self.clients.values():
-            if client.live.path == request.live.engine and session in (0, client.session):
-                if not 0 <= request.rank < client.namespace.ranks:
-                    raise RefusalError(
-                        "malformed", f"rank {request.rank} is not below {client.namespace.ranks}"
-                    )
-                client.watch(request.live, request.rank)
-                return Attached(client.namespace.geometry, client.namespace.layout.fingerprint)
-        raise RefusalError(
-            "no_session", "the engine of this worker is not registered here, or has registered anew"
-        )
+        namespace = self.sessions.attach(session, request).namespace
+        return Attached(namespace.geometry, namespace.layout.fingerprint)
 
     def _match(self, client: Client, request: Match) -> Answer:
-        answer = blocks.match(client, request, paused=self.paused, may_read=self._may_read)
+        answer = blocks.match(client, request, paused=self.paused, may_read=self._gives_slots)
         self._send_reads(client)
         return answer
 
     def _prefetch(self, client: Client, request: Prefetch) -> Answer:
-        if self._may_read:
+        if self._gives_slots:
             blocks.prefetch(client, request)
             self._send_reads(client)
         return Done()
@@ -246,9 +168,9 @@ class Service:
         return answer
 
     @property
-    def _may_read(self) -> bool:
-        """Whether blocks may come from storage: it takes slots, and finds."""
-        return not (self.paused or self.draining or self.earlier)
+    def _gives_slots(self) -> bool:
+        """Whether slots are given away: to clients to copy into, and to what comes from storage."""
+        return not (self.paused or self.draining or self.sessions.earlier)
 
     def storage_of(self, namespace: Namespace) -> LayoutStorage | None:
         """The storage of a layout; None without one, and until it is open."""
@@ -264,23 +186,23 @@ class Service:
         while tier is not None and tier.stats().free < count and namespace.grow():
             pass
         if tier is not None and tier.stats().free < count:
-            self._make_room(namespace)
+            self.sessions.make_room(namespace)
 
     def work(self) -> None:
         """Go on with what is read from storage and written to it."""
         if self.storage is not None:
             self.storage.work(
-                self.namespaces, may_read=self._may_read, may_write=self.draining or not self.paused
+                self.namespaces, may_read=self._gives_slots, may_write=self.draining or not self.paused
             )
 
     def _refill(self, client: Client, request: Refill) -> Answer:
         namespace = client.namespace
         nothing = np.empty(0, np.int32)
         slots, generations = nothing, nothing.view(np.uint32)
-        if not (self.paused or self.draining or self.earlier or self.shares.recalls.is_held(namespace)):
+        if self._gives_slots and not self.shares.recalls.is_held(namespace):
             if namespace.tier is not None and namespace.tier.stats().free < request.count:
-                self._make_room(namespace)
-            fellows = sum(other.namespace is namespace for other in self.clients.values())
+                self.sessions.make_room(namespace)
+            fellows = len(self.sessions.of(namespace))
             most = max(namespace.most_slots // (SHARE_OF_STOCK * fellows), 1) - len(client.stock)
             slots, generations = namespace.grant(client.stock_lease, max(0, min(request.count, most)))
             client.stock.update(zip(slots.tolist(), generations.tolist(), strict=True))
@@ -309,7 +231,7 @@ class Service:
         )
 
     def _bye(self, client: Client, request: Bye) -> Answer:
-        self._remove(client)
+        self.sessions.remove(client)
         log.info("client %s said goodbye", client.name)
         return Done()
 
@@ -317,26 +239,7 @@ class Service:
 
     def tick(self, tell: Teller) -> None:
         """What time brings: deaths, silence, events to be told."""
-        now = time.monotonic()
-        for client in list(self.clients.values()):
-            if client.is_gone():
-                log.warning(
-                    "client %s is gone: %d slots and %d runs are taken back",
-                    client.name,
-                    len(client.stock),
-                    len(client.runs),
-                )
-                self.totals.clients_lost += 1
-                self.totals.slots_taken_back += len(client.stock)
-                self._remove(client)
-            elif now - client.seen > self.settings.session_timeout and not client.silent:
-                client.silent = True
-                client.fetches.end_all()
-                self.totals.runs_given_up += client.give_up_runs()
-                log.warning("client %s is silent: its slots stay its own, its pins are given up", client.name)
-        for watch in [each for each in self.earlier if each.is_gone()]:
-            watch.bury()
-            self.earlier.remove(watch)
+        self.sessions.look_after(self.settings.session_timeout)
         self.work()
         self.tell_events(tell)
         self.shares.recalls.tell(self.clients.values(), tell)
@@ -353,15 +256,6 @@ class Service:
                 whole = Events(
                     kinds[matters].tobytes(), hashes[matters].tobytes(), parents[matters].tobytes()
                 )
-                for client in self.clients.values():
-                    if client.namespace is namespace and (client.wants_events or matters.any()):
+                for client in self.sessions.of(namespace):
+                    if client.wants_events or matters.any():
                         tell(client.identity, everything if client.wants_events else whole)
-
-    def _remove(self, client: Client) -> None:
-        client.take_everything_back()
-        client.namespace.used_until = time.monotonic()
-        del self.clients[client.session]
-
-    def _make_room(self, namespace: Namespace) -> bool:
-        used = {client.namespace.id for client in self.clients.values()}
-        return self.shares.make_room(namespace, used, spare_all=bool(self.earlier))

@@ -70,7 +70,7 @@ class Views:
             return "loading"
         if self._service.paused:
             return "paused"
-        return "recovering" if self._service.earlier else "ready"
+        return "recovering" if self._service.sessions.earlier else "ready"
 
     def stats(self, arguments: Arguments) -> dict[str, Any]:
         """The whole service in figures."""
@@ -83,7 +83,7 @@ class Views:
             "state": self.state(),
             "uptime_seconds": time.time() - service.started,
             "config_fingerprint": self._fingerprint,
-            "waiting_for_earlier": len(service.earlier),
+            "waiting_for_earlier": len(service.sessions.earlier),
             "totals": totals,
             "tiers": {
                 "host": {
@@ -157,6 +157,7 @@ class Views:
                 "silent_seconds": now - client.seen,
                 "silent": client.silent,
                 "stock": len(client.stock),
+                "stock_bytes": len(client.stock) * client.namespace.slot_bytes,
                 "runs": len(client.runs),
                 "lookups": client.lookups,
                 "stored": client.stored,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fdcache.settings.cache import WritePolicy
 from fdcache.settings.machine import Memory
 from fdcache.settings.parsing import format_size
-from fdcache.settings.problems import Problem, error
+from fdcache.settings.problems import Problem, disagreement
 from fdcache.settings.sources import Source
 from fdcache.settings.tree import SettingsTree
 
@@ -23,8 +23,8 @@ def cross_checks(settings: SettingsTree, memory: Memory) -> Iterator[Problem]:
     yield from _ranks(settings)
 
 
-def _sources(settings: SettingsTree, *names: str) -> str:
-    return ", ".join(dict.fromkeys(settings.source(name) for name in names))
+def _disagree(settings: SettingsTree, names: Sequence[str], wrong: str, right: str) -> Problem:
+    return disagreement({name: settings.place(name) for name in names}, wrong, right)
 
 
 def _deterministic_grid(settings: SettingsTree) -> Iterator[Problem]:
@@ -34,18 +34,18 @@ def _deterministic_grid(settings: SettingsTree) -> Iterator[Problem]:
     grid = settings.cache.reuse_grid
     if max(grid, block) % split and not split % block:
         names = ("FDCACHE_REUSE_GRID", "FD_DETERMINISTIC_SPLIT_KV_SIZE")
-        yield error(
+        yield _disagree(
+            settings,
             names,
-            _sources(settings, *names),
             f"in deterministic mode prefixes reused up to a multiple of {max(grid, block)} tokens may end off the grid "
             f"of {split}",
             "unset FDCACHE_REUSE_GRID, or make it a multiple of FD_DETERMINISTIC_SPLIT_KV_SIZE",
         )
     if split % block and block % split:
         names = ("FD_DETERMINISTIC_SPLIT_KV_SIZE", "FDCACHE_BLOCK_SIZE")
-        yield error(
+        yield _disagree(
+            settings,
             names,
-            _sources(settings, *names),
             f"in deterministic mode {split} must divide the block size {block} or be divided by it",
             "make both powers of two, such as 16 and 64",
         )
@@ -61,9 +61,9 @@ def _host_memory(settings: SettingsTree, memory: Memory) -> Iterator[Problem]:
     size, owner = tightest
     names = ("FDCACHE_HOST_MEMORY", "FDCACHE_RANKS") if ranks > 1 else ("FDCACHE_HOST_MEMORY",)
     each = f"{ranks} ranks of {format_size(per_rank)}" if ranks > 1 else format_size(per_rank)
-    yield error(
+    yield _disagree(
+        settings,
         names,
-        _sources(settings, *names),
         f"{each} do not fit into the {size // 2**20}MiB that {owner} has",
         f"set FDCACHE_HOST_MEMORY below {size // ranks // 2**20}MiB or give the container more memory",
     )
@@ -73,9 +73,7 @@ def _device_memory(settings: SettingsTree) -> Iterator[Problem]:
     names = ("FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY")
     sources = {settings.source(name) for name in names}
     if len(sources) == 1 and Source.DEFAULT not in sources:
-        yield error(
-            names, _sources(settings, *names), "both say how large the device tier is", "unset one of them"
-        )
+        yield _disagree(settings, names, "both say how large the device tier is", "unset one of them")
 
 
 def _has_host_tier(settings: SettingsTree) -> bool:
@@ -86,9 +84,9 @@ def _has_host_tier(settings: SettingsTree) -> bool:
 def _write_policy(settings: SettingsTree) -> Iterator[Problem]:
     name = "FDCACHE_WRITE_POLICY"
     if settings.source(name) is not Source.DEFAULT and not _has_host_tier(settings):
-        yield error(
+        yield _disagree(
+            settings,
             (name, "FDCACHE_HOST_MEMORY"),
-            _sources(settings, name, "FDCACHE_HOST_MEMORY"),
             f"{WritePolicy(settings.cache.write_policy).value} writes to a host tier, and there is none",
             "set FDCACHE_HOST_MEMORY, such as 8GiB, or unset FDCACHE_WRITE_POLICY",
         )
@@ -97,9 +95,9 @@ def _write_policy(settings: SettingsTree) -> Iterator[Problem]:
 def _storage(settings: SettingsTree) -> Iterator[Problem]:
     if settings.storage_tier.is_on and not _has_host_tier(settings):
         names = ("FDCACHE_STORAGE", "FDCACHE_HOST_MEMORY")
-        yield error(
+        yield _disagree(
+            settings,
             names,
-            _sources(settings, *names),
             f"{settings.storage_tier.connector} reads and writes through a host tier, and there is none",
             "set FDCACHE_HOST_MEMORY, such as 8GiB, or FDCACHE_STORAGE=none",
         )
@@ -107,9 +105,9 @@ def _storage(settings: SettingsTree) -> Iterator[Problem]:
         settings.mooncake.master or settings.mooncake.config_path
     ):
         names = ("FDCACHE_STORAGE", "MOONCAKE_MASTER_SERVER_ADDR")
-        yield error(
+        yield _disagree(
+            settings,
             names,
-            _sources(settings, *names),
             "mooncake has no master to ask",
             "set MOONCAKE_MASTER_SERVER_ADDR, such as master:50051, or MOONCAKE_CONFIG_PATH",
         )
@@ -118,9 +116,9 @@ def _storage(settings: SettingsTree) -> Iterator[Problem]:
 def _recovery(settings: SettingsTree) -> Iterator[Problem]:
     if settings.scheduling.v1 and settings.scheduling.disabled_recover:
         names = ("FD_DISABLED_RECOVER", "ENABLE_V1_KVCACHE_SCHEDULER")
-        yield error(
+        yield _disagree(
+            settings,
             names,
-            _sources(settings, *names),
             "the v1 scheduler recomputes requests when the cache is full and cannot do without",
             "set FD_DISABLED_RECOVER=0, or ENABLE_V1_KVCACHE_SCHEDULER=0",
         )
@@ -131,9 +129,9 @@ def _ranks(settings: SettingsTree) -> Iterator[Problem]:
     if not devices or devices == ("-1",) or settings.deployment.ranks <= len(devices):
         return
     names = ("FDCACHE_RANKS", "CUDA_VISIBLE_DEVICES")
-    yield error(
+    yield _disagree(
+        settings,
         names,
-        _sources(settings, *names),
         f"{settings.deployment.ranks} ranks need a device each, and {len(devices)} are visible",
         f"set FDCACHE_RANKS={len(devices)} or make more devices visible",
     )

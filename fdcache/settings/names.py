@@ -42,7 +42,7 @@ def unknown_names(layers: Iterable[Layer], known: Collection[str]) -> Iterator[P
                 continue
             meant = suggest(name, known)
             yield warning(
-                (name,),
+                name,
                 given.place,
                 "there is no such setting",
                 f"did you mean {meant}?" if meant else "see `fdcache env show --all` for those there are",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -18,19 +18,30 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: which variables, where they were set, what is wrong, what would be right.
+    """One thing that is wrong: which variables, where each was set, what is wrong, what would be right.
 
     No text in it holds a secret.
     """
 
     severity: Severity
     variables: tuple[str, ...]
-    source: str
+    sources: tuple[str, ...]
+    """Where each of the variables was set."""
     wrong: str
     right: str
 
+    @property
+    def source(self) -> str:
+        """Where they were set, each place once."""
+        return ", ".join(dict.fromkeys(self.sources))
+
     def __str__(self) -> str:
-        return f"{', '.join(self.variables)} ({self.source}): {self.wrong}; {self.right}"
+        if len(set(self.sources)) == 1:
+            concerned = f"{', '.join(self.variables)} ({self.source})"
+        else:
+            pairs = zip(self.variables, self.sources, strict=True)
+            concerned = ", ".join(f"{name} ({source})" for name, source in pairs)
+        return f"{concerned}: {self.wrong}; {self.right}"
 
 
 class SettingsError(ConfigurationError, ValueError):
@@ -41,14 +52,19 @@ class SettingsError(ConfigurationError, ValueError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
-def error(variables: tuple[str, ...], source: str, wrong: str, right: str) -> Problem:
-    """Make an error."""
-    return Problem(Severity.ERROR, variables, source, wrong, right)
+def error(variable: str, source: str, wrong: str, right: str) -> Problem:
+    """Make an error about one variable."""
+    return Problem(Severity.ERROR, (variable,), (source,), wrong, right)
 
 
-def warning(variables: tuple[str, ...], source: str, wrong: str, right: str) -> Problem:
-    """Make a warning."""
-    return Problem(Severity.WARNING, variables, source, wrong, right)
+def disagreement(sources: Mapping[str, str], wrong: str, right: str) -> Problem:
+    """Make an error about several variables, given with where each was set."""
+    return Problem(Severity.ERROR, tuple(sources), tuple(sources.values()), wrong, right)
+
+
+def warning(variable: str, source: str, wrong: str, right: str) -> Problem:
+    """Make a warning about one variable."""
+    return Problem(Severity.WARNING, (variable,), (source,), wrong, right)
 
 
 def as_error(problem: Problem) -> Problem:

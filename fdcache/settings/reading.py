@@ -130,4 +130,4 @@ def rejection(variable: Variable, candidate: Candidate) -> Problem:
         right = f"did you mean {meant}?" if meant else f"use {variable.expects}"
     if names.is_link_address(candidate.value):
         right += "; it is a Kubernetes service link, which enableServiceLinks: false in the pod prevents"
-    return error((candidate.name,), candidate.place, f"{shown} is not {variable.expects}", right)
+    return error(candidate.name, candidate.place, f"{shown} is not {variable.expects}", right)

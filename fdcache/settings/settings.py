@@ -106,7 +106,7 @@ def _known(values: Mapping[str, object]) -> Mapping[str, object]:
 
 def _deprecations(found: Mapping[str, tuple[Candidate, ...]]) -> list[Problem]:
     return [
-        warning((candidate.name,), candidate.place, "the name is deprecated", f"use {name}")
+        warning(candidate.name, candidate.place, "the name is deprecated", f"use {name}")
         for name, there in found.items()
         for candidate in there
         if candidate.name != name

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from fdcache.settings import dotenv
-from fdcache.settings.problems import Problem, error
+from fdcache.settings.problems import Problem, disagreement, error
 from fdcache.settings.variable import Variable
 
 ENV_FILE = "FDCACHE_ENV_FILE"
@@ -87,7 +87,7 @@ def dotenv_layer(path: Path, problems: list[Problem]) -> Layer:
         if isinstance(entry, dotenv.BadLine):
             problems.append(
                 error(
-                    (ENV_FILE,),
+                    ENV_FILE,
                     place,
                     entry.reason,
                     "write NAME=value, and quote a value that holds # or quotes",
@@ -146,9 +146,8 @@ def _from_file(name: str, given: Given | None, layer: Layer, problems: list[Prob
         return given
     if given is not None:
         problems.append(
-            error(
-                (name, name + FILE_SUFFIX),
-                layer.source,
+            disagreement(
+                {name: given.place, name + FILE_SUFFIX: pointer.place},
                 "both are set, and they are two ways to give one value",
                 "unset one of them",
             )
@@ -191,5 +190,5 @@ def _value_in(path: Path) -> str:
 def _unreadable(name: str, path: Path, reason: Exception) -> Problem:
     why = (reason.strerror or "it cannot be read") if isinstance(reason, OSError) else str(reason)
     return error(
-        (name,), str(path), why[:1].lower() + why[1:], "name a file that this user can read, or unset it"
+        name, str(path), why[:1].lower() + why[1:], "name a file that this user can read, or unset it"
     )

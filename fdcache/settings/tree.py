@@ -110,6 +110,11 @@ class SettingsTree(BaseSettings):
         candidates = self.candidates(name)
         return candidates[0].source if candidates else Source.DEFAULT
 
+    def place(self, name: str) -> str:
+        """Say where the value of a variable stands: a file and its line, an option, or the kind of source."""
+        candidates = self.candidates(name)
+        return candidates[0].place if candidates else Source.DEFAULT.value
+
     def changed(self, name: str) -> bool:
         """Whether a variable's value differs from its default."""
         return bool(self.value(name) != DEFAULTS.value(name))
@@ -136,8 +141,8 @@ class SettingsTree(BaseSettings):
         )
         problems = [
             error(
-                (name,),
-                self.source(name),
+                name,
+                self.place(name),
                 f"{mine} is not the layout's {what} {theirs}",
                 f"set {name}={theirs}",
             )
@@ -161,7 +166,7 @@ class SettingsTree(BaseSettings):
         if isinstance(memory, float):
             if device_bytes is None:
                 wrong = f"{memory} is a share of a device whose memory is not known"
-                raise SettingsError([error((name,), self.source(name), wrong, "give a size such as 40GiB")])
+                raise SettingsError([error(name, self.place(name), wrong, "give a size such as 40GiB")])
             memory = int(memory * device_bytes)
         block_bytes = sum(
             plane.device_stride * (layout.draft_block_ratio if layout.is_draft(plane.layer) else 1)
@@ -170,7 +175,7 @@ class SettingsTree(BaseSettings):
         blocks = int(memory / block_bytes)
         if not blocks:
             wrong = f"{memory} bytes hold not one block of {block_bytes:g} bytes"
-            raise SettingsError([error((name,), self.source(name), wrong, "give at least that")])
+            raise SettingsError([error(name, self.place(name), wrong, "give at least that")])
         return self.cache.model_copy(update={"device_blocks": blocks})
 
     def _strength(self, name: str) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fdcache.metadata import HashArray
 from fdcache.node.protocol import Missed, Request
-from fdcache.tiers.stock import Session
+from fdcache.tiers.session import Session
 
 _MOST_ABSENT = 4096  # look-ups without an answer that are remembered between two messages
 

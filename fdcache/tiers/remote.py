@@ -33,8 +33,8 @@ from fdcache.tiers.owners import Owners
 from fdcache.tiers.remote_fetches import RemoteFetches
 from fdcache.tiers.remote_lookups import RemoteLookups
 from fdcache.tiers.runs import PinnedRuns
-from fdcache.tiers.session import SessionKeeper
-from fdcache.tiers.stock import Session
+from fdcache.tiers.session import Session
+from fdcache.tiers.session_keeper import SessionKeeper
 
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
 
@@ -226,11 +226,11 @@ class RemoteHostTier:
 
     def record_events(self, capacity: int) -> None:
         """Keep so many of the service's events."""
-        self._keeper.record_events(capacity)
+        self._keeper.inbox.record_events(capacity)
 
     def take_events(self) -> tuple[HashArray, HashArray, HashArray]:
         """Kinds, hashes, parents of the events since the last call."""
-        batches = self._keeper.take_events()
+        batches = self._keeper.inbox.take_events()
         if not batches:
             return _NO_EVENTS
         return (
@@ -246,9 +246,7 @@ class RemoteHostTier:
 
     def report(self, figures: Callable[[], bytes]) -> None:
         """Figures of the engine, a JSON object, that go with the next heartbeat."""
-        if self._keeper.wants_figures:
-            self._keeper.wants_figures = False
-            self._keeper.figures = figures()
+        self._keeper.progress.report(figures)
 
     def own(self, block: bytes, tenant: str) -> None:
         """A block below the root, and all that hang below it, are this tenant's; told with the block."""
@@ -257,7 +255,7 @@ class RemoteHostTier:
     @property
     def traffic(self) -> Traffic:
         """What the ranks copied; goes with the next heartbeat."""
-        return self._keeper.traffic
+        return self._keeper.progress.traffic
 
     def flush(self) -> None:
         """Let the service hear of what has ended, and ask it for slots; nobody waits for that."""

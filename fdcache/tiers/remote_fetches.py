@@ -9,8 +9,8 @@ import numpy as np
 
 from fdcache.metadata import HashArray
 from fdcache.node.protocol import NOT_FETCHED, EndFetches, Prefetch
-from fdcache.tiers.session import SessionKeeper
-from fdcache.tiers.stock import Session
+from fdcache.tiers.session import Session
+from fdcache.tiers.session_keeper import SessionKeeper
 
 
 class RemoteFetches:

@@ -15,8 +15,8 @@ from fdcache.tiers.codes import PENDING
 from fdcache.tiers.host_tier import FETCHING_MATCH, NOTHING, HostMatch
 from fdcache.tiers.remote_fetches import RemoteFetches, numbers_of
 from fdcache.tiers.runs import PinnedRuns, within_limits
-from fdcache.tiers.session import SessionKeeper
-from fdcache.tiers.stock import Session
+from fdcache.tiers.session import Session
+from fdcache.tiers.session_keeper import SessionKeeper
 
 
 class RemoteLookups:
@@ -122,7 +122,7 @@ class RemoteLookups:
     def _count_in_flight(self, session: Session, block: HashArray) -> None:
         """Whether a look-up ended at a block that this engine is still copying."""
         if session.copies.contains(block[np.newaxis])[0] == PENDING:
-            self._keeper.in_flight_misses += 1
+            self._keeper.progress.in_flight_misses += 1
 
     def _give_back(self, session: Session, late: Answer) -> None:
         if isinstance(late, Matched):

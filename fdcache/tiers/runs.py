@@ -9,7 +9,7 @@ from itertools import count
 
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.node.protocol import MAX_BLOCKS, MAX_PATHS
-from fdcache.tiers.stock import Session
+from fdcache.tiers.session import Session
 
 
 @dataclass(slots=True)

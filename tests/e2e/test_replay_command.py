@@ -127,6 +127,7 @@ def test_a_malformed_line_is_named_by_file_line_and_field(tmp_path: Path, line: 
         (["--device-blocks", "2000000000"], "--device-blocks", "would fit"),
         (["--kv-heads", "1000000000"], "--device-blocks", "smaller"),
         (["--host-memory", "0", "--write-policy", "write_back"], "--write-policy", "set --host-memory"),
+        (["--ranks", "1", "--host-memory", "0", "--storage", "."], "--storage", "(command line)"),
         (["--chunk-tokens", "3"], "--chunk-tokens", "at least 16"),
         (["--dtype", "float12"], "--dtype", "use one of"),
         (["--layers", "100000000"], "--layers", "1024"),

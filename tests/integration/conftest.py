@@ -1,13 +1,16 @@
-"""The manager with a host tier of its own and with a service's: the same engine, the same expectations."""
+"""What several modules start from: managers with a host tier of their own and with a service's, and a bare line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from fdcache.node.connection import Connection
 from tests.manager_world import Worlds
 from tests.service_help import LocalService, local_service
+from tests.service_line import Line
 
 
 @pytest.fixture(scope="module")
@@ -22,3 +25,11 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
     made = Worlds(request.getfixturevalue("service_of_worlds") if shared else None)
     yield made
     made.close()
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Iterator[Line]:
+    with local_service(tmp_path) as service:
+        connection = Connection(service.address)
+        yield service, connection
+        connection.close()

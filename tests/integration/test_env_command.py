@@ -103,6 +103,16 @@ def test_check_lists_all_problems_as_json() -> None:
     assert all(problem["wrong"] and problem["right"] and problem["source"] for problem in told["problems"])
 
 
+def test_check_gives_each_of_several_variables_its_own_source() -> None:
+    done = fdcache("env", "check", "--json", FDCACHE_STORAGE="local")
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert dict(zip(problem["variables"], problem["sources"], strict=True)) == {
+        "FDCACHE_STORAGE": "environment",
+        "FDCACHE_HOST_MEMORY": "default",
+    }
+    assert problem["source"] == "environment, default"
+
+
 def test_any_other_command_meets_a_bad_configuration_the_same_way() -> None:
     done = fdcache("replay", "--requests", "1", FDCACHE_RANKS="many", FD_DEBUG="2")
     assert done.returncode == 78

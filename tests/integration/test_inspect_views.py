@@ -76,7 +76,7 @@ def test_transfers_show_bytes_and_speed_by_direction(service: LocalService) -> N
     assert "to device" in shown.stdout and "GB/s" in shown.stdout
 
 
-@pytest.mark.parametrize("what", ["tiers", "tree", "transfers"])
+@pytest.mark.parametrize("what", ["tiers", "tree", "transfers", "clients", "namespaces", "tenants"])
 def test_a_picture(service: LocalService, tmp_path: Path, what: str) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "picture.png"

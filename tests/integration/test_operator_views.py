@@ -119,13 +119,14 @@ def test_whatever_a_client_says_of_itself_is_shown_as_it_is(service: LocalServic
     live.close()
 
 
-def test_a_picture_of_made_up_figures_is_drawn(service: LocalService, tmp_path: Path) -> None:
+@pytest.mark.parametrize("view", ["tiers", "clients", "transfers"])
+def test_a_picture_of_made_up_figures_is_drawn(service: LocalService, tmp_path: Path, view: str) -> None:
     pytest.importorskip("matplotlib")
     line, live = Connection(service.address), LiveFile(service.directory)
-    answer, _ = line.call(Register(layout().to_json().encode(), live.live, "engine"), TIMEOUT)
+    answer, _ = line.call(Register(layout().to_json().encode(), live.live, NAME + r"$\frac$"), TIMEOUT)
     line.session = answer.session  # type: ignore[union-attr]
     line.call(Heartbeat(json.dumps(MADE_UP).encode()), TIMEOUT)
-    done = run("inspect", "tiers", "--plot", str(tmp_path / "x.png"), "--server", service.address)
+    done = run("inspect", view, "--plot", str(tmp_path / "x.png"), "--server", service.address)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "x.png").stat().st_size > 5000
     line.close()

@@ -88,10 +88,10 @@ def test_a_layout_at_its_quota_takes_nothing_from_one_that_has_more_than_its_sha
         assert extents(service, first) < EXTENTS
         fill(service, second, EXTENTS // 4)
         rest = extents(service, first)
-        evicted = namespace_of(service, second).counts.evicted
+        evicted = namespace_of(service, second).history.counts.evicted
         for prompt in range(100):
             second.serve([5000 + prompt, *PROMPT])
-        until(lambda: namespace_of(service, second).counts.evicted > evicted, "it evicts its own")
+        until(lambda: namespace_of(service, second).history.counts.evicted > evicted, "it evicts its own")
         assert extents(service, first) == rest == EXTENTS * 3 // 4
         first.close()
         second.close()

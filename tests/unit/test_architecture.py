@@ -13,7 +13,17 @@ import pytest
 import fdcache
 
 ROOT = Path(fdcache.__file__ or "").parent.parent
-FOUNDATION = {"_core", "errors", "fingerprint", "hashing", "layout", "metadata", "planes", "settings"}
+FOUNDATION = {
+    "_core",
+    "errors",
+    "fingerprint",
+    "hashing",
+    "layout",
+    "metadata",
+    "planes",
+    "settings",
+    "tasks",
+}
 MAY_IMPORT = {
     **dict.fromkeys(FOUNDATION, FOUNDATION),
     "envs": FOUNDATION,

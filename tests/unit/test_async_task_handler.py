@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from fdcache.errors import TaskCancelledError, TransferTimeoutError
-from fdcache.metadata import AsyncTaskHandler, TransferStatus
+from fdcache.tasks import AsyncTaskHandler, TransferStatus
 
 
 class Download:

@@ -8,6 +8,7 @@ from fdcache.layout import KVLayout
 from fdcache.settings import Settings, SettingsError, survey
 from fdcache.settings.checks import cross_checks
 from fdcache.settings.machine import Memory, memory
+from fdcache.settings.sources import Given
 
 PLENTY = Memory(machine=1 << 50, cgroup=None)
 
@@ -95,6 +96,36 @@ def test_disagreement_says_what_to_do_and_where_values_came_from() -> None:
     (problem,) = caught.value.problems
     assert problem.source == "environment, default"
     assert "FD_DISABLED_RECOVER=0" in problem.right
+    named = "FD_DISABLED_RECOVER (environment), ENABLE_V1_KVCACHE_SCHEDULER (default): "
+    assert str(problem).startswith(named)
+
+
+def test_disagreement_names_a_place_that_all_have_in_common_once() -> None:
+    with pytest.raises(SettingsError, match=r"^FDCACHE_RANKS, CUDA_VISIBLE_DEVICES \(environment\): 2 ranks"):
+        Settings.load(environ={"FDCACHE_RANKS": "2", "CUDA_VISIBLE_DEVICES": "0"})
+
+
+def test_disagreement_names_the_lines_of_a_file_and_the_option(tmp_path: Path) -> None:
+    file = tmp_path / "a.env"
+    file.write_text(
+        "# storage\nFDCACHE_STORAGE=local\nFDCACHE_DEVICE_MEMORY=1GiB\n\nFDCACHE_DEVICE_BLOCKS=7\n"
+    )
+    arguments = {"FDCACHE_ENV_FILE": file, "FDCACHE_HOST_MEMORY": Given("--host-memory of a command", "0")}
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(environ={}, arguments=arguments)
+    blocks, storage = str(caught.value).splitlines()
+    assert blocks.startswith(f"FDCACHE_DEVICE_BLOCKS ({file}:5), FDCACHE_DEVICE_MEMORY ({file}:3): both say")
+    assert storage.startswith(
+        f"FDCACHE_STORAGE ({file}:2), FDCACHE_HOST_MEMORY (--host-memory of a command): local"
+    )
+
+
+def test_a_value_and_its_file_are_named_with_their_places(tmp_path: Path) -> None:
+    file = tmp_path / "a.env"
+    file.write_text(f"FD_API_KEY=k1\nFD_API_KEY_FILE={tmp_path}/key\n")
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(environ={"FDCACHE_ENV_FILE": str(file)})
+    assert str(caught.value).startswith(f"FD_API_KEY ({file}:1), FD_API_KEY_FILE ({file}:2): both are set")
 
 
 def test_a_rejected_value_is_not_also_held_against_its_neighbours() -> None:

@@ -1,0 +1,105 @@
+"""Pictures of a service: what stands in them, and what the account of a client comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fdcache_cli.inspect_plot import plot_clients, plot_namespaces, plot_tenants, plot_tiers, plot_transfers
+from fdcache_cli.service_view import Rows, found_shares
+
+GIB = 2**30
+CLIENTS: Rows = [
+    {
+        "name": r"one $\frac$",
+        "stock_bytes": 3 * GIB,
+        "figures": {"counters": {"lookup_tokens": 200, "device_hit_tokens": 20, "host_hit_tokens": 90}},
+    },
+    {"name": "two", "stock_bytes": GIB, "figures": {"counters": {"lookup_tokens": "many"}}},
+    {"name": "two", "stock_bytes": 0, "figures": {}},
+]
+NAMESPACES: Rows = [
+    {
+        "model": "llama",
+        "namespace": "ab12",
+        "record_bytes": GIB,
+        "ranks": 2,
+        "ready": 5,
+        "writing": 1,
+        "free": 3,
+    },
+    {"model": "llama\x1b[2J", "namespace": "cd34", "record_bytes": GIB, "ranks": 1},
+]
+TENANTS: Rows = [
+    {
+        "tenant": "acme",
+        "namespace": "ab12",
+        "blocks": 4,
+        "bytes": 4 * GIB,
+        "quota": 0.5,
+        "most_blocks": 6,
+    },
+    {"tenant": "(none)", "namespace": "ab12", "blocks": 0, "bytes": 0, "quota": 0.5, "most_blocks": 9},
+]
+
+
+def texts(draw: Callable[[Rows, Path], None], rows: Rows, folder: Path) -> list[str]:
+    """What is written in a picture, label by label, numbers of the axes included."""
+    matplotlib = pytest.importorskip("matplotlib")
+    from xml.etree import ElementTree as ET
+
+    picture = folder / "picture.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(rows, picture)
+    namespace = "{http://www.w3.org/2000/svg}"
+    return ["".join(each.itertext()).strip() for each in ET.parse(picture).getroot().iter(f"{namespace}text")]
+
+
+def test_clients_have_a_bar_each_whatever_they_are_called(tmp_path: Path) -> None:
+    shown = texts(plot_clients, CLIENTS, tmp_path)
+    assert [text for text in shown if text in (r"one $\frac$", "two")] == [r"one $\frac$", "two", "two"]
+    assert {"device", "host", "storage", "GiB held to copy into", "3.0"} <= set(shown)
+
+
+def test_layouts_are_named_by_model_and_id(tmp_path: Path) -> None:
+    shown = texts(plot_namespaces, NAMESPACES, tmp_path)
+    assert {"ab12", "cd34", "llama", r"llama\x1b[2J", "ready", "writing", "free", "GiB of the arena"} <= set(
+        shown
+    )
+
+
+def test_a_quota_is_marked_where_a_tenant_has_one(tmp_path: Path) -> None:
+    assert "may have" in texts(plot_tenants, TENANTS, tmp_path)
+    unlimited = [{**each, "quota": 1.0} for each in TENANTS]
+    assert "may have" not in texts(plot_tenants, unlimited, tmp_path)
+
+
+@pytest.mark.parametrize("draw", [plot_tiers, plot_transfers, plot_clients, plot_namespaces, plot_tenants])
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_a_picture_too(tmp_path: Path, draw: Callable[[Rows, Path], None]) -> None:
+    assert any(text for text in texts(draw, [], tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("counters", "shares"),
+    [
+        (
+            {"lookup_tokens": 200, "device_hit_tokens": 20, "host_hit_tokens": 90, "storage_hit_tokens": 5},
+            {"device": 0.1, "host": 0.45, "storage": 0.025},
+        ),
+        ({"lookup_tokens": 8}, {"device": 0.0, "host": 0.0, "storage": 0.0}),
+        ({"lookup_tokens": 10, "host_hit_tokens": 11}, {}),
+        ({"lookup_tokens": 10, "host_hit_tokens": -1}, {}),
+        ({"lookup_tokens": 0, "host_hit_tokens": 0}, {}),
+        ({"lookup_tokens": True}, {}),
+        ({"lookup_tokens": 10**400, "device_hit_tokens": 1}, {}),
+        (None, {}),
+    ],
+)
+def test_what_a_client_says_it_found_counts_only_if_it_can_be(
+    counters: dict[str, Any] | None, shares: dict[str, float]
+) -> None:
+    assert found_shares({"counters": counters}) == shares
