@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
+comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 
 .PHONY: demo demo-paddle gpu-extra test test-gpu check lint format bench clean
@@ -26,7 +27,8 @@ test: $(VENV)/.installed-test  ## all tests but the long ones
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs
 	$(BIN)/pytest -n 2 -m slow --timeout 1800
 
-test-gpu: $(VENV)/.installed-test  ## the tests that need a GPU; skipped with the reason where there is none
+# CUDA=cuda12 or CUDA=cuda13 installs CuPy too.
+test-gpu: $(VENV)/.installed-test$(if $(CUDA),$(comma)$(CUDA))  ## the tests that need a GPU; skipped with the reason where there is none
 	$(BIN)/pytest -m gpu tests/gpu
 
 lint: $(VENV)/.installed-dev  ## style and types

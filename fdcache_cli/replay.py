@@ -236,8 +236,8 @@ def _settings(options: Mapping[str, object]) -> Settings:
 
 
 def _run(items: Iterator[WorkItem], config: ReplayConfig, total: int | None) -> Report:
-    with _interrupts() as stop, progress_bars() as scan, progress(total) as advance:
-        return run_replay(items, config, on_progress=advance, on_scan=scan, should_stop=lambda: bool(stop))
+    with _interrupts() as stop, progress_bars() as start, progress(total) as advance:
+        return run_replay(items, config, on_progress=advance, on_start=start, should_stop=lambda: bool(stop))
 
 
 def _status(report: Report) -> int:

@@ -22,7 +22,7 @@ from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import CacheNotReadyError, PlanError, StorageError, TransferTimeoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
-from fdcache.settings.transfer import TransferSettings, Verify
+from fdcache.settings.transfer import TransferSettings
 from fdcache.storage.connector import BlockStorage, PlacedStorage, StorageStats
 from fdcache.tiers.host_cache import HostCache
 
@@ -43,9 +43,7 @@ class CacheController:
         self.settings = settings
         self.layout = layout
         self.rank = rank
-        self.device: Device = device or CpuDevice(
-            copy_threads=settings.copy_threads, verify=settings.verify is Verify.ALL
-        )
+        self.device: Device = device or CpuDevice.of(settings)
         self._guard = ProcessGuard("CacheController")
         self._lock = threading.RLock()
         self._queue = TransferQueue(self.device, layout, settings, self._lock)

@@ -34,13 +34,13 @@ def bind_tensors(device: Device, layout: KVLayout, tensors: Sequence[Any]) -> li
     if len(tensors) != len(layout.planes):
         raise TensorError(f"{len(tensors)} tensors for the {len(layout.planes)} planes of the layout")
     views = [_inspect(device, plane, tensor) for plane, tensor in zip(layout.planes, tensors, strict=True)]
-    if len({view.address for view in views}) < len(views):
-        raise TensorError("the same memory was passed for two planes")
     num_blocks = views[0].shape[0] if views[0].shape else 0
-    return [
+    bindings = [
         _bind(plane, view, plane_blocks(layout, plane, num_blocks))
         for plane, view in zip(layout.planes, views, strict=True)
     ]
+    _check_apart(bindings)
+    return bindings
 
 
 def _name(plane: Plane) -> str:
@@ -73,6 +73,33 @@ def _bind(plane: Plane, view: TensorView, num_blocks: int) -> PlaneBinding:
     if stride < plane.nbytes:
         raise TensorError(f"{where}: blocks {stride} bytes apart overlap; a block has {plane.nbytes} bytes")
     return PlaneBinding(plane, view.address, stride, num_blocks, view.owner)
+
+
+def _check_apart(bindings: Sequence[PlaneBinding]) -> None:
+    ordered = sorted(bindings, key=lambda each: each.address)
+    for position, first in enumerate(ordered):
+        end = first.address + (first.num_blocks - 1) * first.stride + first.plane.nbytes
+        for other in ordered[position + 1 :]:
+            if other.address >= end:
+                break
+            if _overlap(first, other):
+                raise TensorError(
+                    f"{_name(first.plane)} and {_name(other.plane)} lie in the same memory; pass each plane its own"
+                )
+
+
+def _overlap(first: PlaneBinding, other: PlaneBinding) -> bool:
+    """Whether a block of one lies in a block of the other, which begins within the span of the first."""
+    # With equal strides every block of the other lies to its neighbours as the first one does.
+    blocks = 1 if first.stride == other.stride else other.num_blocks
+    for block in range(blocks):
+        start = other.address + block * other.stride - first.address
+        index = min(start // first.stride, first.num_blocks - 1)
+        inside = start - index * first.stride
+        reaches_next = index + 1 < first.num_blocks and inside + other.plane.nbytes > first.stride
+        if inside < first.plane.nbytes or reaches_next:
+            return True
+    return False
 
 
 def _is_contiguous(view: TensorView) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 
 from fdcache import _core
@@ -18,6 +19,7 @@ EXTENT_BYTES = 64 << 20
 
 HEADER_BYTES = 128
 _TOUCH_THREADS = 8
+_SECONDS_UNTIL_TOLD = 5.0
 
 Progress = Callable[[int, int], None]
 """Told the bytes that are ready, and those there will be."""
@@ -51,11 +53,15 @@ class HostArena:
         headers = _allocate(num_blocks * HEADER_BYTES, device.numa_node)
         extents: list[_core.HostMemory] = []
         pinned: list[PinnedMemory] = []
+        told = time.monotonic()
         for index in range(num_extents):
             extents.append(_allocate(extent_bytes, device.numa_node))
             pinned.append(device.pin_memory(extents[-1].address, extent_bytes, extents[-1]))
             if progress is not None:
                 progress((index + 1) * extent_bytes, num_extents * extent_bytes)
+            if time.monotonic() - told >= _SECONDS_UNTIL_TOLD:
+                told = time.monotonic()
+                logger.info("host arena: %d of %d extents ready", index + 1, num_extents)
         logger.info("host arena: %d blocks in %d extents ready", num_blocks, num_extents)
         self.extents = tuple(extents)
         self.pinned = tuple(pinned)

@@ -6,6 +6,7 @@ import numpy as np
 
 from fdcache import _core
 from fdcache.devices.base import Direction
+from fdcache.devices.validation import check_array
 from fdcache.errors import PlanError
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, Int32Array, SwapPurpose, TransferPlan
 
@@ -32,7 +33,7 @@ def check_plan(plan: TransferPlan) -> None:
     for swap, purpose in fields:
         if swap is None:
             continue
-        _check_lengths(swap)
+        _check_arrays(swap)
         levels = _LEVELS[DIRECTIONS[purpose]]
         if swap.purpose is not purpose or (swap.src_type, swap.dst_type) != levels:
             raise PlanError(
@@ -48,20 +49,16 @@ def check_plan(plan: TransferPlan) -> None:
         _check_disjoint("device slot", plan.backups.src_block_ids, plan.loads.dst_block_ids, "loaded")
 
 
-def _check_lengths(swap: CacheSwapMetadata) -> None:
-    count = len(swap)
-    shapes = {
-        "dst_block_ids": (swap.dst_block_ids.shape, (count,)),
-        "src_generations": (swap.src_generations.shape, (count,)),
-        "dst_generations": (swap.dst_generations.shape, (count,)),
-        "hash_values": (swap.hash_values.shape, (count, 32)),
-        "parent_hashes": (swap.parent_hashes.shape, (count, 32)),
-    }
-    for name, (shape, expected) in shapes.items():
-        if shape != expected:
-            raise PlanError(
-                f"{swap.purpose.value}: {name} has shape {shape}, but {count} src_block_ids need {expected}"
-            )
+def _check_arrays(swap: CacheSwapMetadata) -> None:
+    count, purpose = len(swap), swap.purpose.value
+    check_array(f"{purpose}: src_block_ids", swap.src_block_ids, np.int32, (count,))
+    check_array(f"{purpose}: dst_block_ids", swap.dst_block_ids, np.int32, (count,))
+    check_array(f"{purpose}: src_generations", swap.src_generations, np.uint32, (count,))
+    check_array(f"{purpose}: dst_generations", swap.dst_generations, np.uint32, (count,))
+    check_array(f"{purpose}: hash_values", swap.hash_values, np.uint8, (count, 32))
+    check_array(f"{purpose}: parent_hashes", swap.parent_hashes, np.uint8, (count, 32))
+    if swap.unverified is not None:
+        check_array(f"{purpose}: unverified", swap.unverified, np.uint8, (count,))
 
 
 def _check_disjoint(kind: str, backups: Int32Array, others: Int32Array, what: str) -> None:

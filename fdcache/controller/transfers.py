@@ -25,7 +25,7 @@ from fdcache.devices.base import (
     HostArena,
     Stream,
 )
-from fdcache.errors import PlanError
+from fdcache.errors import FdcacheError, PlanError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan
 from fdcache.settings.transfer import TransferSettings
@@ -64,6 +64,8 @@ class TransferQueue:
         if refusal is not None:
             refused = [Transfer(swap.purpose, None, len(swap), refusal) for swap in plan.swaps()]
             return PlanExecution(plan.plan_id, rank, refused), LaunchedLayers(nothing)
+        # Before any memory is taken for copies: a stream that is being captured is refused, and would mind that.
+        computed = self._computed(compute_stream) if any(len(swap) for swap in plan.swaps()) else []
         copies: dict[SwapPurpose, BlockCopy] = {}
         load: QueuedLoad | None = None
         for swap in plan.swaps():
@@ -73,11 +75,16 @@ class TransferQueue:
                 load = self._prepare(swap, planes, arena)
             else:
                 copies[swap.purpose] = self._copy(swap, planes, arena)
+        layers, refused_for = self._enqueue(copies, load, compute_stream, computed)
         work: dict[SwapPurpose, Work] = {purpose: LaunchedCopy(copy) for purpose, copy in copies.items()}
         if load is not None:
             work[SwapPurpose.LOAD] = load
-        layers = self._enqueue(copies, load, compute_stream)
-        transfers = [Transfer(swap.purpose, work.get(swap.purpose)) for swap in plan.swaps()]
+        transfers = [
+            Transfer(swap.purpose, None, len(swap), why)
+            if (why := refused_for.get(swap.purpose)) is not None
+            else Transfer(swap.purpose, work.get(swap.purpose))
+            for swap in plan.swaps()
+        ]
         return PlanExecution(plan.plan_id, rank, transfers), layers or LaunchedLayers(nothing)
 
     def retire(self) -> None:
@@ -91,26 +98,36 @@ class TransferQueue:
             stream.close()
 
     def _enqueue(
-        self, copies: dict[SwapPurpose, BlockCopy], load: QueuedLoad | None, compute_stream: Stream | None
-    ) -> LayerEvents | None:
-        """Evictions first, loads after them, backups last; all after what the compute stream holds now."""
-        computed = self._computed(compute_stream) if copies or load is not None else []
+        self,
+        copies: dict[SwapPurpose, BlockCopy],
+        load: QueuedLoad | None,
+        compute_stream: Stream | None,
+        computed: list[Event],
+    ) -> tuple[LayerEvents | None, dict[SwapPurpose, str]]:
+        """Evictions first, loads after them, backups last; all after what the compute stream was given: ``computed``.
+
+        Also why transfers could not be put on their streams: then the others are there already, so nothing is raised.
+        """
         evictions, backups = copies.get(SwapPurpose.EVICT), copies.get(SwapPurpose.BACKUP)
         layers: LayerEvents | None = None
+        refused: dict[SwapPurpose, str] = {}
+        after = computed
         emptied: list[Event | None] = [None] * self._groups.num_layers
         if evictions is not None:
-            self._start(evictions, self._evictions, computed)
-            emptied = [evictions.done] * self._groups.num_layers
-            layers = LaunchedLayers(emptied)
-            if compute_stream is not None:
-                compute_stream.wait_event(evictions.done)
+            if (why := self._start(evictions, self._evictions, computed)) is not None:
+                refused[SwapPurpose.EVICT] = why
+            else:
+                after = [*computed, evictions.done]
+                emptied = [evictions.done] * self._groups.num_layers
+                layers = LaunchedLayers(emptied)
+                if compute_stream is not None:
+                    _hold(compute_stream, evictions.done)
         if load is not None:
-            after = computed if evictions is None else [*computed, evictions.done]
             self._loads.submit(load, after, emptied)
             layers = load
-        if backups is not None:
-            self._start(backups, self._backups, computed)
-        return layers
+        if backups is not None and (why := self._start(backups, self._backups, computed)) is not None:
+            refused[SwapPurpose.BACKUP] = why
+        return layers, refused
 
     def _computed(self, compute_stream: Stream | None) -> list[Event]:
         if compute_stream is None:
@@ -119,10 +136,15 @@ class TransferQueue:
         event.record(compute_stream)
         return [event]
 
-    def _start(self, copy: BlockCopy, stream: Stream, after: Sequence[Event]) -> None:
-        for event in after:
-            stream.wait_event(event)
+    def _start(self, copy: BlockCopy, stream: Stream, after: Sequence[Event]) -> str | None:
+        """Put a copy on a stream; why that cannot be."""
+        try:
+            for event in after:
+                stream.wait_event(event)
+        except FdcacheError as error:
+            return str(error)
         self._groups.enqueue_whole(copy, stream)
+        return None
 
     def _prepare(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena) -> QueuedLoad:
         try:
@@ -135,6 +157,13 @@ class TransferQueue:
             return self._device.copy_blocks(planes, arena, _pairs(swap), DIRECTIONS[swap.purpose])
         except PlanError as error:
             raise PlanError(f"{swap.purpose.value}: {error}") from None
+
+
+def _hold(compute_stream: Stream, emptied: Event) -> None:
+    try:
+        compute_stream.wait_event(emptied)
+    except FdcacheError:
+        emptied.wait()  # the engine may write these slots as soon as it has its counter
 
 
 def _pairs(swap: CacheSwapMetadata) -> BlockPairs:

@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -20,6 +21,9 @@ KIB, MIB = 1 << 10, 1 << 20
 NEVER = 1 << 62
 """A threshold that no size reaches."""
 
+Limit = Annotated[int, msgspec.Meta(ge=0, le=NEVER)]
+ThreadBlocks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
@@ -30,10 +34,10 @@ class Thresholds:
     ``run_copy``: a run is one strided copy by itself.
     """
 
-    direct_plane: int
-    staged_column: int
-    group_column: int = 128 * KIB
-    run_copy: int = 8 * MIB
+    direct_plane: Limit
+    staged_column: Limit
+    group_column: Limit = 128 * KIB
+    run_copy: Limit = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,8 @@ class Calibration:
     measured_at: str = ""
     to_device: Thresholds = Thresholds(direct_plane=32 * KIB, staged_column=32 * KIB)
     to_host: Thresholds = Thresholds(direct_plane=256 * KIB, staged_column=128 * KIB)
-    kernel_ctas: int = 2
-    transpose_ctas: int = 32
+    kernel_ctas: ThreadBlocks = 2
+    transpose_ctas: ThreadBlocks = 32
     link_to_device: float = 0.0
     link_to_host: float = 0.0
     measurements: tuple[Measurement, ...] = field(default=())

@@ -31,6 +31,7 @@ from fdcache.devices.frameworks import as_tensor
 from fdcache.devices.validation import check_pairs
 from fdcache.errors import TensorError
 from fdcache.layout import Plane
+from fdcache.settings.transfer import TransferSettings, Verify
 
 _DLPACK_CPU = 1
 
@@ -146,6 +147,11 @@ class CpuDevice:
     def __init__(self, *, copy_threads: int = 1, verify: bool = False) -> None:
         self._copy_threads = copy_threads
         self._verify = verify
+
+    @staticmethod
+    def of(settings: TransferSettings) -> CpuDevice:
+        """The device of a controller with these settings."""
+        return CpuDevice(copy_threads=settings.copy_threads, verify=settings.verify is Verify.ALL)
 
     def as_stream(self, stream: Any) -> CpuStream:
         """The stream itself, if it is one of this device."""

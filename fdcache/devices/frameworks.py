@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from fdcache.errors import TensorError
 from fdcache.layout import Plane
 from fdcache.planes import DTYPE_BYTES
@@ -19,11 +21,17 @@ def as_tensor(memory: Any, plane: Plane, num_blocks: int, framework: str) -> Any
     """``memory``, a one-dimensional uint8 array, as a tensor of shape (num_blocks, *plane.shape).
 
     Blocks are ``plane.device_stride`` bytes apart; the tensor keeps the memory alive. NumPy and CuPy get
-    bfloat16 as uint16 and fp8 as uint8. Raises ``TensorError`` for an unknown or missing framework, and for a
-    stride that is not a multiple of the element.
+    bfloat16 as uint16 and fp8 as uint8. Raises ``TensorError`` for an unknown or missing framework, for one that
+    cannot have this memory, and for a stride that is not a multiple of the element.
     """
     if framework not in FRAMEWORKS:
         raise TensorError(f"framework {framework!r} is unknown; use one of {', '.join(FRAMEWORKS)}")
+    here, elsewhere = ("a CPU", "cupy") if isinstance(memory, np.ndarray) else ("a GPU", "numpy")
+    if framework == elsewhere:
+        usable = ", ".join(each for each in FRAMEWORKS if each != elsewhere)
+        raise TensorError(
+            f"framework {framework!r} has no tensors in the memory of {here}; use one of {usable}"
+        )
     if plane.device_stride % DTYPE_BYTES[plane.dtype]:
         raise TensorError(
             f"plane {plane.kind.value} of layer {plane.layer}: device_stride {plane.device_stride} is "

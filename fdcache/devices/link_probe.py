@@ -16,6 +16,7 @@ from fdcache.devices.calibration import KIB, MIB, Calibration, Measurement, Thre
 from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.policy import choose_calibration
 from fdcache.devices.topology import Gpu, import_cupy
+from fdcache.errors import DeviceError, HostMemoryError
 from fdcache.layout import KVLayout
 from fdcache.settings.transfer import SwapMethod, TransferSettings
 
@@ -42,16 +43,16 @@ class _Arena:
 
 
 class LinkProbe:
-    """Some 20 s of copies through 256 MiB of host and of GPU memory."""
+    """A few seconds of copies through 256 MiB of host and of GPU memory.
+
+    Raises ``HostMemoryError`` and ``DeviceError`` when either is not there, or the GPU fails.
+    """
 
     def __init__(self, gpu: Gpu, tell: Tell = lambda _: None) -> None:
         self._gpu = gpu
         self._tell = tell
         self._cupy = import_cupy()
-        self._memory = _core.HostMemory(POOL_BYTES)
-        if gpu.numa_node is not None:
-            self._memory.prefer_node(gpu.numa_node)
-        self._memory.populate(4)
+        self._memory = _host_memory(gpu)
         self._pinned = self._device(SwapMethod.AUTO).pin_memory(
             self._memory.address, POOL_BYTES, self._memory
         )
@@ -59,8 +60,15 @@ class LinkProbe:
 
     def measure(self) -> Calibration:
         """All measurements, and what follows from them."""
-        link = {direction: self._link(direction) for direction in Direction}
-        found = [*self._direct(), *self._staged(), *self._kernel()]
+        cuda = self._cupy.cuda
+        try:
+            link = {direction: self._link(direction) for direction in Direction}
+            found = [*self._direct(), *self._staged(), *self._kernel()]
+        except (cuda.memory.OutOfMemoryError, cuda.runtime.CUDARuntimeError, _core.CudaError) as error:
+            raise DeviceError(
+                f"the link of {self._gpu.name} ({self._gpu.uuid}) cannot be measured: {error}; measure while nothing "
+                "else uses the GPU, or go on by safe defaults"
+            ) from error
         return choose_calibration(
             self._gpu,
             found,
@@ -172,6 +180,19 @@ class LinkProbe:
         return float(statistics.median(costs[1:]))
 
 
+def _host_memory(gpu: Gpu) -> _core.HostMemory:
+    try:
+        memory = _core.HostMemory(POOL_BYTES)
+        if gpu.numa_node is not None:
+            memory.prefer_node(gpu.numa_node)
+        memory.populate(4)
+    except MemoryError as error:
+        raise HostMemoryError(
+            f"the system refused {POOL_BYTES} bytes of host memory for the measurement; leave more free"
+        ) from error
+    return memory
+
+
 class _Bench:
     """A layout of 64 equal planes over the probe's memory."""
 
@@ -230,5 +251,5 @@ class _Bench:
         copy.done.wait()
         outcome = copy.outcome()
         if outcome.error_message is not None:
-            raise _core.CudaError(outcome.error_message)
+            raise DeviceError(f"{self._device.name}: {outcome.error_message}")
         return float(outcome.seconds)

@@ -53,9 +53,9 @@ def visible_gpus() -> list[Gpu]:
     try:
         count = runtime.getDeviceCount()
         driver = runtime.driverGetVersion()
-    except runtime.CUDARuntimeError as error:
+        return [_describe(runtime, ordinal, driver) for ordinal in range(count)]
+    except (runtime.CUDARuntimeError, _core.CudaError) as error:
         raise DeviceError(f"no usable GPU: {error}") from error
-    return [_describe(runtime, ordinal, driver) for ordinal in range(count)]
 
 
 def find_gpu(wanted: str | int | None) -> Gpu:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import DTypeLike
 
 from fdcache import _core
 from fdcache.devices.base import BlockPairs, Direction
@@ -11,9 +14,10 @@ from fdcache.metadata import Int32Array
 
 
 def check_pairs(pairs: BlockPairs, direction: Direction, *, device_blocks: int, host_blocks: int) -> None:
-    """Raise ``PlanError`` naming the pair for unequal lengths, a slot out of range or written twice."""
-    count = len(pairs)
-    _check_lengths(pairs, count)
+    """Raise ``PlanError`` for arrays of other types or lengths, naming the pair for a slot out of range or written
+    twice.
+    """
+    _check_arrays(pairs)
     to_host = direction is Direction.TO_HOST
     device_sound = _core.are_sound_slots(pairs.device_slots, device_blocks, distinct=not to_host)
     host_sound = _core.are_sound_slots(pairs.host_slots, host_blocks, distinct=to_host)
@@ -38,17 +42,24 @@ def first_repeated(slots: Int32Array) -> tuple[int, int] | None:
     return int(order[equal[0]]), int(order[equal[0] + 1])
 
 
-def _check_lengths(pairs: BlockPairs, count: int) -> None:
-    shapes = {
-        "device slots": (pairs.device_slots.shape, (count,)),
-        "host slots": (pairs.host_slots.shape, (count,)),
-        "host generations": (pairs.generations.shape, (count,)),
-        "hash values": (pairs.hashes.shape, (count, 32)),
-        "parent hashes": (pairs.parents.shape, (count, 32)),
-    }
-    for name, (shape, expected) in shapes.items():
-        if shape != expected:
-            raise PlanError(f"{name} have shape {shape}, but {count} pairs need {expected}")
+def check_array(name: str, array: Any, dtype: DTypeLike, shape: tuple[int, ...]) -> None:
+    """Raise ``PlanError`` unless it is a NumPy array of that type and shape: another type would be cut to size."""
+    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+        found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        raise PlanError(f"{name} must be an array of {np.dtype(dtype)}, got {found}")
+    if array.shape != shape:
+        raise PlanError(f"{name} has shape {array.shape}, but {shape[0]} blocks need {shape}")
+
+
+def _check_arrays(pairs: BlockPairs) -> None:
+    count = len(pairs)
+    check_array("device_slots", pairs.device_slots, np.int32, (count,))
+    check_array("host_slots", pairs.host_slots, np.int32, (count,))
+    check_array("generations", pairs.generations, np.uint32, (count,))
+    check_array("hashes", pairs.hashes, np.uint8, (count, 32))
+    check_array("parents", pairs.parents, np.uint8, (count, 32))
+    if pairs.verify is not None:
+        check_array("verify", pairs.verify, np.uint8, (count,))
 
 
 def _check_range(kind: str, slots: Int32Array, limit: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from fdcache.controller.cache_controller import CacheController as Controller
 from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.devices.base import Device
+from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import CacheNotReadyError, LayoutError
 from fdcache.integrations.fastdeploy_config import layout_from_config, num_host_blocks
 from fdcache.layout import KVLayout, Plane
@@ -25,7 +26,8 @@ class CacheController:
 
     ``allocate`` makes the tensors of all planes; by default Paddle does, or the attention backend where it has
     ``create_kv_cache``. ``device`` says where they are, by default Paddle's current device. ``host_cache`` is the
-    manager's, where the host tier is that of a service.
+    manager's, where the host tier is that of a service. ``compute_stream`` is asked at each submission for the
+    stream that the model computes on; by default that is Paddle's current one, and none on a CPU.
     """
 
     def __init__(
@@ -39,17 +41,19 @@ class CacheController:
         device: Device | None = None,
         allocate: Allocate | None = None,
         host_cache: HostCache | None = None,
+        compute_stream: Callable[[], Any] | None = None,
     ) -> None:
+        settings = settings or TransferSettings()
         self.config = config
         self.device_id = device_id
         self.layout = layout or layout_from_config(config)
         rank = local_rank % self.layout.tp_size
-        self.core = Controller(
-            settings or TransferSettings(), self.layout, rank=rank, device=device or _paddle_device()
-        )
+        device = device or _paddle_device(settings)
+        self.core = Controller(settings, self.layout, rank=rank, device=device)
         self.swap_layer_done_counter: LayerDoneCounter | None = None
         self._host_cache = host_cache or HostCache(num_blocks=num_host_blocks(config))
         self._allocate = allocate or _allocate_in_paddle
+        self._stream = compute_stream or (_no_stream if isinstance(device, CpuDevice) else _paddle_stream)
         self._tensors: list[Any] = []
         self._unclaimed: list[Any] = []
         self._ready = False
@@ -151,11 +155,13 @@ class CacheController:
     ) -> LayerDoneCounter | None:
         """Put a batch's plans on the streams and return at once; the counter is that of the step's own plan.
 
-        Both records of a batch may be the list that ``issue_pending_backup_to_batch_request`` returned; a plan that
-        stands in both is submitted once.
+        Copies wait for what the compute stream holds now, and what it is given later waits for the evictions. Both
+        records of a batch may be the list that ``issue_pending_backup_to_batch_request`` returned; a plan that stands
+        in both is submitted once.
         """
         plans = {plan.plan_id: plan for plan in (*(evict_metadata or ()), *(swap_in_metadata or ()))}
-        counters = [self.core.submit_swap_tasks(plan) for plan in plans.values()]
+        stream = self._stream() if plans else None
+        counters = [self.core.submit_swap_tasks(plan, stream) for plan in plans.values()]
         self.swap_layer_done_counter = counters[0] if counters else None
         return self.swap_layer_done_counter
 
@@ -179,7 +185,7 @@ class CacheController:
         plan = TransferPlan(
             plan_id=number, loads=metadata if is_load else None, evictions=None if is_load else metadata
         )
-        return self.core.submit_swap_tasks(plan)
+        return self.core.submit_swap_tasks(plan, self._stream())
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -223,10 +229,20 @@ def _check_shapes(attn_backend: Any, planes: Sequence[Plane], num_blocks: int) -
         raise LayoutError(f"the attention backend's cache has shapes {shapes}, the layout's {expected}")
 
 
-def _paddle_device() -> Device:
+def _paddle_device(settings: TransferSettings) -> Device:
     from fdcache.integrations.paddle import current_device
 
-    return current_device()
+    return current_device(settings)
+
+
+def _paddle_stream() -> Any | None:
+    from fdcache.integrations.paddle import current_stream
+
+    return current_stream()
+
+
+def _no_stream() -> None:
+    """A CPU has computed when a call returns."""
 
 
 def _allocate_in_paddle(layout: KVLayout, num_blocks: int) -> Sequence[Any]:

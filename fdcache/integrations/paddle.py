@@ -11,20 +11,32 @@ from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import TensorError
 from fdcache.layout import KVLayout, Plane
+from fdcache.settings.transfer import TransferSettings
 
 
-def current_device() -> Device:
-    """The fdcache device of Paddle's current place: CPU memory, or the GPU that ``paddle.set_device`` chose."""
+def current_device(settings: TransferSettings | None = None) -> Device:
+    """The fdcache device of Paddle's current place: CPU memory, or the GPU that ``paddle.set_device`` chose.
+
+    ``settings`` are those of the controller: they say how the device copies, and what it verifies.
+    """
+    settings = settings or TransferSettings()
     kind, _, ordinal = paddle.device.get_device().partition(":")
     if kind == "cpu":
-        return CpuDevice()
+        return CpuDevice.of(settings)
     if kind == "gpu":
         from fdcache.devices.cuda import CudaDevice
 
-        return CudaDevice(int(ordinal or 0))
+        return CudaDevice(int(ordinal or 0), settings=settings)
     raise TensorError(
         f"Paddle's device is {kind}; fdcache knows cpu and gpu, so choose one with paddle.set_device"
     )
+
+
+def current_stream() -> Any | None:
+    """The stream that Paddle computes on, for ``CacheController.submit_swap_tasks``; None where it has none."""
+    if paddle.device.get_device().startswith("gpu"):
+        return paddle.device.current_stream()
+    return None
 
 
 def allocate_planes(layout: KVLayout, num_blocks: int) -> list[paddle.Tensor]:

@@ -44,12 +44,12 @@ def replay(
     config: ReplayConfig,
     *,
     on_progress: Progress | None = None,
-    on_scan: Callable[[str, int, int], None] | None = None,
+    on_start: Callable[[str, int, int], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Report:
     """Run a workload to its end, or until ``should_stop``; returns the report of what was done by then.
 
-    ``on_scan`` is told, while storage is opened, of which rank, how many slots were scanned, and how many there are.
+    ``on_start`` is told what a rank does before it begins, how much of it is done, and how much there is.
     Raises ``ReplayOptionError`` when the machine has not the memory, ``ReplayError`` when a rank is lost or
     nothing can make progress, ``TraceError`` for a bad trace line. Ranks and their memory are gone
     afterwards, whatever happens.
@@ -69,7 +69,7 @@ def replay(
         device=config.device,
     )
     with manager:
-        ranks = start_ranks(spec, config.layout.tp_size, on_scan)
+        ranks = start_ranks(spec, config.layout.tp_size, on_start)
         try:
             run = _Run(items, config, manager, ranks)
             run.restore_storage()

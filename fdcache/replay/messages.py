@@ -55,9 +55,10 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Scanned:
-    """A rank is opening its storage: slots scanned, and slots in all."""
+class Starting:
+    """What a rank does before its first order, how much of it is done, and how much there is."""
 
+    what: str
     done: int
     total: int
 
@@ -78,7 +79,7 @@ class _ResultWire(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     scan: bytes | None = None
     storage: StorageStats | None = None
-    scanned: tuple[int, int] | None = None
+    starting: tuple[str, int, int] | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -130,18 +131,18 @@ def encode_failure(message: str) -> bytes:
     return _encoder.encode(_ResultWire(0, [], [], 0, message))
 
 
-def encode_scanned(done: int, total: int) -> bytes:
+def encode_starting(what: str, done: int, total: int) -> bytes:
     """Pack a word of progress."""
-    return _encoder.encode(_ResultWire(0, [], [], 0, scanned=(done, total)))
+    return _encoder.encode(_ResultWire(0, [], [], 0, starting=(what, done, total)))
 
 
-def decode_result(data: bytes) -> StepResult | Scanned:
+def decode_result(data: bytes) -> StepResult | Starting:
     """Unpack what a rank says. Raises ``RankError`` for the answer of a rank that cannot go on."""
     wire = _result_decoder.decode(data)
     if wire.error is not None:
         raise RankError(wire.error)
-    if wire.scanned is not None:
-        return Scanned(*wire.scanned)
+    if wire.starting is not None:
+        return Starting(*wire.starting)
     reports = [decode_report(report) for report in wire.reports]
     scan = None if wire.scan is None else decode_scan(wire.scan)
     return StepResult(wire.verified, wire.differing, reports, wire.peak_rss_bytes, scan, wire.storage)

@@ -6,8 +6,6 @@ import multiprocessing
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Protocol
@@ -15,7 +13,7 @@ from typing import Protocol
 from fdcache.errors import FdcacheError, ReplayError
 from fdcache.replay.messages import (
     RankError,
-    Scanned,
+    Starting,
     StepOrder,
     StepResult,
     decode_order,
@@ -23,12 +21,9 @@ from fdcache.replay.messages import (
     encode_failure,
     encode_order,
     encode_result,
-    encode_scanned,
+    encode_starting,
 )
-from fdcache.replay.worker import RankWorker, WorkerSpec
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+from fdcache.replay.worker import Progress, RankWorker, WorkerSpec
 
 STEP_TIMEOUT = 120.0
 """Seconds a rank process has for one step before the run is given up."""
@@ -49,16 +44,16 @@ class Ranks(Protocol):
         """End the ranks and give their memory back; harmless when done before."""
 
 
-def start_ranks(spec: WorkerSpec, count: int, on_scan: Progress | None = None) -> Ranks:
-    """One rank in this process, several in processes of their own; ``on_scan`` hears of their storage being opened."""
-    return LocalRank(spec, on_scan) if count == 1 else RankProcesses(spec, count, on_scan)
+def start_ranks(spec: WorkerSpec, count: int, on_start: Progress | None = None) -> Ranks:
+    """One rank in this process, several in processes of their own; ``on_start`` hears of their memory and storage."""
+    return LocalRank(spec, on_start) if count == 1 else RankProcesses(spec, count, on_start)
 
 
 class LocalRank:
     """A single rank, whose steps run when their answer is asked for: after the next one was planned."""
 
-    def __init__(self, spec: WorkerSpec, on_scan: Progress | None = None) -> None:
-        self._worker: RankWorker | None = RankWorker(spec, 0, on_scan and partial(on_scan, _scanning(0)))
+    def __init__(self, spec: WorkerSpec, on_start: Progress | None = None) -> None:
+        self._worker: RankWorker | None = RankWorker(spec, 0, on_start)
         self._orders: deque[StepOrder] = deque()
 
     def send(self, order: StepOrder) -> None:
@@ -81,8 +76,8 @@ class LocalRank:
 class RankProcesses:
     """Spawned ranks, spoken to over pipes in msgpack."""
 
-    def __init__(self, spec: WorkerSpec, count: int, on_scan: Progress | None = None) -> None:
-        self._on_scan = on_scan
+    def __init__(self, spec: WorkerSpec, count: int, on_start: Progress | None = None) -> None:
+        self._on_start = on_start
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -116,12 +111,12 @@ class RankProcesses:
         return [self._receive_from(rank) for rank in range(len(self._pipes))]
 
     def _receive_from(self, rank: int) -> StepResult:
-        while isinstance(said := self._hear(rank), Scanned):
-            if self._on_scan is not None:
-                self._on_scan(_scanning(rank), said.done, said.total)
+        while isinstance(said := self._hear(rank), Starting):
+            if self._on_start is not None:
+                self._on_start(said.what, said.done, said.total)
         return said
 
-    def _hear(self, rank: int) -> StepResult | Scanned:
+    def _hear(self, rank: int) -> StepResult | Starting:
         pipe, process = self._pipes[rank], self._processes[rank]
         if not wait([pipe, process.sentinel], timeout=STEP_TIMEOUT):
             raise ReplayError(f"rank {rank} gave no answer within {STEP_TIMEOUT:.0f} s; see whether it hangs")
@@ -158,10 +153,6 @@ class RankProcesses:
         self._pipes, self._processes = [], []
 
 
-def _scanning(rank: int) -> str:
-    return f"scanning the storage of rank {rank}"
-
-
 def _serve(pipe: Connection, spec: WorkerSpec, rank: int) -> None:
     """A rank process: orders in, results out, until the stop order or the end of the scheduler's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -169,7 +160,7 @@ def _serve(pipe: Connection, spec: WorkerSpec, rank: int) -> None:
     # A thread of its own reads, so that neither side can wait for the other to empty a full pipe.
     threading.Thread(target=_read_orders, args=(pipe, orders), daemon=True).start()
     try:
-        worker = RankWorker(spec, rank, lambda done, total: pipe.send_bytes(encode_scanned(done, total)))
+        worker = RankWorker(spec, rank, lambda *words: pipe.send_bytes(encode_starting(*words)))
         try:
             pipe.send_bytes(encode_result(StepResult(0, [], [], 0)))
             while data := orders.get():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.tiers import HostCache
 
-ScanProgress = Callable[[int, int], None]
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is."""
 
 
 def peak_rss_bytes() -> int:
@@ -49,10 +51,10 @@ class RankWorker:
     """Executes steps in the order given, as a forward pass would.
 
     For each layer it waits for that layer's copies, compares the reused blocks, and writes the step's tokens.
-    ``on_scan`` is told how many slots of its storage were scanned, and how many there are.
+    ``on_start`` is told how much of its host memory is there, and how much of its storage was scanned.
     """
 
-    def __init__(self, spec: WorkerSpec, rank: int, on_scan: ScanProgress | None = None) -> None:
+    def __init__(self, spec: WorkerSpec, rank: int, on_start: Progress | None = None) -> None:
         layout = spec.layout
         device: Device | None = None
         if spec.device is DeviceName.CUDA:
@@ -63,14 +65,15 @@ class RankWorker:
         self._layers = layout.total_layers
         self._controller = CacheController(spec.transfer, layout, rank=rank, device=device)
         tensors = self._controller.initialize_kv_cache(spec.device_blocks)
-        self._controller.initialize_host_cache(spec.host)
+        taking = on_start and partial(on_start, f"taking the host memory of rank {rank}")
+        self._controller.initialize_host_cache(spec.host, taking)
         context = ConnectorContext(
             layout,
             rank,
             spec.storage,
             spec.mooncake,
             verify=spec.transfer.verify is not Verify.OFF,
-            on_progress=on_scan,
+            on_progress=on_start and partial(on_start, f"scanning the storage of rank {rank}"),
         )
         storage = open_storage(context) if spec.host.num_blocks else None
         self._scan = self._controller.initialize_storage(storage) if storage is not None else None

@@ -62,7 +62,8 @@ class TransferSettings(Group):
     swap_ctas: Integer = variable(
         "FDCACHE_SWAP_CTAS",
         0,
-        "Thread blocks of the kernel that copies scattered blocks; 0 takes the calibrated number.",
+        "Thread blocks of the kernel that copies scattered blocks, within the budget of multiprocessors; 0 takes the "
+        "calibrated number.",
         ge=0,
         le=1024,
         unit="thread blocks",
@@ -70,7 +71,8 @@ class TransferSettings(Group):
     swap_sm_budget: Integer = variable(
         "FDCACHE_SWAP_SM_BUDGET",
         32,
-        "Most multiprocessors that a copy kernel may hold; 0 leaves copies to the copy engines.",
+        "Most multiprocessors that the threads of a copy kernel may fill, be they spread over more of them; 0 leaves "
+        "copies to the copy engines, and to kernels only checksums and tables of blocks.",
         ge=0,
         unit="multiprocessors",
     )

@@ -51,6 +51,23 @@ def test_init_measures_keeps_and_shows(tmp_path: Path) -> None:
     assert CudaDevice(settings=TransferSettings(calibration_dir=tmp_path)).calibration == kept
 
 
+FULL = """
+import cupy
+free, _ = cupy.cuda.runtime.memGetInfo()
+held = cupy.cuda.Memory(free - (128 << 20))
+"""
+
+
+def test_a_gpu_without_room_is_not_measured_and_says_so(tmp_path: Path) -> None:
+    uuid = visible_gpus()[0].uuid
+    folder = tmp_path / "calibration"
+    done = run_init(folder, "--device", uuid, program=f"{FULL}{RUN}", CUDA_VISIBLE_DEVICES=uuid)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "cannot be measured" in done.stderr and "nothing else uses the GPU" in done.stderr
+    assert not list(folder.iterdir())
+
+
 def test_kernels_that_do_not_compile_are_told_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(KernelError, match=r"GPU 0: .*error: .*pip install --upgrade nvidia-cuda-nvrtc"):
         load_kernels(0, "this is no C++")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +18,17 @@ from fdcache.integrations.fastdeploy import (
     layout_from_config,
     settings_from_config,
 )
-from fdcache.metadata import StorageScan
+from fdcache.metadata import StorageScan, SwapPurpose, TransferPlan
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.transfer import TransferSettings
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.storage.slab import SlabStore
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request
 from tests.faults import PausingDevice
 from tests.service_help import TIMEOUT, local_service, until
+from tests.swaps import Gate, swap
 
 paddle = pytest.importorskip("paddle")
 
@@ -122,6 +125,45 @@ class TestMemory:
         controller.free_cache(clear_storage=True)  # there is none
         assert controller.get_kv_caches() == {}
         assert controller.reset_cache()
+        controller.shutdown()
+
+
+class TestCopies:
+    @staticmethod
+    def filled(tensors: Sequence[Any], value: float) -> None:
+        for tensor in tensors:
+            tensor[0] = paddle.full(tensor.shape[1:], value, dtype=tensor.dtype)
+
+    def test_the_settings_are_those_of_the_device_too(self) -> None:
+        controller = CacheController(fd_config(), 0, 0, settings=TransferSettings(verify="all"))
+        tensors = controller.initialize_kv_cache(backend(), 4)
+        self.filled(tensors, 3.0)
+        controller.evict_device_to_host(swap(SwapPurpose.EVICT, [(0, 1)])).wait_all()
+        assert controller.core.host_arena is not None
+        controller.core.host_arena.table.record(1)[5] ^= 1
+        controller.core.poll()
+        controller.load_host_to_device(swap(SwapPurpose.LOAD, [(1, 2)])).wait_all()
+        (report,) = controller.core.poll()
+        assert "checksum" in str(report.results[0].error_message)
+        controller.shutdown()
+
+    @pytest.mark.parametrize("call", ["batch", "one transfer"])
+    def test_copies_wait_for_what_the_model_computes(self, call: str) -> None:
+        gate = Gate()
+        controller = CacheController(fd_config(), 0, 0, compute_stream=lambda: gate.stream)
+        tensors = controller.initialize_kv_cache(backend(), 4)
+        self.filled(tensors, 3.0)
+        evictions = swap(SwapPurpose.EVICT, [(0, 1)])
+        if call == "batch":
+            counter = controller.submit_swap_tasks([TransferPlan(plan_id=1, evictions=evictions)])
+        else:
+            counter = controller.evict_device_to_host(evictions)
+        assert counter is not None and not counter.is_layer_done(0)
+        self.filled(tensors, 5.0)  # what the stream was given before
+        gate.open()
+        counter.wait_all()
+        controller.load_host_to_device(swap(SwapPurpose.LOAD, [(1, 2)])).wait_all()
+        assert all((tensor[2].astype("float32") == 5.0).all() for tensor in tensors)
         controller.shutdown()
 
 

@@ -63,6 +63,7 @@ def test_what_paddle_writes_goes_to_the_host_and_back(
 
 def test_the_current_device_is_paddles() -> None:
     assert isinstance(planes_in.current_device(), CpuDevice)
+    assert planes_in.current_stream() is None
 
 
 def test_no_blocks_are_refused() -> None:

@@ -23,7 +23,7 @@ from fdcache.replay.engine import replay
 from fdcache.replay.items import WorkItem
 from fdcache.replay.messages import StepResult
 from fdcache.replay.options import LayoutName
-from fdcache.replay.ranks import LocalRank, Progress
+from fdcache.replay.ranks import LocalRank
 from fdcache.replay.report import build_report
 from fdcache.replay.stopwatch import Stopwatch
 from fdcache.replay.tally import Tally
@@ -68,7 +68,7 @@ def test_traffic_is_counted_by_direction() -> None:
 class LateReports:
     """A rank whose reports come two steps late, as those of a busy link do."""
 
-    def __init__(self, spec: worker.WorkerSpec, _count: int, _on_scan: Progress | None) -> None:
+    def __init__(self, spec: worker.WorkerSpec, _count: int, _on_start: worker.Progress | None) -> None:
         self._rank = LocalRank(spec)
         self._held: deque[list[TransferReport]] = deque([[], []])
         self.send = self._rank.send

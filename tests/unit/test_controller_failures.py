@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import BlockPairs, Direction
 from fdcache.errors import (
     CacheNotReadyError,
     PlanError,
@@ -151,13 +155,54 @@ class TestRefusedPlans:
 
     @pytest.mark.parametrize(
         "field",
-        ["dst_block_ids", "src_generations", "dst_generations", "hash_values", "parent_hashes"],
+        ["dst_block_ids", "src_generations", "dst_generations", "hash_values", "parent_hashes", "unverified"],
     )
     def test_unequal_lengths(self, worker: Worker, field: str) -> None:
         loads = swap(SwapPurpose.LOAD, [(0, 1), (1, 2)])
+        loads.unverified = np.ones(2, np.uint8)
         setattr(loads, field, getattr(loads, field)[:0])
         with pytest.raises(PlanError, match=f"load: {field} has shape"):
             worker.controller.submit_swap_tasks(TransferPlan(plan_id=1, loads=loads))
+
+    @pytest.mark.parametrize(
+        ("field", "value", "found"),
+        [
+            ("src_block_ids", np.array([0, 1 << 32], np.int64), "an array of int32, got int64"),
+            ("dst_block_ids", np.array([1.0, 2.0]), "an array of int32, got float64"),
+            ("dst_block_ids", [1, 2], "an array of int32, got list"),
+            ("src_generations", np.array([1, 1 << 32], np.uint64), "an array of uint32, got uint64"),
+            ("hash_values", np.zeros((2, 32), np.int8), "an array of uint8, got int8"),
+        ],
+    )
+    def test_numbers_that_would_be_cut_to_size(
+        self, worker: Worker, field: str, value: object, found: str
+    ) -> None:
+        worker.run(plan(1, evict=[(0, 0)]))
+        loads = swap(SwapPurpose.LOAD, [(0, 1), (1, 2)])
+        setattr(loads, field, value)
+        with pytest.raises(PlanError, match=f"load: {field} must be {found}"):
+            worker.controller.submit_swap_tasks(TransferPlan(plan_id=2, loads=loads))
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"device_slots": np.array([0, 1 << 33], np.int64)}, "device_slots must be an array of int32"),
+            ({"hashes": np.zeros((3, 32), np.uint8)}, r"hashes has shape \(3, 32\), but 2 blocks need"),
+            ({"verify": np.ones(1, np.uint8)}, r"verify has shape \(1,\), but 2 blocks need \(2,\)"),
+            ({"host_slots": np.array([3, 8], np.int32)}, "pair 1: host slot 8 is not one of the 8"),
+        ],
+    )
+    def test_a_copy_is_checked_by_the_device_itself(
+        self, worker: Worker, changes: dict[str, Any], message: str
+    ) -> None:
+        slots, hashes = np.arange(2, dtype=np.int32), np.zeros((2, 32), np.uint8)
+        pairs = BlockPairs(slots, slots, np.ones(2, np.uint32), hashes, hashes)
+        core = worker.controller
+        assert core._planes is not None and core.host_arena is not None
+        with pytest.raises(PlanError, match=message):
+            core.device.copy_blocks(
+                core._planes, core.host_arena, replace(pairs, **changes), Direction.TO_DEVICE
+            )
 
     def test_a_plan_already_in_flight(self, worker: Worker) -> None:
         gate = Gate()

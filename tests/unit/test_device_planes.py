@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import CacheNotReadyError, TensorError
@@ -81,6 +84,28 @@ def test_numpy_bytes_with_gaps_between_blocks() -> None:
     round_trip(layout, tensors, lambda tensor, slot: tensor[slot].tobytes())
 
 
+def test_blocks_may_be_farther_apart_than_32_bits_count(tmp_path: Path) -> None:
+    layout = uniform_layout(num_layers=1)
+    gib, size = 1 << 30, layout.planes[0].nbytes
+    memory = np.memmap(tmp_path / "sparse", np.uint8, mode="w+", shape=(6 * gib,))  # a few pages of it exist
+    whole = np.asarray(memory)
+    tensors = [
+        np.lib.stride_tricks.as_strided(whole[at:], shape=(BLOCKS, size), strides=(gib, 1))
+        for at in (0, 4096)
+    ]
+    for seed, tensor in enumerate(tensors):
+        for slot in range(BLOCKS):
+            tensor[slot] = raw_bytes(size, 10 * seed + slot)
+    before = [tensor.copy() for tensor in tensors]
+    with CacheController(TransferSettings(), layout) as controller:
+        controller.register_kv_cache(tensors)
+        controller.initialize_host_cache(2)
+        controller.submit_swap_tasks(plan(1, evict=[(5, 1)])).wait_all()
+        controller.submit_swap_tasks(plan(2, load=[(1, 4)])).wait_all()
+    for tensor, old in zip(tensors, before, strict=True):
+        assert tensor.tolist() == [*old[:4].tolist(), old[5].tolist(), old[5].tolist()]
+
+
 def test_draft_planes_may_have_more_blocks() -> None:
     layout = uniform_layout(num_draft_layers=1, draft_block_ratio=2.0, dtype="float16")
     with CacheController(TransferSettings(), layout) as controller:
@@ -136,6 +161,26 @@ class TestRefused:
             pytest.raises(TensorError, match="same memory"),
         ):
             controller.register_kv_cache([tensor] * 8)
+
+    @given(data=st.data())
+    def test_planes_that_share_a_byte(self, data: st.DataObject) -> None:
+        """Both lie in one buffer, at any place and distance; the oracle marks bytes."""
+        layout = uniform_layout(num_layers=1, block_size=1, head_dim=4, dtype="uint8")
+        memory, marks = np.zeros(256, np.uint8), np.zeros(256, np.uint8)
+        size = layout.planes[0].nbytes
+        tensors = []
+        for _ in layout.planes:
+            stride = data.draw(st.sampled_from([size, size + 1, 2 * size, 3 * size, 20]))
+            start = data.draw(st.integers(0, 60))
+            shape, strides = (BLOCKS, size), (stride, 1)
+            tensors.append(np.lib.stride_tricks.as_strided(memory[start:], shape=shape, strides=strides))
+            np.lib.stride_tricks.as_strided(marks[start:], shape=shape, strides=strides)[:] += 1
+        with CacheController(TransferSettings(), layout) as controller:
+            if marks.max() > 1:
+                with pytest.raises(TensorError, match=r"of layer 0 lie in the same memory"):
+                    controller.register_kv_cache(tensors)
+            else:
+                controller.register_kv_cache(tensors)
 
     def test_another_number_of_tensors(self) -> None:
         with (

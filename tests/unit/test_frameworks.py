@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fdcache.devices.cpu import CpuDevice
+from fdcache.devices.frameworks import as_tensor
 from fdcache.errors import TensorError
 from tests.property.test_round_trips import LAYOUTS
 from tests.swaps import Worker, plan
@@ -43,5 +44,13 @@ def test_frameworks_that_are_unknown_or_missing_are_refused() -> None:
     plane = LAYOUTS["uniform"].planes[0]
     with pytest.raises(TensorError, match="use one of numpy, cupy, torch, paddle"):
         CpuDevice().allocate_plane(plane, 2, "jax")
+    with pytest.raises(
+        TensorError, match="'cupy' has no tensors in the memory of a CPU; use one of numpy, torch"
+    ):
+        CpuDevice().allocate_plane(plane, 2, "cupy")
+    with pytest.raises(
+        TensorError, match="'numpy' has no tensors in the memory of a GPU; use one of cupy, torch"
+    ):
+        as_tensor(object(), plane, 2, "numpy")
     with pytest.raises(TensorError, match="device_stride"):
         CpuDevice().allocate_plane(replace(plane, device_stride=plane.nbytes + 1), 2, "numpy")

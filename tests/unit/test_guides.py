@@ -17,7 +17,13 @@ from fdcache.layout import KVLayout, LayoutOptions
 from fdcache.settings import VARIABLES
 
 ROOT = Path(__file__).parent.parent.parent
-GUIDES = ["docs/embedding.md", "docs/fastdeploy.md", "docs/architecture.md", "docs/migration.md"]
+GUIDES = [
+    "docs/embedding.md",
+    "docs/gpu.md",
+    "docs/fastdeploy.md",
+    "docs/architecture.md",
+    "docs/migration.md",
+]
 SOURCES = {
     path.name: [line.strip() for line in path.read_text().splitlines()]
     for path in sorted((ROOT / "examples/paddle_engine").glob("*.py"))

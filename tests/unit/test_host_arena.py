@@ -112,6 +112,19 @@ def test_progress_counts_the_extents_that_are_ready(monkeypatch: pytest.MonkeyPa
     assert told == [(3 * (i + 1) * layout.record_bytes, 12 * layout.record_bytes) for i in range(4)]
 
 
+def test_a_large_arena_says_in_the_log_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = uniform_layout()
+    monkeypatch.setattr(host_arena, "EXTENT_BYTES", 3 * layout.record_bytes)
+    caplog.set_level("INFO", logger=host_arena.__name__)
+    HostArena(layout, 10, CpuDevice())
+    assert caplog.messages == ["host arena: 10 blocks in 4 extents ready"]
+    monkeypatch.setattr(host_arena, "_SECONDS_UNTIL_TOLD", 0.0)
+    HostArena(layout, 10, CpuDevice())
+    assert caplog.messages[1:-1] == [f"host arena: {done} of 4 extents ready" for done in (1, 2, 3, 4)]
+
+
 class Pinned:
     """What keeps an extent pinned."""
 

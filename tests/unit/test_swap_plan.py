@@ -188,3 +188,40 @@ def test_without_batches_only_long_runs_are_staged() -> None:
     policy = make_policy(batched=False)
     assert method_of(uniform(16), policy, planes=(0, 8), rows=64, runs=64) is _core.SwapMethod.KERNEL
     assert method_of(uniform(16), policy, planes=(0, 8), rows=64, runs=1) is _core.SwapMethod.STAGED
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("choice", [_core.SwapChoice.DIRECT, _core.SwapChoice.STAGED])
+def test_addresses_have_64_bits_on_both_sides(choice: _core.SwapChoice, to_host: bool) -> None:
+    """No memory is touched: tables of a device and a host with more of it than any machine."""
+    layout, tib = uniform(16, layers=2), 1 << 40
+    planes = _core.PlaneTable(
+        [tib * (1 + i) for i in range(layout.num_planes)],
+        [MIB + plane.nbytes for plane in layout.planes],
+        [plane.nbytes for plane in layout.planes],
+        [plane.offset for plane in layout.planes],
+        (),
+    )
+    per_extent = 1 << 24
+    records = _core.RecordTable(
+        [64 * tib, 80 * tib], per_extent, layout.record_bytes, [96 * tib, 97 * tib], 2 * per_extent, ()
+    )
+    devices = [2_000_000_000, 70_000, 5, 70_001]
+    hosts = [3, 9_000_000, per_extent, 2 * per_extent - 1]
+    steps = _core.plan_steps(
+        make_policy(choice), to_host, planes, records, slots(devices), slots(hosts), 0, layout.num_planes,
+        16 * MIB, False,
+    )  # fmt: skip
+    pieces = [piece for kind, *rest in steps if kind == "pieces" for piece in rest[1]]
+    starts = [
+        (64 + 16 * (host // per_extent)) * tib + host % per_extent * layout.record_bytes for host in hosts
+    ]
+    if choice is _core.SwapChoice.STAGED:
+        column = layout.record_bytes
+        assert pieces == [(start, row * column, column) for row, start in enumerate(starts)]
+        return
+    assert sorted(pieces) == sorted(
+        (start + plane.offset, tib * (1 + index) + device * (MIB + plane.nbytes), plane.nbytes)
+        for index, plane in enumerate(layout.planes)
+        for device, start in zip(devices, starts, strict=True)
+    )

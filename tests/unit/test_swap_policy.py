@@ -83,6 +83,27 @@ def test_another_format_or_a_broken_file_is_no_calibration(
     assert "cannot be read" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("sound", "broken"),
+    [
+        ('"kernel_ctas": 2', '"kernel_ctas": -2'),
+        ('"transpose_ctas": 32', '"transpose_ctas": 0'),
+        ('"direct_plane": 32768', '"direct_plane": -1'),
+        ('"staged_column": 65536', f'"staged_column": {1 << 63}'),
+        ('"link_to_host": 55.0', '"link_to_host": "fast"'),
+    ],
+)
+def test_a_calibration_that_no_copy_could_go_by_is_not_used(
+    tmp_path: Path, sound: str, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_calibration(calibration(), GPU, tmp_path)
+    text = path.read_text()
+    assert sound in text
+    path.write_text(text.replace(sound, broken))
+    assert load_calibration(GPU, tmp_path) is None
+    assert broken.split('"')[1] in caplog.text and "fdcache init" in caplog.text
+
+
 def test_settings_bound_the_thread_blocks() -> None:
     calibrated = replace(calibration(), kernel_ctas=4)
     ctas = {

@@ -1,0 +1,197 @@
+"""What the tests with a driver that stands in do in their processes. ``install`` comes before everything else here."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fdcache import _core
+from fdcache.errors import DeviceError, StreamError
+from fdcache.metadata import TransferPlan
+from fdcache.replay.config import ReplayConfig, Verify
+from fdcache.replay.engine import replay
+from fdcache.replay.planes import DeviceName
+from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.settings.transfer import TransferSettings
+from tests.cuda_stand_in import LOST, REFUSED, Driver, Memory, StandInWorker
+from tests.property.test_round_trips import LAYOUTS
+from tests.swaps import Worker, header_of, plan, uniform_layout
+
+COMPUTE_STREAM = 4711
+BLOCKS = 12
+READY = 2
+LAYOUT = uniform_layout(num_layers=4)
+
+
+def shuffled(seed: int) -> list[int]:
+    return [int(each) for each in np.random.default_rng(seed).permutation(BLOCKS)]
+
+
+def copy_like_a_cpu(method: str, *, batched: bool) -> None:
+    """Records, headers, checksums and device blocks are those of the CPU path, whatever the layout."""
+    if not batched:
+        _core.has_batched_copies = lambda: False
+    for layout in LAYOUTS.values():
+        options: dict[str, Any] = {
+            "device_blocks": BLOCKS, "host_blocks": BLOCKS, "seed": 5, "group_layers": 2, "verify": "all",
+        }  # fmt: skip
+        out, host, back = (shuffled(seed) for seed in (1, 2, 3))
+        with StandInWorker(layout, swap_method=method, **options) as gpu, Worker(layout, **options) as cpu:
+            for made in (
+                plan(1, evict=list(zip(out, host, strict=True))),
+                plan(2, load=list(zip(host, back, strict=True))),
+            ):
+                (result,), (expected,) = gpu.run(made).results, cpu.run(made).results
+                assert result.success, result.error_message
+                assert result.checksums.tolist() == expected.checksums.tolist()
+                assert result.copied_bytes == expected.copied_bytes
+            for slot in range(BLOCKS):
+                assert gpu.block(slot) == cpu.block(slot)
+                assert np.array_equal(gpu.record(slot), cpu.record(slot))
+                assert header_of(gpu, slot).to_bytes() == header_of(cpu, slot).to_bytes()
+
+
+def plans(first_id: int) -> list[TransferPlan]:
+    """Blocks 0 and 1 go to the host and come back; a plan with copies in either direction follows."""
+    return [
+        plan(first_id, evict=[(0, 3), (1, 5)], generation=first_id),
+        plan(first_id + 1, load=[(3, 4), (5, 6)], generation=first_id),
+        plan(first_id + 2, evict=[(2, 6)], load=[(3, 7), (5, 8)], backup=[(0, 1)], generation=first_id),
+    ]
+
+
+def run(worker: StandInWorker, made: TransferPlan, stream: int = COMPUTE_STREAM) -> str | None:
+    """Carry a plan out as far as it goes, and check what is reported of it; why it was refused or failed."""
+    contents = {slot: worker.block(slot) for slot in range(BLOCKS)}
+    try:
+        counter = worker.controller.submit_swap_tasks(made, stream)
+    except DeviceError as error:
+        return str(error)
+    reasons = []
+    try:
+        for layer in range(counter.num_layers):
+            counter.wait_for_layer(layer, stream=stream)
+    except DeviceError as error:
+        reasons.append(str(error))
+    counter.wait_all()
+    for swap, result in zip(made.swaps(), worker.report().results, strict=True):
+        good = np.setdiff1d(np.arange(len(swap)), result.failed)
+        assert result.copied_bytes == len(good) * worker.layout.payload_bytes
+        assert (len(result.failed) > 0) == (result.error_message is not None)
+        reasons += [result.error_message] if result.error_message else []
+        for source, target in zip(swap.src_block_ids[good], swap.dst_block_ids[good], strict=True):
+            if swap is made.loads:
+                assert worker.block(int(target)) == record_planes(worker, int(source))
+            else:
+                assert record_planes(worker, int(target)) == contents[int(source)]
+                assert header_of(worker, int(target)).state == READY
+        for position in result.failed:
+            if swap is not made.loads:  # nobody may take what is there for the block
+                header = header_of(worker, int(swap.dst_block_ids[position]))
+                assert (header.state, header.generation) != (READY, swap.dst_generations[position])
+    return "; ".join(reasons) or None
+
+
+def record_planes(worker: StandInWorker, slot: int) -> list[bytes]:
+    record = worker.record(slot)
+    return [record[plane.offset : plane.offset + plane.nbytes].tobytes() for plane in worker.layout.planes]
+
+
+def at_every_call(calls: Sequence[str], method: str, code: int) -> None:
+    """Each of these calls fails once, the first time it is made, the second time, and so on."""
+    driver = Driver()
+    before = driver.held()
+    for call in calls:
+        after = 0
+        while fail_once(driver, method, call, after, code):
+            after += 1
+            gc.collect()
+            assert driver.held() == before, (call, after)
+
+
+def fail_once(driver: Driver, method: str, call: str, after: int, code: int) -> bool:
+    """Whether the call was made so often."""
+    worker = StandInWorker(
+        LAYOUT, device_blocks=BLOCKS, host_blocks=8, swap_method=method, group_layers=2, verify="all"
+    )
+    warm = [run(worker, made) for made in plans(1)]  # streams, events and tables are made at first use
+    assert warm == [None] * 3
+    driver.fail(call, after=after, code=code)
+    reasons = [reason for made in plans(11) if (reason := run(worker, made)) is not None]
+    if code == LOST and reasons:
+        assert run(worker, plan(20, load=[(1, 4)])) is not None
+        refused = run(worker, plan(21, load=[(1, 4)]))
+        assert refused is not None and "start this process anew" in refused
+    worker.controller.shutdown()
+    worker.controller.shutdown()
+    came = driver.recover() > 0
+    told = any(call in reason for reason in reasons)
+    # Where the compute stream cannot wait for evictions the thread does, and a GPU may be lost when all is done.
+    unseen = call in ("cuStreamWaitEvent", "cuEventQuery") and not reasons
+    assert told == came or unseen, (call, after, reasons)
+    return came
+
+
+def go_on_after_a_refusal(method: str, call: str) -> None:
+    """The next plan is carried out as if nothing had been."""
+    driver = Driver()
+    with StandInWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8, swap_method=method) as worker:
+        driver.fail(call, code=REFUSED)
+        refused = run(worker, plan(1, evict=[(0, 3)]))
+        assert refused is not None and call in refused
+        assert worker.gpu.lost is None
+        assert [run(worker, made) for made in plans(2)] == [None] * 3
+
+
+def refuse_a_capture() -> None:
+    """A captured stream may not even see memory being allocated; others are served meanwhile."""
+    driver = Driver()
+    with StandInWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8) as worker:
+        counter = worker.controller.submit_swap_tasks(plan(1, evict=[(0, 3)]))
+        driver.capture(COMPUTE_STREAM)
+        made = Memory.made
+        for call in (
+            lambda: worker.controller.submit_swap_tasks(plan(2, load=[(3, 4)]), COMPUTE_STREAM),
+            lambda: counter.wait_for_layer(0, stream=COMPUTE_STREAM),
+            lambda: counter.wait_all(stream=COMPUTE_STREAM),
+        ):
+            try:
+                call()
+            except StreamError as error:
+                assert "captured into a CUDA graph" in str(error) and "wait_all(stream=...)" in str(error)
+            else:
+                raise AssertionError("the stream was taken")
+        assert Memory.made == made
+        counter.wait_all()
+        assert worker.report().results[0].success and not worker.controller.poll()
+        assert run(worker, plan(3, load=[(3, 4)]), stream=COMPUTE_STREAM + 1) is None
+        driver.capture(0)
+        assert run(worker, plan(4, load=[(3, 4)])) is None
+
+
+def serve_requests(policy: str, call: str) -> None:
+    """A workload on the whole cache, every reused block compared, while calls are refused again and again."""
+    layout = LAYOUTS["fp8"]
+    config = ReplayConfig(
+        layout=layout,
+        cache=CacheSettings(
+            device_blocks=512,
+            host_memory=2048 * layout.record_bytes,
+            write_policy=WritePolicy(policy),
+            clean_reserve=16,
+        ),
+        transfer=TransferSettings(),
+        verify=Verify.ALL,
+        device=DeviceName.CUDA,
+    )
+    driver = Driver()
+    driver.fail(call, after=20, every=23)
+    report = replay(generate(WorkloadName.CHAT, 60, seed=1), config)
+    assert driver.recover() > 0
+    assert report.tally.finished == 60 and report.tally.verified_blocks > 0
+    assert report.tally.failed_loads > 0 and report.tally.corrupt_blocks == 0
+    assert report.clean

@@ -1,0 +1,64 @@
+"""The CUDA device on a driver that stands in for a GPU's: what it asks of the driver, and what of refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fdcache.settings.cache import WritePolicy
+from tests import cuda_stand_in
+
+METHODS = ("auto", "dma", "staged", "kernel")
+LONG = [pytest.param(each, marks=pytest.mark.slow) for each in ("dma", "kernel")]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cuda_stand_in.build(tmp_path_factory.mktemp("driver"))
+
+
+def run(driver: Path, scenario: str) -> None:
+    code = f"from tests.cuda_stand_in import install; install(); from tests import cuda_scenarios; {scenario}"
+    done = cuda_stand_in.run_python(driver, f"{code}; print('DONE')")
+    assert done.stdout.endswith("DONE\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_copies_give_the_bytes_of_the_cpu_path(driver: Path, method: str, batched: bool) -> None:
+    run(driver, f"cuda_scenarios.copy_like_a_cpu({method!r}, batched={batched})")
+
+
+@pytest.mark.parametrize("method", ["staged", *LONG])
+def test_whatever_call_is_refused_is_a_failed_report_and_nothing_is_lost_or_freed_twice(
+    driver: Path, method: str
+) -> None:
+    calls = ["cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuLaunchKernel", "cuStreamWaitEvent"]
+    run(driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.REFUSED)")
+
+
+@pytest.mark.parametrize("method", ["staged", *LONG])
+def test_wherever_the_gpu_is_lost_reports_say_so_and_the_controller_closes(driver: Path, method: str) -> None:
+    calls = ["cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuLaunchKernel", "cuStreamWaitEvent", "cuEventQuery"]
+    run(driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.LOST)")
+
+
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [("dma", "cuMemcpyBatchAsync"), ("staged", "cuLaunchKernel"), ("kernel", "cuLaunchKernel")],
+)
+def test_after_a_refusal_the_next_plan_is_carried_out(driver: Path, method: str, call: str) -> None:
+    run(driver, f"cuda_scenarios.go_on_after_a_refusal({method!r}, {call!r})")
+
+
+def test_a_stream_that_is_captured_is_refused_before_anything_is_done(driver: Path) -> None:
+    run(driver, "cuda_scenarios.refuse_a_capture()")
+
+
+@pytest.mark.parametrize("policy", [each.value for each in WritePolicy])
+@pytest.mark.parametrize(
+    "call", ["cuLaunchKernel", pytest.param("cuStreamWaitEvent", marks=pytest.mark.slow)]
+)
+def test_requests_whose_copies_are_refused_compute_again(driver: Path, call: str, policy: str) -> None:
+    run(driver, f"cuda_scenarios.serve_requests({policy!r}, {call!r})")
