@@ -35,12 +35,14 @@ def test_whatever_call_is_refused_is_a_failed_report_and_nothing_is_lost_or_free
     driver: Path, method: str
 ) -> None:
     calls = ["cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuLaunchKernel", "cuStreamWaitEvent"]
+    calls += ["cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventElapsedTime", "cuStreamGetCtx"]
     run(driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.REFUSED)")
 
 
 @pytest.mark.parametrize("method", ["staged", *LONG])
 def test_wherever_the_gpu_is_lost_reports_say_so_and_the_controller_closes(driver: Path, method: str) -> None:
     calls = ["cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuLaunchKernel", "cuStreamWaitEvent", "cuEventQuery"]
+    calls += ["cuEventRecord", "cuEventElapsedTime"]
     run(driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.LOST)")
 
 
