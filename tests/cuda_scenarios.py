@@ -175,6 +175,20 @@ def refuse_a_capture() -> None:
         assert run(worker, plan(4, load=[(3, 4)])) is None
 
 
+def refuse_a_foreign_stream() -> None:
+    """Nothing waits for a stream of another GPU, so nothing may be put behind it."""
+    driver = Driver()
+    with StandInWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8) as worker:
+        driver.disown(COMPUTE_STREAM)
+        try:
+            worker.controller.submit_swap_tasks(plan(1, evict=[(0, 3)]), COMPUTE_STREAM)
+        except StreamError as error:
+            assert "not one of stand-in" in str(error)
+        else:
+            raise AssertionError("the stream was taken")
+        assert run(worker, plan(1, evict=[(0, 3)]), stream=COMPUTE_STREAM + 1) is None
+
+
 def serve_requests(policy: str, call: str) -> None:
     """A workload on the whole cache, every reused block compared, while calls are refused again and again."""
     layout = LAYOUTS["fp8"]

@@ -58,6 +58,10 @@ def test_a_stream_that_is_captured_is_refused_before_anything_is_done(driver: Pa
     run(driver, "cuda_scenarios.refuse_a_capture()")
 
 
+def test_a_stream_of_another_gpu_is_refused(driver: Path) -> None:
+    run(driver, "cuda_scenarios.refuse_a_foreign_stream()")
+
+
 @pytest.mark.parametrize("policy", [each.value for each in WritePolicy])
 @pytest.mark.parametrize(
     "call", ["cuLaunchKernel", pytest.param("cuStreamWaitEvent", marks=pytest.mark.slow)]
