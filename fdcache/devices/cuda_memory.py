@@ -18,6 +18,10 @@ from fdcache.layout import Plane
 
 _DLPACK_CUDA = 2
 
+_LEAST_TABLE = 4096
+_SPARE_TABLES = 16
+"""Bytes of the smallest block table, of 170 blocks, and how many of them are made at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
@@ -37,6 +41,7 @@ class CudaMemory:
         self._context = context
         self._cupy = import_cupy()
         self._tables: dict[int, list[BlockTable]] = defaultdict(list)
+        self._add_tables(_LEAST_TABLE)
 
     def allocate(self, nbytes: int) -> Any:
         """Zero-filled memory as a one-dimensional CuPy array; there when this returns.
@@ -66,18 +71,24 @@ class CudaMemory:
             return as_tensor(memory, plane, num_blocks, framework or "cupy")
 
     def take_table(self, nbytes: int) -> BlockTable:
-        """A block table of at least ``nbytes`` bytes."""
-        size = 1 << max(nbytes - 1, 4095).bit_length()
-        if self._tables[size]:
-            return self._tables[size].pop()
+        """A block table of at least ``nbytes`` bytes. Raises ``DeviceError``."""
+        size = max(1 << max(nbytes - 1, 0).bit_length(), _LEAST_TABLE)
+        if not self._tables[size]:
+            self._add_tables(size)
+        return self._tables[size].pop()
+
+    def _add_tables(self, size: int) -> None:
+        # Several at a time: the driver may let an allocation wait for the work that is under way.
+        nbytes = max(size, _LEAST_TABLE * _SPARE_TABLES)
         cupy = self._cupy
         with cupy.cuda.Device(self._gpu.ordinal):
             try:
-                pinned = cupy.cuda.alloc_pinned_memory(size)
+                pinned = cupy.cuda.alloc_pinned_memory(nbytes)
             except cupy.cuda.runtime.CUDARuntimeError as error:
-                raise DeviceError(f"{size} bytes of pinned memory for a block table: {error}") from error
-        device = self.reserve(size)
-        return BlockTable(pinned.ptr, device.ptr, size, (pinned, device))
+                raise DeviceError(f"{nbytes} bytes of pinned memory for block tables: {error}") from error
+        device = self.reserve(nbytes)
+        for at in range(0, nbytes, size):
+            self._tables[size].append(BlockTable(pinned.ptr + at, device.ptr + at, size, (pinned, device)))
 
     def give_table(self, table: BlockTable) -> None:
         """Take a table back whose batch has ended."""

@@ -93,7 +93,7 @@ def test_a_stream_that_waits_for_a_layer_begins_a_load_that_waits() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_load_ends_before_a_backup_that_was_there_first(method: str) -> None:
-    layout, blocks = WIDE["512 KiB"], 128
+    layout, blocks = WIDE["512 KiB"], 256
     with GpuWorker(layout, device_blocks=blocks, host_blocks=blocks, swap_method=method) as worker:
         worker.run(plan(1, evict=[(0, 0)]))
         before = worker.block(0)
