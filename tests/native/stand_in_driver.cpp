@@ -155,7 +155,6 @@ Kernels kernels() {
 }  // namespace fdcache::stand_in
 
 // --- the driver's calls, by the names that core/cuda_driver.cpp loads
-// ---------------------------------------
 
 extern "C" {
 
