@@ -235,6 +235,20 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
     return trouble("cuStreamWaitEvent");
 }
 
+int cuStreamSynchronize(void *stream) {
+    (void)stream;
+    return trouble("cuStreamSynchronize");
+}
+
+// The stream that is another GPU's.
+static void *foreign;
+void stand_in_disown(void *stream) { foreign = stream; }
+
+int cuStreamGetCtx(void *stream, void **context) {
+    *context = stream == foreign ? NULL : &contexts;
+    return trouble("cuStreamGetCtx");
+}
+
 // The stream that is being captured into a graph.
 static void *captured;
 void stand_in_capture(void *stream) { captured = stream; }

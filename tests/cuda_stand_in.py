@@ -67,6 +67,10 @@ class Driver:
         """Let that stream be captured into a graph; 0 lets none."""
         self._library.stand_in_capture(ctypes.c_void_p(stream))
 
+    def disown(self, stream: int) -> None:
+        """Let that stream be another GPU's."""
+        self._library.stand_in_disown(ctypes.c_void_p(stream))
+
     def held(self) -> dict[str, int]:
         """What is taken and not given back, and how often something was given back that was not taken."""
         names = ("events", "registered", "contexts", "pushed", "unknown")
@@ -87,6 +91,10 @@ class Memory:
     def set(self, values: Any) -> None:
         """Fill it from the host."""
         self.bytes[:] = values
+
+    def memset(self, value: int, nbytes: int) -> None:
+        """Fill its beginning."""
+        self.bytes[:nbytes] = value
 
     def view(self, dtype: Any) -> Any:
         """The same, as elements."""
@@ -163,7 +171,6 @@ def install() -> None:
         MemoryPointer=lambda memory, _offset: memory,
         Stream=lambda **_: SimpleNamespace(ptr=next(handles)),
         alloc_pinned_memory=Memory,
-        get_current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
         memory=SimpleNamespace(OutOfMemoryError=type("OutOfMemoryError", (MemoryError,), {})),
         compiler=SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
         driver=SimpleNamespace(CUDADriverError=_CudaError),
@@ -171,7 +178,7 @@ def install() -> None:
     )
     sys.modules["cupy"] = SimpleNamespace(  # type: ignore[assignment]
         cuda=cuda,
-        zeros=lambda nbytes, dtype: Memory(nbytes),
+        ndarray=lambda shape, dtype, memptr: memptr,
         asarray=np.asarray,
         uint8=np.uint8,
         dtype=np.dtype,

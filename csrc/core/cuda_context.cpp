@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <utility>
 
 namespace fdcache::cuda {
@@ -12,6 +13,16 @@ constexpr unsigned kPortableMapped = 1 | 2;
 
 // After these every later call on the context fails too.
 constexpr std::array kFatal = {4, 46, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999};
+
+template <typename Call>
+auto noted(Context &context, Call call) {
+    try {
+        return call();
+    } catch (const Error &error) {
+        context.note(error);
+        throw;
+    }
+}
 
 }  // namespace
 
@@ -38,7 +49,10 @@ std::optional<std::string> Context::lost() const {
 }
 
 void Context::note(const Error &error) {
-    if (std::find(kFatal.begin(), kFatal.end(), error.code) == kFatal.end()) return;
+    if (std::find(kFatal.begin(), kFatal.end(), error.code) != kFatal.end()) lose(error);
+}
+
+void Context::lose(const Error &error) {
     const std::lock_guard lock(mutex_);
     if (!lost_) lost_ = error.what();
 }
@@ -53,10 +67,12 @@ EventHandle Context::take_event(bool timing) {
             return event;
         }
     }
-    const Current current(*this);
-    EventHandle event;
-    check(driver().event_create(&event, timing ? 0 : kNoTiming), "cuEventCreate");
-    return event;
+    return noted(*this, [&] {
+        const Current current(*this);
+        EventHandle event;
+        check(driver().event_create(&event, timing ? 0 : kNoTiming), "cuEventCreate");
+        return event;
+    });
 }
 
 void Context::give_event(EventHandle event, bool timing) {
@@ -75,55 +91,67 @@ Current::~Current() {
     driver().context_pop(&popped);
 }
 
-Event::Event(std::shared_ptr<Context> context, bool timing)
+PooledEvent::PooledEvent(std::shared_ptr<Context> context, bool timing)
     : context_(std::move(context)), timing_(timing), handle_(context_->take_event(timing)) {}
 
-Event::~Event() {
+PooledEvent::~PooledEvent() {
     context_->give_event(handle_, timing_);
 }
+
+Event::Event(std::shared_ptr<Context> context, bool timing)
+    : context_(std::move(context)), event_(context_, timing) {}
 
 void Event::promise() {
     state_.store(State::kPromised, std::memory_order_release);
 }
 
-void Event::record(StreamHandle stream) {
-    State state = State::kRecorded;
+std::optional<Error> Event::record(StreamHandle stream) {
+    State state = State::kPassed;
+    std::optional<Error> refusal;
     try {
         const Current current(*context_);
-        check(driver().event_record(handle_, stream), "cuEventRecord");
+        const int result = driver().event_record(event_.handle(), stream);
+        if (result == kSuccess) state = State::kRecorded;
+        if (result != kSuccess && driver().stream_synchronize(stream) != kSuccess)
+            check(result, "cuEventRecord");
     } catch (const Error &error) {
         context_->note(error);
-        state = State::kFailed;
+        refusal.emplace(error);
     }
     state_.store(state, std::memory_order_release);
     state_.notify_all();
+    return refusal;
 }
 
 void Event::hold(StreamHandle stream) const {
     state_.wait(State::kPromised, std::memory_order_acquire);
-    if (state_.load(std::memory_order_acquire) == State::kFailed) return;
-    const Current current(*context_);
-    check(driver().stream_wait(stream, handle_, 0), "cuStreamWaitEvent");
+    if (state_.load(std::memory_order_acquire) == State::kPassed) return;
+    noted(*context_, [&] {
+        const Current current(*context_);
+        check(driver().stream_wait(stream, event_.handle(), 0), "cuStreamWaitEvent");
+    });
 }
 
 bool Event::is_reached() const {
     const State state = state_.load(std::memory_order_acquire);
-    if (state == State::kPromised || state == State::kFailed) return state == State::kFailed;
+    if (state == State::kPromised || state == State::kPassed) return state == State::kPassed;
     try {
         const Current current(*context_);
-        const int result = driver().event_query(handle_);
+        const int result = driver().event_query(event_.handle());
         if (result == kNotReady) return false;
         check(result, "cuEventQuery");
     } catch (const Error &error) {
-        context_->note(error);
+        context_->lose(error);
     }
     return true;
 }
 
 double Event::seconds_since(const Event &earlier) const {
+    if (state_ == State::kPassed || earlier.state_ == State::kPassed) return 0;
     const Current current(*context_);
     float milliseconds = 0;
-    check(driver().event_elapsed(&milliseconds, earlier.handle_, handle_), "cuEventElapsedTime");
+    check(driver().event_elapsed(&milliseconds, earlier.event_.handle(), event_.handle()),
+          "cuEventElapsedTime");
     return milliseconds / 1e3;
 }
 
@@ -152,11 +180,24 @@ std::array<unsigned char, 16> device_uuid(int ordinal) {
     return uuid;
 }
 
-bool is_capturing(const Context &context, StreamHandle stream) {
-    const Current current(context);
-    int status = 0;
-    check(driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
-    return status != 0;
+bool is_stream_of(Context &context, StreamHandle stream) {
+    constexpr std::uintptr_t kDefaultStreams = 2;
+    if (reinterpret_cast<std::uintptr_t>(stream) <= kDefaultStreams) return true;
+    return noted(context, [&] {
+        const Current current(context);
+        ContextHandle of = nullptr;
+        check(driver().stream_context(stream, &of), "cuStreamGetCtx");
+        return of == context.handle();
+    });
+}
+
+bool is_capturing(Context &context, StreamHandle stream) {
+    return noted(context, [&] {
+        const Current current(context);
+        int status = 0;
+        check(driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
+        return status != 0;
+    });
 }
 
 }  // namespace fdcache::cuda

@@ -28,11 +28,14 @@ class Context : public std::enable_shared_from_this<Context> {
     std::optional<std::string> lost() const;
     // Remembers an error after which no call on this device succeeds any more.
     void note(const Error &error);
+    // Remembers any error: after it nobody knows what the device does.
+    void lose(const Error &error);
 
+  private:
+    friend class PooledEvent;
     EventHandle take_event(bool timing);
     void give_event(EventHandle event, bool timing);
 
-  private:
     int ordinal_;
     int device_ = 0;
     ContextHandle handle_ = nullptr;
@@ -53,11 +56,26 @@ class Current {
     int capture_mode_ = 2;  // relaxed; the thread's own one meanwhile
 };
 
+// An event of the driver, taken from a context's pool and given back.
+class PooledEvent {
+  public:
+    PooledEvent(std::shared_ptr<Context> context, bool timing);
+    ~PooledEvent();
+    PooledEvent(const PooledEvent &) = delete;
+    PooledEvent &operator=(const PooledEvent &) = delete;
+
+    EventHandle handle() const { return handle_; }
+
+  private:
+    const std::shared_ptr<Context> context_;
+    const bool timing_;
+    const EventHandle handle_;
+};
+
 // Recorded once; its driver event goes back for reuse when the last holder is gone.
 class Event : public std::enable_shared_from_this<Event> {
   public:
     Event(std::shared_ptr<Context> context, bool timing);
-    ~Event();
     Event(const Event &) = delete;
     Event &operator=(const Event &) = delete;
 
@@ -65,20 +83,22 @@ class Event : public std::enable_shared_from_this<Event> {
     // recorded is reached.
     void promise();
     bool is_promised() const { return state_.load(std::memory_order_acquire) == State::kPromised; }
-    // On a failure the event counts as reached: a failed copy is told by its report, not by its waiters.
-    void record(StreamHandle stream);
+    // Where the driver refuses, the thread waits for the stream, so that the event is reached indeed. When
+    // that is refused too the event counts as reached, stands for nothing, and the first error is returned.
+    std::optional<Error> record(StreamHandle stream);
     // Blocks until a promised event is recorded.
     void hold(StreamHandle stream) const;
-    // An event of a lost device is reached: nothing runs there any more.
+    // An event of a lost device is reached: nothing runs there any more. A device that cannot say whether an
+    // event is reached is lost.
     bool is_reached() const;
+    // Seconds on the device between two events that are reached; 0 where one was never recorded.
     double seconds_since(const Event &earlier) const;
 
   private:
-    enum class State : int { kNew, kPromised, kRecorded, kFailed };
+    enum class State : int { kNew, kPromised, kRecorded, kPassed };
 
-    std::shared_ptr<Context> context_;
-    bool timing_;
-    EventHandle handle_;
+    const std::shared_ptr<Context> context_;
+    const PooledEvent event_;
     std::atomic<State> state_{State::kNew};
 };
 
@@ -101,6 +121,9 @@ class Registration {
 // The UUID of the device with that ordinal.
 std::array<unsigned char, 16> device_uuid(int ordinal);
 
-bool is_capturing(const Context &context, StreamHandle stream);
+bool is_capturing(Context &context, StreamHandle stream);
+
+// Whether the stream is one of this context; the default streams are those of any.
+bool is_stream_of(Context &context, StreamHandle stream);
 
 }  // namespace fdcache::cuda

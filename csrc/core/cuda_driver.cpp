@@ -43,6 +43,8 @@ Driver load_driver() {
     load(library, "cuEventQuery", loaded.event_query);
     load(library, "cuEventElapsedTime", loaded.event_elapsed);
     load(library, "cuStreamWaitEvent", loaded.stream_wait);
+    load(library, "cuStreamSynchronize", loaded.stream_synchronize);
+    load(library, "cuStreamGetCtx", loaded.stream_context);
     load(library, "cuStreamIsCapturing", loaded.stream_is_capturing);
     load(library, "cuThreadExchangeStreamCaptureMode", loaded.exchange_capture_mode);
     int (*init)(unsigned);

@@ -76,6 +76,8 @@ struct Driver {
     int (*event_query)(EventHandle);
     int (*event_elapsed)(float *, EventHandle, EventHandle);
     int (*stream_wait)(StreamHandle, EventHandle, unsigned);
+    int (*stream_synchronize)(StreamHandle);
+    int (*stream_context)(StreamHandle, ContextHandle *);
     int (*stream_is_capturing)(StreamHandle, int *);
     int (*exchange_capture_mode)(int *);
     // Null before CUDA 13.

@@ -23,30 +23,25 @@ Lane::Lane(std::shared_ptr<Context> context, StreamHandle main, StreamHandle cop
       staging_(staging),
       slot_bytes_(slot_bytes),
       slots_(slots),
-      handed_over_(context_->take_event(false)) {
-    for (Slot &slot : slots_) slot.freed = context_->take_event(false);
-}
-
-Lane::~Lane() {
-    context_->give_event(handed_over_, false);
-    for (const Slot &slot : slots_) context_->give_event(slot.freed, false);
+      handed_over_(context_, false) {
+    for (Slot &slot : slots_) slot.freed = std::make_unique<PooledEvent>(context_, false);
 }
 
 Address Lane::take_slot(StreamHandle user) {
     next_ = (next_ + 1) % slots_.size();
-    if (slots_[next_].used) hold(user, slots_[next_].freed);
+    if (slots_[next_].used) hold(user, slots_[next_].freed->handle());
     return staging_ + next_ * slot_bytes_;
 }
 
 void Lane::free_slot(StreamHandle user) {
-    record(slots_[next_].freed, user);
+    record(slots_[next_].freed->handle(), user);
     slots_[next_].used = true;
 }
 
 void Lane::hand_over(StreamHandle from, StreamHandle to) {
     // A wait takes the event as it was recorded last, so that one event serves all of them.
-    record(handed_over_, from);
-    hold(to, handed_over_);
+    record(handed_over_.handle(), from);
+    hold(to, handed_over_.handle());
 }
 
 }  // namespace fdcache::cuda

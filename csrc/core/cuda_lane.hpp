@@ -15,7 +15,6 @@ class Lane : public std::enable_shared_from_this<Lane> {
   public:
     Lane(std::shared_ptr<Context> context, StreamHandle main, StreamHandle copy, Address staging,
          std::size_t slot_bytes, unsigned slots);
-    ~Lane();
     Lane(const Lane &) = delete;
     Lane &operator=(const Lane &) = delete;
 
@@ -32,7 +31,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
 
   private:
     struct Slot {
-        EventHandle freed = nullptr;
+        std::unique_ptr<PooledEvent> freed;
         bool used = false;
     };
 
@@ -43,7 +42,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
     std::size_t slot_bytes_;
     std::vector<Slot> slots_;
     std::size_t next_ = 0;
-    EventHandle handed_over_;
+    PooledEvent handed_over_;
 };
 
 }  // namespace fdcache::cuda

@@ -9,6 +9,14 @@ void Swap::finish() {
     finished_ = true;
     leave_traffic();
     if (const auto lost = context_->lost(); lost && error_.empty()) error_ = *lost;
+    if (error_.empty()) {
+        try {
+            seconds_ = done_->seconds_since(*begun_);
+        } catch (const Error &error) {
+            context_->note(error);
+            error_ = error.what();
+        }
+    }
     if (!error_.empty()) {
         std::ranges::replace(faults_, BlockFault::kNone, BlockFault::kDevice);
         return;
@@ -22,7 +30,6 @@ void Swap::finish() {
             finish_in(row);
         }
     }
-    seconds_ = done_->seconds_since(*begun_);
 }
 
 void Swap::finish_out(std::size_t row) {

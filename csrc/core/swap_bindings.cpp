@@ -85,8 +85,14 @@ void bind_context(nb::module_ &module) {
         .def(nb::new_([](int ordinal) { return std::make_shared<cuda::Context>(ordinal); }), "ordinal"_a)
         .def_prop_ro("lost", &cuda::Context::lost)
         .def(
+            "is_stream_of",
+            [](cuda::Context &self, std::uintptr_t stream) {
+                return cuda::is_stream_of(self, handle_of<cuda::StreamHandle>(stream));
+            },
+            "stream"_a)
+        .def(
             "is_capturing",
-            [](const cuda::Context &self, std::uintptr_t stream) {
+            [](cuda::Context &self, std::uintptr_t stream) {
                 return cuda::is_capturing(self, handle_of<cuda::StreamHandle>(stream));
             },
             "stream"_a);
@@ -106,7 +112,7 @@ void bind_context(nb::module_ &module) {
         .def(
             "record",
             [](cuda::Event &self, std::uintptr_t stream) {
-                self.record(handle_of<cuda::StreamHandle>(stream));
+                if (const auto refusal = self.record(handle_of<cuda::StreamHandle>(stream))) throw *refusal;
             },
             "stream"_a)
         .def(

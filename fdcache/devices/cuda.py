@@ -23,7 +23,7 @@ from fdcache.devices.base import (
     TensorView,
 )
 from fdcache.devices.calibration import Calibration, load_calibration
-from fdcache.devices.cuda_memory import CudaMemory
+from fdcache.devices.cuda_memory import BlockTable, CudaMemory
 from fdcache.devices.cuda_streams import (
     CudaEvent,
     CudaStream,
@@ -37,7 +37,7 @@ from fdcache.devices.kernels import load_kernels
 from fdcache.devices.policy import make_policy, min_group_bytes
 from fdcache.devices.topology import find_gpu
 from fdcache.devices.validation import check_pairs
-from fdcache.errors import DeviceError, DeviceLostError
+from fdcache.errors import DeviceError, DeviceLostError, StreamError
 from fdcache.layout import Plane
 from fdcache.settings.transfer import TransferSettings, Verify
 
@@ -76,8 +76,7 @@ class CudaBlockCopy:
         self._pairs = pairs
         self._memory = memory
         self._owners = owners
-        self._table = memory.take_table(core.table_bytes)
-        core.set_table(self._table.host, self._table.device)
+        self._table: BlockTable | None = None
         self._outcome: CopyOutcome | None = None
         self.done = CudaEvent(core.done)
 
@@ -99,6 +98,9 @@ class CudaBlockCopy:
         own = cuda_stream(stream)
         own.hold(self)
         try:
+            if self._table is None:
+                self._table = self._memory.take_table(self._core.table_bytes)
+                self._core.set_table(self._table.host, self._table.device)
             events = own.submitter.enqueue(self._core, own.lane(), ranges)
         except (DeviceError, _core.CudaError) as error:
             own.submitter.refuse(self._core, str(error))
@@ -121,7 +123,8 @@ class CudaBlockCopy:
                 seconds=self._core.seconds,
                 detail=self._core.error,
             )
-            self._memory.give_table(self._table)
+            if self._table is not None:
+                self._memory.give_table(self._table)
         return self._outcome
 
 
@@ -181,7 +184,14 @@ class CudaDevice:
         """A stream of fdcache, CuPy, torch or Paddle, one with ``__cuda_stream__``, or a handle as an int."""
         if isinstance(stream, CudaStream | ExternalStream):
             return stream
-        return ExternalStream(self._context, handle_of(stream), stream)
+        handle = handle_of(stream)
+        try:
+            is_own = self._context.is_stream_of(handle)
+        except _core.CudaError as error:
+            raise self._error(error) from error
+        if not is_own:
+            raise StreamError(f"the stream is not one of {self.name}: make it while that GPU is current")
+        return ExternalStream(self._context, handle, stream)
 
     def create_stream(self, *, background: bool = False) -> CudaStream:
         """A new stream with its own staging ring; a background one has the lowest priority."""
@@ -189,7 +199,10 @@ class CudaDevice:
 
     def create_event(self) -> CudaEvent:
         """A new event, not recorded."""
-        return CudaEvent(_core.CudaEvent(self._context))
+        try:
+            return CudaEvent(_core.CudaEvent(self._context))
+        except _core.CudaError as error:
+            raise self._error(error) from error
 
     def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
         """Wait until one of the events is reached; whether one was."""
@@ -219,13 +232,13 @@ class CudaDevice:
         """
         if not isinstance(planes, CudaPlanes):
             raise TypeError(f"expected planes of the CUDA device, got {type(planes).__name__}")
-        if (reason := self.lost) is not None:
-            raise DeviceLostError(f"{self.name} has failed ({reason}); start this process anew")
+        if self.lost is not None:
+            raise self._error(None)
         check_pairs(pairs, direction, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
         try:
             core = self._swap(planes, arena, pairs, direction)
         except _core.CudaError as error:
-            raise DeviceError(f"{self.name}: {error}") from error
+            raise self._error(error) from error
         return CudaBlockCopy(core, pairs, memory=self._memory, owners=(planes, self._kernels))
 
     def _swap(
@@ -251,6 +264,11 @@ class CudaDevice:
             verify=self.settings.verify is Verify.ALL
             or (pairs.verify is not None and bool(pairs.verify.any())),
         )
+
+    def _error(self, error: _core.CudaError | None) -> DeviceError:
+        if (reason := self.lost) is not None:
+            return DeviceLostError(f"{self.name} has failed ({reason}); start this process anew")
+        return DeviceError(f"{self.name}: {error}")
 
     def _extents_of(self, arena: HostArena) -> _core.CudaExtents:
         epoch, extents = self._extents.get(arena, (None, None))

@@ -39,15 +39,16 @@ class CudaMemory:
         self._tables: dict[int, list[BlockTable]] = defaultdict(list)
 
     def allocate(self, nbytes: int) -> Any:
-        """Zero-filled memory as a one-dimensional CuPy array; there when this returns."""
+        """Zero-filled memory as a one-dimensional CuPy array; there when this returns.
+
+        It is of its own: once nobody holds it, it is the GPU's again and not a pool's.
+        """
         cupy = self._cupy
-        with cupy.cuda.Device(self._gpu.ordinal):
-            try:
-                memory = cupy.zeros(nbytes, dtype=cupy.uint8)
-            except cupy.cuda.memory.OutOfMemoryError as error:
-                raise DeviceError(f"{self._gpu.name} has no {nbytes} bytes left: {error}") from error
-            cupy.cuda.get_current_stream().synchronize()
-        return memory
+        memory = self.reserve(nbytes)
+        with cupy.cuda.Device(self._gpu.ordinal) as device:
+            memory.memset(0, nbytes)
+            device.synchronize()
+            return cupy.ndarray((nbytes,), dtype=cupy.uint8, memptr=memory)
 
     def reserve(self, nbytes: int) -> Any:
         """Memory of its own, not zeroed, as a CuPy memory pointer. No pool hands it to another stream."""
@@ -71,7 +72,10 @@ class CudaMemory:
             return self._tables[size].pop()
         cupy = self._cupy
         with cupy.cuda.Device(self._gpu.ordinal):
-            pinned = cupy.cuda.alloc_pinned_memory(size)
+            try:
+                pinned = cupy.cuda.alloc_pinned_memory(size)
+            except cupy.cuda.runtime.CUDARuntimeError as error:
+                raise DeviceError(f"{size} bytes of pinned memory for a block table: {error}") from error
         device = self.reserve(size)
         return BlockTable(pinned.ptr, device.ptr, size, (pinned, device))
 
@@ -109,7 +113,7 @@ class CudaMemory:
 
 def _memlock_remedy(nbytes: int) -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit != resource.RLIM_INFINITY and limit < nbytes:
+    if limit != resource.RLIM_INFINITY:
         return (
             f"this process may lock {limit} bytes: raise the limit (ulimit -l unlimited, LimitMEMLOCK=infinity, "
             "docker run --ulimit memlock=-1)"

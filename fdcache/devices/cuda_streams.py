@@ -45,7 +45,11 @@ class ExternalStream:
         self._owner = owner
 
     def _check_not_captured(self, call: str) -> None:
-        if self._context.is_capturing(self.handle):
+        try:
+            captured = self._context.is_capturing(self.handle)
+        except _core.CudaError as error:
+            raise DeviceError(f"{call}: the stream cannot be used: {error}") from error
+        if captured:
             raise StreamError(
                 f"{call}: the stream is being captured into a CUDA graph, which would wait for this plan's "
                 "events in every replay; before the graph is launched call wait_all(stream=...) instead"
@@ -54,11 +58,14 @@ class ExternalStream:
     def record(self, event: _core.CudaEvent) -> None:
         """Record an event behind what the stream holds now. Raises ``StreamError`` during a capture."""
         self._check_not_captured("submit_swap_tasks")
-        event.record(self.handle)
+        try:
+            event.record(self.handle)
+        except _core.CudaError as error:
+            raise DeviceError(f"nothing can wait for the compute stream: {error}") from error
 
     def wait_event(self, event: Event) -> None:
         """Hold later operations until the event is reached. Raises ``StreamError`` during a capture."""
-        self._check_not_captured("wait_for_layer")
+        self._check_not_captured("waiting for the layers of a plan")
         try:
             core_event(event).hold(self.handle)
         except _core.CudaError as error:

@@ -198,6 +198,18 @@ def test_a_refused_copy_is_a_failed_report_and_the_device_goes_on(monkeypatch: A
         assert worker.gpu.lost is None
 
 
+def test_sleep_gives_the_memory_back_to_the_gpu() -> None:
+    layout, blocks = WIDE["512 KiB"], 128
+    with GpuWorker(layout, device_blocks=blocks, host_blocks=2) as worker:
+        awake, _ = cupy.cuda.runtime.memGetInfo()
+        worker.tensors = []
+        worker.controller.sleep()
+        asleep, _ = cupy.cuda.runtime.memGetInfo()
+        assert asleep - awake >= blocks * layout.payload_bytes
+        worker.tensors = worker.controller.wakeup()
+        assert not any(worker.tensors[0][0].reshape(-1).tolist())
+
+
 def test_memory_is_freed_once_and_only_after_the_last_copy() -> None:
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()

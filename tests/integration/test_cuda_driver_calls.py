@@ -35,12 +35,14 @@ def test_whatever_call_is_refused_is_a_failed_report_and_nothing_is_lost_or_free
     driver: Path, method: str
 ) -> None:
     calls = ["cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuLaunchKernel", "cuStreamWaitEvent"]
+    calls += ["cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventElapsedTime", "cuStreamGetCtx"]
     run(driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.REFUSED)")
 
 
 @pytest.mark.parametrize("method", ["staged", *LONG])
 def test_wherever_the_gpu_is_lost_reports_say_so_and_the_controller_closes(driver: Path, method: str) -> None:
     calls = ["cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuLaunchKernel", "cuStreamWaitEvent", "cuEventQuery"]
+    calls += ["cuEventRecord", "cuEventElapsedTime"]
     run(driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.LOST)")
 
 
@@ -54,6 +56,10 @@ def test_after_a_refusal_the_next_plan_is_carried_out(driver: Path, method: str,
 
 def test_a_stream_that_is_captured_is_refused_before_anything_is_done(driver: Path) -> None:
     run(driver, "cuda_scenarios.refuse_a_capture()")
+
+
+def test_a_stream_of_another_gpu_is_refused(driver: Path) -> None:
+    run(driver, "cuda_scenarios.refuse_a_foreign_stream()")
 
 
 @pytest.mark.parametrize("policy", [each.value for each in WritePolicy])
