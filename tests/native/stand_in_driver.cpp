@@ -89,6 +89,15 @@ int add_copy(StreamHandle stream, std::function<void()> copy) {
     return kSuccess;
 }
 
+Mark add_mark(StreamHandle stream) {
+    const Mark mark = std::make_shared<std::atomic<bool>>(false);
+    stream->add([mark] {
+        *mark = true;
+        mark->notify_all();
+    });
+    return mark;
+}
+
 template <typename Value>
 Value argument(void **arguments, std::size_t index) {
     return *static_cast<Value *>(arguments[index]);
@@ -211,6 +220,11 @@ int cuStreamIsCapturing(StreamHandle, int *status) {
     return kSuccess;
 }
 
+int cuStreamGetCtx(StreamHandle, ContextHandle *context) {
+    *context = nullptr;
+    return kSuccess;
+}
+
 int cuMemHostRegister_v2(void *, std::size_t, unsigned) {
     return kRefused;
 }
@@ -259,15 +273,14 @@ int cuEventDestroy_v2(EventHandle event) {
 }
 
 int cuEventRecord(EventHandle event, StreamHandle stream) {
-    const auto mark = std::make_shared<std::atomic<bool>>(false);
-    {
-        const std::lock_guard lock(event->mutex);
-        event->last = mark;
-    }
-    stream->add([mark] {
-        *mark = true;
-        mark->notify_all();
-    });
+    const Mark mark = add_mark(stream);
+    const std::lock_guard lock(event->mutex);
+    event->last = mark;
+    return kSuccess;
+}
+
+int cuStreamSynchronize(StreamHandle stream) {
+    add_mark(stream)->wait(false);
     return kSuccess;
 }
 
