@@ -50,15 +50,16 @@ def test_loads_behind_a_busy_stream_go_as_one_batch(method: str, name: str, monk
             return copy_blocks(planes, arena, pairs, direction)
 
         monkeypatch.setattr(worker.gpu, "copy_blocks", counted)
-        busy = cupy.cuda.Stream(non_blocking=True)
-        spin(busy, 400_000_000)
-        worker.controller.submit_swap_tasks(plan(21, load=[(BLOCKS - 1, 0)]), busy)
-        worker.controller.submit_swap_tasks(plan(2, load=[(BLOCKS - 1 - i, i) for i in range(12)]))
+        held, first = plan(21, load=[(BLOCKS - 1, 0)]), plan(2, load=[(BLOCKS - 1 - i, i) for i in range(12)])
         wanted = [plan(3 + n, load=[(2 * n + i, 12 + 2 * n + i) for i in range(2)]) for n in range(5)]
         assert wanted[3].loads is not None
         wanted[3].loads.src_generations[1] += 1
-        counters = [worker.controller.submit_swap_tasks(each) for each in wanted]
         untouched = worker.block(19)
+        busy = cupy.cuda.Stream(non_blocking=True)
+        spin(busy, 2_000_000_000)
+        worker.controller.submit_swap_tasks(held, busy)
+        worker.controller.submit_swap_tasks(first)
+        counters = [worker.controller.submit_swap_tasks(each) for each in wanted]
         reports = reports_of(worker, 7)
         assert sizes == [1, 12, 10]
         assert [each for each, report in reports.items() if not report.results[0].success] == [6]
