@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
+CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp)
 
 .PHONY: demo demo-paddle gpu-extra test test-gpu check lint format bench clean
 
@@ -35,7 +36,7 @@ lint: $(VENV)/.installed-dev  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES) $(CXX_TESTS)
 
 gpu-extra: $(VENV)/.installed-dev  ## the extra for GPUs resolves; nothing is installed
 	$(PIP) install --quiet --dry-run --no-build-isolation --constraint constraints.txt '.[gpu]'
@@ -43,7 +44,7 @@ gpu-extra: $(VENV)/.installed-dev  ## the extra for GPUs resolves; nothing is in
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/clang-format -i $(CXX_FILES) $(CXX_TESTS)
 
 bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, with the machine they ran on
 	$(BIN)/python -m benchmarks.scheduler

@@ -1,0 +1,103 @@
+// Host and device memory with everything that batches of block copies need, and what is asked of a batch.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/cuda_swap.hpp"
+#include "core/submitter.hpp"
+#include "native/stand_in_driver.hpp"
+
+namespace fdcache::stand_in {
+
+using EventPtr = std::shared_ptr<cuda::Event>;
+
+// Blocks of the device. Host slots [0, kBlocks) have records of bytes that no other record has, and as many
+// slots behind them are empty.
+inline constexpr int kBlocks = 24;
+inline constexpr std::size_t kPlanes = 4;
+// All blocks together are more than a calling thread puts on a stream by itself.
+inline constexpr std::size_t kPlaneBytes = std::size_t{192} << 10;
+inline constexpr std::size_t kRecordBytes = kPlanes * kPlaneBytes;
+
+inline const std::vector<PlaneRange> kGroups{{0, 1}, {1, 2}, {2, kPlanes}};
+inline const std::vector<PlaneRange> kWhole{{0, kPlanes}};
+
+// Ends the process with the words when something is wrong: threads that hang cannot be left in another way.
+void expect(bool holds, const std::string &otherwise);
+// So when the event does not end within the patience of a test.
+void await(const EventPtr &event, const std::string &name);
+
+struct SlotPair {
+    int host;
+    int device;
+};
+
+// A block of the device and the host slot with the same number, for all blocks or the first ones.
+std::vector<SlotPair> same_slots(int count = kBlocks);
+
+// One batch with the memory of its table, and the events that its submission gave.
+struct Batch {
+    std::string name;
+    std::vector<SlotPair> pairs;
+    std::vector<swap::Block> host_table, device_table;
+    std::shared_ptr<cuda::Swap> swap;
+    std::vector<EventPtr> events;
+
+    // Awaits all events and finishes the batch.
+    void finish();
+    // Finishes; every block was copied.
+    void expect_copied();
+    // Finishes; no block counts as copied and the error says `words`.
+    void expect_failed(const std::string &words);
+};
+
+// The streams of one purpose, with a ring for what is staged.
+class LaneWorld {
+  public:
+    explicit LaneWorld(std::shared_ptr<cuda::Context> context);
+    cuda::StreamHandle main() { return &main_; }
+    const std::shared_ptr<cuda::Lane> &lane() const { return lane_; }
+
+  private:
+    std::vector<std::uint8_t> ring_;
+    Stream main_, copy_;
+    std::shared_ptr<cuda::Lane> lane_;
+};
+
+// Enqueues ranges of the batch, whose events it then has.
+void submit(cuda::Submitter &submitter, const LaneWorld &lane, Batch &batch,
+            const std::vector<PlaneRange> &ranges);
+
+class World {
+  public:
+    explicit World(SwapChoice way = SwapChoice::kDirect);
+
+    const std::shared_ptr<cuda::Context> context;
+
+    EventPtr event() const { return std::make_shared<cuda::Event>(context, false); }
+    EventPtr promised() const;
+    Batch load(std::string name, std::vector<SlotPair> pairs) const;
+    Batch backup(std::string name, std::vector<SlotPair> pairs) const;
+
+    // Whether these planes of the device block have the bytes of the host record.
+    bool has_bytes(int device, int host, PlaneRange planes = kWhole[0]) const;
+    bool are_same_records(int host, int other) const;
+    void expect_loaded(const Batch &batch) const;
+
+  private:
+    Batch make(Direction direction, std::string name, std::vector<SlotPair> pairs) const;
+
+    const std::shared_ptr<cuda::Traffic> traffic_ = std::make_shared<cuda::Traffic>();
+    SwapPolicy policy_{};
+    std::vector<std::uint8_t> device_, host_;
+    std::vector<SlotHeader> headers_;
+    std::vector<Plane> planes_;
+    cuda::ChunkTable chunks_;
+    RecordTable records_;
+};
+
+}  // namespace fdcache::stand_in
