@@ -55,6 +55,10 @@ class Extent:
         """Where it is in this process."""
         return self.data.ctypes.data
 
+    def records(self, geometry: Geometry) -> np.ndarray:
+        """Its records, shape (records, bytes of a record), dtype uint8; a view."""
+        return self.data[: geometry.headers_offset].reshape(-1, geometry.record_bytes)
+
     def headers(self, geometry: Geometry) -> np.ndarray:
         """Its slot headers, shape (records,), dtype ``HEADER``; a view."""
         start, count = geometry.headers_offset, geometry.records_per_extent

@@ -6,9 +6,9 @@ import fcntl
 import mmap
 import os
 import re
-import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ _MADV_POPULATE_WRITE = 23
 _HUGE_PAGE = 2 << 20
 _FEWEST_EXTENTS = 16
 _SHARE_OF_TABLES = 256  # the presence tables of all layouts together, at 16 bytes for a record of 4 KiB
+_TOUCH_THREADS = 8
 _SHARE_OF_MEMORY = 4  # unasked, the arena takes a quarter of what is there
 
 
@@ -98,9 +99,9 @@ class Arena:
         self.manifest = Manifest(os.getpid(), uuid.uuid4().int >> 65, size, count, self._address)
         self._write_manifest()
         try:
-            for index in range(count):
-                _allocate(self._free_path(index), size, numa_node, huge_pages)
-                progress(index + 1, count)
+            paths = [self._free_path(index) for index in range(count)]
+            for done, _ in enumerate(_allocate_all(paths, size, numa_node, huge_pages), 1):
+                progress(done, count)
         except OSError as error:
             self.clean()
             raise HostMemoryError(
@@ -225,14 +226,22 @@ def extent_bytes(total: int, most: int, huge_pages: bool) -> int:
     return size
 
 
-def _allocate(path: Path, size: int, numa_node: int | None, huge_pages: bool) -> None:
+def _allocate_all(paths: list[Path], size: int, numa_node: int | None, huge_pages: bool) -> Iterator[None]:
+    """Make the files, some at a time: the system clears their pages. Each is yielded in order."""
+    cores = None if numa_node is None else node_cores(numa_node)
+    pool = ThreadPoolExecutor(min(_TOUCH_THREADS, os.cpu_count() or 1), "fdcache-touch")
+    try:
+        yield from pool.map(partial(_allocate, size=size, cores=cores, huge_pages=huge_pages), paths)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _allocate(path: Path, *, size: int, cores: set[int] | None, huge_pages: bool) -> None:
+    if cores is not None:
+        os.sched_setaffinity(0, cores)  # this thread alone: the kernel prefers the memory near its core
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        work = partial(_touch_huge if huge_pages else _touch, fd, size)
-        if numa_node is None:
-            work()
-        else:
-            _on_node(numa_node, work)
+        (_touch_huge if huge_pages else _touch)(fd, size)
     finally:
         os.close(fd)
 
@@ -247,25 +256,6 @@ def _touch_huge(fd: int, size: int) -> None:
     with mmap.mmap(fd, size, mmap.MAP_SHARED) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         memory.madvise(_MADV_POPULATE_WRITE)
-
-
-def _on_node(node: int, work: Callable[[], None]) -> None:
-    """Run ``work`` in a short-lived thread on the node's cores, whose memory the kernel then prefers."""
-    cores = node_cores(node)
-    failed: list[OSError] = []
-
-    def bound() -> None:
-        try:
-            os.sched_setaffinity(0, cores)
-            work()
-        except OSError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=bound)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
 
 
 def node_cores(node: int) -> set[int]:

@@ -22,6 +22,7 @@ class LayoutMemory:
         self._layout = layout
         self._geometry = geometry
         self._ranks = range(layout.tp_size)
+        self._padding = _padding(layout)
         self._extents: list[list[Extent]] = [[] for _ in self._ranks]
         self.tables: list[_core.RecordTable] = []
 
@@ -60,6 +61,10 @@ class LayoutMemory:
         """Take one more extent of the arena for each rank; there have to be so many."""
         self._arena.assign(self._paths(self.num_extents))
         self.map(1)
+        for extents in self._extents:
+            records = extents[-1].records(self._geometry)
+            for first, last in self._padding:
+                records[:, first:last] = 0  # what another layout left there would go wherever the record goes
 
     def give_back(self) -> None:
         """Give the last extent of each rank back to the arena; nothing in it is in use."""
@@ -118,3 +123,10 @@ class LayoutMemory:
 
     def _renew_tables(self) -> None:
         self.tables = [record_table(self._geometry, extents) for extents in self._extents if extents]
+
+
+def _padding(layout: KVLayout) -> list[tuple[int, int]]:
+    """The bytes of a record that belong to no plane, as ranges."""
+    ends = [0, *(plane.offset + plane.nbytes for plane in layout.planes)]
+    starts = [*(plane.offset for plane in layout.planes), layout.record_bytes]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]

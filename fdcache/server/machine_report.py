@@ -106,7 +106,11 @@ def _numa(settings: Settings) -> Finding:
 def _memlock() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = "unlimited" if soft == resource.RLIM_INFINITY else format_size(soft)
-    hint = None if soft == resource.RLIM_INFINITY else "engines that use RDMA need more: ulimit -l unlimited"
+    hint = (
+        None
+        if soft == resource.RLIM_INFINITY
+        else "engines that pin host memory for a GPU or RDMA may need more: ulimit -l unlimited"
+    )
     return Finding("memlock", found, hint=hint)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,19 @@ def test_more_than_there_is_is_refused_with_the_remedy_and_nothing_is_left(tmp_p
         made.create(1 << 60, 1 << 26)
     made.close()
     assert names(tmp_path) == []
+
+
+def test_extents_are_touched_by_threads_that_rebind_no_other(tmp_path: Path) -> None:
+    made = Arena(tmp_path, "t")
+    made.lock()
+    cores, told = os.sched_getaffinity(0), []
+    node = 0 if Path("/sys/devices/system/node/node0/cpulist").exists() else None
+    made.create(1 << 20, 1 << 16, numa_node=node, progress=lambda done, total: told.append((done, total)))
+    assert told == [(done, 16) for done in range(1, 17)]
+    assert os.sched_getaffinity(0) == cores
+    assert not any("fdcache-touch" in thread.name for thread in threading.enumerate())
+    assert all(each.stat().st_blocks * 512 >= 1 << 16 for each in tmp_path.glob("*-free-*"))
+    made.close()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""The memory of one layout in an arena: what it takes from another layout carries nothing of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fdcache.layout import KVLayout
+from fdcache.node.geometry import Geometry
+from fdcache.server.arena import Arena
+from fdcache.server.layout_memory import LayoutMemory
+from tests.property.test_round_trips import COMMON
+from tests.swaps import uniform_layout
+
+EXTENT = 1 << 16
+
+
+def memory_of(arena: Arena, layout: KVLayout, name: str) -> tuple[LayoutMemory, Geometry]:
+    geometry = Geometry(str(arena.directory), f"fdcache-t-{name}", 1, EXTENT, layout.record_bytes, 4096)
+    return LayoutMemory(arena, layout, geometry), geometry
+
+
+def test_an_extent_that_changes_layout_has_zeros_wherever_no_plane_is(tmp_path: Path) -> None:
+    arena = Arena(tmp_path, "t")
+    arena.lock()
+    arena.create(16 * EXTENT, EXTENT)
+    left, _ = memory_of(arena, uniform_layout(), "00112233aabbccdd")
+    for _each in range(16):
+        left.take()
+    for extent in left.extents(0):
+        extent.data[:] = 0xFF
+    while left.num_extents:
+        left.give_back()
+    layout = KVLayout.block_fp8(**COMMON, num_layers=2, block_size=16, kv_heads=1, head_dim=72)
+    taken, geometry = memory_of(arena, layout, "ffeeddcc00112233")
+    taken.take()
+    (extent,) = taken.extents(0)
+    planes = np.zeros(layout.record_bytes, np.bool_)
+    for plane in layout.planes:
+        planes[plane.offset : plane.offset + plane.nbytes] = True
+    records = extent.records(geometry)
+    assert not planes.all() and len(records) == geometry.records_per_extent > 1
+    assert not records[:, ~planes].any()
+    assert (records[:, planes] == 0xFF).all(), "planes are not cleared: that would take the time of a copy"
+    del records, extent
+    taken.close()
+    arena.close()
