@@ -21,10 +21,10 @@
 
 namespace fdcache::cuda {
 
-// Small batches, and those of a single range (evictions: the compute stream is told at once to wait for all of
-// them), go on the stream from the calling thread, if nothing waits before them. Large ones in several ranges go
-// from a thread of its own, which never touches Python; so do all batches of a background submitter. One thread
-// calls at a time.
+// Small batches, and those of a single range (evictions: the compute stream is told at once to wait for all
+// of them), go on the stream from the calling thread, if nothing waits before them. Large ones in several
+// ranges go from a thread of its own, which never touches Python; so do all batches of a background
+// submitter. One thread calls at a time.
 class Submitter {
   public:
     Submitter(std::shared_ptr<Context> context, StreamHandle main, bool background);

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from fdcache.devices.base import Device, PlaneBinding, TensorView
 from fdcache.errors import TensorError
 from fdcache.layout import KVLayout, Plane
@@ -92,14 +94,11 @@ def _overlap(first: PlaneBinding, other: PlaneBinding) -> bool:
     """Whether a block of one lies in a block of the other, which begins within the span of the first."""
     # With equal strides every block of the other lies to its neighbours as the first one does.
     blocks = 1 if first.stride == other.stride else other.num_blocks
-    for block in range(blocks):
-        start = other.address + block * other.stride - first.address
-        index = min(start // first.stride, first.num_blocks - 1)
-        inside = start - index * first.stride
-        reaches_next = index + 1 < first.num_blocks and inside + other.plane.nbytes > first.stride
-        if inside < first.plane.nbytes or reaches_next:
-            return True
-    return False
+    starts = other.address - first.address + np.arange(blocks, dtype=np.int64) * other.stride
+    index = np.minimum(starts // first.stride, first.num_blocks - 1)
+    inside = starts - index * first.stride
+    reaches_next = (index + 1 < first.num_blocks) & (inside + other.plane.nbytes > first.stride)
+    return bool(((inside < first.plane.nbytes) | reaches_next).any())
 
 
 def _is_contiguous(view: TensorView) -> bool:
