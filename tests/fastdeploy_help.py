@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,8 +85,8 @@ def report_of(plan: TransferPlan | StorageTask, failed: Sequence[int] = ()) -> T
     )
 
 
-def make(**cache: Any) -> CacheManager:
-    return CacheManager(fd_config(**cache))
+def make(*, clock: Callable[[], float] = time.monotonic, **cache: Any) -> CacheManager:
+    return CacheManager(fd_config(**cache), clock=clock)
 
 
 def run(manager: CacheManager, request: Any, outputs: int = 1) -> list[int]:
@@ -106,9 +107,11 @@ def settle(manager: CacheManager) -> list[TransferPlan]:
     return plans
 
 
-def evicted(*, device_blocks: int, others: int) -> tuple[CacheManager, Any]:
+def evicted(
+    *, device_blocks: int, others: int, clock: Callable[[], float] = time.monotonic
+) -> tuple[CacheManager, Any]:
     """A manager, and a request of four blocks that has ended; another one drove some of them to the host."""
-    manager = make(total_block_num=device_blocks, num_cpu_blocks=16)
+    manager = make(total_block_num=device_blocks, num_cpu_blocks=16, clock=clock)
     first = fd_request("a", 4 * BLOCK)
     for request in (first, fd_request("b", prompt=[9] * (others * BLOCK))):
         run(manager, request)

@@ -14,7 +14,7 @@ from fdcache.integrations.fastdeploy_requests import MatchedPrefix, Served, imag
 from fdcache.layout import KVLayout
 from fdcache.manager.cache_manager import CacheManager as Manager
 from fdcache.manager.requests import Request
-from fdcache.manager.results import AllocationFailure, LoadOutcome, MatchStatus
+from fdcache.manager.results import AllocationFailure, LoadOutcome, LoadStatus, MatchStatus
 from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
@@ -180,7 +180,13 @@ class CacheManager:
         tokens = np.concatenate([tokens_of(request.prompt_token_ids), outputs])
         served = Served(
             request,
-            Request(request.request_id, tokens, multimodal=images_of(request), use_cache=use_cache),
+            Request(
+                request.request_id,
+                tokens,
+                multimodal=images_of(request),
+                use_cache=use_cache,
+                device_only=getattr(request, "_fdcache_device_only", False),
+            ),
             outputs=len(outputs),
         )
         self._served[request.request_id] = served
@@ -225,9 +231,15 @@ class CacheManager:
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Take the workers' reports. A FAILED load: drop the tokens of the request's steps in flight and compute again
-        from ``recompute_from``. OVERDUE: preempt the request.
+        from ``recompute_from``. OVERDUE: preempt the
+        request; matched again it loads nothing.
         """
-        return self.core.apply(reports) + self.core.expire()
+        outcomes = self.core.apply(reports) + self.core.expire()
+        for outcome in outcomes:
+            if outcome.status is LoadStatus.OVERDUE:
+                # The request's next match is made with a record of its own.
+                self._served[outcome.request_id].engine_request._fdcache_device_only = True
+        return outcomes
 
     # --- the whole cache ----------------------------------------------------------------------------------
 

@@ -39,7 +39,9 @@ class _Search:
     @property
     def goes_on(self) -> bool:
         """Whether the host is asked: not for what lies below a block that is still on its way to the device."""
-        return self.on_device < len(self.hashes) and not (self.run is not None and self.run.pending)
+        if self.request.device_only or self.on_device == len(self.hashes):
+            return False
+        return self.run is None or not self.run.pending
 
 
 class PrefixLookup:
@@ -71,6 +73,7 @@ class PrefixLookup:
             self._prefetcher
             and self._settings.enable_prefix_caching
             and request.use_cache
+            and not request.device_only
             and not request._lease
         ):
             self._prefetcher.prefetch(request, self._live.matchable(request), plan)
@@ -96,7 +99,8 @@ class PrefixLookup:
         request._publishes = request._publishes and self._settings.enable_prefix_caching
         if not request._publishes:
             return _Search(request, hashes[:0], None)
-        if self._prefetcher and self._prefetcher.must_wait(request, hashes, plan):
+        asks = self._prefetcher if not request.device_only else None
+        if asks and asks.must_wait(request, hashes, plan):
             return _Search(request, hashes[:0], None, is_read=True)
         if self._reuse.is_on:
             known = self._device.contains(hashes) != ABSENT

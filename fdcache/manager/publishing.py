@@ -71,6 +71,7 @@ class Publisher:
     def overdue(self, load: LoadRange) -> LoadOutcome:
         """The load's deadline has passed; its slots wait for the report all the same."""
         self._counters.loads_overdue += 1
+        load.request.device_only = True
         return self._outcome(load, LoadStatus.OVERDUE, 0, "no report within the plan's deadline")
 
     def _outcome(self, load: LoadRange, status: LoadStatus, good: int, message: str | None) -> LoadOutcome:

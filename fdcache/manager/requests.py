@@ -67,6 +67,8 @@ class Request:
 
     ``prompt``: token ids. ``multimodal``: items whose content the token ids do not tell. ``adapter_id`` and ``tenant``
     keep their blocks apart from all others. ``use_cache=False``: neither reuses blocks nor leaves any behind.
+    ``device_only``: reuses what is on the device and nothing that would have to be loaded; the manager sets it when a
+    load of the request is overdue, so that no request waits in vain a second time.
     The underscored fields belong to the manager.
     """
 
@@ -79,10 +81,12 @@ class Request:
         adapter_id: str | None = None,
         tenant: str | None = None,
         use_cache: bool = True,
+        device_only: bool = False,
     ) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = len(prompt)
         self.use_cache = use_cache
+        self.device_only = device_only
         self.num_cached_tokens = 0
         self._prompt: Tokens = prompt
         self._multimodal = tuple(multimodal)

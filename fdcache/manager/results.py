@@ -79,7 +79,8 @@ class LoadOutcome(msgspec.Struct, frozen=True):
     """The end of one request's load, once every rank has reported it.
 
     FAILED: discard the tokens of all its steps in flight and compute again from token ``recompute_from``, in the
-    same blocks. OVERDUE: a rank may still be writing into them, so preempt the request (``request_finish``).
+    same blocks. OVERDUE: a rank may still be writing into them, so preempt the request (``request_finish``);
+    matched again it reuses what is on the device and loads nothing.
     """
 
     request_id: str

@@ -82,6 +82,20 @@ class TestFailures:
         world.settle()
         world.assert_nothing_is_held()
 
+    def test_a_request_whose_load_was_overdue_computes_the_next_time(self, worlds: Worlds) -> None:
+        world = worlds.with_blocks_on_the_host_only()
+        job = world.submit(*A, *B, *TAIL)
+        world.engine.schedule([job], 100)
+        world.now = 100.0
+        world.engine.handle(world.manager.expire())
+        world.engine.execute(world.engine.ranks[0], frozenset({0, 1}))
+        world.engine.deliver(0)
+        match = world.manager.match_prefix([job.request])[0]
+        assert (match.num_device_blocks, match.num_host_blocks) == (0, 0)
+        world.manager.request_finish([job.request])
+        assert world.match(*A, *B, *TAIL) == (0, 2), "others load it as before"
+        world.assert_nothing_is_held()
+
     def test_nobody_is_told_of_an_overdue_load_whose_request_ended(self, worlds: Worlds) -> None:
         world = worlds.with_blocks_on_the_host_only()
         job = world.submit(*A, *B, *TAIL)

@@ -95,6 +95,18 @@ def test_steps_that_end_before_their_loads_are_reported_are_clean(
     assert report.tally.hit_tokens["host"] > 0
 
 
+@pytest.mark.parametrize("workload", [WorkloadName.AGENT, WorkloadName.CHAT])
+def test_loads_that_are_late_and_fail_hold_no_request_up_for_ever(workload: WorkloadName) -> None:
+    config = small_config(
+        device_blocks=300,
+        load_failures=1.0,
+        cache={"plan_timeout": 1e-6, "write_policy": WritePolicy.WRITE_THROUGH},
+    )
+    report = run_chat(config, workload=workload)
+    assert_clean(report)
+    assert 0 < report.tally.overdue_loads <= report.tally.requests, "no request is late twice"
+
+
 def test_what_the_manager_still_holds_counts_as_leaked() -> None:
     config = small_config()
     manager = CacheManager(config.cache, config.layout)

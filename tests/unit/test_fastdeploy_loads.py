@@ -81,6 +81,23 @@ class TestHost:
         manager.match_prefix(probe)
         assert probe._match_result.matched_device_nums == 5
 
+    def test_a_request_whose_load_was_overdue_loads_nothing_when_it_is_matched_again(self) -> None:
+        now = 0.0
+        manager, first = evicted(device_blocks=8, others=7, clock=lambda: now)
+        again, other = (fd_request(name, prompt=[*first.prompt_token_ids, 1]) for name in "cd")
+        manager.match_prefix(again)
+        manager.allocate_device_blocks(again, 5 - again._match_result.matched_device_nums)
+        (plan, *_) = manager.issue_pending_backup_to_batch_request()
+        now = 100.0
+        assert [outcome.status for outcome in manager.apply([])] == ["overdue"]
+        manager.request_finish(again)
+        manager.apply([report_of(plan, failed=[0, 1, 2, 3][: again._match_result.matched_host_nums])])
+        for request, on_host in ((again, 0), (other, again._match_result.matched_host_nums)):
+            manager.match_prefix(request)
+            assert request._match_result.matched_host_nums == on_host
+            manager.request_finish(request)
+        manager.core.check_integrity()
+
     def test_fewer_blocks_than_the_host_hit_are_refused(self) -> None:
         manager, first = evicted(device_blocks=8, others=7)
         again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
