@@ -1,4 +1,4 @@
-"""What the tests with a driver that stands in do in their processes. ``install`` comes before everything else here."""
+"""What the tests with a driver that stands in do in their processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
+import cupy
 import numpy as np
 
 from fdcache import _core
@@ -17,11 +18,12 @@ from fdcache.replay.planes import DeviceName
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.transfer import TransferSettings
-from tests.cuda_stand_in import LOST, REFUSED, Driver, Memory, StandInWorker
+from tests.cuda_stand_in import LOST, REFUSED, Driver
+from tests.gpu.workers import GpuWorker
 from tests.property.test_round_trips import LAYOUTS
 from tests.swaps import Worker, header_of, plan, uniform_layout
 
-COMPUTE_STREAM = 4711
+COMPUTE = cupy.cuda.Stream(non_blocking=True)
 BLOCKS = 12
 READY = 2
 LAYOUT = uniform_layout(num_layers=4)
@@ -40,7 +42,7 @@ def copy_like_a_cpu(method: str, *, batched: bool) -> None:
             "device_blocks": BLOCKS, "host_blocks": BLOCKS, "seed": 5, "group_layers": 2, "verify": "all",
         }  # fmt: skip
         out, host, back = (shuffled(seed) for seed in (1, 2, 3))
-        with StandInWorker(layout, swap_method=method, **options) as gpu, Worker(layout, **options) as cpu:
+        with GpuWorker(layout, swap_method=method, **options) as gpu, Worker(layout, **options) as cpu:
             for made in (
                 plan(1, evict=list(zip(out, host, strict=True))),
                 plan(2, load=list(zip(host, back, strict=True))),
@@ -64,7 +66,7 @@ def plans(first_id: int) -> list[TransferPlan]:
     ]
 
 
-def run(worker: StandInWorker, made: TransferPlan, stream: int = COMPUTE_STREAM) -> str | None:
+def run(worker: GpuWorker, made: TransferPlan, stream: Any = COMPUTE) -> str | None:
     """Carry a plan out as far as it goes, and check what is reported of it; why it was refused or failed."""
     contents = {slot: worker.block(slot) for slot in range(BLOCKS)}
     try:
@@ -96,7 +98,7 @@ def run(worker: StandInWorker, made: TransferPlan, stream: int = COMPUTE_STREAM)
     return "; ".join(reasons) or None
 
 
-def record_planes(worker: StandInWorker, slot: int) -> list[bytes]:
+def record_planes(worker: GpuWorker, slot: int) -> list[bytes]:
     record = worker.record(slot)
     return [record[plane.offset : plane.offset + plane.nbytes].tobytes() for plane in worker.layout.planes]
 
@@ -115,7 +117,7 @@ def at_every_call(calls: Sequence[str], method: str, code: int) -> None:
 
 def fail_once(driver: Driver, method: str, call: str, after: int, code: int) -> bool:
     """Whether the call was made so often."""
-    worker = StandInWorker(
+    worker = GpuWorker(
         LAYOUT, device_blocks=BLOCKS, host_blocks=8, swap_method=method, group_layers=2, verify="all"
     )
     warm = [run(worker, made) for made in plans(1)]  # streams, events and tables are made at first use
@@ -141,7 +143,7 @@ def fail_once(driver: Driver, method: str, call: str, after: int, code: int) -> 
 def go_on_after_a_refusal(method: str, call: str) -> None:
     """The next plan is carried out as if nothing had been."""
     driver = Driver()
-    with StandInWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8, swap_method=method) as worker:
+    with GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8, swap_method=method) as worker:
         driver.fail(call, code=REFUSED)
         refused = run(worker, plan(1, evict=[(0, 3)]))
         assert refused is not None and call in refused
@@ -152,14 +154,14 @@ def go_on_after_a_refusal(method: str, call: str) -> None:
 def refuse_a_capture() -> None:
     """A captured stream may not even see memory being allocated; others are served meanwhile."""
     driver = Driver()
-    with StandInWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8) as worker:
+    with GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8) as worker:
         counter = worker.controller.submit_swap_tasks(plan(1, evict=[(0, 3)]))
-        driver.capture(COMPUTE_STREAM)
-        made = Memory.made
+        driver.capture(COMPUTE.ptr)
+        made = cupy.cuda.Memory.made
         for call in (
-            lambda: worker.controller.submit_swap_tasks(plan(2, load=[(3, 4)]), COMPUTE_STREAM),
-            lambda: counter.wait_for_layer(0, stream=COMPUTE_STREAM),
-            lambda: counter.wait_all(stream=COMPUTE_STREAM),
+            lambda: worker.controller.submit_swap_tasks(plan(2, load=[(3, 4)]), COMPUTE),
+            lambda: counter.wait_for_layer(0, stream=COMPUTE),
+            lambda: counter.wait_all(stream=COMPUTE),
         ):
             try:
                 call()
@@ -167,10 +169,10 @@ def refuse_a_capture() -> None:
                 assert "captured into a CUDA graph" in str(error) and "wait_all(stream=...)" in str(error)
             else:
                 raise AssertionError("the stream was taken")
-        assert Memory.made == made
+        assert cupy.cuda.Memory.made == made
         counter.wait_all()
         assert worker.report().results[0].success and not worker.controller.poll()
-        assert run(worker, plan(3, load=[(3, 4)]), stream=COMPUTE_STREAM + 1) is None
+        assert run(worker, plan(3, load=[(3, 4)]), stream=cupy.cuda.Stream()) is None
         driver.capture(0)
         assert run(worker, plan(4, load=[(3, 4)])) is None
 
@@ -178,15 +180,15 @@ def refuse_a_capture() -> None:
 def refuse_a_foreign_stream() -> None:
     """Nothing waits for a stream of another GPU, so nothing may be put behind it."""
     driver = Driver()
-    with StandInWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8) as worker:
-        driver.disown(COMPUTE_STREAM)
+    with GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8) as worker:
+        driver.disown(COMPUTE.ptr)
         try:
-            worker.controller.submit_swap_tasks(plan(1, evict=[(0, 3)]), COMPUTE_STREAM)
+            worker.controller.submit_swap_tasks(plan(1, evict=[(0, 3)]), COMPUTE)
         except StreamError as error:
             assert "not one of stand-in" in str(error)
         else:
             raise AssertionError("the stream was taken")
-        assert run(worker, plan(1, evict=[(0, 3)]), stream=COMPUTE_STREAM + 1) is None
+        assert run(worker, plan(1, evict=[(0, 3)]), stream=cupy.cuda.Stream()) is None
 
 
 def serve_requests(policy: str, call: str) -> None:

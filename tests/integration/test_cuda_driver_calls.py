@@ -8,19 +8,19 @@ import pytest
 
 from fdcache.settings.cache import WritePolicy
 from tests import cuda_stand_in
+from tests.native_build import build_once, make_driver
 
 METHODS = ("auto", "dma", "staged", "kernel")
 LONG = [pytest.param(each, marks=pytest.mark.slow) for each in ("dma", "kernel")]
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cuda_stand_in.build(tmp_path_factory.mktemp("driver"))
+def driver(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    return build_once(tmp_path_factory, worker_id, "driver", make_driver)
 
 
 def run(driver: Path, scenario: str) -> None:
-    code = f"from tests.cuda_stand_in import install; install(); from tests import cuda_scenarios; {scenario}"
-    done = cuda_stand_in.run_python(driver, f"{code}; print('DONE')")
+    done = cuda_stand_in.run_python(driver, f"from tests import cuda_scenarios; {scenario}; print('DONE')")
     assert done.stdout.endswith("DONE\n"), done.stdout + done.stderr
 
 

@@ -9,7 +9,8 @@
 
 #include "core/cuda_swap.hpp"
 #include "core/submitter.hpp"
-#include "native/stand_in_driver.hpp"
+#include "native/stand_in_kernels.hpp"
+#include "native/stand_in_streams.hpp"
 
 namespace fdcache::stand_in {
 

@@ -69,7 +69,7 @@ class MixedCopies {
     void read(const Batch &batch, const std::vector<PlaneRange> &ranges) {
         for (std::size_t i = 0; i < ranges.size(); ++i) {
             batch.events[i]->hold(&engine_);
-            engine_.add([this, pairs = batch.pairs, range = ranges[i]] {
+            engine_.copy([this, pairs = batch.pairs, range = ranges[i]] {
                 for (const SlotPair &pair : pairs) {
                     if (!world_.has_bytes(pair.device, pair.host, range)) ++misread_;
                 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/swap_plan.hpp"
-#include "native/stand_in_driver.hpp"
+#include "native/stand_in_streams.hpp"
 
 namespace fdcache::stand_in {
 

@@ -1,169 +1,62 @@
-#include "native/stand_in_driver.hpp"
+// A driver of one GPU whose memory is the host's and whose streams are threads. Built as libcuda.so.1, so
+// that the core finds it the way it finds a driver.
+#include <sys/mman.h>
+#include <unistd.h>
 
-#include <atomic>
-#include <chrono>
+#include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <memory>
+#include <string_view>
 #include <utility>
+#include <vector>
 
-#include "core/checksum.hpp"
-#include "swap/items.hpp"
-
-namespace fdcache::cuda {
-
-CUstream_st::CUstream_st() : thread_([this] { serve(); }) {}
-
-CUstream_st::~CUstream_st() {
-    {
-        const std::lock_guard lock(mutex_);
-        ending_ = true;
-        changed_.notify_all();
-    }
-    thread_.join();
-}
-
-void CUstream_st::add(std::function<void()> work) {
-    const std::lock_guard lock(mutex_);
-    work_.push_back(std::move(work));
-    changed_.notify_all();
-}
-
-void CUstream_st::serve() {
-    std::unique_lock lock(mutex_);
-    while (true) {
-        changed_.wait(lock, [this] { return ending_ || !work_.empty(); });
-        if (work_.empty()) return;
-        const auto work = std::move(work_.front());
-        work_.pop_front();
-        lock.unlock();
-        work();
-        lock.lock();
-    }
-}
-
-// A place in a stream; set once the stream has come there.
-using Mark = std::shared_ptr<std::atomic<bool>>;
-
-struct CUevent_st {
-    std::mutex mutex;
-    Mark last;  // none before the event is recorded
-
-    Mark get() {
-        const std::lock_guard lock(mutex);
-        return last;
-    }
-};
-
-// A kernel: makes what a stream does out of the arguments of a launch, which do not outlive it.
-struct CUfunc_st {
-    std::function<void()> (*bind)(void **arguments);
-};
-
-}  // namespace fdcache::cuda
+#include "core/cuda_driver.hpp"
+#include "native/stand_in_faults.hpp"
+#include "native/stand_in_holdings.hpp"
+#include "native/stand_in_kernels.hpp"
+#include "native/stand_in_streams.hpp"
 
 using namespace fdcache::cuda;
-using namespace fdcache::swap;
+using namespace fdcache::stand_in;
 
 namespace {
 
-constexpr int kRefused = 1;
+constexpr int kInvalidValue = 1;
+constexpr int kInvalidHandle = 400;
 constexpr int kNotFound = 500;
 
-std::atomic<int> copies_before_refusal{-1};
-std::atomic<bool> refuses_wait{false};
-std::atomic<unsigned> call_delay{0};
-std::atomic<unsigned> copy_delay{0};
+char context;
 
-void pause(unsigned microseconds) {
-    if (microseconds > 0) std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+std::uint8_t *at(Address address) {
+    return reinterpret_cast<std::uint8_t *>(address);
 }
 
-// A copy, unless this one is to be refused.
-int add_copy(StreamHandle stream, std::function<void()> copy) {
-    pause(call_delay);
-    if (copies_before_refusal >= 0 && copies_before_refusal.fetch_sub(1) == 0) return kRefused;
-    stream->add([copy = std::move(copy)] {
-        pause(copy_delay);
-        copy();
+bool is_mapped(void *data, std::size_t nbytes) {
+    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto first = reinterpret_cast<std::uintptr_t>(data) / page * page;
+    const auto end = reinterpret_cast<std::uintptr_t>(data) + nbytes;
+    std::vector<unsigned char> pages((end - first + page - 1) / page);
+    return mincore(reinterpret_cast<void *>(first), end - first, pages.data()) == 0;
+}
+
+int copy_batch(const Address *to, const Address *from, const std::size_t *sizes, std::size_t count,
+               BatchAttributes *, std::size_t *, std::size_t, StreamHandle stream) {
+    delay_call();
+    if (const int code = trouble("cuMemcpyBatchAsync"); code != kSuccess) return code;
+    struct Copy {
+        Address to, from;
+        std::size_t nbytes;
+    };
+    std::vector<Copy> copies;
+    for (std::size_t i = 0; i < count; ++i) copies.push_back({to[i], from[i], sizes[i]});
+    stream_of(stream).copy([copies = std::move(copies)] {
+        for (const Copy &each : copies) std::memcpy(at(each.to), at(each.from), each.nbytes);
     });
     return kSuccess;
 }
 
-Mark add_mark(StreamHandle stream) {
-    const Mark mark = std::make_shared<std::atomic<bool>>(false);
-    stream->add([mark] {
-        *mark = true;
-        mark->notify_all();
-    });
-    return mark;
-}
-
-template <typename Value>
-Value argument(void **arguments, std::size_t index) {
-    return *static_cast<Value *>(arguments[index]);
-}
-
-std::function<void()> bind_copy_words(void **arguments) {
-    return [from = argument<const Word *>(arguments, 0), to = argument<Word *>(arguments, 1),
-            count = argument<unsigned>(arguments, 2)] { std::memcpy(to, from, count * sizeof(Word)); };
-}
-
-enum class Way { kIn, kOut, kSum };
-
-void move_chunk(Way way, const Chunk &chunk, Block &block, Word record_start, const Target &target) {
-    auto *plane = reinterpret_cast<std::uint8_t *>(chunk.base + static_cast<Word>(chunk.stride * block.slot));
-    auto *record = reinterpret_cast<std::uint8_t *>(record_start + chunk.offset - target.offset);
-    if (way == Way::kIn) {
-        std::memcpy(plane, record, chunk.nbytes);
-        return;
-    }
-    block.sum += fdcache::checksum_part(plane, chunk.nbytes, chunk.offset / sizeof(Word));
-    if (way == Way::kOut) std::memcpy(record, plane, chunk.nbytes);
-    if (way == Way::kOut && target.staging != 0) std::memset(record + chunk.nbytes, 0, chunk.padding);
-}
-
-template <Way kWay>
-std::function<void()> bind_move(void **arguments) {
-    return [chunks = argument<const Chunk *>(arguments, 0), blocks = argument<Block *>(arguments, 1),
-            range = argument<Range>(arguments, 2), target = argument<Target>(arguments, 3)] {
-        for (unsigned row = 0; row < range.num_blocks; ++row) {
-            Block &block = blocks[range.first_block + row];
-            const Word start = target.staging == 0 ? block.record : target.staging + row * target.pitch;
-            for (unsigned i = 0; i < range.num_chunks; ++i) {
-                move_chunk(kWay, chunks[range.first_chunk + i], block, start, target);
-            }
-        }
-    };
-}
-
 }  // namespace
-
-namespace fdcache::stand_in {
-
-void refuse_copy(int more) {
-    copies_before_refusal = more;
-}
-
-void refuse_wait() {
-    refuses_wait = true;
-}
-
-void set_delays(Delays delays) {
-    call_delay = delays.call;
-    copy_delay = delays.copy;
-}
-
-Kernels kernels() {
-    static CUfunc_st copy_in{bind_move<Way::kIn>};
-    static CUfunc_st copy_out{bind_move<Way::kOut>};
-    static CUfunc_st sum{bind_move<Way::kSum>};
-    static CUfunc_st copy_words{bind_copy_words};
-    return {&copy_in, &copy_out, &sum, &copy_words};
-}
-
-}  // namespace fdcache::stand_in
-
-// --- the driver's calls, by the names that core/cuda_driver.cpp loads
 
 extern "C" {
 
@@ -171,135 +64,172 @@ int cuInit(unsigned) {
     return kSuccess;
 }
 
-int cuGetErrorName(int, const char **name) {
-    *name = "CUDA_ERROR_STAND_IN";
+int cuGetErrorName(int code, const char **name) {
+    static thread_local char text[32];
+    std::snprintf(text, sizeof text, "CUDA_ERROR_%d", code);
+    *name = text;
     return kSuccess;
 }
 
-int cuGetErrorString(int, const char **text) {
-    *text = "refused as told";
+int cuGetErrorString(int code, const char **text) {
+    *text = text_of(code);
     return kSuccess;
 }
 
-int cuGetProcAddress_v2(const char *, void **, int, unsigned long long, int *) {
-    return kNotFound;
+int cuGetProcAddress_v2(const char *name, void **entry, int, unsigned long long, int *) {
+    if (std::string_view(name) != "cuMemcpyBatchAsync") return kNotFound;
+    *entry = reinterpret_cast<void *>(&copy_batch);
+    return kSuccess;
 }
+
+// --- device and context
 
 int cuDeviceGet(int *device, int ordinal) {
     *device = ordinal;
+    return ordinal == 0 ? kSuccess : kInvalidValue;
+}
+
+int cuDeviceGetUuid_v2(void *uuid, int) {
+    std::memset(uuid, 0xAB, 16);
     return kSuccess;
 }
 
-int cuDeviceGetUuid_v2(void *, int) {
-    return kRefused;
-}
-
-int cuDevicePrimaryCtxRetain(ContextHandle *context, int) {
-    *context = nullptr;
+int cuDevicePrimaryCtxRetain(ContextHandle *handle, int) {
+    *handle = reinterpret_cast<ContextHandle>(&context);
+    ++contexts;
     return kSuccess;
 }
 
 int cuDevicePrimaryCtxRelease_v2(int) {
+    --contexts;
     return kSuccess;
 }
 
-int cuCtxPushCurrent_v2(ContextHandle) {
+int cuCtxPushCurrent_v2(ContextHandle handle) {
+    ++pushed;
+    return handle == reinterpret_cast<ContextHandle>(&context) ? kSuccess : kInvalidValue;
+}
+
+int cuCtxPopCurrent_v2(ContextHandle *handle) {
+    *handle = reinterpret_cast<ContextHandle>(&context);
+    --pushed;
     return kSuccess;
 }
 
-int cuCtxPopCurrent_v2(ContextHandle *) {
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    static thread_local int current = 0;
+    *mode = std::exchange(current, *mode);
     return kSuccess;
 }
 
-int cuThreadExchangeStreamCaptureMode(int *) {
+// --- memory
+
+int cuMemHostRegister_v2(void *data, std::size_t nbytes, unsigned) {
+    if (const int code = trouble("cuMemHostRegister"); code != kSuccess) return code;
+    if (!is_mapped(data, nbytes)) return kInvalidValue;
+    registered.take(data);
     return kSuccess;
 }
 
-int cuStreamIsCapturing(StreamHandle, int *status) {
-    *status = 0;
+int cuMemHostUnregister(void *data) {
+    const bool found = registered.give(data);
+    if (is_lost()) return kLost;
+    return found ? kSuccess : kInvalidValue;
+}
+
+int cuMemHostGetDevicePointer_v2(Address *address, void *data, unsigned) {
+    *address = reinterpret_cast<Address>(data);
     return kSuccess;
-}
-
-int cuStreamGetCtx(StreamHandle, ContextHandle *context) {
-    *context = nullptr;
-    return kSuccess;
-}
-
-int cuMemHostRegister_v2(void *, std::size_t, unsigned) {
-    return kRefused;
-}
-
-int cuMemHostUnregister(void *) {
-    return kRefused;
-}
-
-int cuMemHostGetDevicePointer_v2(Address *, void *, unsigned) {
-    return kRefused;
 }
 
 int cuMemcpyAsync(Address to, Address from, std::size_t nbytes, StreamHandle stream) {
-    return add_copy(stream, [=] {
-        std::memcpy(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), nbytes);
-    });
+    delay_call();
+    if (const int code = trouble("cuMemcpyAsync"); code != kSuccess) return code;
+    stream_of(stream).copy([=] { std::memcpy(at(to), at(from), nbytes); });
+    return kSuccess;
 }
 
 int cuMemcpy2DAsync_v2(const Copy2D *asked, StreamHandle stream) {
-    return add_copy(stream, [copy = *asked] {
+    delay_call();
+    if (const int code = trouble("cuMemcpy2DAsync"); code != kSuccess) return code;
+    stream_of(stream).copy([copy = *asked] {
         constexpr unsigned kHost = 1;
-        const auto *from = static_cast<const std::uint8_t *>(
-            copy.source_type == kHost ? copy.source_host : reinterpret_cast<void *>(copy.source_device));
-        auto *to = static_cast<std::uint8_t *>(
-            copy.target_type == kHost ? copy.target_host : reinterpret_cast<void *>(copy.target_device));
+        const auto *from = copy.source_type == kHost ? static_cast<const std::uint8_t *>(copy.source_host)
+                                                     : at(copy.source_device);
+        auto *to = copy.target_type == kHost ? static_cast<std::uint8_t *>(copy.target_host)
+                                             : at(copy.target_device);
         for (std::size_t row = 0; row < copy.height; ++row) {
             std::memcpy(to + row * copy.target_pitch, from + row * copy.source_pitch, copy.width);
         }
     });
+    return kSuccess;
 }
 
-int cuLaunchKernel(FunctionHandle function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                   unsigned, StreamHandle stream, void **arguments, void **) {
-    stream->add(function->bind(arguments));
+// --- streams and events
+
+int cuLaunchKernel(FunctionHandle function, unsigned grid, unsigned, unsigned, unsigned block, unsigned,
+                   unsigned, unsigned, StreamHandle stream, void **arguments, void **) {
+    if (const int code = trouble("cuLaunchKernel"); code != kSuccess) return code;
+    if (function == nullptr) return kInvalidHandle;
+    if (grid == 0 || block == 0) return kInvalidValue;
+    stream_of(stream).copy(function->bind(arguments));
     return kSuccess;
 }
 
 int cuEventCreate(EventHandle *event, unsigned) {
+    if (const int code = trouble("cuEventCreate"); code != kSuccess) return code;
     *event = new CUevent_st;
+    events.take(*event);
     return kSuccess;
 }
 
 int cuEventDestroy_v2(EventHandle event) {
-    delete event;
+    if (!events.give(event)) return kInvalidValue;
+    const std::unique_ptr<CUevent_st> owned(event);
     return kSuccess;
 }
 
 int cuEventRecord(EventHandle event, StreamHandle stream) {
-    const Mark mark = add_mark(stream);
-    const std::lock_guard lock(event->mutex);
-    event->last = mark;
-    return kSuccess;
-}
-
-int cuStreamSynchronize(StreamHandle stream) {
-    add_mark(stream)->wait(false);
+    if (const int code = trouble("cuEventRecord"); code != kSuccess) return code;
+    event->record(stream_of(stream).mark());
     return kSuccess;
 }
 
 int cuEventQuery(EventHandle event) {
-    const Mark mark = event->get();
-    return mark == nullptr || *mark ? kSuccess : kNotReady;
+    if (const int code = trouble("cuEventQuery"); code != kSuccess) return code;
+    const Mark mark = event->last();
+    return mark == nullptr || mark->reached ? kSuccess : kNotReady;
 }
 
-int cuEventElapsedTime(float *milliseconds, EventHandle, EventHandle) {
-    *milliseconds = 1;
+int cuEventElapsedTime(float *milliseconds, EventHandle begin, EventHandle end) {
+    if (const int code = trouble("cuEventElapsedTime"); code != kSuccess) return code;
+    const Mark from = begin->last(), to = end->last();
+    if (from == nullptr || to == nullptr) return kInvalidHandle;
+    if (!from->reached || !to->reached) return kNotReady;
+    *milliseconds = std::chrono::duration<float, std::milli>(to->when - from->when).count();
     return kSuccess;
 }
 
 int cuStreamWaitEvent(StreamHandle stream, EventHandle event, unsigned) {
-    if (refuses_wait.exchange(false)) return kRefused;
+    if (const int code = trouble("cuStreamWaitEvent"); code != kSuccess) return code;
     // As it was recorded last; an event that never was holds nobody.
-    if (const Mark mark = event->get()) {
-        stream->add([mark] { mark->wait(false); });
-    }
+    if (const Mark mark = event->last()) stream_of(stream).wait(mark);
+    return kSuccess;
+}
+
+int cuStreamSynchronize(StreamHandle stream) {
+    if (const int code = trouble("cuStreamSynchronize"); code != kSuccess) return code;
+    stream_of(stream).mark()->wait();
+    return is_lost() ? kLost : kSuccess;
+}
+
+int cuStreamGetCtx(StreamHandle stream, ContextHandle *handle) {
+    *handle = stream == foreign ? nullptr : reinterpret_cast<ContextHandle>(&context);
+    return trouble("cuStreamGetCtx");
+}
+
+int cuStreamIsCapturing(StreamHandle stream, int *status) {
+    *status = stream != nullptr && stream == captured;
     return kSuccess;
 }
 

@@ -13,7 +13,7 @@
 
 #include "native/copy_world.hpp"
 #include "native/mixed_copies.hpp"
-#include "native/stand_in_driver.hpp"
+#include "native/stand_in_faults.hpp"
 
 namespace fdcache::stand_in {
 namespace {
@@ -116,7 +116,7 @@ void refuse_the_first_range_of_several(bool queued) {
     Loads loads;
     std::optional<Gate> gate;
     if (queued) gate.emplace(loads.world, loads.submitter);
-    refuse_copy(1);
+    fail({"cuMemcpyAsync", 1});
     Batch batch = loads.world.load("the batch", same_slots());
     submit_one_by_one(loads.submitter, loads.lane, batch);
     if (queued) gate->open();
@@ -131,7 +131,7 @@ void refuse_copies() {
     set_delays({.copy = 100});
     Loads loads;
     for (const int nth : {0, 1, 23, 24, 47, 48, 70, 95}) {
-        refuse_copy(nth);
+        fail({"cuMemcpyAsync", nth});
         Batch batch = loads.load("the batch refused at copy " + std::to_string(nth), kGroups);
         batch.expect_failed(std::string("cuMemcpyAsync: ") + kRefusal);
         // The batch has ended: nothing of it is still being copied, or the sanitizer sees the reader race.
@@ -148,7 +148,7 @@ void refuse_copies() {
 void refuse_copies_at_once() {
     Loads loads;
     for (const int nth : {0, 1, 2, 7}) {
-        refuse_copy(nth);
+        fail({"cuMemcpyAsync", nth});
         Batch batch = loads.load("the small batch refused at copy " + std::to_string(nth), kGroups, 2);
         expect(!batch.swap->done()->is_promised(), batch.name + " is left to the submitting thread");
         batch.expect_failed(std::string("cuMemcpyAsync: ") + kRefusal);
@@ -161,7 +161,7 @@ void refuse_a_wait(bool promised, bool one_by_one) {
     Stream engine;
     const EventPtr event = loads.world.event();
     if (promised) event->promise();
-    refuse_wait();
+    fail({"cuStreamWaitEvent"});
     if (!promised) event->record(&engine);
     loads.submitter.wait(event);
     Batch batch = loads.world.load("the batch behind the wait", same_slots());

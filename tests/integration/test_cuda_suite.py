@@ -1,0 +1,52 @@
+"""The tests for GPUs on a driver that stands in for a GPU's: what they ask of bytes and order, asked without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import cuda_stand_in
+from tests.native_build import ROOT, build_once, make_driver
+
+pytestmark = pytest.mark.slow
+
+SUITE = ROOT / "tests/gpu"
+REAL = {
+    "test_init_command.py": "it measures",
+    "test_two_gpus.py": "the stand-in is one GPU",
+    "test_cuda_order.py::test_a_captured_stream_is_refused_and_told_what_to_call": "the stand-in has no graphs",
+    "test_host_memory_gpu.py::test_a_low_limit_on_locked_memory_is_named_with_the_remedy": "it locks no memory",
+}
+"""What only a GPU can answer, and why."""
+SLOW_COPIES = (
+    "test_controller_model_gpu.py",
+    "test_cuda_loads.py",
+    "test_cuda_order.py",
+    "test_cuda_submission.py",
+)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    return build_once(tmp_path_factory, worker_id, "driver", make_driver)
+
+
+def modules() -> list[str]:
+    return sorted(path.name for path in SUITE.glob("test_*.py") if path.name not in REAL)
+
+
+@pytest.mark.parametrize(
+    ("module", "delays"), [(name, "0 0") for name in modules()] + [(name, "20 300") for name in SLOW_COPIES]
+)
+def test_the_suite_for_gpus_passes(driver: Path, module: str, delays: str) -> None:
+    skipped = [option for each in REAL if "::" in each for option in ("--deselect", f"tests/gpu/{each}")]
+    arguments = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *skipped, f"tests/gpu/{module}"]
+    done = cuda_stand_in.run(driver, *arguments, STAND_IN_DELAYS=delays)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_what_only_a_gpu_can_answer_is_there() -> None:
+    for each in REAL:
+        name, _, function = each.partition("::")
+        assert f"def {function}" in (SUITE / name).read_text()

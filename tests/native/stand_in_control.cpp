@@ -1,0 +1,107 @@
+// What a test in Python tells the driver that stands in, asks of it, and has done on its streams.
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "native/stand_in_faults.hpp"
+#include "native/stand_in_holdings.hpp"
+#include "native/stand_in_kernels.hpp"
+#include "native/stand_in_streams.hpp"
+
+using namespace fdcache;
+
+extern "C" {
+
+void stand_in_fail(const char *call, int after, int code, int every) {
+    stand_in::fail({call, after, code, every});
+}
+
+int stand_in_recover() {
+    stand_in::synchronize_all();  // what was lost with a GPU is not done later
+    return stand_in::recover();
+}
+
+void stand_in_delay(unsigned call, unsigned copy) {
+    stand_in::set_delays({call, copy});
+}
+
+void stand_in_capture(const void *stream) {
+    stand_in::captured = stream;
+}
+
+void stand_in_disown(const void *stream) {
+    stand_in::foreign = stream;
+}
+
+// --- what is held now, and what was given back without being held
+
+int stand_in_events() {
+    return static_cast<int>(stand_in::events.held());
+}
+
+int stand_in_registered() {
+    return static_cast<int>(stand_in::registered.held());
+}
+
+int stand_in_contexts() {
+    return stand_in::contexts;
+}
+
+int stand_in_pushed() {
+    return stand_in::pushed;
+}
+
+int stand_in_unknown() {
+    return static_cast<int>(stand_in::events.unknown() + stand_in::registered.unknown());
+}
+
+// --- what an engine does on a GPU
+
+void *stand_in_stream() {
+    return std::make_unique<stand_in::Stream>().release();
+}
+
+// Returns when the stream has done what it has.
+void stand_in_end_stream(stand_in::Stream *stream) {
+    const std::unique_ptr<stand_in::Stream> owned(stream);
+}
+
+void stand_in_synchronize(stand_in::Stream *stream) {
+    stand_in::stream_of(stream).mark()->wait();
+}
+
+void stand_in_synchronize_all() {
+    stand_in::synchronize_all();
+}
+
+// Rows of `width` bytes that lie `pitch` bytes apart.
+void stand_in_copy(stand_in::Stream *stream, std::uint8_t *to, std::size_t to_pitch, const std::uint8_t *from,
+                   std::size_t from_pitch, std::size_t width, std::size_t height) {
+    stand_in::stream_of(stream).copy([=] {
+        for (std::size_t row = 0; row < height; ++row) {
+            std::memcpy(to + row * to_pitch, from + row * from_pitch, width);
+        }
+    });
+}
+
+void stand_in_pause(stand_in::Stream *stream, unsigned microseconds) {
+    stand_in::stream_of(stream).call(
+        [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
+}
+
+// The GPU is lost when the stream comes there.
+void stand_in_trap(stand_in::Stream *stream) {
+    stand_in::stream_of(stream).call([] { stand_in::lose(stand_in::kLost); });
+}
+
+// In the order of their names in `cuda::Kernels`.
+void *stand_in_kernel(unsigned index) {
+    const cuda::Kernels made = stand_in::kernels();
+    return std::array{made.copy_in, made.copy_out, made.sum, made.copy_words}.at(index);
+}
+
+}  // extern "C"

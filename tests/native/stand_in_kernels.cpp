@@ -1,0 +1,63 @@
+#include "native/stand_in_kernels.hpp"
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "core/checksum.hpp"
+#include "swap/items.hpp"
+
+namespace fdcache::stand_in {
+namespace {
+
+using namespace fdcache::swap;
+
+template <typename Value>
+Value argument(void **arguments, std::size_t index) {
+    return *static_cast<Value *>(arguments[index]);
+}
+
+std::function<void()> bind_copy_words(void **arguments) {
+    return [from = argument<const Word *>(arguments, 0), to = argument<Word *>(arguments, 1),
+            count = argument<unsigned>(arguments, 2)] { std::memcpy(to, from, count * sizeof(Word)); };
+}
+
+enum class Way { kIn, kOut, kSum };
+
+void move_chunk(Way way, const Chunk &chunk, Block &block, Word record_start, const Target &target) {
+    auto *plane = reinterpret_cast<std::uint8_t *>(chunk.base + static_cast<Word>(chunk.stride * block.slot));
+    auto *record = reinterpret_cast<std::uint8_t *>(record_start + chunk.offset - target.offset);
+    if (way == Way::kIn) {
+        std::memcpy(plane, record, chunk.nbytes);
+        return;
+    }
+    block.sum += checksum_part(plane, chunk.nbytes, chunk.offset / sizeof(Word));
+    if (way == Way::kOut) std::memcpy(record, plane, chunk.nbytes);
+    if (way == Way::kOut && target.staging != 0) std::memset(record + chunk.nbytes, 0, chunk.padding);
+}
+
+template <Way kWay>
+std::function<void()> bind_move(void **arguments) {
+    return [chunks = argument<const Chunk *>(arguments, 0), blocks = argument<Block *>(arguments, 1),
+            range = argument<Range>(arguments, 2), target = argument<Target>(arguments, 3)] {
+        for (unsigned row = 0; row < range.num_blocks; ++row) {
+            Block &block = blocks[range.first_block + row];
+            const Word start = target.staging == 0 ? block.record : target.staging + row * target.pitch;
+            for (unsigned i = 0; i < range.num_chunks; ++i) {
+                move_chunk(kWay, chunks[range.first_chunk + i], block, start, target);
+            }
+        }
+    };
+}
+
+}  // namespace
+
+cuda::Kernels kernels() {
+    static cuda::CUfunc_st copy_in{bind_move<Way::kIn>};
+    static cuda::CUfunc_st copy_out{bind_move<Way::kOut>};
+    static cuda::CUfunc_st sum{bind_move<Way::kSum>};
+    static cuda::CUfunc_st copy_words{bind_copy_words};
+    return {&copy_in, &copy_out, &sum, &copy_words};
+}
+
+}  // namespace fdcache::stand_in
