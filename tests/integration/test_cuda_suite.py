@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 SUITE = ROOT / "tests/gpu"
 REAL = {
     "test_init_command.py": "it measures",
-    "test_two_gpus.py": "the stand-in is one GPU",
     "test_cuda_order.py::test_a_captured_stream_is_refused_and_told_what_to_call": "the stand-in has no graphs",
     "test_host_memory_gpu.py::test_a_low_limit_on_locked_memory_is_named_with_the_remedy": "it locks no memory",
 }
@@ -42,7 +41,7 @@ def modules() -> list[str]:
 def test_the_suite_for_gpus_passes(driver: Path, module: str, delays: str) -> None:
     skipped = [option for each in REAL if "::" in each for option in ("--deselect", f"tests/gpu/{each}")]
     arguments = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *skipped, f"tests/gpu/{module}"]
-    done = cuda_stand_in.run(driver, *arguments, STAND_IN_DELAYS=delays)
+    done = cuda_stand_in.run(driver, *arguments, STAND_IN_DELAYS=delays, STAND_IN_GPUS="2")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 

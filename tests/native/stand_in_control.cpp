@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "native/stand_in_faults.hpp"
+#include "native/stand_in_gpus.hpp"
 #include "native/stand_in_holdings.hpp"
 #include "native/stand_in_kernels.hpp"
 #include "native/stand_in_streams.hpp"
@@ -61,8 +62,16 @@ int stand_in_unknown() {
 
 // --- what an engine does on a GPU
 
-void *stand_in_stream() {
-    return std::make_unique<stand_in::Stream>().release();
+int stand_in_visible() {
+    return stand_in::num_visible_gpus();
+}
+
+int stand_in_gpu(int ordinal) {
+    return stand_in::visible_gpu(ordinal);
+}
+
+void *stand_in_stream(int gpu) {
+    return std::make_unique<stand_in::Stream>(gpu).release();
 }
 
 // Returns when the stream has done what it has.
@@ -71,7 +80,7 @@ void stand_in_end_stream(stand_in::Stream *stream) {
 }
 
 void stand_in_synchronize(stand_in::Stream *stream) {
-    stand_in::stream_of(stream).mark()->wait();
+    stream->mark()->wait();
 }
 
 void stand_in_synchronize_all() {
@@ -81,7 +90,7 @@ void stand_in_synchronize_all() {
 // Rows of `width` bytes that lie `pitch` bytes apart.
 void stand_in_copy(stand_in::Stream *stream, std::uint8_t *to, std::size_t to_pitch, const std::uint8_t *from,
                    std::size_t from_pitch, std::size_t width, std::size_t height) {
-    stand_in::stream_of(stream).copy([=] {
+    stream->copy([=] {
         for (std::size_t row = 0; row < height; ++row) {
             std::memcpy(to + row * to_pitch, from + row * from_pitch, width);
         }
@@ -89,18 +98,17 @@ void stand_in_copy(stand_in::Stream *stream, std::uint8_t *to, std::size_t to_pi
 }
 
 void stand_in_pause(stand_in::Stream *stream, unsigned microseconds) {
-    stand_in::stream_of(stream).call(
-        [=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
+    stream->call([=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
 }
 
 // The GPU is lost when the stream comes there.
 void stand_in_trap(stand_in::Stream *stream) {
-    stand_in::stream_of(stream).call([] { stand_in::lose(stand_in::kLost); });
+    stream->call([] { stand_in::lose(stand_in::kLost); });
 }
 
 // In the order of their names in `cuda::Kernels`.
-void *stand_in_kernel(unsigned index) {
-    const cuda::Kernels made = stand_in::kernels();
+void *stand_in_kernel(int gpu, unsigned index) {
+    const cuda::Kernels made = stand_in::kernels(gpu);
     return std::array{made.copy_in, made.copy_out, made.sum, made.copy_words}.at(index);
 }
 

@@ -13,6 +13,7 @@
 
 #include "core/cuda_driver.hpp"
 #include "native/stand_in_faults.hpp"
+#include "native/stand_in_gpus.hpp"
 #include "native/stand_in_holdings.hpp"
 #include "native/stand_in_kernels.hpp"
 #include "native/stand_in_streams.hpp"
@@ -23,13 +24,17 @@ using namespace fdcache::stand_in;
 namespace {
 
 constexpr int kInvalidValue = 1;
-constexpr int kInvalidHandle = 400;
 constexpr int kNotFound = 500;
-
-char context;
 
 std::uint8_t *at(Address address) {
     return reinterpret_cast<std::uint8_t *>(address);
+}
+
+// What the call has to answer: its own trouble, or that the stream is not of the GPU that is current.
+int trouble_on(StreamHandle stream, const char *call) {
+    if (const int code = trouble(call); code != kSuccess) return code;
+    if (current_gpu() < 0) return kInvalidContext;
+    return stream_of(stream, current_gpu()).gpu() == current_gpu() ? kSuccess : kInvalidHandle;
 }
 
 bool is_mapped(void *data, std::size_t nbytes) {
@@ -43,14 +48,14 @@ bool is_mapped(void *data, std::size_t nbytes) {
 int copy_batch(const Address *to, const Address *from, const std::size_t *sizes, std::size_t count,
                BatchAttributes *, std::size_t *, std::size_t, StreamHandle stream) {
     delay_call();
-    if (const int code = trouble("cuMemcpyBatchAsync"); code != kSuccess) return code;
+    if (const int code = trouble_on(stream, "cuMemcpyBatchAsync"); code != kSuccess) return code;
     struct Copy {
         Address to, from;
         std::size_t nbytes;
     };
     std::vector<Copy> copies;
     for (std::size_t i = 0; i < count; ++i) copies.push_back({to[i], from[i], sizes[i]});
-    stream_of(stream).copy([copies = std::move(copies)] {
+    stream_of(stream, current_gpu()).copy([copies = std::move(copies)] {
         for (const Copy &each : copies) std::memcpy(at(each.to), at(each.from), each.nbytes);
     });
     return kSuccess;
@@ -86,16 +91,17 @@ int cuGetProcAddress_v2(const char *name, void **entry, int, unsigned long long,
 
 int cuDeviceGet(int *device, int ordinal) {
     *device = ordinal;
-    return ordinal == 0 ? kSuccess : kInvalidValue;
+    return ordinal < num_visible_gpus() ? kSuccess : kInvalidValue;
 }
 
-int cuDeviceGetUuid_v2(void *uuid, int) {
-    std::memset(uuid, 0xAB, 16);
+int cuDeviceGetUuid_v2(void *uuid, int device) {
+    const auto bytes = uuid_of(visible_gpu(device));
+    std::memcpy(uuid, bytes.data(), bytes.size());
     return kSuccess;
 }
 
-int cuDevicePrimaryCtxRetain(ContextHandle *handle, int) {
-    *handle = reinterpret_cast<ContextHandle>(&context);
+int cuDevicePrimaryCtxRetain(ContextHandle *handle, int device) {
+    *handle = context_of(visible_gpu(device));
     ++contexts;
     return kSuccess;
 }
@@ -106,12 +112,14 @@ int cuDevicePrimaryCtxRelease_v2(int) {
 }
 
 int cuCtxPushCurrent_v2(ContextHandle handle) {
+    if (!push_context(handle)) return kInvalidContext;
     ++pushed;
-    return handle == reinterpret_cast<ContextHandle>(&context) ? kSuccess : kInvalidValue;
+    return kSuccess;
 }
 
 int cuCtxPopCurrent_v2(ContextHandle *handle) {
-    *handle = reinterpret_cast<ContextHandle>(&context);
+    *handle = pop_context();
+    if (*handle == nullptr) return kInvalidContext;
     --pushed;
     return kSuccess;
 }
@@ -144,15 +152,15 @@ int cuMemHostGetDevicePointer_v2(Address *address, void *data, unsigned) {
 
 int cuMemcpyAsync(Address to, Address from, std::size_t nbytes, StreamHandle stream) {
     delay_call();
-    if (const int code = trouble("cuMemcpyAsync"); code != kSuccess) return code;
-    stream_of(stream).copy([=] { std::memcpy(at(to), at(from), nbytes); });
+    if (const int code = trouble_on(stream, "cuMemcpyAsync"); code != kSuccess) return code;
+    stream_of(stream, current_gpu()).copy([=] { std::memcpy(at(to), at(from), nbytes); });
     return kSuccess;
 }
 
 int cuMemcpy2DAsync_v2(const Copy2D *asked, StreamHandle stream) {
     delay_call();
-    if (const int code = trouble("cuMemcpy2DAsync"); code != kSuccess) return code;
-    stream_of(stream).copy([copy = *asked] {
+    if (const int code = trouble_on(stream, "cuMemcpy2DAsync"); code != kSuccess) return code;
+    stream_of(stream, current_gpu()).copy([copy = *asked] {
         constexpr unsigned kHost = 1;
         const auto *from = copy.source_type == kHost ? static_cast<const std::uint8_t *>(copy.source_host)
                                                      : at(copy.source_device);
@@ -169,16 +177,17 @@ int cuMemcpy2DAsync_v2(const Copy2D *asked, StreamHandle stream) {
 
 int cuLaunchKernel(FunctionHandle function, unsigned grid, unsigned, unsigned, unsigned block, unsigned,
                    unsigned, unsigned, StreamHandle stream, void **arguments, void **) {
-    if (const int code = trouble("cuLaunchKernel"); code != kSuccess) return code;
-    if (function == nullptr) return kInvalidHandle;
+    if (const int code = trouble_on(stream, "cuLaunchKernel"); code != kSuccess) return code;
+    if (function == nullptr || function->gpu != current_gpu()) return kInvalidHandle;
     if (grid == 0 || block == 0) return kInvalidValue;
-    stream_of(stream).copy(function->bind(arguments));
+    stream_of(stream, current_gpu()).copy(function->bind(arguments));
     return kSuccess;
 }
 
 int cuEventCreate(EventHandle *event, unsigned) {
     if (const int code = trouble("cuEventCreate"); code != kSuccess) return code;
-    *event = new CUevent_st;
+    if (current_gpu() < 0) return kInvalidContext;
+    *event = new CUevent_st(current_gpu());
     events.take(*event);
     return kSuccess;
 }
@@ -191,7 +200,9 @@ int cuEventDestroy_v2(EventHandle event) {
 
 int cuEventRecord(EventHandle event, StreamHandle stream) {
     if (const int code = trouble("cuEventRecord"); code != kSuccess) return code;
-    event->record(stream_of(stream).mark());
+    auto &recorded = stream_of(stream, event->gpu());
+    if (recorded.gpu() != event->gpu()) return kInvalidHandle;
+    event->record(recorded.mark());
     return kSuccess;
 }
 
@@ -213,18 +224,18 @@ int cuEventElapsedTime(float *milliseconds, EventHandle begin, EventHandle end) 
 int cuStreamWaitEvent(StreamHandle stream, EventHandle event, unsigned) {
     if (const int code = trouble("cuStreamWaitEvent"); code != kSuccess) return code;
     // As it was recorded last; an event that never was holds nobody.
-    if (const Mark mark = event->last()) stream_of(stream).wait(mark);
+    if (const Mark mark = event->last()) stream_of(stream, current_gpu()).wait(mark);
     return kSuccess;
 }
 
 int cuStreamSynchronize(StreamHandle stream) {
     if (const int code = trouble("cuStreamSynchronize"); code != kSuccess) return code;
-    stream_of(stream).mark()->wait();
+    stream_of(stream, current_gpu()).mark()->wait();
     return is_lost() ? kLost : kSuccess;
 }
 
 int cuStreamGetCtx(StreamHandle stream, ContextHandle *handle) {
-    *handle = stream == foreign ? nullptr : reinterpret_cast<ContextHandle>(&context);
+    *handle = stream == foreign ? nullptr : context_of(stream_of(stream, 0).gpu());
     return trouble("cuStreamGetCtx");
 }
 

@@ -1,10 +1,12 @@
 #include "native/stand_in_kernels.hpp"
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
 #include "core/checksum.hpp"
+#include "native/stand_in_gpus.hpp"
 #include "swap/items.hpp"
 
 namespace fdcache::stand_in {
@@ -52,11 +54,19 @@ std::function<void()> bind_move(void **arguments) {
 
 }  // namespace
 
-cuda::Kernels kernels() {
-    static cuda::CUfunc_st copy_in{bind_move<Way::kIn>};
-    static cuda::CUfunc_st copy_out{bind_move<Way::kOut>};
-    static cuda::CUfunc_st sum{bind_move<Way::kSum>};
-    static cuda::CUfunc_st copy_words{bind_copy_words};
+cuda::Kernels kernels(int gpu) {
+    using Functions = std::array<cuda::CUfunc_st, 4>;
+    static std::array<Functions, kMostGpus> of_gpus = [] {
+        std::array<Functions, kMostGpus> made;
+        for (int each = 0; each < kMostGpus; ++each) {
+            made[each] = {{{bind_move<Way::kIn>, each},
+                           {bind_move<Way::kOut>, each},
+                           {bind_move<Way::kSum>, each},
+                           {bind_copy_words, each}}};
+        }
+        return made;
+    }();
+    auto &[copy_in, copy_out, sum, copy_words] = of_gpus.at(gpu);
     return {&copy_in, &copy_out, &sum, &copy_words};
 }
 

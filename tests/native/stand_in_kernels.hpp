@@ -11,12 +11,13 @@ namespace fdcache::cuda {
 // outlive it.
 struct CUfunc_st {
     std::function<void()> (*bind)(void **arguments);
+    int gpu;
 };
 
 }  // namespace fdcache::cuda
 
 namespace fdcache::stand_in {
 
-cuda::Kernels kernels();
+cuda::Kernels kernels(int gpu = 0);
 
 }  // namespace fdcache::stand_in

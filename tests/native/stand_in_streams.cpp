@@ -1,5 +1,6 @@
 #include "native/stand_in_streams.hpp"
 
+#include <array>
 #include <cstdint>
 #include <set>
 #include <shared_mutex>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "native/stand_in_faults.hpp"
+#include "native/stand_in_gpus.hpp"
 
 namespace fdcache::stand_in {
 namespace {
@@ -49,11 +51,11 @@ void delay_call() {
     pause(call_delay);
 }
 
-Stream &stream_of(cuda::StreamHandle handle) {
+Stream &stream_of(cuda::StreamHandle handle, int gpu) {
     constexpr std::uintptr_t kDefaultStreams = 2;
     if (reinterpret_cast<std::uintptr_t>(handle) > kDefaultStreams) return *handle;
-    static auto &standard = *new Stream;
-    return standard;
+    static auto &standard = *new std::array<Stream, kMostGpus>{Stream(0), Stream(1)};
+    return standard.at(gpu);
 }
 
 void synchronize_all() {
@@ -71,7 +73,7 @@ namespace fdcache::cuda {
 
 using namespace fdcache::stand_in;
 
-CUstream_st::CUstream_st() : thread_([this] { serve(); }) {
+CUstream_st::CUstream_st(int gpu) : gpu_(gpu), thread_([this] { serve(); }) {
     const std::lock_guard lock(streams().mutex);
     streams().all.insert(this);
 }

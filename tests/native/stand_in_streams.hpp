@@ -39,12 +39,13 @@ namespace fdcache::cuda {
 // What a StreamHandle points to.
 struct CUstream_st {
   public:
-    CUstream_st();
+    explicit CUstream_st(int gpu = 0);
     // Does the rest first.
     ~CUstream_st();
     CUstream_st(const CUstream_st &) = delete;
     CUstream_st &operator=(const CUstream_st &) = delete;
 
+    int gpu() const { return gpu_; }
     // Memory is not touched any more once the GPU is lost.
     void copy(std::function<void()> work);
     // Done even then; must not touch memory.
@@ -55,6 +56,7 @@ struct CUstream_st {
   private:
     void serve();
 
+    const int gpu_;
     std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<std::function<void()>> work_;
@@ -64,11 +66,14 @@ struct CUstream_st {
 
 struct CUevent_st {
   public:
+    explicit CUevent_st(int gpu) : gpu_(gpu) {}
+    int gpu() const { return gpu_; }
     void record(const stand_in::Mark &mark);
     // As it was recorded last; none before.
     stand_in::Mark last();
 
   private:
+    const int gpu_;
     std::mutex mutex_;
     stand_in::Mark last_;
 };
@@ -79,8 +84,8 @@ namespace fdcache::stand_in {
 
 using Stream = cuda::CUstream_st;
 
-// The stream of a handle, which may be one of the default stream's.
-Stream &stream_of(cuda::StreamHandle handle);
+// The stream of a handle, which may be one of the GPU's default stream's.
+Stream &stream_of(cuda::StreamHandle handle, int gpu);
 // Until every stream has done what it has.
 void synchronize_all();
 

@@ -1,0 +1,27 @@
+// Which GPUs there are, and which is current on a thread.
+#pragma once
+
+#include <array>
+
+#include "core/cuda_driver.hpp"
+
+namespace fdcache::stand_in {
+
+inline constexpr int kMostGpus = 2;
+inline constexpr int kInvalidContext = 201;
+inline constexpr int kInvalidHandle = 400;
+
+// As many as STAND_IN_GPUS says, else one; CUDA_VISIBLE_DEVICES hides and reorders them.
+int num_visible_gpus();
+// The GPU that this process knows by the number.
+int visible_gpu(int ordinal);
+std::array<unsigned char, 16> uuid_of(int gpu);
+
+cuda::ContextHandle context_of(int gpu);
+// False for what is no context.
+bool push_context(cuda::ContextHandle context);
+cuda::ContextHandle pop_context();
+// The GPU of the current context, -1 for none.
+int current_gpu();
+
+}  // namespace fdcache::stand_in
