@@ -146,6 +146,7 @@ def test_importing_fdcache_loads_no_cupy() -> None:
 LOST = """
     import cupy, numpy as np
     from fdcache.errors import DeviceLostError
+    from tests.gpu.test_cuda_order import spin
     from tests.gpu.workers import GpuWorker
     from tests.gpu.test_cuda_swaps import WIDE
     from tests.swaps import plan
@@ -154,18 +155,15 @@ LOST = """
     worker.run(plan(1, evict=[(i, i) for i in range(64)]))
     trap = cupy.RawKernel('extern "C" __global__ void trap() { asm("trap;"); }', "trap")
     stream = cupy.cuda.Stream(non_blocking=True)
+    spin(stream, 400_000_000)  # the plan is there before the device is lost
     with stream:
         trap((1,), (1,), ())
-    try:
-        counter = worker.controller.submit_swap_tasks(plan(2, load=[(i, i) for i in range(64)]), stream)
-        counter.wait_all(20.0)
-    except DeviceLostError:
-        pass
-    else:
-        (report,) = worker.controller.wait_reports(20.0)
-        (result,) = report.results
-        assert len(result.failed) == 64, result
-        print("REASON", result.error_message)
+    counter = worker.controller.submit_swap_tasks(plan(2, load=[(i, i) for i in range(64)]), stream)
+    counter.wait_all(20.0)
+    (report,) = worker.controller.wait_reports(20.0)
+    (result,) = report.results
+    assert len(result.failed) == 64, result
+    print("REASON", result.error_message)
     try:
         worker.controller.submit_swap_tasks(plan(3, load=[(0, 0)]))
     except DeviceLostError as error:

@@ -144,6 +144,7 @@ LOST = """
     import cupy
     from fdcache.devices.topology import visible_gpus
     from fdcache.errors import DeviceError
+    from tests.gpu.test_cuda_order import spin
     from tests.gpu.workers import GpuWorker
     from tests.swaps import plan
 
@@ -152,6 +153,7 @@ LOST = """
     before = second.block(0)
     trap = cupy.RawKernel('extern "C" __global__ void trap() { asm("trap;"); }', "trap")
     stream = cupy.cuda.Stream(non_blocking=True)
+    spin(stream, 400_000_000)  # the plan is there before the device is lost
     with stream:
         trap((1,), (1,), ())
     first.controller.submit_swap_tasks(plan(1, evict=[(0, 0)]), stream)

@@ -53,8 +53,9 @@ int trouble(const char *call) {
 }
 
 void lose(int code) {
-    lost = code;
+    // Nobody may learn of it, and free memory, before nobody touches that any more.
     const std::unique_lock nobody(memory_in_use());
+    lost = code;
 }
 
 bool is_lost() {

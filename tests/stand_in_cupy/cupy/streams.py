@@ -12,6 +12,8 @@ from . import driver
 from .memory import Device, current, empty
 
 _CYCLES_A_MICROSECOND = 1755
+_LEAST_PAUSE = 500_000
+"""Microseconds that a kernel spins at least: what has to happen meanwhile happens on a busy machine."""
 
 
 class Stream:
@@ -74,7 +76,7 @@ class RawKernel:
         if self._name == "trap":
             driver.trap(stream)
         else:
-            driver.pause(stream, arguments[0] // _CYCLES_A_MICROSECOND)
+            driver.pause(stream, max(arguments[0] // _CYCLES_A_MICROSECOND, _LEAST_PAUSE))
 
 
 class RawModule:
