@@ -14,7 +14,7 @@ from fdcache.integrations.fastdeploy_requests import MatchedPrefix, Served, imag
 from fdcache.layout import KVLayout
 from fdcache.manager.cache_manager import CacheManager as Manager
 from fdcache.manager.requests import Request
-from fdcache.manager.results import AllocationFailure, LoadOutcome, LoadStatus, MatchStatus
+from fdcache.manager.results import AllocationFailure, LoadOutcome, MatchStatus
 from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
@@ -161,6 +161,9 @@ class CacheManager:
         if served is not None:
             self._publish(served)
             self.core.request_finish([served.request])
+            if served.request.device_only:
+                # The request's next match is made with a record of its own.
+                served.engine_request._fdcache_device_only = True
 
     def _begin(self, request: Any, *, use_cache: bool) -> Served:
         known = self._served.get(request.request_id)
@@ -231,15 +234,9 @@ class CacheManager:
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Take the workers' reports. A FAILED load: drop the tokens of the request's steps in flight and compute again
-        from ``recompute_from``. OVERDUE: preempt the
-        request; matched again it loads nothing.
+        from ``recompute_from``. OVERDUE: preempt the request; matched again it loads nothing.
         """
-        outcomes = self.core.apply(reports) + self.core.expire()
-        for outcome in outcomes:
-            if outcome.status is LoadStatus.OVERDUE:
-                # The request's next match is made with a record of its own.
-                self._served[outcome.request_id].engine_request._fdcache_device_only = True
-        return outcomes
+        return self.core.apply(reports) + self.core.expire()
 
     # --- the whole cache ----------------------------------------------------------------------------------
 

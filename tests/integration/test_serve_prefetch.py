@@ -53,6 +53,19 @@ def test_a_request_waits_until_all_is_read(stage: Stage) -> None:
     assert stage.store.reads == [BLOCKS]
 
 
+def test_a_request_that_loads_nothing_neither_reads_nor_waits(stage: Stage) -> None:
+    engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
+    request = Request("late before", PROMPT, device_only=True)
+    engine.manager.prefetch([request])
+    found = match(engine, request)
+    assert (found.status, found.total_matched_blocks) == (MatchStatus.MATCHED, 0)
+    other = Request("other", PROMPT[: 4 * BLOCK + 1])
+    assert match(engine, other).status is MatchStatus.DEFERRED
+    stage.read_begins()
+    assert stage.store.reads == [4], "nothing was read for the first"
+    engine.manager.request_finish([request, other])
+
+
 def test_best_effort_waits_for_nothing_and_takes_what_has_come(stage: Stage) -> None:
     engine = stage.engine(PrefetchPolicy.BEST_EFFORT)
     early, late = Request("early", PROMPT), Request("late", PROMPT)

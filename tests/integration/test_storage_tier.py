@@ -98,6 +98,15 @@ def test_prefetch_at_arrival_needs_no_wait_at_the_match(engine: Engine) -> None:
     engine.manager.request_finish([request])
 
 
+def test_a_request_that_loads_nothing_neither_reads_nor_waits(engine: Engine) -> None:
+    request = Request("late before", tokens_of(1, 8), device_only=True)
+    engine.manager.prefetch([request])
+    match = engine.match(request)
+    assert (match.status, match.total_matched_blocks) == (MatchStatus.MATCHED, 0)
+    assert engine.send() == []
+    engine.manager.request_finish([request])
+
+
 def test_two_requests_share_one_read(engine: Engine) -> None:
     engine.store.gate.clear()
     requests = [Request(f"r{i}", tokens_of(1, 8)) for i in range(3)]

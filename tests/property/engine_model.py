@@ -197,6 +197,8 @@ class Engine:
                 assert result.num_cached_tokens == result.total_matched_blocks * BLOCK
                 assert result.total_matched_blocks % self.grid == 0
                 assert len(job.request.block_table) == result.num_device_blocks
+                if job.request.device_only:
+                    assert result.total_matched_blocks == result.num_device_blocks
                 job.scheduled = result.num_cached_tokens
             stop = min(len(job.tokens), job.scheduled + chunk)
             allocation = self.manager.allocate_device_blocks([(job.request, stop)])[0]
