@@ -14,18 +14,22 @@ import sys
 import textwrap
 from pathlib import Path
 
-from tests.native_build import LIBRARY, ROOT
+from tests.native_build import LIBRARY, ROOT, library_path
 
 REFUSED, LOST = 1, 719
 """Errors of the driver: an argument that is invalid, and a kernel that failed, after which nothing works."""
 
 
 def run(driver: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process that finds this driver, and the CuPy for it, before any other."""
+    """Run Python in a process that finds this driver, and the CuPy for it, before any other.
+
+    Which of a machine's own GPUs are visible does not count there.
+    """
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests/stand_in_cupy"), os.environ.get("PYTHONPATH", "")])
+    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     return subprocess.run(
         [sys.executable, *arguments],
-        env=os.environ | {"LD_LIBRARY_PATH": str(driver), "PYTHONPATH": path} | environment,
+        env=inherited | {"LD_LIBRARY_PATH": library_path(driver), "PYTHONPATH": path} | environment,
         cwd=ROOT,
         capture_output=True,
         text=True,

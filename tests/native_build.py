@@ -61,6 +61,11 @@ def make_driver(folder: Path) -> None:
     link_driver(compile_all([*DRIVER, CHECKSUM], folder, ["-O2"]), folder, ["-pthread"])
 
 
+def library_path(folder: Path) -> str:
+    """``LD_LIBRARY_PATH`` with the folder before all others: a machine with a GPU may name its own driver there."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+
+
 def build_once(
     factory: pytest.TempPathFactory, worker_id: str, name: str, make: Callable[[Path], None]
 ) -> Path:

@@ -154,6 +154,7 @@ LOST = """
     worker = GpuWorker(WIDE["128 KiB"], device_blocks=64, host_blocks=64)
     worker.run(plan(1, evict=[(i, i) for i in range(64)]))
     trap = cupy.RawKernel('extern "C" __global__ void trap() { asm("trap;"); }', "trap")
+    trap.compile()
     stream = cupy.cuda.Stream(non_blocking=True)
     spin(stream, 400_000_000)  # the plan is there before the device is lost
     with stream:

@@ -152,6 +152,7 @@ LOST = """
     first, second = (GpuWorker(gpu=gpus[i].uuid) for i in range(2))
     before = second.block(0)
     trap = cupy.RawKernel('extern "C" __global__ void trap() { asm("trap;"); }', "trap")
+    trap.compile()
     stream = cupy.cuda.Stream(non_blocking=True)
     spin(stream, 400_000_000)  # the plan is there before the device is lost
     with stream:

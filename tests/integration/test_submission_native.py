@@ -18,6 +18,7 @@ from tests.native_build import (
     call,
     compile_all,
     compiler,
+    library_path,
     link_driver,
 )
 from tests.swaps import PATIENCE
@@ -96,8 +97,7 @@ def make(folder: Path) -> None:
     objects = compile_all([*PROGRAM, *DRIVER], folder, ["-O1", *SANITIZER])
     program, driver = objects[: len(PROGRAM)], objects[len(PROGRAM) :]
     library = link_driver([*driver, checksum], folder, ["-fsanitize=thread"])
-    link = [compiler(), "-fsanitize=thread", f"-Wl,-rpath,{folder}"]
-    call(*link, "-o", folder / "submission", *program, checksum, library)
+    call(compiler(), "-fsanitize=thread", "-o", folder / "submission", *program, checksum, library)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,8 @@ def run(program: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(
             [*launcher(), program, *arguments],
-            env=os.environ | {"TSAN_OPTIONS": "halt_on_error=1"},
+            env=os.environ
+            | {"TSAN_OPTIONS": "halt_on_error=1", "LD_LIBRARY_PATH": library_path(program.parent)},
             capture_output=True,
             text=True,
             timeout=2 * PATIENCE,

@@ -1,4 +1,4 @@
-// A driver of one GPU whose memory is the host's and whose streams are threads. Built as libcuda.so.1, so
+// A driver of GPUs whose memory is the host's and whose streams are threads. Built as libcuda.so.1, so
 // that the core finds it the way it finds a driver.
 #include <sys/mman.h>
 #include <unistd.h>

@@ -45,14 +45,16 @@ class Memory:
     made = used = 0
     _places: ClassVar[dict[int, tuple[int, int]]] = {}
     _freed: ClassVar[deque[int]] = deque()
+    _lock = threading.Lock()
 
     def __init__(self, nbytes: int) -> None:
         self.bytes = np.empty(max(nbytes, 1), np.uint8)
         self.ptr = self.bytes.ctypes.data
         Memory.made += 1
         Memory.used += nbytes
-        Memory._forget_freed()
-        Memory._places[self.ptr] = self.ptr + nbytes, Device().id
+        with Memory._lock:
+            Memory._forget_freed()
+            Memory._places[self.ptr] = self.ptr + nbytes, Device().id
         weakref.finalize(self.bytes, Memory._free, self.ptr, nbytes)
 
     @classmethod
@@ -68,9 +70,10 @@ class Memory:
     @classmethod
     def device_of(cls, address: int) -> int:
         """The GPU whose memory that is, -1 for none."""
-        cls._forget_freed()
-        found = (gpu for start, (end, gpu) in cls._places.items() if start <= address < end)
-        return next(found, -1)
+        with cls._lock:
+            cls._forget_freed()
+            found = (gpu for start, (end, gpu) in cls._places.items() if start <= address < end)
+            return next(found, -1)
 
 
 class Pinned:
@@ -80,8 +83,8 @@ class Pinned:
 
 
 class MemoryPointer:
-    def __init__(self, memory: Memory, _offset: int) -> None:
-        self.bytes, self.ptr = memory.bytes, memory.ptr
+    def __init__(self, memory: Memory, offset: int) -> None:
+        self.bytes, self.ptr = memory.bytes[offset:], memory.ptr + offset
 
     def memset(self, value: int, nbytes: int) -> None:
         """Fill its beginning."""
