@@ -117,12 +117,13 @@ LOST = """
 
     worker = GpuWorker(WIDE["128 KiB"], device_blocks=64, host_blocks=64, loads_ahead=1)
     worker.run(plan(1, evict=[(i, i) for i in range(64)]))
+    trap = cupy.RawKernel('extern "C" __global__ void trap() { asm("trap;"); }', "trap")
+    trap.compile()
     busy = cupy.cuda.Stream(non_blocking=True)
     spin(busy, 400_000_000)
     large = [(i, i) for i in range(10, 64)]
     worker.controller.submit_swap_tasks(plan(2, load=large, evict=[(0, 0)]), busy)
     counters = [worker.controller.submit_swap_tasks(plan(3 + n, load=[(1 + n, 1 + n)])) for n in range(4)]
-    trap = cupy.RawKernel('extern "C" __global__ void trap() { asm("trap;"); }', "trap")
     with busy:
         trap((1,), (1,), ())
     found = {}
