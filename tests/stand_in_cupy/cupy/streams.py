@@ -22,15 +22,17 @@ class Stream:
     def __init__(self, *, non_blocking: bool = False, priority: int = 0) -> None:
         self.ptr: int = driver.new_stream(driver.gpu(Device().id))
         self._in_use: list[np.ndarray] = []  # as memory of a pool, it outlives what the stream still does
+        self._former: list[Stream | None] = []
         self._end = weakref.finalize(self, driver.end_stream, self.ptr)
         self._end.atexit = False  # what a stream still has when the process ends is not waited for
 
     def __enter__(self) -> Self:
-        self._former, current.stream = getattr(current, "stream", None), self
+        self._former.append(getattr(current, "stream", None))
+        current.stream = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        current.stream = self._former
+        current.stream = self._former.pop()
 
     def synchronize(self) -> None:
         """Until all of it is done."""
