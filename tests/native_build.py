@@ -17,7 +17,7 @@ NATIVE = ROOT / "tests/native"
 LIBRARY = "libcuda.so.1"
 DRIVER = [
     NATIVE / f"stand_in_{part}.cpp"
-    for part in ("control", "driver", "faults", "gpus", "holdings", "kernels", "streams")
+    for part in ("control", "driver", "faults", "gpus", "holdings", "kernels", "memory", "streams")
 ]
 CHECKSUM = ROOT / "csrc/core/checksum.cpp"
 FLAGS = ["-std=c++20", "-g1", "-fPIC", "-Wall", "-Wextra", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]

@@ -9,6 +9,7 @@ import pytest
 
 from fdcache.node.connection import Connection
 from tests.manager_world import Worlds
+from tests.native_build import build_once, make_driver
 from tests.service_help import LocalService, local_service
 from tests.service_line import Line
 
@@ -25,6 +26,12 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
     made = Worlds(request.getfixturevalue("service_of_worlds") if shared else None)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def cuda_driver(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The folder of the driver that stands in for a GPU's."""
+    return build_once(tmp_path_factory, worker_id, "driver", make_driver)
 
 
 @pytest.fixture

@@ -8,63 +8,61 @@ import pytest
 
 from fdcache.settings.cache import WritePolicy
 from tests import cuda_stand_in
-from tests.native_build import build_once, make_driver
 
 METHODS = ("auto", "dma", "staged", "kernel")
 LONG = [pytest.param(each, marks=pytest.mark.slow) for each in ("dma", "kernel")]
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    return build_once(tmp_path_factory, worker_id, "driver", make_driver)
-
-
-def run(driver: Path, scenario: str) -> None:
-    done = cuda_stand_in.run_python(driver, f"from tests import cuda_scenarios; {scenario}; print('DONE')")
+def run(cuda_driver: Path, scenario: str) -> None:
+    done = cuda_stand_in.run_python(
+        cuda_driver, f"from tests import cuda_scenarios; {scenario}; print('DONE')"
+    )
     assert done.stdout.endswith("DONE\n"), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("method", METHODS)
-def test_copies_give_the_bytes_of_the_cpu_path(driver: Path, method: str, batched: bool) -> None:
-    run(driver, f"cuda_scenarios.copy_like_a_cpu({method!r}, batched={batched})")
+def test_copies_give_the_bytes_of_the_cpu_path(cuda_driver: Path, method: str, batched: bool) -> None:
+    run(cuda_driver, f"cuda_scenarios.copy_like_a_cpu({method!r}, batched={batched})")
 
 
 @pytest.mark.parametrize("method", ["staged", *LONG])
 def test_whatever_call_is_refused_is_a_failed_report_and_nothing_is_lost_or_freed_twice(
-    driver: Path, method: str
+    cuda_driver: Path, method: str
 ) -> None:
     calls = ["cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuLaunchKernel", "cuStreamWaitEvent"]
     calls += ["cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventElapsedTime", "cuStreamGetCtx"]
-    run(driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.REFUSED)")
+    run(cuda_driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.REFUSED)")
 
 
 @pytest.mark.parametrize("method", ["staged", *LONG])
-def test_wherever_the_gpu_is_lost_reports_say_so_and_the_controller_closes(driver: Path, method: str) -> None:
+def test_wherever_the_gpu_is_lost_reports_say_so_and_the_controller_closes(
+    cuda_driver: Path, method: str
+) -> None:
     calls = ["cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuLaunchKernel", "cuStreamWaitEvent", "cuEventQuery"]
     calls += ["cuEventRecord", "cuEventElapsedTime"]
-    run(driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.LOST)")
+    run(cuda_driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.LOST)")
 
 
 @pytest.mark.parametrize(
     ("method", "call"),
     [("dma", "cuMemcpyBatchAsync"), ("staged", "cuLaunchKernel"), ("kernel", "cuLaunchKernel")],
 )
-def test_after_a_refusal_the_next_plan_is_carried_out(driver: Path, method: str, call: str) -> None:
-    run(driver, f"cuda_scenarios.go_on_after_a_refusal({method!r}, {call!r})")
+def test_after_a_refusal_the_next_plan_is_carried_out(cuda_driver: Path, method: str, call: str) -> None:
+    run(cuda_driver, f"cuda_scenarios.go_on_after_a_refusal({method!r}, {call!r})")
 
 
-def test_a_stream_that_is_captured_is_refused_before_anything_is_done(driver: Path) -> None:
-    run(driver, "cuda_scenarios.refuse_a_capture()")
+def test_a_stream_that_is_captured_is_refused_before_anything_is_done(cuda_driver: Path) -> None:
+    run(cuda_driver, "cuda_scenarios.refuse_a_capture()")
 
 
-def test_a_stream_of_another_gpu_is_refused(driver: Path) -> None:
-    run(driver, "cuda_scenarios.refuse_a_foreign_stream()")
+def test_a_stream_of_another_gpu_is_refused(cuda_driver: Path) -> None:
+    run(cuda_driver, "cuda_scenarios.refuse_a_foreign_stream()")
 
 
 @pytest.mark.parametrize("policy", [each.value for each in WritePolicy])
 @pytest.mark.parametrize(
     "call", ["cuLaunchKernel", pytest.param("cuStreamWaitEvent", marks=pytest.mark.slow)]
 )
-def test_requests_whose_copies_are_refused_compute_again(driver: Path, call: str, policy: str) -> None:
-    run(driver, f"cuda_scenarios.serve_requests({policy!r}, {call!r})")
+def test_requests_whose_copies_are_refused_compute_again(cuda_driver: Path, call: str, policy: str) -> None:
+    run(cuda_driver, f"cuda_scenarios.serve_requests({policy!r}, {call!r})")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import cuda_stand_in
-from tests.native_build import ROOT, build_once, make_driver
+from tests.native_build import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -26,11 +26,6 @@ SLOW_COPIES = (
 )
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    return build_once(tmp_path_factory, worker_id, "driver", make_driver)
-
-
 def modules() -> list[str]:
     return sorted(path.name for path in SUITE.glob("test_*.py") if path.name not in REAL)
 
@@ -38,10 +33,10 @@ def modules() -> list[str]:
 @pytest.mark.parametrize(
     ("module", "delays"), [(name, "0 0") for name in modules()] + [(name, "20 300") for name in SLOW_COPIES]
 )
-def test_the_suite_for_gpus_passes(driver: Path, module: str, delays: str) -> None:
+def test_the_suite_for_gpus_passes(cuda_driver: Path, module: str, delays: str) -> None:
     skipped = [option for each in REAL if "::" in each for option in ("--deselect", f"tests/gpu/{each}")]
     arguments = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *skipped, f"tests/gpu/{module}"]
-    done = cuda_stand_in.run(driver, *arguments, STAND_IN_DELAYS=delays, STAND_IN_GPUS="2")
+    done = cuda_stand_in.run(cuda_driver, *arguments, STAND_IN_DELAYS=delays, STAND_IN_GPUS="2")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 

@@ -11,6 +11,7 @@
 #include "native/stand_in_gpus.hpp"
 #include "native/stand_in_holdings.hpp"
 #include "native/stand_in_kernels.hpp"
+#include "native/stand_in_memory.hpp"
 #include "native/stand_in_streams.hpp"
 
 using namespace fdcache;
@@ -60,7 +61,19 @@ int stand_in_unknown() {
     return static_cast<int>(stand_in::events.unknown() + stand_in::registered.unknown());
 }
 
-// --- what an engine does on a GPU
+// --- what an engine has and does on a GPU
+
+void stand_in_know(const void *data, std::size_t nbytes, int gpu) {
+    stand_in::make_known(data, nbytes, gpu);
+}
+
+int stand_in_owner(const void *data) {
+    return stand_in::owner_of(data);
+}
+
+void stand_in_forget(const void *data) {
+    stand_in::forget(data);
+}
 
 int stand_in_visible() {
     return stand_in::num_visible_gpus();

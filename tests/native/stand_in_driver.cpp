@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <ranges>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "native/stand_in_gpus.hpp"
 #include "native/stand_in_holdings.hpp"
 #include "native/stand_in_kernels.hpp"
+#include "native/stand_in_memory.hpp"
 #include "native/stand_in_streams.hpp"
 
 using namespace fdcache::cuda;
@@ -25,9 +27,16 @@ namespace {
 
 constexpr int kInvalidValue = 1;
 constexpr int kNotFound = 500;
+constexpr int kAlreadyRegistered = 712;
 
 std::uint8_t *at(Address address) {
     return reinterpret_cast<std::uint8_t *>(address);
+}
+
+void copy_bytes(Address to, Address from, std::size_t nbytes) {
+    expect_reached(at(from), nbytes);
+    expect_reached(at(to), nbytes);
+    std::memcpy(at(to), at(from), nbytes);
 }
 
 // What the call has to answer: its own trouble, or that the stream is not of the GPU that is current.
@@ -56,7 +65,8 @@ int copy_batch(const Address *to, const Address *from, const std::size_t *sizes,
     std::vector<Copy> copies;
     for (std::size_t i = 0; i < count; ++i) copies.push_back({to[i], from[i], sizes[i]});
     stream_of(stream, current_gpu()).copy([copies = std::move(copies)] {
-        for (const Copy &each : copies) std::memcpy(at(each.to), at(each.from), each.nbytes);
+        // Backwards: a batch promises no order.
+        for (const Copy &each : copies | std::views::reverse) copy_bytes(each.to, each.from, each.nbytes);
     });
     return kSuccess;
 }
@@ -135,12 +145,14 @@ int cuThreadExchangeStreamCaptureMode(int *mode) {
 int cuMemHostRegister_v2(void *data, std::size_t nbytes, unsigned) {
     if (const int code = trouble("cuMemHostRegister"); code != kSuccess) return code;
     if (!is_mapped(data, nbytes)) return kInvalidValue;
-    registered.take(data);
+    if (!registered.take(data)) return kAlreadyRegistered;
+    make_known(data, nbytes);
     return kSuccess;
 }
 
 int cuMemHostUnregister(void *data) {
     const bool found = registered.give(data);
+    forget(data);
     if (is_lost()) return kLost;
     return found ? kSuccess : kInvalidValue;
 }
@@ -153,7 +165,7 @@ int cuMemHostGetDevicePointer_v2(Address *address, void *data, unsigned) {
 int cuMemcpyAsync(Address to, Address from, std::size_t nbytes, StreamHandle stream) {
     delay_call();
     if (const int code = trouble_on(stream, "cuMemcpyAsync"); code != kSuccess) return code;
-    stream_of(stream, current_gpu()).copy([=] { std::memcpy(at(to), at(from), nbytes); });
+    stream_of(stream, current_gpu()).copy([=] { copy_bytes(to, from, nbytes); });
     return kSuccess;
 }
 
@@ -162,12 +174,12 @@ int cuMemcpy2DAsync_v2(const Copy2D *asked, StreamHandle stream) {
     if (const int code = trouble_on(stream, "cuMemcpy2DAsync"); code != kSuccess) return code;
     stream_of(stream, current_gpu()).copy([copy = *asked] {
         constexpr unsigned kHost = 1;
-        const auto *from = copy.source_type == kHost ? static_cast<const std::uint8_t *>(copy.source_host)
-                                                     : at(copy.source_device);
-        auto *to = copy.target_type == kHost ? static_cast<std::uint8_t *>(copy.target_host)
-                                             : at(copy.target_device);
+        const Address from =
+            copy.source_type == kHost ? reinterpret_cast<Address>(copy.source_host) : copy.source_device;
+        const Address to =
+            copy.target_type == kHost ? reinterpret_cast<Address>(copy.target_host) : copy.target_device;
         for (std::size_t row = 0; row < copy.height; ++row) {
-            std::memcpy(to + row * copy.target_pitch, from + row * copy.source_pitch, copy.width);
+            copy_bytes(to + row * copy.target_pitch, from + row * copy.source_pitch, copy.width);
         }
     });
     return kSuccess;

@@ -4,11 +4,10 @@ namespace fdcache::stand_in {
 
 Holdings events, registered;
 std::atomic<int> contexts{0}, pushed{0};
-std::atomic<const void *> captured{nullptr}, foreign{nullptr};
 
-void Holdings::take(const void *what) {
+bool Holdings::take(const void *what) {
     const std::lock_guard lock(mutex_);
-    held_.insert(what);
+    return held_.insert(what).second;
 }
 
 bool Holdings::give(const void *what) {

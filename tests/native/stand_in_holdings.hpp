@@ -10,7 +10,8 @@ namespace fdcache::stand_in {
 
 class Holdings {
   public:
-    void take(const void *what);
+    // Whether it was not held before.
+    bool take(const void *what);
     // Whether it was held; counts it otherwise.
     bool give(const void *what);
     std::size_t held() const;
@@ -24,7 +25,5 @@ class Holdings {
 
 extern Holdings events, registered;
 extern std::atomic<int> contexts, pushed;
-// Streams that are captured into a graph, and another GPU's; null: none.
-extern std::atomic<const void *> captured, foreign;
 
 }  // namespace fdcache::stand_in

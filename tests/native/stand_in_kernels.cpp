@@ -7,6 +7,7 @@
 
 #include "core/checksum.hpp"
 #include "native/stand_in_gpus.hpp"
+#include "native/stand_in_memory.hpp"
 #include "swap/items.hpp"
 
 namespace fdcache::stand_in {
@@ -21,7 +22,11 @@ Value argument(void **arguments, std::size_t index) {
 
 std::function<void()> bind_copy_words(void **arguments) {
     return [from = argument<const Word *>(arguments, 0), to = argument<Word *>(arguments, 1),
-            count = argument<unsigned>(arguments, 2)] { std::memcpy(to, from, count * sizeof(Word)); };
+            count = argument<unsigned>(arguments, 2)] {
+        expect_reached(from, count * sizeof(Word));
+        expect_reached(to, count * sizeof(Word));
+        std::memcpy(to, from, count * sizeof(Word));
+    };
 }
 
 enum class Way { kIn, kOut, kSum };
@@ -29,6 +34,8 @@ enum class Way { kIn, kOut, kSum };
 void move_chunk(Way way, const Chunk &chunk, Block &block, Word record_start, const Target &target) {
     auto *plane = reinterpret_cast<std::uint8_t *>(chunk.base + static_cast<Word>(chunk.stride * block.slot));
     auto *record = reinterpret_cast<std::uint8_t *>(record_start + chunk.offset - target.offset);
+    expect_reached(plane, chunk.nbytes);
+    if (way != Way::kSum) expect_reached(record, chunk.nbytes);
     if (way == Way::kIn) {
         std::memcpy(plane, record, chunk.nbytes);
         return;

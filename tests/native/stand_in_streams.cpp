@@ -42,6 +42,8 @@ Streams &streams() {
 
 }  // namespace
 
+std::atomic<const void *> captured{nullptr}, foreign{nullptr};
+
 void set_delays(Delays delays) {
     call_delay = delays.call;
     copy_delay = delays.copy;

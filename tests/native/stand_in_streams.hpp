@@ -84,6 +84,9 @@ namespace fdcache::stand_in {
 
 using Stream = cuda::CUstream_st;
 
+// The streams that are captured into a graph, and another GPU's; null: none.
+extern std::atomic<const void *> captured, foreign;
+
 // The stream of a handle, which may be one of the GPU's default stream's.
 Stream &stream_of(cuda::StreamHandle handle, int gpu);
 // Until every stream has done what it has.

@@ -56,7 +56,7 @@ cuda = SimpleNamespace(
         deviceSynchronize=driver.synchronize_all,
         memGetInfo=lambda: (_TOTAL_BYTES - Memory.used, _TOTAL_BYTES),
         pointerGetAttributes=lambda address: SimpleNamespace(
-            device=Memory.device_of(address), devicePointer=address
+            device=driver.owner(address), devicePointer=address
         ),
     ),
 )

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .memory import Device, Memory, MemoryPointer, current, empty
+from . import driver
+from .memory import Device, MemoryPointer, current, empty
 
 
 class ndarray:  # noqa: N801
@@ -32,7 +33,7 @@ class ndarray:  # noqa: N801
 
     @property
     def device(self) -> Device:
-        return Device(Memory.device_of(self._array.ctypes.data))
+        return Device(driver.owner(self._array.ctypes.data))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -18,6 +18,9 @@ _handle, _size, _int, _unsigned = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 visible = _declare("stand_in_visible", result=_int)
 gpu = _declare("stand_in_gpu", _int, result=_int)
+know = _declare("stand_in_know", _handle, _size, _int)
+forget = _declare("stand_in_forget", _handle)
+owner = _declare("stand_in_owner", _handle, result=_int)
 new_stream = _declare("stand_in_stream", _int, result=_handle)
 end_stream = _declare("stand_in_end_stream", _handle)
 synchronize = _declare("stand_in_synchronize", _handle)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -39,46 +38,35 @@ class Device:
         driver.synchronize_all()
 
 
+def _allocate(nbytes: int, gpu: int) -> np.ndarray:
+    made = np.empty(max(nbytes, 1), np.uint8)
+    driver.know(made.ctypes.data, made.nbytes, gpu)
+    weakref.finalize(made, driver.forget, made.ctypes.data).atexit = False
+    return made
+
+
 class Memory:
     """Bytes of the current GPU. ``used`` counts those of all GPUs, ``made`` the allocations there ever were."""
 
     made = used = 0
-    _places: ClassVar[dict[int, tuple[int, int]]] = {}
-    _freed: ClassVar[deque[int]] = deque()
-    _lock = threading.Lock()
 
     def __init__(self, nbytes: int) -> None:
-        self.bytes = np.empty(max(nbytes, 1), np.uint8)
+        self.bytes = _allocate(nbytes, Device().id)
         self.ptr = self.bytes.ctypes.data
         Memory.made += 1
         Memory.used += nbytes
-        with Memory._lock:
-            Memory._forget_freed()
-            Memory._places[self.ptr] = self.ptr + nbytes, Device().id
-        weakref.finalize(self.bytes, Memory._free, self.ptr, nbytes)
+        weakref.finalize(self.bytes, Memory._free, nbytes)
 
     @classmethod
-    def _free(cls, address: int, nbytes: int) -> None:
+    def _free(cls, nbytes: int) -> None:
         cls.used -= nbytes
-        cls._freed.append(address)  # this comes at any time, be it while the places are looked at
-
-    @classmethod
-    def _forget_freed(cls) -> None:
-        while cls._freed:
-            del cls._places[cls._freed.popleft()]
-
-    @classmethod
-    def device_of(cls, address: int) -> int:
-        """The GPU whose memory that is, -1 for none."""
-        with cls._lock:
-            cls._forget_freed()
-            found = (gpu for start, (end, gpu) in cls._places.items() if start <= address < end)
-            return next(found, -1)
 
 
 class Pinned:
+    """Bytes of the host that every GPU reaches."""
+
     def __init__(self, nbytes: int) -> None:
-        self._bytes = np.empty(nbytes, np.uint8)
+        self._bytes = _allocate(nbytes, -1)
         self.ptr = self._bytes.ctypes.data
 
 
