@@ -10,7 +10,6 @@ from fdcache.settings.cache import WritePolicy
 from tests import cuda_stand_in
 
 METHODS = ("auto", "dma", "staged", "kernel")
-LONG = [pytest.param(each, marks=pytest.mark.slow) for each in ("dma", "kernel")]
 
 
 def run(cuda_driver: Path, scenario: str) -> None:
@@ -26,7 +25,8 @@ def test_copies_give_the_bytes_of_the_cpu_path(cuda_driver: Path, method: str, b
     run(cuda_driver, f"cuda_scenarios.copy_like_a_cpu({method!r}, batched={batched})")
 
 
-@pytest.mark.parametrize("method", ["staged", *LONG])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["staged", "dma", "kernel"])
 def test_whatever_call_is_refused_is_a_failed_report_and_nothing_is_lost_or_freed_twice(
     cuda_driver: Path, method: str
 ) -> None:
@@ -35,7 +35,8 @@ def test_whatever_call_is_refused_is_a_failed_report_and_nothing_is_lost_or_free
     run(cuda_driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.REFUSED)")
 
 
-@pytest.mark.parametrize("method", ["staged", *LONG])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["staged", "dma", "kernel"])
 def test_wherever_the_gpu_is_lost_reports_say_so_and_the_controller_closes(
     cuda_driver: Path, method: str
 ) -> None:
