@@ -35,14 +35,17 @@ void move_chunk(Way way, const Chunk &chunk, Block &block, Word record_start, co
     auto *plane = reinterpret_cast<std::uint8_t *>(chunk.base + static_cast<Word>(chunk.stride * block.slot));
     auto *record = reinterpret_cast<std::uint8_t *>(record_start + chunk.offset - target.offset);
     expect_reached(plane, chunk.nbytes);
-    if (way != Way::kSum) expect_reached(record, chunk.nbytes);
     if (way == Way::kIn) {
+        expect_reached(record, chunk.nbytes);
         std::memcpy(plane, record, chunk.nbytes);
         return;
     }
     block.sum += checksum_part(plane, chunk.nbytes, chunk.offset / sizeof(Word));
-    if (way == Way::kOut) std::memcpy(record, plane, chunk.nbytes);
-    if (way == Way::kOut && target.staging != 0) std::memset(record + chunk.nbytes, 0, chunk.padding);
+    if (way == Way::kSum) return;
+    const unsigned padding = target.staging != 0 ? chunk.padding : 0;
+    expect_reached(record, chunk.nbytes + padding);
+    std::memcpy(record, plane, chunk.nbytes);
+    std::memset(record + chunk.nbytes, 0, padding);
 }
 
 template <Way kWay>
