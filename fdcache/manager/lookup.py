@@ -99,8 +99,8 @@ class PrefixLookup:
         request._publishes = request._publishes and self._settings.enable_prefix_caching
         if not request._publishes:
             return _Search(request, hashes[:0], None)
-        asks = self._prefetcher if not request.device_only else None
-        if asks and asks.must_wait(request, hashes, plan):
+        reader = None if request.device_only else self._prefetcher
+        if reader and reader.must_wait(request, hashes, plan):
             return _Search(request, hashes[:0], None, is_read=True)
         if self._reuse.is_on:
             known = self._device.contains(hashes) != ABSENT
