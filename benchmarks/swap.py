@@ -40,39 +40,40 @@ def worker(plane: int, **options: Any) -> SwapWorker:
     return SwapWorker(make_layout(plane), calibration=Calibration(), **options)
 
 
-def bandwidth(link: Link, peers: Peers) -> Table:
+def ratio(reference: Callable[[], float], measure: Callable[[], float | None]) -> str:
+    """The reference is measured before and after each figure: the machine's rest loads the link too."""
+    before = reference()
+    found = measure()
+    return "-" if found is None else f"{2 * found / (before + reference()):.3f}"
+
+
+def bandwidth(_: Link, peers: Peers) -> Table:
     rows = []
     for plane in PLANES:
-        for way, kind, ceiling in (("load", H2D, link.to_device), ("evict", D2H, link.to_host)):
-            batch = peers.copy_batch(plane * KIB, kind)
+        for way, kind in (("load", H2D), ("evict", D2H)):
+            to_link = partial(ratio, partial(peers.alone, kind))
             row: dict[str, Any] = {"plane": f"{plane} KiB", "way": "H2D" if way == "load" else "D2H"}
-            row["memcpyAsync loop"] = f"{peers.copy_loop(plane * KIB, kind) / ceiling:.3f}"
-            row["memcpyBatchAsync"] = "-" if batch is None else f"{batch / ceiling:.3f}"
+            row["memcpyAsync loop"] = to_link(partial(peers.copy_loop, plane * KIB, kind))
+            row["memcpyBatchAsync"] = to_link(partial(peers.copy_batch, plane * KIB, kind))
             for method in METHODS:
                 swaps = worker(plane, swap_method=method)
-                row[f"{method}, scattered"] = f"{swaps.rate(way, swaps.scattered, GIB) / ceiling:.3f}"
+                row[f"{method}, scattered"] = to_link(partial(swaps.rate, way, swaps.scattered, GIB))
                 if method == "auto":
-                    row["auto, runs of 16 MiB"] = f"{swaps.rate(way, swaps.in_runs, GIB) / ceiling:.3f}"
+                    row["auto, runs of 16 MiB"] = to_link(partial(swaps.rate, way, swaps.in_runs, GIB))
                 swaps.close()
             rows.append(row)
     return rows
 
 
 def both_ways(_: Link, peers: Peers) -> Table:
-    """The pair of large copies is measured before and after each figure: the machine's rest loads the link too."""
     rows = []
-
-    def ratio(measure: Callable[[], float]) -> str:
-        before = peers.pair()
-        found = measure()
-        return f"{2 * found / (before + peers.pair()):.3f}"
-
+    to_pair = partial(ratio, peers.pair)
     for plane in PLANES:
         row: dict[str, Any] = {"plane": f"{plane} KiB"}
         for method in ("auto", "staged", "kernel"):
             swaps = worker(plane, pool_bytes=8 * GIB, swap_method=method)
-            row[f"{method}, scattered"] = ratio(partial(swaps.rate_both, swaps.scattered, GIB))
-            row[f"{method}, runs"] = ratio(partial(swaps.rate_both, swaps.in_runs, GIB))
+            row[f"{method}, scattered"] = to_pair(partial(swaps.rate_both, swaps.scattered, GIB))
+            row[f"{method}, runs"] = to_pair(partial(swaps.rate_both, swaps.in_runs, GIB))
             swaps.close()
         rows.append(row)
     return rows

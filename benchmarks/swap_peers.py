@@ -65,9 +65,11 @@ class Peers:
 
     def link(self) -> Link:
         """One large copy each way, and both at once."""
-        into = timed(lambda: self._large(H2D, 0), self._streams[:1])
-        out = timed(lambda: self._large(D2H, 0), self._streams[:1])
-        return Link(GIB / into, GIB / out, self.pair())
+        return Link(self.alone(H2D), self.alone(D2H), self.pair())
+
+    def alone(self, kind: int) -> float:
+        """Bytes a second of a large copy one way."""
+        return GIB / timed(lambda: self._large(kind, 0), self._streams[:1])
 
     def pair(self) -> float:
         """Bytes a second of a large copy each way at once."""

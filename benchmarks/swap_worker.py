@@ -138,7 +138,7 @@ class SwapWorker:
                     raise RuntimeError(f"a copy failed: {result.error_message}")
         return reports
 
-    def rate(self, way: str, pick: Callable[[int], Pick], nbytes: int, repeats: int = 3) -> float:
+    def rate(self, way: str, pick: Callable[[int], Pick], nbytes: int, repeats: int = 7) -> float:
         """Bytes a second of loads or evictions, the median over different blocks."""
         seconds = [self.run(**{way: pick(nbytes)})[0] for _ in range(repeats + 1)][1:]
         count = nbytes // self.layout.record_bytes

@@ -14,7 +14,7 @@ from fdcache.devices.topology import Gpu
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the measurement or its meaning changes; older calibrations are then stale."""
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -65,7 +65,7 @@ class Calibration:
     to_device: Thresholds = Thresholds(direct_plane=32 * KIB, staged_column=32 * KIB)
     to_host: Thresholds = Thresholds(direct_plane=256 * KIB, staged_column=128 * KIB)
     kernel_ctas: ThreadBlocks = 2
-    transpose_ctas: ThreadBlocks = 32
+    transpose_ctas: ThreadBlocks = 33
     link_to_device: float = 0.0
     link_to_host: float = 0.0
     measurements: tuple[Measurement, ...] = field(default=())

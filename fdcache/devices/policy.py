@@ -70,6 +70,8 @@ def choose_calibration(
 
     Planes are copied directly from the size on at which that fills the link, columns are staged from the size
     on at which that beats the kernel, and the kernel has the fewest thread blocks that reach 98% of its best.
+    A quarter of the multiprocessors' worth of the transposing kernel puts two of its small thread blocks on each:
+    one that held more of them would hold up whatever else runs on all.
     """
     kernel = [each for each in found if each.method == "kernel"]
     return Calibration(
@@ -77,6 +79,7 @@ def choose_calibration(
         to_device=_thresholds([m for m in found if m.direction == "host to device"], link_to_device),
         to_host=_thresholds([m for m in found if m.direction == "device to host"], link_to_host),
         kernel_ctas=max((_fewest_ctas(kernel, way) for way in {m.direction for m in kernel}), default=2),
+        transpose_ctas=-(-gpu.multiprocessors // 4),
         link_to_device=link_to_device,
         link_to_host=link_to_host,
         measurements=tuple(found),

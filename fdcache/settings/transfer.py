@@ -70,7 +70,7 @@ class TransferSettings(Group):
     )
     swap_sm_budget: Integer = variable(
         "FDCACHE_SWAP_SM_BUDGET",
-        32,
+        40,
         "Most multiprocessors that the threads of a copy kernel may fill, be they spread over more of them; 0 leaves "
         "copies to the copy engines, and to kernels only checksums and tables of blocks.",
         ge=0,

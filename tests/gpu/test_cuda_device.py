@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
+import weakref
 from typing import Any
 
 import numpy as np
@@ -207,6 +209,23 @@ def test_sleep_gives_the_memory_back_to_the_gpu() -> None:
         assert asleep - awake >= blocks * layout.payload_bytes
         worker.tensors = worker.controller.wakeup()
         assert not any(worker.tensors[0][0].reshape(-1).tolist())
+
+
+def test_what_a_closed_worker_held_is_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with GpuWorker(device_blocks=16, host_blocks=16) as worker:
+            every = [(slot, slot) for slot in range(16)]
+            for each in (plan(0, backup=every), plan(1, evict=every), plan(2, load=every)):
+                worker.run(each)
+            counter = worker.controller.submit_swap_tasks(plan(3, load=[(0, 1)]))
+            counter.wait_all(PATIENCE)
+        held = [weakref.ref(each) for each in (worker.gpu, worker.controller)]
+        del worker, counter, each
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_memory_is_freed_once_and_only_after_the_last_copy() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 
 from fdcache.devices.base import BlockPairs
+from fdcache.devices.cuda import CudaDevice
 from fdcache.metadata import TransferReport
 from tests.gpu.test_cuda_device import run_python
 from tests.gpu.test_cuda_order import spin
@@ -43,19 +45,20 @@ def test_loads_behind_a_busy_stream_go_as_one_batch(method: str, name: str, monk
         worker.run(plan(1, backup=[(slot, BLOCKS - 1 - slot) for slot in range(BLOCKS)]))
         worker.run(plan(20, load=[(BLOCKS - 1, 0)]))  # its kernels are compiled
         saved = [worker.block(slot) for slot in range(BLOCKS)]
-        copy_blocks, sizes = worker.gpu.copy_blocks, []
+        copy_blocks, sizes = CudaDevice.copy_blocks, []
 
-        def counted(planes: Any, arena: Any, pairs: BlockPairs, direction: Any) -> Any:
+        def counted(device: CudaDevice, planes: Any, arena: Any, pairs: BlockPairs, direction: Any) -> Any:
             sizes.append(len(pairs))
-            return copy_blocks(planes, arena, pairs, direction)
+            return copy_blocks(device, planes, arena, pairs, direction)
 
-        monkeypatch.setattr(worker.gpu, "copy_blocks", counted)
+        monkeypatch.setattr(CudaDevice, "copy_blocks", counted)
         held, first = plan(21, load=[(BLOCKS - 1, 0)]), plan(2, load=[(BLOCKS - 1 - i, i) for i in range(12)])
         wanted = [plan(3 + n, load=[(2 * n + i, 12 + 2 * n + i) for i in range(2)]) for n in range(5)]
         assert wanted[3].loads is not None
         wanted[3].loads.src_generations[1] += 1
         untouched = worker.block(19)
         busy = cupy.cuda.Stream(non_blocking=True)
+        gc.collect()  # memory of other tests, freed behind the kernel, would wait for it
         spin(busy, 2_000_000_000)
         worker.controller.submit_swap_tasks(held, busy)
         worker.controller.submit_swap_tasks(first)

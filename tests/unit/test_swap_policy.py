@@ -48,6 +48,7 @@ def test_thresholds_are_the_sizes_from_which_on_a_way_is_fast() -> None:
     assert found.to_device.staged_column == 64 * KIB
     assert found.to_device.group_column == 128 * KIB
     assert found.kernel_ctas == 2
+    assert found.transpose_ctas == GPU.multiprocessors // 4
     assert found.suits(GPU)
 
 
@@ -87,7 +88,7 @@ def test_another_format_or_a_broken_file_is_no_calibration(
     ("sound", "broken"),
     [
         ('"kernel_ctas": 2', '"kernel_ctas": -2'),
-        ('"transpose_ctas": 32', '"transpose_ctas": 0'),
+        ('"transpose_ctas": 33', '"transpose_ctas": 0'),
         ('"direct_plane": 32768', '"direct_plane": -1'),
         ('"staged_column": 65536', f'"staged_column": {1 << 63}'),
         ('"link_to_host": 55.0', '"link_to_host": "fast"'),
