@@ -131,9 +131,9 @@ class CudaBlockCopy:
 class CudaDevice:
     """One GPU, named by UUID or by its ordinal among those that CUDA shows to this process.
 
-    Everything is bound to it, whatever device is current. Without a calibration of this GPU, driver and
-    topology (``fdcache init``) copies go by safe defaults. Raises ``DeviceError`` when there is no such GPU, and
-    ``KernelError`` when its kernels do not compile.
+    Everything is bound to it, whatever device is current; controllers of several threads may share it. Without a
+    calibration of this GPU, driver and topology (``fdcache init``) copies go by safe defaults. Raises ``DeviceError``
+    when there is no such GPU, and ``KernelError`` when its kernels do not compile.
     """
 
     def __init__(

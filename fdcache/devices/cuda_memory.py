@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +35,14 @@ class BlockTable:
 
 
 class CudaMemory:
-    """Allocations on one GPU, whatever device is current. Not for several threads at once."""
+    """Allocations on one GPU, whatever device is current."""
 
     def __init__(self, gpu: Gpu, context: _core.CudaContext) -> None:
         self._gpu = gpu
         self._context = context
         self._cupy = import_cupy()
         self._tables: dict[int, list[BlockTable]] = defaultdict(list)
+        self._lock = threading.Lock()
         self._add_tables(_LEAST_TABLE)
 
     def allocate(self, nbytes: int) -> Any:
@@ -73,9 +75,10 @@ class CudaMemory:
     def take_table(self, nbytes: int) -> BlockTable:
         """A block table of at least ``nbytes`` bytes. Raises ``DeviceError``."""
         size = max(1 << max(nbytes - 1, 0).bit_length(), _LEAST_TABLE)
-        if not self._tables[size]:
-            self._add_tables(size)
-        return self._tables[size].pop()
+        with self._lock:
+            if not self._tables[size]:
+                self._add_tables(size)
+            return self._tables[size].pop()
 
     def _add_tables(self, size: int) -> None:
         # Several at a time: the driver may let an allocation wait for the work that is under way.
@@ -92,7 +95,8 @@ class CudaMemory:
 
     def give_table(self, table: BlockTable) -> None:
         """Take a table back whose batch has ended."""
-        self._tables[table.nbytes].append(table)
+        with self._lock:
+            self._tables[table.nbytes].append(table)
 
     def pin(self, address: int, nbytes: int, owner: object) -> _core.CudaRegistration:
         """Register host memory. Raises ``HostMemoryError`` with the remedy."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +111,35 @@ def test_layers_of_a_load_that_is_still_being_submitted_are_not_done() -> None:
             assert [worker.block(slot) for slot in range(BLOCKS)] == before
             counter.wait_all(PATIENCE)
             worker.report()
+
+
+def test_controllers_of_two_threads_share_a_device() -> None:
+    layout, blocks, rounds = WIDE["fp8"], 16, 40
+
+    def work(worker: GpuWorker, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        worker.run(plan(1, backup=[(slot, slot) for slot in range(blocks)]))
+        held = [worker.block(slot) for slot in range(blocks)]
+        for number in range(4):
+            source = [random.permutation(blocks) for _ in range(rounds)]
+            for index, order in enumerate(source):
+                pairs = [(int(host), slot) for slot, host in enumerate(order)]
+                worker.controller.submit_swap_tasks(plan(2 + number * rounds + index, load=pairs))
+            reports = reports_of(worker, rounds)
+            assert all(report.results[0].success for report in reports.values())
+            assert [worker.block(slot) for slot in range(blocks)] == [held[host] for host in source[-1]]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with (
+            GpuWorker(layout, device_blocks=blocks, host_blocks=blocks, loads_ahead=1 << 40) as first,
+            GpuWorker(
+                layout, gpu=first.gpu, device_blocks=blocks, host_blocks=blocks, loads_ahead=1 << 40, seed=1
+            ) as second,
+            ThreadPoolExecutor(2) as pool,
+        ):
+            for ended in [pool.submit(work, first, 2), pool.submit(work, second, 3)]:
+                ended.result()
+    finally:
+        sys.setswitchinterval(interval)

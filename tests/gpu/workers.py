@@ -16,16 +16,20 @@ from tests.swaps import Worker
 
 
 class GpuWorker(Worker):
-    """As ``Worker``; ``tensors`` are CuPy arrays. Copies go by the default calibration."""
+    """As ``Worker``; ``tensors`` are CuPy arrays. Copies go by the default calibration.
+
+    ``gpu`` is the device itself, or its name.
+    """
 
     def __init__(
-        self, layout: KVLayout | None = None, *, gpu: str | int | None = None, **options: Any
+        self, layout: KVLayout | None = None, *, gpu: CudaDevice | str | int | None = None, **options: Any
     ) -> None:
         fields = set(TransferSettings.model_fields)
         settings = {name: value for name, value in options.items() if name in fields}
-        device = CudaDevice(gpu, settings=TransferSettings(**settings), calibration=Calibration())
-        self.gpu = device
-        super().__init__(layout, device=device, **options)
+        if not isinstance(gpu, CudaDevice):
+            gpu = CudaDevice(gpu, settings=TransferSettings(**settings), calibration=Calibration())
+        self.gpu = gpu
+        super().__init__(layout, device=gpu, **options)
 
     def set_block(self, slot: int, planes: Sequence[NDArray[np.uint8]]) -> None:
         import cupy
