@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.swap_neighbours import cost, neighbours
-from benchmarks.swap_peers import D2H, H2D, Link, Peers
+from benchmarks.swap_peers import D2H, H2D, Peers
 from benchmarks.swap_worker import GIB, KIB, SwapWorker, make_layout
 from fdcache.devices.calibration import Calibration
 from fdcache.devices.topology import visible_gpus
@@ -47,7 +47,7 @@ def ratio(reference: Callable[[], float], measure: Callable[[], float | None]) -
     return "-" if found is None else f"{2 * found / (before + reference()):.3f}"
 
 
-def bandwidth(_: Link, peers: Peers) -> Table:
+def bandwidth(peers: Peers) -> Table:
     rows = []
     for plane in PLANES:
         for way, kind in (("load", H2D), ("evict", D2H)):
@@ -65,7 +65,7 @@ def bandwidth(_: Link, peers: Peers) -> Table:
     return rows
 
 
-def both_ways(_: Link, peers: Peers) -> Table:
+def both_ways(peers: Peers) -> Table:
     rows = []
     to_pair = partial(ratio, peers.pair)
     for plane in PLANES:
@@ -79,7 +79,7 @@ def both_ways(_: Link, peers: Peers) -> Table:
     return rows
 
 
-def small(_: Link, __: Peers) -> Table:
+def small(_: Peers) -> Table:
     rows = []
     swaps = worker(16)
     for blocks in (1, 4, 16, 64, 128):
@@ -121,7 +121,7 @@ def _one_small(
     return submitted - begin, first - begin, done - begin
 
 
-def interference(_: Link, __: Peers) -> Table:
+def interference(_: Peers) -> Table:
     rows: Table = []
     work = neighbours()
     for method in METHODS:
@@ -137,7 +137,7 @@ def interference(_: Link, __: Peers) -> Table:
     return rows
 
 
-def first_layer(_: Link, __: Peers) -> Table:
+def first_layer(_: Peers) -> Table:
     rows = []
     for plane in PLANES:
         swaps = worker(plane, pool_bytes=4 * GIB)
@@ -166,7 +166,7 @@ def first_layer(_: Link, __: Peers) -> Table:
     return rows
 
 
-SECTIONS: dict[str, tuple[str, Callable[[Link, Peers], Table]]] = {
+SECTIONS: dict[str, tuple[str, Callable[[Peers], Table]]] = {
     "bandwidth": ("Bandwidth as a ratio to one large pinned copy, 1 GiB moved", bandwidth),
     "both": ("Both ways at once, as a ratio to a pair of large copies", both_ways),
     "small": ("Small swaps, 64 planes of 16 KiB a block", small),
@@ -195,7 +195,7 @@ def main() -> None:
     for name in options.section or SECTIONS:
         title, measure = SECTIONS[name]
         start = time.perf_counter()
-        tables[name] = measure(link, peers)
+        tables[name] = measure(peers)
         show(title, tables[name])
         print(f"\n({time.perf_counter() - start:.0f} s)")
     if options.json:

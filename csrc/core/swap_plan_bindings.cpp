@@ -122,6 +122,7 @@ void bind_swap_plan(nb::module_ &module) {
             "choice"_a, "to_host"_a, "to_device"_a, "staging_bytes"_a, "kernel_ctas"_a, "transpose_ctas"_a,
             "direct_pieces"_a, "batched"_a)
         .def_ro("kernel_ctas", &SwapPolicy::kernel_ctas)
+        .def_ro("transpose_ctas", &SwapPolicy::transpose_ctas)
         .def_ro("batched", &SwapPolicy::batched);
     module.def(
         "are_sound_slots",

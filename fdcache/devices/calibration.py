@@ -55,7 +55,11 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Which way to copy on one GPU. The defaults are safe anywhere: they suit a PCIe 5 x16 link."""
+    """Which way to copy on one GPU. The defaults are safe anywhere: they suit a PCIe 5 x16 link.
+
+    ``transpose_ctas`` is counted in thread blocks of the kernel that works in place; the default is for the 132
+    multiprocessors of an H100 or H200 (see ``policy.choose_calibration``).
+    """
 
     format: int = FORMAT
     gpu: str = ""

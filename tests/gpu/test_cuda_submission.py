@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fdcache.devices.cuda_memory import CudaMemory
 from tests.gpu.test_cuda_loads import reports_of
 from tests.gpu.test_cuda_swaps import METHODS, WIDE
 from tests.gpu.workers import GpuWorker
@@ -23,6 +25,22 @@ cupy = pytest.importorskip("cupy")
 BLOCKS = 24
 LAYOUT = WIDE["512 KiB"]
 """24 blocks of 5 MiB are more than a calling thread puts on a stream by itself."""
+
+
+LARGE_TABLE = 1 << 17
+"""Bytes of a block table of which no spare ones are made."""
+
+
+@contextlib.contextmanager
+def threads_that_take_turns() -> Iterator[ThreadPoolExecutor]:
+    """Two threads, of which the interpreter lets each run for a microsecond."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            yield pool
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def submitting_threads() -> int:
@@ -129,17 +147,27 @@ def test_controllers_of_two_threads_share_a_device() -> None:
             assert all(report.results[0].success for report in reports.values())
             assert [worker.block(slot) for slot in range(blocks)] == [held[host] for host in source[-1]]
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with (
-            GpuWorker(layout, device_blocks=blocks, host_blocks=blocks, loads_ahead=1 << 40) as first,
-            GpuWorker(
-                layout, gpu=first.gpu, device_blocks=blocks, host_blocks=blocks, loads_ahead=1 << 40, seed=1
-            ) as second,
-            ThreadPoolExecutor(2) as pool,
-        ):
-            for ended in [pool.submit(work, first, 2), pool.submit(work, second, 3)]:
-                ended.result()
-    finally:
-        sys.setswitchinterval(interval)
+    with (
+        threads_that_take_turns() as pool,
+        GpuWorker(layout, device_blocks=blocks, host_blocks=blocks, loads_ahead=1 << 40) as first,
+        GpuWorker(
+            layout, gpu=first.gpu, device_blocks=blocks, host_blocks=blocks, loads_ahead=1 << 40, seed=1
+        ) as second,
+    ):
+        for ended in [pool.submit(work, first, 2), pool.submit(work, second, 3)]:
+            ended.result()
+
+
+def test_threads_get_a_block_table_each_also_when_it_has_to_be_made(monkeypatch: Any) -> None:
+    make = CudaMemory._add_tables
+
+    def make_and_rest(memory: CudaMemory, size: int) -> None:
+        make(memory, size)
+        time.sleep(0.01)
+
+    with GpuWorker() as worker, threads_that_take_turns() as pool:
+        monkeypatch.setattr(CudaMemory, "_add_tables", make_and_rest)
+        memory = worker.gpu._memory
+        taken = [pool.submit(lambda: [memory.take_table(LARGE_TABLE) for _ in range(10)]) for _ in range(2)]
+        tables = [table for each in taken for table in each.result()]
+    assert len({table.device for table in tables}) == len({table.host for table in tables}) == 20

@@ -37,9 +37,9 @@ def measurements(direction: str) -> list[Measurement]:
     ]
 
 
-def calibration(link: float = 55.0) -> Calibration:
+def calibration(link: float = 55.0, gpu: Gpu = GPU) -> Calibration:
     found = measurements("host to device") + measurements("device to host")
-    return choose_calibration(GPU, found, link_to_device=link, link_to_host=link, measured_at="now")
+    return choose_calibration(gpu, found, link_to_device=link, link_to_host=link, measured_at="now")
 
 
 def test_thresholds_are_the_sizes_from_which_on_a_way_is_fast() -> None:
@@ -48,7 +48,6 @@ def test_thresholds_are_the_sizes_from_which_on_a_way_is_fast() -> None:
     assert found.to_device.staged_column == 64 * KIB
     assert found.to_device.group_column == 128 * KIB
     assert found.kernel_ctas == 2
-    assert found.transpose_ctas == GPU.multiprocessors // 4
     assert found.suits(GPU)
 
 
@@ -115,6 +114,19 @@ def test_settings_bound_the_thread_blocks() -> None:
         for budget in (0, 2, 32)
     }
     assert ctas == {(0, 0): 0, (0, 2): 2, (0, 32): 4, (8, 0): 0, (8, 2): 2, (8, 32): 8}
+
+
+@pytest.mark.parametrize(("multiprocessors", "ctas"), [(108, 27), (132, 33), (142, 36), (148, 37)])
+def test_the_transposing_kernel_has_a_quarter_of_the_multiprocessors_within_the_budget(
+    multiprocessors: int, ctas: int
+) -> None:
+    calibrated = calibration(gpu=replace(GPU, multiprocessors=multiprocessors))
+
+    def chosen(settings: TransferSettings) -> int:
+        return make_policy(settings, calibrated, batched=True).transpose_ctas
+
+    assert chosen(TransferSettings()) == ctas
+    assert chosen(TransferSettings(swap_sm_budget=8)) == 8
 
 
 def group(blocks: int, record: int, method: SwapMethod = SwapMethod.AUTO, *, batched: bool = True) -> int:
