@@ -6,7 +6,7 @@ comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp)
 
-.PHONY: demo demo-paddle gpu-extra test test-gpu check lint format bench clean
+.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check lint format bench clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -24,6 +24,9 @@ demo-paddle: $(VENV)/.installed-plot,paddle  ## a model on Paddle answers the sa
 
 test: $(VENV)/.installed-test  ## all tests but the long ones
 	$(BIN)/pytest -n 2 -m 'not slow'
+
+test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; skipped with the reason where its libraries are missing
+	$(BIN)/pytest -n 2 -m 'not slow' $(wildcard tests/integration/test_*mooncake*.py)
 
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs
 	$(BIN)/pytest -n 2 -m slow --timeout 1800

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from fdcache.errors import ConnectorNotFoundError
 from fdcache.layout import KVLayout
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.mooncake import MooncakeConnector
+from fdcache.storage.mooncake_client import load_client
 from tests.service_help import until
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -113,7 +115,10 @@ class Master:
 
 
 def find_master() -> str:
-    pytest.importorskip("mooncake.store", reason="the package of the extra 'mooncake' is not there")
+    try:
+        load_client()
+    except ConnectorNotFoundError as error:
+        pytest.skip(str(error))
     program = shutil.which("mooncake_master", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
         pytest.skip("mooncake_master is not on the PATH")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 
 def mount(folder: Path, size: str) -> bool:
+    if shutil.which("mount") is None:
+        return False
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "fdcache-test", str(folder)]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 

@@ -212,9 +212,10 @@ import os, sys
 from pathlib import Path
 from tests.integration.test_storage_failures import LAYOUT
 from tests.storage_help import Records, open_store, path_hashes
+records, hashes = Records(LAYOUT, 8), path_hashes(8)
+batch = records.full_batch(hashes, slots=range(8))  # imports what it needs: the checkout may be its owner's alone
 os.setresuid(65534, 65534, 65534)
-store, records, hashes = open_store(Path(sys.argv[1]), LAYOUT), Records(LAYOUT, 8), path_hashes(8)
-batch = records.full_batch(hashes, slots=range(8))
+store = open_store(Path(sys.argv[1]), LAYOUT)
 assert store.put(batch, 10).ok.all()
 reading, writing = os.pipe()
 os.dup2(reading, store._file.record_fd)
