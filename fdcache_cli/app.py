@@ -3,8 +3,10 @@
 Typer builds a command's parameters with pydantic, so that even ``--help`` of a group would load it.
 """
 
+import difflib
 import importlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 from typing import Any
@@ -72,8 +74,47 @@ def new_group(commands: Sequence[Command], help: str) -> typer.Typer:  # noqa: A
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             return table[cmd_name].load() if cmd_name in table else None
 
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            if args and not args[0].startswith("-") and args[0] not in table:
+                ctx.fail(_no_command(args[0], table))
+            return super().resolve_command(ctx, args)
+
         def format_commands(self, ctx: Any, formatter: Any) -> None:
             with formatter.section("Commands"):
                 formatter.write_dl([(command.name, command.help) for command in commands])
 
     return new_app(cls=LazyGroup, help=help)
+
+
+def _no_command(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.casefold(), list(names), n=1)
+    remedy = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
+    return f"there is no command {name!r}; {remedy}"
+
+
+def refuse_options_of_group(context: typer.Context) -> None:
+    """Refuse the options of a group that stand before one of its commands, which would ignore them.
+
+    Raises ``BadParameter`` naming the option.
+    """
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(
+                f"options of {context.invoked_subcommand!r} come after it", param_hint=option
+            )
+
+
+def confirm(question: str, planned: Iterable[str]) -> None:
+    """Show what is planned and ask on the terminal; both go to standard error, since the result may be JSON.
+
+    Raises ``BadParameter`` where there is no terminal, and ``Abort`` on a no.
+    """
+    from fdcache.settings.parsing import printable  # which loads pydantic
+
+    if not sys.stdin.isatty():
+        raise typer.BadParameter("there is no terminal to ask on; give --yes")
+    for line in planned:
+        sys.stderr.write(f"{printable(line)}\n")
+    typer.confirm(question, abort=True, err=True)

@@ -166,6 +166,7 @@ def template(
     check_only: Annotated[
         bool, typer.Option("--check", help="Only say whether --output is as it should be.")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that differs.")] = False,
 ) -> None:
     """Write every setting as a file to start from, or as the reference page."""
     from fdcache.settings.templates import FORMATS
@@ -176,6 +177,11 @@ def template(
     if output_file is None:
         sys.stdout.write(text)
     elif not check_only:
+        if not force and output_file.is_file() and _read(output_file) != text:
+            errors.fail(
+                f"{output_file} exists and has other contents; name another file, or overwrite it with --force",
+                errors.FAILED,
+            )
         _write(output_file, text)
     elif not output_file.is_file() or _read(output_file) != text:
         errors.fail(

@@ -12,7 +12,7 @@ import typer
 
 from fdcache.settings.parsing import readable_size
 from fdcache_cli import inspect_plot, output
-from fdcache_cli.app import Command, new_group
+from fdcache_cli.app import Command, new_group, refuse_options_of_group
 from fdcache_cli.live import show_live
 from fdcache_cli.service_view import (
     Columns,
@@ -53,7 +53,13 @@ COMMANDS = (
     ),
 )
 
-app = new_group(COMMANDS, help="Look into a running service, or what fdcache keeps on disk.")
+app = new_group(
+    COMMANDS,
+    help="""Look into a running service, or what fdcache keeps on disk.
+
+    Without a command: tiers, clients and transfers of the service on one screen.
+    """,
+)
 
 _NAMESPACES: Columns = (
     ("namespace", "namespace", str),
@@ -158,33 +164,56 @@ class View:
             show_live(show, watch)
 
 
-@app.callback()
-def inspect() -> None:
-    """Hold the commands together."""
+@app.callback(invoke_without_command=True, no_args_is_help=False)
+def inspect(
+    context: typer.Context,
+    server: ServerOption = None,
+    *,
+    json: Json = False,
+    watch: WatchOption = False,
+) -> None:
+    """Show the overview of a service, where no command is given."""
+    if context.invoked_subcommand is not None:
+        refuse_options_of_group(context)
+        return
+    with connect(server) as client:
+
+        def show() -> None:
+            answers = {view.what: client.ask(view.what) for view in _OVERVIEW}
+            if json:
+                output.print_json(answers)
+                return
+            for view in _OVERVIEW:
+                rows = view.rows(answers[view.what])
+                output.print_line(view.what)
+                if rows:
+                    output.print_table(*table(rows, view.columns))
+                else:
+                    output.print_line("  none")
+                output.print_line()
+
+        show_live(show, watch)
 
 
 def tiers(
     server: ServerOption = None, *, json: Json = False, watch: WatchOption = False, plot: PlotOption = None
 ) -> None:
     """What each tier holds: the service's host and storage tier, and the device tiers of its clients."""
-    view = View("tiers", _tier_rows, _TIERS, inspect_plot.plot_tiers)
-    view.show(server, json=json, watch=watch, plot=plot)
+    _TIERS_VIEW.show(server, json=json, watch=watch, plot=plot)
 
 
 def clients(
     server: ServerOption = None, *, json: Json = False, watch: WatchOption = False, plot: PlotOption = None
 ) -> None:
     """Who uses the service, what each holds, and by its own account how much of its prompts was found."""
-    view = View("clients", _client_rows, _CLIENTS, inspect_plot.plot_clients)
-    view.show(server, json=json, watch=watch, plot=plot)
+    _CLIENTS_VIEW.show(server, json=json, watch=watch, plot=plot)
 
 
 def transfers(
     server: ServerOption = None, *, json: Json = False, watch: WatchOption = False, plot: PlotOption = None
 ) -> None:
     """What is being copied, by client, and what was copied so far."""
-    view = View("transfers", _transfer_rows, _TRANSFERS, inspect_plot.plot_transfers)
-    view.show(server, json=json, watch=watch, plot=plot)
+    _TRANSFERS_VIEW.show(server, json=json, watch=watch, plot=plot)
 
 
 def namespaces(
@@ -265,3 +294,9 @@ def _found(figures: dict[str, Any]) -> str:
 
 def _namespace_rows(answer: Any) -> Rows:
     return [{**each, **each["totals"], **each["tier"]} for each in answer]
+
+
+_TIERS_VIEW = View("tiers", _tier_rows, _TIERS, inspect_plot.plot_tiers)
+_CLIENTS_VIEW = View("clients", _client_rows, _CLIENTS, inspect_plot.plot_clients)
+_TRANSFERS_VIEW = View("transfers", _transfer_rows, _TRANSFERS, inspect_plot.plot_transfers)
+_OVERVIEW = (_TIERS_VIEW, _CLIENTS_VIEW, _TRANSFERS_VIEW)

@@ -152,8 +152,8 @@ def replay(
 ) -> None:
     """Replay a workload through the real cache, check every byte, and report what was saved.
 
-    Ends with status 1 when a block was corrupt or anything leaked, and with 130 after Ctrl-C, which stops the
-    run and still prints the report of what was done by then.
+    Ends with status 1 when a block was corrupt, anything leaked or no request fits the device tier, and with 130
+    after Ctrl-C, which stops the run and still prints the report of what was done by then.
     """
     settings = _settings(
         {
@@ -205,7 +205,7 @@ def replay(
         print_report(report)
     if plot is not None:
         write_plot(report, plot)
-    sys.exit(_status(report))
+    sys.exit(_status(report, config))
 
 
 def _settings(options: Mapping[str, object]) -> Settings:
@@ -240,7 +240,14 @@ def _run(items: Iterator[WorkItem], config: ReplayConfig, total: int | None) -> 
         return run_replay(items, config, on_progress=advance, on_start=start, should_stop=lambda: bool(stop))
 
 
-def _status(report: Report) -> int:
+def _status(report: Report, config: ReplayConfig) -> int:
+    if report.tally.rejected and not report.tally.finished:
+        blocks, tokens = config.cache.device_blocks, config.layout.block_size
+        sys.stderr.write(
+            f"error: each of the {report.tally.rejected} requests is larger than the device tier, {blocks} blocks of "
+            f"{tokens} tokens; raise --device-blocks (FDCACHE_DEVICE_BLOCKS)\n"
+        )
+        return errors.FAILED
     if not report.clean:
         return errors.FAILED
     return errors.INTERRUPTED if report.interrupted else 0

@@ -13,7 +13,7 @@ import typer
 from fdcache.client.tool import Client
 from fdcache.settings.parsing import parse_duration, printable, readable_size
 from fdcache_cli import errors, output
-from fdcache_cli.app import Command, new_group
+from fdcache_cli.app import Command, confirm, new_group, refuse_options_of_group
 from fdcache_cli.service_view import ServerOption, connect
 
 COMMANDS = (
@@ -88,7 +88,7 @@ def reset(
 ) -> None:
     """Forget cached blocks of a service, where no command is given."""
     if context.invoked_subcommand is not None:
-        _refuse_options(context)
+        refuse_options_of_group(context)
         return
     if tier is Tier.DEVICE and (tenant is not None or older_than is not None):
         raise typer.BadParameter(
@@ -103,7 +103,8 @@ def reset(
             "older_than": older_than,
         }
         if not dry_run and not yes:
-            _confirm(client.ask("reset", dry_run=True, **arguments))
+            planned = client.ask("reset", dry_run=True, **arguments)
+            confirm("Forget them?", _told({**planned, "device_not_acknowledged": []}, True))
         answer = _carry_out(client, wait, {"dry_run": dry_run, **arguments})
         late: list[str] = []
         if not dry_run:
@@ -137,26 +138,6 @@ def _carry_out(client: Client, wait: float | None, arguments: dict[str, Any]) ->
             break
         time.sleep(_POLL_SECONDS)
     return answer
-
-
-def _refuse_options(context: typer.Context) -> None:
-    """What stands before a command would be ignored, as a --dry-run that is none."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(
-                f"it is for a service; options of {context.invoked_subcommand!r} stand behind it",
-                param_hint=option,
-            )
-
-
-def _confirm(planned: Any) -> None:
-    if not sys.stdin.isatty():
-        raise typer.BadParameter("there is no terminal to ask on; give --yes")
-    for line in _told({**planned, "device_not_acknowledged": []}, True):
-        sys.stderr.write(f"{printable(line)}\n")  # what is printed may be JSON, or go to a file
-    typer.confirm("Forget them?", abort=True, err=True)
 
 
 def _wait_for_devices(client: Client, told: list[dict[str, str]], wait: float) -> list[str]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fdcache_cli import output
+from fdcache_cli.app import confirm
 from fdcache_cli.progress import progress_bars
+
+if TYPE_CHECKING:
+    from fdcache.storage.offline import Removal
 
 
 def _duration(text: str) -> float:
@@ -41,6 +46,7 @@ def storage(
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Everything.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
     """Remove blocks from the files of the local storage, and what hangs below them; needs no server.
@@ -52,6 +58,10 @@ def storage(
     if everything == bool(namespace or older_than is not None or corrupt):
         raise typer.BadParameter("say what to remove: --all, or any of --namespace, --older-than, --corrupt")
     selection = Selection(namespace, older_than, corrupt, everything)
+    if not dry_run and not yes:
+        with progress_bars() as advance:
+            planned = remove(path, selection, dry_run=True, on_progress=advance)
+        confirm("Remove them?", _told(path, planned, dry_run=True))
     with progress_bars() as advance:
         removals = remove(path, selection, dry_run=dry_run, on_progress=advance)
     if json_output:
@@ -67,9 +77,15 @@ def storage(
             }
         )
         return
+    for line in _told(path, removals, dry_run=dry_run):
+        output.print_line(line)
+
+
+def _told(path: Path, removals: Iterable[Removal], *, dry_run: bool) -> Iterator[str]:
     verb = "would remove" if dry_run else "removed"
+    nothing = True
     for one in removals:
-        what = "the file and its" if one.whole else ""
-        output.print_line(f"{one.path}: {verb} {what} {one.blocks:,} blocks".replace("  ", " "))
-    if not removals:
-        output.print_line(f"{path}: nothing to remove")
+        nothing = False
+        yield f"{one.path}: {verb} {'the file and its ' if one.whole else ''}{one.blocks:,} blocks"
+    if nothing:
+        yield f"{path}: nothing to remove"

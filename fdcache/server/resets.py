@@ -68,9 +68,14 @@ class ResetOrder:
             raise ArgumentError(
                 "tenant: storage does not know whose blocks are; reset its host blocks, or a whole layout"
             )
+        namespaces = fitting_namespaces(service, arguments, required=not storages)
+        if tenant is not None and not any(each.tenants.knows(tenant) for each in namespaces):
+            raise ArgumentError(
+                "tenant: no layout knows such a tenant; `fdcache inspect tenants` lists those with blocks"
+            )
         return cls(
             tiers,
-            fitting_namespaces(service, arguments, required=not storages),
+            namespaces,
             storages,
             tenant,
             older_than,

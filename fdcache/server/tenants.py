@@ -127,6 +127,10 @@ class Tenants:
         """What people call the tenant with a number."""
         return next((self.quotas.name(key) for key, its in self._numbers.items() if its == number), "?")
 
+    def knows(self, key: bytes) -> bool:
+        """Return True for a tenant that has stored blocks, or that a quota names."""
+        return key in self._numbers or key in self.quotas.own
+
     def number(self, key: bytes) -> int | None:
         """The number of a tenant, None for one that has never stored anything."""
         return self._numbers.get(key)

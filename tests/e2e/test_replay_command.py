@@ -145,6 +145,13 @@ def test_an_impossible_option_is_named_with_what_would_do(
     assert "Traceback" not in done.stderr
 
 
+def test_a_device_tier_that_no_request_fits_ends_with_status_one() -> None:
+    done = fdcache("--device-blocks", 3, "--requests", 20, "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["rejected"] == 20
+    assert "raise --device-blocks (FDCACHE_DEVICE_BLOCKS)" in done.stderr
+
+
 def test_settings_of_the_environment_hold_where_no_option_is_given() -> None:
     arguments = ("--requests", 5, "--json", "--block-size", 32)
     done = fdcache(*arguments, FDCACHE_DEVICE_BLOCKS="777", FDCACHE_BLOCK_SIZE="16")

@@ -147,6 +147,20 @@ class TestInspect:
         assert inspect(service, what).strip()
         assert json.loads(inspect(service, what, "--json"))
 
+    def test_without_a_command_it_shows_tiers_clients_and_transfers(self, service: ServiceProcess) -> None:
+        shown = inspect(service)
+        assert [line for line in shown.splitlines() if line in {"tiers", "clients", "transfers"}] == [
+            "tiers",
+            "clients",
+            "transfers",
+        ]
+        answers = json.loads(inspect(service, "--json"))
+        assert answers["tiers"]["host"]["ready"] == 10
+        assert answers["clients"][0]["name"] in shown
+        done = run("inspect", "--json", "tiers", "--server", service.address)
+        assert done.returncode == 2
+        assert "come after it" in done.stderr
+
     def test_a_block_by_the_beginning_of_its_hash(self, service: ServiceProcess) -> None:
         (first, *_) = json.loads(inspect(service, "tree", "--json"))
         (found,) = json.loads(inspect(service, "block", first["hash"][:12], "--json"))
@@ -206,6 +220,13 @@ class TestReset:
         done = run("reset", "--server", service.address, "--tier", "host")
         assert done.returncode == 2
         assert "--yes" in done.stderr
+
+    def test_a_tenant_that_no_layout_knows_is_an_error(self, service: ServiceProcess) -> None:
+        before = service.ask("namespaces")[0]["tier"]["ready"]
+        done = run("reset", "--server", service.address, "--tier", "host", "--tenant", "nosuch", "--yes")
+        assert done.returncode == 1
+        assert "inspect tenants" in done.stderr
+        assert service.ask("namespaces")[0]["tier"]["ready"] == before
 
     def test_it_says_what_went(self, tmp_path: Path) -> None:
         with service_process(tmp_path / "s") as service:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +17,7 @@ from fdcache_cli.inspect_tree import draw_trees
 from tests.e2e.test_serve_command import run
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
 from tests.service_help import TIMEOUT, LocalService, local_service, until
+from tests.terminals import drawn, on_terminal
 
 MADE_UP = {
     "device": {
@@ -47,51 +44,6 @@ def service(tmp_path: Path) -> Iterator[LocalService]:
     (tmp_path / "s").mkdir()
     with local_service(tmp_path / "s") as own:
         yield own
-
-
-def on_terminal(*arguments: str, answer: str = "") -> tuple[int, str, str]:
-    """Run a command with ``answer`` typed on a terminal: its status, what is seen there, and its standard output."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fdcache_cli.main", *arguments],
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        text=True,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "300"},
-    )
-    os.close(theirs)
-    os.write(ours, answer.encode())
-    output, _ = process.communicate(timeout=TIMEOUT)
-    seen = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            seen += chunk
-    except OSError:  # Linux reports the end of a terminal as EIO
-        os.close(ours)
-    return process.returncode, seen.decode(), output
-
-
-def drawn(*arguments: str) -> str:
-    """What a command draws on a terminal."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fdcache_cli.main", *arguments],
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "300"},
-    )
-    os.close(theirs)
-    seen = b""
-    try:
-        while chunk := os.read(ours, 65536):
-            seen += chunk
-    except OSError:
-        os.close(ours)
-    _, errors = process.communicate(timeout=TIMEOUT)
-    assert (process.returncode, errors) == (0, "")
-    return seen.decode()
 
 
 def test_whatever_a_client_says_of_itself_is_shown_as_it_is(service: LocalService, tmp_path: Path) -> None:

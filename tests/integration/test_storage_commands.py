@@ -14,6 +14,7 @@ import pytest
 
 from fdcache.storage.slab_format import read_superblock
 from tests.storage_help import Records, open_store, path_hashes, storage_layout
+from tests.terminals import on_terminal
 
 LAYOUT = storage_layout(model="one")
 OTHER = storage_layout(model="two", tp_size=2)
@@ -85,7 +86,9 @@ def test_verify_finds_damaged_records_and_says_so_by_its_status(folder: Path) ->
 def test_inspect_works_while_an_engine_has_the_file(folder: Path) -> None:
     store = open_store(folder, LAYOUT)
     assert inspect(folder)["blocks"] == 18
-    assert "an engine is using it" in fdcache("reset", "storage", folder, "--namespace", "one", status=1)
+    assert "an engine is using it" in fdcache(
+        "reset", "storage", folder, "--namespace", "one", "--yes", status=1
+    )
     store.close()
 
 
@@ -95,7 +98,7 @@ def test_inspect_reports_a_file_that_is_damaged_as_a_whole(folder: Path) -> None
         file.write(b"\xff" * 8192)
     found = inspect(folder, status=1)
     assert [one["path"] for one in found["damaged_files"]] == [str(path)]
-    fdcache("reset", "storage", folder, "--corrupt")
+    fdcache("reset", "storage", folder, "--yes", "--corrupt")
     assert not path.exists()
     assert not inspect(folder)["damaged_files"]
 
@@ -107,21 +110,38 @@ def test_a_dry_run_changes_nothing(folder: Path) -> None:
 
 
 def test_all_removes_our_files_and_no_others(folder: Path) -> None:
-    fdcache("reset", "storage", folder, "--all")
+    fdcache("reset", "storage", folder, "--yes", "--all")
     assert not list(folder.glob("*.slab"))
     assert (folder / "notes.txt").read_text() == "not ours"
 
 
+def test_without_a_terminal_to_ask_on_nothing_is_removed(folder: Path) -> None:
+    before = inspect(folder)["blocks"]
+    assert "give --yes" in fdcache("reset", "storage", folder, "--all", status=2)
+    assert inspect(folder)["blocks"] == before
+
+
+@pytest.mark.parametrize(("answer", "status"), [("n\n", 1), ("y\n", 0)])
+def test_on_a_terminal_it_names_the_files_and_asks(folder: Path, answer: str, status: int) -> None:
+    before = len(list(folder.glob("*.slab")))
+    code, asked, output = on_terminal("reset", "storage", str(folder), "--all", "--json", answer=answer)
+    assert code == status
+    assert "would remove the file and its" in asked
+    assert "Remove them? [y/N]" in asked
+    assert len(list(folder.glob("*.slab"))) == (0 if status == 0 else before)
+    assert output.strip() == "" if status else len(json.loads(output)["files"]) == before
+
+
 def test_a_namespace_is_a_model_or_the_beginning_of_a_fingerprint(folder: Path) -> None:
-    fdcache("reset", "storage", folder, "--namespace", "two")
+    fdcache("reset", "storage", folder, "--yes", "--namespace", "two")
     assert [one["model"] for one in inspect(folder)["namespaces"]] == ["one"]
-    fdcache("reset", "storage", folder, "--namespace", LAYOUT.fingerprint.hex()[:10])
+    fdcache("reset", "storage", folder, "--yes", "--namespace", LAYOUT.fingerprint.hex()[:10])
     assert inspect(folder)["blocks"] == 0
 
 
 def test_corrupt_removes_damaged_blocks_and_what_hangs_below_them(folder: Path) -> None:
     damage(folder, 7)
-    fdcache("reset", "storage", folder, "--corrupt")
+    fdcache("reset", "storage", folder, "--yes", "--corrupt")
     found = inspect(folder, "--verify")
     assert found["corrupt_blocks"] == 0
     assert {one["model"]: one["blocks"] for one in found["namespaces"]} == {"one": 7, "two": 8}
@@ -131,9 +151,9 @@ def test_corrupt_removes_damaged_blocks_and_what_hangs_below_them(folder: Path) 
 
 
 def test_older_than_removes_by_age(folder: Path) -> None:
-    removed = json.loads(fdcache("reset", "storage", folder, "--older-than", "1h", "--json"))
+    removed = json.loads(fdcache("reset", "storage", folder, "--yes", "--older-than", "1h", "--json"))
     assert removed["blocks"] == 0
-    removed = json.loads(fdcache("reset", "storage", folder, "--older-than", "0s", "--json"))
+    removed = json.loads(fdcache("reset", "storage", folder, "--yes", "--older-than", "0s", "--json"))
     assert removed["blocks"] == 18
     assert inspect(folder)["blocks"] == 0
 

@@ -1,0 +1,55 @@
+"""Commands on a pseudo-terminal, as a person runs them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+from tests.service_help import TIMEOUT
+
+
+def on_terminal(*arguments: str, answer: str = "") -> tuple[int, str, str]:
+    """Run a command with ``answer`` typed on a terminal: its status, what is seen there, and its standard output."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fdcache_cli.main", *arguments],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "300"},
+    )
+    os.close(theirs)
+    os.write(ours, answer.encode())
+    output, _ = process.communicate(timeout=TIMEOUT)
+    seen = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+    except OSError:  # Linux reports the end of a terminal as EIO
+        os.close(ours)
+    return process.returncode, seen.decode(), output
+
+
+def drawn(*arguments: str) -> str:
+    """What a command draws on a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fdcache_cli.main", *arguments],
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "300"},
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+    except OSError:
+        os.close(ours)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    assert (process.returncode, errors) == (0, "")
+    return seen.decode()
