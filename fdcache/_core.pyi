@@ -172,6 +172,7 @@ class TierStats:
     pending: int
     evictable: int
     quarantined: int
+    withheld: int
     pins: int
     holds: int
     leases: int
@@ -313,6 +314,15 @@ class Tier:
 
     def discard(self, slots: Int32s, quarantine: bool = False) -> BlockList:
         """Cut READY entries and all below them out; ``quarantine`` keeps the slots themselves out of use."""
+
+    def quarantine(self, slots: Int32s) -> None:
+        """Keep slots that something uses out of use for good, once that has ended."""
+
+    def withhold(self, slots: Int32s) -> None:
+        """Keep slots that something uses out of use, once that has ended, until they are given back."""
+
+    def give_back(self, slots: Int32s) -> None:
+        """Let withheld slots be used again."""
 
     def reset(self) -> None:
         """Forget every entry; slots in use stay with their leases and copies until those end."""
@@ -499,7 +509,9 @@ class CancelFlag:
     def is_set(self) -> bool: ...
 
 class SlabFile:
-    """Records and headers of an open slab file; reads, writes, checks give (faults, checksums, bytes, errno)."""
+    """Records and headers of an open slab file; reads, writes and checks give (faults, checksums, errno by block, bytes,
+    errno of headers or a sync).
+    """
 
     def __init__(
         self,
@@ -513,7 +525,9 @@ class SlabFile:
         parts: Sequence[tuple[int, int]],
         threads: int,
     ) -> None: ...
-    def scan(self, first: int, last: int) -> tuple[int, int]: ...
+    def scan(self, first: int, last: int) -> tuple[int, int, int]:
+        """Read slot headers: how many are ready and corrupt, and an errno or 0."""
+
     def entries(self) -> tuple[Int32s, UInt32s, Bytes, Bytes, UInt64s, UInt64s]: ...
     def read(
         self,
@@ -527,7 +541,7 @@ class SlabFile:
         timeout: float,
         verify: bool,
         cancel: CancelFlag | None = None,
-    ) -> tuple[Bytes, UInt64s, int, int]: ...
+    ) -> tuple[Bytes, UInt64s, Int32s, int, int]: ...
     def write(
         self,
         slots: Int32s,
@@ -541,8 +555,8 @@ class SlabFile:
         sync: bool,
         now_ms: int,
         cancel: CancelFlag | None = None,
-    ) -> tuple[Bytes, UInt64s, int, int]: ...
-    def verify(self, slots: Int32s) -> tuple[Bytes, UInt64s, int, int]: ...
+    ) -> tuple[Bytes, UInt64s, Int32s, int, int]: ...
+    def verify(self, slots: Int32s) -> tuple[Bytes, UInt64s, Int32s, int, int]: ...
     def erase(self, slots: Int32s) -> int: ...
     def sync(self) -> int: ...
     @property

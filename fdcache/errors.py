@@ -119,7 +119,7 @@ class StorageBusyError(StorageError):
 
 
 class StorageFullError(StorageError, OSError):
-    """No room on the file system, or a quota or file size limit is reached; the tier reads but does not write."""
+    """No room on the file system, or a quota or file size limit is reached; the tier goes on in the room that it has."""
 
 
 class StorageReadOnlyError(StorageError, OSError):
@@ -131,7 +131,7 @@ class StorageGoneError(StorageError, OSError):
 
 
 class StorageDeviceError(StorageError, OSError):
-    """The device failed to read or write; the tier is off until it answers again."""
+    """The device failed at slot headers or at several records; the tier is off until it answers again."""
 
 
 class StorageTimeoutError(StorageError, TimeoutError):

@@ -199,6 +199,8 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
     ``failed`` holds the positions (indices into the transfer's arrays) that were not copied; ``checksums``
     has one record checksum per position for copies to the host and is empty for loads. ``lost`` are those of the
     failed whose source is not there any more, ``corrupt`` those that were refused for their checksum.
+    Of transfers with storage, ``bad_slots`` are those whose slot there cannot be read or written, and ``no_room``
+    those that the disk has no room for.
     """
 
     purpose: SwapPurpose
@@ -209,6 +211,8 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
     error_message: str | None = None
     lost: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     corrupt: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    bad_slots: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    no_room: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def success(self) -> bool:

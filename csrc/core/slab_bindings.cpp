@@ -2,6 +2,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -84,12 +86,13 @@ SlabLimits make_limits(double timeout, const CancelFlag *cancel) {
             cancel ? cancel->value : nullptr};
 }
 
-// faults, checksums, bytes moved, errno
+// faults, checksums, errno by block, bytes moved, errno of the whole file
 nb::tuple to_tuple(SlabOutcome &&out) {
     std::vector<std::uint8_t> faults(out.faults.size());
     for (std::size_t i = 0; i < faults.size(); ++i) faults[i] = static_cast<std::uint8_t>(out.faults[i]);
     return nb::make_tuple(to_numpy<std::uint8_t>(std::move(faults)),
-                          to_numpy<std::uint64_t>(std::move(out.checksums)), out.bytes, out.error);
+                          to_numpy<std::uint64_t>(std::move(out.checksums)),
+                          to_numpy<std::int32_t>(std::move(out.errors)), out.bytes, out.file_error);
 }
 
 struct BoundSlab {
@@ -160,7 +163,7 @@ void bind_slab(nb::module_ &module) {
                     const nb::gil_scoped_release release;
                     found = self.file->scan(first, last);
                 }
-                return std::pair(found.ready, found.corrupt);
+                return std::tuple(found.ready, found.corrupt, found.error);
             },
             "first"_a, "last"_a)
         .def("entries", &entries)

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
 #include <utility>
 
 #include "core/slab_io.hpp"
@@ -32,14 +31,20 @@ SlabScan SlabFile::scan(std::uint32_t first, std::uint32_t last) {
     SlabScan found;
     last = std::min(last, shape_.slots);
     struct stat status{};
-    if (fstat(header_fd_, &status) != 0) throw std::system_error(errno, std::generic_category());
+    if (fstat(header_fd_, &status) != 0) {
+        found.error = errno;
+        return found;
+    }
     std::vector<SlotHeader> read;
     for (std::uint32_t at = first; at < last; at += kScanSlots) {
         read.assign(std::min<std::size_t>(kScanSlots, last - at), SlotHeader{});
         const off_t offset = shape_.header_offset + static_cast<off_t>(at * sizeof(SlotHeader));
         const int error =
             move_vectors(header_fd_, {{read.data(), read.size() * sizeof(SlotHeader)}}, offset, false);
-        if (error && error != kTruncated) throw std::system_error(error, std::generic_category());
+        if (error && error != kTruncated) {
+            found.error = error;
+            return found;
+        }
         const std::lock_guard lock(mutex_);
         for (std::size_t i = 0; i < read.size(); ++i) {
             SlotHeader &header = read[i];

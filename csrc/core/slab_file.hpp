@@ -27,6 +27,7 @@ enum class SlabFault : std::uint8_t {
     kError,      // the file system refused; errno says why
     kTimeout,    // not begun before the deadline
     kCancelled,  // not begun before it was taken back
+    kNoRoom,     // the disk has no room for the record or its header
 };
 
 enum class SyncPolicy : std::uint8_t { kLater, kEveryBatch };
@@ -65,13 +66,18 @@ struct SlabLimits {
 struct SlabOutcome {
     std::vector<SlabFault> faults;
     std::vector<std::uint64_t> checksums;
-    std::uint64_t bytes = 0;  // of the records that were moved
-    int error = 0;            // the first errno
+    std::vector<std::int32_t> errors;  // the errno of each record that was refused, else 0
+    std::uint64_t bytes = 0;           // of the records that were moved
+    int file_error = 0;                // of the headers or a sync: an errno that concerns the whole file
+
+    explicit SlabOutcome(std::size_t blocks = 0)
+        : faults(blocks, SlabFault::kNone), checksums(blocks, 0), errors(blocks, 0) {}
 };
 
 struct SlabScan {
     std::uint32_t ready = 0;
     std::uint32_t corrupt = 0;  // headers that are neither empty nor valid, or whose record the file lacks
+    int error = 0;              // the errno of headers that could not be read; the scan ended there
 };
 
 class SlabFile {
@@ -113,6 +119,7 @@ class SlabFile {
     void deliver(const SlabBlock &block, bool verify, SlabFault &fault, std::uint64_t &checksum);
     void stamp_host(const SlabBlock &block, HeaderState state, std::uint64_t checksum) const;
     int store_headers(std::span<const std::uint32_t> slots);
+    int empty_targets(std::span<const SlabBlock> blocks, SlabOutcome &out);
     SlotHeader empty_header(std::uint32_t slot) const;
 
     const int record_fd_;

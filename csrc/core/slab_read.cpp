@@ -84,9 +84,7 @@ void SlabFile::deliver(const SlabBlock &block, bool verify, SlabFault &fault, st
 }
 
 SlabOutcome SlabFile::read(std::span<const SlabBlock> blocks, const SlabLimits &limits, bool verify) {
-    SlabOutcome out;
-    out.faults.resize(blocks.size(), SlabFault::kNone);
-    out.checksums.resize(blocks.size(), 0);
+    SlabOutcome out(blocks.size());
     for (std::size_t i = 0; i < blocks.size(); ++i) {
         out.faults[i] = check_slot_header(blocks[i]);
         if (out.faults[i] == SlabFault::kNone) stamp_host(blocks[i], HeaderState::kWriting, 0);
@@ -109,8 +107,7 @@ SlabOutcome SlabFile::read(std::span<const SlabBlock> blocks, const SlabLimits &
 }
 
 SlabOutcome SlabFile::verify(std::span<const std::uint32_t> slots) {
-    SlabOutcome out;
-    out.faults.resize(slots.size(), SlabFault::kNone);
+    SlabOutcome out(slots.size());
     std::vector<SlabBlock> blocks;
     std::vector<std::unique_ptr<std::uint8_t, Free>> memory;
     for (std::size_t i = 0; i < slots.size(); ++i) {

@@ -1,7 +1,6 @@
 // Records in runs: neighbouring slots move in one request, several requests at once.
 #include <algorithm>
 #include <functional>
-#include <mutex>
 #include <utility>
 
 #include "core/slab_file.hpp"
@@ -59,7 +58,6 @@ int SlabFile::move_run(std::span<const SlabBlock *const> run, bool writing) cons
 void SlabFile::move_all(std::span<const SlabBlock> blocks, const SlabLimits &limits, bool writing,
                         SlabOutcome &out) {
     const std::vector<Run> runs = runs_of(blocks, out.faults);
-    std::mutex failing;
     std::vector<std::function<void()>> jobs;
     for (const Run &run : runs) {
         jobs.emplace_back([&, this] {
@@ -77,9 +75,10 @@ void SlabFile::move_all(std::span<const SlabBlock> blocks, const SlabLimits &lim
                 // One bad sector must not cost its neighbours: each record by itself.
                 const int error = move_run(std::span(run.blocks).subspan(i, 1), writing);
                 if (!error) continue;
-                own = error == kTruncated ? SlabFault::kCorrupt : SlabFault::kError;
-                const std::lock_guard lock(failing);
-                if (!out.error && own == SlabFault::kError) out.error = error;
+                own = error == kTruncated ? SlabFault::kCorrupt
+                      : is_full(error)    ? SlabFault::kNoRoom
+                                          : SlabFault::kError;
+                out.errors[run.positions[i]] = error;
             }
         });
     }

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "core/slab_file.hpp"
+#include "core/slab_io.hpp"
 
 namespace fdcache {
 
@@ -13,31 +14,48 @@ SlabFault SlabFile::check_source(const SlabBlock &block, SlotHeader &found) cons
     return held ? SlabFault::kNone : SlabFault::kSource;
 }
 
+// Empties the slots to be written. On a disk without room for all of the headers, those that have none are
+// left out, each by itself. Returns an errno that concerns the whole file, or 0.
+int SlabFile::empty_targets(std::span<const SlabBlock> blocks, SlabOutcome &out) {
+    std::vector<std::uint32_t> targets;
+    for (std::size_t i = 0; i < blocks.size(); ++i)
+        if (out.faults[i] == SlabFault::kNone) targets.push_back(blocks[i].slot);
+    if (const int error = erase(targets); !is_full(error)) return error;
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+        if (out.faults[i] != SlabFault::kNone) continue;
+        const int error = erase({&blocks[i].slot, 1});
+        if (error && !is_full(error)) return error;
+        if (!error) continue;
+        out.faults[i] = SlabFault::kNoRoom;
+        out.errors[i] = error;
+    }
+    return 0;
+}
+
 SlabOutcome SlabFile::write(std::span<const SlabBlock> blocks, const SlabLimits &limits, SyncPolicy policy,
                             std::uint64_t now_ms) {
-    SlabOutcome out;
-    out.faults.resize(blocks.size(), SlabFault::kNone);
-    out.checksums.resize(blocks.size(), 0);
+    SlabOutcome out(blocks.size());
     std::vector<SlotHeader> sources(blocks.size());
-    std::vector<std::uint32_t> targets;
     bool reused = false;
     for (std::size_t i = 0; i < blocks.size(); ++i) {
         out.faults[i] = check_source(blocks[i], sources[i]);
         if (out.faults[i] != SlabFault::kNone) continue;
         out.checksums[i] = sources[i].payload_checksum;
         reused = reused || header(blocks[i].slot).state == HeaderState::kReady;
-        targets.push_back(blocks[i].slot);
     }
     const auto fail_all = [&](int error) {
-        for (SlabFault &fault : out.faults)
-            if (fault == SlabFault::kNone) fault = SlabFault::kError;
-        if (!out.error) out.error = error;
+        for (std::size_t i = 0; i < blocks.size(); ++i) {
+            if (out.faults[i] != SlabFault::kNone) continue;
+            out.faults[i] = is_full(error) ? SlabFault::kNoRoom : SlabFault::kError;
+            out.errors[i] = error;
+        }
+        if (!is_full(error)) out.file_error = error;
         return out;
     };
     const bool every_batch = policy == SyncPolicy::kEveryBatch;
     // The slot is empty before the first byte of the new record, and full after its last one. Slots never
     // used are emptied as well, which gives their headers room on the disk before the records fill it.
-    if (const int error = erase(targets)) return fail_all(error);
+    if (const int error = empty_targets(blocks, out)) return fail_all(error);
     if (every_batch && reused)
         if (const int error = sync()) return fail_all(error);
     unsynced_ = true;

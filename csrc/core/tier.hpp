@@ -105,7 +105,7 @@ struct TierEvent {
 };
 
 struct TierStats {
-    std::uint32_t slots, free, writing, ready, pending, evictable, quarantined;
+    std::uint32_t slots, free, writing, ready, pending, evictable, quarantined, withheld;
     std::uint64_t pins, holds, leases, epoch, evictions, lookups, memory_bytes;
 };
 
@@ -195,6 +195,11 @@ class Tier {
     // `quarantine` the slots themselves (not those below) are never given to anything again until a resize
     // or the end of the tier.
     BlockList discard(std::span<const Slot> slots, bool quarantine);
+    // The same for slots that something uses, which fail: nothing gets them once that has ended.
+    void quarantine(std::span<const Slot> slots);
+    // Slots in use that nothing gets once that has ended, until they are given back.
+    void withhold(std::span<const Slot> slots);
+    void give_back(std::span<const Slot> slots);
 
     // Forgets every entry. Slots in use stay with their leases and copies until those end.
     void reset();
@@ -231,6 +236,7 @@ class Tier {
         SlotState state = SlotState::kFree;
         bool findable = false;
         bool busy = false;
+        bool withheld = false;
     };
 
     struct Lease {
@@ -295,7 +301,8 @@ class Tier {
     std::uint64_t pins_ = 0;
     std::uint64_t holds_ = 0;
     std::uint32_t writing_ = 0;
-    std::uint32_t quarantined_ = 0;  // slots that `discard` keeps out of use, each by a hold
+    std::uint32_t quarantined_ = 0;  // slots that are out of use for good, each by a hold
+    std::uint32_t withheld_ = 0;     // slots that are out of use for now, each by a hold
     std::uint32_t ready_ = 0;
     std::uint32_t first_generation_ = 0;  // of slots added by a resize: above any that was taken away
     mutable std::uint64_t lookups_ = 0;

@@ -99,6 +99,7 @@ void bind_records(nb::module_ &module) {
         .def_ro("pending", &TierStats::pending)
         .def_ro("evictable", &TierStats::evictable)
         .def_ro("quarantined", &TierStats::quarantined)
+        .def_ro("withheld", &TierStats::withheld)
         .def_ro("pins", &TierStats::pins)
         .def_ro("holds", &TierStats::holds)
         .def_ro("leases", &TierStats::leases)
@@ -276,6 +277,18 @@ void bind_tier(nb::module_ &module) {
                 return tier.discard(slots_of(slots), quarantine);
             },
             nb::arg("slots"), nb::arg("quarantine") = false)
+        .def(
+            "quarantine",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.quarantine(slots_of(slots)); },
+            nb::arg("slots"))
+        .def(
+            "withhold",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.withhold(slots_of(slots)); },
+            nb::arg("slots"))
+        .def(
+            "give_back",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.give_back(slots_of(slots)); },
+            nb::arg("slots"))
         .def("reset", &Tier::reset, LetOthersRun())
         .def("resize", &Tier::resize, nb::arg("slots"), LetOthersRun())
         .def(

@@ -17,7 +17,7 @@ std::vector<std::string> Tier::check_integrity() const {
         for (const Slot slot : lease.slots) ++pins[slot];
     for (const Slot slot : free_) ++listed[slot];
 
-    std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, evictable = 0;
+    std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, evictable = 0, withheld = 0;
     std::uint64_t holds = 0;
     std::vector<std::uint32_t> of_tenant(tenants_.size());
     for (Slot slot = 0; slot < slots; ++slot) {
@@ -30,6 +30,8 @@ std::vector<std::string> Tier::check_integrity() const {
         ready += entry.state == SlotState::kReady;
         findable += entry.findable;
         holds += entry.holds;
+        withheld += entry.withheld;
+        expect(!entry.withheld || entry.holds, name + "withheld but not held");
         expect(entry.pins == pins[slot], name + "pins differ from what the leases hold");
         expect(listed[slot] == (entry.state == SlotState::kFree ? 1u : 0u),
                name + "free list disagrees with state");
@@ -96,6 +98,7 @@ std::vector<std::string> Tier::check_integrity() const {
     expect(findable == index_.size(), "hash table and entries disagree");
     expect(!mirror_ || mirror_->size() == ready_, "mirror and entries disagree");
     expect(holds == holds_, "hold counter is wrong");
+    expect(withheld == withheld_, "counter of withheld slots is wrong");
     expect(std::accumulate(pins.begin(), pins.end(), std::uint64_t{0}) == pins_, "pin counter is wrong");
     return broken;
 }

@@ -152,7 +152,8 @@ TierStats Tier::stats() const {
     stats.evictable = order_->size();
     stats.pins = pins_;
     stats.quarantined = quarantined_;
-    stats.holds = holds_ - quarantined_;
+    stats.withheld = withheld_;
+    stats.holds = holds_ - quarantined_ - withheld_;
     stats.leases = leases_.size();
     stats.epoch = epoch_;
     stats.evictions = evictions_;

@@ -102,6 +102,44 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
     return restored;
 }
 
+void Tier::quarantine(std::span<const Slot> slots) {
+    std::lock_guard lock(mutex_);
+    for (const Slot slot : slots) check_slot(slot);
+    for (const Slot slot : slots) {
+        ++entries_[slot].holds;
+        ++holds_;
+        ++quarantined_;
+        refresh_busy(slot);
+    }
+}
+
+void Tier::withhold(std::span<const Slot> slots) {
+    std::lock_guard lock(mutex_);
+    for (const Slot slot : slots) check_slot(slot);
+    for (const Slot slot : slots) {
+        Entry &entry = entries_[slot];
+        if (entry.withheld) continue;
+        entry.withheld = true;
+        ++entry.holds;
+        ++holds_;
+        ++withheld_;
+        refresh_busy(slot);
+    }
+}
+
+void Tier::give_back(std::span<const Slot> slots) {
+    std::lock_guard lock(mutex_);
+    for (const Slot slot : slots)
+        if (slot >= entries_.size() || !entries_[slot].withheld)
+            throw std::invalid_argument("slot " + std::to_string(slot) + " is not withheld");
+    for (const Slot slot : slots) {
+        if (!entries_[slot].withheld) continue;  // named twice
+        entries_[slot].withheld = false;
+        --withheld_;
+        end_hold(slot);
+    }
+}
+
 // Cuts entries and all below them out of the tier, as a reset does with everything.
 BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
     std::lock_guard lock(mutex_);

@@ -136,4 +136,6 @@ def _result(transfer: Transfer) -> TransferResult:
         error_message=outcome.error_message,
         lost=outcome.lost,
         corrupt=outcome.corrupt,
+        bad_slots=outcome.bad_slots,
+        no_room=outcome.no_room,
     )

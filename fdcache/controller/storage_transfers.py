@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_QUEUED = 4096
 _CLEAR_SECONDS = 60.0
-_BAD_RECORD = (Outcome.CORRUPT, Outcome.SOURCE_CHANGED)
+_WRONG_BYTES = (Outcome.CORRUPT, Outcome.SOURCE_CHANGED)
 """The record that was to be read, in storage or on the host, is not the block."""
 
 _LEVELS = {
@@ -115,7 +115,9 @@ class StorageTransfer:
             seconds=self._seconds,
             error_message=message if len(failed) else None,
             lost=np.flatnonzero(result.outcomes == Outcome.MISS).astype(np.int32),
-            corrupt=np.flatnonzero(np.isin(result.outcomes, _BAD_RECORD)).astype(np.int32),
+            corrupt=np.flatnonzero(np.isin(result.outcomes, _WRONG_BYTES)).astype(np.int32),
+            bad_slots=np.flatnonzero(result.outcomes == Outcome.BAD_SLOT).astype(np.int32),
+            no_room=np.flatnonzero(result.outcomes == Outcome.NO_ROOM).astype(np.int32),
         )
 
 

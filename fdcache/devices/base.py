@@ -48,7 +48,8 @@ class BlockPairs:
 class CopyOutcome:
     """What came of a copy: failed positions, checksums (one per position, none for loads), bytes, seconds.
 
-    Of the failed, ``lost`` were not in the storage any more; of ``corrupt`` the record itself is wrong.
+    Of the failed, ``lost`` were not in the storage any more; of ``corrupt`` the record itself is wrong; ``bad_slots``
+    and ``no_room`` are the storage's, whose medium fails or whose disk is full there.
     ``reasons`` has one for each of the failed, or is empty when only ``error_message`` says why.
     """
 
@@ -60,6 +61,8 @@ class CopyOutcome:
     lost: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     corrupt: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     reasons: tuple[str, ...] = ()
+    bad_slots: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    no_room: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,8 @@ class InFlightPlan:
     copied: dict[SwapPurpose, np.ndarray]
     lost: dict[SwapPurpose, np.ndarray]
     corrupt: dict[SwapPurpose, np.ndarray]
+    bad_slots: dict[SwapPurpose, np.ndarray]
+    no_room: dict[SwapPurpose, np.ndarray]
     checksums: dict[SwapPurpose, np.ndarray] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     overdue: bool = False
@@ -135,7 +137,7 @@ class InFlightPlan:
                 f"report of plan {report.plan_id} by rank {report.rank} has other transfers than the plan"
             )
         for result, (_, size) in zip(report.results, expected, strict=True):
-            for positions in (result.failed, result.lost, result.corrupt):
+            for positions in (result.failed, result.lost, result.corrupt, result.bad_slots, result.no_room):
                 if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < size:
                     raise PlanError(f"report of plan {report.plan_id}: failed positions must be below {size}")
             if len(result.checksums) not in (0, size):
@@ -149,6 +151,8 @@ class InFlightPlan:
             self.copied[result.purpose][result.failed] = False
             self.lost[result.purpose][result.lost] = True
             self.corrupt[result.purpose][result.corrupt] = True
+            self.bad_slots[result.purpose][result.bad_slots] = True
+            self.no_room[result.purpose][result.no_room] = True
             if report.rank == 0:
                 self.checksums[result.purpose] = result.checksums
             if result.error_message:
@@ -186,6 +190,8 @@ class PlanLedger:
             copied={purpose: np.ones(size, np.bool_) for purpose, size in sizes.items()},
             lost={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
             corrupt={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
+            bad_slots={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
+            no_room={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
         )
 
     def check(self, report: TransferReport) -> None:

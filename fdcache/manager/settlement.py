@@ -50,14 +50,18 @@ def settle_storage(flight: InFlightPlan, host: BlockPool, storage: StorageIndex,
     copied = _note(flight, swap, counters)
     checksums = flight.checksums.get(swap.purpose, _NO_CHECKSUMS)
     if swap.purpose is SwapPurpose.STORE:
-        arrived = storage.end_writes(swap, copied, checksums)
+        bad, no_room = flight.bad_slots[swap.purpose], flight.no_room[swap.purpose]
+        counters.bad_storage_slots += int(bad.sum())
+        arrived = storage.end_writes(swap, copied, checksums, bad, no_room)
         _drop_bad_records(flight, swap, host, counters)
         host.unhold(swap.src_block_ids)
     else:
         lost, corrupt = flight.lost[swap.purpose], flight.corrupt[swap.purpose]
+        bad = flight.bad_slots[swap.purpose]
         counters.blocks_corrupt_in_storage += int(corrupt.sum())
+        counters.bad_storage_slots += int(bad.sum())
         arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
-        storage.end_reads(swap, lost, corrupt)
+        storage.end_reads(swap, lost, corrupt | bad)
     flight.copied[swap.purpose] = arrived
 
 
@@ -85,7 +89,7 @@ def withdraw(order: StorageOrder, host: BlockPool, storage: StorageIndex) -> Non
     swap = order.build(0).swap
     nothing = np.zeros(len(swap), np.bool_)
     if swap.purpose is SwapPurpose.STORE:
-        storage.end_writes(swap, nothing, _NO_CHECKSUMS)
+        storage.end_writes(swap, nothing, _NO_CHECKSUMS, nothing, nothing)
         host.unhold(swap.src_block_ids)
     else:
         host.complete(swap.dst_block_ids, nothing.view(np.uint8), _NO_CHECKSUMS)

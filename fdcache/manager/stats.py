@@ -11,7 +11,8 @@ from fdcache.tiers import BlockPool, HostTier
 class TierUsage(msgspec.Struct, frozen=True):
     """One tier at one moment. ``writing`` includes ``pending`` and ``quarantined``; ``evictable`` is part of ``ready``.
 
-    ``quarantined`` slots held a record that turned out corrupt and are not used again.
+    ``quarantined`` slots held a record that turned out corrupt, or cannot be read or written, and are not used again.
+    ``withheld`` slots have no room on the disk for now. ``writing`` includes both.
     """
 
     blocks: int
@@ -21,6 +22,7 @@ class TierUsage(msgspec.Struct, frozen=True):
     ready: int
     evictable: int
     quarantined: int
+    withheld: int
     pins: int
     holds: int
     leases: int
@@ -39,6 +41,7 @@ class TierUsage(msgspec.Struct, frozen=True):
             ready=stats.ready,
             evictable=stats.evictable,
             quarantined=stats.quarantined,
+            withheld=stats.withheld,
             pins=stats.pins,
             holds=stats.holds,
             leases=stats.leases,
@@ -90,6 +93,7 @@ class Counters(msgspec.Struct):
     blocks_prefetched: int = 0
     blocks_requested_from_storage: int = 0
     blocks_corrupt_in_storage: int = 0
+    bad_storage_slots: int = 0
     blocks_corrupt_in_host: int = 0
     stores_dropped: int = 0
     prefetches_shared: int = 0

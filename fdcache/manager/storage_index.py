@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from fdcache.manager.blocks import Blocks
 from fdcache.metadata import (
-    CacheLevel,
     CacheSwapMetadata,
     HashArray,
     Int32Array,
@@ -22,7 +21,7 @@ from fdcache.metadata import (
     UInt64Array,
 )
 from fdcache.storage.connector import RunResult, StorageConnector
-from fdcache.tiers import BlockPool, restore
+from fdcache.tiers import StoragePool, restore
 from fdcache.tiers.codes import ABSENT, NO_PARENT
 
 Mask = NDArray[np.bool_]
@@ -44,8 +43,8 @@ class StorageIndex(Protocol):
     def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
         """Hold those of ``hashes``, one path in order, that are stored without a gap from the first on."""
 
-    def end_reads(self, swap: CacheSwapMetadata, lost: Mask, corrupt: Mask) -> None:
-        """The reads have ended; what was lost or corrupt is forgotten."""
+    def end_reads(self, swap: CacheSwapMetadata, lost: Mask, unusable: Mask) -> None:
+        """The reads have ended; what was lost is forgotten, and with what is ``unusable`` its place."""
 
     def is_absent(self, hashes: HashArray) -> Mask:
         """Which blocks are neither stored nor on their way."""
@@ -53,8 +52,18 @@ class StorageIndex(Protocol):
     def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
         """Take places for blocks, parents first: a status per block, and the slots of those reserved."""
 
-    def end_writes(self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array) -> Mask:
-        """The writes have ended; says what is stored now."""
+    def end_writes(
+        self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array, bad: Mask, no_room: Mask
+    ) -> Mask:
+        """The writes have ended; says what is stored now. The places of ``bad`` ones are not used again."""
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether it is being tried if there is more room than there was."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a block can be stored, if need be in place of another."""
 
     def reset(self) -> int:
         """Forget everything; returns how many blocks that were."""
@@ -63,7 +72,7 @@ class StorageIndex(Protocol):
 class LocalIndex:
     """The third tier: slots of every rank's slab file, the same block in the same slot of each."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: StoragePool) -> None:
         self.pool = pool
         self._open = False
 
@@ -72,16 +81,28 @@ class LocalIndex:
         """Whether ``restore`` was called."""
         return self._open
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether a slot is being tried that the disk had no room for."""
+        return self.pool.is_trying
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is a slot to be had."""
+        return self.pool.available > 0
+
     def restore(self, scans: Sequence[StorageScan]) -> int:
         """Take up what all ranks' files hold; returns the number of blocks."""
         restored = restore(self.pool, scans)
+        for scan in scans:
+            self.pool.found(scan.slots)
         self._open = True
         return restored
 
     def close(self) -> None:
         """Forget the files: a rank opens its own again."""
         self._open = False
-        self.pool.reset()
+        self.pool.start_over()
 
     def run(self, hashes: HashArray, start: int) -> int | None:
         """How many blocks are stored from ``start`` on; they count as used now."""
@@ -98,14 +119,9 @@ class LocalIndex:
         self.pool.hold(found.slots)
         return found
 
-    def end_reads(self, swap: CacheSwapMetadata, lost: Mask, corrupt: Mask) -> None:
-        """Let the slots go. Those of corrupt records are not used again."""
-        # While the slots are held still: nobody can have given them to other blocks.
-        if corrupt.any():
-            self.pool.discard(swap.src_block_ids[corrupt], True)
-        if lost.any():
-            self.pool.discard(swap.src_block_ids[lost])
-        self.pool.unhold(swap.src_block_ids)
+    def end_reads(self, swap: CacheSwapMetadata, lost: Mask, unusable: Mask) -> None:
+        """Let the slots go. Those of unusable records are not used again."""
+        self.pool.end_reads(swap.src_block_ids, lost, unusable)
 
     def is_absent(self, hashes: HashArray) -> Mask:
         """Which blocks are neither stored nor pending."""
@@ -113,6 +129,7 @@ class LocalIndex:
 
     def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
         """Reserve slots, evicting what is coldest; for want of room the last blocks get none."""
+        self.pool.grow_if_due()
         count = len(blocks)
         while count:
             taken = self.pool.reserve_copies(0, blocks.parents[:count], blocks.hashes[:count])
@@ -124,9 +141,11 @@ class LocalIndex:
         nothing = np.empty(0, np.int32)
         return np.full(len(blocks), NO_ROOM, np.uint8), nothing, nothing.view(np.uint32)
 
-    def end_writes(self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array) -> Mask:
+    def end_writes(
+        self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array, bad: Mask, no_room: Mask
+    ) -> Mask:
         """What was written becomes findable."""
-        return self.pool.complete(swap.dst_block_ids, copied.view(np.uint8), checksums).view(np.bool_)
+        return self.pool.end_writes(swap.dst_block_ids, copied, checksums, bad, no_room)
 
     def reset(self) -> int:
         """Forget every block."""
@@ -135,9 +154,11 @@ class LocalIndex:
         return forgotten
 
     @staticmethod
-    def make(slots: int) -> LocalIndex:
-        """An index of so many slots."""
-        return LocalIndex(BlockPool(CacheLevel.STORAGE, slots))
+    def make(
+        slots: int, retry_after: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> LocalIndex:
+        """An index of so many slots; ``retry_after``: seconds until a full disk is tried again."""
+        return LocalIndex(StoragePool(slots, retry_after=retry_after, clock=clock))
 
 
 class RemoteIndex:
@@ -148,7 +169,8 @@ class RemoteIndex:
     """
 
     is_open = True
-
+    is_trying = False
+    has_room = True
     def __init__(
         self,
         connector: StorageConnector,
@@ -193,11 +215,11 @@ class RemoteIndex:
         count = len(hashes)
         return Blocks(np.full(count, -1, np.int32), np.zeros(count, np.uint32), hashes, parents)
 
-    def end_reads(self, swap: CacheSwapMetadata, lost: Mask, corrupt: Mask) -> None:
+    def end_reads(self, swap: CacheSwapMetadata, lost: Mask, unusable: Mask) -> None:
         """Blocks that are gone may be stored again; earlier answers may be wrong."""
-        if lost.any() or corrupt.any():
+        if lost.any() or unusable.any():
             self._answers.clear()
-            for row in swap.hash_values[lost | corrupt]:
+            for row in swap.hash_values[lost | unusable]:
                 self._known.pop(row.tobytes(), None)
 
     def is_absent(self, hashes: HashArray) -> Mask:
@@ -210,7 +232,9 @@ class RemoteIndex:
         self._know(blocks.hashes)
         return np.zeros(count, np.uint8), np.full(count, -1, np.int32), np.zeros(count, np.uint32)
 
-    def end_writes(self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array) -> Mask:
+    def end_writes(
+        self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array, bad: Mask, no_room: Mask
+    ) -> Mask:
         """What failed may be stored again."""
         for row in swap.hash_values[~copied]:
             self._known.pop(row.tobytes(), None)

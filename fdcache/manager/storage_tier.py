@@ -28,7 +28,7 @@ def make_index(
 ) -> LocalIndex | RemoteIndex:
     """What is known of the storage; without ``lookup`` it is local: slots of every rank's slab file."""
     if lookup is None:
-        return LocalIndex.make(slots_for(settings.size, layout))
+        return LocalIndex.make(slots_for(settings.size, layout), settings.retry_after, clock)
     return RemoteIndex(lookup, timeout=settings.timeout, clock=clock)
 
 
@@ -58,7 +58,7 @@ class StorageTier:
             timeout=storage_tier.timeout,
             make_room=make_room,
         )
-        self.stores = StorePlanner(settings, storage_tier, host, index, counters)
+        self.stores = StorePlanner(settings, storage_tier, host, index, counters, clock)
         self._is_clearing = False  # since a reset, until every rank has stored a block after it
 
     @property
@@ -87,6 +87,7 @@ class StorageTier:
             elif swap.purpose is SwapPurpose.STORE:
                 # A rank writes in order, and what was planned before a reset arrives nowhere.
                 self._is_clearing = self._is_clearing and not flight.copied[swap.purpose].any()
+                self.stores.settled(flight)
             elif swap.purpose in (SwapPurpose.EVICT, SwapPurpose.BACKUP):
                 self.stores.on_arrival(swap.hash_values[flight.copied[swap.purpose]])
 

@@ -6,11 +6,14 @@ make anybody wait: what finds no room in the queue, the host or the storage is d
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 
 from fdcache.manager.block_queue import BlockQueue
 from fdcache.manager.blocks import Blocks
-from fdcache.manager.ledger import OpenPlan
+from fdcache.manager.ledger import InFlightPlan, OpenPlan
 from fdcache.manager.stats import Counters
 from fdcache.manager.storage_index import NO_ROOM, StorageIndex
 from fdcache.metadata import HashArray, SwapPurpose
@@ -36,11 +39,15 @@ class StorePlanner:
         host: BlockPool,
         index: StorageIndex,
         counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
         self._clean_reserve = settings.clean_reserve
         self._timeout = storage_tier.timeout
         self._write_blocks = storage_tier.write_blocks
+        self._retry_after = storage_tier.retry_after
+        self._clock = clock
+        self._refused_until: float | None = None
         self._host = host
         self._index = index
         self._counters = counters
@@ -59,7 +66,7 @@ class StorePlanner:
 
     def on_arrival(self, hashes: HashArray) -> None:
         """Blocks came to the host tier from the device."""
-        if len(hashes) and not self._writes_back:
+        if not self._writes_back:
             self._enqueue(hashes)
 
     def on_evict(self, hashes: HashArray) -> None:
@@ -69,8 +76,7 @@ class StorePlanner:
 
     def plan(self, plan: OpenPlan, in_flight: int) -> None:
         """Plan what may be written now; ``in_flight``: blocks on their way to storage."""
-        # What is being written cannot be evicted: most of the host tier must stay free to move.
-        room = max(1, min(self._write_blocks, self._host.stats().slots // 4)) - in_flight
+        room = self._most_at_once() - in_flight
         if room <= 0 or not self._index.is_open:
             return
         queued = self._next_queued(room)
@@ -79,11 +85,21 @@ class StorePlanner:
             return
         above = Blocks.of(self._host.ancestry(wanted.slots))
         blocks = above.select(self._index.is_absent(above.hashes))
+        later = []
+        if self.is_refused:
+            # Each takes the place of another: what takes nothing is tried with one.
+            later.append(blocks.hashes[1:])
+            blocks = blocks.select(slice(1))
         status, slots, generations = self._index.begin_writes(blocks)
-        waiting = blocks.select(status == NO_PARENT)
-        if len(waiting) and len(queued):
-            self._enqueue(waiting.hashes)  # their parents are being written
-        self._counters.stores_dropped += int((status == NO_ROOM).sum())
+        waiting = status == NO_PARENT  # their parents are being written
+        no_room = status == NO_ROOM
+        if self._index.is_trying:
+            waiting |= no_room
+        else:
+            self._counters.stores_dropped += int(no_room.sum())
+        later.append(blocks.hashes[waiting])
+        if len(queued):  # else they are looked up each time
+            self._enqueue(np.concatenate(later))
         source = blocks.select(status == RESERVED)
         self._host.hold(source.slots)
         for first in range(0, len(source), _MOST_PER_TASK):
@@ -92,13 +108,43 @@ class StorePlanner:
                 SwapPurpose.STORE, source.select(part), slots[part], generations[part], self._timeout
             )
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the storage took nothing of what it was given last."""
+        return self._refused_until is not None
+
+    def resume(self) -> None:
+        """Try it again at once, if it was refused."""
+        self._refused_until = None
+
+    def settled(self, flight: InFlightPlan) -> None:
+        """A write has ended on every rank and is settled in the tiers."""
+        (swap,) = flight.plan.swaps()
+        arrived = flight.copied[swap.purpose]
+        bad, no_room = flight.bad_slots[swap.purpose].any(), flight.no_room[swap.purpose].any()
+        explained = bad or no_room or flight.corrupt[swap.purpose].any()
+        if swap.success or explained or arrived.any():
+            self._refused_until = None
+        else:
+            self._refused_until = self._clock() + self._retry_after
+        if bad or (no_room and self._index.has_room):  # in other slots
+            self._enqueue(swap.hash_values[~arrived])
+
+    def _most_at_once(self) -> int:
+        """Blocks that may be on their way to storage together."""
+        if self._refused_until is not None:
+            return int(self._clock() >= self._refused_until)
+        # What is being written cannot be evicted: most of the host tier must stay free to move.
+        return max(1, min(self._write_blocks, self._host.stats().slots // 4))
+
     def forget(self) -> None:
         """Drop the queue: its blocks are gone."""
         self._queue.clear()
         self._backlog = self._backlog[:0]
 
     def _enqueue(self, hashes: HashArray) -> None:
-        self._counters.stores_dropped += self._queue.add(hashes)
+        if len(hashes):
+            self._counters.stores_dropped += self._queue.add(hashes)
 
     def _next_queued(self, room: int) -> Blocks:
         wanted = self._queue.take(room)

@@ -90,7 +90,6 @@ class LayoutStorage:
         self._namespace: Namespace | None = None
         self._tier: StorageTier | None = None
         self._plan = OpenPlan()
-        self._no_writes_until = 0.0
 
     # --- the host tier above it -----------------------------------------------------------------------------
 
@@ -161,10 +160,9 @@ class LayoutStorage:
     def work(self, *, may_read: bool, may_write: bool) -> None:
         """Settle what has ended, plan what may follow, and hand it out."""
         self._settle()
-        now = time.monotonic()
         if (tier := self._tier) is not None:
-            tier.overdue(self._ledger.newly_overdue(now))
-            if may_write and now >= self._no_writes_until:
+            tier.overdue(self._ledger.newly_overdue(time.monotonic()))
+            if may_write:
                 tier.stores.plan(self._plan, self.blocks_in_flight(SwapPurpose.STORE))
             if may_read:
                 tier.reads.go_on(self._plan)
@@ -210,9 +208,6 @@ class LayoutStorage:
         tier.settled(flight)
         if swap.purpose is SwapPurpose.PREFETCH:
             namespace.unverified.difference_update(swap.dst_block_ids.tolist())
-        elif not swap.success and not flight.copied[swap.purpose].any():
-            # A storage that takes nothing is not offered the same blocks over and over.
-            self._no_writes_until = time.monotonic() + self._settings.retry_after
 
     def blocks_in_flight(self, purpose: SwapPurpose) -> int:
         """Blocks on their way."""
@@ -222,8 +217,8 @@ class LayoutStorage:
 
     def flush(self) -> None:
         """Write all that the host tier has and the storage lacks."""
-        self._no_writes_until = 0.0
         if self._tier is not None:
+            self._tier.stores.resume()
             self._tier.stores.catch_up()
 
     @property
@@ -236,8 +231,8 @@ class LayoutStorage:
     @property
     def _refuses_writes(self) -> bool:
         """Whether it was tried, since ``flush`` if that was called, and is out of use."""
-        ready = all(queue.stats.state is StorageState.READY for queue in self.queues)
-        return self._no_writes_until > 0 and not ready
+        usable = all(queue.stats.state in (StorageState.READY, StorageState.FULL) for queue in self.queues)
+        return self._tier is not None and self._tier.stores.is_refused and not usable
 
     @property
     def queued(self) -> int:

@@ -11,7 +11,11 @@ _GAUGES = {
     "blocks": ("blocks", "Blocks stored."),
     "capacity_blocks": ("capacity_blocks", "Blocks that there is room for."),
     "bytes": ("bytes", "Bytes of the blocks stored, on all ranks."),
-    "quarantined": ("quarantined_blocks", "Places that held a corrupt record and are not used again."),
+    "quarantined": (
+        "quarantined_blocks",
+        "Places that held a corrupt record, or cannot be read or written, and are not used again.",
+    ),
+    "withheld": ("withheld_blocks", "Places that the disk has no room for now."),
     "queued_blocks": ("queued_blocks", "Blocks that wait to be written."),
     "reading_blocks": ("reading_blocks", "Blocks on their way to the host tier."),
     "writing_blocks": ("writing_blocks", "Blocks on their way from the host tier."),
@@ -30,8 +34,15 @@ _COUNTERS = {
     "timed_out_reads": ("timed_out_reads", "Requests that went on without what was being read for them."),
     "resets": ("resets", "Resets."),
 }
-_FAILURES = {"errors": "error", "timeouts": "timeout", "peer_gone": "peer_gone", "misses": "gone"}
-_STATES = ("ready", "read_only", "off")
+_FAILURES = {
+    "errors": "error",
+    "timeouts": "timeout",
+    "peer_gone": "peer_gone",
+    "misses": "gone",
+    "no_room": "no_room",
+    "bad_slots": "bad_slot",
+}
+_STATES = ("ready", "full", "read_only", "off")
 
 
 def storage_metrics(storage: Mapping[str, Any] | None) -> Iterator[Metric]:

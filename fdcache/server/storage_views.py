@@ -10,12 +10,13 @@ from fdcache.server.layout_storage import LayoutStorage
 from fdcache.server.storage import ServiceStorage
 from fdcache.storage.connector import StorageState, StorageStats
 
-_WORST = (StorageState.OFF, StorageState.READ_ONLY, StorageState.READY)
+_WORST = (StorageState.OFF, StorageState.READ_ONLY, StorageState.FULL, StorageState.READY)
 _SUMS = (
     "blocks",
     "capacity_blocks",
     "bytes",
     "quarantined",
+    "withheld",
     "evictions",
     "queued_blocks",
     "reading_blocks",
@@ -62,6 +63,7 @@ def layout_figures(storage: LayoutStorage) -> dict[str, Any]:
         "capacity_blocks": tier.slots if tier else None,
         "bytes": tier.ready * layout.record_bytes * layout.tp_size if tier else None,
         "quarantined": tier.quarantined if tier else 0,
+        "withheld": tier.withheld if tier else 0,
         "evictions": tier.evictions if tier else 0,
         "restored_blocks": storage.restored,
         "queued_blocks": storage.queued,
@@ -91,7 +93,7 @@ def _totals(storage: LayoutStorage, ranks: list[StorageStats]) -> dict[str, Any]
         "written_seconds": written.seconds,
         **{
             name: sum(getattr(rank, name) for rank in ranks)
-            for name in ("misses", "errors", "timeouts", "peer_gone")
+            for name in ("misses", "errors", "timeouts", "peer_gone", "no_room", "bad_slots")
         },
     }
 

@@ -21,7 +21,7 @@ from fdcache.metadata import HashArray, Int32Array, StorageScan, UInt32Array, UI
 
 
 class Outcome(IntEnum):
-    """What became of one block of a batch; the first seven are those of the core."""
+    """What became of one block of a batch; the first eight are those of the core."""
 
     OK = 0
     MISS = 1
@@ -34,12 +34,12 @@ class Outcome(IntEnum):
     TIMEOUT = 5
     """Not done before the deadline."""
     CANCELLED = 6
-    PEER_GONE = 7
+    NO_ROOM = 7
+    """The disk has no room for it in this slot; others that hold a record already can be written."""
+    PEER_GONE = 8
     """The other side cannot be reached, or was found dead a moment ago."""
-
-
-LOST = (Outcome.MISS, Outcome.CORRUPT)
-"""Outcomes of a read after which nobody need look for the block there again."""
+    BAD_SLOT = 9
+    """Its slot cannot be read, or not be written: the block is not stored, and the slot is not to be used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,8 @@ class StorageState(StrEnum):
     """Whether a storage is of use at present."""
 
     READY = "ready"
+    FULL = "full"
+    """The disk has less room than was promised; the blocks that it has room for are read and written."""
     READ_ONLY = "read_only"
     OFF = "off"
 
@@ -134,6 +136,8 @@ class StorageStats(msgspec.Struct, frozen=True, kw_only=True):
     errors: int = 0
     timeouts: int = 0
     peer_gone: int = 0
+    no_room: int = 0
+    bad_slots: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
 

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 
 from fdcache import _core
-from fdcache.metadata import CacheLevel, HashArray
-from fdcache.storage.connector import LOST, BatchResult, Outcome, RecordBatch, RunResult, StorageStats
+from fdcache.metadata import HashArray
+from fdcache.storage.connector import BatchResult, Outcome, RecordBatch, RunResult, StorageStats
 from fdcache.storage.slab import SlabStore
-from fdcache.tiers import BlockPool, restore
+from fdcache.tiers import StoragePool, restore
 from fdcache.tiers.codes import IS_READY, READY, RESERVED
 
 
@@ -26,9 +26,11 @@ class LocalConnector:
 
     def __init__(self, store: SlabStore) -> None:
         self._store = store
-        self._pool = BlockPool(CacheLevel.STORAGE, store.num_slots)
+        self._pool = StoragePool(store.num_slots, retry_after=store.retry_after)
         self._lock = threading.Lock()
-        restore(self._pool, [store.scan()])
+        scan = store.scan()
+        restore(self._pool, [scan])
+        self._pool.found(scan.slots)
 
     def register(self, records: _core.RecordTable) -> None:
         """Any memory will do."""
@@ -44,7 +46,7 @@ class LocalConnector:
         return RunResult(int(absent[0]) if len(absent) else len(hashes))
 
     def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
-        """Read blocks; one that turns out corrupt leaves the index with all below it."""
+        """Read blocks; one that turns out corrupt, or cannot be read, leaves the index with all below it."""
         with self._lock:
             presence = self._pool.contains(batch.hashes) == READY
             found = self._pool.find(batch.hashes)
@@ -55,18 +57,14 @@ class LocalConnector:
         read = self._store.get(placed, timeout, cancel)
         outcomes[presence], checksums[presence] = read.outcomes, read.checksums
         with self._lock:
-            self._pool.unhold(found.slots)
-            corrupt = found.slots[read.outcomes == Outcome.CORRUPT]
-            gone = found.slots[np.isin(read.outcomes, LOST)]
-            if len(corrupt):
-                self._pool.discard(corrupt, True)
-            if len(gone):
-                self._pool.discard(gone)
+            unusable = np.isin(read.outcomes, (Outcome.CORRUPT, Outcome.BAD_SLOT))
+            self._pool.end_reads(found.slots, read.outcomes == Outcome.MISS, unusable)
         return BatchResult(outcomes, checksums, read.moved_bytes, read.error)
 
     def put(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
         """Store blocks, parents first. What finds no room, or no stored parent, is an ERROR."""
         with self._lock:
+            self._pool.grow_if_due()
             taken = self._pool.reserve_copies(0, batch.parents, batch.hashes)
             if taken.missing:
                 return BatchResult.of(len(batch), Outcome.ERROR, f"{taken.missing} slots are missing")
@@ -74,7 +72,8 @@ class LocalConnector:
         placed = replace(batch.select(mine), slots=taken.slots, generations=taken.generations)
         written = self._store.put(placed, timeout, cancel)
         with self._lock:
-            self._pool.complete(taken.slots, written.ok.view(np.uint8), written.checksums)
+            bad, no_room = (written.outcomes == each for each in (Outcome.BAD_SLOT, Outcome.NO_ROOM))
+            self._pool.end_writes(taken.slots, written.ok, written.checksums, bad, no_room)
         outcomes = np.full(len(batch), Outcome.ERROR, np.uint8)
         outcomes[taken.status == IS_READY] = Outcome.OK
         outcomes[mine] = written.outcomes

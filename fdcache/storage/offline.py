@@ -16,6 +16,7 @@ from fdcache.errors import StorageBusyError, StorageError, StorageFormatError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt64Array
 from fdcache.storage.connector import Outcome
+from fdcache.storage.slab_faults import IN_A_ROW
 from fdcache.storage.slab_format import SUFFIX, Superblock, read_layout, read_superblock
 from fdcache.storage.slab_handle import SCAN_STEP, SlabLock, open_core, storage_error
 
@@ -40,7 +41,7 @@ class SlabContents:
     depths: Int32Array
     bad_headers: int
     corrupt: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Slots whose record is not what its header says; only after a check."""
+    """Slots whose record cannot be read, or is not what its header says; only after a check."""
 
     @property
     def namespace(self) -> str:
@@ -108,7 +109,10 @@ def _scan(slab: _core.SlabFile, path: Path, slots: int, on_progress: Progress | 
     bad_headers = 0
     for first in range(0, slots, SCAN_STEP):
         last = min(first + SCAN_STEP, slots)
-        bad_headers += slab.scan(first, last)[1]
+        _, bad, number = slab.scan(first, last)
+        if number:
+            raise storage_error(number, path)
+        bad_headers += bad
         if on_progress is not None:
             on_progress(f"scanning {path.name}", last, slots)
     return bad_headers
@@ -118,10 +122,11 @@ def _check(slab: _core.SlabFile, path: Path, slots: Int32Array, on_progress: Pro
     bad = [np.empty(0, np.int32)]
     for first in range(0, len(slots), _STEP):
         part = slots[first : first + _STEP]
-        outcomes, _, _, number = slab.verify(part)
-        if number:
-            raise storage_error(number, path)
-        bad.append(part[outcomes == Outcome.CORRUPT])
+        outcomes, _, errors, _, _ = slab.verify(part)
+        unreadable = outcomes == Outcome.ERROR
+        if unreadable.sum() >= IN_A_ROW and unreadable.all():
+            raise storage_error(int(errors[0]), path)
+        bad.append(part[unreadable | (outcomes == Outcome.CORRUPT)])
         if on_progress is not None:
             on_progress(f"checking {path.name}", min(first + _STEP, len(slots)), len(slots))
     return np.concatenate(bad)

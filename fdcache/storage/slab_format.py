@@ -98,8 +98,13 @@ class Superblock:
 
     def write(self, fd: int) -> None:
         """Put it on the page whose turn it is and sync; the copy before it stays whole meanwhile."""
-        os.pwrite(fd, self.pack(), self.sequence % _COPIES * PAGE)
+        os.pwrite(fd, self.pack(), self.offset)
         os.fdatasync(fd)
+
+    @property
+    def offset(self) -> int:
+        """Where this version stands in the file."""
+        return self.sequence % _COPIES * PAGE
 
 
 def _page_up(offset: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,11 +20,12 @@ from fdcache.errors import (
     StorageReadOnlyError,
 )
 from fdcache.layout import KVLayout
-from fdcache.storage.slab_format import Superblock, check_fits, create_file, read_superblock
+from fdcache.storage.slab_format import PAGE, Superblock, check_fits, create_file, read_superblock
 
 SCAN_STEP = 65536
 """Slots whose headers are read between two words of progress."""
-_UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
+UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
+"""Of a file that can be read at most."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 ScanProgress = Callable[[int, int], None]
@@ -37,7 +39,7 @@ def storage_error(number: int, path: Path) -> StorageError:
         return StorageFullError(
             number, f"no room to write ({reason}); free space or lower FDCACHE_STORAGE_SIZE", str(path)
         )
-    if number in _UNWRITABLE:
+    if number in UNWRITABLE:
         return StorageReadOnlyError(number, f"cannot be written ({reason}); check mount and owner", str(path))
     if number == errno.ENOENT:
         return StorageGoneError(number, "is gone; check the mount", str(path))
@@ -128,13 +130,20 @@ class SlabHandle:
         self.found = self.corrupt = 0
         for first in range(0, slots, SCAN_STEP):
             last = min(first + SCAN_STEP, slots)
-            ready, corrupt = self.core.scan(first, last)
+            ready, corrupt, number = self.core.scan(first, last)
+            if number:
+                self.close()
+                raise storage_error(number, path)
             self.found += ready
             self.corrupt += corrupt
             if on_progress is not None:
                 on_progress(last, slots)
         # A file cut short holds fewer records; its slots are empty now and have room again.
-        os.ftruncate(self.header_fd, self.superblock.file_bytes)
+        try:
+            os.ftruncate(self.header_fd, self.superblock.file_bytes)
+        except OSError as error:
+            self.close()
+            raise storage_error(error.errno or errno.EIO, path) from error
 
     def _fit(self, layout: KVLayout, rank: int, slots: int) -> Superblock:
         superblock = read_superblock(self.header_fd, self.path)
@@ -158,6 +167,27 @@ class SlabHandle:
             if error.errno != errno.EINVAL:
                 raise
             return os.open(self.path, flags)
+
+    def probe(self) -> int:
+        """Write the superblock again, its next version, and read it from the medium. Returns an errno or 0."""
+        try:
+            self._rewrite_superblock()
+            with mmap.mmap(-1, PAGE) as page:
+                if os.preadv(self.record_fd, [page], self.superblock.offset) < PAGE:
+                    return errno.EIO
+        except OSError as error:
+            return error.errno or errno.EIO
+        return 0
+
+    def _rewrite_superblock(self) -> None:
+        newer = self.superblock.resized(self.superblock.slots)
+        try:
+            newer.write(self.header_fd)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            return  # the page may never have been written; a full disk is no failing one
+        self.superblock = newer
 
     def close(self) -> None:
         """Close the file; nothing may be under way."""

@@ -14,7 +14,9 @@ _LOOK_SECONDS = 1.0
 
 
 class SlabHealth:
-    """Ready until something fails: then read-only or off, and tried again ``retry_after`` seconds later."""
+    """Ready until something fails: then full, read-only or off. The latter two are tried again, ``retry_after`` seconds
+    later; what is full goes on, and is ready again when it has grown.
+    """
 
     def __init__(self, path: Path, retry_after: float) -> None:
         self._path = path
@@ -54,11 +56,24 @@ class SlabHealth:
             self.still_fails(error)
             self._retry_at = time.monotonic() + self._retry_after
 
+    def filled(self, number: int) -> None:
+        """The disk had no room for a record, as this errno says; what has its room already goes on."""
+        with self._lock:
+            if self.state is StorageState.READY:
+                self.state = StorageState.FULL
+                self.still_fails(storage_error(number, self._path))
+
+    def wrote(self, *, grew: bool) -> None:
+        """A write came through; ``grew``: of a record that had no room on the disk before."""
+        with self._lock:
+            if self.state is StorageState.READ_ONLY or (self.state is StorageState.FULL and grew):
+                self.state, self.error = StorageState.READY, None
+
     def still_fails(self, error: Exception) -> None:
         """It was tried again in vain."""
         self.error = f"{type(error).__name__}: {error}"
 
     def recovered(self) -> None:
-        """A call came through."""
+        """It was opened anew and answers."""
         with self._lock:
             self.state, self.error = StorageState.READY, None

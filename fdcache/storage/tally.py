@@ -17,6 +17,8 @@ _NAMES = {
     Outcome.ERROR: "errors",
     Outcome.TIMEOUT: "timeouts",
     Outcome.PEER_GONE: "peer_gone",
+    Outcome.NO_ROOM: "no_room",
+    Outcome.BAD_SLOT: "bad_slots",
 }
 
 

@@ -4,5 +4,6 @@ from fdcache.tiers.block_pool import BlockPool
 from fdcache.tiers.host_cache import HostCache
 from fdcache.tiers.host_tier import HostMatch, HostTier, LocalHostTier
 from fdcache.tiers.restoring import restore
+from fdcache.tiers.storage_pool import StoragePool
 
-__all__ = ["BlockPool", "HostCache", "HostMatch", "HostTier", "LocalHostTier", "restore"]
+__all__ = ["BlockPool", "HostCache", "HostMatch", "HostTier", "LocalHostTier", "StoragePool", "restore"]

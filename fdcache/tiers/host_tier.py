@@ -32,6 +32,7 @@ class TierFigures(msgspec.Struct, frozen=True):
     epoch: int = 0
     evictions: int = 0
     quarantined: int = 0
+    withheld: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,11 @@ def test_engines_go_on_and_room_is_used_when_it_comes(tmp_path: Path, disk: Path
         until(lambda: storage_of(service)["layouts"], "the storage is open")
         ballast = fill(disk)
         engine.serve(PROMPT)
-        until(lambda: storage_of(service)["state"] == "read_only", "the full disk is told")
+        until(lambda: storage_of(service)["state"] == "full", "the full disk is told")
         (layout,) = storage_of(service)["layouts"]
         assert "StorageFullError" in layout["error"]
-        assert layout["totals"]["errors"] > 0
+        assert layout["totals"]["no_room"] > 0
+        assert layout["withheld"] == layout["capacity_blocks"], "no slot has room"
         other = Engine(service.address)
         assert other.serve(PROMPT)[0] == BLOCKS, "the host tier has them all the same"
         ballast.unlink()

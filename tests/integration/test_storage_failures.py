@@ -37,7 +37,7 @@ def records() -> Records:
     return Records(LAYOUT, COUNT)
 
 
-def test_a_full_disk_makes_the_store_read_only_until_there_is_room(
+def test_a_full_disk_leaves_the_store_what_it_has_room_for_until_there_is_more(
     small_disk: Path, records: Records
 ) -> None:
     ballast = small_disk / "ballast"
@@ -47,13 +47,16 @@ def test_a_full_disk_makes_the_store_read_only_until_there_is_room(
     batch = records.full_batch(hashes, slots=range(COUNT))
     stored = store.put(batch, 10)
     assert 0 < stored.ok.sum() < COUNT
-    assert set(stored.outcomes.tolist()) == {Outcome.OK, Outcome.ERROR}
-    assert store.stats().state is StorageState.READ_ONLY
+    assert set(stored.outcomes.tolist()) == {Outcome.OK, Outcome.NO_ROOM}
+    assert store.stats().state is StorageState.FULL
     assert "StorageFullError" in str(store.stats().error)
     assert "FDCACHE_STORAGE_SIZE" in str(store.stats().error)
-    assert store.stats().errors == (~stored.ok).sum()
+    assert store.stats().no_room == (~stored.ok).sum()
     kept = batch.select(stored.ok)
-    assert store.get(kept, 10).ok.all(), "it reads while it cannot write"
+    assert store.get(kept, 10).ok.all()
+    records.full_batch(hashes)
+    assert store.put(kept, 10).ok.all(), "what has its room is written over"
+    assert store.stats().state is StorageState.FULL
     ballast.unlink()
     records.full_batch(hashes)
     assert store.put(batch.select(~stored.ok).select(slice(0, 5)), 10).ok.all()
@@ -81,7 +84,7 @@ print(int(stored.ok.sum()), store.stats().state.value, store.stats().error)
         check=True,
         cwd=Path(__file__).parent.parent.parent,
     )
-    assert done.stdout.startswith("10 read_only StorageFullError")
+    assert done.stdout.startswith("10 full StorageFullError")
 
 
 def test_a_replay_on_a_full_disk_goes_on(small_disk: Path) -> None:
@@ -92,9 +95,10 @@ def test_a_replay_on_a_full_disk_goes_on(small_disk: Path) -> None:
         )
     )
     assert_clean(report)
-    assert storage(report)["states"] == ["read_only"]
-    assert storage(report)["errors"] > 0
-    assert storage(report)["stored"] > 0
+    assert storage(report)["states"] == ["full"]
+    assert storage(report)["errors"] == 0
+    assert storage(report)["no_room"] > 0
+    assert storage(report)["stored"] > 4 * ((256 << 10) // small_config().layout.record_bytes), "it evicts"
 
 
 def storage(report: Report) -> dict[str, Any]:

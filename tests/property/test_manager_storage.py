@@ -183,8 +183,8 @@ class StorageMachine(ManagerMachine):
         storage = self.engine.manager.get_stats().storage
         assert storage is not None
         assert (storage.pins, storage.holds, storage.leases) == (0, 0, 0)
-        assert storage.writing == storage.quarantined
-        assert storage.free + storage.evictable + storage.quarantined == storage.blocks
+        assert storage.writing == storage.quarantined + storage.withheld
+        assert storage.free + storage.evictable + storage.writing == storage.blocks
         reads = self.engine.manager._storage.reads  # type: ignore[union-attr]
         assert (reads.blocks_in_flight, reads._kept) == (0, 0)
         assert reads._reading == reads._under_way == reads._resting == {}
