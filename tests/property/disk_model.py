@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableMapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -33,15 +33,38 @@ class Stored:
     rotten: bool = False
 
 
-class Disk:
-    """What a rank has stored outlives it; what is queued goes with it."""
+@dataclass
+class Found:
+    """Positions of a task that failed, by what was wrong with each."""
 
-    def __init__(self, slots: dict[int, Stored] | None = None) -> None:
-        self.slots: dict[int, Stored] = {} if slots is None else slots
+    lost: set[int] = field(default_factory=set)
+    corrupt: set[int] = field(default_factory=set)
+    bad: set[int] = field(default_factory=set)
+    no_room: set[int] = field(default_factory=set)
+
+
+class Disk:
+    """What a rank has stored outlives it, as do bad slots and the room on the disk; what is queued goes with it.
+
+    ``room`` is how many slots the disk has room for, None for all.
+    """
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Stored] = {}
+        self.bad: set[int] = set()
+        self.room: int | None = None
+        self.placed: set[int] = set()
+        self.told_bad: set[int] = set()
         self._queues: dict[SwapPurpose, deque[StorageTask | None]] = {
             SwapPurpose.STORE: deque(),
             SwapPurpose.PREFETCH: deque(),
         }
+
+    def reopened(self) -> Disk:
+        """The same file, opened by another process."""
+        disk = Disk()
+        disk.slots, disk.bad, disk.room, disk.placed = self.slots, self.bad, self.room, self.placed
+        return disk
 
     @property
     def is_busy(self) -> bool:
@@ -79,11 +102,10 @@ class Disk:
             return []
         failed = {position % len(task.swap) for position in fails}
         move = self._write if purpose is SwapPurpose.STORE else self._read
-        lost: set[int] = set()
-        corrupt: set[int] = set()
+        found = Found()
         for i in range(len(task.swap)):
-            move(task.swap, i, host, failed, lost, corrupt)
-        return [_report(rank, task, failed | lost | corrupt, lost, corrupt)]
+            move(task.swap, i, host, failed, found)
+        return [_report(rank, task, failed, found)]
 
     def _write(
         self,
@@ -91,15 +113,22 @@ class Disk:
         i: int,
         host: HostBlocks,
         failed: set[int],
-        lost: set[int],
-        corrupt: set[int],
+        found: Found,
     ) -> None:
         slot = int(swap.dst_block_ids[i])
         self.slots.pop(slot, None)
         generation, value = host.get(int(swap.src_block_ids[i]), (-1, ()))
         assert generation == int(swap.src_generations[i]), "a record is stored that nothing holds any more"
         assert -1 not in value, "garbage is stored"
-        if i not in failed:
+        if i in failed:
+            return
+        if slot in self.bad:
+            found.bad.add(i)
+            self.told_bad.add(slot)
+        elif slot not in self.placed and self.room is not None and len(self.placed) >= self.room:
+            found.no_room.add(i)
+        else:
+            self.placed.add(slot)
             self.slots[slot] = Stored(
                 int(swap.dst_generations[i]),
                 swap.hash_values[i].tobytes(),
@@ -113,8 +142,7 @@ class Disk:
         i: int,
         host: HostBlocks,
         failed: set[int],
-        lost: set[int],
-        corrupt: set[int],
+        found: Found,
     ) -> None:
         slot, generation = int(swap.dst_block_ids[i]), int(swap.dst_generations[i])
         host[slot] = (generation, (-1,))
@@ -123,9 +151,13 @@ class Disk:
         stored = self.slots.get(int(swap.src_block_ids[i]))
         wanted = (int(swap.src_generations[i]), swap.hash_values[i].tobytes())
         if stored is None or (stored.generation, stored.block) != wanted:
-            lost.add(i)
+            found.lost.add(i)
+        elif int(swap.src_block_ids[i]) in self.bad:
+            found.bad.add(i)
+            self.told_bad.add(int(swap.src_block_ids[i]))
+            del self.slots[int(swap.src_block_ids[i])]
         elif stored.rotten:
-            corrupt.add(i)
+            found.corrupt.add(i)
             del self.slots[int(swap.src_block_ids[i])]
         else:
             host[slot] = (generation, stored.value)
@@ -156,21 +188,22 @@ def _rows(blocks: list[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]
     return np.frombuffer(b"".join(blocks), np.uint8).reshape(len(blocks), 32)
 
 
-def _report(
-    rank: int,
-    task: StorageTask,
-    failed: set[int],
-    lost: Set[int] = frozenset(),
-    corrupt: Set[int] = frozenset(),
-) -> TransferReport:
+def _report(rank: int, task: StorageTask, failed: set[int], found: Found | None = None) -> TransferReport:
+    found = found or Found()
     result = TransferResult(
         purpose=task.swap.purpose,
-        failed=np.array(sorted(failed), np.int32),
+        failed=_positions(failed | found.lost | found.corrupt | found.bad | found.no_room),
         checksums=np.empty(0, np.uint64),
         copied_bytes=0,
         seconds=0.0,
         error_message="injected" if failed else None,
-        lost=np.array(sorted(lost), np.int32),
-        corrupt=np.array(sorted(corrupt), np.int32),
+        lost=_positions(found.lost),
+        corrupt=_positions(found.corrupt),
+        bad_slots=_positions(found.bad),
+        no_room=_positions(found.no_room),
     )
     return TransferReport(plan_id=task.plan_id, rank=rank, results=(result,))
+
+
+def _positions(found: Iterable[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(sorted(found), np.int32)

@@ -269,7 +269,7 @@ class Engine:
         outcomes = self.manager.worker_lost(rank.index)
         rank.close()
         self.ranks[rank.index] = self._make_rank(self.manager, rank.index)
-        self.ranks[rank.index].disk = Disk(rank.disk.slots)
+        self.ranks[rank.index].disk = rank.disk.reopened()
         if rank.arena is not None:
             self.ranks[rank.index].host = rank.host  # a service's memory outlives its workers
         self.reports = [report for report in self.reports if report.rank != rank.index]

@@ -18,7 +18,6 @@ from fdcache.metadata import SwapPurpose
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.storage.slab_format import slots_for
-from tests.property.disk_model import Disk
 from tests.property.engine_model import BLOCK, Engine
 from tests.property.test_manager import ManagerMachine, bounded
 
@@ -76,7 +75,9 @@ class StorageMachine(ManagerMachine):
 
     def make_manager(self, cache: CacheSettings, layout: KVLayout) -> CacheManager:
         self.cache = cache
-        tier = storage_of(layout, self.storage_blocks, prefetch_timeout=2.0, timeout=2.0, **self.terms)
+        tier = storage_of(
+            layout, self.storage_blocks, prefetch_timeout=2.0, timeout=2.0, retry_after=0.0, **self.terms
+        )
         return CacheManager(cache, layout, storage=tier, clock=lambda: self.now)
 
     @property
@@ -133,6 +134,16 @@ class StorageMachine(ManagerMachine):
     def rot(self, rank: int, pick: int) -> None:
         self.engine.ranks[rank % len(self.engine.ranks)].disk.rot(pick)
 
+    @rule(rank=st.integers(0, 1), slot=st.integers(0, 40))
+    def wear_out(self, rank: int, slot: int) -> None:
+        """A slot of a rank's file can no longer be read or written."""
+        self.engine.ranks[rank % len(self.engine.ranks)].disk.bad.add(slot)
+
+    @rule(rank=st.integers(0, 1), room=st.sampled_from([0, 1, 3, 5, 9, None, None]))
+    def change_room(self, rank: int, room: int | None) -> None:
+        """The disk fills up, or somebody makes room."""
+        self.engine.ranks[rank % len(self.engine.ranks)].disk.room = room
+
     @precondition(lambda self: self.engine.jobs)
     @rule(pick=st.integers(0, 5))
     def prefetch(self, pick: int) -> None:
@@ -159,7 +170,7 @@ class StorageMachine(ManagerMachine):
         former = self.engine
         self.engine = Engine(self.make_manager(self.cache, former.manager.layout), len(former.ranks))
         for rank, dead in zip(self.engine.ranks, former.ranks, strict=True):
-            rank.disk = Disk(dead.disk.slots)
+            rank.disk = dead.disk.reopened()
         self.restore()
         for job in former.jobs:
             self.engine.submit(job.tokens)
@@ -213,6 +224,7 @@ class StorageMachine(ManagerMachine):
         pool = self.index.pool
         for node in pool.nodes(range(pool.stats().slots)):
             for rank in self.engine.ranks:
+                assert node.block_id not in rank.disk.told_bad, "a slot is used again that is bad"
                 stored = rank.disk.slots.get(node.block_id)
                 assert stored is not None, f"rank {rank.index} has nothing in slot {node.block_id}"
                 assert (stored.generation, stored.block) == (node.generation, node.hash_value)
