@@ -72,3 +72,31 @@ def test_the_end_does_not_wait_for_a_disk_that_takes_nothing(tmp_path: Path, dis
         fill(disk)
         engine.close()
         assert service.terminate() == 0
+
+
+def test_a_service_on_a_full_disk_stores_new_blocks_in_place_of_the_coldest(tmp_path: Path, disk: Path) -> None:
+    settings = storage_settings(disk, FDCACHE_STORAGE_RETRY="0s", FDCACHE_STORAGE_SIZE="8MiB")
+    with service_process(tmp_path / "s", **settings) as service:
+        engine = Engine(service.address)
+        until(lambda: storage_of(service)["layouts"], "the storage is open")
+        held = fill(disk)
+        with held.open("r+b") as ballast:
+            ballast.truncate(held.stat().st_size - 20 * 4096)
+        stored = 0
+        while storage_of(service)["evictions"] < 3 * BLOCKS:
+            engine.serve([token + 1000 * stored for token in PROMPT])
+            stored += 1
+            wait = stored * BLOCKS
+            until(lambda wait=wait: storage_of(service)["layouts"][0]["totals"]["stored_blocks"] >= wait, "stored")
+        (layout,) = storage_of(service)["layouts"]
+        assert layout["state"] == "full"
+        assert layout["withheld"] > 0
+        assert layout["blocks"] + layout["withheld"] <= layout["capacity_blocks"]
+        assert layout["totals"]["dropped_blocks"] == 0
+        held.unlink()
+        grown = layout["blocks"] + BLOCKS
+        while storage_of(service)["blocks"] < grown:
+            engine.serve([token + 1000 * stored for token in PROMPT])
+            stored += 1
+        engine.close()
+        assert service.terminate() == 0

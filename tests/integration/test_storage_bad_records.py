@@ -218,6 +218,7 @@ def test_a_service_loses_the_block_alone_and_tells_of_it(run: Callable[..., Any]
         START
         + """
 import tempfile
+from fdcache.manager import MatchStatus, Request
 from fdcache.server.storage_metrics import storage_metrics
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from tests.integration.test_serve_storage import BLOCKS, storage_settings
@@ -234,7 +235,13 @@ with tempfile.TemporaryDirectory(prefix="fdcache-test") as runtime:
         fail(storage.queues[0].storage._file, nodes[3].block_id)
         service.ask("reset", tier="host")
         engine.close()
-        reader = Engine(service.address, fetches=StorageTierSettings(prefetch_policy=PrefetchPolicy.BEST_EFFORT))
+        reader = Engine(service.address, fetches=StorageTierSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE))
+        request = Request("look", PROMPT)
+        until(
+            lambda: reader.manager.match_prefix([request])[0].status is not MatchStatus.DEFERRED,
+            "what can be read was read",
+        )
+        reader.manager.request_finish([request])
         reader.serve(PROMPT)
         until(lambda: stored()["quarantined"], "the bad record was found")
         until(lambda: stored()["blocks"] == BLOCKS, "what was computed again is stored in other slots")

@@ -16,10 +16,12 @@ import pytest
 
 from fdcache.errors import StorageReadOnlyError
 from fdcache.replay.report import Report
+from fdcache.settings.cache import WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import Outcome, StorageState
 from tests.mounts import file_system, mount, unmount
 from tests.replay_help import assert_clean, run_chat, small_config
+from tests.storage_engine import Engine, tokens_of
 from tests.storage_help import MIB, Records, open_store, path_hashes, storage_layout
 
 LAYOUT = storage_layout()
@@ -99,6 +101,41 @@ def test_a_replay_on_a_full_disk_goes_on(small_disk: Path) -> None:
     assert storage(report)["errors"] == 0
     assert storage(report)["no_room"] > 0
     assert storage(report)["stored"] > 4 * ((256 << 10) // small_config().layout.record_bytes), "it evicts"
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_an_engine_on_a_full_disk_goes_on_in_the_room_that_there_is_and_grows_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: str
+) -> None:
+    for folder in file_system(tmp_path / "small", "1m"):
+        ballast = folder / "ballast"
+        ballast.write_bytes(bytes(600 << 10))
+        with caplog.at_level("WARNING", "fdcache.storage"):
+            engine = Engine(folder, write_policy=WritePolicy(policy), clean_reserve=20)
+            (promise,) = [record.getMessage() for record in caplog.records]
+            for first in range(1, 40):
+                engine.run(f"r{first}", tokens_of(first, 8))
+            warnings = [record.getMessage() for record in caplog.records][1:]
+        assert "FDCACHE_STORAGE_SIZE promises" in promise
+        assert "the disk has 4" in promise
+        (full,) = warnings
+        assert "no room" in full
+        assert "free)" in full
+        tier = engine.manager.get_stats().storage
+        assert tier is not None
+        assert tier.withheld > 0
+        assert tier.evictions > 0
+        assert engine.store.stats().state is StorageState.FULL
+        newest = engine.manager._storage.pool.nodes(range(tier.blocks))  # type: ignore[union-attr]
+        assert len(newest) == tier.ready > 0
+        ballast.unlink()
+        for first in range(40, 80):
+            engine.run(f"r{first}", tokens_of(first, 8))
+        after = engine.manager.get_stats().storage
+        assert after is not None
+        assert after.ready > tier.ready
+        assert after.withheld < tier.withheld
+        engine.close()
 
 
 def storage(report: Report) -> dict[str, Any]:

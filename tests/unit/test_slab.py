@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fdcache import _core
 from fdcache.errors import StorageBusyError, StorageError, StorageFormatError
+from fdcache.settings.storage_tier import FsyncPolicy
 from fdcache.storage.connector import Outcome, StorageState
 from fdcache.storage.slab_format import PAGE, read_superblock
 from tests.storage_help import MIB, Records, open_store, path_hashes, storage_layout
@@ -234,3 +238,53 @@ def test_a_removed_file_turns_the_store_off_and_it_starts_anew(tmp_path: Path, r
     assert again.ok.all()
     assert store.stats().state is StorageState.READY
     store.close()
+
+
+class Gate:
+    """The native file, at whose door one call waits until it is told to go on."""
+
+    def __init__(self, core: _core.SlabFile, call: str) -> None:
+        self._core, self._call = core, call
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._core, name)
+        if name != self._call:
+            return found
+
+        def wait(*arguments: Any) -> Any:
+            self.entered.set()
+            assert self.open.wait(60)
+            return found(*arguments)
+
+        return wait
+
+
+@pytest.mark.parametrize("user", ["erase", "clear", "sync"])
+def test_no_descriptor_is_closed_while_somebody_uses_it(tmp_path: Path, records: Records, user: str) -> None:
+    fsync = FsyncPolicy.INTERVAL if user == "sync" else FsyncPolicy.NEVER
+    store = open_store(tmp_path, LAYOUT, fsync=fsync, fsync_interval=0.01)
+    batch = records.full_batch(path_hashes(4), slots=range(4))
+    handle = store._file
+    gate = Gate(handle.core, "sync" if user == "sync" else "erase")
+    handle.core = gate  # type: ignore[assignment]
+    assert store.put(batch, 10).ok.all()
+    work = {"erase": lambda: store.erase(np.array([0], np.int32)), "clear": lambda: store.clear(10)}
+    thread = threading.Thread(target=work.get(user, lambda: None))
+    thread.start()
+    assert gate.entered.wait(60)
+    store._health.failed(errno.EIO)
+    assert not store.get(batch, 10).ok.any(), "it cannot be opened anew yet"
+    assert store._file is handle
+    os.fstat(handle.header_fd)
+    os.fstat(handle.record_fd)
+    gate.open.set()
+    thread.join()
+    while store._file is handle:  # the thread that syncs may have it for a moment
+        store.get(batch, 10)
+    assert store.stats().state is StorageState.READY
+    store.close()
+    with pytest.raises(StorageError, match="closed"):
+        store.erase(np.array([0], np.int32))
+    with pytest.raises(StorageError, match="closed"):
+        store.clear(10)
