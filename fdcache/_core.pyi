@@ -509,8 +509,9 @@ class CancelFlag:
     def is_set(self) -> bool: ...
 
 class SlabFile:
-    """Records and headers of an open slab file; reads, writes and checks give (faults, checksums, errno by block, bytes,
-    errno of headers or a sync).
+    """Records and headers of an open slab file.
+
+    Reads, writes and checks give (faults, checksums, errno by block, bytes, errno of headers or a sync).
     """
 
     def __init__(

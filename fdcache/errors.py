@@ -119,7 +119,7 @@ class StorageBusyError(StorageError):
 
 
 class StorageFullError(StorageError, OSError):
-    """No room on the file system, or a quota or file size limit is reached; the tier goes on in the room that it has."""
+    """No room on the file system, or a quota or file size limit is reached; the tier goes on in what it has."""
 
 
 class StorageReadOnlyError(StorageError, OSError):

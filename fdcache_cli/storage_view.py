@@ -25,6 +25,8 @@ _LAYOUTS: Columns = (
     ("written", "written_bytes", readable_size),
     ("dropped", "dropped_blocks", str),
     ("corrupt", "corrupt_blocks", str),
+    ("bad slots", "quarantined", str),
+    ("no room", "withheld", lambda count: f"{count:,}"),
     ("errors", "errors", str),
 )
 
@@ -59,7 +61,7 @@ def tier_rows(storage: Any) -> Rows:
     """Rows of the table of tiers."""
     if storage is None:
         return []
-    free = storage["capacity_blocks"] - storage["blocks"]
+    free = storage["capacity_blocks"] - storage["blocks"] - storage["quarantined"] - storage["withheld"]
     return [
         {
             "tier": "storage",

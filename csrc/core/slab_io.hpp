@@ -12,7 +12,9 @@ namespace fdcache {
 constexpr int kTruncated = ENODATA;  // the file ends before the record does
 
 // The file may be no larger than it is, for whatever reason.
-constexpr bool is_full(int error) { return error == ENOSPC || error == EDQUOT || error == EFBIG; }
+constexpr bool is_full(int error) {
+    return error == ENOSPC || error == EDQUOT || error == EFBIG;
+}
 
 // Moves all of `vectors`. Returns an errno or 0.
 int move_vectors(int fd, std::vector<iovec> vectors, off_t offset, bool writing);

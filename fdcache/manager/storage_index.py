@@ -154,9 +154,7 @@ class LocalIndex:
         return forgotten
 
     @staticmethod
-    def make(
-        slots: int, retry_after: float = 0.0, clock: Callable[[], float] = time.monotonic
-    ) -> LocalIndex:
+    def make(slots: int, retry_after: float = 0.0, clock: Callable[[], float] = time.monotonic) -> LocalIndex:
         """An index of so many slots; ``retry_after``: seconds until a full disk is tried again."""
         return LocalIndex(StoragePool(slots, retry_after=retry_after, clock=clock))
 
@@ -171,6 +169,7 @@ class RemoteIndex:
     is_open = True
     is_trying = False
     has_room = True
+
     def __init__(
         self,
         connector: StorageConnector,

@@ -329,9 +329,11 @@ class SlabStore:
             self._idle.wait_for(lambda: self._using == 0)
         if self._syncer is not None:
             self._syncer.join()
-        if self._fsync is not FsyncPolicy.NEVER and self._file.core.unsynced:
-            if number := self._file.core.sync():
-                logger.warning("%s: the last blocks may not outlive a power loss: %s", self.path, os.strerror(number))
+        unsynced = self._fsync is not FsyncPolicy.NEVER and self._file.core.unsynced
+        if unsynced and (number := self._file.core.sync()):
+            logger.warning(
+                "%s: the last blocks may not outlive a power loss: %s", self.path, os.strerror(number)
+            )
         self._file.close()
         self._file_lock.release()
 

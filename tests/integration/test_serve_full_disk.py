@@ -11,7 +11,7 @@ import pytest
 from tests.integration.test_serve_storage import BLOCKS, storage_of, storage_settings
 from tests.mounts import file_system
 from tests.service_engine import PROMPT, Engine
-from tests.service_help import service_process, until
+from tests.service_help import ServiceProcess, service_process, until
 
 OTHER = [token + 1000 for token in PROMPT]
 
@@ -32,6 +32,11 @@ def fill(folder: Path) -> Path:
         except OSError as error:
             assert error.errno == errno.ENOSPC
     return ballast
+
+
+def stored_blocks(service: ServiceProcess) -> int:
+    (layout,) = storage_of(service)["layouts"]
+    return int(layout["totals"]["stored_blocks"])
 
 
 def test_engines_go_on_and_room_is_used_when_it_comes(tmp_path: Path, disk: Path) -> None:
@@ -74,7 +79,9 @@ def test_the_end_does_not_wait_for_a_disk_that_takes_nothing(tmp_path: Path, dis
         assert service.terminate() == 0
 
 
-def test_a_service_on_a_full_disk_stores_new_blocks_in_place_of_the_coldest(tmp_path: Path, disk: Path) -> None:
+def test_a_service_on_a_full_disk_stores_new_blocks_in_place_of_the_coldest(
+    tmp_path: Path, disk: Path
+) -> None:
     settings = storage_settings(disk, FDCACHE_STORAGE_RETRY="0s", FDCACHE_STORAGE_SIZE="8MiB")
     with service_process(tmp_path / "s", **settings) as service:
         engine = Engine(service.address)
@@ -86,8 +93,7 @@ def test_a_service_on_a_full_disk_stores_new_blocks_in_place_of_the_coldest(tmp_
         while storage_of(service)["evictions"] < 3 * BLOCKS:
             engine.serve([token + 1000 * stored for token in PROMPT])
             stored += 1
-            wait = stored * BLOCKS
-            until(lambda wait=wait: storage_of(service)["layouts"][0]["totals"]["stored_blocks"] >= wait, "stored")
+            until(lambda: stored_blocks(service) >= stored * BLOCKS, "stored")  # noqa: B023
         (layout,) = storage_of(service)["layouts"]
         assert layout["state"] == "full"
         assert layout["withheld"] > 0

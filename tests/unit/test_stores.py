@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
-from fdcache.manager.ledger import OpenPlan
+from fdcache.manager.ledger import OpenPlan, PlanLedger
+from fdcache.manager.settlement import settle_storage
 from fdcache.manager.stats import Counters
 from fdcache.manager.storage_index import LocalIndex
 from fdcache.manager.stores import StorePlanner
-from fdcache.metadata import CacheLevel
+from fdcache.metadata import CacheLevel, SwapPurpose, TransferReport, TransferResult
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.tiers import LocalHostTier
@@ -31,13 +35,75 @@ class Stage:
             self.host,
             self.index,
             self.counters,
+            lambda: self.now,
         )
         self.host.on_evict = self.stores.on_evict
+        self.now = 0.0
+        self.ledger = PlanLedger(1, 10.0)
 
     def planned(self) -> int:
         plan = OpenPlan()
         self.stores.plan(plan, 0)
         return sum(order.swap.size for order in plan.storage)
+
+    def write(self, **failed: list[int]) -> int:
+        """Plan what may be written and report it, with these positions failed; how many blocks were planned."""
+        plan = OpenPlan()
+        self.stores.plan(plan, 0)
+        for task in self.ledger.close(plan, self.now).storage:
+            kinds: dict[str, Any] = {
+                kind: np.array(positions, np.int32) for kind, positions in failed.items()
+            }
+            result = TransferResult(
+                purpose=SwapPurpose.STORE,
+                failed=np.unique(np.concatenate([*kinds.values(), np.empty(0, np.int32)])).astype(np.int32),
+                checksums=np.zeros(len(task.swap), np.uint64),
+                copied_bytes=0,
+                seconds=0.0,
+                **{kind: positions for kind, positions in kinds.items() if kind != "failed"},
+            )
+            flight = self.ledger.record(
+                TransferReport(plan_id=task.plan_id, rank=0, results=(result,)),
+            )
+            assert flight is not None
+            settle_storage(flight, self.host, self.index, self.counters)
+            self.stores.settled(flight)
+        return sum(order.swap.size for order in plan.storage)
+
+
+def test_a_storage_that_takes_nothing_is_left_alone_and_then_tried_with_one_block() -> None:
+    stage = Stage(WritePolicy.WRITE_BACK, retry_after=5)
+    store(stage.index.pool, chain(*range(100, 116)))  # every slot is taken: each write evicts
+    store(stage.host, PATH)
+    assert stage.write(failed=[0, 1, 2, 3]) == 4
+    assert stage.index.pool.stats().ready == 12
+    assert [stage.write(), stage.write()] == [0, 0]
+    stage.now = 5.0
+    assert stage.write(failed=[0]) == 1
+    assert stage.write() == 0
+    stage.now = 10.0
+    assert stage.write() == 1
+    assert not stage.stores.is_refused
+    assert stage.write() == 3, "at full speed again"
+    stage.index.pool.verify()
+
+
+@pytest.mark.parametrize("kind", ["bad_slots", "no_room"])
+def test_blocks_whose_slot_fails_are_written_to_others(kind: str) -> None:
+    stage = Stage(WritePolicy.WRITE_THROUGH, retry_after=3600)
+    store(stage.index.pool, chain(100, 101))
+    store(stage.host, PATH[:2])
+    stage.stores.on_arrival(hashes(PATH[:2]))
+    assert stage.write(**{kind: [0, 1]}) == 2
+    assert not stage.stores.is_refused
+    assert stage.stores.queued == 2
+    stage.write()
+    stats = stage.index.pool.stats()
+    assert stats.quarantined == (2 if kind == "bad_slots" else 0)
+    assert stage.index.is_absent(hashes(PATH[:2])).tolist() == [False, False]
+    assert stage.counters.bad_storage_slots == stats.quarantined
+    assert stage.stores.queued == 0
+    stage.index.pool.verify()
 
 
 def test_what_left_the_host_before_its_turn_is_dropped_and_counted() -> None:
