@@ -1,7 +1,8 @@
 """Chained block hashes: the keys of every tier.
 
 A block's hash covers its tokens, everything before it, and what else decides its KV: model and layout (the
-fingerprint), tenant, adapter, multimodal items. docs/format.md writes every byte down.
+fingerprint), tenant, adapter, multimodal items, and the tokens after it where draft layers look ahead. docs/format.md
+writes every byte down.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class MultimodalItem:
 class TokenBlocks(_core.TokenBlocks):
     """The tokens of one request and the hashes of its full blocks, growing at the end.
 
-    ``append`` takes an int or ``Tokens`` and hashes the blocks that become full; a call that raises
+    With ``lookahead`` a block's hash covers that many tokens after it, and is there once they are. ``append`` takes an int or ``Tokens`` and hashes the blocks that it completes; a call that raises
     ``HashingError`` changes nothing. ``hashes`` (num_blocks, 32) and ``tokens`` (num_tokens,) are read-only
     snapshots that copy nothing and stay valid and unchanged while the request grows.
 
-    Raises ``HashingError`` for a bad block size or root, or items that overlap or are out of order.
+    Raises ``HashingError`` for a bad block size, root or look-ahead, or items that overlap or are out of order.
     """
 
     __slots__ = ()
@@ -64,8 +65,9 @@ class TokenBlocks(_core.TokenBlocks):
         *,
         adapter_id: str | None = None,
         multimodal: Sequence[MultimodalItem] = (),
+        lookahead: int = 0,
     ) -> None:
-        super().__init__(block_size, root, _extra_keys(adapter_id, multimodal))
+        super().__init__(block_size, root, _extra_keys(adapter_id, multimodal), lookahead)
 
 
 def root_hash(fingerprint: bytes, tenant: str | None = None) -> bytes:
@@ -87,14 +89,18 @@ def hash_blocks(
     start: int = 0,
     adapter_id: str | None = None,
     multimodal: Sequence[MultimodalItem] = (),
+    lookahead: int = 0,
 ) -> HashArray:
     """The hashes of the full blocks in ``tokens``, shape (blocks, 32).
 
     ``tokens`` begin at token ``start`` of the request, a multiple of ``block_size``; ``parent`` is the hash
-    of the block before them, or the root when ``start`` is 0. Tokens that fill no block are left out. Raises
-    ``HashingError`` naming the first token that is not an integer of 32 bits.
+    of the block before them, or the root when ``start`` is 0. With ``lookahead`` a hash covers that many tokens
+    after its block. Blocks whose tokens are not all there are left out. Raises ``HashingError`` naming the first
+    token that is not an integer of 32 bits.
     """
-    return _core.hash_blocks(tokens, block_size, parent, start, _extra_keys(adapter_id, multimodal))
+    return _core.hash_blocks(
+        tokens, block_size, parent, start, _extra_keys(adapter_id, multimodal), lookahead
+    )
 
 
 def get_block_hash_extra_keys(

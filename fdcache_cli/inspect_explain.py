@@ -23,11 +23,20 @@ def explain(
     *,
     namespace: Annotated[str, typer.Option(help="The beginning of the layout's name.")] = "",
     tenant: Annotated[str | None, typer.Option(help="The tenant of the prompt.")] = None,
+    lookahead: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="The engine's FDCACHE_LOOKAHEAD_TOKENS. Default: that variable here, else 0."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Tell of each block of a prompt where it is, or which one broke the run and when it was evicted."""
+    from fdcache.node.address import load_settings
+
+    ahead = load_settings({"FDCACHE_LOOKAHEAD_TOKENS": lookahead}).cache.lookahead_tokens
     with connect(server) as client:
-        answer = explain_tokens(client, namespace, _read_tokens(tokens), tenant)
+        answer = explain_tokens(client, namespace, _read_tokens(tokens), tenant, ahead)
     if json:
         output.print_json(answer)
         return
@@ -53,7 +62,9 @@ def explain(
         output.print_line(f"the run ends before block {broken}: {when}")
 
 
-def explain_tokens(client: Client, namespace: str, tokens: Sequence[int], tenant: str | None) -> Any:
+def explain_tokens(
+    client: Client, namespace: str, tokens: Sequence[int], tenant: str | None, lookahead: int = 0
+) -> Any:
     """Ask about the path of a prompt, hashed with the layout that the service has."""
     import msgspec
 
@@ -61,7 +72,7 @@ def explain_tokens(client: Client, namespace: str, tokens: Sequence[int], tenant
     from fdcache.layout import KVLayout
 
     layout = KVLayout.from_json(msgspec.json.encode(client.ask("layout", namespace=namespace)))
-    blocks = TokenBlocks(layout.block_size, root_hash(layout.fingerprint, tenant))
+    blocks = TokenBlocks(layout.block_size, root_hash(layout.fingerprint, tenant), lookahead=lookahead)
     blocks.append(list(tokens))
     hashes = [row.tobytes().hex() for row in blocks.hashes]
     return client.ask("explain", namespace=layout.fingerprint.hex()[:16], hashes=hashes)

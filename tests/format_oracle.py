@@ -41,15 +41,19 @@ def oracle_hashes(
     start: int = 0,
     adapter_id: str | None = None,
     items: Sequence[Item] = (),
+    lookahead: int = 0,
 ) -> list[bytes]:
     hashes = []
-    for first in range(0, len(tokens) - block_size + 1, block_size):
+    for first in range(0, len(tokens) - block_size - lookahead + 1, block_size):
         begin, end = start + first, start + first + block_size
+        following = tokens[first + block_size : first + block_size + lookahead]
         extra = b"" if adapter_id is None else b"\x02" + sized(adapter_id.encode())
         for offset, length, key in items:
-            if offset < end and offset + length > begin:
+            if offset < end + lookahead and offset + length > begin:
                 tag, data = (b"\x03", key.encode()) if isinstance(key, str) else (b"\x04", key)
                 extra += tag + struct.pack("<qq", offset - begin, length) + sized(data)
+        if lookahead:
+            extra += b"\x05" + struct.pack(f"<I{lookahead}i", lookahead, *following)
         message = struct.pack(f"<{block_size}i", *tokens[first : first + block_size])
         message += parent + extra + struct.pack("<I", block_size) + b"\x01"
         parent = hashlib.sha256(message).digest()

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::string_view root_tag{"fdcache.root.v1\0", 16};
 constexpr std::uint8_t root_message = 0, block_message = 1;
-constexpr std::uint8_t adapter_entry = 2, text_item_entry = 3, bytes_item_entry = 4;
+constexpr std::uint8_t adapter_entry = 2, text_item_entry = 3, bytes_item_entry = 4, lookahead_entry = 5;
 
 // Blocks whose token chunks are hashed side by side; more would not run faster.
 constexpr std::size_t batch_blocks = 16;
@@ -93,8 +93,9 @@ Digest root_hash(const Digest &fingerprint, std::optional<std::string_view> tena
 }
 
 BlockChain::BlockChain(std::int64_t block_size, const Digest &parent, std::int64_t start,
-                       ExtraKeys extra_keys, const sha256::Backend &backend)
+                       ExtraKeys extra_keys, std::int64_t lookahead, const sha256::Backend &backend)
     : block_size_(static_cast<std::size_t>(block_size)),
+      lookahead_(static_cast<std::size_t>(lookahead)),
       parent_(parent),
       position_(start),
       extra_keys_(std::move(extra_keys)),
@@ -105,6 +106,23 @@ BlockChain::BlockChain(std::int64_t block_size, const Digest &parent, std::int64
     if (start < 0 || start >= std::int64_t{1} << 62 || start % block_size != 0)
         throw HashingError("start must be a multiple of block_size " + std::to_string(block_size) +
                            " and below 2**62, got " + std::to_string(start));
+    if (lookahead < 0 || lookahead > std::numeric_limits<std::int32_t>::max())
+        throw HashingError("lookahead must be at least 0 and below 2**31, got " + std::to_string(lookahead));
+}
+
+void BlockChain::encode_extra(const std::int32_t *following) {
+    const std::int64_t end = position_ + static_cast<std::int64_t>(block_size_);
+    if (!extra_keys_.empty()) {
+        // The next block may meet the items again that this one only looks ahead to.
+        std::size_t index = item_index_;
+        extra_keys_.encode(position_, end + static_cast<std::int64_t>(lookahead_), index, tail_);
+        extra_keys_.block_items(position_, end, item_index_);
+    }
+    if (lookahead_ == 0) return;
+    tail_.push_back(lookahead_entry);
+    put(tail_, static_cast<std::uint32_t>(lookahead_));
+    const auto *bytes = reinterpret_cast<const std::uint8_t *>(following);
+    tail_.insert(tail_.end(), bytes, bytes + lookahead_ * sizeof *following);
 }
 
 void BlockChain::extend(const std::int32_t *tokens, std::span<Digest> out) {
@@ -124,12 +142,11 @@ void BlockChain::extend(const std::int32_t *tokens, std::span<Digest> out) {
         for (std::size_t i = 0; i < count; ++i, data += block_bytes) {
             tail_.assign(data + chunked_bytes, data + block_bytes);
             put_digest(tail_, parent_);
-            const std::int64_t end = position_ + static_cast<std::int64_t>(block_size_);
-            if (!extra_keys_.empty()) extra_keys_.encode(position_, end, item_index_, tail_);
+            encode_extra(tokens + (done + i + 1) * block_size_);
             tail_.insert(tail_.end(), trailer.begin(), trailer.end());
             parent_ = sha256::finish(*backend_, states[i], tail_, chunked_bytes + tail_.size());
             out[done + i] = parent_;
-            position_ = end;
+            position_ += static_cast<std::int64_t>(block_size_);
         }
     }
 }

@@ -57,18 +57,27 @@ Digest root_hash(const Digest &fingerprint, std::optional<std::string_view> tena
 // Continues a chain of block hashes; what is already hashed costs nothing again.
 class BlockChain {
   public:
-    // `parent` is the hash before the block at token `start`: the root when `start` is 0.
-    // Throws HashingError unless block_size is positive and start a non-negative multiple of it.
+    // `parent` is the hash before the block at token `start`: the root when `start` is 0. A block's hash covers
+    // `lookahead` tokens after it too. Throws HashingError unless block_size is positive, start a non-negative
+    // multiple of it, and lookahead not negative.
     BlockChain(std::int64_t block_size, const Digest &parent, std::int64_t start, ExtraKeys extra_keys,
-               const sha256::Backend &backend = sha256::best_backend());
+               std::int64_t lookahead = 0, const sha256::Backend &backend = sha256::best_backend());
 
     std::size_t block_size() const { return block_size_; }
 
-    // Hashes the next `out.size()` blocks, whose tokens lie at `tokens`.
+    // How many blocks can be hashed of so many tokens.
+    std::size_t blocks_in(std::size_t tokens) const {
+        return tokens < lookahead_ ? 0 : (tokens - lookahead_) / block_size_;
+    }
+
+    // Hashes the next `out.size()` blocks, whose tokens lie at `tokens`, those they look ahead to behind them.
     void extend(const std::int32_t *tokens, std::span<Digest> out);
 
   private:
-    std::size_t block_size_;
+    // Appends what the key of the block at `position_` covers beside its tokens and its parent.
+    void encode_extra(const std::int32_t *following);
+
+    std::size_t block_size_, lookahead_;
     Digest parent_;
     std::int64_t position_;
     ExtraKeys extra_keys_;

@@ -57,12 +57,14 @@ const sha256::Backend &backend_of(const std::optional<std::string> &name) {
 }
 
 HashRows hash_blocks(nb::handle tokens, std::int64_t block_size, const nb::bytes &parent, std::int64_t start,
-                     const ExtraKeys &extra_keys, const std::optional<std::string> &backend) {
-    BlockChain chain(block_size, digest_of("parent", parent), start, extra_keys, backend_of(backend));
+                     const ExtraKeys &extra_keys, std::int64_t lookahead,
+                     const std::optional<std::string> &backend) {
+    BlockChain chain(block_size, digest_of("parent", parent), start, extra_keys, lookahead,
+                     backend_of(backend));
     std::unique_ptr<std::int32_t[]> values;
     std::size_t blocks = 0;
     read_tokens(tokens, [&](std::size_t count) {
-        blocks = count / chain.block_size();
+        blocks = chain.blocks_in(count);
         values = std::make_unique_for_overwrite<std::int32_t[]>(count);
         return values.get();
     });
@@ -121,10 +123,10 @@ void bind_token_blocks(nb::module_ &module) {
         .def(
             "__init__",
             [](TokenBlocks *self, std::int64_t block_size, const nb::bytes &root,
-               const ExtraKeys &extra_keys) {
-                new (self) TokenBlocks(block_size, digest_of("root", root), extra_keys);
+               const ExtraKeys &extra_keys, std::int64_t lookahead) {
+                new (self) TokenBlocks(block_size, digest_of("root", root), extra_keys, lookahead);
             },
-            "block_size"_a, "root"_a, "extra_keys"_a)
+            "block_size"_a, "root"_a, "extra_keys"_a, "lookahead"_a = 0)
         .def("append", &append, "tokens"_a.none())
         .def("__len__", [](const TokenBlocks &self) { return self.tokens().size(); })
         .def_prop_ro("block_size", &TokenBlocks::block_size)
@@ -174,7 +176,7 @@ void bind_hashing(nb::module_ &module) {
         "fingerprint"_a, "tenant"_a.none());
     bind_extra_keys(module);
     module.def("hash_blocks", &hash_blocks, "tokens"_a.none(), "block_size"_a, "parent"_a, "start"_a,
-               "extra_keys"_a, "backend"_a.none() = nb::none());
+               "extra_keys"_a, "lookahead"_a = 0, "backend"_a.none() = nb::none());
     bind_token_blocks(module);
 }
 

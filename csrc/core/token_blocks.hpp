@@ -39,8 +39,8 @@ class AppendOnly {
 
 class TokenBlocks {
   public:
-    TokenBlocks(std::int64_t block_size, const Digest &root, ExtraKeys extra_keys)
-        : chain_(block_size, root, 0, std::move(extra_keys)) {}
+    TokenBlocks(std::int64_t block_size, const Digest &root, ExtraKeys extra_keys, std::int64_t lookahead)
+        : chain_(block_size, root, 0, std::move(extra_keys), lookahead) {}
 
     std::size_t block_size() const { return chain_.block_size(); }
     const AppendOnly<std::int32_t> &tokens() const { return tokens_; }
@@ -48,9 +48,9 @@ class TokenBlocks {
 
     std::int32_t *extend(std::size_t count) { return tokens_.extend(count); }
 
-    // Accepts `count` tokens written at extend(count) and hashes the blocks that they fill.
+    // Accepts `count` tokens written at extend(count) and hashes the blocks that they complete.
     void commit(std::size_t count) {
-        const std::size_t blocks = (tokens_.size() + count) / block_size() - hashes_.size();
+        const std::size_t blocks = chain_.blocks_in(tokens_.size() + count) - hashes_.size();
         if (blocks > 0) {
             Digest *out = hashes_.extend(blocks);
             chain_.extend(tokens_.data() + hashes_.size() * block_size(), {out, blocks});

@@ -15,8 +15,9 @@ from fdcache.metadata import HashArray
 class LiveRequests:
     """Every request between its match and its end."""
 
-    def __init__(self, layout: KVLayout, tiers: Tiers) -> None:
+    def __init__(self, layout: KVLayout, tiers: Tiers, lookahead: int) -> None:
         self._block_size = layout.block_size
+        self._lookahead = lookahead
         self._fingerprint = layout.fingerprint
         self._former_fingerprints: set[bytes] = set()
         self._device = tiers.device
@@ -29,7 +30,7 @@ class LiveRequests:
 
     def bind(self, request: Request) -> TokenBlocks:
         """The request's tokens, hashed for this layout. Raises ``HashingError``, ``RequestStateError``."""
-        return request._bind(self._block_size, self._fingerprint, self._former_fingerprints)
+        return request._bind(self._block_size, self._fingerprint, self._lookahead, self._former_fingerprints)
 
     def matchable(self, request: Request) -> HashArray:
         """The hashes of the blocks that a match may find: short of the last token."""

@@ -36,10 +36,14 @@ class Publisher:
             self._publish(request)
 
     def _publish(self, request: Request) -> None:
-        start, stop = request._committed_blocks, request._reported_tokens // self._block_size
-        if start >= stop or request._blocks is None:
+        if request._blocks is None:
             return
         hashes = request._blocks.hashes
+        # A block that looks ahead has no hash before the tokens are known that its KV depends on.
+        start = request._committed_blocks
+        stop = min(request._reported_tokens // self._block_size, len(hashes))
+        if start >= stop:
+            return
         parent = hashes[start - 1].tobytes() if start else ROOT
         status = self._device.commit(
             request._lease, parent, hashes[start:stop], request._table.slots[start:stop]

@@ -93,7 +93,7 @@ class Request:
         self._adapter_id = adapter_id
         self._tenant = tenant
         self._blocks: TokenBlocks | None = None
-        self._namespace: tuple[int, bytes] | None = None
+        self._namespace: tuple[int, bytes, int] | None = None
         self._incarnation = 0
         self._fetch: Fetch | None = None
         self._fetch_number = 0
@@ -116,22 +116,30 @@ class Request:
         self._deferred_since: float | None = None
         self._incarnation += 1
 
-    def _bind(self, block_size: int, fingerprint: bytes, former: Set[bytes] = frozenset()) -> TokenBlocks:
-        """The tokens, made at first use: the keys depend on the layout.
+    def _bind(
+        self, block_size: int, fingerprint: bytes, lookahead: int = 0, former: Set[bytes] = frozenset()
+    ) -> TokenBlocks:
+        """The tokens, made at first use: the keys depend on the layout and on how far its draft layers look ahead.
 
         A request that holds nothing is hashed anew if it was bound to one of the ``former`` fingerprints. Raises
         ``HashingError`` for tokens that cannot be hashed.
         """
         renewed = not self._lease and self._namespace is not None and self._namespace[1] in former
         if self._blocks is None or renewed:
-            root = root_hash(fingerprint, self._tenant)
-            tokens = TokenBlocks(block_size, root, multimodal=self._multimodal, adapter_id=self._adapter_id)
+            tokens = TokenBlocks(
+                block_size,
+                root_hash(fingerprint, self._tenant),
+                multimodal=self._multimodal,
+                adapter_id=self._adapter_id,
+                lookahead=lookahead,
+            )
             tokens.append(self._prompt if self._blocks is None else self._blocks.tokens)
             self._blocks = tokens
-            self._namespace = (block_size, fingerprint)
-        elif self._namespace != (block_size, fingerprint):
+            self._namespace = (block_size, fingerprint, lookahead)
+        elif self._namespace != (block_size, fingerprint, lookahead):
             raise RequestStateError(
-                f"request {self.request_id!r} was matched by a manager of another layout; make a new request"
+                f"request {self.request_id!r} was matched by a manager of another layout or look-ahead; "
+                "make a new request"
             )
         return self._blocks
 
@@ -152,7 +160,10 @@ class Request:
 
     @property
     def block_hashes(self) -> HashArray:
-        """Hashes of the full blocks so far, shape (blocks, 32); empty before the first match."""
+        """Hashes of the full blocks so far, shape (blocks, 32); empty before the first match.
+
+        With a look-ahead a block has a hash once the tokens are there that its KV depends on.
+        """
         return np.empty((0, 32), np.uint8) if self._blocks is None else self._blocks.hashes
 
     def append_tokens(self, tokens: Tokens) -> None:

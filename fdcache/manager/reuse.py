@@ -1,4 +1,4 @@
-"""How much of a cached prefix may be reused: whole cells of the engine's grid, less what looks ahead."""
+"""How much of a cached prefix may be reused: whole cells of the engine's grid."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ class ReuseLimit:
     """Cuts what a look-up found.
 
     An engine that computes on a fixed grid gives the same bits for a hit and a miss only if the hit ends on that
-    grid. And a block whose KV depends on tokens after it, as a draft layer's does, fits only a request that goes on
-    with the same tokens, which is known of every block of a match but the last.
-
-    Raises ``ConfigurationError`` for a grid that neither divides the block size nor is a multiple of it.
+    grid. Raises ``ConfigurationError`` for a grid that neither divides the block size nor is a multiple of it.
     """
 
     def __init__(self, settings: CacheSettings, block_size: int) -> None:
@@ -23,13 +20,12 @@ class ReuseLimit:
                 f"reuse_grid: {grid} tokens neither divide the block size {block_size} nor are a multiple of it"
             )
         self._cell = max(grid // block_size, 1)
-        self._lookahead = -(-settings.lookahead_tokens // block_size)
 
     @property
     def is_on(self) -> bool:
         """Whether it ever cuts anything."""
-        return self._cell > 1 or self._lookahead > 0
+        return self._cell > 1
 
     def allowed(self, blocks: int) -> int:
         """How many of so many leading blocks may be reused."""
-        return max(blocks - self._lookahead, 0) // self._cell * self._cell
+        return blocks // self._cell * self._cell

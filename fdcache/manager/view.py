@@ -50,7 +50,7 @@ class CacheView:
         self._counters = Counters()
         self._tiers = make_tiers(settings, layout, storage, lookup, self._counters, clock)
         self._device, self._host, self._storage = self._tiers.device, self._tiers.host, self._tiers.storage
-        self._live = LiveRequests(layout, self._tiers)
+        self._live = LiveRequests(layout, self._tiers, settings.lookahead_tokens)
         self._publisher = Publisher(layout, self._tiers, self._counters)
         self._plans = Plans(
             layout.tp_size, settings.plan_timeout, self._tiers, self._publisher, self._counters, clock

@@ -59,9 +59,10 @@ class CacheSettings(Group):
     lookahead_tokens: Integer = variable(
         "FDCACHE_LOOKAHEAD_TOKENS",
         0,
-        "Tokens after a block on which its KV depends: 1 for draft layers that are fed the next token. The blocks "
-        "at the end of a match that they concern are computed again.",
+        "Tokens after a block on which its KV depends: 1 for draft layers that are fed the next token. A block is "
+        "reused only where the same tokens follow it; engines that share blocks need the same number.",
         ge=0,
+        le=65_536,
         unit="tokens",
     )
     write_policy: WritePolicy = variable(

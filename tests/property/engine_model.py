@@ -1,8 +1,8 @@
 """A model of an engine and its ranks for the manager's property tests.
 
-Blocks hold values instead of bytes: the whole token prefix that they stand for. Ranks execute what they are
-sent in order, as a stream does, at moments the test chooses; before each step they check that every block
-the step would read holds exactly the prefix it must.
+Blocks hold values instead of bytes: the whole token prefix that they stand for, and as many of the tokens after it
+as the draft layers were fed. Ranks execute what they are sent in order, as a stream does, at moments the test chooses;
+before each step they check that every block the step would read holds exactly the tokens it must.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ GARBAGE: Prefix = (-1,)
 
 @dataclass(eq=False)
 class Step:
-    """Tokens [start, stop) of one request, computed by every rank."""
+    """Tokens [start, stop) of one request, computed by every rank.
+
+    Draft layers look ``lookahead`` tokens ahead. Earlier steps of the request saw its first ``seen`` tokens, so what
+    the draft layers made of the last of them is computed again.
+    """
 
     job: Job
     incarnation: int
     start: int
     stop: int
+    seen: int
+    lookahead: int
     tokens: Prefix
     table: list[int]
     executed_by: set[int] = field(default_factory=set)
@@ -43,14 +49,32 @@ class Step:
     def is_current(self) -> bool:
         return self.job.incarnation == self.incarnation
 
+    @property
+    def sees(self) -> int:
+        """How many of the tokens have been fed to some layer with it."""
+        return min(self.stop + self.lookahead, len(self.tokens))
+
+    @property
+    def final(self) -> int:
+        """How many tokens have their last KV with it, in the draft layers too."""
+        return max(self.sees - self.lookahead, 0)
+
+    def block(self, index: int, seen: int) -> Prefix:
+        """What a block holds after the first ``seen`` tokens were fed."""
+        return self.tokens[: min((index + 1) * BLOCK + self.lookahead, seen)]
+
 
 @dataclass(eq=False)
 class Job:
-    """A request as the engine sees it; ``incarnation`` changes when its steps in flight become void."""
+    """A request as the engine sees it; ``incarnation`` changes when its steps in flight become void.
+
+    ``seen``: the ``scheduled`` tokens and those after them that draft layers were fed.
+    """
 
     request: Request
     tokens: Prefix
     scheduled: int = 0
+    seen: int = 0
     running: bool = False
     incarnation: int = 0
 
@@ -135,15 +159,14 @@ class Rank:
     def compute(self, step: Step) -> None:
         """Check what the step reads, write what it computes."""
         for block in range(-(-step.start // BLOCK)):
-            must_hold = step.tokens[: min(step.start, (block + 1) * BLOCK)]
+            must_hold = step.block(block, step.seen)
             holds = self.device.get(step.table[block], GARBAGE)
             if holds == GARBAGE:
                 step.poisoned = True
             elif step.is_current and not step.poisoned:
                 assert holds == must_hold, f"rank {self.index} reads {holds} instead of {must_hold}"
-        for block in range(step.start // BLOCK, -(-step.stop // BLOCK)):
-            value = GARBAGE if step.poisoned else step.tokens[: min(step.stop, (block + 1) * BLOCK)]
-            self.device[step.table[block]] = value
+        for block in range(max(step.seen - step.lookahead, 0) // BLOCK, -(-step.stop // BLOCK)):
+            self.device[step.table[block]] = GARBAGE if step.poisoned else step.block(block, step.sees)
         step.executed_by.add(self.index)
 
 
@@ -200,6 +223,7 @@ class Engine:
                 if job.request.device_only:
                     assert result.total_matched_blocks == result.num_device_blocks
                 job.scheduled = result.num_cached_tokens
+                job.seen = job.scheduled and job.scheduled + self.manager.settings.lookahead_tokens
             stop = min(len(job.tokens), job.scheduled + chunk)
             allocation = self.manager.allocate_device_blocks([(job.request, stop)])[0]
             if not allocation.ok:
@@ -209,8 +233,9 @@ class Engine:
             job.running = True
             if stop > job.scheduled:
                 table = job.request.block_table.tolist()
-                steps.append(Step(job, job.incarnation, job.scheduled, stop, job.tokens, table))
-                job.scheduled = stop
+                span = (job.scheduled, stop, job.seen, self.manager.settings.lookahead_tokens)
+                steps.append(Step(job, job.incarnation, *span, job.tokens, table))
+                job.scheduled, job.seen = stop, steps[-1].sees
         plans = self.manager.take_plans()
         for rank in self.ranks:
             rank.queue.extend(plans)
@@ -241,6 +266,7 @@ class Engine:
             elif outcome.status is LoadStatus.FAILED:
                 job.incarnation += 1
                 job.scheduled = outcome.recompute_from
+                job.seen = job.scheduled and job.scheduled + self.manager.settings.lookahead_tokens
             else:
                 self.stop(job)
 
@@ -251,13 +277,13 @@ class Engine:
             return
         self.steps.popleft()
         if step.is_current and step.job.running:
-            self.manager.commit([(step.job.request, step.stop)])
+            self.manager.commit([(step.job.request, step.final)])
 
     def stop(self, job: Job) -> None:
         """Preempt: what the job holds goes back; it can be scheduled again from the start."""
         self.manager.request_finish([job.request])
         job.running = False
-        job.scheduled = 0
+        job.scheduled = job.seen = 0
         job.incarnation += 1
 
     def finish(self, job: Job) -> None:

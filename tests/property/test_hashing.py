@@ -41,6 +41,7 @@ block_sizes = st.one_of(st.integers(1, 40), st.sampled_from([16, 32, 48, 64]))
 keys: st.SearchStrategy[str | bytes] = st.one_of(
     st.text(st.characters(codec="utf-8"), min_size=1, max_size=70), st.binary(min_size=1, max_size=40)
 )
+lookaheads = st.sampled_from([0, 0, 1, 2, 7, 30])
 optional_names = st.none() | st.text(st.characters(codec="utf-8"), max_size=30)
 
 
@@ -92,11 +93,13 @@ def test_documented_vectors(vector: dict[str, Any]) -> None:
         for item in vector["multimodal"]
     ]
     tokens, block_size = vector["tokens"], vector["block_size"]
+    options: dict[str, Any] = {"adapter_id": adapter_id, "lookahead": vector.get("lookahead", 0)}
     root, expected = bytes.fromhex(vector["root"]), [bytes.fromhex(row) for row in vector["hashes"]]
     assert oracle_root(fingerprint, tenant) == root == root_hash(fingerprint, tenant)
-    assert oracle_hashes(tokens, block_size, root, adapter_id=adapter_id, items=items) == expected
-    options: dict[str, Any] = {"adapter_id": adapter_id, "multimodal": as_items(items)}
-    assert rows(hash_blocks(tokens, block_size, parent=root, **options)) == expected
+    assert oracle_hashes(tokens, block_size, root, items=items, **options) == expected
+    assert (
+        rows(hash_blocks(tokens, block_size, parent=root, multimodal=as_items(items), **options)) == expected
+    )
 
 
 @given(fingerprint=digests, tenant=optional_names)
@@ -116,7 +119,7 @@ def test_hashes_without_extra_keys_are_the_oracles(
 ) -> None:
     tokens = tokens * repeat
     none = _core.ExtraKeys(None, [])
-    hashes = _core.hash_blocks(tokens, block_size, parent, 0, none, backend)
+    hashes = _core.hash_blocks(tokens, block_size, parent, 0, none, 0, backend)
     assert rows(hashes) == oracle_hashes(tokens, block_size, parent)
 
 
@@ -127,6 +130,7 @@ def test_hashes_without_extra_keys_are_the_oracles(
     start_block=st.integers(0, 4),
     adapter_id=optional_names,
     items=item_lists(),
+    lookahead=lookaheads,
 )
 def test_hashes_with_extra_keys_are_the_oracles(
     *,
@@ -136,14 +140,12 @@ def test_hashes_with_extra_keys_are_the_oracles(
     start_block: int,
     adapter_id: str | None,
     items: list[Item],
+    lookahead: int,
 ) -> None:
     start = start_block * block_size
-    hashes = hash_blocks(
-        tokens, block_size, parent=parent, start=start, adapter_id=adapter_id, multimodal=as_items(items)
-    )
-    assert rows(hashes) == oracle_hashes(
-        tokens, block_size, parent, start=start, adapter_id=adapter_id, items=items
-    )
+    shared: dict[str, Any] = {"start": start, "adapter_id": adapter_id, "lookahead": lookahead}
+    hashes = hash_blocks(tokens, block_size, parent=parent, multimodal=as_items(items), **shared)
+    assert rows(hashes) == oracle_hashes(tokens, block_size, parent, items=items, **shared)
 
 
 @given(
@@ -153,6 +155,7 @@ def test_hashes_with_extra_keys_are_the_oracles(
     adapter_id=optional_names,
     items=item_lists(),
     as_array=st.booleans(),
+    lookahead=lookaheads,
 )
 def test_a_growing_request_has_the_hashes_of_the_whole(
     *,
@@ -162,8 +165,10 @@ def test_a_growing_request_has_the_hashes_of_the_whole(
     adapter_id: str | None,
     items: list[Item],
     as_array: bool,
+    lookahead: int,
 ) -> None:
-    blocks = TokenBlocks(block_size, root, adapter_id=adapter_id, multimodal=as_items(items))
+    extra: dict[str, Any] = {"adapter_id": adapter_id, "lookahead": lookahead}
+    blocks = TokenBlocks(block_size, root, multimodal=as_items(items), **extra)
     tokens: list[int] = []
     for piece in pieces:
         if len(piece) == 1:
@@ -172,8 +177,8 @@ def test_a_growing_request_has_the_hashes_of_the_whole(
             blocks.append(np.array(piece, np.int32) if as_array else piece)
         tokens += piece
         assert blocks.tokens.tolist() == tokens
-        assert blocks.num_blocks == len(tokens) // block_size
-    assert rows(blocks.hashes) == oracle_hashes(tokens, block_size, root, adapter_id=adapter_id, items=items)
+        assert blocks.num_blocks == max(len(tokens) - lookahead, 0) // block_size
+    assert rows(blocks.hashes) == oracle_hashes(tokens, block_size, root, items=items, **extra)
 
 
 @given(
@@ -208,12 +213,15 @@ def test_the_running_index_loses_no_item(items: list[Item], block_size: int, blo
     block_size=st.integers(1, 12),
     tokens=st.lists(st.integers(0, 3), min_size=24, max_size=24),
     position=st.integers(0, 23),
+    lookahead=lookaheads,
 )
-def test_one_token_changes_its_block_and_all_after_it(
-    block_size: int, tokens: list[int], position: int
+def test_one_token_changes_the_blocks_that_see_it_and_all_after_them(
+    block_size: int, tokens: list[int], position: int, lookahead: int
 ) -> None:
     other = tokens.copy()
     other[position] += 1
-    before, after = (rows(hash_blocks(t, block_size, parent=bytes(32))) for t in (tokens, other))
+    before, after = (
+        rows(hash_blocks(t, block_size, parent=bytes(32), lookahead=lookahead)) for t in (tokens, other)
+    )
     changed = [a != b for a, b in zip(before, after, strict=True)]
-    assert changed == [i >= position // block_size for i in range(len(before))]
+    assert changed == [position < (i + 1) * block_size + lookahead for i in range(len(before))]

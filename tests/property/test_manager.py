@@ -50,7 +50,7 @@ class ManagerMachine(RuleBasedStateMachine):
         threshold=st.integers(1, 3),
         clean_reserve=st.integers(0, 3),
         grid=st.sampled_from([1, 1, 2, 3]),
-        lookahead=st.sampled_from([0, 0, 1]),
+        lookahead=st.sampled_from([0, 0, 1, 2, BLOCK + 1]),
         defer_timeout=st.sampled_from([2.0, 2.0, 0.0]),
     )
     def start(self, **shape: Any) -> None:

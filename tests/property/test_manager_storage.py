@@ -53,7 +53,7 @@ class StorageMachine(ManagerMachine):
         threshold=st.integers(1, 2),
         clean_reserve=st.integers(1, 4),
         grid=st.sampled_from([1, 1, 2, 3]),
-        lookahead=st.sampled_from([0, 0, 1]),
+        lookahead=st.sampled_from([0, 0, 1, 2, BLOCK + 1]),
         defer_timeout=st.sampled_from([2.0, 2.0, 0.0]),
         storage_blocks=st.sampled_from([2, 6, 14, 40]),
         before=st.lists(_paths, max_size=3),

@@ -23,6 +23,7 @@ def item(offset: int, length: int, name: str = "h") -> MultimodalItem:
     return MultimodalItem(offset, length, name)
 
 
+PLACES = [(4, 1), (5, 1), (6, 2)]
 EXAMPLE = [item(2, 3, "h0"), item(8, 4, "h1"), item(14, 2, "h2")]
 
 
@@ -136,6 +137,8 @@ def test_text_and_bytes_keys_never_count_as_equal() -> None:
         ),
         (lambda: hash_blocks([1], 4, parent=ROOT, start=-4), "start must be"),
         (lambda: hash_blocks([1], 4, parent=ROOT, start=2**62), r"start must be .* below 2\*\*62"),
+        (lambda: hash_blocks([1], 4, parent=ROOT, lookahead=-1), "lookahead must be at least 0"),
+        (lambda: TokenBlocks(4, ROOT, lookahead=2**31), r"lookahead must be .* below 2\*\*31"),
         (lambda: TokenBlocks(4, b""), "root must have 32 bytes, got 0"),
         (lambda: TokenBlocks(-1, ROOT), "block_size must be at least 1"),
         (lambda: root_hash(b"short"), "fingerprint must have 32 bytes, got 5"),
@@ -170,6 +173,32 @@ def test_only_full_blocks_have_a_hash() -> None:
         assert blocks.hashes.shape == (count // 4, 32)
     assert len(blocks) == 12
     assert blocks.block_size == 4
+
+
+def test_a_block_that_looks_ahead_has_a_hash_once_it_sees_what_follows() -> None:
+    blocks = TokenBlocks(4, ROOT, lookahead=2)
+    for count in range(1, 15):
+        blocks.append(count)
+        assert blocks.num_blocks == max(count - 2, 0) // 4
+    assert hash_blocks(range(1, 6), 4, parent=ROOT, lookahead=2).shape == (0, 32)
+
+
+def test_blocks_that_look_ahead_differently_far_have_different_hashes() -> None:
+    hashes = {hash_blocks([0] * 8, 4, parent=ROOT, lookahead=ahead)[0].tobytes() for ahead in range(5)}
+    assert len(hashes) == 5
+
+
+def test_an_item_that_a_block_looks_ahead_to_is_in_its_hash_and_in_the_next_ones() -> None:
+    images = [item(*place, name) for place, name in zip(PLACES, "abc", strict=True)]
+    tokens = [7] * 10
+    seen = hash_blocks(tokens, 4, parent=ROOT, multimodal=images, lookahead=2)
+    for position, blocks in enumerate([[0, 1], [0, 1], [1]]):
+        changed = [*images[:position], item(*PLACES[position], "other"), *images[position + 1 :]]
+        other = hash_blocks(tokens, 4, parent=ROOT, multimodal=changed, lookahead=2)
+        assert [i for i in range(2) if (seen[i] != other[i]).any()] == blocks
+    # Each of the items is in the second block's own entries, not only in its parent's hash.
+    alone = hash_blocks(tokens[4:], 4, parent=seen[0].tobytes(), start=4, multimodal=images, lookahead=2)
+    assert (alone[0] == seen[1]).all()
 
 
 def test_views_stay_valid_and_unchanged_while_the_request_grows_and_goes() -> None:

@@ -1,4 +1,4 @@
-"""Reuse cut to the engine's grid, and blocks whose KV looks ahead."""
+"""Reuse cut to the engine's grid."""
 
 from __future__ import annotations
 
@@ -33,15 +33,8 @@ def test_the_last_token_is_left_to_compute_on_the_grid() -> None:
     assert found(world, PATH[: 4 * BLOCK]) == 2
 
 
-@pytest.mark.parametrize(("lookahead", "cached"), [(0, 6), (1, 5), (BLOCK, 5), (BLOCK + 1, 4), (100, 0)])
-def test_blocks_that_look_beyond_the_match_are_computed_again(lookahead: int, cached: int) -> None:
-    world = World(device=16, lookahead_tokens=lookahead)
-    world.serve(*PATH, 9)
-    assert found(world, [*PATH, 9]) == cached
-
-
 def test_the_cut_counts_blocks_of_all_tiers() -> None:
-    world = World(device=8, host=16, reuse_grid=2 * BLOCK, lookahead_tokens=1)
+    world = World(device=8, host=16, reuse_grid=4 * BLOCK)
     world.serve(*PATH, 9)
     world.serve(*(7,) * (4 * BLOCK), 9)
     on_device, on_host = world.match(*PATH, 9)
@@ -66,9 +59,9 @@ def test_a_copy_that_is_not_waited_for_ends_the_match_on_the_grid() -> None:
     world.assert_nothing_is_held()
 
 
-def on_both_tiers(grid: int, lookahead: int = 0) -> World:
+def on_both_tiers(grid: int) -> World:
     """Three blocks of the path on the device, three more only on the host; a grid of so many blocks."""
-    world = World(device=8, host=16, reuse_grid=grid * BLOCK, lookahead_tokens=lookahead)
+    world = World(device=8, host=16, reuse_grid=grid * BLOCK)
     world.serve(*PATH, 9)
     world.serve(*(7,) * (4 * BLOCK), 9)
     return world
@@ -102,8 +95,8 @@ def test_what_is_cut_off_is_not_pinned_when_the_rest_is_loaded(grid: int, found:
 
 
 def test_a_cut_inside_the_device_part_needs_nothing_of_the_host() -> None:
-    world = on_both_tiers(2, 3 * BLOCK)
-    request = Request("probe", [*PATH, 9])
+    world = on_both_tiers(2)
+    request = Request("probe", PATH[: 3 * BLOCK + 1])
     result = world.manager.match_prefix([request])[0]
     assert (result.num_device_blocks, result.num_host_blocks) == (2, 0)
     stats = world.manager.get_stats()
