@@ -49,9 +49,10 @@ class MultimodalItem:
 class TokenBlocks(_core.TokenBlocks):
     """The tokens of one request and the hashes of its full blocks, growing at the end.
 
-    With ``lookahead`` a block's hash covers that many tokens after it, and is there once they are. ``append`` takes an int or ``Tokens`` and hashes the blocks that it completes; a call that raises
-    ``HashingError`` changes nothing. ``hashes`` (num_blocks, 32) and ``tokens`` (num_tokens,) are read-only
-    snapshots that copy nothing and stay valid and unchanged while the request grows.
+    With ``lookahead`` a block's hash covers that many tokens after it, and is there once they are. ``append`` takes
+    an int or ``Tokens`` and hashes the blocks that it completes; a call that raises ``HashingError`` changes nothing.
+    ``hashes`` (num_blocks, 32) and ``tokens`` (num_tokens,) are read-only snapshots that copy nothing and stay valid
+    and unchanged while the request grows.
 
     Raises ``HashingError`` for a bad block size, root or look-ahead, or items that overlap or are out of order.
     """

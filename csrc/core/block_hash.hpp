@@ -57,9 +57,9 @@ Digest root_hash(const Digest &fingerprint, std::optional<std::string_view> tena
 // Continues a chain of block hashes; what is already hashed costs nothing again.
 class BlockChain {
   public:
-    // `parent` is the hash before the block at token `start`: the root when `start` is 0. A block's hash covers
-    // `lookahead` tokens after it too. Throws HashingError unless block_size is positive, start a non-negative
-    // multiple of it, and lookahead not negative.
+    // `parent` is the hash before the block at token `start`: the root when `start` is 0. A block's hash
+    // covers `lookahead` tokens after it too. Throws HashingError unless block_size is positive, start a
+    // non-negative multiple of it, and lookahead not negative.
     BlockChain(std::int64_t block_size, const Digest &parent, std::int64_t start, ExtraKeys extra_keys,
                std::int64_t lookahead = 0, const sha256::Backend &backend = sha256::best_backend());
 
@@ -70,7 +70,8 @@ class BlockChain {
         return tokens < lookahead_ ? 0 : (tokens - lookahead_) / block_size_;
     }
 
-    // Hashes the next `out.size()` blocks, whose tokens lie at `tokens`, those they look ahead to behind them.
+    // Hashes the next `out.size()` blocks, whose tokens lie at `tokens`, those they look ahead to behind
+    // them.
     void extend(const std::int32_t *tokens, std::span<Digest> out);
 
   private:

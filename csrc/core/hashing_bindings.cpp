@@ -122,8 +122,8 @@ void bind_token_blocks(nb::module_ &module) {
     nb::class_<TokenBlocks>(module, "TokenBlocks")
         .def(
             "__init__",
-            [](TokenBlocks *self, std::int64_t block_size, const nb::bytes &root,
-               const ExtraKeys &extra_keys, std::int64_t lookahead) {
+            [](TokenBlocks *self, std::int64_t block_size, const nb::bytes &root, const ExtraKeys &extra_keys,
+               std::int64_t lookahead) {
                 new (self) TokenBlocks(block_size, digest_of("root", root), extra_keys, lookahead);
             },
             "block_size"_a, "root"_a, "extra_keys"_a, "lookahead"_a = 0)

@@ -13,6 +13,7 @@ from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.node.connection import Connection
 from fdcache.node.liveness import LiveFile
 from fdcache.node.protocol import Heartbeat, Register
+from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache_cli.inspect_tree import draw_trees
 from tests.e2e.test_serve_command import run
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
@@ -118,6 +119,33 @@ class TestBlocksAndPrompts:
             assert service.ask("block", hash="0" * 64) == []
             shown = run("inspect", "block", key, "--server", service.address).stdout
             assert "yes" in shown.splitlines()[1].split()
+
+    def test_blocks_that_look_ahead_are_explained_by_their_own_keys(
+        self, service: LocalService, tmp_path: Path
+    ) -> None:
+        settings = CacheSettings(
+            server=service.address,
+            device_blocks=32,
+            write_policy=WritePolicy.WRITE_THROUGH,
+            rpc_timeout=TIMEOUT,
+            lookahead_tokens=1,
+        )
+        engine = Engine(service.address, settings=settings)
+        engine.serve(PROMPT)
+        engine.close()
+        (tmp_path / "tokens").write_text(json.dumps(PROMPT))
+        asked = [
+            "inspect",
+            "explain",
+            "--tokens",
+            str(tmp_path / "tokens"),
+            "--server",
+            service.address,
+            "--json",
+        ]
+        assert json.loads(run(*asked).stdout)["broken_at"] == 0
+        answer = json.loads(run(*asked, "--lookahead", "1").stdout)
+        assert (answer["broken_at"], len(answer["blocks"])) == (None, (len(PROMPT) - 1) // BLOCK)
 
     @pytest.mark.parametrize(
         ("text", "status", "said"),
