@@ -281,8 +281,11 @@ class Tier:
     def find(self, hashes: Bytes) -> BlockList:
         """Those blocks that are ready, in the order given."""
 
-    def ancestry(self, slots: Int32s) -> BlockList:
-        """The entries in ``slots`` and all above them, each once, parents first."""
+    def ancestry(self, slots: Int32s, levels: int = 2**32 - 1) -> BlockList:
+        """The entries in ``slots`` and those above them, each once, parents first.
+
+        A walk up ends ``levels`` above the last of ``slots`` that it met, or at what is listed already.
+        """
 
     def coldest(self, count: int) -> BlockList:
         """What would be evicted next, in that order."""

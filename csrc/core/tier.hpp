@@ -176,8 +176,9 @@ class Tier {
 
     // Those of `hashes` that are READY, in the order given.
     BlockList find(std::span<const Digest> hashes) const;
-    // The entries `slots` and all above them, each once, parents first.
-    BlockList ancestry(std::span<const Slot> slots) const;
+    // The entries `slots` and those above them, each once, parents first. A walk up ends `levels` above the
+    // last of `slots` that it met, or at what is listed already.
+    BlockList ancestry(std::span<const Slot> slots, std::uint32_t levels = UINT32_MAX) const;
     // The next `count` entries to be evicted, in that order.
     BlockList coldest(std::uint32_t count) const;
     // The READY entries with the most hits, those nearer to the root first.

@@ -231,10 +231,10 @@ void bind_tier(nb::module_ &module) {
             nb::arg("hashes"))
         .def(
             "ancestry",
-            [](const Tier &tier, const VectorIn<std::int32_t> &slots) {
-                return tier.ancestry(slots_of(slots));
+            [](const Tier &tier, const VectorIn<std::int32_t> &slots, std::uint32_t levels) {
+                return tier.ancestry(slots_of(slots), levels);
             },
-            nb::arg("slots"))
+            nb::arg("slots"), nb::arg("levels") = UINT32_MAX)
         .def("coldest", &Tier::coldest, nb::arg("count"))
         .def("hottest", &Tier::hottest, nb::arg("count"))
         .def(

@@ -71,17 +71,21 @@ BlockList Tier::find(std::span<const Digest> hashes) const {
     return list;
 }
 
-BlockList Tier::ancestry(std::span<const Slot> slots) const {
+BlockList Tier::ancestry(std::span<const Slot> slots, std::uint32_t levels) const {
     std::lock_guard lock(mutex_);
     BlockList list;
+    const std::unordered_set<Slot> named(slots.begin(), slots.end());
     std::unordered_set<Slot> seen;
     std::vector<Slot> path;
     for (Slot slot : slots) {
         check_slot(slot);
         path.clear();
-        for (; slot != kRoot && entries_[slot].findable && seen.insert(slot).second;
-             slot = entries_[slot].parent)
+        std::uint32_t above = 0;  // the last one named
+        for (; slot != kRoot && entries_[slot].findable; slot = entries_[slot].parent) {
+            above = named.contains(slot) ? 0 : above + 1;
+            if (above > levels || !seen.insert(slot).second) break;
             path.push_back(slot);
+        }
         for (auto up = path.rbegin(); up != path.rend(); ++up) append(list, *up);
     }
     return list;

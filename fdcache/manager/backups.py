@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache._core import BlockList
 from fdcache.manager.block_queue import BlockQueue
-from fdcache.manager.blocks import Blocks
+from fdcache.manager.blocks import Blocks, parted, with_absent_above
 from fdcache.manager.ledger import OpenPlan
 from fdcache.manager.stats import Counters
 from fdcache.metadata import HashArray, SwapPurpose, UInt32Array
@@ -131,13 +132,13 @@ class BackupPlanner:
             return np.asarray(blocks.hashes[taken.status == NO_PARENT])
         return blocks.hashes
 
+    def _is_absent(self, hashes: HashArray) -> NDArray[np.bool_]:
+        return np.asarray(self._host.contains(hashes) == ABSENT)
+
     def _with_uncovered_ancestors(self, blocks: Blocks) -> Blocks:
-        parted = np.asarray(blocks.parents.any(axis=1))  # from the root, and from the block before
-        parted[1:] &= (blocks.parents[1:] != blocks.hashes[:-1]).any(axis=1)
-        if not parted.any():
-            return blocks
-        uncovered = blocks.parents[parted]
-        uncovered = uncovered[self._host.contains(uncovered) == ABSENT]
+        uncovered = blocks.parents[parted(blocks)]
+        uncovered = uncovered[uncovered.any(axis=1)]
+        uncovered = uncovered[self._is_absent(uncovered)] if len(uncovered) else uncovered
         own = {row.tobytes() for row in blocks.hashes} if len(uncovered) else set()
         missing = [i for i, parent in enumerate(uncovered) if parent.tobytes() not in own]
         if not missing:
@@ -145,7 +146,6 @@ class BackupPlanner:
         parents = self._device.find(uncovered[missing])
         if not len(parents):
             return blocks
-        above = Blocks.of(self._device.ancestry(parents.slots))
-        fresh = np.array([row.tobytes() not in own for row in above.hashes], np.bool_)
-        above = above.select(fresh & (self._host.contains(above.hashes) == ABSENT))
+        above = with_absent_above(self._device, parents.slots, self._is_absent)
+        above = above.select(np.array([row.tobytes() not in own for row in above.hashes], np.bool_))
         return Blocks.concat((above, blocks)) if len(above) else blocks

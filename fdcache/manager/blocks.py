@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fdcache._core import BlockList
+from fdcache._core import BlockList, Tier
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
 
 ROOT = bytes(32)
@@ -59,3 +60,33 @@ class Blocks:
         if isinstance(index, np.ndarray) and index.dtype == np.bool_ and index.all():
             return self
         return Blocks(self.slots[index], self.generations[index], self.hashes[index], self.parents[index])
+
+
+def with_absent_above(
+    tier: Tier, slots: Int32Array, is_absent: Callable[[HashArray], NDArray[np.bool_]]
+) -> Blocks:
+    """Blocks of a tier and those above them, parents first, as far as the tier below lacks them.
+
+    What is below is closed under prefixes, so the walk up a path ends at the first block that is there; its cost is
+    that of the blocks found, however deep they stand.
+    """
+    levels, listed = 0, -1
+    while True:
+        blocks = Blocks.of(tier.ancestry(slots, levels))
+        grown, listed = len(blocks) > listed, len(blocks)
+        blocks = blocks.select(is_absent(blocks.hashes))
+        above = blocks.parents[parted(blocks)]
+        above = above[above.any(axis=1)]
+        if not grown or not len(above) or not is_absent(above).any():
+            return blocks
+        own = {row.tobytes() for row in blocks.hashes}
+        if all(parent.tobytes() in own for parent in above[is_absent(above)]):
+            return blocks
+        levels = max(64, 4 * levels)
+
+
+def parted(blocks: Blocks) -> NDArray[np.bool_]:
+    """Which blocks do not continue the one before them in the arrays."""
+    fresh = np.ones(len(blocks), np.bool_)
+    fresh[1:] = (blocks.parents[1:] != blocks.hashes[:-1]).any(axis=1)
+    return fresh

@@ -16,7 +16,7 @@ class Read:
     hashes: list[bytes]
     order: StorageOrder
     slot: int
-    waiters: list[Fetch] = field(default_factory=list)
+    waiters: dict[Fetch, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

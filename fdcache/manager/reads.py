@@ -16,7 +16,8 @@ from fdcache.manager.fetch import Fetch, Read
 from fdcache.manager.ledger import InFlightPlan, OpenPlan
 from fdcache.manager.orders import StorageOrder
 from fdcache.manager.stats import Counters
-from fdcache.manager.storage_index import StorageIndex
+from fdcache.manager.storage_index import StorageIndex, question
+from fdcache.manager.waiting import WaitingFetches
 from fdcache.metadata import CacheSwapMetadata, HashArray, SwapPurpose
 from fdcache.settings.storage_tier import PrefetchPolicy
 from fdcache.tiers import BlockPool
@@ -52,8 +53,8 @@ class StorageReads:
         self._kept = 0
         self._under_way: dict[int, Read] = {}  # by the first slot, which no other read can have meanwhile
         self._reading: dict[bytes, Read] = {}
-        self._unwanted: list[Read] = []
-        self._resting: dict[Fetch, None] = {}
+        self._unwanted: dict[Read, None] = {}
+        self._waiting = WaitingFetches()
 
     @property
     def is_open(self) -> bool:
@@ -69,6 +70,11 @@ class StorageReads:
     def _most_in_flight(self) -> int:
         """What is being read, or waits for its request, cannot be evicted: half of the host must be free to move."""
         return max(1, self._host.stats().slots // 2)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether a fetch that waits for room can go on; when nothing is on its way any more it goes on without."""
+        return not self._in_flight or self._in_flight + self._kept < self._most_in_flight
 
     def begin(
         self,
@@ -89,7 +95,9 @@ class StorageReads:
         """Whether the request's match has to come again later, by the policy."""
         if policy is PrefetchPolicy.BEST_EFFORT:
             return False
-        self._advance(fetch, plan)
+        self._take_answers()
+        if self._waiting.is_awake(fetch) or (self._waiting.is_for_room(fetch) and self._has_room):
+            self._advance(fetch, plan)
         if fetch.ended:
             return False
         if policy is PrefetchPolicy.TIMEOUT and self._clock() > fetch.deadline:
@@ -99,9 +107,24 @@ class StorageReads:
         return True
 
     def go_on(self, plan: OpenPlan) -> None:
-        """Bring on the fetches that wait for the index, for room, or for their next portion."""
-        for fetch in list(self._resting):
+        """Bring on the fetches for which something has come, and as many as there is room for."""
+        self._take_answers()
+        for fetch in self._waiting.take_awake():
             self._advance(fetch, plan)
+        while (first := self._waiting.first_for_room()) is not None and self._has_room:
+            self._advance(first, plan)
+
+    def copies_ended(self, hashes: HashArray) -> None:
+        """Blocks that were on their way to the host from the device have come, or have not."""
+        self._waiting.copies_ended(row.tobytes() for row in hashes)
+
+    def no_more_copies(self) -> None:
+        """After a reset of the host: blocks on their way to it from the device will not be found there."""
+        self._waiting.no_more_copies()
+
+    def _take_answers(self) -> None:
+        for each in self._index.take_answered():
+            self._waiting.answered(each)
 
     def is_reading(self, block_hash: bytes) -> bool:
         """Whether a block is on its way from storage."""
@@ -110,15 +133,15 @@ class StorageReads:
     def give_up(self, fetch: Fetch) -> None:
         """Nobody waits any longer; reads that nobody else wants and that have not begun are taken back."""
         fetch.ended = True
-        self._resting.pop(fetch, None)
+        self._waiting.forget(fetch)
         self._leave(fetch)
         self.let_go(fetch)
 
     def _leave(self, fetch: Fetch) -> None:
         for read in fetch.reads:
-            read.waiters.remove(fetch)
+            read.waiters.pop(fetch, None)
             if not read.waiters and self._is_under_way(read):
-                self._unwanted.append(read)
+                self._unwanted[read] = None
         fetch.reads.clear()
 
     def let_go(self, fetch: Fetch) -> None:
@@ -145,7 +168,7 @@ class StorageReads:
     def take_unwanted(self) -> tuple[int, ...]:
         """The plans of reads that nobody wants any more."""
         plans = tuple(read.order.plan_id for read in self._unwanted if read.order.plan_id)
-        self._unwanted = [read for read in self._unwanted if not read.order.plan_id]
+        self._unwanted = {read: None for read in self._unwanted if not read.order.plan_id}
         return plans
 
     def settled(self, flight: InFlightPlan) -> None:
@@ -159,7 +182,9 @@ class StorageReads:
 
     def overdue(self, swap: CacheSwapMetadata) -> None:
         """A read has not ended in time: whoever waits for it, or would, goes on without."""
-        self._under_way[int(swap.dst_block_ids[0])].order.failed = True
+        read = self._under_way[int(swap.dst_block_ids[0])]
+        read.order.failed = True
+        self._waiting.wake(read.waiters)
 
     def _end(self, swap: CacheSwapMetadata, *, failed: bool) -> None:
         self._in_flight -= len(swap)
@@ -170,13 +195,12 @@ class StorageReads:
             if read.order.failed:
                 fetch.stop = max(fetch.first, min(fetch.stop, leading_ready(self._host, fetch.hashes)))
             self._keep(fetch)
-            self._resting[fetch] = None
+        self._waiting.wake(read.waiters)
         for block_hash in read.hashes:
             # After a reset of the host another read may have begun to bring the same block.
             if self._reading.get(block_hash) is read:
                 del self._reading[block_hash]
-        if read in self._unwanted:
-            self._unwanted.remove(read)
+        self._unwanted.pop(read, None)
 
     def _is_under_way(self, read: Read) -> bool:
         return self._under_way.get(read.slot) is read
@@ -184,8 +208,8 @@ class StorageReads:
     # --- one step of a fetch --------------------------------------------------------------------------------
 
     def _advance(self, fetch: Fetch, plan: OpenPlan) -> None:
-        """Bring the fetch as far as it can come now."""
-        self._resting.pop(fetch, None)
+        """Bring the fetch as far as it can come now, to its end or to something that will wake it."""
+        self._waiting.forget(fetch)
         if not self._may_go_on(fetch):
             return
         hashes = fetch.hashes
@@ -199,13 +223,15 @@ class StorageReads:
         elif self._in_flight + self._kept >= self._most_in_flight:
             # Others' reads come first; what waits for its request may wait for this one in turn.
             fetch.ended = not self._in_flight
-        elif (stored := self._index.run(hashes, on_host)) is not None:
+            if not fetch.ended:
+                self._waiting.wait_for_room(fetch)
+        elif (stored := self._index.run(hashes, on_host)) is None:
+            self._waiting.wait_for_answer(fetch, question(hashes, on_host))
+        else:
             stop = on_host + stored
             fetch.ended = not (stored and stop > fetch.on_device(hashes)) or not self._read(
                 fetch, on_host, stop, plan
             )
-        if not fetch.ended and not fetch.reads:
-            self._resting[fetch] = None
 
     def _may_go_on(self, fetch: Fetch) -> bool:
         """Whether the reads so far have ended, all of them well."""
@@ -218,15 +244,16 @@ class StorageReads:
 
     def _join(self, fetch: Fetch, start: int, stop: int) -> None:
         """Wait for blocks that another request reads, or that are being copied from the device."""
-        read = self._reading.get(fetch.hashes[start].tobytes())
+        block = fetch.hashes[start].tobytes()
+        read = self._reading.get(block)
         if read is None:
+            self._waiting.wait_for_copy(fetch, block)
             return
         if read.order.failed:
             fetch.ended = True  # it is overdue; when it ends, if ever, nobody can say
             return
-        read.waiters.append(fetch)
-        if read in self._unwanted:
-            self._unwanted.remove(read)
+        read.waiters[fetch] = None
+        self._unwanted.pop(read, None)
         fetch.reads.append(read)
         fetch.stop = max(fetch.stop, stop)
         self._counters.prefetches_shared += 1
@@ -268,7 +295,7 @@ class StorageReads:
     ) -> None:
         count = len(source)
         order = plan.add_storage(SwapPurpose.PREFETCH, source, slots, generations, self._timeout)
-        read = Read([row.tobytes() for row in source.hashes], order, int(slots[0]), waiters=[fetch])
+        read = Read([row.tobytes() for row in source.hashes], order, int(slots[0]), waiters={fetch: None})
         self._under_way[read.slot] = read
         self._reading.update(dict.fromkeys(read.hashes, read))
         self._in_flight += count

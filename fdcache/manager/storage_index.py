@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -30,6 +30,15 @@ NO_ROOM = NO_PARENT + 1
 """Of ``begin_writes``, beside what a tier answers: there is no slot left."""
 
 
+Question = tuple[bytes, int]
+"""A path, by the hash of its last block, and from which of its blocks on it was asked for."""
+
+
+def question(hashes: HashArray, start: int) -> Question:
+    """What ``StorageIndex.run`` asks of a store."""
+    return hashes[-1].tobytes(), start
+
+
 class StorageIndex(Protocol):
     """Which blocks are stored, and where. What it hands out is held until the matching ``end_`` call."""
 
@@ -39,6 +48,9 @@ class StorageIndex(Protocol):
 
     def run(self, hashes: HashArray, start: int) -> int | None:
         """How many blocks of this path are stored from ``start`` on; None while that is being asked."""
+
+    def take_answered(self) -> Iterable[Question]:
+        """What was asked and has an answer since the last call, or will have none."""
 
     def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
         """Hold those of ``hashes``, one path in order, that are stored without a gap from the first on."""
@@ -110,6 +122,10 @@ class LocalIndex:
         found = len(self.pool.match(lease, hashes, start))
         self.pool.release(lease)
         return found
+
+    def take_answered(self) -> Iterable[Question]:
+        """Every question is answered at once."""
+        return ()
 
     def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
         """Hold the blocks' slots."""
@@ -185,20 +201,22 @@ class RemoteIndex:
         self._most_known = most_known
         self._clock = clock
         self._asker = ThreadPoolExecutor(2, thread_name_prefix="fdcache-lookup")
-        self._answers: OrderedDict[tuple[bytes, int], tuple[Future[RunResult], float]] = OrderedDict()
+        self._answers: OrderedDict[Question, tuple[Future[RunResult], float]] = OrderedDict()
+        self._answered: deque[Question] = deque()  # by the asking threads
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     def run(self, hashes: HashArray, start: int) -> int | None:
         """The answer of the store, once it is there. No answer within the deadline counts as nothing stored."""
         if start >= len(hashes):
             return 0
-        key = (hashes[-1].tobytes(), start)
+        key = question(hashes, start)
         now = self._clock()
         asked = self._answers.get(key)
         if asked is None or (asked[0].done() and now > asked[1]):
             rest = hashes[start:].copy()
             future = self._asker.submit(self._connector.exists, rest, self._timeout)
             self._answers[key] = (future, now + self._fresh_seconds)
+            future.add_done_callback(lambda _: self._answered.append(key))
             while len(self._answers) > 4096:
                 self._answers.popitem(last=False)[1][0].cancel()
             return None
@@ -208,6 +226,11 @@ class RemoteIndex:
         if future.cancelled() or future.exception() is not None:
             return 0
         return future.result().length
+
+    def take_answered(self) -> Iterable[Question]:
+        """What a thread has asked since the last call."""
+        while self._answered:
+            yield self._answered.popleft()
 
     def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
         """Nothing to hold: the blocks go by hash."""

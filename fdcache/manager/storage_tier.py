@@ -89,6 +89,7 @@ class StorageTier:
                 self._is_clearing = self._is_clearing and not flight.copied[swap.purpose].any()
                 self.stores.settled(flight)
             elif swap.purpose in (SwapPurpose.EVICT, SwapPurpose.BACKUP):
+                self.reads.copies_ended(swap.hash_values)
                 self.stores.on_arrival(swap.hash_values[flight.copied[swap.purpose]])
 
     def overdue(self, flights: Iterable[InFlightPlan]) -> None:
@@ -116,4 +117,5 @@ class StorageTier:
             if order.swap.purpose is SwapPurpose.PREFETCH:
                 self.reads.withdrawn(order)
         plan.storage.clear()
+        self.reads.no_more_copies()
         self.stores.forget()

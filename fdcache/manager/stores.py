@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fdcache.manager.block_queue import BlockQueue
-from fdcache.manager.blocks import Blocks
+from fdcache.manager.blocks import Blocks, with_absent_above
 from fdcache.manager.ledger import InFlightPlan, OpenPlan
 from fdcache.manager.stats import Counters
 from fdcache.manager.storage_index import NO_ROOM, StorageIndex
@@ -83,8 +83,7 @@ class StorePlanner:
         wanted = self._coldest(room) if self._writes_back and not len(queued) else queued
         if not len(wanted):
             return
-        above = Blocks.of(self._host.ancestry(wanted.slots))
-        blocks = above.select(self._index.is_absent(above.hashes))
+        blocks = with_absent_above(self._host, wanted.slots, self._index.is_absent)
         later = []
         if self.is_refused:
             # Each takes the place of another: what takes nothing is tried with one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -31,16 +32,16 @@ class Departures:
     """When blocks left the tier or failed to enter it, and why; the newest ``most`` of them."""
 
     most: int
-    known: dict[bytes, tuple[float, Reason]] = field(default_factory=dict)
+    known: OrderedDict[bytes, tuple[float, Reason]] = field(default_factory=OrderedDict)
 
     def add(self, keys: Iterable[bytes], reason: Reason) -> None:
         """Blocks left, or were not kept."""
         now = time.time()
         for key in keys:
-            self.known.pop(key, None)
             self.known[key] = (now, reason)
+            self.known.move_to_end(key)
         while len(self.known) > self.most:
-            del self.known[next(iter(self.known))]
+            self.known.popitem(last=False)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Blocks are there again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -16,14 +17,14 @@ class Owners:
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
-        self._tenants: dict[bytes, bytes] = {}
+        self._tenants: OrderedDict[bytes, bytes] = OrderedDict()
 
     def add(self, block: bytes, tenant: str) -> None:
         """This block is this tenant's."""
-        self._tenants.pop(block, None)
         self._tenants[block] = _key(tenant)
+        self._tenants.move_to_end(block)
         if len(self._tenants) > self._most:
-            del self._tenants[next(iter(self._tenants))]
+            self._tenants.popitem(last=False)
 
     def of(self, blocks: Iterable[bytes]) -> bytes:
         """The keys of the blocks' tenants, one after the other; nothing where all are nobody's."""

@@ -13,6 +13,7 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, MatchStatus
+from fdcache.manager.ledger import OpenPlan
 from fdcache.manager.storage_index import LocalIndex
 from fdcache.metadata import SwapPurpose
 from fdcache.settings.cache import CacheSettings, WritePolicy
@@ -198,9 +199,11 @@ class StorageMachine(ManagerMachine):
         assert storage.free + storage.evictable + storage.writing == storage.blocks
         reads = self.engine.manager._storage.reads  # type: ignore[union-attr]
         assert (reads.blocks_in_flight, reads._kept) == (0, 0)
-        assert reads._reading == reads._under_way == reads._resting == {}
+        assert reads._reading == reads._under_way == {}
         assert reads.take_unwanted() == ()
-        assert reads._unwanted == []
+        assert reads._unwanted == {}
+        reads.go_on(OpenPlan())
+        assert len(reads._waiting) == 0
         self.what_the_index_says_is_there()
 
     def nobody_waits_for_ever(self) -> None:

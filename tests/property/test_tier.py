@@ -117,13 +117,13 @@ class TierHistory(RuleBasedStateMachine):
         found = [slot for one in wanted if (slot := self.oracle.find_ready(one)) is not None]
         assert self.tier.find(hashes(wanted)).slots.tolist() == found
 
-    @rule(wanted=st.lists(st.integers(0, 11), max_size=3))
-    def ancestry(self, wanted: list[int]) -> None:
+    @rule(wanted=st.lists(st.integers(0, 11), max_size=3), levels=st.sampled_from([0, 1, 2, 100]))
+    def ancestry(self, wanted: list[int], levels: int) -> None:
         listed = self.same_error(
-            lambda: self.tier.ancestry(slots(wanted)), lambda: self.oracle.ancestry(wanted)
+            lambda: self.tier.ancestry(slots(wanted), levels), lambda: self.oracle.ancestry(wanted, levels)
         )
         if listed is not None:
-            assert listed.slots.tolist() == self.oracle.ancestry(wanted)
+            assert listed.slots.tolist() == self.oracle.ancestry(wanted, levels)
             assert hash_list(listed.hashes) == [self.oracle.hash_of(slot) for slot in listed.slots.tolist()]
 
     # --- reserve, commit ---

@@ -203,11 +203,18 @@ class TierOracle:
         presence = {(False, False): 0, (True, True): 1, (True, False): 2}
         return [presence[self.find(h) is not None, self.find_ready(h) is not None] for h in hashes]
 
-    def ancestry(self, slots: Sequence[int]) -> list[int]:
+    def ancestry(self, slots: Sequence[int], levels: int) -> list[int]:
         listed: list[int] = []
         for slot in slots:
             self._in_use(slot)
-            listed += [above for above in self.path(slot) if above not in listed]
+            up: list[int] = []
+            since = 0
+            for above in reversed(self.path(slot)):
+                since = 0 if above in slots else since + 1
+                if above in listed or since > levels:
+                    break
+                up.append(above)
+            listed += reversed(up)
         return listed
 
     # --- reserve, commit ---
