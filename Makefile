@@ -51,6 +51,7 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, with the machine they ran on
 	$(BIN)/python -m benchmarks.scheduler
+	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.eviction
 	$(BIN)/python -m benchmarks.hashing
 	$(BIN)/python -m benchmarks.copies

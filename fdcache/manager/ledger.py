@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 import numpy as np
@@ -120,7 +122,6 @@ class InFlightPlan:
     no_room: dict[SwapPurpose, np.ndarray]
     checksums: dict[SwapPurpose, np.ndarray] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
-    overdue: bool = False
 
     def fail(self, rank: int, reason: str) -> None:
         """Count a rank that will never report as one that copied nothing."""
@@ -168,6 +169,8 @@ class PlanLedger:
         self._timeout = timeout
         self._ids = count(1)
         self._plans: dict[int, InFlightPlan] = {}
+        self._blocks: Counter[SwapPurpose] = Counter()
+        self._deadlines: list[tuple[float, int]] = []  # a heap; plans that have ended may still be in it
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -193,6 +196,18 @@ class PlanLedger:
             bad_slots={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
             no_room={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
         )
+        self._blocks.update(sizes)
+        if len(self._deadlines) > 2 * len(self._plans) + 64:
+            self._deadlines = [each for each in self._deadlines if each[1] in self._plans]
+            heapify(self._deadlines)
+        heappush(self._deadlines, (deadline, plan.plan_id))
+
+    def _take(self, plan_id: int) -> InFlightPlan:
+        """Every rank has reported it, or never will."""
+        flight = self._plans.pop(plan_id)
+        for purpose, copied in flight.copied.items():
+            self._blocks[purpose] -= len(copied)
+        return flight
 
     def check(self, report: TransferReport) -> None:
         """Raise ``PlanError`` for a report by no rank, or one that does not fit the plan it is expected for."""
@@ -213,7 +228,7 @@ class PlanLedger:
         """Count an expected report, which was checked; returns the plan when it was the last one."""
         flight = self._plans[report.plan_id]
         flight.add(report)
-        return self._plans.pop(report.plan_id) if not flight.waiting_for else None
+        return self._take(report.plan_id) if not flight.waiting_for else None
 
     def lose_rank(self, rank: int) -> list[InFlightPlan]:
         """The plans that nobody else reports, now that this rank's process is gone. Raises ``PlanError``."""
@@ -222,15 +237,17 @@ class PlanLedger:
             if rank in flight.waiting_for:
                 flight.fail(rank, "its process is gone")
         finished = [plan_id for plan_id, flight in self._plans.items() if not flight.waiting_for]
-        return [self._plans.pop(plan_id) for plan_id in finished]
+        return [self._take(plan_id) for plan_id in finished]
 
     def newly_overdue(self, now: float) -> list[InFlightPlan]:
         """Plans whose deadline has passed since the last call. They stay, for their reports free their slots."""
-        late = [flight for flight in self._plans.values() if not flight.overdue and now > flight.deadline]
-        for flight in late:
-            flight.overdue = True
+        late = []
+        while self._deadlines and now > self._deadlines[0][0]:
+            flight = self._plans.get(heappop(self._deadlines)[1])
+            if flight is not None:
+                late.append(flight)
         return late
 
     def blocks_in_flight(self, purpose: SwapPurpose) -> int:
         """Blocks being copied for this purpose."""
-        return sum(len(flight.copied[purpose]) for flight in self._plans.values() if purpose in flight.copied)
+        return self._blocks[purpose]

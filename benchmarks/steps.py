@@ -1,0 +1,178 @@
+"""What a scheduler step costs beside the step's own requests: those that wait for storage, deep paths, many tenants.
+
+Each figure is the median over many calls. `take_plans` is called while requests wait for room to read their blocks from
+storage; a store is one more block below a stored path; an addition to `Owners` goes to one that is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.scheduler import BLOCK, layout, machine
+from fdcache.manager import CacheManager, Request
+from fdcache.manager.ledger import OpenPlan
+from fdcache.manager.stats import Counters
+from fdcache.manager.storage_index import LocalIndex
+from fdcache.manager.stores import StorePlanner
+from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, HashArray, StorageScan, SwapPurpose
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.tiers import BlockPool, LocalHostTier
+from fdcache.tiers.owners import Owners
+
+HOST_BLOCKS = 8192
+
+
+def median_us(call: Callable[[], object], calls: int) -> float:
+    samples = []
+    for _ in range(calls):
+        since = time.perf_counter_ns()
+        call()
+        samples.append(time.perf_counter_ns() - since)
+    return float(np.median(samples)) / 1000
+
+
+def prompts(requests: int, blocks: int) -> list[Request]:
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 1000, (requests, blocks * BLOCK + 1), dtype=np.int32)
+    return [Request(str(i), row) for i, row in enumerate(tokens)]
+
+
+def scan_of(requests: list[Request], fingerprint: bytes) -> StorageScan:
+    """What a rank's file holds that stores every block of these requests."""
+    paths = [request._bind(BLOCK, fingerprint).hashes for request in requests]
+    hashes = np.concatenate(paths)
+    parents = np.concatenate([np.concatenate((np.zeros((1, 32), np.uint8), path[:-1])) for path in paths])
+    numbers = np.arange(len(hashes))
+    return StorageScan(
+        rank=0,
+        capacity=len(hashes),
+        slots=numbers.astype(np.int32),
+        generations=np.ones(len(hashes), np.uint32),
+        hashes=hashes,
+        parents=parents,
+        checksums=numbers.astype(np.uint64),
+        written_ms=numbers.astype(np.uint64),
+    )
+
+
+def take_plans_us(waiting: int, blocks: int, calls: int) -> tuple[float, float]:
+    """`take_plans` and a match of every request, while reads of others fill what may be in flight."""
+    shape = layout()
+    requests = prompts(waiting + 4, blocks)
+    settings = CacheSettings(
+        device_blocks=1024, host_memory=HOST_BLOCKS * (shape.record_bytes + SLOT_HEADER_BYTES)
+    )
+    size = 2 * (len(requests) * blocks + 1024) * shape.record_bytes
+    storage = StorageTierSettings(
+        connector="local",
+        directory=Path("/nowhere"),
+        size=size,
+        prefetch_policy=PrefetchPolicy.WAIT_COMPLETE,
+    )
+    with CacheManager(settings, shape, storage=storage) as manager:
+        stored = scan_of(requests, shape.fingerprint)
+        assert manager.restore_storage([stored]) == len(stored.slots)
+        manager.prefetch(requests)
+        manager.take_plans()
+        assert not manager.take_plans()
+        step = median_us(manager.take_plans, calls)
+        return step, median_us(lambda: manager.match_prefix(requests), calls) / len(requests)
+
+
+def chain(length: int) -> HashArray:
+    keys = [hashlib.sha256(b"root").digest()]
+    for _ in range(length - 1):
+        keys.append(hashlib.sha256(keys[-1]).digest())
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(length, 32)
+
+
+def store(tier: BlockPool, parent: bytes, path: HashArray) -> None:
+    lease = tier.open_lease()
+    tier.commit(lease, parent, path, tier.reserve(lease, len(path)).slots)
+    tier.release(lease)
+
+
+def store_us(depth: int, calls: int) -> float:
+    """Plan the store of one block below a path of `depth` blocks that are stored."""
+    path = chain(depth + calls)
+    host = LocalHostTier(CacheLevel.HOST, 2 * len(path))
+    index = LocalIndex.make(2 * len(path))
+    index.restore([])
+    stores = StorePlanner(
+        CacheSettings(write_policy=WritePolicy.WRITE_THROUGH), StorageTierSettings(), host, index, Counters()
+    )
+    store(host, bytes(32), path[:depth])
+    store(index.pool, bytes(32), path[:depth])
+    at = count(depth)
+    samples = []
+    for _ in range(calls):
+        here = next(at)
+        store(host, path[here - 1].tobytes(), path[here : here + 1])
+        stores.on_arrival(path[here : here + 1])
+        plan = OpenPlan()
+        since = time.perf_counter_ns()
+        stores.plan(plan, 0)
+        samples.append(time.perf_counter_ns() - since)
+        (order,) = plan.storage
+        swap = order.build(1).swap
+        assert swap.purpose is SwapPurpose.STORE and len(swap) == 1
+        host.unhold(swap.src_block_ids)
+        index.end_writes(swap, np.ones(1, np.bool_), np.zeros(1, np.uint64))
+    return float(np.median(samples)) / 1000
+
+
+def owners_us(most: int, calls: int) -> float:
+    """One addition to a full table, a fifth of which has been replaced; the mean."""
+    owners = Owners(most)
+    numbers = np.arange(most + most // 5 + calls, dtype=np.uint64).tobytes()
+    keys = (numbers[at : at + 8] for at in count(0, 8))
+    for _ in range(most + most // 5):
+        owners.add(next(keys), "tenant")
+    since = time.perf_counter_ns()
+    for _ in range(calls):
+        owners.add(next(keys), "tenant")
+    return (time.perf_counter_ns() - since) / calls / 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=2048, help="of each request that waits")
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--json", action="store_true", help="print one object instead of tables")
+    options = parser.parse_args()
+    waits = {waiting: take_plans_us(waiting, options.blocks, options.calls) for waiting in (0, 16, 128)}
+    stores = {depth: store_us(depth, options.calls) for depth in (16, 1024, 8192)}
+    owners = {most: owners_us(most, 2000) for most in (1000, 1 << 20)}
+    if options.json:
+        fields = {
+            "machine": machine(),
+            "take_plans_us": {waiting: step for waiting, (step, _) in waits.items()},
+            "match_us_per_request": {waiting: match for waiting, (_, match) in waits.items()},
+            "store_us": stores,
+            "owners_us": owners,
+        }
+        print(json.dumps(fields))
+        return
+    print(f"{machine()}\n\n{'requests that wait for room':<30}{'take_plans':>12}{'match, each':>14}  us")
+    for waiting, (step, match) in waits.items():
+        print(f"{waiting:<30}{step:>12.1f}{match:>14.1f}")
+    print(f"\n{'depth of the stored path':<30}{'store':>12}  us")
+    for depth, spent in stores.items():
+        print(f"{depth:<30}{spent:>12.1f}")
+    print(f"\n{'blocks whose owner is known':<30}{'addition':>12}  us")
+    for most, spent in owners.items():
+        print(f"{most:<30}{spent:>12.2f}")
+    print()
+
+
+if __name__ == "__main__":
+    main()
