@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fdcache._core import BlockList
 from fdcache.manager.ledger import OpenPlan, PlanLedger
 from fdcache.manager.settlement import settle_storage
 from fdcache.manager.stats import Counters
 from fdcache.manager.storage_index import LocalIndex
 from fdcache.manager.stores import StorePlanner
-from fdcache.metadata import CacheLevel, SwapPurpose, TransferReport, TransferResult
+from fdcache.metadata import CacheLevel, Int32Array, SwapPurpose, TransferReport, TransferResult
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.tiers import LocalHostTier
@@ -104,6 +107,55 @@ def test_blocks_whose_slot_fails_are_written_to_others(kind: str) -> None:
     assert stage.counters.bad_storage_slots == stats.quarantined
     assert stage.stores.queued == 0
     stage.index.pool.verify()
+
+
+class CountingHost(LocalHostTier):
+    """Counts the blocks that it lists."""
+
+    listed = 0
+
+    def ancestry(self, slots: Int32Array, levels: int = 2**32 - 1) -> BlockList:
+        found = super().ancestry(slots, levels)
+        self.listed += len(found)
+        return found
+
+
+def visits(depth: int, stored: int) -> tuple[int, int, int]:
+    """Blocks planned, listed in the host and looked up in the storage when one below ``depth`` others is stored.
+
+    The storage has the first ``stored`` of them.
+    """
+    path = list(accumulate(range(depth), lambda key, _: sha256(key).digest(), initial=bytes(31) + b"1"))
+    stage = Stage(WritePolicy.WRITE_THROUGH)
+    stage.host, stage.index = CountingHost(CacheLevel.HOST, 2 * depth), LocalIndex.make(2 * depth)
+    stage.index.restore([])
+    stage.stores = StorePlanner(
+        CacheSettings(write_policy=WritePolicy.WRITE_THROUGH),
+        StorageTierSettings(),
+        stage.host,
+        stage.index,
+        stage.counters,
+        lambda: stage.now,
+    )
+    store(stage.host, path)
+    store(stage.index.pool, path[:stored])
+    stage.stores.on_arrival(hashes(path[-1:]))
+    before = stage.index.pool.stats().lookups
+    planned = stage.planned()
+    return planned, stage.host.listed, stage.index.pool.stats().lookups - before
+
+
+def test_a_store_below_a_stored_path_costs_the_same_at_every_depth() -> None:
+    shallow, deep = visits(16, 16), visits(4096, 4096)
+    assert shallow == deep
+    assert deep[0] == deep[1] == 1
+
+
+@pytest.mark.parametrize("missing", [1, 63, 64, 65, 400])
+def test_a_store_takes_the_ancestors_along_that_are_not_stored(missing: int) -> None:
+    planned, listed, looked_up = visits(4096, 4096 - missing)
+    assert planned == missing + 1
+    assert max(listed, looked_up) <= 8 * missing + 256
 
 
 def test_what_left_the_host_before_its_turn_is_dropped_and_counted() -> None:

@@ -1,0 +1,33 @@
+"""Which blocks below the root are whose."""
+
+from __future__ import annotations
+
+from fdcache.hashing import tenant_key
+from fdcache.server.departures import Departures, Reason
+from fdcache.tiers.owners import Owners
+
+A, B = tenant_key("a"), tenant_key("b")
+
+
+def test_blocks_told_longest_ago_are_forgotten_first() -> None:
+    owners = Owners(2)
+    for block, tenant in ((b"1", "a"), (b"2", "a"), (b"1", "b"), (b"3", "a")):
+        owners.add(block, tenant)
+    assert owners.of([b"1", b"3"]) == B + A
+    assert owners.of([b"2"]) == b""
+    assert owners.of([b"3", b"2"]) == A + bytes(16)
+
+
+def test_a_table_stays_bounded_however_much_is_told() -> None:
+    owners = Owners(3)
+    for number in range(100):
+        owners.add(bytes([number]), "a")
+    assert [bool(owners.of([bytes([number])])) for number in range(95, 100)] == [False] * 2 + [True] * 3
+
+
+def test_departures_longest_ago_are_forgotten_first() -> None:
+    departures = Departures(2)
+    departures.add([b"1", b"2"], Reason.EVICTED)
+    departures.add([b"1", b"3"], Reason.RESET)
+    reasons = [departures.reason(key) for key in (b"1", b"2", b"3")]
+    assert reasons == [Reason.RESET, Reason.NOT_STORED, Reason.RESET]
