@@ -82,7 +82,7 @@ def main() -> None:
             spent = best_us(partial(hash_blocks, form, block_size, parent=root))
             print(f"  {name:5} {spent:6.0f} us, hashlib loop / this = {reference / spent:.1f}")
         for backend in _core.sha_backends():
-            spent = best_us(partial(_core.hash_blocks, tokens, block_size, root, 0, none, backend))
+            spent = best_us(partial(_core.hash_blocks, tokens, block_size, root, 0, none, 0, backend))
             print(f"  int32 with {backend:8} {spent:6.0f} us")
         print(f"  append of one token {append_ns(block_size, root):.0f} ns")
 
