@@ -108,7 +108,12 @@ def store_us(depth: int, calls: int) -> float:
     index = LocalIndex.make(2 * len(path))
     index.restore([])
     stores = StorePlanner(
-        CacheSettings(write_policy=WritePolicy.WRITE_THROUGH), StorageTierSettings(), host, index, Counters()
+        CacheSettings(write_policy=WritePolicy.WRITE_THROUGH),
+        StorageTierSettings(),
+        host,
+        index,
+        Counters(),
+        time.monotonic,
     )
     store(host, bytes(32), path[:depth])
     store(index.pool, bytes(32), path[:depth])
@@ -126,7 +131,8 @@ def store_us(depth: int, calls: int) -> float:
         swap = order.build(1).swap
         assert swap.purpose is SwapPurpose.STORE and len(swap) == 1
         host.unhold(swap.src_block_ids)
-        index.end_writes(swap, np.ones(1, np.bool_), np.zeros(1, np.uint64))
+        none = np.zeros(1, np.bool_)
+        index.end_writes(swap, ~none, np.zeros(1, np.uint64), none, none)
     return float(np.median(samples)) / 1000
 
 
