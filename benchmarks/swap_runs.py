@@ -13,10 +13,9 @@ from unittest.mock import patch
 import numpy as np
 
 from fdcache import _core
-from fdcache.controller.host_arena import EXTENT_BYTES
 from fdcache.layout import KVLayout
 from fdcache.manager.cache_manager import CacheManager
-from fdcache.metadata import TransferPlan
+from fdcache.metadata import EXTENT_BYTES, TransferPlan
 from fdcache.replay import engine
 from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.trace import read_trace

@@ -200,6 +200,31 @@ class NodeView:
     idle_seconds: float
     ready_seconds: float
 
+class FreeRuns:
+    """The free slots of a tier as runs (first, count), none of which crosses a multiple of ``extent``; 0: any may."""
+
+    def __init__(self, extent: int = 0) -> None: ...
+    def __len__(self) -> int:
+        """Free slots."""
+
+    def resize(self, slots: int) -> None:
+        """Change the number of slots; new ones are not free."""
+
+    def add(self, first: int, count: int = 1) -> None:
+        """Free a run; none of it is free, and all of it is within the tier."""
+
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """Take slots in as few runs as there are, ascending; ValueError when fewer are free."""
+
+    def clear(self) -> None:
+        """Forget every free slot."""
+
+    def runs(self) -> list[tuple[int, int]]:
+        """All runs, ascending."""
+
+    def check_integrity(self) -> list[str]:
+        """Every invariant that does not hold, in words."""
+
 class Tier:
     """Slots, the entries in them and who uses them; any thread may call. Every operation is all or nothing.
 
@@ -207,7 +232,12 @@ class Tier:
     released, never opened or (where noted) opened before a reset raises ``StaleLeaseError``.
     """
 
-    def __init__(self, slots: int, eviction: str = "lru") -> None: ...
+    def __init__(self, slots: int, eviction: str = "lru", extent: int = 0, spare: float = 0.0) -> None:
+        """No run of slots crosses a multiple of ``extent`` (0: any may); reservations may evict ahead of need.
+
+        They do so for longer runs, as long as less than the share ``spare`` of the slots, 0 to 0.5, is free.
+        """
+
     def open_lease(self) -> int: ...
     def release(self, lease: int) -> bool:
         """Give back all that the lease has; False when that was done before."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fdcache.tasks import AsyncTaskHandler, TransferStatus
 
 __all__ = [
+    "EXTENT_BYTES",
     "SLOT_HEADER_BYTES",
     "AsyncTaskHandler",
     "BlockNode",
@@ -47,6 +48,9 @@ HashArray = NDArray[np.uint8]
 
 SLOT_HEADER_BYTES = 128
 """Bytes of the header that stands beside each record."""
+
+EXTENT_BYTES = 64 << 20
+"""Most bytes of an extent of a worker's own arena, unless one record needs more. No record and no copy crosses two."""
 
 
 class CacheLevel(StrEnum):

@@ -5,7 +5,9 @@
 
 namespace fdcache {
 
-Tier::Tier(std::uint32_t slots, std::string_view eviction) : order_(make_eviction_order(eviction)) {
+Tier::Tier(std::uint32_t slots, std::string_view eviction, std::uint32_t extent, double spare)
+    : order_(make_eviction_order(eviction)), free_(extent), spare_(spare) {
+    if (!(spare >= 0 && spare <= 0.5)) throw std::invalid_argument("the spare share is between 0 and 0.5");
     resize(slots);
 }
 
@@ -104,7 +106,7 @@ void Tier::free_slot(Slot slot) {
     --(entry.state == SlotState::kReady ? ready_ : writing_);
     entry.state = SlotState::kFree;
     entry.parent = kNoSlot;
-    free_.push_back(slot);
+    free_.add(slot);
 }
 
 void Tier::free_if_unused(Slot slot) {
@@ -180,30 +182,59 @@ std::uint32_t Tier::missing(std::size_t count, const SlotSet &kept) const {
     return static_cast<std::uint32_t>(count > room ? count - room : 0);
 }
 
-// Ascending, so that blocks of one path lie in runs where the free slots allow it. With a block everything
-// above it is kept, so what is passed over never leaves a child without its parent.
-void Tier::take_slots(std::uint32_t count, const SlotSet &kept, Reservation &out) {
-    const std::size_t short_of = count > free_.size() ? count - free_.size() : 0;
-    std::vector<Slot> victims;
-    victims.reserve(short_of);
-    out.evicted.reserve(short_of);
-    out.slots.reserve(count);
-    out.generations.reserve(count);
+// Evicts the coldest `count` entries but those kept, as far as there are as many; `victims` and `evicted`
+// have room for them. With a block everything above it is kept, so what is passed over never leaves a child
+// without its parent.
+void Tier::evict_coldest(std::size_t count, const SlotSet &kept, std::vector<Slot> &victims,
+                         BlockList &evicted) {
+    victims.clear();
     // In three rounds, each fetching what the next one reads: a large tier costs cache misses, not steps.
-    for (Slot slot = order_->coldest(); victims.size() < short_of; slot = order_->after(slot)) {
+    for (Slot slot = order_->coldest(); victims.size() < count && slot != kNoSlot;
+         slot = order_->after(slot)) {
         if (kept.contains(slot)) continue;
         victims.push_back(slot);
         __builtin_prefetch(&entries_[slot], 1);
         __builtin_prefetch(&digests_[slot]);
     }
     for (const Slot slot : victims) {
-        append(out.evicted, slot);
+        append(evicted, slot);
         index_.prefetch(digests_[slot]);
     }
     for (const Slot slot : victims) evict(slot);
-    out.slots.assign(free_.end() - count, free_.end());
-    free_.resize(free_.size() - count);
-    std::sort(out.slots.begin(), out.slots.end());
+}
+
+// Takes `count` free slots, ascending, evicting what it must. While they would lie in short runs it evicts
+// ahead of need, in growing batches, as far as the tier may have slots to spare: the more are free, the
+// longer their runs.
+std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, const SlotSet &kept, BlockList &evicted) {
+    const std::size_t short_of = count > free_.size() ? count - free_.size() : 0;
+    const std::size_t left = free_.size() + short_of - count;
+    const auto spare = static_cast<std::size_t>(spare_ * static_cast<double>(entries_.size()));
+    std::size_t ahead = std::min(spare > left ? spare - left : 0, kMostAhead);
+    std::vector<FreeRuns::Run> runs;
+    std::vector<Slot> victims;
+    runs.reserve(count);
+    victims.reserve(std::max(short_of, ahead));
+    evicted.reserve(short_of + ahead);
+    evict_coldest(short_of, kept, victims, evicted);
+    free_.take(count, runs);
+    for (std::size_t batch = kFirstBatch; ahead && runs.size() > count / kGoodRun + 1; batch *= 2) {
+        evict_coldest(std::min(batch, ahead), kept, victims, evicted);
+        if (victims.empty()) break;
+        ahead -= victims.size();
+        for (const FreeRuns::Run &run : runs) free_.add(run.first, run.count);
+        runs.clear();
+        free_.take(count, runs);
+    }
+    return runs;
+}
+
+// Blocks of one path go into the slots in order.
+void Tier::take_slots(std::uint32_t count, const SlotSet &kept, Reservation &out) {
+    out.slots.reserve(count);
+    out.generations.reserve(count);
+    for (const FreeRuns::Run &run : take_runs(count, kept, out.evicted))
+        for (Slot slot = run.first; slot < run.first + run.count; ++slot) out.slots.push_back(slot);
     writing_ += count;
     for (const Slot slot : out.slots) {
         Entry &entry = entries_[slot];

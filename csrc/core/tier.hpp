@@ -27,6 +27,7 @@
 
 #include "core/digest.hpp"
 #include "core/eviction.hpp"
+#include "core/free_runs.hpp"
 #include "core/hash_index.hpp"
 #include "core/presence.hpp"
 #include "core/tenants.hpp"
@@ -68,7 +69,7 @@ struct MatchRun {
 struct Reservation {
     std::vector<Slot> slots;
     std::vector<std::uint32_t> generations;
-    BlockList evicted;          // what was dropped to make room, children before parents
+    BlockList evicted;          // what was dropped, some perhaps ahead of need, children before parents
     std::uint32_t missing = 0;  // slots that could not be had; nothing is reserved then
 };
 
@@ -123,7 +124,10 @@ struct NodeView {
 
 class Tier {
   public:
-    explicit Tier(std::uint32_t slots, std::string_view eviction = "lru");
+    // `extent`: no run of slots crosses a multiple of it; 0: there is one extent. `spare`: the share of the
+    // slots up to which reservations may evict ahead of need, so that they find longer runs.
+    explicit Tier(std::uint32_t slots, std::string_view eviction = "lru", std::uint32_t extent = 0,
+                  double spare = 0);
 
     LeaseId open_lease();
     // False when the lease is unknown or was released before.
@@ -220,6 +224,9 @@ class Tier {
 
   private:
     static constexpr Slot kRoot = kNoSlot - 1;
+    static constexpr std::uint32_t kGoodRun = 16;   // slots: a copy of so many records runs at full speed
+    static constexpr std::size_t kFirstBatch = 32;  // of what is evicted ahead of need
+    static constexpr std::size_t kMostAhead = 512;  // entries that one reservation evicts ahead of need
 
     struct Entry {
         std::uint64_t checksum = 0;
@@ -281,6 +288,9 @@ class Tier {
     void evict_above(std::uint32_t slots);
     void keep(Slot slot, SlotSet &kept) const;
     std::uint32_t missing(std::size_t count, const SlotSet &kept) const;
+    void evict_coldest(std::size_t count, const SlotSet &kept, std::vector<Slot> &victims,
+                       BlockList &evicted);
+    std::vector<FreeRuns::Run> take_runs(std::uint32_t count, const SlotSet &kept, BlockList &evicted);
     void take_slots(std::uint32_t count, const SlotSet &kept, Reservation &out);
     void append(BlockList &list, Slot slot) const;
     void note(TierEvent::Kind kind, Slot slot);
@@ -291,7 +301,8 @@ class Tier {
     HashIndex index_{digests_};
     std::unique_ptr<EvictionOrder> order_;
     Tenants tenants_;
-    std::vector<Slot> free_;
+    FreeRuns free_;
+    const double spare_;
     std::unordered_map<LeaseId, Lease> leases_;
     std::optional<PresenceTable> mirror_;
     std::vector<TierEvent> events_;

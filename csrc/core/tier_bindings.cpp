@@ -45,6 +45,12 @@ nb::object status_array(const std::vector<T> &status) {
     return to_numpy<std::uint8_t>(std::move(values));
 }
 
+nb::list run_list(const std::vector<FreeRuns::Run> &runs) {
+    nb::list list;
+    for (const FreeRuns::Run &run : runs) list.append(nb::make_tuple(run.first, run.count));
+    return list;
+}
+
 std::span<const Tenant> tenants_of(const std::optional<VectorIn<std::uint32_t>> &tenants, std::size_t count) {
     if (!tenants) return {};
     require_equal(tenants->shape(0), count);
@@ -129,6 +135,37 @@ void bind_records(nb::module_ &module) {
         .def_ro("ready_seconds", &NodeView::ready_seconds);
 }
 
+void bind_free_runs(nb::module_ &module) {
+    nb::class_<FreeRuns>(module, "FreeRuns")
+        .def(nb::init<std::uint32_t>(), nb::arg("extent") = 0)
+        .def("__len__", &FreeRuns::size)
+        .def("resize", &FreeRuns::resize, nb::arg("slots"))
+        .def(
+            "add",
+            [](FreeRuns &free, std::uint32_t first, std::uint32_t count) {
+                if (!count || first >= free.slots() || count > free.slots() - first)
+                    throw std::invalid_argument("not slots of the tier");
+                for (const FreeRuns::Run &run : free.runs())
+                    if (run.first < first + count && first < run.first + run.count)
+                        throw std::invalid_argument("slots are freed twice");
+                free.add(first, count);
+            },
+            nb::arg("first"), nb::arg("count") = 1)
+        .def(
+            "take",
+            [](FreeRuns &free, std::uint32_t count) {
+                if (count > free.size()) throw std::invalid_argument("fewer slots are free");
+                std::vector<FreeRuns::Run> taken;
+                taken.reserve(count);
+                free.take(count, taken);
+                return run_list(taken);
+            },
+            nb::arg("count"))
+        .def("clear", &FreeRuns::clear)
+        .def("runs", [](const FreeRuns &free) { return run_list(free.runs()); })
+        .def("check_integrity", &FreeRuns::check_integrity);
+}
+
 nb::tuple take_events(Tier &tier) {
     std::vector<TierEvent> events = tier.take_events();
     std::vector<std::uint8_t> kinds;
@@ -157,8 +194,10 @@ void bind_tier(nb::module_ &module) {
     module.attr("SLOT_WRITING") = static_cast<int>(SlotState::kWriting);
     module.attr("SLOT_READY") = static_cast<int>(SlotState::kReady);
     bind_records(module);
+    bind_free_runs(module);
     nb::class_<Tier>(module, "Tier")
-        .def(nb::init<std::uint32_t, std::string_view>(), nb::arg("slots"), nb::arg("eviction") = "lru")
+        .def(nb::init<std::uint32_t, std::string_view, std::uint32_t, double>(), nb::arg("slots"),
+             nb::arg("eviction") = "lru", nb::arg("extent") = 0, nb::arg("spare") = 0.0)
         .def("open_lease", &Tier::open_lease)
         .def("release", &Tier::release, nb::arg("lease"))
         .def(

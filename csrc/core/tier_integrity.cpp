@@ -7,7 +7,7 @@ namespace fdcache {
 
 std::vector<std::string> Tier::check_integrity() const {
     std::lock_guard lock(mutex_);
-    std::vector<std::string> broken;
+    std::vector<std::string> broken = free_.check_integrity();
     const auto expect = [&broken](bool holds, const std::string &what) {
         if (!holds) broken.push_back(what);
     };
@@ -15,7 +15,8 @@ std::vector<std::string> Tier::check_integrity() const {
     std::vector<std::uint32_t> pins(slots), children(slots), busy_children(slots), listed(slots);
     for (const auto &[id, lease] : leases_)
         for (const Slot slot : lease.slots) ++pins[slot];
-    for (const Slot slot : free_) ++listed[slot];
+    for (const FreeRuns::Run &run : free_.runs())
+        for (Slot slot = run.first; slot < run.first + run.count; ++slot) ++listed[slot];
 
     std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, evictable = 0, withheld = 0;
     std::uint64_t holds = 0;

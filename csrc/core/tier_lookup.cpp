@@ -163,8 +163,7 @@ TierStats Tier::stats() const {
     stats.evictions = evictions_;
     stats.lookups = lookups_;
     stats.memory_bytes = entries_.capacity() * sizeof(Entry) + digests_.capacity() * sizeof(Digest) +
-                         index_.bytes() + order_->bytes() + tenants_.bytes() +
-                         free_.capacity() * sizeof(Slot);
+                         index_.bytes() + order_->bytes() + tenants_.bytes() + free_.bytes();
     return stats;
 }
 

@@ -83,9 +83,14 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         restored[i] = 1;
         kept.push_back(i);
     }
-    std::erase_if(free_, [this](Slot slot) { return entries_[slot].state != SlotState::kFree; });
     for (const std::uint32_t each : found.generations) generation = std::max(generation, each);
-    for (const Slot slot : free_) entries_[slot].generation = std::max(entries_[slot].generation, generation);
+    free_.clear();
+    for (Slot slot = static_cast<Slot>(entries_.size()); slot-- > 0;) {
+        Entry &entry = entries_[slot];
+        if (entry.state != SlotState::kFree) continue;
+        entry.generation = std::max(entry.generation, generation);
+        free_.add(slot);
+    }
     // Coldest first: by the newest block of a subtree, its deepest blocks before those above them.
     for (auto i = kept.rbegin(); i != kept.rend(); ++i) {
         const Slot slot = found.slots[*i], parent = entries_[slot].parent;

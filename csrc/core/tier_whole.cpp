@@ -51,11 +51,8 @@ std::uint32_t Tier::resize(std::uint32_t slots) {
     order_->resize(slots);
     tenants_.resize(slots);
     for (Slot slot = old; slot < slots; ++slot) entries_[slot].generation = first_generation_;
-    if (slots > old) {
-        // Before what is free already, descending: taken last, and in ascending runs.
-        free_.insert(free_.begin(), slots - old, kNoSlot);
-        for (Slot slot = slots; slot-- > old;) free_[slots - 1 - slot] = slot;
-    }
+    free_.resize(slots);
+    if (slots > old) free_.add(old, slots - old);
     return 0;
 }
 
@@ -81,7 +78,6 @@ void Tier::evict_above(std::uint32_t slots) {
     }
     for (const Slot slot : idle)
         if (doomed[slot]) evict(slot);
-    std::erase_if(free_, [slots](Slot slot) { return slot >= slots; });
     for (std::size_t slot = slots; slot < entries_.size(); ++slot)
         first_generation_ = std::max(first_generation_, entries_[slot].generation);
 }

@@ -12,10 +12,7 @@ from fdcache.controller.memory_budget import available_memory
 from fdcache.devices.base import Device, PinnedMemory
 from fdcache.errors import HostMemoryError
 from fdcache.layout import KVLayout
-from fdcache.metadata import TransferPlan
-
-EXTENT_BYTES = 64 << 20
-"""Most bytes of an extent, unless one record needs more. No record and no copy crosses two extents."""
+from fdcache.metadata import EXTENT_BYTES, TransferPlan
 
 HEADER_BYTES = 128
 _TOUCH_THREADS = 8

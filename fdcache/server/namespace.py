@@ -23,7 +23,7 @@ from fdcache.server.history import History
 from fdcache.server.layout_memory import LayoutMemory
 from fdcache.server.tenants import Quotas, Tenants
 from fdcache.settings.server import ServerSettings
-from fdcache.tiers import BlockPool
+from fdcache.tiers import HOST_SPARE, BlockPool
 from fdcache.tiers.codes import EVENT_REMOVED, EVENT_STORED
 
 _EVENTS = 65536
@@ -145,7 +145,9 @@ class Namespace:
 
     def _resize(self) -> None:
         if self.tier is None:
-            self.tier = BlockPool(CacheLevel.HOST, self.num_slots)
+            self.tier = BlockPool(
+                CacheLevel.HOST, self.num_slots, extent=self.geometry.records_per_extent, spare=HOST_SPARE
+            )
             self.tier.record_events(_EVENTS)
             self.tenants.limit(self.tier, self.storable_slots)
             self.tier.mirror(self._table)

@@ -1,9 +1,18 @@
 """Tiers: pools of blocks over the native core, and the host tier of a service as this process sees it."""
 
-from fdcache.tiers.block_pool import BlockPool
+from fdcache.tiers.block_pool import HOST_SPARE, BlockPool
 from fdcache.tiers.host_cache import HostCache
 from fdcache.tiers.host_tier import HostMatch, HostTier, LocalHostTier
 from fdcache.tiers.restoring import restore
 from fdcache.tiers.storage_pool import StoragePool
 
-__all__ = ["BlockPool", "HostCache", "HostMatch", "HostTier", "LocalHostTier", "StoragePool", "restore"]
+__all__ = [
+    "HOST_SPARE",
+    "BlockPool",
+    "HostCache",
+    "HostMatch",
+    "HostTier",
+    "LocalHostTier",
+    "StoragePool",
+    "restore",
+]

@@ -23,16 +23,23 @@ _PENDING = {
 MOST_BLOCKS = 2**31 - 1
 """Blocks of a tier at most: slots are int32."""
 
+HOST_SPARE = 1 / 64
+"""The share of a host tier's slots up to which reservations evict ahead of need, for longer runs."""
+
 
 class BlockPool(_core.Tier):
     """A tier of ``num_blocks`` slots at one level. The calls of the data path are those of the native class.
 
+    ``extent`` and ``spare`` shape the runs of its slots, as the native class says.
+
     Raises ``ConfigurationError`` for a number of slots that no tier can have.
     """
 
-    def __init__(self, level: CacheLevel, num_blocks: int, eviction: str = "lru") -> None:
+    def __init__(
+        self, level: CacheLevel, num_blocks: int, eviction: str = "lru", *, extent: int = 0, spare: float = 0.0
+    ) -> None:
         _check_size(level, num_blocks)
-        super().__init__(num_blocks, eviction)
+        super().__init__(num_blocks, eviction, extent, spare)
         self.level = level
         self.loading_from_storage: set[int] = set()
         """Slots that blocks are on their way into from storage; whoever reads them says so."""

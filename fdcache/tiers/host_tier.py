@@ -183,8 +183,10 @@ class LocalHostTier(BlockPool):
 
     arena: str | None = None
 
-    def __init__(self, level: CacheLevel, num_blocks: int, eviction: str = "lru") -> None:
-        super().__init__(level, num_blocks, eviction)
+    def __init__(
+        self, level: CacheLevel, num_blocks: int, eviction: str = "lru", *, extent: int = 0, spare: float = 0.0
+    ) -> None:
+        super().__init__(level, num_blocks, eviction, extent=extent, spare=spare)
         self.traffic = Traffic()
         self.on_evict: Callable[[HashArray], None] | None = None
         """Told what left the tier for copies into it; nobody else evicts here."""

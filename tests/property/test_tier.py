@@ -43,10 +43,15 @@ def given(taken: _core.Reservation) -> list[tuple[int, int]]:
 
 
 class TierHistory(RuleBasedStateMachine):
-    @initialize(size=st.integers(2, 12), events=st.sampled_from([0, 1, 5, 1000]))
-    def begin(self, size: int, events: int) -> None:
-        self.tier = _core.Tier(size)
-        self.oracle = TierOracle(size)
+    @initialize(
+        size=st.integers(2, 12),
+        events=st.sampled_from([0, 1, 5, 1000]),
+        extent=st.sampled_from([0, 1, 3]),
+        spare=st.sampled_from([0.0, 0.2, 0.5]),
+    )
+    def begin(self, size: int, events: int, extent: int, spare: float) -> None:
+        self.tier = _core.Tier(size, extent=extent, spare=spare)
+        self.oracle = TierOracle(size, spare)
         self.tier.record_events(events)
         self.oracle.record_events(events)
         for _ in range(2):
@@ -149,7 +154,7 @@ class TierHistory(RuleBasedStateMachine):
         )
         if taken is None:
             return
-        missing, evicted = self.oracle.reserve(lease, count, given(taken))
+        missing, evicted = self.oracle.reserve(lease, count, given(taken), len(taken.evicted))
         assert taken.missing == missing
         assert len(taken) == (0 if missing else count)
         self.check_evicted(taken, before, evicted)
@@ -207,7 +212,9 @@ class TierHistory(RuleBasedStateMachine):
         )
         if taken is None:
             return
-        status, missing, evicted = self.oracle.reserve_copies(lease, parents, wanted, given(taken))
+        status, missing, evicted = self.oracle.reserve_copies(
+            lease, parents, wanted, given(taken), len(taken.evicted)
+        )
         assert (taken.status.tolist(), taken.missing) == (status, missing)
         self.check_evicted(taken, before, evicted)
 

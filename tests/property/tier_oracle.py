@@ -42,8 +42,9 @@ class Lease:
 class TierOracle:
     """`used` maps slots to blocks; a slot that is not in it is free."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, spare: float = 0.0) -> None:
         self.slots = slots
+        self.spare = spare
         self.used: dict[int, Block] = {}
         self.leases: dict[int, Lease] = {}
         self.opened = 0
@@ -138,10 +139,16 @@ class TierOracle:
         block.ready, block.hits, block.checksum = True, 1, checksum
         self._note(EVENT_STORED, slot)
 
-    def _take(self, owner: int, count: int, given: Sequence[tuple[int, int]], kept: set[int]) -> list[int]:
+    def _take(
+        self, owner: int, count: int, given: Sequence[tuple[int, int]], kept: set[int], evictions: int
+    ) -> list[int]:
+        """`evictions` is the tier's choice as well: as few as will do, or some ahead of need."""
         assert len(given) == count
+        needed = max(count - self.free(), 0)
+        spare = int(self.spare * self.slots)
+        assert evictions == needed or needed < evictions <= count + spare - self.free()
         evicted: list[int] = []
-        while self.free() < count:
+        for _ in range(evictions):
             evicted.append(self.eviction_order(kept)[0])
             self._evict(evicted[-1])
         for slot, generation in given:
@@ -219,12 +226,14 @@ class TierOracle:
 
     # --- reserve, commit ---
 
-    def reserve(self, lease: int, count: int, given: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
+    def reserve(
+        self, lease: int, count: int, given: Sequence[tuple[int, int]], evictions: int = 0
+    ) -> tuple[int, list[int]]:
         self._live(lease)
         missing = count - self.free() - len(self.eviction_order())
         if missing > 0:
             return missing, []
-        evicted = self._take(lease, count, given, set())
+        evicted = self._take(lease, count, given, set(), evictions)
         for slot, _ in given:
             self.used[slot].holds = 0
             self.leases[lease].pins.append(slot)
@@ -261,7 +270,12 @@ class TierOracle:
     # --- copies ---
 
     def reserve_copies(
-        self, lease: int, parents: Sequence[bytes], hashes: Sequence[bytes], given: Sequence[tuple[int, int]]
+        self,
+        lease: int,
+        parents: Sequence[bytes],
+        hashes: Sequence[bytes],
+        given: Sequence[tuple[int, int]],
+        evictions: int = 0,
     ) -> tuple[list[int], int, list[int]]:
         if lease:
             self._current(lease)
@@ -287,7 +301,7 @@ class TierOracle:
         missing = len(wanted) - self.free() - len(self.eviction_order(kept))
         if missing > 0:
             return status, missing, []
-        evicted = self._take(lease, len(wanted), given, kept)
+        evicted = self._take(lease, len(wanted), given, kept, evictions)
         for (slot, _), (digest, parent) in zip(given, wanted.items(), strict=True):
             found = self.find(parent)
             self.used[slot].hash = digest

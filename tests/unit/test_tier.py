@@ -57,13 +57,15 @@ class TestSizes:
         assert min(taken.generations[3:]) > 1
 
     def test_shrinking_drops_what_hangs_below_the_slots_that_go(self, tier: _core.Tier) -> None:
-        low = tier.open_lease()
+        low, high = tier.open_lease(), tier.open_lease()
         tier.reserve(low, 4)
         root = store(tier, PATH[:1])
+        tier.reserve(high, 3)
         tier.release(low)
         below = store(tier, PATH[1:], PATH[0])
         assert root == [4]
         assert max(below) < 4
+        tier.release(high)
         assert tier.resize(4) == 0
         assert_all_given_back(tier)
         assert tier.stats().ready == 0
