@@ -53,6 +53,7 @@ bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, w
 	$(BIN)/python -m benchmarks.scheduler
 	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.eviction
+	$(BIN)/python -m benchmarks.host_runs
 	$(BIN)/python -m benchmarks.hashing
 	$(BIN)/python -m benchmarks.copies
 	$(BIN)/python -m benchmarks.settings

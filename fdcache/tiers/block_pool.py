@@ -36,7 +36,13 @@ class BlockPool(_core.Tier):
     """
 
     def __init__(
-        self, level: CacheLevel, num_blocks: int, eviction: str = "lru", *, extent: int = 0, spare: float = 0.0
+        self,
+        level: CacheLevel,
+        num_blocks: int,
+        eviction: str = "lru",
+        *,
+        extent: int = 0,
+        spare: float = 0.0,
     ) -> None:
         _check_size(level, num_blocks)
         super().__init__(num_blocks, eviction, extent, spare)

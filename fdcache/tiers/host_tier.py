@@ -184,7 +184,13 @@ class LocalHostTier(BlockPool):
     arena: str | None = None
 
     def __init__(
-        self, level: CacheLevel, num_blocks: int, eviction: str = "lru", *, extent: int = 0, spare: float = 0.0
+        self,
+        level: CacheLevel,
+        num_blocks: int,
+        eviction: str = "lru",
+        *,
+        extent: int = 0,
+        spare: float = 0.0,
     ) -> None:
         super().__init__(level, num_blocks, eviction, extent=extent, spare=spare)
         self.traffic = Traffic()

@@ -122,7 +122,9 @@ def test_runs_too_long_for_bins_of_their_own_are_fitted_to_a_sixteenth() -> None
         ((_, taken),) = free.take(count)
         assert taken == count
     left = [length for _, length in free.runs()]
-    assert sorted(left) == sorted(length - count for length, count in zip(lengths, (39, 45, 690, 701, 4800, 19_999)))
+    assert sorted(left) == sorted(
+        length - count for length, count in zip(lengths, (39, 45, 690, 701, 4800, 19_999))
+    )
 
 
 def test_the_lowest_extents_of_a_new_tier_are_taken_first() -> None:
@@ -130,4 +132,6 @@ def test_the_lowest_extents_of_a_new_tier_are_taken_first() -> None:
     free.resize(40)
     free.add(0, 40)
     assert [first for first, _ in free.take(24)] == [0, 8, 16]
-    assert all(end <= start for (first, length), (start, _) in pairwise(free.runs()) for end in [first + length])
+    assert all(
+        end <= start for (first, length), (start, _) in pairwise(free.runs()) for end in [first + length]
+    )
