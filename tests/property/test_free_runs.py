@@ -24,7 +24,7 @@ def runs_of(free: set[int], extent: int) -> list[Run]:
 
 
 def fewest_runs(lengths: list[int], count: int) -> list[int]:
-    """What a take of `count` slots leaves of runs of these lengths: the tightest that holds the rest, else the longest."""
+    """The lengths left after a take: each time the tightest run that holds the rest, else the longest."""
     left = sorted(lengths)
     while count:
         fitting = [length for length in left if length >= count]
@@ -123,7 +123,7 @@ def test_runs_too_long_for_bins_of_their_own_are_fitted_to_a_sixteenth() -> None
         assert taken == count
     left = [length for _, length in free.runs()]
     assert sorted(left) == sorted(
-        length - count for length, count in zip(lengths, (39, 45, 690, 701, 4800, 19_999))
+        length - count for length, count in zip(lengths, (39, 45, 690, 701, 4800, 19_999), strict=True)
     )
 
 

@@ -12,6 +12,7 @@ from fdcache.manager.stats import Counters
 from fdcache.metadata import EXTENT_BYTES
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.tiers import BlockPool, LocalHostTier
 from tests.tier_help import ROOT_HASH, digest, hashes, slots
 
 SIZE = 64
@@ -71,7 +72,7 @@ def test_what_a_copy_stands_below_is_not_evicted_ahead_of_need() -> None:
 
 @pytest.mark.parametrize("spare", [-0.1, 0.6, float("nan")])
 def test_a_share_to_spare_that_no_tier_can_have_is_refused(spare: float) -> None:
-    with pytest.raises(ValueError, match="between 0 and 0.5"):
+    with pytest.raises(ValueError, match="spare share is between"):
         _core.Tier(8, spare=spare)
 
 
@@ -94,8 +95,9 @@ def test_host_slots_lie_in_extents_and_device_slots_need_not() -> None:
     extent = EXTENT_BYTES // layout.record_bytes
     settings = CacheSettings(device_blocks=4 * extent, host_memory=4 * extent * (layout.record_bytes + 128))
     tiers = make_tiers(settings, layout, StorageTierSettings(), None, Counters(), time.monotonic)
-    assert isinstance(tiers.host, _core.Tier)
-    for tier, first in ((tiers.host, extent), (tiers.device, 1)):
+    assert isinstance(tiers.host, LocalHostTier)
+    pools: list[tuple[BlockPool, int]] = [(tiers.host, extent), (tiers.device, 1)]
+    for tier, first in pools:
         lease = tier.open_lease()
         tier.reserve(lease, 1)
         assert tier.reserve(lease, extent).slots.tolist() == list(range(first, first + extent))
