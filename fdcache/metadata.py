@@ -225,17 +225,27 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TransferReport(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One rank's report of one finished plan: a result for each transfer that the plan has."""
+    """One rank's report of one finished plan: a result for each transfer that the plan has.
+
+    ``refused``: the rank never got the plan, so it does nothing of it and reports none of its storage tasks.
+    """
 
     plan_id: int
     rank: int
     results: tuple[TransferResult, ...]
+    refused: bool = False
 
     @classmethod
     def refusal(cls, plan: TransferPlan, rank: int, reason: str) -> TransferReport:
-        """The report of a rank that copied nothing, for a plan that could not be submitted there."""
+        """The report of a rank that never got the plan, for all of it: its transfers and its storage tasks.
+
+        A plan that a ``CacheController`` was given is reported by ``CacheController.poll``.
+        """
         return cls(
-            plan_id=plan.plan_id, rank=rank, results=tuple(_nothing(swap, reason) for swap in plan.swaps())
+            plan_id=plan.plan_id,
+            rank=rank,
+            results=tuple(_nothing(swap, reason) for swap in plan.swaps()),
+            refused=True,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -10,16 +11,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fdcache.controller.device_planes import allocate_planes, bind_tensors
-from fdcache.controller.execution import PlanExecution, Transfer
+from fdcache.controller.execution import PlanExecution, Transfer, reason_of, refused_executions
 from fdcache.controller.host_arena import HostArena, Progress
 from fdcache.controller.in_flight import PlansInFlight
-from fdcache.controller.layer_counter import LayerDoneCounter
+from fdcache.controller.layer_counter import LayerDoneCounter, LayerEvents
 from fdcache.controller.process_guard import ProcessGuard
 from fdcache.controller.storage_transfers import StorageQueue, StorageTransfer
 from fdcache.controller.transfers import TransferQueue
-from fdcache.devices.base import Device, DevicePlanes
+from fdcache.devices.base import Device, DevicePlanes, Stream
 from fdcache.devices.cpu import CpuDevice
-from fdcache.errors import CacheNotReadyError, PlanError, StorageError, TransferTimeoutError
+from fdcache.errors import (
+    CacheNotReadyError,
+    DeviceError,
+    PlanError,
+    StorageError,
+    StreamError,
+    TransferTimeoutError,
+)
 from fdcache.layout import KVLayout
 from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
 from fdcache.settings.transfer import TransferSettings
@@ -28,6 +36,8 @@ from fdcache.tiers.host_cache import HostCache
 
 if TYPE_CHECKING:
     from fdcache.controller.shared_arena import SharedHostArena
+
+logger = logging.getLogger(__name__)
 
 
 class CacheController:
@@ -151,29 +161,23 @@ class CacheController:
         what it is given later waits for the plan's evictions. Loads beyond ``TransferSettings.loads_ahead`` begin
         later, at the latest when a layer is waited for.
 
-        ``compute_stream`` is whatever the device's ``as_stream`` takes. Raises ``PlanError`` for a plan that
-        cannot be carried out, ``CacheNotReadyError`` when memory is missing, ``DeviceError`` and
-        ``StreamError``, always with nothing launched: the manager then needs ``TransferReport.refusal``, or it
-        waits for ever. What fails later stands in the report.
+        ``compute_stream`` is whatever the device's ``as_stream`` takes; None will do where the engine computes on no
+        stream, on a CPU. ``poll`` reports every plan given here once, whatever happens. What device, memory, service or
+        storage refuse fails in the report, and the counter's layers are done. A caller's mistake is raised as
+        well, with nothing launched: ``PlanError`` for a plan that no worker could carry out, ``StreamError``,
+        ``CacheNotReadyError`` when memory is missing. A plan that is in flight already raises ``PlanError`` and keeps
+        its one report.
         """
+        if not isinstance(plan, TransferPlan):
+            raise PlanError(f"plan must be a TransferPlan of CacheManager.take_plans, got {type(plan).__name__}")
+        self._guard.check()
         with self._lock:
-            self._check_usable()
-            if plan.plan_id in self._in_flight:
-                raise PlanError(f"plan {plan.plan_id} is in flight already; its report was not polled yet")
-            if any(len(swap) for swap in plan.swaps()):
-                self._check_memory()
-            storage = self._prepare_storage(plan)
-            refusal = self._arena.prepare(plan) if self._arena is not None else None
-            execution, layers = self._queue.launch(
-                plan,
-                self.rank,
-                self._planes,
-                self._arena,
-                None if compute_stream is None else self.device.as_stream(compute_stream),
-                refusal,
-            )
-            self._in_flight.add(execution)
-            self._launch_storage(plan, storage)
+            self._check_new(plan)
+            try:
+                layers = self._launch(plan, compute_stream)
+            except Exception as error:
+                self._refuse(plan, reason_of(error))
+                raise
         return LayerDoneCounter(
             plan.plan_id,
             self.layout.total_layers,
@@ -182,14 +186,56 @@ class CacheController:
             as_stream=self.device.as_stream,
         )
 
+    def refuse(self, plan: TransferPlan, reason: str) -> None:
+        """Copy nothing of a plan that the engine cannot submit; ``poll`` reports it, and its storage tasks, as failed.
+
+        Raises ``PlanError`` for one that is in flight already.
+        """
+        self._guard.check()
+        with self._lock:
+            self._check_new(plan)
+            self._refuse(plan, reason)
+
+    def _check_new(self, plan: TransferPlan) -> None:
+        for plan_id in plan.plan_ids:
+            if plan_id in self._in_flight:
+                raise PlanError(f"plan {plan_id} is in flight already; its report was not polled yet")
+
+    def _launch(self, plan: TransferPlan, compute_stream: Any) -> LayerEvents:
+        self._check_usable()
+        if any(len(swap) for swap in plan.swaps()):
+            self._check_memory()
+        stream, refusal = self._compute_stream(compute_stream)
+        prepared = self._prepare_storage(plan)
+        if refusal is None and self._arena is not None:
+            refusal = self._arena.prepare(plan)
+        execution, layers = self._queue.launch(plan, self.rank, self._planes, self._arena, stream, refusal)
+        self._in_flight.add(execution)
+        self._launch_storage(plan, prepared)
+        return layers
+
+    def _compute_stream(self, compute_stream: Any) -> tuple[Stream | None, str | None]:
+        """The stream that copies are ordered with, or why the device cannot tell."""
+        if compute_stream is None:
+            return None, None
+        try:
+            return self.device.as_stream(compute_stream), None
+        except TypeError as error:
+            raise StreamError(f"compute_stream: {error}") from error
+        except DeviceError as error:
+            return None, str(error)
+
+    def _refuse(self, plan: TransferPlan, reason: str) -> None:
+        for execution in refused_executions(plan, self.rank, reason):
+            self._in_flight.add(execution)
+        if self._storage is not None:
+            self._storage.submit(plan, [])  # what is to be cancelled or emptied is so all the same
+
     def _prepare_storage(self, plan: TransferPlan) -> list[StorageTransfer]:
         if not plan.storage:
             return []
         if self._storage is None:
             raise CacheNotReadyError("no storage: call initialize_storage")
-        for task in plan.storage:
-            if task.plan_id in self._in_flight:
-                raise PlanError(f"storage task {task.plan_id} is in flight already")
         return [self._storage.prepare(task) for task in plan.storage]
 
     def _launch_storage(self, plan: TransferPlan, prepared: list[StorageTransfer]) -> None:
@@ -198,7 +244,12 @@ class CacheController:
         for transfer in prepared:
             transfers = [Transfer(transfer.task.swap.purpose, transfer)]
             self._in_flight.add(PlanExecution(transfer.task.plan_id, self.rank, transfers))
-        self._storage.submit(plan, prepared)
+        try:
+            self._storage.submit(plan, prepared)
+        except Exception as error:  # noqa: BLE001 - the copies are under way; the reports carry it
+            logger.error("plan %d: storage takes no tasks: %s", plan.plan_id, reason_of(error))
+            for transfer in prepared:
+                transfer.cancel()
 
     def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
         """The handler of a plan whose report was not polled yet. Raises ``PlanError`` for any other.

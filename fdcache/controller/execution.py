@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -10,8 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
-from fdcache.devices.base import CopyOutcome, Event, PendingCopy
-from fdcache.metadata import SwapPurpose, TransferReport, TransferResult, TransferStatus
+from fdcache.devices.base import CopyOutcome, Event, PendingCopy, Stream
+from fdcache.errors import FdcacheError
+from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport, TransferResult, TransferStatus
+
+logger = logging.getLogger(__name__)
 
 
 class Work(Protocol):
@@ -55,14 +59,59 @@ class LaunchedCopy:
         return self._copy.outcome()
 
 
+class RefusedCopy:
+    """A copy that could not be put on its stream: all its blocks fail.
+
+    ``behind`` is reached when whatever of it the stream took has ended; None when the stream took nothing. The slots
+    are the copy's until then.
+    """
+
+    started = False
+
+    def __init__(self, size: int, reason: str, behind: Event | None = None) -> None:
+        self._size = size
+        self._reason = reason
+        self._behind = behind
+
+    def pending_event(self) -> Event | None:
+        """The end of what is on the stream, until that is reached."""
+        return None if self._behind is None or self._behind.query() else self._behind
+
+    def cancel(self) -> bool:
+        """There is nothing to take back."""
+        return False
+
+    def outcome(self) -> CopyOutcome:
+        """Every block failed, for the same reason."""
+        failed = np.arange(self._size, dtype=np.int32)
+        return CopyOutcome(failed, np.empty(0, np.uint64), 0, 0.0, self._reason)
+
+
+def reason_of(error: Exception) -> str:
+    """The words of an error for a report; one that nobody foresaw goes to the log with its traceback."""
+    if isinstance(error, FdcacheError):
+        return str(error)
+    logger.error("a copy could not be submitted", exc_info=error)
+    return f"{type(error).__name__}: {error}"
+
+
+def fence(stream: Stream, behind: Event) -> None:
+    """Let an event be reached when a stream has done what it took of a copy that was refused midway.
+
+    When the stream does not take the event either it is never reached: then the slots stay the copy's for good.
+    """
+    try:
+        behind.record(stream)
+    except Exception as error:  # noqa: BLE001 - the copy is reported with the first one
+        logger.error("a stream takes no event: %s", reason_of(error))
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One transfer of a plan; ``work`` is None when it has no blocks, or was refused: then all of them fail."""
+    """One transfer of a plan; ``work`` is None when it has no blocks."""
 
     purpose: SwapPurpose
     work: Work | None
-    size: int = 0
-    refusal: str | None = None
 
 
 class PlanExecution:
@@ -116,17 +165,23 @@ class PlanExecution:
             return self._report
 
 
-def _result(transfer: Transfer) -> TransferResult:
-    if transfer.work is None:
-        return TransferResult(
-            purpose=transfer.purpose,
-            failed=np.arange(transfer.size, dtype=np.int32),
-            checksums=np.empty(0, np.uint64),
-            copied_bytes=0,
-            seconds=0.0,
-            error_message=transfer.refusal,
+def refused_executions(plan: TransferPlan, rank: int, reason: str) -> list[PlanExecution]:
+    """A plan of which nothing is copied, and its storage tasks: each has its report."""
+    return [
+        PlanExecution(
+            each.plan_id,
+            rank,
+            [Transfer(swap.purpose, RefusedCopy(len(swap), reason)) for swap in each.swaps()],
         )
-    outcome = transfer.work.outcome()
+        for each in (plan, *plan.storage)
+    ]
+
+
+_NO_BLOCKS = CopyOutcome(np.empty(0, np.int32), np.empty(0, np.uint64), 0, 0.0, None)
+
+
+def _result(transfer: Transfer) -> TransferResult:
+    outcome = _NO_BLOCKS if transfer.work is None else transfer.work.outcome()
     return TransferResult(
         purpose=transfer.purpose,
         failed=outcome.failed,

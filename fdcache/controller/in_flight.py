@@ -48,10 +48,10 @@ class PlansInFlight:
 
     def take_ended(self) -> list[TransferReport]:
         """The reports of the plans that have ended; they are in flight no more."""
-        ended = [each for each in self._executions.values() if each.pending_event() is None]
-        for execution in ended:
-            del self._executions[execution.plan_id], self._handlers[execution.plan_id]
-        return [execution.result() for execution in ended]
+        reports = [each.result() for each in self._executions.values() if each.pending_event() is None]
+        for report in reports:
+            del self._executions[report.plan_id], self._handlers[report.plan_id]
+        return reports
 
     def pending_events(self) -> list[Event | None]:
         """For each plan an event that must be reached before it has ended; None for one that has."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fdcache import _core
+from fdcache.controller.execution import fence, reason_of
 from fdcache.controller.layer_groups import LayerGroups
 from fdcache.devices.base import (
     BlockCopy,
@@ -27,7 +28,7 @@ from fdcache.devices.base import (
 )
 from fdcache.devices.faults import Fault, make_outcome, part_of_outcome
 from fdcache.devices.validation import check_pairs
-from fdcache.errors import DeviceLostError, FdcacheError
+from fdcache.errors import DeviceLostError
 from fdcache.layout import KVLayout
 
 
@@ -68,6 +69,8 @@ class QueuedLoad:
         self.copy: BlockCopy | None = None
         self._batch: tuple[_Batch, int] | None = None
         self._layer_events: Sequence[Event | None] | None = None
+        self._refusal: tuple[Fault, str] | None = None
+        self._behind: Event | None = None
         self._outcome: CopyOutcome | None = None
 
     @property
@@ -81,12 +84,10 @@ class QueuedLoad:
         self._layer_events = layer_events
         self._let_go()
 
-    def refused(self, fault: Fault, reason: str = "") -> None:
-        """It is never put on the stream; all its blocks fail."""
-        self._outcome = make_outcome(
-            self.pairs, bytes([fault]) * len(self.pairs), b"", copied_bytes=0, seconds=0.0, detail=reason
-        )
-        self._layer_events = self.emptied
+    def refused(self, fault: Fault, reason: str = "", behind: Event | None = None) -> None:
+        """It is not copied; all its blocks fail, once whatever of it is on the stream has ended: ``behind``."""
+        self._refusal, self._behind = (fault, reason), behind
+        self._layer_events = self.emptied if behind is None else [behind] * len(self.emptied)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -98,10 +99,8 @@ class QueuedLoad:
             self._queue.advance()
             if self.is_waiting:
                 return self._queue.next_end()
-            batch = self._batch
-        if batch is None or batch[0].copy.done.query():
-            return None
-        return batch[0].copy.done
+            end = self._batch[0].copy.done if self._batch is not None else self._behind
+        return None if end is None or end.query() else end
 
     @property
     def started(self) -> bool:
@@ -120,7 +119,13 @@ class QueuedLoad:
 
     def outcome(self) -> CopyOutcome:
         """What came of it, once it has ended; the memory is let go."""
-        if self._outcome is None:
+        if self._outcome is None and self._refusal is not None:
+            fault, reason = self._refusal
+            faults = bytes([fault]) * len(self.pairs)
+            self._outcome = make_outcome(
+                self.pairs, faults, b"", copied_bytes=0, seconds=0.0, detail=reason
+            )
+        elif self._outcome is None:
             assert self._batch is not None, "asked before the end"
             batch, index = self._batch
             self._outcome = batch.outcome(index)
@@ -184,7 +189,14 @@ class LoadQueue:
             self._launch([load])
             return
         slots = load.pairs.device_slots
-        if not all(_core.are_disjoint_slots(slots, each.pairs.device_slots) for each in self._waiting):
+        try:
+            disjoint = all(
+                _core.are_disjoint_slots(slots, each.pairs.device_slots) for each in self._waiting
+            )
+        except Exception as error:  # noqa: BLE001 - as in _launch
+            load.refused(Fault.DEVICE, reason_of(error))
+            return
+        if not disjoint:
             self.flush()  # the last to be submitted is the last to write a slot
         self._waiting.append(load)
 
@@ -234,19 +246,25 @@ class LoadQueue:
         return taken
 
     def _launch(self, loads: Sequence[QueuedLoad]) -> None:
-        pairs = loads[0].pairs if len(loads) == 1 else _joined([load.pairs for load in loads])
+        """Put loads on the stream as one batch. Whatever is raised there fails them, and them alone."""
         memory = loads[0].memory
         assert memory is not None
+        behind: Event | None = None
         try:
+            pairs = loads[0].pairs if len(loads) == 1 else _joined([load.pairs for load in loads])
             copy = loads[0].copy or self._device.copy_blocks(*memory, pairs, Direction.TO_DEVICE)
             for load in loads:
                 for event in load.after:
                     self.stream.wait_event(event)
-        except FdcacheError as error:
+            behind = self._device.create_event()
+            layer_events = self._groups.enqueue(copy, self.stream, len(pairs))
+        except Exception as error:  # noqa: BLE001 - the report carries it, and the queue goes on
+            reason = reason_of(error)
+            if behind is not None:
+                fence(self.stream, behind)
             for load in loads:
-                load.refused(Fault.DEVICE, str(error))
+                load.refused(Fault.DEVICE, reason, behind)
             return
-        layer_events = self._groups.enqueue(copy, self.stream, len(pairs))
         batch = _Batch(copy, [len(load.pairs) for load in loads], self._block_bytes)
         self._under_way.append(batch)
         for index, load in enumerate(loads):

@@ -7,10 +7,19 @@ machine with the one that is running.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 
-from fdcache.controller.execution import LaunchedCopy, PlanExecution, Transfer, Work
+from fdcache.controller.execution import (
+    LaunchedCopy,
+    PlanExecution,
+    RefusedCopy,
+    Transfer,
+    Work,
+    fence,
+    reason_of,
+)
 from fdcache.controller.layer_counter import LaunchedLayers, LayerEvents
 from fdcache.controller.layer_groups import LayerGroups
 from fdcache.controller.load_queue import LoadQueue, QueuedLoad
@@ -25,10 +34,12 @@ from fdcache.devices.base import (
     HostArena,
     Stream,
 )
-from fdcache.errors import FdcacheError, PlanError
+from fdcache.errors import PlanError, StreamError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan
 from fdcache.settings.transfer import TransferSettings
+
+logger = logging.getLogger(__name__)
 
 
 class TransferQueue:
@@ -57,35 +68,34 @@ class TransferQueue:
         """Check the whole plan, then put it on the streams, loads perhaps later; also the events of its layers.
 
         ``planes`` and ``arena`` may be None for a plan without blocks. A ``refusal`` is why nothing of the plan
-        can be copied. Raises ``PlanError`` before anything is launched.
+        can be copied. Raises ``PlanError`` and ``StreamError`` before anything is launched; whatever else goes wrong
+        fails the transfers concerned.
         """
         check_plan(plan)
-        nothing: list[Event | None] = [None] * self._groups.num_layers
-        if refusal is not None:
-            refused = [Transfer(swap.purpose, None, len(swap), refusal) for swap in plan.swaps()]
-            return PlanExecution(plan.plan_id, rank, refused), LaunchedLayers(nothing)
-        # Before any memory is taken for copies: a stream that is being captured is refused, and would mind that.
-        computed = self._computed(compute_stream) if any(len(swap) for swap in plan.swaps()) else []
-        copies: dict[SwapPurpose, BlockCopy] = {}
+        copies: dict[SwapPurpose, tuple[BlockCopy, int]] = {}
         load: QueuedLoad | None = None
-        for swap in plan.swaps():
-            if len(swap) == 0 or planes is None or arena is None:
-                continue
-            if swap.purpose is SwapPurpose.LOAD:
-                load = self._prepare(swap, planes, arena)
-            else:
-                copies[swap.purpose] = self._copy(swap, planes, arena)
-        layers, refused_for = self._enqueue(copies, load, compute_stream, computed)
-        work: dict[SwapPurpose, Work] = {purpose: LaunchedCopy(copy) for purpose, copy in copies.items()}
-        if load is not None:
-            work[SwapPurpose.LOAD] = load
-        transfers = [
-            Transfer(swap.purpose, None, len(swap), why)
-            if (why := refused_for.get(swap.purpose)) is not None
-            else Transfer(swap.purpose, work.get(swap.purpose))
-            for swap in plan.swaps()
-        ]
-        return PlanExecution(plan.plan_id, rank, transfers), layers or LaunchedLayers(nothing)
+        computed: list[Event] = []
+        if refusal is None:
+            try:
+                # Before any memory is taken for copies: a stream that is being captured is refused, and would mind.
+                computed = self._computed(compute_stream) if any(len(swap) for swap in plan.swaps()) else []
+                for swap in plan.swaps():
+                    if len(swap) == 0 or planes is None or arena is None:
+                        continue
+                    if swap.purpose is SwapPurpose.LOAD:
+                        load = self._prepare(swap, planes, arena)
+                    else:
+                        copies[swap.purpose] = self._copy(swap, planes, arena), len(swap)
+            except (PlanError, StreamError):
+                raise
+            except Exception as error:  # noqa: BLE001 - the report carries it
+                refusal = reason_of(error)
+        if refusal is not None:
+            refused = [Transfer(swap.purpose, RefusedCopy(len(swap), refusal)) for swap in plan.swaps()]
+            return PlanExecution(plan.plan_id, rank, refused), LaunchedLayers(self._no_events())
+        work, layers = self._enqueue(copies, load, compute_stream, computed)
+        transfers = [Transfer(swap.purpose, work.get(swap.purpose)) for swap in plan.swaps()]
+        return PlanExecution(plan.plan_id, rank, transfers), layers
 
     def retire(self) -> None:
         """Let go of the memory that finished copies kept alive."""
@@ -99,35 +109,35 @@ class TransferQueue:
 
     def _enqueue(
         self,
-        copies: dict[SwapPurpose, BlockCopy],
+        copies: dict[SwapPurpose, tuple[BlockCopy, int]],
         load: QueuedLoad | None,
         compute_stream: Stream | None,
         computed: list[Event],
-    ) -> tuple[LayerEvents | None, dict[SwapPurpose, str]]:
+    ) -> tuple[dict[SwapPurpose, Work], LayerEvents]:
         """Evictions first, loads after them, backups last; all after what the compute stream was given: ``computed``.
 
-        Also why transfers could not be put on their streams: then the others are there already, so nothing is raised.
+        What cannot be put on its stream fails by itself: then the others are there already, so nothing is raised.
         """
-        evictions, backups = copies.get(SwapPurpose.EVICT), copies.get(SwapPurpose.BACKUP)
-        layers: LayerEvents | None = None
-        refused: dict[SwapPurpose, str] = {}
+        work: dict[SwapPurpose, Work] = {}
         after = computed
-        emptied: list[Event | None] = [None] * self._groups.num_layers
-        if evictions is not None:
-            if (why := self._start(evictions, self._evictions, computed)) is not None:
-                refused[SwapPurpose.EVICT] = why
-            else:
-                after = [*computed, evictions.done]
-                emptied = [evictions.done] * self._groups.num_layers
-                layers = LaunchedLayers(emptied)
+        emptied = self._no_events()
+        if (evictions := copies.get(SwapPurpose.EVICT)) is not None:
+            work[SwapPurpose.EVICT] = self._start(*evictions, self._evictions, computed)
+            if (end := work[SwapPurpose.EVICT].pending_event()) is not None:
+                after = [*computed, end]
+                emptied = [end] * self._groups.num_layers
                 if compute_stream is not None:
-                    _hold(compute_stream, evictions.done)
+                    _hold(compute_stream, end)
+        layers: LayerEvents = LaunchedLayers(emptied)
         if load is not None:
             self._loads.submit(load, after, emptied)
-            layers = load
-        if backups is not None and (why := self._start(backups, self._backups, computed)) is not None:
-            refused[SwapPurpose.BACKUP] = why
-        return layers, refused
+            work[SwapPurpose.LOAD] = layers = load
+        if (backups := copies.get(SwapPurpose.BACKUP)) is not None:
+            work[SwapPurpose.BACKUP] = self._start(*backups, self._backups, computed)
+        return work, layers
+
+    def _no_events(self) -> list[Event | None]:
+        return [None] * self._groups.num_layers
 
     def _computed(self, compute_stream: Stream | None) -> list[Event]:
         if compute_stream is None:
@@ -136,15 +146,20 @@ class TransferQueue:
         event.record(compute_stream)
         return [event]
 
-    def _start(self, copy: BlockCopy, stream: Stream, after: Sequence[Event]) -> str | None:
-        """Put a copy on a stream; why that cannot be."""
+    def _start(self, copy: BlockCopy, size: int, stream: Stream, after: Sequence[Event]) -> Work:
+        """Put a copy on a stream. Whatever is raised there fails it."""
+        behind: Event | None = None
         try:
             for event in after:
                 stream.wait_event(event)
-        except FdcacheError as error:
-            return str(error)
-        self._groups.enqueue_whole(copy, stream)
-        return None
+            behind = self._device.create_event()
+            self._groups.enqueue_whole(copy, stream)
+        except Exception as error:  # noqa: BLE001 - the report carries it
+            reason = reason_of(error)
+            if behind is not None:
+                fence(stream, behind)
+            return RefusedCopy(size, reason, behind)
+        return LaunchedCopy(copy)
 
     def _prepare(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena) -> QueuedLoad:
         try:
@@ -162,7 +177,8 @@ class TransferQueue:
 def _hold(compute_stream: Stream, emptied: Event) -> None:
     try:
         compute_stream.wait_event(emptied)
-    except FdcacheError:
+    except Exception as error:  # noqa: BLE001 - the evictions are under way, so nothing may be raised
+        logger.warning("the thread waits for evictions in place of the compute stream: %s", reason_of(error))
         emptied.wait()  # the engine may write these slots as soon as it has its counter
 
 

@@ -157,11 +157,21 @@ class CacheController:
 
         Copies wait for what the compute stream holds now, and what it is given later waits for the evictions. Both
         records of a batch may be the list that ``issue_pending_backup_to_batch_request`` returned; a plan that stands
-        in both is submitted once.
+        in both is submitted once. ``poll`` reports every one of them, submitted or not; when a caller's mistake is
+        raised there is no counter, and the plans behind the one concerned are refused.
         """
+        self.swap_layer_done_counter = None
         plans = {plan.plan_id: plan for plan in (*(evict_metadata or ()), *(swap_in_metadata or ()))}
-        stream = self._stream() if plans else None
-        counters = [self.core.submit_swap_tasks(plan, stream) for plan in plans.values()]
+        left = list(plans.values())
+        counters = []
+        try:
+            stream = self._stream() if left else None
+            while left:
+                counters.append(self.core.submit_swap_tasks(left.pop(0), stream))
+        except Exception as error:
+            for plan in left:
+                self.core.refuse(plan, f"not submitted: {error}")
+            raise
         self.swap_layer_done_counter = counters[0] if counters else None
         return self.swap_layer_done_counter
 

@@ -224,11 +224,22 @@ class PlanLedger:
         flight = self._plans.get(report.plan_id)
         return flight is not None and report.rank in flight.waiting_for
 
-    def record(self, report: TransferReport) -> InFlightPlan | None:
-        """Count an expected report, which was checked; returns the plan when it was the last one."""
-        flight = self._plans[report.plan_id]
-        flight.add(report)
-        return self._take(report.plan_id) if not flight.waiting_for else None
+    def record(self, report: TransferReport) -> list[InFlightPlan]:
+        """Count an expected report, which was checked; returns the plans, tasks too, for which it was the last one."""
+        plan = self._plans[report.plan_id].plan
+        self._plans[report.plan_id].add(report)
+        concerned = [report.plan_id]
+        if report.refused and isinstance(plan, TransferPlan):
+            for task in plan.storage:
+                if (flight := self._plans.get(task.plan_id)) and report.rank in flight.waiting_for:
+                    flight.fail(report.rank, "the plan never got there")
+                    concerned.append(task.plan_id)
+        return [self._take(each) for each in concerned if not self._plans[each].waiting_for]
+
+    def asks_to_clear(self, report: TransferReport) -> bool:
+        """Whether an expected report's plan empties the storage."""
+        plan = self._plans[report.plan_id].plan
+        return isinstance(plan, TransferPlan) and plan.clear_storage
 
     def lose_rank(self, rank: int) -> list[InFlightPlan]:
         """The plans that nobody else reports, now that this rank's process is gone. Raises ``PlanError``."""

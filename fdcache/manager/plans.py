@@ -68,8 +68,11 @@ class Plans:
                 continue
             if self._tiers.host:
                 self._tiers.host.traffic.record(report)
-            if flight := self._ledger.record(report):
+            is_full = report.refused and self._ledger.asks_to_clear(report)
+            for flight in self._ledger.record(report):
                 outcomes += self._settle(flight)
+            if is_full and self._tiers.storage:
+                self._tiers.storage.reset(self.open)  # the files still have what was to go
         return outcomes
 
     def lose_rank(self, rank: int) -> list[LoadOutcome]:

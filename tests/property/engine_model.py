@@ -105,6 +105,16 @@ class Rank:
             return []
         return [self._copy(work, fails), *self.disk.submit(self.index, work)]
 
+    def refuse_next(self) -> list[TransferReport]:
+        """The oldest plan never gets to the worker; a step is computed."""
+        work = self.queue.popleft()
+        if isinstance(work, Step):
+            self.compute(work)
+            return []
+        if work.loads is not None:
+            self.device |= dict.fromkeys(work.loads.dst_block_ids.tolist(), GARBAGE)
+        return [TransferReport.refusal(work, self.index, "refused")]
+
     def execute_storage(self, purpose: SwapPurpose, fails: frozenset[int]) -> list[TransferReport]:
         """Carry out the oldest read from storage, or the oldest write to it."""
         return self.disk.execute_next(self.index, purpose, self.host, fails)
@@ -249,6 +259,9 @@ class Engine:
 
     def execute(self, rank: Rank, fails: frozenset[int]) -> None:
         self.reports += rank.execute_next(fails)
+
+    def refuse(self, rank: Rank) -> None:
+        self.reports += rank.refuse_next()
 
     def execute_storage(self, rank: Rank, purpose: SwapPurpose, fails: frozenset[int]) -> None:
         self.reports += rank.execute_storage(purpose, fails)

@@ -149,6 +149,13 @@ class ManagerMachine(RuleBasedStateMachine):
         for _ in range(min(count, len(worker.queue))):
             self.engine.execute(worker, fails)
 
+    @rule(rank=st.integers(0, 1), count=st.integers(1, 3))
+    def refuse(self, rank: int, count: int) -> None:
+        """Plans that no controller gets."""
+        worker = self.engine.ranks[rank % len(self.engine.ranks)]
+        for _ in range(min(count, len(worker.queue))):
+            self.engine.refuse(worker)
+
     @precondition(lambda self: self.engine.reports)
     @rule(index=st.integers(0, 7))
     def deliver(self, index: int) -> None:

@@ -6,20 +6,26 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import BlockPairs, Direction
+from fdcache.devices.base import BlockCopy, BlockPairs, DevicePlanes, Direction, Event, HostArena
+from fdcache.devices.cpu import CpuDevice, CpuEvent, CpuStream
 from fdcache.errors import (
     CacheNotReadyError,
+    DeviceError,
     PlanError,
+    StreamError,
     TaskCancelledError,
     TransferTimeoutError,
 )
 from fdcache.metadata import (
     AsyncTaskHandler,
+    CacheLevel,
+    StorageTask,
     SwapPurpose,
     TransferPlan,
     TransferReport,
@@ -150,7 +156,10 @@ class TestRefusedPlans:
         before = [worker.block(slot) for slot in range(8)]
         with pytest.raises(PlanError, match=message):
             worker.controller.submit_swap_tasks(bad)
-        assert worker.controller.wait_reports(0) == []
+        (report,) = worker.controller.wait_reports(0)
+        for swap, result in zip(bad.swaps(), report.results, strict=True):
+            assert result.failed.tolist() == list(range(len(swap)))
+            assert message in str(result.error_message)
         assert [worker.block(slot) for slot in range(8)] == before
 
     @pytest.mark.parametrize(
@@ -217,7 +226,158 @@ class TestRefusedPlans:
                 controller.submit_swap_tasks(plan(1, load=[(0, 0)]))
             controller.initialize_kv_cache(2)
             with pytest.raises(CacheNotReadyError, match="initialize_host_cache"):
-                controller.submit_swap_tasks(plan(1, load=[(0, 0)]))
+                controller.submit_swap_tasks(plan(2, load=[(0, 0)]))
+            assert [report.plan_id for report in controller.poll()] == [1, 2]
+
+
+class _FailingDevice(CpuDevice):
+    """Raises ``error`` once: where ``step`` says, and for backups alone if that is ``backup``."""
+
+    def __init__(self, step: str, error: Exception) -> None:
+        super().__init__()
+        self.step = step
+        self.error: Exception | None = None
+        self._next = error
+
+    def arm(self) -> None:
+        self.error = self._next
+
+    def _fail(self, step: str) -> None:
+        if step == self.step and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def as_stream(self, stream: Any) -> CpuStream:
+        self._fail("stream")
+        return super().as_stream(stream)
+
+    def create_event(self) -> CpuEvent:
+        self._fail("event")
+        return super().create_event()
+
+    def copy_blocks(
+        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
+    ) -> BlockCopy:
+        self._fail("copy")
+        return super().copy_blocks(planes, arena, pairs, direction)
+
+
+class _FullStream(CpuStream):
+    """Takes no more copies from ``full`` on."""
+
+    error: Exception | None = None
+
+    def wait_event(self, event: Event) -> None:
+        if self.error is not None:
+            raise self.error
+        super().wait_event(event)
+
+
+class _FullBackups(CpuDevice):
+    """Its background stream refuses what ``error`` says, once there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.background: _FullStream | None = None
+
+    def create_stream(self, *, background: bool = False) -> CpuStream:
+        if not background:
+            return super().create_stream()
+        self.background = _FullStream(1, background=True)
+        return self.background
+
+
+class TestPlansThatCannotBeSubmitted:
+    """``poll`` is all that an engine needs."""
+
+    @pytest.mark.parametrize(
+        ("step", "error"),
+        [
+            ("stream", DeviceError("broken")),
+            ("event", DeviceError("broken")),
+            ("copy", DeviceError("broken")),
+            ("copy", MemoryError("broken")),
+        ],
+    )
+    def test_what_the_device_refuses_is_reported_with_nothing_raised(
+        self, step: str, error: Exception
+    ) -> None:
+        device = _FailingDevice(step, error)
+        gate = Gate()
+        gate.open()
+        with Worker(device=device) as worker:
+            worker.run(plan(1, backup=[(0, 0)]))
+            device.arm()
+            counter = worker.controller.submit_swap_tasks(
+                plan(2, evict=[(1, 1), (2, 2)], load=[(0, 5)], backup=[(3, 3)]), gate.stream
+            )
+            counter.wait_all()
+            report = worker.report()
+            assert [result.failed.tolist() for result in report.results] == [[0, 1], [0], [0]]
+            assert all("broken" in str(result.error_message) for result in report.results)
+            worker.run(plan(3, load=[(0, 5)]))
+            assert worker.block(5) == worker.block(0)
+
+    @pytest.mark.parametrize("error", [DeviceError("full"), RuntimeError("full")])
+    def test_a_plan_that_fails_midway_is_reported_when_its_evictions_have_ended(
+        self, error: Exception
+    ) -> None:
+        device = _FullBackups()
+        with Worker(device=device) as worker:
+            gate = Gate()
+            assert device.background is not None
+            device.background.error = error
+            submitted = plan(1, evict=[(1, 1)], backup=[(3, 3)])
+            counter = worker.controller.submit_swap_tasks(submitted, gate.stream)
+            assert worker.controller.poll() == [], "the eviction is under way: its slots are in use"
+            assert counter.pending_layers() == [0, 1, 2, 3]
+            gate.open()
+            evicted, backed_up = worker.report().results
+            assert evicted.success
+            assert backed_up.failed.tolist() == [0]
+            assert "full" in str(backed_up.error_message)
+
+    def test_a_foreign_stream_is_named_and_the_plan_reported(self, worker: Worker) -> None:
+        with pytest.raises(StreamError, match="compute_stream: expected a stream of the CPU device, got str"):
+            worker.controller.submit_swap_tasks(plan(1, load=[(0, 1)]), "stream 0")
+        assert worker.report().results[0].failed.tolist() == [0]
+
+    def test_what_is_no_plan_is_named(self, worker: Worker) -> None:
+        with pytest.raises(PlanError, match="plan must be a TransferPlan .* got list"):
+            worker.controller.submit_swap_tasks([plan(1)])  # type: ignore[arg-type]
+
+    def test_storage_tasks_of_a_refused_plan_are_reported_too(self, worker: Worker) -> None:
+        with pytest.raises(CacheNotReadyError, match="initialize_storage"):
+            worker.controller.submit_swap_tasks(_with_storage(1, load=[(0, 1)]))
+        reports = {report.plan_id: report for report in worker.controller.poll()}
+        assert set(reports) == {1, 101}
+        assert all(report.results[0].failed.tolist() == [0] for report in reports.values())
+
+    def test_a_plan_that_the_engine_refuses_is_reported_once(self, worker: Worker) -> None:
+        worker.controller.refuse(_with_storage(1, evict=[(0, 1), (1, 2)]), "the step was given up")
+        with pytest.raises(PlanError, match="in flight already"):
+            worker.controller.submit_swap_tasks(plan(1))
+        reports = {report.plan_id: report for report in worker.controller.poll()}
+        assert {number: report.results[0].failed.tolist() for number, report in reports.items()} == {
+            1: [0, 1],
+            101: [0],
+        }
+        assert worker.controller.poll() == []
+
+    def test_a_plan_that_comes_after_the_end_is_reported(self) -> None:
+        with Worker() as worker:
+            pass
+        with pytest.raises(CacheNotReadyError, match="shut down"):
+            worker.controller.submit_swap_tasks(plan(1, load=[(0, 1)]))
+        assert [report.plan_id for report in worker.controller.poll()] == [1]
+
+
+def _with_storage(plan_id: int, **pairs: Any) -> TransferPlan:
+    """A plan that also wants host slot 0 written to storage, as plan 100 + ``plan_id``."""
+    store = swap(SwapPurpose.STORE, [(0, 0)])
+    store.src_type, store.dst_type = CacheLevel.HOST, CacheLevel.STORAGE
+    task = StorageTask(plan_id=100 + plan_id, swap=store, timeout=1.0)
+    return msgspec.structs.replace(plan(plan_id, **pairs), storage=(task,))
 
 
 class TestCancel:

@@ -69,6 +69,8 @@ class TestLifeCycle:
         worker.controller.sleep()
         with pytest.raises(CacheNotReadyError, match="wakeup"):
             worker.controller.submit_swap_tasks(plan(2, load=[(5, 6)]))
+        (refused,) = worker.controller.poll()
+        assert refused.results[0].failed.tolist() == [0]
         worker.tensors = worker.controller.wakeup()
         assert not any(any(data) for data in worker.block(3))
         worker.run(plan(3, load=[(5, 6)]))
