@@ -41,6 +41,8 @@ class BlockAllocator:
         wanted = -(-num_tokens // self._block_size) - len(request._table)
         if wanted > 0 and (missing := wanted - self._device.available) > 0:
             self._counters.allocation_failures += 1
+            if self._backups:
+                self._backups.give_way()
             return Allocation(request.request_id, NO_BLOCKS, AllocationFailure.NO_BLOCKS, missing)
         if not request._counted:
             self._count_hits(request)
@@ -90,7 +92,10 @@ class BlockAllocator:
         if len(found):
             request._table.extend(found.slots)
             request._committed_blocks += len(found)
-            request._host_run = run.without(len(found)) if len(found) < len(run) else None
+            if len(found) < len(run):
+                request._host_run = run.without(len(found))
+            else:
+                self._live.drop_host_run(request)
         return not found.pending
 
     def _plan_loads(self, request: Request, run: HostRun, plan: OpenPlan) -> BlockList:

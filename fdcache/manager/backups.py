@@ -1,7 +1,9 @@
 """Which device blocks are copied to the host, and when: the write policies.
 
 The host tier is closed under prefixes, so whatever is copied takes its uncovered ancestors along, parents first.
-Backups never make anybody wait: what finds no room is dropped and counted.
+Backups never make anybody wait: what finds no room is dropped and counted. A block that is being copied cannot be
+evicted, nor can those above it: so backups in flight take a share of the pool at most, and while a request is short of
+blocks no more of them begin.
 """
 
 from __future__ import annotations
@@ -16,12 +18,18 @@ from fdcache.manager.block_queue import BlockQueue
 from fdcache.manager.blocks import Blocks, parted, with_absent_above
 from fdcache.manager.ledger import OpenPlan
 from fdcache.manager.stats import Counters
-from fdcache.metadata import HashArray, SwapPurpose, UInt32Array
+from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers import BlockPool, HostTier
 from fdcache.tiers.codes import ABSENT, NO_PARENT, RESERVED, STORED
 
 _MOST_IN_FLIGHT = 1024
+_SHARE = 4
+"""Backups in flight, and the blocks that cannot be evicted for them, are at most a quarter of the pool.
+
+A step commits about an eighth of a default pool (8,192 tokens are 128 blocks of 1,024) and is reported one or two steps
+later: a quarter keeps up with that, and leaves requests three quarters of what nobody runs on.
+"""
 
 
 class BackupPlanner:
@@ -38,6 +46,8 @@ class BackupPlanner:
         self._threshold = settings.write_through_threshold if selective else 1
         self._clean_reserve = settings.clean_reserve
         self._queue = BlockQueue()
+        self._withheld = 0  # blocks that backups in flight keep from being evicted, as of when they were planned
+        self._is_short = False
         # write_back: every copy made ahead of need is paid for by an eviction, so that a host tier too small for
         # what the device holds is not filled with the same blocks over and over.
         self._credit = settings.device_blocks
@@ -72,11 +82,20 @@ class BackupPlanner:
         if dirty.any():
             parents_first = np.flatnonzero(dirty)[::-1]
             blocks = Blocks.concat(map(Blocks.of, evicted)).select(parents_first)
-            orphans = self._copy(blocks, SwapPurpose.EVICT, plan)
+            orphans = self._copy(self._with_uncovered_ancestors(blocks), SwapPurpose.EVICT, plan)
             self._counters.backups_dropped += len(orphans)
+
+    def give_way(self) -> None:
+        """A request did not get its blocks: if backups in flight are in its way, no more begin in this step."""
+        self._is_short = True
 
     def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
         """What may be copied in this step without anybody waiting; ``in_flight``: backups under way."""
+        is_short, self._is_short = self._is_short, False
+        if is_short and in_flight:
+            return
+        if not in_flight:
+            self._withheld = 0
         if self._writes_back:
             self._refill_clean_reserve(plan, in_flight)
         else:
@@ -95,30 +114,62 @@ class BackupPlanner:
         self._counters.backups_dropped += self._queue.add(hashes)
 
     def _flush_queue(self, plan: OpenPlan, in_flight: int) -> None:
-        room = min(_MOST_IN_FLIGHT - in_flight, self._host.copy_room)
-        wanted = self._queue.take(room)
+        wanted = self._queue.take(min(self._room(in_flight), self._host.copy_room))
         if not len(wanted):
             return
         blocks = Blocks.of(self._device.find(wanted[self._host.contains(wanted) == ABSENT]))
         if len(blocks):
-            self._queue.put_back(self._copy(blocks, SwapPurpose.BACKUP, plan))
+            self._queue.put_back(self._back_up(blocks, plan, in_flight))
 
     def _refill_clean_reserve(self, plan: OpenPlan, in_flight: int) -> None:
         wanted = min(self._clean_reserve - in_flight, self._credit)
         if wanted <= 0:
             return
         cold = Blocks.of(self._device.coldest(wanted))
-        dirty = cold.select(np.flatnonzero(self._host.contains(cold.hashes) == ABSENT)[::-1])
-        if len(dirty):
-            self._copy(dirty, SwapPurpose.BACKUP, plan)
+        coldest = np.flatnonzero(self._host.contains(cold.hashes) == ABSENT)[: self._room(in_flight)]
+        if len(coldest):
+            self._back_up(cold.select(coldest[::-1]), plan, in_flight)
         self._credit -= plan.size(SwapPurpose.BACKUP)
+
+    def _room(self, in_flight: int) -> int:
+        """Blocks that may be added to those in flight."""
+        return max(0, max(1, min(_MOST_IN_FLIGHT, self._device.stats().slots // _SHARE)) - in_flight)
+
+    def _back_up(self, blocks: Blocks, plan: OpenPlan, in_flight: int) -> HashArray:
+        """Plan backups of ``blocks`` as far as the pool can spare them; returns the hashes of the others."""
+        blocks = self._with_uncovered_ancestors(blocks)
+        count = self._spared(blocks.slots[: self._room(in_flight)], in_flight)
+        later = self._copy(blocks.select(slice(0, count)), SwapPurpose.BACKUP, plan)
+        return np.concatenate((later, blocks.hashes[count:]))
+
+    def _spared(self, slots: Int32Array, in_flight: int) -> int:
+        """How many of the first slots may be held without keeping too much from being evicted.
+
+        One always may when none is in flight, for it may be the end of a path as long as the pool.
+        """
+        spare = max(0, self._device.stats().slots // _SHARE - self._withheld)
+        count = len(slots)
+        while count:
+            withheld = self._withheld_by(slots[:count])
+            if withheld <= spare or (count == 1 and not in_flight):
+                self._withheld += withheld
+                break
+            count //= 2
+        return count
+
+    def _withheld_by(self, slots: Int32Array) -> int:
+        """Blocks that could be evicted if these were not held."""
+        before = self._device.available
+        self._device.hold(slots)
+        withheld = before - self._device.available
+        self._device.unhold(slots)
+        return withheld
 
     def _copy(self, blocks: Blocks, purpose: SwapPurpose, plan: OpenPlan) -> HashArray:
         """Reserve host slots for ``blocks`` (parents first) as far as there is room, and plan the copies.
 
         Returns the hashes of those that cannot be copied yet, because an ancestor's copy is not confirmed.
         """
-        blocks = self._with_uncovered_ancestors(blocks)
         while len(blocks):
             taken = self._host.reserve_copies(0, blocks.parents, blocks.hashes)
             if taken.missing:

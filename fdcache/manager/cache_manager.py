@@ -103,7 +103,12 @@ class CacheManager(CacheView):
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
         """Whether that many blocks are free or can be made free now; none are while nothing is planned."""
-        return self._state is ManagerState.RUNNING and self._device.available >= num_blocks
+        if self._state is not ManagerState.RUNNING:
+            return False
+        enough = self._device.available >= num_blocks
+        if not enough and self._tiers.backups:
+            self._tiers.backups.give_way()
+        return enough
 
     def allocate_device_blocks(self, demands: Iterable[tuple[Request, int]]) -> list[Allocation]:
         """Let each request's block table cover ``num_tokens`` tokens, all or nothing per request.
