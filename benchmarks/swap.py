@@ -111,7 +111,7 @@ def _one_small(
         slots.host[:] = range(start, start + blocks)
     plan = swaps.plan(**{way: slots})
     begin = time.perf_counter()
-    counter = swaps.controller.submit_swap_tasks(plan)
+    counter = swaps.controller.submit_swap_tasks(plan, swaps.stream)
     submitted = time.perf_counter()
     counter.wait_for_layer(0)
     first = time.perf_counter()
@@ -146,7 +146,7 @@ def first_layer(_: Peers) -> Table:
             for _round in range(4):
                 plan = swaps.plan(load=pick(2 * GIB))
                 begin = time.perf_counter()
-                counter = swaps.controller.submit_swap_tasks(plan)
+                counter = swaps.controller.submit_swap_tasks(plan, swaps.stream)
                 counter.wait_for_layer(0)
                 first = time.perf_counter() - begin
                 counter.wait_all()

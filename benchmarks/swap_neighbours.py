@@ -87,7 +87,7 @@ def _one_stretch(worker: SwapWorker, way: str, work: Callable[[], None]) -> Cost
     marks[_LEAD].synchronize()
     begin.record(clock)
     for plan in plans:
-        worker.controller.submit_swap_tasks(plan)
+        worker.controller.submit_swap_tasks(plan, worker.stream)
     left = len(plans)
     while left:
         left -= len(worker.controller.wait_reports(60.0))

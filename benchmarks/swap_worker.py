@@ -31,6 +31,14 @@ def make_layout(plane_kib: int) -> KVLayout:
     return KVLayout.uniform(**common, num_layers=32, block_size=block_size, kv_heads=heads, head_dim=128)
 
 
+def idle_stream(device: CudaDevice) -> Any:
+    """A stream on which nothing computes."""
+    import cupy
+
+    with cupy.cuda.Device(device.gpu.ordinal):
+        return cupy.cuda.Stream(non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Pick:
     """Slots of one transfer."""
@@ -61,6 +69,7 @@ class SwapWorker:
         self._next = 0
         self._hashes = np.zeros((self.blocks, 32), np.uint8)
         self._hashes[:, :8] = np.arange(self.blocks, dtype=np.int64).view(np.uint8).reshape(-1, 8)
+        self.stream = idle_stream(self.device)
         self._fill()
 
     def _fill(self) -> None:
@@ -123,7 +132,7 @@ class SwapWorker:
 
     def run(self, **picks: Pick) -> list[float]:
         """Carry out one plan; the seconds of each of its transfers on the GPU."""
-        self.controller.submit_swap_tasks(self.plan(**picks))
+        self.controller.submit_swap_tasks(self.plan(**picks), self.stream)
         return self.finish()
 
     def finish(self) -> list[float]:
@@ -167,7 +176,7 @@ class SwapWorker:
             ]
             start = time.perf_counter()
             for plan in queue:
-                self.controller.submit_swap_tasks(plan)
+                self.controller.submit_swap_tasks(plan, self.stream)
             left = plans
             while left:
                 left -= len(self._reports())

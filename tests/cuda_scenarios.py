@@ -69,10 +69,7 @@ def plans(first_id: int) -> list[TransferPlan]:
 def run(worker: GpuWorker, made: TransferPlan, stream: Any = COMPUTE) -> str | None:
     """Carry a plan out as far as it goes, and check what is reported of it; why it was refused or failed."""
     contents = {slot: worker.block(slot) for slot in range(BLOCKS)}
-    try:
-        counter = worker.controller.submit_swap_tasks(made, stream)
-    except DeviceError as error:
-        return str(error)
+    counter = worker.controller.submit_swap_tasks(made, stream)
     reasons = []
     try:
         for layer in range(counter.num_layers):
@@ -155,7 +152,7 @@ def refuse_a_capture() -> None:
     """A captured stream may not even see memory being allocated; others are served meanwhile."""
     driver = Driver()
     with GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8) as worker:
-        counter = worker.controller.submit_swap_tasks(plan(1, evict=[(0, 3)]))
+        counter = worker.controller.submit_swap_tasks(plan(1, evict=[(0, 3)]), worker.idle)
         driver.capture(COMPUTE.ptr)
         made = cupy.cuda.Memory.made
         for call in (
@@ -171,7 +168,8 @@ def refuse_a_capture() -> None:
                 raise AssertionError("the stream was taken")
         assert cupy.cuda.Memory.made == made
         counter.wait_all()
-        assert worker.report().results[0].success and not worker.controller.poll()
+        reports = {report.plan_id: report.results[0].success for report in worker.controller.poll()}
+        assert reports == {1: True, 2: False}
         assert run(worker, plan(3, load=[(3, 4)]), stream=cupy.cuda.Stream()) is None
         driver.capture(0)
         assert run(worker, plan(4, load=[(3, 4)])) is None
@@ -188,6 +186,7 @@ def refuse_a_foreign_stream() -> None:
             assert "not one of stand-in" in str(error)
         else:
             raise AssertionError("the stream was taken")
+        assert worker.report().results[0].failed.tolist() == [0]
         assert run(worker, plan(1, evict=[(0, 3)]), stream=cupy.cuda.Stream()) is None
 
 

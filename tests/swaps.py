@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import Device, Stream
+from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
@@ -89,7 +89,12 @@ def plan(
 
 
 class Worker:
-    """A controller with memory; device blocks hold random bytes."""
+    """A controller with memory; device blocks hold random bytes.
+
+    ``idle`` is a stream on which nothing computes, for the plans of tests that compute nothing.
+    """
+
+    idle: Any = None
 
     def __init__(
         self,
@@ -136,9 +141,10 @@ class Worker:
         assert self.controller.host_arena is not None
         return self.controller.host_arena.table.record(slot)
 
-    def run(self, submitted: TransferPlan, compute_stream: Stream | None = None) -> TransferReport:
+    def run(self, submitted: TransferPlan, compute_stream: Any = None) -> TransferReport:
         """Submit a plan, wait for its layers and return its report."""
-        self.controller.submit_swap_tasks(submitted, compute_stream).wait_all()
+        stream = self.idle if compute_stream is None else compute_stream
+        self.controller.submit_swap_tasks(submitted, stream).wait_all()
         return self.report()
 
     def report(self) -> TransferReport:

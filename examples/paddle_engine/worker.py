@@ -18,7 +18,7 @@ from examples.paddle_engine.paged_kv import PagedKV
 from examples.paddle_engine.sampling import Sample, sample
 from fdcache import CacheController, TransferPlan, TransferReport, TransferSettings
 from fdcache.devices.base import Device
-from fdcache.integrations.paddle import allocate_planes, current_device
+from fdcache.integrations.paddle import allocate_planes, current_device, current_stream
 from fdcache.metadata import StorageScan
 from fdcache.settings.mooncake import MooncakeSettings
 from fdcache.storage.context import ConnectorContext
@@ -81,11 +81,14 @@ class Worker:
 
     def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
         """Copy what the plans say and compute the chunks, each layer as soon as its blocks are there."""
-        counters = [self.controller.submit_swap_tasks(plan) for plan in plans] if self.controller else []
+        stream = current_stream()
+        counters = (
+            [self.controller.submit_swap_tasks(plan, stream) for plan in plans] if self.controller else []
+        )
 
         def wait_for_layer(layer: int) -> None:
             for counter in counters:
-                counter.wait_for_layer(layer)
+                counter.wait_for_layer(layer, stream=stream)
 
         engine = self._engine
         batches = make_batches(chunks, engine.block_size, engine.grid, engine.split_kv)

@@ -161,15 +161,18 @@ class CacheController:
         what it is given later waits for the plan's evictions. Loads beyond ``TransferSettings.loads_ahead`` begin
         later, at the latest when a layer is waited for.
 
-        ``compute_stream`` is whatever the device's ``as_stream`` takes; None will do where the engine computes on no
-        stream, on a CPU. ``poll`` reports every plan given here once, whatever happens. What device, memory, service or
-        storage refuse fails in the report, and the counter's layers are done. A caller's mistake is raised as
-        well, with nothing launched: ``PlanError`` for a plan that no worker could carry out, ``StreamError``,
-        ``CacheNotReadyError`` when memory is missing. A plan that is in flight already raises ``PlanError`` and keeps
-        its one report.
+        ``compute_stream`` is whatever the device's ``as_stream`` takes. On a GPU it has to be there for a plan with
+        copies: without it nothing would keep a load from overwriting what a forward pass still reads.
+
+        ``poll`` reports every plan given here once, whatever happens. What device, memory, service or storage refuse
+        fails in the report, and the counter's layers are done. A caller's mistake is raised as well, with nothing
+        launched: ``PlanError`` for a plan that no worker could carry out, ``StreamError``, ``CacheNotReadyError`` when
+        memory is missing. A plan that is in flight already raises ``PlanError`` and keeps its one report.
         """
         if not isinstance(plan, TransferPlan):
-            raise PlanError(f"plan must be a TransferPlan of CacheManager.take_plans, got {type(plan).__name__}")
+            raise PlanError(
+                f"plan must be a TransferPlan of CacheManager.take_plans, got {type(plan).__name__}"
+            )
         self._guard.check()
         with self._lock:
             self._check_new(plan)
@@ -205,7 +208,7 @@ class CacheController:
         self._check_usable()
         if any(len(swap) for swap in plan.swaps()):
             self._check_memory()
-        stream, refusal = self._compute_stream(compute_stream)
+        stream, refusal = self._compute_stream(plan, compute_stream)
         prepared = self._prepare_storage(plan)
         if refusal is None and self._arena is not None:
             refusal = self._arena.prepare(plan)
@@ -214,9 +217,15 @@ class CacheController:
         self._launch_storage(plan, prepared)
         return layers
 
-    def _compute_stream(self, compute_stream: Any) -> tuple[Stream | None, str | None]:
+    def _compute_stream(self, plan: TransferPlan, compute_stream: Any) -> tuple[Stream | None, str | None]:
         """The stream that copies are ordered with, or why the device cannot tell."""
         if compute_stream is None:
+            if self.device.has_compute_streams and any(len(swap) for swap in plan.swaps()):
+                raise StreamError(
+                    "compute_stream: None orders nothing on a GPU; pass the stream that the model computes on, such as "
+                    "torch.cuda.current_stream(), paddle.device.current_stream() or cupy.cuda.get_current_stream(), or "
+                    "an idle stream where nothing computes on the plan's blocks"
+                )
             return None, None
         try:
             return self.device.as_stream(compute_stream), None

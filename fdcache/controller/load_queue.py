@@ -122,9 +122,7 @@ class QueuedLoad:
         if self._outcome is None and self._refusal is not None:
             fault, reason = self._refusal
             faults = bytes([fault]) * len(self.pairs)
-            self._outcome = make_outcome(
-                self.pairs, faults, b"", copied_bytes=0, seconds=0.0, detail=reason
-            )
+            self._outcome = make_outcome(self.pairs, faults, b"", copied_bytes=0, seconds=0.0, detail=reason)
         elif self._outcome is None:
             assert self._batch is not None, "asked before the end"
             batch, index = self._batch
@@ -190,9 +188,7 @@ class LoadQueue:
             return
         slots = load.pairs.device_slots
         try:
-            disjoint = all(
-                _core.are_disjoint_slots(slots, each.pairs.device_slots) for each in self._waiting
-            )
+            disjoint = all(_core.are_disjoint_slots(slots, each.pairs.device_slots) for each in self._waiting)
         except Exception as error:  # noqa: BLE001 - as in _launch
             load.refused(Fault.DEVICE, reason_of(error))
             return

@@ -214,6 +214,13 @@ class Device(Protocol):
         """
 
     @property
+    def has_compute_streams(self) -> bool:
+        """Whether engines compute on streams of this device, so that copies must be ordered with one.
+
+        Else what an engine has asked for is computed when its call returns.
+        """
+
+    @property
     def lost(self) -> str | None:
         """Why the device can no longer be used; None while it can."""
 

@@ -143,6 +143,7 @@ class CpuDevice:
 
     numa_node = None
     lost = None
+    has_compute_streams = False
 
     def __init__(self, *, copy_threads: int = 1, verify: bool = False) -> None:
         self._copy_threads = copy_threads

@@ -136,6 +136,8 @@ class CudaDevice:
     when there is no such GPU, and ``KernelError`` when its kernels do not compile.
     """
 
+    has_compute_streams = True
+
     def __init__(
         self,
         device: str | int | None = None,

@@ -46,7 +46,9 @@ class BackupPlanner:
         self._threshold = settings.write_through_threshold if selective else 1
         self._clean_reserve = settings.clean_reserve
         self._queue = BlockQueue()
-        self._withheld = 0  # blocks that backups in flight keep from being evicted, as of when they were planned
+        self._withheld = (
+            0  # blocks that backups in flight keep from being evicted, as of when they were planned
+        )
         self._is_short = False
         # write_back: every copy made ahead of need is paid for by an eviction, so that a host tier too small for
         # what the device holds is not filled with the same blocks over and over.

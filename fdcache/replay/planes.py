@@ -30,6 +30,10 @@ class Planes(Protocol):
     def arrays(self) -> Sequence[np.ndarray]:
         """One array for each plane of the layout."""
 
+    @property
+    def stream(self) -> Any | None:
+        """The stream on which ``fetch`` and ``store`` use the planes; None where there is none."""
+
     def open_step(self, order: StepOrder) -> None:
         """Learn which blocks the step reads and writes."""
 
@@ -42,6 +46,8 @@ class Planes(Protocol):
 
 class HostPlanes:
     """Planes in ordinary memory, used where they are."""
+
+    stream = None
 
     def __init__(self, tensors: Sequence[np.ndarray]) -> None:
         self.arrays = list(tensors)
@@ -66,6 +72,8 @@ class GpuPlanes:
         self._tables: dict[int, Int32Array] = {}
         self._used = self._written = np.empty(0, np.int32)
         self.arrays = [np.zeros(tensor.shape, tensor.dtype) for tensor in tensors]
+        with tensors[0].device:
+            self.stream = import_cupy().cuda.get_current_stream()
 
     def open_step(self, order: StepOrder) -> None:
         """Follow the block tables: which blocks are compared, which get tokens."""

@@ -92,7 +92,8 @@ class RankWorker:
         model = self._model
         for sequence, tokens in order.begins:
             model.begin(sequence, tokens)
-        counters = [self._controller.submit_swap_tasks(plan) for plan in order.plans]
+        stream = self._planes.stream
+        counters = [self._controller.submit_swap_tasks(plan, stream) for plan in order.plans]
         verified = model.prepare(order.segments, order.blocks, self._verify_every)
         self._planes.open_step(order)
         differing: list[tuple[int, int]] = []

@@ -58,9 +58,9 @@ def test_registered_torch_tensors_are_copied(name: str) -> None:
         torch.cuda.synchronize()
         controller.register_kv_cache(tensors)
         controller.initialize_host_cache(4)
-        controller.submit_swap_tasks(plan(1, evict=[(0, 2)])).wait_all()
+        controller.submit_swap_tasks(plan(1, evict=[(0, 2)]), cupy.cuda.Stream(non_blocking=True)).wait_all()
         controller.wait_reports(PATIENCE)
-        controller.submit_swap_tasks(plan(2, load=[(2, 3)])).wait_all()
+        controller.submit_swap_tasks(plan(2, load=[(2, 3)]), cupy.cuda.Stream(non_blocking=True)).wait_all()
         (report,) = controller.wait_reports(PATIENCE)
         assert report.results[0].success
         for tensor in tensors:
@@ -75,9 +75,9 @@ def test_the_planes_of_an_interleaved_tensor_are_registered_by_their_strides() -
         cupy.cuda.runtime.deviceSynchronize()
         controller.register_kv_cache([whole[:, index] for index in range(len(layout.planes))])
         controller.initialize_host_cache(4)
-        controller.submit_swap_tasks(plan(1, evict=[(0, 1)])).wait_all()
+        controller.submit_swap_tasks(plan(1, evict=[(0, 1)]), cupy.cuda.Stream(non_blocking=True)).wait_all()
         controller.wait_reports(PATIENCE)
-        controller.submit_swap_tasks(plan(2, load=[(1, 2)])).wait_all()
+        controller.submit_swap_tasks(plan(2, load=[(1, 2)]), cupy.cuda.Stream(non_blocking=True)).wait_all()
         assert cupy.array_equal(whole[2], whole[0])
         assert not whole[1].any() and not whole[3].any()
 
@@ -147,7 +147,6 @@ def test_importing_fdcache_loads_no_cupy() -> None:
 
 LOST = """
     import cupy, numpy as np
-    from fdcache.errors import DeviceLostError
     from tests.gpu.test_cuda_order import spin
     from tests.gpu.workers import GpuWorker
     from tests.gpu.test_cuda_swaps import WIDE
@@ -167,10 +166,9 @@ LOST = """
     (result,) = report.results
     assert len(result.failed) == 64, result
     print("REASON", result.error_message)
-    try:
-        worker.controller.submit_swap_tasks(plan(3, load=[(0, 0)]))
-    except DeviceLostError as error:
-        print("LOST", error)
+    worker.controller.submit_swap_tasks(plan(3, load=[(0, 0)]), worker.idle).wait_all(20.0)
+    (report,) = worker.controller.wait_reports(20.0)
+    print("LOST", report.results[0].error_message)
     worker.controller.shutdown()
     worker.controller.shutdown()
     print("CLOSED")
@@ -219,7 +217,7 @@ def test_what_a_closed_worker_held_is_freed_without_the_garbage_collector() -> N
             every = [(slot, slot) for slot in range(16)]
             for each in (plan(0, backup=every), plan(1, evict=every), plan(2, load=every)):
                 worker.run(each)
-            counter = worker.controller.submit_swap_tasks(plan(3, load=[(0, 1)]))
+            counter = worker.controller.submit_swap_tasks(plan(3, load=[(0, 1)]), worker.idle)
             counter.wait_all(PATIENCE)
         held = [weakref.ref(each) for each in (worker.gpu, worker.controller)]
         del worker, counter, each
@@ -235,7 +233,7 @@ def test_memory_is_freed_once_and_only_after_the_last_copy() -> None:
     worker = GpuWorker(WIDE["128 KiB"], device_blocks=64, host_blocks=64)
     worker.run(plan(1, evict=[(i, i) for i in range(64)]))
     for round_ in range(3):
-        worker.controller.submit_swap_tasks(plan(2 + round_, load=[(i, i) for i in range(64)]))
+        worker.controller.submit_swap_tasks(plan(2 + round_, load=[(i, i) for i in range(64)]), worker.idle)
     worker.tensors = []
     worker.controller.shutdown()
     assert all(result.success for report in worker.controller.poll() for result in report.results)

@@ -61,8 +61,8 @@ def test_loads_behind_a_busy_stream_go_as_one_batch(method: str, name: str, monk
         gc.collect()  # memory of other tests, freed behind the kernel, would wait for it
         spin(busy, 2_000_000_000)
         worker.controller.submit_swap_tasks(held, busy)
-        worker.controller.submit_swap_tasks(first)
-        counters = [worker.controller.submit_swap_tasks(each) for each in wanted]
+        worker.controller.submit_swap_tasks(first, worker.idle)
+        counters = [worker.controller.submit_swap_tasks(each, worker.idle) for each in wanted]
         reports = reports_of(worker, 7)
         assert sizes == [1, 12, 10]
         assert [each for each, report in reports.items() if not report.results[0].success] == [6]
@@ -82,8 +82,8 @@ def test_a_stream_that_waits_for_a_layer_begins_a_load_that_waits() -> None:
         busy, compute = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         spin(busy, 200_000_000)
         worker.controller.submit_swap_tasks(plan(2, load=[(0, 1)]), busy)
-        worker.controller.submit_swap_tasks(plan(5, load=[(2, 2)]))
-        counter = worker.controller.submit_swap_tasks(plan(3, load=[(3, 4)]))
+        worker.controller.submit_swap_tasks(plan(5, load=[(2, 2)]), worker.idle)
+        counter = worker.controller.submit_swap_tasks(plan(3, load=[(3, 4)]), worker.idle)
         seen = []
         for plane, tensor in zip(layout.planes, worker.tensors, strict=True):
             counter.wait_for_layer(plane.layer, stream=compute)
@@ -101,8 +101,8 @@ def test_a_load_ends_before_a_backup_that_was_there_first(method: str) -> None:
         worker.run(plan(1, evict=[(0, 0)]))
         before = worker.block(0)
         backup = [(slot, slot) for slot in range(1, blocks)]
-        worker.controller.submit_swap_tasks(plan(2, backup=backup))
-        counter = worker.controller.submit_swap_tasks(plan(3, load=[(0, 0)]))
+        worker.controller.submit_swap_tasks(plan(2, backup=backup), worker.idle)
+        counter = worker.controller.submit_swap_tasks(plan(3, load=[(0, 0)]), worker.idle)
         counter.wait_all(20.0)
         assert [report.plan_id for report in worker.controller.poll()] == [3]
         assert worker.block(0) == before
@@ -126,7 +126,7 @@ LOST = """
     spin(busy, 400_000_000)
     large = [(i, i) for i in range(10, 64)]
     worker.controller.submit_swap_tasks(plan(2, load=large, evict=[(0, 0)]), busy)
-    counters = [worker.controller.submit_swap_tasks(plan(3 + n, load=[(1 + n, 1 + n)])) for n in range(4)]
+    counters = [worker.controller.submit_swap_tasks(plan(3 + n, load=[(1 + n, 1 + n)]), worker.idle) for n in range(4)]
     with busy:
         trap((1,), (1,), ())
     found = {}

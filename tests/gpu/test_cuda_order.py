@@ -89,7 +89,7 @@ def test_a_wait_on_the_cpu_times_out_and_names_the_pending_layers() -> None:
 def test_a_captured_stream_is_refused_and_told_what_to_call() -> None:
     with GpuWorker() as worker:
         worker.run(plan(1, evict=[(0, 0)]))
-        counter = worker.controller.submit_swap_tasks(plan(2, load=[(0, 1)]))
+        counter = worker.controller.submit_swap_tasks(plan(2, load=[(0, 1)]), worker.idle)
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             stream.begin_capture()
@@ -115,14 +115,28 @@ def test_streams_of_torch_and_bare_handles_are_taken() -> None:
         worker.run(plan(1, evict=[(0, 0)]), torch.cuda.Stream())
         worker.run(plan(2, load=[(0, 1)]), torch.cuda.current_stream().cuda_stream)
         assert worker.block(1) == before
-        with pytest.raises(TypeError, match="no CUDA stream"):
+        with pytest.raises(StreamError, match="compute_stream: a object is no CUDA stream"):
             worker.controller.submit_swap_tasks(plan(3, load=[(0, 1)]), object())
+
+
+def test_a_plan_without_a_compute_stream_is_refused_with_the_remedy_and_reported() -> None:
+    with GpuWorker() as worker:
+        worker.run(plan(1, evict=[(0, 0)]))
+        before = worker.block(1)
+        with pytest.raises(
+            StreamError, match="compute_stream: None orders nothing on a GPU; pass the stream"
+        ):
+            worker.controller.submit_swap_tasks(plan(2, load=[(0, 1)]))
+        assert worker.report().results[0].failed.tolist() == [0]
+        assert worker.block(1) == before
+        assert worker.controller.submit_swap_tasks(plan(3)).is_all_done()
+        assert worker.report().results == ()
 
 
 def test_events_are_not_reused_while_their_counter_lives() -> None:
     with GpuWorker(WIDE["fp8"]) as worker:
         worker.run(plan(1, evict=[(i, i) for i in range(8)]))
-        first = worker.controller.submit_swap_tasks(plan(2, load=[(0, 0)]))
+        first = worker.controller.submit_swap_tasks(plan(2, load=[(0, 0)]), worker.idle)
         worker.report()
         assert first.is_all_done()
         stream = cupy.cuda.Stream(non_blocking=True)

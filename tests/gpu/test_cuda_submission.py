@@ -80,7 +80,9 @@ def test_the_last_load_of_a_slot_is_the_last_to_write_it_whoever_submitted_it(me
         for number in range(30):
             count = BLOCKS if number % 3 == 0 else int(random.integers(1, 4))
             host, device = (random.permutation(BLOCKS)[:count].tolist() for _ in range(2))
-            worker.controller.submit_swap_tasks(plan(2 + number, load=list(zip(host, device, strict=True))))
+            worker.controller.submit_swap_tasks(
+                plan(2 + number, load=list(zip(host, device, strict=True))), worker.idle
+            )
             for source, target in zip(host, device, strict=True):
                 expected[target] = source
         reports = reports_of(worker, 30)
@@ -123,7 +125,7 @@ def test_layers_of_a_load_that_is_still_being_submitted_are_not_done() -> None:
             for tensor in worker.tensors:
                 tensor[...] = 0
             cupy.cuda.runtime.deviceSynchronize()
-            counter = worker.controller.submit_swap_tasks(plan(2 + number, load=every))
+            counter = worker.controller.submit_swap_tasks(plan(2 + number, load=every), worker.idle)
             while counter.pending_layers():
                 pass
             assert [worker.block(slot) for slot in range(BLOCKS)] == before
@@ -142,7 +144,9 @@ def test_controllers_of_two_threads_share_a_device() -> None:
             source = [random.permutation(blocks) for _ in range(rounds)]
             for index, order in enumerate(source):
                 pairs = [(int(host), slot) for slot, host in enumerate(order)]
-                worker.controller.submit_swap_tasks(plan(2 + number * rounds + index, load=pairs))
+                worker.controller.submit_swap_tasks(
+                    plan(2 + number * rounds + index, load=pairs), worker.idle
+                )
             reports = reports_of(worker, rounds)
             assert all(report.results[0].success for report in reports.values())
             assert [worker.block(slot) for slot in range(blocks)] == [held[host] for host in source[-1]]

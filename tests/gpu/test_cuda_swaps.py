@@ -185,7 +185,7 @@ def test_plans_in_flight_together_keep_apart() -> None:
             plan(1 + i, load=[(i, 8 + i)], backup=[(16 + i, 8 + i)], evict=[(i, 16 + i)]) for i in range(8)
         ]
         for each in plans:
-            worker.controller.submit_swap_tasks(each)
+            worker.controller.submit_swap_tasks(each, worker.idle)
         reports: list[TransferReport] = []
         while len(reports) < len(plans):
             reports += worker.controller.wait_reports(10.0)

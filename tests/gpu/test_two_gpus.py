@@ -48,14 +48,14 @@ def test_controllers_on_both_copy_at_once(gpus: list[Gpu], method: str, current:
     for number, (first, stop) in enumerate([(0, 7), (7, 8), (8, BLOCKS)]):
         pairs = list(zip(range(first, stop), host[first:stop], strict=True))
         for worker in workers:
-            worker.controller.submit_swap_tasks(plan(1 + number, evict=pairs))
+            worker.controller.submit_swap_tasks(plan(1 + number, evict=pairs), worker.idle)
     for worker in workers:
         reports: list[TransferReport] = []
         while len(reports) < 3:
             reports += worker.controller.wait_reports(20.0)
         assert all(result.success for report in reports for result in report.results)
     counters = [
-        worker.controller.submit_swap_tasks(plan(9, load=list(zip(host, back, strict=True))))
+        worker.controller.submit_swap_tasks(plan(9, load=list(zip(host, back, strict=True))), worker.idle)
         for worker in workers
     ]
     for counter, worker, blocks in zip(counters, workers, before, strict=True):
@@ -163,8 +163,9 @@ LOST = """
     try:
         with cupy.cuda.Device(1):
             second.run(plan(1, evict=[(0, 0)]))
-            second.run(plan(2, load=[(0, 3)]))
-            print("SAME" if second.block(3) == before else "DIFFERENT")
+            (loaded,) = second.run(plan(2, load=[(0, 3)])).results
+            is_same = loaded.success and second.block(3) == before
+            print("SAME" if is_same else "DIFFERENT" if loaded.success else "REFUSED")
     except DeviceError:
         print("REFUSED")
     first.controller.shutdown()

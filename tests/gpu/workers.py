@@ -15,6 +15,13 @@ from fdcache.settings.transfer import TransferSettings
 from tests.swaps import Worker
 
 
+def _idle_stream(gpu: CudaDevice) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(gpu.gpu.ordinal):
+        return cupy.cuda.Stream(non_blocking=True)
+
+
 class GpuWorker(Worker):
     """As ``Worker``; ``tensors`` are CuPy arrays. Copies go by the default calibration.
 
@@ -29,6 +36,7 @@ class GpuWorker(Worker):
         if not isinstance(gpu, CudaDevice):
             gpu = CudaDevice(gpu, settings=TransferSettings(**settings), calibration=Calibration())
         self.gpu = gpu
+        self.idle = _idle_stream(gpu)
         super().__init__(layout, device=gpu, **options)
 
     def set_block(self, slot: int, planes: Sequence[NDArray[np.uint8]]) -> None:

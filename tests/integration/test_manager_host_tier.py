@@ -54,6 +54,8 @@ class TestHostTier:
     def test_write_back_keeps_the_blocks_next_to_go_clean(self, worlds: Worlds) -> None:
         world = worlds.new(host=8, policy=WritePolicy.WRITE_BACK, clean_reserve=2)
         world.serve(*A, *B, *C, *TAIL)
+        world.engine.schedule([], 1)  # a quarter of the pool at a time, the block above them first
+        world.settle()
         cold = world.manager._device.coldest(2)
         assert world.manager._host is not None
         assert world.manager._host.contains(cold.hashes).tolist() == [1, 1]

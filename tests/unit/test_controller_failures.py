@@ -157,8 +157,8 @@ class TestRefusedPlans:
         with pytest.raises(PlanError, match=message):
             worker.controller.submit_swap_tasks(bad)
         (report,) = worker.controller.wait_reports(0)
-        for swap, result in zip(bad.swaps(), report.results, strict=True):
-            assert result.failed.tolist() == list(range(len(swap)))
+        for refused, result in zip(bad.swaps(), report.results, strict=True):
+            assert result.failed.tolist() == list(range(len(refused)))
             assert message in str(result.error_message)
         assert [worker.block(slot) for slot in range(8)] == before
 
@@ -343,7 +343,9 @@ class TestPlansThatCannotBeSubmitted:
         assert worker.report().results[0].failed.tolist() == [0]
 
     def test_what_is_no_plan_is_named(self, worker: Worker) -> None:
-        with pytest.raises(PlanError, match="plan must be a TransferPlan .* got list"):
+        with pytest.raises(
+            PlanError, match=r"a TransferPlan of CacheManager\.take_plans, got list"
+        ):
             worker.controller.submit_swap_tasks([plan(1)])  # type: ignore[arg-type]
 
     def test_storage_tasks_of_a_refused_plan_are_reported_too(self, worker: Worker) -> None:
