@@ -91,7 +91,7 @@ def carry_out(plan: TransferPlan, arena: SharedHostArena | None) -> TransferRepo
     """What a worker would do and say; it only writes the headers."""
     nothing = np.empty(0, np.int32)
     if arena is not None:
-        refused = arena.prepare(plan)
+        refused = arena.attach(plan) or arena.prepare(plan)
         assert refused is None, refused
         for swap in plan.swaps():
             for i, slot in enumerate(swap.dst_block_ids.tolist()):

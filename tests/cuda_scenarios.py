@@ -148,6 +148,29 @@ def go_on_after_a_refusal(method: str, call: str) -> None:
         assert [run(worker, made) for made in plans(2)] == [None] * 3
 
 
+def keep_slots_of_a_failed_copy() -> None:
+    """A driver that refuses every wait from some point on: what is reported as failed is written no more."""
+    driver = Driver()
+    failed = 0
+    for after in range(8):
+        with GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8, swap_method="dma") as worker:
+            driver.delay(50_000)
+            driver.fail("cuStreamWaitEvent", after=after, every=1)
+            worker.controller.submit_swap_tasks(plan(1, evict=[(0, 3), (1, 5)]), COMPUTE)
+            (result,) = worker.report().results
+            driver.delay(0)
+            for slot in (3, 5):
+                worker.record(slot)[:] = 0xAB  # whose slot it is now
+            came = driver.recover()
+            cupy.cuda.runtime.deviceSynchronize()
+            if len(result.failed):
+                assert came and "cuStreamWaitEvent" in str(result.error_message)
+                assert all((worker.record(slot) == 0xAB).all() for slot in (3, 5)), after
+                failed += 1
+            assert worker.gpu.lost is None
+    assert failed > 1
+
+
 def refuse_a_capture() -> None:
     """A captured stream may not even see memory being allocated; others are served meanwhile."""
     driver = Driver()

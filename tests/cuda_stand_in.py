@@ -57,6 +57,10 @@ class Driver:
         """No more failures, and a GPU that is there again; how often the call had failed."""
         return int(self._library.stand_in_recover())
 
+    def delay(self, copy: int) -> None:
+        """Let copies take that many microseconds on average."""
+        self._library.stand_in_delay(0, copy)
+
     def capture(self, stream: int) -> None:
         """Let that stream be captured into a graph; 0 lets none."""
         self._library.stand_in_capture(ctypes.c_void_p(stream))

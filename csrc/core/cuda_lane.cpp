@@ -44,4 +44,13 @@ void Lane::hand_over(StreamHandle from, StreamHandle to) {
     hold(to, handed_over_.handle());
 }
 
+void Lane::join_copies() {
+    try {
+        hand_over(copy_, main_);
+    } catch (const Error &error) {
+        context_->note(error);
+        check(driver().stream_synchronize(copy_), "cuStreamSynchronize");
+    }
+}
+
 }  // namespace fdcache::cuda

@@ -169,9 +169,10 @@ void Swap::fail(Lane &lane, const std::string &reason) {
     ended_ = true;
     try {
         const Current current(*context_);
-        lane.hand_over(lane.copy(), lane.main());
+        lane.join_copies();
     } catch (const Error &second) {
-        context_->note(second);
+        // The slots of the batch may be written still, and no call says until when.
+        context_->lose(second);
     }
     done_->record(lane.main());
 }

@@ -14,4 +14,7 @@ NB_MODULE(_core, module) {
     fdcache::bind_pattern(module);
     fdcache::bind_swap_plan(module);
     fdcache::bind_swap(module);
+    module.def(
+        "set_leak_warnings", [](bool on) { nanobind::set_leak_warnings(on); }, nanobind::arg("on"),
+        "Whether objects of this module that are left when the process ends are listed on stderr.");
 }

@@ -15,7 +15,7 @@ from fdcache.controller.execution import PlanExecution, Transfer, reason_of, ref
 from fdcache.controller.host_arena import HostArena, Progress
 from fdcache.controller.in_flight import PlansInFlight
 from fdcache.controller.layer_counter import LayerDoneCounter, LayerEvents
-from fdcache.controller.process_guard import ProcessGuard
+from fdcache.controller.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.controller.storage_transfers import StorageQueue, StorageTransfer
 from fdcache.controller.transfers import TransferQueue
 from fdcache.devices.base import Device, DevicePlanes, Stream
@@ -44,7 +44,7 @@ class CacheController:
     """One rank's copies. Its calls may come from several threads; none holds a thread up but those that wait.
 
     Use after a fork raises ``ForkedProcessError``, use after ``shutdown`` raises ``CacheNotReadyError``. As a
-    context manager it shuts down at the end.
+    context manager it shuts down at the end; one that is open when its process ends is shut down then.
     """
 
     def __init__(
@@ -55,6 +55,8 @@ class CacheController:
         self.rank = rank
         self.device: Device = device or CpuDevice.of(settings)
         self._guard = ProcessGuard("CacheController")
+        self._submission = threading.RLock()
+        """Held from a plan's first question to the service to its launch, and taken before ``_lock``."""
         self._lock = threading.RLock()
         self._queue = TransferQueue(self.device, layout, settings, self._lock)
         self._planes: DevicePlanes | None = None
@@ -63,6 +65,7 @@ class CacheController:
         self._storage: StorageQueue | None = None
         self._in_flight = PlansInFlight(self.device)
         self._is_shut_down = False
+        close_at_exit(self, self._guard)
 
     def __enter__(self) -> CacheController:
         return self
@@ -111,7 +114,7 @@ class CacheController:
         the bytes that are ready and those there will be. Raises ``HostMemoryError`` when the memory is not there
         or cannot be pinned.
         """
-        with self._lock:
+        with self._submission, self._lock:
             self._check_usable()
             if self._arena is not None:
                 raise CacheNotReadyError("there is a host cache already; call free_cache first")
@@ -174,13 +177,16 @@ class CacheController:
                 f"plan must be a TransferPlan of CacheManager.take_plans, got {type(plan).__name__}"
             )
         self._guard.check()
-        with self._lock:
-            self._check_new(plan)
-            try:
-                layers = self._launch(plan, compute_stream)
-            except Exception as error:
-                self._refuse(plan, reason_of(error))
-                raise
+        with self._submission:
+            # Without the lock: a service may take its time to answer, and others poll meanwhile.
+            unattached = self._attach(plan)
+            with self._lock:
+                self._check_new(plan)
+                try:
+                    layers = self._launch(plan, compute_stream, unattached)
+                except Exception as error:
+                    self._refuse(plan, reason_of(error))
+                    raise
         return LayerDoneCounter(
             plan.plan_id,
             self.layout.total_layers,
@@ -204,12 +210,21 @@ class CacheController:
             if plan_id in self._in_flight:
                 raise PlanError(f"plan {plan_id} is in flight already; its report was not polled yet")
 
-    def _launch(self, plan: TransferPlan, compute_stream: Any) -> LayerEvents:
+    def _attach(self, plan: TransferPlan) -> str | None:
+        if self._arena is None:
+            return None
+        try:
+            return self._arena.attach(plan)
+        except Exception as error:  # noqa: BLE001 - the report carries it
+            return reason_of(error)
+
+    def _launch(self, plan: TransferPlan, compute_stream: Any, unattached: str | None) -> LayerEvents:
         self._check_usable()
         if any(len(swap) for swap in plan.swaps()):
             self._check_memory()
         stream, refusal = self._compute_stream(plan, compute_stream)
         prepared = self._prepare_storage(plan)
+        refusal = refusal or unattached
         if refusal is None and self._arena is not None:
             refusal = self._arena.prepare(plan)
         execution, layers = self._queue.launch(plan, self.rank, self._planes, self._arena, stream, refusal)
@@ -340,6 +355,7 @@ class CacheController:
             self._is_shut_down = True
             self._queue.close()
             self._free()
+            forget_at_exit(self)
 
     @contextmanager
     def _drained(self, timeout: float) -> Iterator[None]:
@@ -347,7 +363,7 @@ class CacheController:
         self._check_usable()
         deadline = time.monotonic() + timeout
         while True:
-            with self._lock:
+            with self._submission, self._lock:
                 running = self._in_flight.running()
                 if not running:
                     self._in_flight.settle()

@@ -41,6 +41,11 @@ class LaunchedCopy:
     def __init__(self, copy: PendingCopy) -> None:
         self._copy = copy
 
+    @property
+    def done(self) -> Event:
+        """Reached once it has ended."""
+        return self._copy.done
+
     def pending_event(self) -> Event | None:
         """Its end, until that is reached."""
         return None if self._copy.done.query() else self._copy.done
@@ -71,11 +76,11 @@ class RefusedCopy:
     def __init__(self, size: int, reason: str, behind: Event | None = None) -> None:
         self._size = size
         self._reason = reason
-        self._behind = behind
+        self.done = behind
 
     def pending_event(self) -> Event | None:
         """The end of what is on the stream, until that is reached."""
-        return None if self._behind is None or self._behind.query() else self._behind
+        return None if self.done is None or self.done.query() else self.done
 
     def cancel(self) -> bool:
         """There is nothing to take back."""

@@ -71,6 +71,10 @@ class HostArena:
             (self.extents, self.pinned, headers),
         )
 
+    def attach(self, plan: TransferPlan) -> str | None:
+        """There is nobody to ask."""
+        return None
+
     def prepare(self, plan: TransferPlan) -> str | None:
         """All of it is there already."""
         return None

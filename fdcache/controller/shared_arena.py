@@ -24,7 +24,8 @@ class SharedHostArena:
     """Extents of the service's arena, mapped as plans come to need them.
 
     A worker copies only while the service knows its process: so it attaches at its start, and again whenever a
-    plan names another session. ``extents`` are those mapped now.
+    plan names another session. ``extents`` are those mapped now. ``attach`` may take as long as the service does and
+    changes nothing that copies use; ``prepare`` follows it.
     """
 
     def __init__(self, host: HostCache, layout: KVLayout, rank: int, device: Device) -> None:
@@ -36,6 +37,7 @@ class SharedHostArena:
         self._address = host.server
         self._geometry: Geometry | None = None
         self._arena = ""
+        self._attached: tuple[str, Attached] | None = None
         self._device = device
         self.extents: list[Extent] = []
         self.pinned: list[PinnedMemory] = []
@@ -48,8 +50,19 @@ class SharedHostArena:
         """Slots that are mapped."""
         return self.table.num_slots
 
+    def attach(self, plan: TransferPlan) -> str | None:
+        """Make this process known where the plan's slots are; the reason when that cannot be, and the plan fails."""
+        arena = plan.arena or ""
+        if arena == self._arena or not any(len(swap) for swap in plan.swaps()):
+            return None
+        try:
+            self._attached = arena, self._ask(arena)
+        except (ServiceError, OSError) as error:
+            return f"the service's arena cannot be used: {error}"
+        return None
+
     def prepare(self, plan: TransferPlan) -> str | None:
-        """Attach and map what the plan needs; the reason when that cannot be, and the plan fails."""
+        """Map what the plan needs; the reason when that cannot be, and the plan fails."""
         slots = [
             swap.src_block_ids if swap is plan.loads else swap.dst_block_ids
             for swap in plan.swaps()
@@ -58,14 +71,13 @@ class SharedHostArena:
         if not slots:
             return None
         try:
-            if plan.arena != self._arena:
-                self._attach(plan.arena or "")
+            self._take_up()
             self._map(np.concatenate(slots))
-        except (ServiceError, HostMemoryError, OSError) as error:
+        except (HostMemoryError, OSError) as error:
             return f"the service's arena cannot be used: {error}"
         return None
 
-    def _attach(self, arena: str) -> None:
+    def _ask(self, arena: str) -> Attached:
         incarnation, _, session = arena.partition("/")
         line = Connection(self._address)
         try:
@@ -77,11 +89,17 @@ class SharedHostArena:
             raise ProtocolError(f"an attachment was answered by {type(answer).__name__}")
         if f"{answer.geometry.incarnation:x}" != incarnation:
             raise ServiceUnavailableError("the plan is from before the service was restarted")
+        return answer
+
+    def _take_up(self) -> None:
+        """Use what the service has answered since the last plan."""
+        if self._attached is None:
+            return
+        (self._arena, answer), self._attached = self._attached, None
         if self._geometry != answer.geometry:
             self._unmap()
             self._geometry = answer.geometry
         self.fingerprint = answer.fingerprint
-        self._arena = arena
 
     def _map(self, slots: Int32Array) -> None:
         """Map the extents of these slots, and anew those that are other memory than they were.

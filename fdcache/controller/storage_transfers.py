@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from fdcache._core import CancelFlag, RecordTable
+from fdcache.controller.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.devices.base import CopyOutcome
 from fdcache.devices.cpu import CpuEvent
 from fdcache.errors import PlanError
@@ -156,6 +157,7 @@ class StorageQueue:
         self._erasures_asked = self._erasures_done = 0
         for thread in self._threads:
             thread.start()
+        close_at_exit(self, ProcessGuard("StorageQueue"))
 
     def prepare(self, task: StorageTask) -> StorageTransfer:
         """Check a task. Raises ``PlanError`` naming what is wrong."""
@@ -280,6 +282,11 @@ class StorageQueue:
         for thread in self._threads:
             thread.join()
         self.storage.close()
+        forget_at_exit(self)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """As ``close``; the time that takes is for the storage to say."""
+        self.close()
 
 
 def _wait(event: threading.Event) -> None:

@@ -122,12 +122,12 @@ class TransferQueue:
         after = computed
         emptied = self._no_events()
         if (evictions := copies.get(SwapPurpose.EVICT)) is not None:
-            work[SwapPurpose.EVICT] = self._start(*evictions, self._evictions, computed)
-            if (end := work[SwapPurpose.EVICT].pending_event()) is not None:
-                after = [*computed, end]
-                emptied = [end] * self._groups.num_layers
+            evicting = work[SwapPurpose.EVICT] = self._start(*evictions, self._evictions, computed)
+            if evicting.done is not None:
+                after = [*computed, evicting.done]
+                emptied = [evicting.done] * self._groups.num_layers
                 if compute_stream is not None:
-                    _hold(compute_stream, end)
+                    _hold(compute_stream, evicting.done)
         layers: LayerEvents = LaunchedLayers(emptied)
         if load is not None:
             self._loads.submit(load, after, emptied)
@@ -146,7 +146,9 @@ class TransferQueue:
         event.record(compute_stream)
         return [event]
 
-    def _start(self, copy: BlockCopy, size: int, stream: Stream, after: Sequence[Event]) -> Work:
+    def _start(
+        self, copy: BlockCopy, size: int, stream: Stream, after: Sequence[Event]
+    ) -> LaunchedCopy | RefusedCopy:
         """Put a copy on a stream. Whatever is raised there fails it."""
         behind: Event | None = None
         try:

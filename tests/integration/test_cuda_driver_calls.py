@@ -53,6 +53,12 @@ def test_after_a_refusal_the_next_plan_is_carried_out(cuda_driver: Path, method:
     run(cuda_driver, f"cuda_scenarios.go_on_after_a_refusal({method!r}, {call!r})")
 
 
+def test_a_failed_copy_is_reported_when_it_writes_no_more_whatever_the_driver_refuses(
+    cuda_driver: Path,
+) -> None:
+    run(cuda_driver, "cuda_scenarios.keep_slots_of_a_failed_copy()")
+
+
 def test_a_stream_that_is_captured_is_refused_before_anything_is_done(cuda_driver: Path) -> None:
     run(cuda_driver, "cuda_scenarios.refuse_a_capture()")
 

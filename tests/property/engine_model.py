@@ -126,7 +126,7 @@ class Rank:
 
     def _copy(self, work: TransferPlan, fails: frozenset[int]) -> TransferReport:
         results = []
-        refused = self.arena is not None and self.arena.prepare(work) is not None
+        refused = self.arena is not None and (self.arena.attach(work) or self.arena.prepare(work)) is not None
         for swap in work.swaps():
             if refused:
                 fails = frozenset(range(len(swap)))

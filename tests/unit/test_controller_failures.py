@@ -343,9 +343,7 @@ class TestPlansThatCannotBeSubmitted:
         assert worker.report().results[0].failed.tolist() == [0]
 
     def test_what_is_no_plan_is_named(self, worker: Worker) -> None:
-        with pytest.raises(
-            PlanError, match=r"a TransferPlan of CacheManager\.take_plans, got list"
-        ):
+        with pytest.raises(PlanError, match=r"a TransferPlan of CacheManager\.take_plans, got list"):
             worker.controller.submit_swap_tasks([plan(1)])  # type: ignore[arg-type]
 
     def test_storage_tasks_of_a_refused_plan_are_reported_too(self, worker: Worker) -> None:
