@@ -82,9 +82,7 @@ class Worker:
     def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
         """Copy what the plans say and compute the chunks, each layer as soon as its blocks are there."""
         stream = current_stream()
-        counters = (
-            [self.controller.submit_swap_tasks(plan, stream) for plan in plans] if self.controller else []
-        )
+        counters = [self.controller.submit_swap_tasks(plan, stream) for plan in plans if self.controller]
 
         def wait_for_layer(layer: int) -> None:
             for counter in counters:

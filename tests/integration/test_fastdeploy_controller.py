@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fdcache.errors import CacheNotReadyError, LayoutError, StorageGoneError
+from fdcache.errors import CacheNotReadyError, LayoutError, StorageGoneError, StreamError
 from fdcache.integrations.fastdeploy import (
     CacheController,
     CacheManager,
@@ -164,6 +164,25 @@ class TestCopies:
         counter.wait_all()
         controller.load_host_to_device(swap(SwapPurpose.LOAD, [(1, 2)])).wait_all()
         assert all((tensor[2].astype("float32") == 5.0).all() for tensor in tensors)
+        controller.shutdown()
+
+    def test_a_mistake_leaves_no_counter_and_every_plan_reported(self) -> None:
+        stream: Any = None
+        controller = CacheController(fd_config(), 0, 0, compute_stream=lambda: stream)
+        controller.initialize_kv_cache(backend(), 4)
+        first = controller.submit_swap_tasks(
+            [TransferPlan(plan_id=1, evictions=swap(SwapPurpose.EVICT, [(0, 1)]))]
+        )
+        assert first is controller.swap_layer_done_counter is not None
+        first.wait_all()
+        assert [report.plan_id for report in controller.poll()] == [1]
+        stream = "not a stream"
+        plans = [TransferPlan(plan_id=2 + n, loads=swap(SwapPurpose.LOAD, [(1, 2 + n)])) for n in range(2)]
+        with pytest.raises(StreamError, match="compute_stream"):
+            controller.submit_swap_tasks(plans)
+        assert controller.swap_layer_done_counter is None
+        reports = {report.plan_id: report.results[0].failed.tolist() for report in controller.poll()}
+        assert reports == {2: [0], 3: [0]}
         controller.shutdown()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fdcache.manager import Request
 from fdcache.settings.cache import WritePolicy
 from tests.manager_world import TAIL, A, B, C, Worlds
 from tests.property.engine_model import BLOCK, Step
@@ -96,6 +97,22 @@ class TestHostTier:
         world.engine.schedule([second], 100)
         assert second.request.num_cached_tokens == 2 * BLOCK
         assert world.manager.get_stats().counters.blocks_loaded == 2
+
+    def test_a_run_that_another_request_has_loaded_is_pinned_on_the_host_no_more(
+        self, worlds: Worlds
+    ) -> None:
+        world = worlds.with_blocks_on_the_host_only()
+        late = Request("late", [*A, *B, *TAIL])
+        world.manager.match_prefix([late])
+        world.serve(*A, *B, *TAIL)
+        (allocation,) = world.manager.allocate_device_blocks([(late, 9)])
+        assert allocation.ok and late._host_run is None
+        assert world.manager.shared_blocks_in_use == 0
+        if world.service is None:
+            host = world.manager.get_stats().host
+            assert host is not None and (host.pins, host.leases) == (0, 0)
+        world.manager.request_finish([late])
+        world.assert_nothing_is_held()
 
     def test_a_deferred_request_stops_waiting_at_its_deadline(self, worlds: Worlds) -> None:
         world = worlds.with_blocks_on_the_host_only()
