@@ -13,7 +13,14 @@ import numpy as np
 
 from fdcache.devices.base import CopyOutcome, Event, PendingCopy, Stream
 from fdcache.errors import FdcacheError
-from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport, TransferResult, TransferStatus
+from fdcache.metadata import (
+    StorageTask,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+    TransferResult,
+    TransferStatus,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -172,13 +179,14 @@ class PlanExecution:
 
 def refused_executions(plan: TransferPlan, rank: int, reason: str) -> list[PlanExecution]:
     """A plan of which nothing is copied, and its storage tasks: each has its report."""
+    parts: tuple[TransferPlan | StorageTask, ...] = (plan, *plan.storage)
     return [
         PlanExecution(
             each.plan_id,
             rank,
             [Transfer(swap.purpose, RefusedCopy(len(swap), reason)) for swap in each.swaps()],
         )
-        for each in (plan, *plan.storage)
+        for each in parts
     ]
 
 

@@ -19,7 +19,7 @@ from fdcache._core import CancelFlag, RecordTable
 from fdcache.controller.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.devices.base import CopyOutcome
 from fdcache.devices.cpu import CpuEvent
-from fdcache.errors import PlanError
+from fdcache.errors import PlanError, TransferTimeoutError
 from fdcache.metadata import (
     CacheLevel,
     CacheSwapMetadata,
@@ -275,18 +275,21 @@ class StorageQueue:
 
     def close(self) -> None:
         """Wait for what has begun, take back the rest, close the storage."""
+        self.shutdown()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """As ``close``. Raises ``TransferTimeoutError`` when that takes longer; the storage is open still then."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         for transfer in self._transfers.values():
             transfer.cancel()
         for jobs in self._queues.values():
             jobs.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            if thread.is_alive():
+                raise TransferTimeoutError(f"{self.storage.name}: still at work after {timeout} s")
         self.storage.close()
         forget_at_exit(self)
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """As ``close``; the time that takes is for the storage to say."""
-        self.close()
 
 
 def _wait(event: threading.Event) -> None:
