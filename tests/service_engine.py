@@ -79,7 +79,8 @@ class Engine:
             self.check(request, tokens, known // BLOCK)
         self.compute(request, tokens, request.num_cached_tokens // BLOCK)
         self.manager.commit([(request, len(tokens))])
-        self.carry_out(self.manager.take_plans())
+        while plans := self.manager.take_plans():  # backups come a share of the pool at a time
+            self.carry_out(plans)
         self.manager.request_finish([request])
         return match.num_host_blocks, outcomes
 

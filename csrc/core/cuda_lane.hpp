@@ -28,7 +28,8 @@ class Lane : public std::enable_shared_from_this<Lane> {
     void free_slot(StreamHandle user);
     // Lets `to` wait for what `from` has been given so far.
     void hand_over(StreamHandle from, StreamHandle to);
-    // Lets `main` wait for what `copy` has been given so far; where the driver refuses that, the thread waits.
+    // Lets `main` wait for what `copy` has been given so far; where the driver refuses that, the thread
+    // waits.
     void join_copies();
 
   private:

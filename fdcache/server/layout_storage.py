@@ -197,7 +197,7 @@ class LayoutStorage:
                     moved = self.moved[result.purpose]
                     moved.bytes += result.copied_bytes
                     moved.seconds += result.seconds
-                if (flight := self._ledger.record(report)) is not None:
+                for flight in self._ledger.record(report):
                     self._end(flight)
 
     def _end(self, flight: InFlightPlan) -> None:

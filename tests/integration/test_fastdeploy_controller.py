@@ -173,14 +173,14 @@ class TestCopies:
         first = controller.submit_swap_tasks(
             [TransferPlan(plan_id=1, evictions=swap(SwapPurpose.EVICT, [(0, 1)]))]
         )
-        assert first is controller.swap_layer_done_counter is not None
+        assert first is not None and first is controller.swap_layer_done_counter
         first.wait_all()
         assert [report.plan_id for report in controller.poll()] == [1]
         stream = "not a stream"
         plans = [TransferPlan(plan_id=2 + n, loads=swap(SwapPurpose.LOAD, [(1, 2 + n)])) for n in range(2)]
         with pytest.raises(StreamError, match="compute_stream"):
             controller.submit_swap_tasks(plans)
-        assert controller.swap_layer_done_counter is None
+        assert not controller.swap_layer_done_counter
         reports = {report.plan_id: report.results[0].failed.tolist() for report in controller.poll()}
         assert reports == {2: [0], 3: [0]}
         controller.shutdown()

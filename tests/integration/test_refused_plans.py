@@ -57,7 +57,8 @@ class Refusing:
     def refuse(self, purpose: SwapPurpose, ranks: tuple[int, ...] = (0, 1)) -> list[TransferPlan]:
         """Refuse the plans of this moment, among them one for this purpose."""
         plans = self.manager.take_plans()
-        purposes = {swap.purpose for plan in plans for each in (plan, *plan.storage) for swap in each.swaps()}
+        purposes = {swap.purpose for plan in plans for swap in plan.swaps()}
+        purposes |= {task.swap.purpose for plan in plans for task in plan.storage}
         assert purpose in purposes
         for rank in ranks:
             self.manager.apply([TransferReport.refusal(plan, rank, "refused") for plan in plans])

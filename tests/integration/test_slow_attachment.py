@@ -37,7 +37,7 @@ def test_reports_are_polled_while_a_submission_waits_for_the_service(
         wanted = msgspec.structs.replace(plan(1, load=[(0, 1)]), arena="1/1")
         submission = threading.Thread(target=controller.submit_swap_tasks, args=(wanted,))
         submission.start()
-        assert door.poll(PATIENCE * 1000), "the worker asks to be let in"
+        assert door.poll(int(PATIENCE * 1000)), "the worker asks to be let in"
         caller, _ = door.recv_multipart()
         assert controller.poll() == [], "the plan waits for the answer, and the poll does not"
         assert submission.is_alive()

@@ -112,7 +112,7 @@ class Rank:
             self.compute(work)
             return []
         if work.loads is not None:
-            self.device |= dict.fromkeys(work.loads.dst_block_ids.tolist(), GARBAGE)
+            self.device.update(dict.fromkeys(work.loads.dst_block_ids.tolist(), GARBAGE))
         return [TransferReport.refusal(work, self.index, "refused")]
 
     def execute_storage(self, purpose: SwapPurpose, fails: frozenset[int]) -> list[TransferReport]:
