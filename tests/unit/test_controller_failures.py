@@ -293,16 +293,16 @@ class TestPlansThatCannotBeSubmitted:
     @pytest.mark.parametrize(
         ("step", "error"),
         [
-            ("stream", DeviceError("broken")),
-            ("event", DeviceError("broken")),
-            ("copy", DeviceError("broken")),
-            ("copy", MemoryError("broken")),
+            ("stream", DeviceError),
+            ("event", DeviceError),
+            ("copy", DeviceError),
+            ("copy", MemoryError),
         ],
     )
     def test_what_the_device_refuses_is_reported_with_nothing_raised(
-        self, step: str, error: Exception
+        self, step: str, error: type[Exception]
     ) -> None:
-        device = _FailingDevice(step, error)
+        device = _FailingDevice(step, error("broken"))
         gate = Gate()
         gate.open()
         with Worker(device=device) as worker:
@@ -318,15 +318,15 @@ class TestPlansThatCannotBeSubmitted:
             worker.run(plan(3, load=[(0, 5)]))
             assert worker.block(5) == worker.block(0)
 
-    @pytest.mark.parametrize("error", [DeviceError("full"), RuntimeError("full")])
+    @pytest.mark.parametrize("error", [DeviceError, RuntimeError])
     def test_a_plan_that_fails_midway_is_reported_when_its_evictions_have_ended(
-        self, error: Exception
+        self, error: type[Exception]
     ) -> None:
         device = _FullBackups()
         with Worker(device=device) as worker:
             gate = Gate()
             assert device.background is not None
-            device.background.error = error
+            device.background.error = error("full")
             submitted = plan(1, evict=[(1, 1)], backup=[(3, 3)])
             counter = worker.controller.submit_swap_tasks(submitted, gate.stream)
             assert worker.controller.poll() == [], "the eviction is under way: its slots are in use"
