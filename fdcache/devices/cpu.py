@@ -27,7 +27,7 @@ from fdcache.devices.base import (
     enqueue_each,
 )
 from fdcache.devices.faults import make_outcome
-from fdcache.devices.frameworks import as_tensor
+from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exported
 from fdcache.devices.validation import check_pairs
 from fdcache.errors import TensorError
 from fdcache.layout import Plane
@@ -176,6 +176,8 @@ class CpuDevice:
 
     def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None = None) -> Any:
         """A zero-filled tensor; NumPy's unless ``framework`` says otherwise."""
+        if (tensor := allocate_by_framework(framework, plane, num_blocks, None)) is not None:
+            return tensor
         memory = np.zeros(num_blocks * plane.device_stride, dtype=np.uint8)
         return as_tensor(memory, plane, num_blocks, framework or "numpy")
 
@@ -186,7 +188,7 @@ class CpuDevice:
     def inspect_tensor(self, tensor: Any) -> TensorView:
         """Where a tensor lies, through DLPack."""
         try:
-            held = _core.Tensor(tensor)
+            held = _core.Tensor(exported(tensor))
         except TypeError as error:
             raise TensorError(
                 f"a {type(tensor).__name__} is not a writable tensor that can be passed on by DLPack"

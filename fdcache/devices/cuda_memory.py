@@ -12,7 +12,7 @@ import numpy as np
 
 from fdcache import _core
 from fdcache.devices.base import TensorView
-from fdcache.devices.frameworks import as_tensor
+from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exported
 from fdcache.devices.topology import Gpu, import_cupy
 from fdcache.errors import DeviceError, HostMemoryError, TensorError
 from fdcache.layout import Plane
@@ -68,6 +68,8 @@ class CudaMemory:
 
     def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None) -> Any:
         """A zero-filled tensor of ``framework``, CuPy's by default."""
+        if (tensor := allocate_by_framework(framework, plane, num_blocks, self._gpu.ordinal)) is not None:
+            return tensor
         memory = self.allocate(num_blocks * plane.device_stride)
         with self._cupy.cuda.Device(self._gpu.ordinal):
             return as_tensor(memory, plane, num_blocks, framework or "cupy")
@@ -138,7 +140,7 @@ def _memlock_remedy(nbytes: int) -> str:
 
 def _through_dlpack(tensor: Any) -> TensorView | None:
     try:
-        held = _core.Tensor(tensor)
+        held = _core.Tensor(exported(tensor))
     except (TypeError, BufferError, RuntimeError):
         return None
     if held.device_type != _DLPACK_CUDA:

@@ -171,8 +171,10 @@ def handle_of(stream: Any) -> int:
         if isinstance(handle, int):
             return handle
     base = getattr(stream, "stream_base", None)
-    if base is not None and isinstance(getattr(base, "raw_stream", None), int):
-        return int(base.raw_stream)
+    for attribute in ("raw_stream", "cuda_stream"):  # Paddle's, the latter before 3.0
+        handle = getattr(base, attribute, None)
+        if isinstance(handle, int):
+            return handle
     raise TypeError(
         f"a {type(stream).__name__} is no CUDA stream; pass a torch, CuPy or Paddle stream or its handle"
     )

@@ -1,8 +1,9 @@
-"""One plane's memory as a tensor of the framework that computes with it."""
+"""One plane's memory as a tensor of the framework that computes with it, and a framework's tensor as memory."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -37,11 +38,64 @@ def as_tensor(memory: Any, plane: Plane, num_blocks: int, framework: str) -> Any
             f"plane {plane.kind.value} of layer {plane.layer}: device_stride {plane.device_stride} is "
             f"not a multiple of the {DTYPE_BYTES[plane.dtype]} bytes of {plane.dtype}"
         )
+    return FRAMEWORKS[framework](_module(framework), memory, plane, num_blocks)
+
+
+def allocate_by_framework(
+    framework: str | None, plane: Plane, num_blocks: int, gpu: int | None
+) -> Any | None:
+    """Return a zero-filled tensor in memory of the framework's own, where it cannot take over fdcache's; else None.
+
+    Paddle before 3.0 copies the memory that it is given by DLPack. ``gpu`` is the ordinal of the visible GPU, None
+    for the CPU. Nothing is launched on the GPU. Raises ``TensorError`` for a dtype that this release does not have.
+    """
+    if framework != "paddle":
+        return None
+    paddle = _module(framework)
+    if hasattr(paddle.Tensor, "__dlpack__"):
+        return None
+    return zeros_in_paddle(
+        paddle, plane, num_blocks, paddle.CPUPlace() if gpu is None else paddle.CUDAPlace(gpu)
+    )
+
+
+def zeros_in_paddle(paddle: ModuleType, plane: Plane, num_blocks: int, place: Any) -> Any:
+    """Return a zero-filled Paddle tensor of shape (num_blocks, *plane.shape), blocks ``plane.device_stride`` apart.
+
+    The zeros are copied from the host: releases whose kernels do not run on a GPU still allocate and copy there.
+    """
+    dtype = _array_dtype(plane)
+    if not hasattr(paddle, plane.dtype):
+        raise TensorError(
+            f"Paddle {paddle.__version__} has no {plane.dtype}; register uint8 tensors of the same shape, or install "
+            "Paddle 3.0 or newer"
+        )
+    if plane.device_stride == plane.nbytes:
+        tensor = paddle.to_tensor(np.zeros((num_blocks, *plane.shape), dtype), place=place)
+        return tensor if dtype.itemsize > 1 else tensor.view(getattr(paddle, plane.dtype))
+    flat = paddle.to_tensor(np.zeros(num_blocks * plane.device_stride // dtype.itemsize, dtype), place=place)
+    return paddle.as_strided(flat, [num_blocks, *plane.shape], _strides(plane))
+
+
+def exported(tensor: Any) -> Any:
+    """Return an object that DLPack can take over: the tensor, or its capsule where its type has no ``__dlpack__``.
+
+    The tensors of Paddle before 3.0 have none.
+    """
+    if not hasattr(tensor, "__dlpack__") and type(tensor).__module__.partition(".")[0] == "paddle":
+        return sys.modules["paddle"].utils.dlpack.to_dlpack(tensor)
+    return tensor
+
+
+def _module(framework: str) -> ModuleType:
     try:
-        module = importlib.import_module(framework)
+        return importlib.import_module(framework)
     except ImportError as error:
         raise TensorError(f"framework {framework!r} is not installed: {error}") from error
-    return FRAMEWORKS[framework](module, memory, plane, num_blocks)
+
+
+def _array_dtype(plane: Plane) -> np.dtype[Any]:
+    return np.dtype(_ARRAY_DTYPES.get(plane.dtype, plane.dtype))
 
 
 def _strides(plane: Plane) -> list[int]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import paddle
 
 from fdcache.controller.device_planes import plane_blocks
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
-from fdcache.errors import TensorError
+from fdcache.devices.frameworks import zeros_in_paddle
+from fdcache.errors import TensorError, UnsupportedCallError
 from fdcache.layout import KVLayout, Plane
 from fdcache.settings.transfer import TransferSettings
 
@@ -52,9 +53,26 @@ def allocate_planes(layout: KVLayout, num_blocks: int) -> list[paddle.Tensor]:
 
 
 def _zeros(plane: Plane, num_blocks: int) -> paddle.Tensor:
-    """Paddle cannot fill fp8, but bytes."""
+    if not hasattr(paddle.Tensor, "__dlpack__"):
+        kind, _, ordinal = paddle.device.get_device().partition(":")
+        place = paddle.CUDAPlace(int(ordinal or 0)) if kind == "gpu" else paddle.CPUPlace()
+        tensor: paddle.Tensor = zeros_in_paddle(paddle, plane, num_blocks, place)
+        return tensor
+    # Paddle cannot fill fp8, but bytes.
     dtype: Any = getattr(paddle, plane.dtype)
     shape = [num_blocks, *plane.shape]
     if plane.dtype.startswith("float8"):
         return paddle.zeros(shape, dtype="uint8").view(dtype)
     return paddle.zeros(shape, dtype=dtype)
+
+
+def _refuse_ipc(*_: object, **__: object) -> Never:
+    raise UnsupportedCallError(
+        "KV planes are not passed to another process: the worker that owns the GPU copies its blocks itself; register "
+        "the tensors with CacheController.register_kv_cache in that process, and share host memory between processes "
+        "with `fdcache serve`"
+    )
+
+
+set_data_ipc = share_external_data = unset_data_ipc = _refuse_ipc
+"""The calls with which FastDeploy's former transfer process mapped planes over CUDA IPC: ``UnsupportedCallError``."""

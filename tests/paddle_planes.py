@@ -1,0 +1,146 @@
+"""Blocks of Paddle tensors, evicted and loaded on Paddle's current device: python -m tests.paddle_planes [NAME...].
+
+It runs with whichever release of Paddle is installed, in a process of its own: two releases do not share one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from fdcache.controller.cache_controller import CacheController
+from fdcache.errors import TensorError
+from fdcache.integrations.paddle import allocate_planes, current_device, current_stream
+from fdcache.layout import KVLayout
+from fdcache.settings.transfer import TransferSettings
+from tests.swaps import PATIENCE, plan, uniform_layout
+
+BLOCKS = 32
+LAYOUTS = {
+    "float16": uniform_layout(dtype="float16", num_layers=8),
+    "bfloat16": uniform_layout(dtype="bfloat16", num_layers=8),
+    "fp8 as bytes": uniform_layout(dtype="float8_e4m3fn", num_layers=8),
+    "draft layers": uniform_layout(dtype="float16", num_layers=7, num_draft_layers=1),
+}
+_ARRAYS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+
+
+def random_bytes(layout: KVLayout) -> list[np.ndarray]:
+    """Bytes for each plane, a row for a block."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, (BLOCKS, plane.nbytes), dtype=np.uint8) for plane in layout.planes]
+
+
+def brought_by_the_engine(layout: KVLayout, data: Sequence[np.ndarray]) -> list[Any]:
+    """Tensors that hold these bytes. Copying them to the device launches no kernel."""
+    return [
+        paddle.to_tensor(rows.view(_ARRAYS.get(plane.dtype, plane.dtype)).reshape(BLOCKS, *plane.shape))
+        for plane, rows in zip(layout.planes, data, strict=True)
+    ]
+
+
+def write(tensor: Any, data: np.ndarray) -> None:
+    """Overwrite the memory of a tensor, whose address stays."""
+    if paddle.device.get_device() == "cpu":
+        ctypes.memmove(tensor.data_ptr(), data.ctypes.data, data.nbytes)
+    else:
+        import cupy
+
+        cupy.cuda.runtime.memcpy(tensor.data_ptr(), data.ctypes.data, data.nbytes, 1)
+
+
+def content(tensors: Sequence[Any]) -> list[np.ndarray]:
+    """The bytes of each tensor, a row for a block."""
+    return [np.ascontiguousarray(tensor.numpy()).view(np.uint8).reshape(BLOCKS, -1) for tensor in tensors]
+
+
+def new_controller(layout: KVLayout) -> CacheController:
+    settings = TransferSettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
+    return CacheController(settings, layout, device=current_device(settings))
+
+
+def evict_and_load(controller: CacheController, tensors: Sequence[Any]) -> None:
+    """Evict the first half of the blocks and load it into the second, backwards, layer by layer on Paddle's stream."""
+    layout, half = controller.layout, BLOCKS // 2
+    controller.initialize_host_cache(half)
+    before = content(tensors)
+    out = plan(1, evict=[(slot, half - 1 - slot) for slot in range(half)])
+    back = plan(2, load=[(slot, half + slot) for slot in range(half)])
+    for each in (out, back):
+        stream = current_stream()
+        counter = controller.submit_swap_tasks(each, stream)
+        for layer in range(layout.num_layers + layout.num_draft_layers):
+            counter.wait_for_layer(layer, stream=stream)
+        (report,) = controller.wait_reports(PATIENCE)
+        assert not any(result.failed.size for result in report.results), report
+    for was, now in zip(before, content(tensors), strict=True):
+        assert np.array_equal(now[:half], was[:half])
+        assert np.array_equal(now[half:], was[:half][::-1])
+        assert not np.array_equal(now[half:], was[half:])
+
+
+def check_registered(name: str) -> None:
+    """Tensors that the engine made are evicted and loaded."""
+    layout = LAYOUTS[name]
+    controller = new_controller(layout)
+    tensors = brought_by_the_engine(layout, random_bytes(layout))
+    controller.register_kv_cache(tensors)
+    evict_and_load(controller, tensors)
+    controller.shutdown()
+
+
+def check_allocated(name: str) -> None:
+    """Tensors that fdcache allocates for Paddle, in either way, are zero filled, and are evicted and loaded."""
+    layout = LAYOUTS[name]
+    for by_controller in (True, False):
+        controller = new_controller(layout)
+        if by_controller:
+            tensors = controller.initialize_kv_cache(BLOCKS, framework="paddle")
+        else:
+            tensors = allocate_planes(layout, BLOCKS)
+            controller.register_kv_cache(tensors)
+        for tensor, plane in zip(tensors, layout.planes, strict=True):
+            assert tensor.shape == [BLOCKS, *plane.shape]
+            assert tensor.dtype == getattr(paddle, plane.dtype)
+        for tensor, rows in zip(tensors, random_bytes(layout), strict=True):
+            assert not np.ascontiguousarray(tensor.numpy()).view(np.uint8).any()
+            write(tensor, rows)
+        evict_and_load(controller, tensors)
+        controller.shutdown()
+
+
+def check_missing_dtype(name: str) -> None:
+    """A dtype that the release does not have is refused by name, before any memory is taken."""
+    controller = new_controller(LAYOUTS[name])
+    try:
+        controller.initialize_kv_cache(BLOCKS, framework="paddle")
+    except TensorError as error:
+        assert f"Paddle {paddle.version.full_version} has no {LAYOUTS[name].planes[0].dtype}" in str(error)
+        assert "uint8" in str(error)
+    else:
+        raise AssertionError("a dtype that is missing was not refused")
+    controller.shutdown()
+
+
+def check(name: str) -> None:
+    """Run all that there is to check of one layout."""
+    check_registered(name)
+    if all(hasattr(paddle, plane.dtype) for plane in LAYOUTS[name].planes):
+        check_allocated(name)
+    else:
+        check_missing_dtype(name)
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or LAYOUTS:
+        check(chosen)
+        planes = len(LAYOUTS[chosen].planes)
+        where = paddle.device.get_device()
+        sys.stdout.write(
+            f"Paddle {paddle.version.full_version} on {where}: {chosen}: {BLOCKS} blocks of {planes} planes\n"
+        )
