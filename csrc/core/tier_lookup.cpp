@@ -99,9 +99,7 @@ std::uint32_t Tier::available() const {
 BlockList Tier::coldest(std::uint32_t count) const {
     std::lock_guard lock(mutex_);
     BlockList list;
-    for (Slot slot = order_->coldest(); slot != kNoSlot && list.slots.size() < count;
-         slot = order_->after(slot))
-        append(list, slot);
+    for (const Slot slot : order_->first(count)) append(list, slot);
     return list;
 }
 

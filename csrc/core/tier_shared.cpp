@@ -67,11 +67,12 @@ std::vector<std::uint32_t> Tier::tenant_entries() const {
 // Evicts the coldest leaves of a tenant that has all it may have, but never what the new block hangs below:
 // whether there is room for one more below `parent`.
 bool Tier::make_tenant_room(Tenant tenant, Slot parent) {
+    Kept kept(*this);
+    if (tenants_.full(tenant) && parent != kRoot) kept.add(parent);
     while (tenants_.full(tenant)) {
-        Slot victim = tenants_.coldest(tenant);
-        while (victim != kNoSlot && (victim == parent || entries_[victim].children))
-            victim = tenants_.after(victim);
-        if (victim == kNoSlot) return false;
+        if (!tenants_.idle(tenant)) return false;
+        const Slot victim = tenants_.take(tenant);
+        order_->remove(victim);
         evict(victim);
     }
     return true;
@@ -110,25 +111,14 @@ std::uint32_t Tier::drop(std::span<const Digest> hashes) {
         tenants_.leave(slot);
         Entry &entry = entries_[slot];
         const Slot parent = entry.parent;
-        if (parent != kRoot && fates[parent] != Fate::kGoes) {
-            --entries_[parent].children;
-            if (entry.busy) --entries_[parent].busy_children;
-        }
+        if (parent != kRoot && fates[parent] != Fate::kGoes) unlink_child(parent, entry);
     }
     for (const Slot slot : doomed) {
-        Entry &entry = entries_[slot];
-        const Slot parent = entry.parent;
-        entry.parent = kNoSlot;
-        entry.children = entry.busy_children = 0;
-        entry.findable = entry.busy = false;
-        if (entry.state == SlotState::kReady) {
-            entry.state = SlotState::kWriting;
-            --ready_;
-            ++writing_;
-            ++entries;
-        }
+        const Slot parent = entries_[slot].parent;
+        entries += entries_[slot].state == SlotState::kReady;
+        cut_off(slot);
         if (parent != kRoot && fates[parent] != Fate::kGoes) {
-            refresh_busy(parent);
+            refresh(parent);
             free_if_unused(parent);
         }
     }

@@ -73,9 +73,9 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         entry.generation = found.generations[i];
         entry.checksum = found.checksums[i];
         entry.state = SlotState::kWriting;
-        // Held until all stand, so that no step changes more than the entry itself.
-        entry.holds = 1;
-        ++holds_;
+        // Pinned until all stand, so that each joins the order in its turn.
+        entry.pins = 1;
+        ++pins_;
         ++writing_;
         link(slot, found.hashes[i], parent, found.tenants.empty() ? 0 : found.tenants[i]);
         make_ready(slot);
@@ -103,7 +103,7 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         if (newest[left] != newest[right]) return newest[left] < newest[right];
         return entries_[left].depth > entries_[right].depth;
     });
-    for (const std::size_t i : kept) end_hold(found.slots[i]);
+    for (const std::size_t i : kept) unpin(found.slots[i]);
     return restored;
 }
 
@@ -111,10 +111,8 @@ void Tier::quarantine(std::span<const Slot> slots) {
     std::lock_guard lock(mutex_);
     for (const Slot slot : slots) check_slot(slot);
     for (const Slot slot : slots) {
-        ++entries_[slot].holds;
-        ++holds_;
+        begin_hold(slot);
         ++quarantined_;
-        refresh_busy(slot);
     }
 }
 
@@ -125,10 +123,8 @@ void Tier::withhold(std::span<const Slot> slots) {
         Entry &entry = entries_[slot];
         if (entry.withheld) continue;
         entry.withheld = true;
-        ++entry.holds;
-        ++holds_;
         ++withheld_;
-        refresh_busy(slot);
+        begin_hold(slot);
     }
 }
 
@@ -182,23 +178,14 @@ BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
     for (const Slot slot : named) {
         const Slot parent = entries_[slot].parent;
         if (parent == kRoot || known[parent] == kDoomed) continue;
-        --entries_[parent].children;
-        if (entries_[slot].busy) --entries_[parent].busy_children;
-        refresh_busy(parent);
+        unlink_child(parent, entries_[slot]);
+        refresh(parent);
     }
     for (const Slot slot : doomed) {
-        Entry &entry = entries_[slot];
         index_.erase(slot);
         if (order_->holds(slot)) order_remove(slot);
         tenants_.leave(slot);
-        entry.parent = kNoSlot;
-        entry.children = entry.busy_children = 0;
-        entry.findable = entry.busy = false;
-        if (entry.state == SlotState::kReady) {
-            entry.state = SlotState::kWriting;
-            --ready_;
-            ++writing_;
-        }
+        cut_off(slot);
     }
     if (quarantine) {
         for (const Slot slot : named) {
