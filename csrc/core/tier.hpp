@@ -43,6 +43,20 @@ struct StaleLease : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Who waits for a tier while another thread walks all of it does so by `wait`, which keeps no interpreter lock.
+class TierMutex {
+  public:
+    void lock() {
+        if (!mutex_.try_lock()) wait(mutex_);
+    }
+    void unlock() { mutex_.unlock(); }
+
+    static inline void (*wait)(std::mutex &) = [](std::mutex &mutex) { mutex.lock(); };
+
+  private:
+    std::mutex mutex_;
+};
+
 // Parallel arrays that describe blocks; a zero parent digest stands for the root.
 struct BlockList {
     std::vector<Slot> slots;
@@ -194,7 +208,7 @@ class Tier {
     BlockList starting_with(std::span<const std::uint8_t> prefix) const;
 
     // Entries from a scan, in free slots; says which they became. Not those without a parent, nor a hash
-    // that is there already. New content of any slot gets a generation above `generation` and all those
+    // that is there already. They join the eviction order as the warmest, by the newest block of a subtree. New content of any slot gets a generation above `generation` and all those
     // found.
     std::vector<std::uint8_t> restore(const FoundEntries &found, std::uint32_t generation = 0);
     // READY entries turned out bad: they and all below them leave, in use or not, and are listed. With
@@ -294,6 +308,8 @@ class Tier {
     void refresh(Slot slot);
     void unlink_child(Slot parent, const Entry &child);
     void cut_off(Slot slot);
+    std::vector<Slot> subtree(const std::vector<Slot> &named) const;
+    void cut_out(const std::vector<Slot> &doomed);
     void pin(Lease &lease, Slot slot);
     void unpin(Slot slot);
     void free_slot(Slot slot);
@@ -319,7 +335,7 @@ class Tier {
     void append(BlockList &list, Slot slot) const;
     void note(TierEvent::Kind kind, Slot slot);
 
-    mutable std::mutex mutex_;
+    mutable TierMutex mutex_;
     std::vector<Entry> entries_;
     std::vector<Digest> digests_;
     HashIndex index_{digests_};

@@ -80,21 +80,29 @@ bool Tier::make_tenant_room(Tenant tenant, Slot parent) {
 
 std::uint32_t Tier::drop(std::span<const Digest> hashes) {
     std::lock_guard lock(mutex_);
+    std::vector<Slot> named;
+    for (const Digest &hash : hashes)
+        if (const Slot slot = index_.find(hash); slot != kNoSlot) named.push_back(slot);
+    std::sort(named.begin(), named.end());
+    named.erase(std::unique(named.begin(), named.end()), named.end());
+    const std::uint32_t before = ready_;
+    cut_out(subtree(named));
+    return before - ready_;
+}
+
+// What is findable in `named`, and all that hangs below it, ascending. Looks at every slot, but for leaves.
+std::vector<Slot> Tier::subtree(const std::vector<Slot> &named) const {
+    if (std::none_of(named.begin(), named.end(), [this](Slot slot) { return entries_[slot].children; }))
+        return named;
     enum class Fate : std::uint8_t { kUnknown, kStays, kGoes };
     std::vector<Fate> fates(entries_.size(), Fate::kUnknown);
-    bool any = false;
-    for (const Digest &hash : hashes) {
-        const Slot slot = index_.find(hash);
-        if (slot == kNoSlot) continue;
-        fates[slot] = Fate::kGoes;
-        any = true;
-    }
-    if (!any) return 0;
+    for (const Slot slot : named) fates[slot] = Fate::kGoes;
     std::vector<Slot> path, doomed;
     for (Slot slot = 0; slot < entries_.size(); ++slot) {
         if (!entries_[slot].findable) continue;
         path.clear();
         Slot above = slot;
+        // Above a pending block may stand one whose copy failed, which has no parent any more.
         for (; above != kRoot && entries_[above].findable && fates[above] == Fate::kUnknown;
              above = entries_[above].parent)
             path.push_back(above);
@@ -102,28 +110,30 @@ std::uint32_t Tier::drop(std::span<const Digest> hashes) {
         for (const Slot each : path) fates[each] = goes ? Fate::kGoes : Fate::kStays;
         if (fates[slot] == Fate::kGoes) doomed.push_back(slot);
     }
-    std::uint32_t entries = 0;
+    return doomed;
+}
+
+// Takes whole subtrees out of the table. What is pinned or held stays, anonymous, until it is not.
+void Tier::cut_out(const std::vector<Slot> &doomed) {
     for (const Slot slot : doomed)
         if (entries_[slot].state == SlotState::kReady) note(TierEvent::Kind::kRemoved, slot);
     for (const Slot slot : doomed) {
+        Entry &entry = entries_[slot];
         index_.erase(slot);
         if (order_->holds(slot)) order_remove(slot);
         tenants_.leave(slot);
-        Entry &entry = entries_[slot];
-        const Slot parent = entry.parent;
-        if (parent != kRoot && fates[parent] != Fate::kGoes) unlink_child(parent, entry);
+        entry.findable = false;
+        if (entry.parent < kRoot) unlink_child(entry.parent, entry);
     }
     for (const Slot slot : doomed) {
         const Slot parent = entries_[slot].parent;
-        entries += entries_[slot].state == SlotState::kReady;
         cut_off(slot);
-        if (parent != kRoot && fates[parent] != Fate::kGoes) {
+        if (parent < kRoot) {
             refresh(parent);
             free_if_unused(parent);
         }
     }
     for (const Slot slot : doomed) free_if_unused(slot);
-    return entries;
 }
 
 }  // namespace fdcache
