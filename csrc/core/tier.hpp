@@ -148,8 +148,9 @@ class Tier {
     // False when the lease is unknown or was released before.
     bool release(LeaseId lease);
 
-    // Pins under `lease` the leading run of `hashes` that is READY, from index `start` on.
-    MatchRun match(LeaseId lease, std::span<const Digest> hashes, std::size_t start);
+    // Pins under `lease` the leading run of `hashes` that is READY, from index `start` on. The first `known`
+    // hashes were hit by the same request before, which counts once.
+    MatchRun match(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known = 0);
     std::vector<Presence> contains(std::span<const Digest> hashes) const;
 
     // `count` anonymous slots for computing, all or nothing.

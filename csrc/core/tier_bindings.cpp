@@ -211,10 +211,10 @@ void bind_tier(nb::module_ &module) {
         .def("release", &Tier::release, nb::arg("lease"))
         .def(
             "match",
-            [](Tier &tier, LeaseId lease, const HashesIn &hashes, std::size_t start) {
-                return tier.match(lease, digests_of(hashes), start);
+            [](Tier &tier, LeaseId lease, const HashesIn &hashes, std::size_t start, std::size_t known) {
+                return tier.match(lease, digests_of(hashes), start, known);
             },
-            nb::arg("lease"), nb::arg("hashes"), nb::arg("start") = 0)
+            nb::arg("lease"), nb::arg("hashes"), nb::arg("start") = 0, nb::arg("known") = 0)
         .def(
             "contains",
             [](const Tier &tier, const HashesIn &hashes) {

@@ -3,7 +3,8 @@
 
 namespace fdcache {
 
-MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start) {
+MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start,
+                     std::size_t known) {
     std::lock_guard lock(mutex_);
     Lease &lease = current_lease(lease_id);
     MatchRun run;
@@ -38,10 +39,11 @@ MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size
     lease.make_room(run.slots.size());
     run.generations.reserve(run.slots.size());
     run.hits.reserve(run.slots.size());
-    for (const Slot slot : run.slots) {
+    for (std::size_t i = 0; i < run.slots.size(); ++i) {
+        const Slot slot = run.slots[i];
         Entry &entry = entries_[slot];
         entry.touched_ms = now;
-        if (entry.hits != UINT32_MAX) ++entry.hits;
+        if (start + i >= known && entry.hits != UINT32_MAX) ++entry.hits;
         run.generations.push_back(entry.generation);
         run.hits.push_back(entry.hits);
         pin(lease, slot);

@@ -60,7 +60,7 @@ class BackupPlanner:
             self._enqueue(hashes if not any(status.tobytes()) else hashes[status == STORED])
 
     def on_match(self, hashes: HashArray, hits: UInt32Array) -> None:
-        """Blocks were hit; those that reach the threshold now are backed up."""
+        """Blocks were hit, each by one request more; those that reach the threshold now are backed up."""
         if not self._writes_back and self._threshold > 1:
             reached = hits == self._threshold
             if reached.any():
