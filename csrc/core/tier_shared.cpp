@@ -35,8 +35,12 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
             status[i] = PublishStatus::kStored;
         }
     }
-    // The end of each path first, as in a release: so a path is walked up once and not once a block.
-    for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) unpin(*slot);
+    // Path by path in the order given, each from its end, as in a release: so it is walked up once and not once
+    // a block.
+    for (std::size_t first = 0, last = 0; first < slots.size(); first = last) {
+        for (++last; last < slots.size() && parents[last] == hashes[last - 1];) ++last;
+        for (std::size_t i = last; i-- > first;) unpin(slots[i]);
+    }
     const std::unordered_set<Slot> gone(slots.begin(), slots.end());
     std::erase_if(lease.slots, [&gone](Slot slot) { return gone.contains(slot); });
     return status;

@@ -1,6 +1,9 @@
-"""Which hits a write policy hears of."""
+"""The write policies: which hits they hear of, and what their copies do to the order of eviction."""
 
 from __future__ import annotations
+
+import random
+from collections import OrderedDict
 
 import pytest
 
@@ -11,8 +14,9 @@ from fdcache.manager.tiers import Tiers
 from fdcache.metadata import CacheLevel
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers import BlockPool, LocalHostTier
-from tests.manager_world import TAIL, A, B, World
-from tests.tier_help import chain, hashes, store
+from tests.manager_world import TAIL, A, B, C, World
+from tests.property.engine_model import BLOCK
+from tests.tier_help import chain, hash_list, hashes, store
 
 PATH = chain(1, 2, 3)
 
@@ -23,9 +27,7 @@ class Stage:
     def __init__(self) -> None:
         self.device = BlockPool(CacheLevel.DEVICE, 8)
         host = LocalHostTier(CacheLevel.HOST, 8)
-        settings = CacheSettings(
-            write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_through_threshold=3
-        )
+        settings = CacheSettings(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_through_threshold=3)
         self.backups = BackupPlanner(settings, self.device, host, Counters())
         self.tiers = Tiers(self.device, host, None, self.backups, None)
         store(self.device, PATH)
@@ -60,6 +62,39 @@ def test_of_a_longer_run_only_what_is_new_to_the_request_is_a_hit() -> None:
     assert stage.backups.queued == 1
     stage.ask(request, 3, start=1)
     assert stage.backups.queued == 3
+
+
+def test_what_leaves_the_device_at_once_keeps_its_order_in_the_host() -> None:
+    world = World(device=6, host=12, policy=WritePolicy.WRITE_BACK, clean_reserve=0)
+    for prompt in ((*A, *B), B, C):
+        world.serve(*prompt, *TAIL)
+    order = hash_list(world.manager._device.coldest(6).hashes)
+    world.serve(*(7,) * 6 * BLOCK)
+    host = world.manager._host
+    assert isinstance(host, LocalHostTier)
+    assert hash_list(host.coldest(4).hashes) == order
+
+
+@pytest.mark.parametrize(
+    ("policy", "reserve"),
+    [*((policy, 10) for policy in WritePolicy), (WritePolicy.WRITE_BACK, 0)],
+)
+def test_the_device_finds_what_an_exact_lru_does(policy: WritePolicy, reserve: int) -> None:
+    world = World(device=50, host=200, policy=policy, clean_reserve=reserve)
+    draw = random.Random(3)
+    lru: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for number in range(500):
+        block = draw.randrange(20) if draw.random() < 0.6 else 1000 + number
+        hits += block in lru
+        lru[block] = None
+        lru.move_to_end(block)
+        # The last token's block is the request's own, and goes with it.
+        while len(lru) > 49:
+            lru.popitem(last=False)
+        world.serve(*(block,) * BLOCK, *TAIL)
+    assert hits > 200
+    assert world.manager.get_stats().counters.device_hit_tokens == hits * BLOCK
 
 
 @pytest.mark.parametrize("asked", [1, 4])

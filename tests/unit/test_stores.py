@@ -19,7 +19,7 @@ from fdcache.metadata import CacheLevel, Int32Array, SwapPurpose, TransferReport
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.tiers import LocalHostTier
-from tests.tier_help import chain, copy_in, hashes, store
+from tests.tier_help import chain, copy_in, eviction_order, hashes, store
 
 PATH = chain(1, 2, 3, 4)
 
@@ -176,6 +176,21 @@ def test_write_back_counts_what_leaves_the_host_before_it_is_stored(stored: int,
         store(stage.index.pool, PATH[:stored])
     copy_in(stage.host, chain(*range(10, 16)))
     assert stage.counters.stores_dropped == lost
+
+
+def test_catching_up_leaves_the_hosts_order_as_it_is() -> None:
+    stage = Stage(WritePolicy.WRITE_THROUGH, write_blocks=8)
+    stored = [store(stage.host, chain(number))[0] for number in range(8)]
+    stage.stores.catch_up()
+    while stage.stores.queued:
+        plan = OpenPlan()
+        stage.stores.plan(plan, 0)
+        for order in plan.storage:
+            swap = order.build(0).swap
+            stage.index.end_writes(swap, np.ones(len(swap), np.bool_), np.zeros(len(swap), np.uint64))
+            stage.host.unhold(swap.src_block_ids)
+    assert stage.index.pool.stats().ready == 8
+    assert eviction_order(stage.host) == stored
 
 
 def test_a_full_queue_gives_up_its_oldest_blocks() -> None:
