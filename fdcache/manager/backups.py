@@ -208,10 +208,10 @@ def _paths_in_turn(blocks: Blocks) -> Blocks:
     position = {row.tobytes(): i for i, row in enumerate(blocks.hashes)}
     parent = [position.get(row.tobytes(), -1) for row in blocks.parents]
     turn: dict[int, None] = {}
-    for i in range(len(parent)):
-        path = []
-        while i >= 0 and i not in turn:
-            path.append(i)
-            i = parent[i]
+    for start in range(len(parent)):
+        path, at = [], start
+        while at >= 0 and at not in turn:
+            path.append(at)
+            at = parent[at]
         turn.update(dict.fromkeys(reversed(path)))
     return blocks.select(np.fromiter(turn, np.intp, len(turn)))

@@ -12,8 +12,17 @@ from fdcache import _core
 from tests.tier_help import hash_list
 
 _CHANGES = (
-    "release match reserve reserve_copies commit publish complete hold unhold discard drop restore reset resize"
-).split()
+    "release",
+    "match",
+    "reserve",
+    "reserve_copies",
+    "commit",
+    "publish",
+    "complete",
+    "hold",
+    "unhold",
+)
+_WHOLE = ("discard", "drop", "restore", "reset", "resize")
 
 
 class EvictionWitness:
@@ -27,7 +36,7 @@ class EvictionWitness:
         self.used_until: dict[tuple[bytes, int], int] = {}
         self.parents: dict[bytes, bytes | None] = {}
         self.order: list[bytes] = []
-        for name in _CHANGES:
+        for name in _CHANGES + _WHOLE:
             setattr(tier, name, self._watched(getattr(tier, name)))
         self._observe()
 
