@@ -24,8 +24,8 @@ class EvictionOrder {
     virtual void add(Slot slot, bool busy) = 0;
     virtual void remove(Slot slot) = 0;
     virtual void set_busy(Slot slot, bool busy) = 0;
-    // Removes the first `count` entries that are not busy and appends them to `taken`. There are as many; when
-    // memory runs out, nothing has changed.
+    // Removes the first `count` entries that are not busy and appends them to `taken`. There are as many;
+    // when memory runs out, nothing has changed.
     virtual void take(std::uint32_t count, std::vector<Slot> &taken) = 0;
     // The first `count` entries that are not busy, or as many as there are.
     virtual std::vector<Slot> first(std::uint32_t count) const = 0;

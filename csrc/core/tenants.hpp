@@ -57,7 +57,8 @@ class Tenants {
         if (on_) --owners_[of_[slot]].entries;
     }
 
-    // An entry joins the eviction order of its tenant as it joins that of the tier; leaves it; is passed over.
+    // An entry joins the eviction order of its tenant as it joins that of the tier; leaves it; is passed
+    // over.
     void add(Slot slot, bool busy) {
         if (on_) order_of(slot).add(links_, slot, busy);
     }

@@ -43,7 +43,8 @@ struct StaleLease : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Who waits for a tier while another thread walks all of it does so by `wait`, which keeps no interpreter lock.
+// Who waits for a tier while another thread walks all of it does so by `wait`, which keeps no interpreter
+// lock.
 class TierMutex {
   public:
     void lock() {
@@ -209,8 +210,8 @@ class Tier {
     BlockList starting_with(std::span<const std::uint8_t> prefix) const;
 
     // Entries from a scan, in free slots; says which they became. Not those without a parent, nor a hash
-    // that is there already. They join the eviction order as the warmest, by the newest block of a subtree. New content of any slot gets a generation above `generation` and all those
-    // found.
+    // that is there already. They join the eviction order as the warmest, by the newest block of a subtree.
+    // New content of any slot gets a generation above `generation` and all those found.
     std::vector<std::uint8_t> restore(const FoundEntries &found, std::uint32_t generation = 0);
     // READY entries turned out bad: they and all below them leave, in use or not, and are listed. With
     // `quarantine` the slots themselves (not those below) are never given to anything again until a resize

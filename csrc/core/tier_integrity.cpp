@@ -12,8 +12,8 @@ std::vector<std::string> Tier::check_integrity() const {
         if (!holds) broken.push_back(what);
     };
     const std::size_t slots = entries_.size();
-    std::vector<std::uint32_t> pins(slots), children(slots), used_children(slots),
-        busy_children(slots), listed(slots);
+    std::vector<std::uint32_t> pins(slots), children(slots), used_children(slots), busy_children(slots),
+        listed(slots);
     for (const auto &[id, lease] : leases_)
         for (const Slot slot : lease.slots) ++pins[slot];
     for (const FreeRuns::Run &run : free_.runs())

@@ -3,8 +3,7 @@
 
 namespace fdcache {
 
-MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start,
-                     std::size_t known) {
+MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start, std::size_t known) {
     std::lock_guard lock(mutex_);
     Lease &lease = current_lease(lease_id);
     MatchRun run;

@@ -35,8 +35,8 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
             status[i] = PublishStatus::kStored;
         }
     }
-    // Path by path in the order given, each from its end, as in a release: so it is walked up once and not once
-    // a block.
+    // Path by path in the order given, each from its end, as in a release: so it is walked up once and not
+    // once a block.
     for (std::size_t first = 0, last = 0; first < slots.size(); first = last) {
         for (++last; last < slots.size() && parents[last] == hashes[last - 1];) ++last;
         for (std::size_t i = last; i-- > first;) unpin(slots[i]);

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -22,10 +20,8 @@ class OrderMachine(StorageMachine):
     policy: WritePolicy
     evicted = passed_over = 0
 
-    def begin(self, **shape: Any) -> None:
-        super().begin(**(shape | {"policy": self.policy}))
-
     def make_manager(self, cache: CacheSettings, layout: KVLayout) -> CacheManager:
+        cache = cache.model_copy(update={"write_policy": self.policy})
         manager = super().make_manager(cache, layout)
         for pool in manager._tiers.pools.values():
             assert isinstance(pool, _core.Tier)
@@ -34,7 +30,8 @@ class OrderMachine(StorageMachine):
 
     @property
     def witnesses(self) -> list[EvictionWitness]:
-        return self.__dict__.setdefault("_witnesses", [])
+        witnesses: list[EvictionWitness] = self.__dict__.setdefault("_witnesses", [])
+        return witnesses
 
     def teardown(self) -> None:
         super().teardown()
@@ -43,7 +40,7 @@ class OrderMachine(StorageMachine):
 
 
 def check(policy: WritePolicy, examples: int, steps: int) -> None:
-    machine = type(f"{policy.name.title()}Machine", (OrderMachine,), {"policy": policy})
+    machine: type[OrderMachine] = type(f"{policy.name.title()}Machine", (OrderMachine,), {"policy": policy})
     run_state_machine_as_test(machine, settings=bounded(examples, steps))
     assert machine.evicted
     assert machine.passed_over

@@ -183,12 +183,7 @@ def test_catching_up_leaves_the_hosts_order_as_it_is() -> None:
     stored = [store(stage.host, chain(number))[0] for number in range(8)]
     stage.stores.catch_up()
     while stage.stores.queued:
-        plan = OpenPlan()
-        stage.stores.plan(plan, 0)
-        for order in plan.storage:
-            swap = order.build(0).swap
-            stage.index.end_writes(swap, np.ones(len(swap), np.bool_), np.zeros(len(swap), np.uint64))
-            stage.host.unhold(swap.src_block_ids)
+        stage.write()
     assert stage.index.pool.stats().ready == 8
     assert eviction_order(stage.host) == stored
 
