@@ -212,7 +212,8 @@ std::uint32_t Tier::missing(std::size_t count) const {
     return static_cast<std::uint32_t>(count > room ? count - room : 0);
 }
 
-// Evicts the coldest `count` entries, as far as there are as many; `victims` and `evicted` have room for them.
+// Evicts the coldest `count` entries, as far as there are as many; `victims` and `evicted` have room for
+// them.
 void Tier::evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockList &evicted) {
     victims.clear();
     order_->take(static_cast<std::uint32_t>(std::min<std::size_t>(count, order_->size())), victims);
