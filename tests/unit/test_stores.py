@@ -65,10 +65,7 @@ class Stage:
                 seconds=0.0,
                 **{kind: positions for kind, positions in kinds.items() if kind != "failed"},
             )
-            flight = self.ledger.record(
-                TransferReport(plan_id=task.plan_id, rank=0, results=(result,)),
-            )
-            assert flight is not None
+            (flight,) = self.ledger.record(TransferReport(plan_id=task.plan_id, rank=0, results=(result,)))
             settle_storage(flight, self.host, self.index, self.counters)
             self.stores.settled(flight)
         return sum(order.swap.size for order in plan.storage)
