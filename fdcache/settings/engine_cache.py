@@ -1,7 +1,7 @@
 """The engine's own cache manager, for what fdcache does not replace."""
 
 from fdcache.settings.kinds import FilePathOrNone, Flag, Integer, WholeSeconds
-from fdcache.settings.variable import Group, OldType, variable
+from fdcache.settings.variable import Group, OldType, Place, variable
 
 
 class EngineCacheSettings(Group):
@@ -28,6 +28,7 @@ class EngineCacheSettings(Group):
         old=OldType.INT,
         ge=0,
         unit="s",
+        used_in=(Place.SERVE, Place.CONTROLLER),
     )
     error_limit: Integer = variable(
         "FD_CACHE_PROC_ERROR_COUNT",

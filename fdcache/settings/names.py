@@ -6,10 +6,13 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from fdcache.settings.problems import Problem, warning
-from fdcache.settings.sources import FILE_SUFFIX, PREFIXES, Layer
+from fdcache.settings.problems import Problem, note, warning
+from fdcache.settings.sources import FILE_SUFFIX, OWN_PREFIX, PREFIXES, Layer
 
 _LINK_NAME = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+_NEAR_MISS = 0.85
+"""How alike a name of the engine must be to a known one to be taken for a misspelling of it."""
+
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 
 
@@ -25,25 +28,30 @@ def is_link_address(value: object) -> bool:
     return isinstance(value, str) and _LINK_VALUE.fullmatch(value) is not None
 
 
-def suggest(name: str, names: Iterable[str]) -> str | None:
+def suggest(name: str, names: Iterable[str], closeness: float = 0.75) -> str | None:
     """Give the name that was probably meant, if any is close."""
     folded = {known.casefold(): known for known in names}
-    close = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=closeness)
     return folded[close[0]] if close else None
 
 
 def unknown_names(layers: Iterable[Layer], known: Collection[str]) -> Iterator[Problem]:
-    """Find names with our prefixes that no variable has; service links are none of our business."""
+    """Find names with the prefixes of settings that no variable has; service links are left alone.
+
+    Each release of the engine has names of its own that are not described here. They are worth a note; a warning is
+    for what looks like a known name, and for names of fdcache.
+    """
     for layer in layers:
         for name, given in layer.given.items():
             if not name.startswith(PREFIXES) or name in known or name.removesuffix(FILE_SUFFIX) in known:
                 continue
             if is_service_link(name, given.value):
                 continue
-            meant = suggest(name, known)
-            yield warning(
-                name,
-                given.place,
-                "there is no such setting",
-                f"did you mean {meant}?" if meant else "see `fdcache env show --all` for those there are",
-            )
+            is_own = name.startswith(OWN_PREFIX)
+            if meant := suggest(name, known, 0.75 if is_own else _NEAR_MISS):
+                yield warning(name, given.place, "there is no such setting", f"did you mean {meant}?")
+            elif is_own:
+                see = "see `fdcache env show --all` for those there are"
+                yield warning(name, given.place, "there is no such setting", see)
+            else:
+                yield note(name, given.place, "fdcache does not know it", "it is left to the engine")

@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from fdcache.settings.kinds import FilePath, Integer, Seconds, Size, Text
-from fdcache.settings.variable import Group, variable
+from fdcache.settings.variable import Group, Place, variable
 
 
 class FsyncPolicy(StrEnum):
@@ -25,6 +25,8 @@ class PrefetchPolicy(StrEnum):
 
 class StorageTierSettings(Group):
     """Settings of the storage tier, for the scheduler and the workers alike."""
+
+    used_in = (Place.STORAGE,)
 
     connector: Text = variable(
         "FDCACHE_STORAGE",
