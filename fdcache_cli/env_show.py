@@ -30,7 +30,7 @@ def show(
     group: Annotated[str | None, typer.Option(help="Only one group, such as cache.")] = None,
     changed: Annotated[bool, typer.Option("--changed", help="Only what differs from its default.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Every setting, the engine's too.")] = False,
-    used: Annotated[bool, typer.Option("--used", help="Only what fdcache itself uses.")] = False,
+    used: Annotated[bool, typer.Option("--used", help="Only what has an effect in fdcache.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Unmask, on a terminal.")] = False,
 ) -> None:

@@ -37,7 +37,5 @@ def with_values(settings: Any, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         variable = VARIABLES[name]
         groups.setdefault(variable.group, {})[variable.field] = variable.parse(value)
-    changed = {
-        group: getattr(settings, group).model_copy(update=fields) for group, fields in groups.items()
-    }
+    changed = {group: getattr(settings, group).model_copy(update=fields) for group, fields in groups.items()}
     return settings.model_copy(update=changed)

@@ -40,7 +40,7 @@ class StorageTierSettings(Group):
         "FDCACHE_STORAGE_SIZE",
         64 * 2**30,
         "The most bytes of local storage for each rank and model.",
-        gt=0,
+        ge=1 << 20,
         unit="bytes",
     )
     fsync: FsyncPolicy = variable(

@@ -17,7 +17,7 @@ from fdcache.settings.parsing import MASK, mask_url
 _KEY = "variable"
 
 
-class Effect(StrEnum):
+class Noticed(StrEnum):
     """When a changed value is noticed."""
 
     START = "start"
@@ -124,7 +124,7 @@ def variable(
             "unit": unit,
             "used_in": used_in,
             "checked_against": checked_against,
-            "effect": Effect.LIVE if live else Effect.START,
+            "noticed": Noticed.LIVE if live else Noticed.START,
             "since": since,
             "aliases": (alias,) if alias else (),
             "old": old,
@@ -150,7 +150,7 @@ class Variable:
     unit: str | None
     used_in: tuple[Place, ...]
     checked_against: str | None
-    effect: Effect
+    noticed: Noticed
     since: str
     aliases: tuple[str, ...]
     old: OldType | None
@@ -167,8 +167,8 @@ class Variable:
         return User.FDCACHE if self.used_in else User.ENGINE
 
     @property
-    def use(self) -> str:
-        """The effect that it has, in words."""
+    def effect(self) -> str:
+        """The effect that it has in fdcache, in words."""
         if self.used_in:
             return f"used: {', '.join(self.used_in)}"
         if self.checked_against:
