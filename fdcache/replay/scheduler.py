@@ -20,7 +20,8 @@ class Scheduler:
     """Running requests in the order of their admission, the requests that wait, and the step being planned.
 
     Decodes come first, then prompts in chunks of what is left of ``chunk_tokens``, then new requests. When
-    blocks run out the newest running request is preempted, and new requests leave the running ones a reserve for a while.
+    blocks run out the newest running request is preempted, and new requests leave the running ones a reserve for
+    a while.
     """
 
     def __init__(

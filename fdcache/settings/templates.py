@@ -131,7 +131,8 @@ def render_markdown() -> str:
         "  has both; *storage* is the storage tier, of an engine, of `replay` or of `fdcache serve`;",
         "- *checked against* another variable, with which it may disagree;",
         "- *passed on*: `fdcache env` shows it and checks its type, `fdcache.envs` gives it to the engine, and",
-        "  nothing in fdcache acts on it. Values that are wrong for the engine alone stop nothing but `fdcache env check`.",
+        "  nothing in fdcache acts on it. Values that are wrong for the engine alone fail `fdcache env check` and",
+        "  nothing else.",
         "",
         *_effects_table(),
     ]
