@@ -66,15 +66,17 @@ def check(
 
     It starts nothing, so that it can run as an init container.
     """
+    from fdcache.server.preflight import preflight_of_an_environment
     from fdcache.settings import Severity, survey
     from fdcache.settings.problems import strictly
 
     found = survey()
-    problems = list(found.problems)
-    if not found.own_errors:
-        from fdcache.server.preflight import preflight_of_an_environment
-
-        problems += preflight_of_an_environment(found.settings)
+    looked = [
+        each
+        for each in preflight_of_an_environment(found.settings)
+        if found.rejected.isdisjoint(each.variables)
+    ]
+    problems = [*found.problems, *looked]
     if strict:
         problems = [strictly(problem) for problem in problems]
     failed = any(problem.severity is Severity.ERROR for problem in problems)

@@ -79,7 +79,7 @@ def runtime_dir_problem(directory: Path) -> tuple[str, str] | None:
     if stat.S_IMODE(status.st_mode) & 0o077:
         # Others may need it: it is not for fdcache to have it closed to them.
         return (
-            "others can enter it",
+            f"{directory}: others can enter it",
             f"{_ANOTHER}, such as {directory / 'fdcache'}, which is made for this user alone",
         )
     return None

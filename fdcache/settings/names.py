@@ -10,9 +10,6 @@ from fdcache.settings.problems import Problem, note, warning
 from fdcache.settings.sources import FILE_SUFFIX, OWN_PREFIX, PREFIXES, Layer
 
 _LINK_NAME = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
-_NEAR_MISS = 0.85
-"""How alike a name of the engine must be to a known one to be taken for a misspelling of it."""
-
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 
 
@@ -28,11 +25,23 @@ def is_link_address(value: object) -> bool:
     return isinstance(value, str) and _LINK_VALUE.fullmatch(value) is not None
 
 
-def suggest(name: str, names: Iterable[str], closeness: float = 0.75) -> str | None:
+def suggest(name: str, names: Iterable[str]) -> str | None:
     """Give the name that was probably meant, if any is close."""
     folded = {known.casefold(): known for known in names}
-    close = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=closeness)
+    close = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.75)
     return folded[close[0]] if close else None
+
+
+def _is_near_miss(name: str, known: str) -> bool:
+    """Return whether a name is a known one misspelt. Names of the engine share words, so that each word counts."""
+    words, meant = name.casefold().split("_"), known.casefold().split("_")
+    if len(words) != len(meant):
+        return _likeness(name, known) > 0.9
+    return all(_likeness(*pair) >= 0.6 for pair in zip(words, meant, strict=True))
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def unknown_names(layers: Iterable[Layer], known: Collection[str]) -> Iterator[Problem]:
@@ -48,7 +57,8 @@ def unknown_names(layers: Iterable[Layer], known: Collection[str]) -> Iterator[P
             if is_service_link(name, given.value):
                 continue
             is_own = name.startswith(OWN_PREFIX)
-            if meant := suggest(name, known, 0.75 if is_own else _NEAR_MISS):
+            meant = suggest(name, known)
+            if meant and (is_own or _is_near_miss(name, meant)):
                 yield warning(name, given.place, "there is no such setting", f"did you mean {meant}?")
             elif is_own:
                 see = "see `fdcache env show --all` for those there are"
