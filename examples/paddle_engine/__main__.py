@@ -102,6 +102,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
     if flags["ordinary"]:
         engine["grid"] = 0
     try:
+        engine |= EngineConfig.engine_variables()
         demo = Demo(
             ModelConfig(**{field.name: flags[field.name] for field in fields(ModelConfig)}),
             EngineConfig(**engine),

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fdcache import KVLayout
+from fdcache.replay.config import PLAIN_SCHEDULING
+from fdcache.replay.options import PLAIN_VALUES
+from fdcache.settings import Settings
+from fdcache.settings.scheduling import SchedulingSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 
 
@@ -77,7 +81,8 @@ class EngineConfig:
     position has on that grid, so a token gets the same bits whatever was computed with it; reuse is cut to the grid,
     a multiple of ``split_kv``, the number of keys that attention reads at a time. 0: ordinary mode, all rows of
     a step in one batch. ``storage``: a folder in which blocks outlive the process. ``server``: the address of a service
-    whose host tier is used instead of an own one of ``host_blocks``.
+    whose host tier is used instead of an own one of ``host_blocks``. ``scheduling``: the blocks that a decode takes at a
+    time, and those kept for decodes after a preemption. ``log_digests``: write a digest of all logits.
     """
 
     block_size: int = 16
@@ -91,12 +96,20 @@ class EngineConfig:
     write_policy: str = "write_through"
     storage: Path | None = None
     server: str | None = None
+    scheduling: SchedulingSettings = PLAIN_SCHEDULING
+    log_digests: bool = False
 
     def __post_init__(self) -> None:
         if self.grid % self.split_kv:
             raise ValueError(f"grid: {self.grid} is not a multiple of split_kv {self.split_kv}")
         if self.server and self.storage:
             raise ValueError("server: a service has storage of its own; leave storage out")
+
+    @staticmethod
+    def engine_variables() -> dict[str, Any]:
+        """What the variables of the engine say, as fields."""
+        settings = Settings.load(defaults=PLAIN_VALUES)
+        return {"scheduling": settings.scheduling, "log_digests": settings.attention.deterministic_log}
 
     @property
     def storage_tier(self) -> StorageTierSettings:

@@ -14,12 +14,17 @@ from fdcache.settings.attention import AttentionBackend, AttentionSettings
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
 """Short names of element types; the full names of ``KVLayout`` serve as well."""
 
+PLAIN_VALUES: Mapping[str, int | str] = {
+    "FD_ENC_DEC_BLOCK_NUM": 1,
+    "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL": 0,
+}
+"""A block at a time for decodes, and no reserve for them, where the environment asks for nothing else."""
+
 LAPTOP_DEFAULTS: Mapping[str, int | str] = {
     "FDCACHE_DEVICE_BLOCKS": 1024,
     "FDCACHE_HOST_MEMORY": "64MiB",
     "FDCACHE_STORAGE_SIZE": "1GiB",
-    "FD_ENC_DEC_BLOCK_NUM": 1,
-    "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL": 0,
+    **PLAIN_VALUES,
 }
 """What holds for a replay where neither an option nor the environment says otherwise."""
 

@@ -47,5 +47,9 @@ class AttentionSettings(Group):
         checked_against="FDCACHE_BLOCK_SIZE",
     )
     deterministic_log: Flag = variable(
-        "FD_DETERMINISTIC_LOG_MODE", False, "Log digests of intermediate results.", old=OldType.BOOL
+        "FD_DETERMINISTIC_LOG_MODE",
+        False,
+        "Log digests of intermediate results.",
+        old=OldType.BOOL,
+        used_in=(Place.PADDLE,),
     )

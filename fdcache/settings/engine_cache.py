@@ -7,7 +7,13 @@ from fdcache.settings.variable import Group, OldType, Place, variable
 class EngineCacheSettings(Group):
     """The engine's own cache manager."""
 
-    v1_manager: Flag = variable("ENABLE_V1_KVCACHE_MANAGER", False, "Use cache manager v1.", old=OldType.INT)
+    v1_manager: Flag = variable(
+        "ENABLE_V1_KVCACHE_MANAGER",
+        False,
+        "Use cache manager v1.",
+        old=OldType.INT,
+        used_in=(Place.FASTDEPLOY,),
+    )
     parameters: FilePathOrNone = variable(
         "FD_CACHE_PARAMS",
         None,
@@ -20,6 +26,7 @@ class EngineCacheSettings(Group):
         False,
         "Free the host cache when weights are cleared.",
         old=OldType.INT,
+        used_in=(Place.FASTDEPLOY,),
     )
     exit_timeout: WholeSeconds = variable(
         "FD_CACHE_PROC_EXIT_TIMEOUT",

@@ -70,5 +70,5 @@ class SchedulingSettings(Group):
         True,
         "Keep the output blocks of a preempted request in the cache.",
         old=OldType.BOOL,
-        used_in=(Place.REPLAY,),
+        used_in=(Place.FASTDEPLOY, Place.REPLAY),
     )
