@@ -81,8 +81,8 @@ class EngineConfig:
     position has on that grid, so a token gets the same bits whatever was computed with it; reuse is cut to the grid,
     a multiple of ``split_kv``, the number of keys that attention reads at a time. 0: ordinary mode, all rows of
     a step in one batch. ``storage``: a folder in which blocks outlive the process. ``server``: the address of a service
-    whose host tier is used instead of an own one of ``host_blocks``. ``scheduling``: the blocks that a decode takes at a
-    time, and those kept for decodes after a preemption. ``log_digests``: write a digest of all logits.
+    whose host tier is used instead of an own one of ``host_blocks``. ``scheduling``: the blocks that a decode takes
+    at a time, and those kept for decodes after a preemption. ``log_digests``: write a digest of all logits.
     """
 
     block_size: int = 16

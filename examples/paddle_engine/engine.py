@@ -125,7 +125,7 @@ class Engine:
         return self._with_table(chunk)
 
     def _leaves_reserve(self, chunk: Chunk) -> bool:
-        """Whether the running tasks are left what they will need of the free blocks; a lone task is let in regardless."""
+        """Whether the running tasks are left what they will need of the free blocks; a lone task is let in always."""
         needed = -(-len(chunk.tokens) // self._config.block_size)
         reserved = len(self.running) * self._reserve.blocks_each
         return not reserved or self._cache.has_room(needed + reserved)

@@ -19,9 +19,9 @@ def layout_from_config(config: Any) -> KVLayout:
     """The layout that FastDeploy's attention backends make for this configuration.
 
     Keys and values of shape [kv_heads, block_size, head_dim] in the model's dtype, bytes for a quantised cache, with
-    scales for ``block_wise_fp8``; one latent per token for models with a ``kv_lora_rank``, or as ``FD_ATTENTION_BACKEND``
-    says; one draft layer for the speculative method ``mtp``. A backend that differs needs its own layout. Raises
-    ``ConfigurationError`` naming the attribute that is missing, or the backend.
+    scales for ``block_wise_fp8``; one latent per token for models with a ``kv_lora_rank``, or as
+    ``FD_ATTENTION_BACKEND`` says; one draft layer for the speculative method ``mtp``. A backend that differs needs its
+    own layout. Raises ``ConfigurationError`` naming the attribute that is missing, or the backend.
     """
     model, cache = _get(config, "model_config"), _get(config, "cache_config")
     ranks = int(_get(config, "parallel_config.tensor_parallel_size"))

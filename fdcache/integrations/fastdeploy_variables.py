@@ -37,7 +37,7 @@ def warn_of_old_manager() -> None:
     settings = Settings.load()
     if not settings.engine_cache.v1_manager:
         logger.warning(
-            "%s=0 (%s): FastDeploy uses its old cache manager, not this one, and copies by write_through only; set %s=1",
+            "%s=0 (%s): FastDeploy uses its old cache manager, not this one, and write_through alone; set %s=1",
             _MANAGER,
             settings.place(_MANAGER),
             _MANAGER,
