@@ -17,6 +17,7 @@ from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy import CacheController, CacheManager, layout_from_config
 from fdcache.manager import CacheManager as Manager
 from fdcache.planes import PlaneKind
+from fdcache.replay.scheduler import Scheduler
 from fdcache.settings import VARIABLES, Settings
 from fdcache.settings.legacy import OLD_VARIABLES
 from fdcache_cli.main import run as run_command
@@ -112,29 +113,25 @@ class TestReplay:
         assert 3 not in grown
         grown.clear()
         replay(*options, FD_ENC_DEC_BLOCK_NUM="3")
-        assert grown.count(3) > 3
+        assert grown.count(3) > 1
         assert grown.count(1) < singly / 2  # the last of a request's blocks
 
     def test_outputs_of_preempted_requests_are_left_out(
         self, replay: Replay, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        finish, dropped = Manager.request_finish, []
+        preempt, left = Scheduler.preempt, []
 
-        def watch(manager: Manager, requests: Iterable[Any]) -> None:
-            requests = list(requests)
-            dropped.extend(
-                each.num_tokens // 64 - each._committed_blocks
-                for each in requests
-                if each.block_table is not None
-            )
-            finish(manager, requests)
+        def watch(scheduler: Scheduler, job: Any, *rest: Any) -> None:
+            left.append(job.request._committed_blocks * job.block_size > job.prompt_length)
+            preempt(scheduler, job, *rest)
 
-        monkeypatch.setattr(Manager, "request_finish", watch)
+        monkeypatch.setattr(Scheduler, "preempt", watch)
         replay()
-        kept = max(dropped)
-        dropped.clear()
-        assert replay(FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST="0")["preemptions"] > 0
-        assert max(dropped) > kept
+        assert any(left)
+        left.clear()
+        replay(FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST="0")
+        assert left
+        assert not any(left)
 
 
 class TestService:
