@@ -16,7 +16,7 @@ from fdcache.settings.sources import FILE_SUFFIX
 SCHEME = "ipc://"
 _LONGEST = 107  # bytes of a unix socket's path
 _SOCKET = "fdcache.sock"
-_ANOTHER = "set FDCACHE_RUNTIME_DIR to another folder"
+_ANOTHER = "choose another --socket, or set FDCACHE_RUNTIME_DIR to another folder"
 
 
 def default_runtime_dir(configured: Path | None = None) -> Path:

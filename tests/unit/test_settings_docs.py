@@ -110,6 +110,18 @@ def test_every_variable_of_the_engine_has_one_effect_in_the_reference_and_the_te
     assert sum(counts) == len(OLD_VARIABLES)
 
 
+def test_readme_counts_the_variables_by_their_effect() -> None:
+    described = [
+        VARIABLES[told["name"]] for told in json.loads((ROOT / "tests/data/environment.json").read_text())
+    ]
+    used = sum(bool(variable.used_in) for variable in described)
+    checked = sum(variable.effect.startswith("checked") for variable in described)
+    words = {3: "three"}
+    text = f"fdcache acts on {used} of those, compares {words[checked]} more with others"
+    assert text in (ROOT / "README.md").read_text()
+    assert f"the {len(described)} that FastDeploy describes" in (ROOT / "README.md").read_text()
+
+
 def names_in(text: str) -> set[str]:
     return set(re.findall(r"\b(?:FD|FDCACHE)_[A-Za-z0-9_]+\b", text))
 
