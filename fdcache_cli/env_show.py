@@ -36,7 +36,7 @@ def show(
 ) -> None:
     """Show the settings in force, here or in a running service, and where they come from.
 
-    The table leaves out the engine's settings at their defaults unless --all asks for them; JSON has all.
+    The table leaves out what has no effect in fdcache and is at its default unless --all asks for it; JSON has all.
     Options of `fdcache serve` override settings in the service alone: where one runs, it is said what they changed.
     """
     if show_secrets and server is not None:

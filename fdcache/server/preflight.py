@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import ConfigurationError, HostMemoryError, StorageError
 from fdcache.node.address import default_address, is_read_only, runtime_dir_problem, socket_path
 from fdcache.server.arena import arena_name, extent_bytes
-from fdcache.server.leftovers import find_arenas
+from fdcache.server.leftovers import FoundArena, find_arenas
 from fdcache.server.lifecycle import parse_http, require_keys
 from fdcache.settings import Problem, Settings, SettingsError, Severity, Source
 from fdcache.settings.parsing import format_size
@@ -82,10 +82,26 @@ def _server(settings: Settings) -> Iterator[Problem]:
 
 
 def _http(settings: Settings) -> Iterator[Problem]:
-    def check() -> None:
-        require_keys(parse_http(settings.server.http_address), settings)
+    """Where a service with these settings runs already, the port is its own."""
+    name = "FDCACHE_HTTP_ADDRESS"
 
-    yield from _told(settings, "FDCACHE_HTTP_ADDRESS", check)
+    def check() -> None:
+        http = parse_http(settings.server.http_address)
+        require_keys(http, settings)
+        if http is not None and not any(each.alive for each in _own_arenas(settings)):
+            _require_free(*http)
+
+    yield from _told(settings, name, check)
+
+
+def _require_free(host: str, port: int) -> None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            line.bind(address)
+    except OSError as error:
+        raise ConfigurationError(f"{host}:{port}: {error.strerror}; choose another") from error
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -121,11 +137,16 @@ def arena_folder_problem(settings: Settings) -> tuple[str, str] | None:
 
 def _held_already(settings: Settings) -> int:
     """Give the bytes of the service that runs with these settings, or ran and left them."""
+    return sum(each.nbytes for each in _own_arenas(settings))
+
+
+def _own_arenas(settings: Settings) -> list[FoundArena]:
     address = settings.cache.server or default_address(settings.server.runtime_dir)
-    with suppress(ConfigurationError):
+    try:
         name = arena_name(socket_path(address))
-        return sum(each.nbytes for each in find_arenas(settings.server.arena_dir) if each.name == name)
-    return 0
+    except ConfigurationError:
+        return []  # told of as the address
+    return [each for each in find_arenas(settings.server.arena_dir) if each.name == name]
 
 
 def _memory(settings: Settings) -> Iterator[Problem]:

@@ -84,7 +84,8 @@ class TestReplay:
         assert replay(**{MINIMUM: "1000"})["preemptions"] < plain / 3
 
     def test_decodes_take_blocks_by_the_number(self, replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
-        allocate, grown = Manager.allocate_device_blocks, []
+        allocate = Manager.allocate_device_blocks
+        grown: list[int] = []
 
         def watch(manager: Manager, demands: Iterable[Any]) -> Any:
             demands = list(demands)

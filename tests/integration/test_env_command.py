@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -136,6 +137,15 @@ def test_check_and_serve_find_everything_that_would_not_start() -> None:
             (line,) = [each for each in found["env check"].stdout.splitlines() if said in each]
             assert line.startswith("error: ")
             assert f"{name} (environment)" in line or f"{name}, " in line
+
+
+def test_check_finds_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = fdcache("env", "check", FDCACHE_HTTP_ADDRESS=address)
+    assert done.returncode == 78
+    assert f"error: FDCACHE_HTTP_ADDRESS (environment): {address}: Address already in use" in done.stdout
+    assert fdcache("env", "check", FDCACHE_HTTP_ADDRESS=address).returncode == 0
 
 
 @pytest.mark.parametrize("assignment", ["FDCACHE_NUMA_NODE=4095", "FDCACHE_STORAGE_SIZE=3"])
