@@ -150,8 +150,9 @@ BLOCK_BYTES = 2 * (64 * 16 * 2) * 2 + 2 * (64 * 16 * 2) * 2
 
 def test_layout_agrees_with_block_size_and_ranks() -> None:
     Settings.load(environ={"FDCACHE_RANKS": "2"}).check_layout(LAYOUT)
+    Settings.load(environ={}).check_layout(LAYOUT)
     with pytest.raises(SettingsError) as caught:
-        Settings.load(environ={"FDCACHE_BLOCK_SIZE": "32"}).check_layout(LAYOUT)
+        Settings.load(environ={"FDCACHE_BLOCK_SIZE": "32", "FDCACHE_RANKS": "3"}).check_layout(LAYOUT)
     assert [problem.variables for problem in caught.value.problems] == [
         ("FDCACHE_BLOCK_SIZE",),
         ("FDCACHE_RANKS",),
@@ -195,6 +196,7 @@ def test_memory_of_this_machine_is_known() -> None:
 def test_device_memory_is_turned_into_blocks(memory: str, device_bytes: int | None, blocks: int) -> None:
     settings = Settings.load(environ={"FDCACHE_DEVICE_MEMORY": memory})
     assert settings.cache_for(LAYOUT, device_bytes).device_blocks == blocks
+    assert settings.cache_for(LAYOUT, lambda: device_bytes or 0).device_blocks == blocks
     assert Settings.load(environ={}).cache_for(LAYOUT).device_blocks == 1024
 
 
