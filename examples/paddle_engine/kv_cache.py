@@ -19,7 +19,8 @@ from fdcache import (
     TransferPlan,
     TransferReport,
 )
-from fdcache.metadata import SLOT_HEADER_BYTES, StorageScan
+from fdcache.metadata import StorageScan
+from fdcache.tiers import host_block_bytes
 from fdcache.tiers.host_cache import HostCache
 
 
@@ -42,7 +43,7 @@ class FdcacheBlocks:
         layout = model.layout(engine.block_size, engine.ranks)
         settings = CacheSettings(
             device_blocks=engine.device_blocks,
-            host_memory=engine.host_blocks * (layout.record_bytes + SLOT_HEADER_BYTES),
+            host_memory=engine.host_blocks * host_block_bytes(layout),
             server=engine.server,
             rpc_timeout=5.0,
             write_policy=engine.write_policy,

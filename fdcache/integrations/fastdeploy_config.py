@@ -8,13 +8,13 @@ from typing import Any
 
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout, PlaneSpec
-from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.planes import PlaneKind
 from fdcache.settings import Given, Settings, SettingsError, Source
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.problems import error
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings
+from fdcache.tiers import host_block_bytes
 
 _BLOCK_FP8 = "block_wise_fp8"
 _BLOCKS, _MEMORY = "FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY"
@@ -129,7 +129,7 @@ def _cache_config(config: Any, layout: KVLayout) -> dict[str, Given]:
     threshold = int(getattr(cache, "write_through_threshold", None) or 2)
     values = {
         _BLOCKS: ("total_block_num", int(_get(cache, "total_block_num"))),
-        "FDCACHE_HOST_MEMORY": ("num_cpu_blocks", host_blocks * (layout.record_bytes + SLOT_HEADER_BYTES)),
+        "FDCACHE_HOST_MEMORY": ("num_cpu_blocks", host_blocks * host_block_bytes(layout)),
         "FDCACHE_PREFIX_CACHING": ("enable_prefix_caching", bool(_get(cache, "enable_prefix_caching"))),
         "FDCACHE_WRITE_POLICY": ("write_policy", getattr(cache, "write_policy", None) or "write_through"),
         "FDCACHE_WRITE_THROUGH_THRESHOLD": ("write_through_threshold", threshold),

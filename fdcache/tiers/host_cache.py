@@ -21,16 +21,20 @@ class HostCache(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: CacheSettings, layout: KVLayout) -> HostCache:
-        """Return the host tier that the settings describe.
+        """Return the host tier that the settings describe: host memory in bytes becomes blocks here and nowhere else.
 
-        Raises ``ConfigurationError`` for host memory that holds not one block.
+        Every rank keeps its part of a block. Raises ``ConfigurationError`` for host memory that holds not one block.
         """
         if settings.server is not None:
             return cls(server=settings.server)
-        memory = settings.host_memory
-        block_bytes = layout.record_bytes + SLOT_HEADER_BYTES
+        memory, block_bytes = settings.host_memory, host_block_bytes(layout)
         if memory and memory < block_bytes:
             raise ConfigurationError(
                 f"host_memory: {memory} bytes hold not one block of {block_bytes} bytes; give at least that, or 0"
             )
         return cls(memory // block_bytes)
+
+
+def host_block_bytes(layout: KVLayout) -> int:
+    """Return the host memory of one block: its record and slot header on every rank."""
+    return layout.tp_size * (layout.record_bytes + SLOT_HEADER_BYTES)
