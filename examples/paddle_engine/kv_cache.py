@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.paddle_engine.config import EngineConfig, ModelConfig
+from examples.paddle_engine.config import EngineConfig
 from fdcache import (
     CacheManager,
-    CacheSettings,
     LoadOutcome,
     MatchStatus,
     MultimodalItem,
@@ -20,7 +19,6 @@ from fdcache import (
     TransferReport,
 )
 from fdcache.metadata import StorageScan
-from fdcache.tiers import host_block_bytes
 from fdcache.tiers.host_cache import HostCache
 
 
@@ -39,18 +37,10 @@ class Prompt:
 class FdcacheBlocks:
     """The blocks of fdcache. Sequences are named by their prompt's name."""
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
-        layout = model.layout(engine.block_size, engine.ranks)
-        settings = CacheSettings(
-            device_blocks=engine.device_blocks,
-            host_memory=engine.host_blocks * host_block_bytes(layout),
-            server=engine.server,
-            rpc_timeout=5.0,
-            write_policy=engine.write_policy,
-            reuse_grid=engine.grid,
-            lookahead_tokens=model.draft_layers,
+    def __init__(self, engine: EngineConfig) -> None:
+        self.manager = CacheManager.from_settings(
+            engine.layout, engine.settings, device_bytes=engine.device_bytes
         )
-        self.manager = CacheManager(settings, layout, storage=engine.storage_tier)
         self._requests: dict[str, Request] = {}
 
     @property
