@@ -3,7 +3,7 @@
     python examples/node.py
 
 Each engine is a `fdcache replay` that verifies every byte it reuses. What the first one stored, the second finds
-in the service's host tier. At the end no process, socket or shared memory is left. The environment configures them all, as
+in the service's host tier. At the end no process, socket or shared memory is left. The environment configures them, as
 `FDCACHE_HOST_MEMORY=1GiB python examples/node.py`.
 """
 
