@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Container:
                 return changed
         return text
 
-    def process(self, *, writes: bool = True, **others: str) -> dict[str, str]:
+    def process(self, others: Mapping[str, str], *, writes: bool = True) -> dict[str, str]:
         """The environment of its process; ``others`` stand above the file's.
 
         Every folder that it names, where it ``writes``, is one that is mounted: the rest of the container cannot be

@@ -46,20 +46,24 @@ class Sizes:
     step_tokens: int = 64
     max_running: int = 8
     ranks: int = 1
+    grid: int = 32
+    write_policy: str = "write_through"
     server: str | None = None
     storage: Path | None = None
 
     def load(self, model: ModelConfig) -> EngineConfig:
         """The engine's configuration; the environment has no part in it."""
-        cache = {
+        cache: dict[str, object] = {
             "FDCACHE_DEVICE_BLOCKS": self.device_blocks,
             "FDCACHE_HOST_MEMORY": self.host_blocks * host_block_bytes(model.layout(16, self.ranks)),
             "FDCACHE_RANKS": self.ranks,
             "FDCACHE_SERVER": self.server,
+            "FDCACHE_WRITE_POLICY": self.write_policy,
         }
         if self.storage:
             cache |= {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": self.storage}
-        return EngineConfig.load(model, cache, step_tokens=self.step_tokens, max_running=self.max_running)
+        limits = {"step_tokens": self.step_tokens, "max_running": self.max_running}
+        return EngineConfig.load(model, cache, grid=self.grid, **limits)
 
 
 ENGINE = Sizes()

@@ -24,7 +24,7 @@ def check(container: Container, **others: str) -> None:
     """The check that comes before the engine finds nothing wrong."""
     done = subprocess.run(
         container.fdcache,
-        env=container.process(writes=False, **others),
+        env=container.process(others, writes=False),
         capture_output=True,
         text=True,
         check=False,
@@ -37,7 +37,7 @@ def serve_prompt(container: Container, **others: str) -> Any:
     assert "fastdeploy" in container.command[2]
     done = subprocess.run(
         [sys.executable, "-m", "tests.fastdeploy_engine"],
-        env=container.process(**others),
+        env=container.process(others),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -58,13 +58,13 @@ def both(directory: Path) -> dict[str, Container]:
 
 @pytest.mark.parametrize("containers", [both, kubernetes], ids=["compose", "kubernetes"])
 def test_a_second_engine_finds_on_the_service_what_the_first_one_stored(
-    containers: Callable[[Path], dict[str, Container]], tmp_path: Path
+    containers: Callable[[Path], dict[str, Container]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    found = containers(tmp_path)
+    found = containers(tmp_path_factory.mktemp("c"))  # a short path: a socket's has at most 107 bytes
     service, engine = found["serve"], found["engine"]
     always = SMALL | {"FDCACHE_WRITE_POLICY": "write_through", "FDCACHE_RPC_TIMEOUT": "60s"}
     check(found["check"], **always)
-    environment = service.process(**SMALL, FDCACHE_HTTP_ADDRESS=free_address())
+    environment = service.process(SMALL | {"FDCACHE_HTTP_ADDRESS": free_address()})
     with spawned(*service.fdcache, env=environment, stderr=subprocess.DEVNULL) as process:
         while not next_line(process).startswith("ready"):
             pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from tests.service_help import local_service
 OWN = [name for name in VARIABLES if name.startswith("FDCACHE_")]
 
 
-def effects() -> list[object]:
+def effects() -> Sequence[object]:
     found = []
     for name, case in CASES.items():
         engines = case.engines if case.engine else ()
