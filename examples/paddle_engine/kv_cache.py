@@ -38,9 +38,8 @@ class FdcacheBlocks:
     """The blocks of fdcache. Sequences are named by their prompt's name."""
 
     def __init__(self, engine: EngineConfig) -> None:
-        self.manager = CacheManager.from_settings(
-            engine.layout, engine.settings, device_bytes=engine.device_bytes
-        )
+        layout, settings = engine.layout, engine.settings
+        self.manager = CacheManager.from_settings(layout, settings, device_bytes=engine.device_bytes)
         self._requests: dict[str, Request] = {}
 
     @property
