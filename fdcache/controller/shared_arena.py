@@ -24,8 +24,8 @@ class SharedHostArena:
     """Extents of the service's arena, mapped as plans come to need them.
 
     A worker copies only while the service knows its process: so it attaches with its first plan, and again
-    whenever a plan names another session. ``extents`` are those mapped now. ``attach`` may take as long as the service does and
-    changes nothing that copies use; ``prepare`` follows it.
+    whenever a plan names another session. ``extents`` are those mapped now. ``attach`` may take as long as the service
+    does and changes nothing that copies use; ``prepare`` follows it.
     """
 
     def __init__(self, host: HostCache, layout: KVLayout, rank: int, device: Device) -> None:
