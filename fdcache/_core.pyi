@@ -242,10 +242,10 @@ class Tier:
     def release(self, lease: int) -> bool:
         """Give back all that the lease has; False when that was done before."""
 
-    def match(self, lease: int, hashes: Bytes, start: int = 0) -> MatchRun:
+    def match(self, lease: int, hashes: Bytes, start: int = 0, known: int = 0) -> MatchRun:
         """Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the root.
 
-        The lease is of the present epoch.
+        Each block's hits grow by one, but not those of the first ``known``. The lease is of the present epoch.
         """
 
     def contains(self, hashes: Bytes) -> Bytes:
@@ -303,7 +303,7 @@ class Tier:
         """
 
     def hold(self, slots: Int32s) -> None:
-        """Keep slots in place while a copy reads them."""
+        """Keep slots while a copy reads them. That is no use: their places in the eviction order stay theirs."""
 
     def unhold(self, slots: Int32s) -> None:
         """End a ``hold``."""
@@ -318,7 +318,7 @@ class Tier:
         """
 
     def coldest(self, count: int) -> BlockList:
-        """What would be evicted next, in that order."""
+        """What would be evicted next, in that order; not what a copy holds."""
 
     def hottest(self, count: int) -> BlockList:
         """The entries with the most hits."""
@@ -343,7 +343,7 @@ class Tier:
         """Make entries of blocks that are there already, in free slots and any order; 1 for what was taken.
 
         Of equal hashes the newest by ``times`` counts, or the first. New content of any slot gets a generation
-        above ``generation`` and all those given.
+        above ``generation`` and all those given. The arrays must not change meanwhile: other threads run.
         """
 
     def discard(self, slots: Int32s, quarantine: bool = False) -> BlockList:

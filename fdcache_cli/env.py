@@ -62,16 +62,24 @@ def check(
     strict: Annotated[bool, typer.Option("--strict", help="Take warnings for errors.")] = False,
     json: Json = False,
 ) -> None:
-    """Check every setting and list all problems at once; exit 78 if there is an error.
+    """Check every setting, and the folders, addresses and memory that they name; exit 78 if there is an error.
 
     It starts nothing, so that it can run as an init container.
     """
-    from fdcache.settings import survey
-    from fdcache.settings.problems import as_error
+    from fdcache.server.preflight import preflight_of_an_environment
+    from fdcache.settings import Severity, survey
+    from fdcache.settings.problems import strictly
 
     found = survey()
-    problems = [as_error(problem) for problem in found.problems] if strict else found.problems
-    failed = bool(problems if strict else found.errors)
+    looked = [
+        each
+        for each in preflight_of_an_environment(found.settings)
+        if found.rejected.isdisjoint(each.variables)
+    ]
+    problems = [*found.problems, *looked]
+    if strict:
+        problems = [strictly(problem) for problem in problems]
+    failed = any(problem.severity is Severity.ERROR for problem in problems)
     if json:
         told = [{**dataclasses.asdict(problem), "source": problem.source} for problem in problems]
         output.print_json({"ok": not failed, "problems": told, "fingerprint": found.settings.fingerprint})
@@ -214,9 +222,21 @@ def migrate(
 
 
 def _settings_of(file: Path) -> Settings:
-    from fdcache.settings import Settings
+    """Read a dotenv file by itself; what is wrong with it is said of the file, which no variable named."""
+    from dataclasses import replace
 
-    return Settings.load(environ={}, arguments={"FDCACHE_ENV_FILE": file})
+    from fdcache.settings import SettingsError, survey
+
+    found = survey(environ={}, arguments={"FDCACHE_ENV_FILE": file})
+    wrong = [
+        replace(each, variables=(str(file),), right=each.right.replace(", or unset it", ""))
+        if each.variables == ("FDCACHE_ENV_FILE",)
+        else each
+        for each in found.own_errors
+    ]
+    if wrong:
+        raise SettingsError(wrong)
+    return found.settings
 
 
 def _read(file: Path) -> str:

@@ -12,7 +12,6 @@ from fdcache.settings import VARIABLES, Settings, Source, Variable
 from fdcache.settings.in_force import InForce, Origin
 from fdcache.settings.names import suggest
 from fdcache.settings.tree import GROUPS
-from fdcache.settings.variable import User
 
 
 def choose(
@@ -38,13 +37,13 @@ def choose(
         raise typer.BadParameter(f"there is no group {group}{_hint(group, GROUPS)}: {', '.join(GROUPS)}")
     chosen = [VARIABLES[name] for name in names or VARIABLES if name in settings]
     if not (names or group or changed or used or everything):
-        return [v for v in chosen if v.used_by is User.FDCACHE or settings[v.name].changed]
+        return [v for v in chosen if v.used_in or settings[v.name].changed]
     return [
         variable
         for variable in chosen
         if (group is None or variable.group == group)
         and (not changed or settings[variable.name].changed)
-        and (not used or variable.used_by is User.FDCACHE)
+        and (not used or variable.used_in)
     ]
 
 
@@ -105,8 +104,10 @@ class Report:
             "valid": state.valid,
             "secret": variable.secret,
             "used_by": variable.used_by.value,
+            "used_in": list(variable.used_in),
+            "checked_against": variable.checked_against,
             "since": variable.since,
-            "takes_effect": variable.effect.value,
+            "takes_effect": variable.noticed.value,
             "given_as": winner.name if winner else None,
             "place": winner.place if winner else None,
             "deprecated_names": list(variable.aliases),
@@ -128,9 +129,9 @@ class Report:
             "choices": ", ".join(variable.choices),
             "secret": "yes" if variable.secret else "",
             "group": variable.group,
-            "used by": variable.used_by.value,
+            "effect": variable.effect,
             "since": variable.since,
-            "takes effect": variable.effect.value,
+            "takes effect": variable.noticed.value,
             "old names": ", ".join(variable.aliases),
         }
         yield from (f"  {fact + ':':14}{text}" for fact, text in facts.items() if text)

@@ -30,13 +30,13 @@ def show(
     group: Annotated[str | None, typer.Option(help="Only one group, such as cache.")] = None,
     changed: Annotated[bool, typer.Option("--changed", help="Only what differs from its default.")] = False,
     everything: Annotated[bool, typer.Option("--all", help="Every setting, the engine's too.")] = False,
-    used: Annotated[bool, typer.Option("--used", help="Only what fdcache itself uses.")] = False,
+    used: Annotated[bool, typer.Option("--used", help="Only what has an effect in fdcache.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Unmask, on a terminal.")] = False,
 ) -> None:
     """Show the settings in force, here or in a running service, and where they come from.
 
-    The table leaves out the engine's settings at their defaults unless --all asks for them; JSON has all.
+    The table leaves out what has no effect in fdcache and is at its default unless --all asks for it; JSON has all.
     Options of `fdcache serve` override settings in the service alone: where one runs, it is said what they changed.
     """
     if show_secrets and server is not None:

@@ -18,7 +18,7 @@ from fdcache.errors import ReplayOptionError
 from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.engine import replay as run_replay
 from fdcache.replay.items import WorkItem
-from fdcache.replay.options import LAPTOP_DEFAULTS, MOST_LAYERS, LayoutName, Shape, load_settings
+from fdcache.replay.options import LAPTOP_DEFAULTS, MOST_LAYERS, LayoutName, Shape, layout_of, load_settings
 from fdcache.replay.planes import DeviceName, device_bytes
 from fdcache.replay.plot import require_plotting, write_plot
 from fdcache.replay.report import Report
@@ -98,7 +98,12 @@ def replay(
             metavar="ADDRESS", help="Use the host tier of this service instead of one of the replay's own."
         ),
     ] = None,
-    layout: Annotated[LayoutName, typer.Option(help="Planes of a layer.")] = LayoutName.UNIFORM,
+    layout: Annotated[
+        LayoutName | None,
+        typer.Option(
+            help="Planes of a layer. Default: mla with FD_ATTENTION_BACKEND=MLA_ATTN, else uniform."
+        ),
+    ] = None,
     layers: Annotated[int, typer.Option(min=1, max=MOST_LAYERS, help="Main layers.")] = 2,
     draft_layers: Annotated[
         int, typer.Option(min=0, max=MOST_LAYERS, help="Draft (MTP) layers after them.")
@@ -169,7 +174,7 @@ def replay(
             "--server": server,
         }
     )
-    shape = Shape(layout, layers, draft_layers, kv_heads, head_dim, dtype)
+    shape = Shape(layout or layout_of(settings.attention), layers, draft_layers, kv_heads, head_dim, dtype)
     try:
         ranks = settings.deployment.ranks
         kv_layout = shape.build(settings.deployment.block_size, ranks)
@@ -179,6 +184,7 @@ def replay(
             transfer=settings.transfer,
             storage=settings.storage_tier,
             mooncake=settings.mooncake,
+            scheduling=settings.scheduling,
             concurrency=concurrency,
             chunk_tokens=chunk_tokens,
             speed=speed,

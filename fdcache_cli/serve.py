@@ -12,6 +12,7 @@ from fdcache.errors import ConfigurationError
 from fdcache.settings import Given, Settings
 from fdcache.settings.parsing import format_size
 from fdcache_cli import output
+from fdcache_cli.errors import print_problems
 from fdcache_cli.progress import Advance, progress_bars
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ def serve(
     """
     from fdcache.node.address import load_settings
     from fdcache.server import logs
-    from fdcache.server.lifecycle import Server, check_arena_dir, endpoints
+    from fdcache.server.lifecycle import Server
+    from fdcache.server.preflight import require_ready
     from fdcache.server.signals import ended_by_signals
-    from fdcache.server.storage import check_settings
 
     settings = load_settings(
         {
@@ -74,10 +75,9 @@ def serve(
             f"it is for files, and FDCACHE_STORAGE={settings.storage_tier.connector} keeps none; give --storage DIR",
             param_hint="--storage-size",
         )
-    endpoints(settings)
-    check_settings(settings)
-    check_arena_dir(settings)
     if check:
+        require_ready(settings)
+        print_problems(settings.warnings, sys.stderr)
         output.print_line(f"the settings are right; fingerprint {settings.fingerprint}")
         return
     logs.configure(settings)

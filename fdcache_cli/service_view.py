@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +14,8 @@ import typer
 from fdcache.client.tool import Client
 from fdcache.errors import ServiceUnavailableError
 from fdcache.node.figures import number
+from fdcache.settings import Severity
+from fdcache_cli.errors import print_problems
 from fdcache_cli.running_service import is_served
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
@@ -33,12 +37,13 @@ _LONGEST_FIGURE = 32
 def connect(server: str | None) -> Client:
     """A line to the service that was named, or is configured, or stands at the default address.
 
-    Raises ``ServiceUnavailableError`` where no process listens that this user may speak to.
+    Wrong settings that do not concern the address are only told of. Raises ``ServiceUnavailableError`` where no process
+    listens that this user may speak to.
     """
-    from fdcache.node.address import load_settings, socket_path
+    from fdcache.node.address import find_address, socket_path
 
-    address = load_settings({"FDCACHE_SERVER": server}).cache.server
-    assert address is not None, "there is a default"
+    address, others = find_address({"FDCACHE_SERVER": server})
+    print_problems((replace(each, severity=Severity.WARNING) for each in others), sys.stderr)
     if not is_served(address):
         raise ServiceUnavailableError(
             f"{address}: nobody serves this user there: {socket_path(address)} does not exist, is another user's, or "

@@ -1,7 +1,9 @@
 // The order in which a full tier gives up blocks.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -13,66 +15,212 @@ namespace fdcache {
 using Slot = std::uint32_t;
 inline constexpr Slot kNoSlot = 0xFFFFFFFFu;
 
-// Holds exactly the entries that may be evicted: ready, and neither they nor anything below them in use.
-// The tier adds a child before its parent and removes a parent when a child of it is used again.
+// Holds the entries that are not used. The tier adds a child before its parent and removes a parent when a
+// child of it is used again. A *busy* entry (a copy reads it, or something below it) keeps its place and is
+// passed over; a parent is busy with its child.
 class EvictionOrder {
   public:
     virtual ~EvictionOrder() = default;
-    virtual void add(Slot slot) = 0;
+    virtual void add(Slot slot, bool busy) = 0;
     virtual void remove(Slot slot) = 0;
-    virtual Slot coldest() const = 0;
-    // The next entry to leave after `slot`, or kNoSlot.
-    virtual Slot after(Slot slot) const = 0;
+    virtual void set_busy(Slot slot, bool busy) = 0;
+    // Removes the first `count` entries that are not busy and appends them to `taken`. There are as many;
+    // when memory runs out, nothing has changed.
+    virtual void take(std::uint32_t count, std::vector<Slot> &taken) = 0;
+    // The first `count` entries that are not busy, or as many as there are.
+    virtual std::vector<Slot> first(std::uint32_t count) const = 0;
+    // All entries in order, busy ones too. Looks at every slot.
+    virtual std::vector<Slot> all() const = 0;
     virtual bool holds(Slot slot) const = 0;
+    // How many entries are not busy.
     virtual std::uint32_t size() const = 0;
     virtual void resize(std::uint32_t slots) = 0;
     virtual void clear() = 0;
     virtual std::size_t bytes() const = 0;
 };
 
-// Least recently used first. An entry joins when its use ends, and its parent's use cannot end before its
-// own: so every child stands before its parent, the front is always a leaf, and every step is O(1).
-class LruOrder final : public EvictionOrder {
+struct LruLink {
+    enum class Place : std::uint8_t { kOutside, kListed, kParked, kWaiting };
+    struct Neighbours {
+        Slot previous;
+        Slot next;
+    };
+
+    union {
+        Neighbours beside;     // while listed
+        std::uint64_t ticket;  // while parked or waiting: in the order of parking
+    };
+    Place place = Place::kOutside;
+    bool busy = false;
+
+    LruLink() : ticket(0) {}
+};
+
+using LruLinks = std::vector<LruLink>;
+
+// Entries by the end of their last use, in a list. A busy entry that comes to the front is parked: it leaves
+// the list, at most once from one use to the next. Whatever was parked is colder than the whole list. Parked
+// entries that are not busy any more wait in a small heap, and go before the list.
+class LruLine {
   public:
-    void add(Slot slot) override {
-        links_[slot] = {tail_, kNoSlot, true};
-        (tail_ == kNoSlot ? head_ : links_[tail_].next) = slot;
+    void add(LruLinks &links, Slot slot, bool busy) {
+        LruLink &link = links[slot];
+        link.beside = {tail_, kNoSlot};
+        link.place = LruLink::Place::kListed;
+        link.busy = busy;
+        (tail_ == kNoSlot ? head_ : links[tail_].beside.next) = slot;
         tail_ = slot;
-        ++size_;
+        ++(busy ? busy_ : idle_);
     }
 
-    void remove(Slot slot) override {
-        const Link link = links_[slot];
-        (link.previous == kNoSlot ? head_ : links_[link.previous].next) = link.next;
-        (link.next == kNoSlot ? tail_ : links_[link.next].previous) = link.previous;
-        links_[slot].member = false;
-        --size_;
+    void remove(LruLinks &links, Slot slot) {
+        LruLink &link = links[slot];
+        if (link.place == LruLink::Place::kListed) unlink(links, slot);
+        link.place = LruLink::Place::kOutside;
+        --(link.busy ? busy_ : idle_);
     }
 
-    Slot coldest() const override { return head_; }
-    Slot after(Slot slot) const override { return links_[slot].next; }
-    bool holds(Slot slot) const override { return links_[slot].member; }
-    std::uint32_t size() const override { return size_; }
-    void resize(std::uint32_t slots) override { links_.resize(slots); }
-    std::size_t bytes() const override { return links_.capacity() * sizeof(Link); }
+    void set_busy(LruLinks &links, Slot slot, bool busy) {
+        LruLink &link = links[slot];
+        if (link.busy == busy) return;
+        --(link.busy ? busy_ : idle_);
+        ++(busy ? busy_ : idle_);
+        link.busy = busy;
+        if (busy || link.place != LruLink::Place::kParked) return;
+        link.place = LruLink::Place::kWaiting;
+        waiting_.push_back({link.ticket, slot});
+        std::push_heap(waiting_.begin(), waiting_.end(), std::greater<>());
+    }
 
-    void clear() override {
-        for (Link &link : links_) link = {};
+    void take(LruLinks &links, std::uint32_t count, std::vector<Slot> &taken) {
+        // Entries are parked only while nothing waits, all of them busy then: so many can come to wait.
+        if (waiting_.capacity() < busy_)
+            waiting_.reserve(std::max<std::size_t>(busy_, 2 * waiting_.capacity()));
+        taken.reserve(taken.size() + count);
+        for (; count; --count) {
+            const Slot slot = coldest(links);
+            remove(links, slot);
+            taken.push_back(slot);
+        }
+    }
+
+    std::vector<Slot> first(const LruLinks &links, std::uint32_t count) const {
+        std::vector<Waiting> waiting;
+        for (const Waiting &each : waiting_)
+            if (is_current(links, each) && !links[each.slot].busy) waiting.push_back(each);
+        std::sort(waiting.begin(), waiting.end());
+        std::vector<Slot> listed;
+        listed.reserve(std::min(count, idle_));
+        for (const Waiting &each : waiting)
+            if (listed.size() < count) listed.push_back(each.slot);
+        for (Slot slot = head_; slot != kNoSlot && listed.size() < count; slot = links[slot].beside.next)
+            if (!links[slot].busy) listed.push_back(slot);
+        return listed;
+    }
+
+    std::vector<Slot> all(const LruLinks &links) const {
+        std::vector<Waiting> parked;
+        for (Slot slot = 0; slot < links.size(); ++slot) {
+            const LruLink::Place place = links[slot].place;
+            if (place == LruLink::Place::kParked || place == LruLink::Place::kWaiting)
+                parked.push_back({links[slot].ticket, slot});
+        }
+        std::sort(parked.begin(), parked.end());
+        std::vector<Slot> listed;
+        for (const Waiting &each : parked) listed.push_back(each.slot);
+        for (Slot slot = head_; slot != kNoSlot && listed.size() <= links.size();
+             slot = links[slot].beside.next)
+            listed.push_back(slot);
+        return listed;
+    }
+
+    // Before links go away: none of those that went is named any more.
+    void forget_removed(const LruLinks &links) {
+        std::erase_if(waiting_, [&](const Waiting &each) { return !is_current(links, each); });
+        std::make_heap(waiting_.begin(), waiting_.end(), std::greater<>());
+    }
+
+    std::uint32_t size() const { return idle_; }
+    std::size_t bytes() const { return waiting_.capacity() * sizeof(Waiting); }
+
+    void clear() {
         head_ = tail_ = kNoSlot;
-        size_ = 0;
+        idle_ = busy_ = 0;
+        waiting_.clear();
     }
 
   private:
-    struct Link {
-        Slot previous = kNoSlot;
-        Slot next = kNoSlot;
-        bool member = false;
+    struct Waiting {
+        std::uint64_t ticket;
+        Slot slot;
+        auto operator<=>(const Waiting &) const = default;
     };
 
-    std::vector<Link> links_;
+    // Whether the entry has not been used since it was parked.
+    static bool is_current(const LruLinks &links, const Waiting &each) {
+        const LruLink &link = links[each.slot];
+        return link.place == LruLink::Place::kWaiting && link.ticket == each.ticket;
+    }
+
+    void unlink(LruLinks &links, Slot slot) {
+        const auto [previous, next] = links[slot].beside;
+        (previous == kNoSlot ? head_ : links[previous].beside.next) = next;
+        (next == kNoSlot ? tail_ : links[next].beside.previous) = previous;
+    }
+
+    // The first entry that is not busy; what is busy before it is parked.
+    Slot coldest(LruLinks &links) {
+        while (!waiting_.empty()) {
+            const Waiting first = waiting_.front();
+            const bool current = is_current(links, first);
+            if (current && !links[first.slot].busy) return first.slot;
+            std::pop_heap(waiting_.begin(), waiting_.end(), std::greater<>());
+            waiting_.pop_back();
+            if (current) links[first.slot].place = LruLink::Place::kParked;
+        }
+        while (links[head_].busy) {
+            const Slot slot = head_;
+            unlink(links, slot);
+            links[slot].place = LruLink::Place::kParked;
+            links[slot].ticket = next_ticket_++;
+        }
+        return head_;
+    }
+
+    std::vector<Waiting> waiting_;
+    std::uint64_t next_ticket_ = 0;
     Slot head_ = kNoSlot;
     Slot tail_ = kNoSlot;
-    std::uint32_t size_ = 0;
+    std::uint32_t idle_ = 0;
+    std::uint32_t busy_ = 0;
+};
+
+// Least recently used first.
+class LruOrder final : public EvictionOrder {
+  public:
+    void add(Slot slot, bool busy) override { line_.add(links_, slot, busy); }
+    void remove(Slot slot) override { line_.remove(links_, slot); }
+    void set_busy(Slot slot, bool busy) override { line_.set_busy(links_, slot, busy); }
+    void take(std::uint32_t count, std::vector<Slot> &taken) override { line_.take(links_, count, taken); }
+    std::vector<Slot> first(std::uint32_t count) const override { return line_.first(links_, count); }
+    std::vector<Slot> all() const override { return line_.all(links_); }
+    bool holds(Slot slot) const override { return links_[slot].place != LruLink::Place::kOutside; }
+    std::uint32_t size() const override { return line_.size(); }
+    std::size_t bytes() const override { return links_.capacity() * sizeof(LruLink) + line_.bytes(); }
+
+    void resize(std::uint32_t slots) override {
+        line_.forget_removed(links_);
+        links_.resize(slots);
+    }
+
+    void clear() override {
+        std::fill(links_.begin(), links_.end(), LruLink{});
+        line_.clear();
+    }
+
+  private:
+    LruLinks links_;
+    LruLine line_;
 };
 
 inline std::unique_ptr<EvictionOrder> make_eviction_order(std::string_view name) {

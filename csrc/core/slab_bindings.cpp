@@ -110,27 +110,41 @@ struct BoundSlab {
     }
 };
 
-// READY slots: slots, generations, hashes, parents, checksums, written_ms.
-nb::tuple entries(const BoundSlab &self) {
+struct ReadySlots {
     std::vector<std::int32_t> slots;
     std::vector<std::uint32_t> generations;
     std::vector<Digest> hashes, parents;
     std::vector<std::uint64_t> checksums, written;
+};
+
+ReadySlots ready_slots(const BoundSlab &self) {
+    ReadySlots ready;
     for (std::uint32_t slot = 0; slot < self.slots; ++slot) {
         const SlotHeader header = self.file->header(slot);
         if (header.state != HeaderState::kReady) continue;
-        slots.push_back(static_cast<std::int32_t>(slot));
-        generations.push_back(header.generation);
-        hashes.push_back(header.hash);
-        parents.push_back(header.parent);
-        checksums.push_back(header.payload_checksum);
-        written.push_back(header.written_ms);
+        ready.slots.push_back(static_cast<std::int32_t>(slot));
+        ready.generations.push_back(header.generation);
+        ready.hashes.push_back(header.hash);
+        ready.parents.push_back(header.parent);
+        ready.checksums.push_back(header.payload_checksum);
+        ready.written.push_back(header.written_ms);
     }
-    return nb::make_tuple(
-        to_numpy<std::int32_t>(std::move(slots)), to_numpy<std::uint32_t>(std::move(generations)),
-        to_numpy<std::uint8_t>(std::move(hashes), sizeof(Digest)),
-        to_numpy<std::uint8_t>(std::move(parents), sizeof(Digest)),
-        to_numpy<std::uint64_t>(std::move(checksums)), to_numpy<std::uint64_t>(std::move(written)));
+    return ready;
+}
+
+// slots, generations, hashes, parents, checksums, written_ms
+nb::tuple entries(const BoundSlab &self) {
+    ReadySlots ready;
+    {
+        const nb::gil_scoped_release release;
+        ready = ready_slots(self);
+    }
+    return nb::make_tuple(to_numpy<std::int32_t>(std::move(ready.slots)),
+                          to_numpy<std::uint32_t>(std::move(ready.generations)),
+                          to_numpy<std::uint8_t>(std::move(ready.hashes), sizeof(Digest)),
+                          to_numpy<std::uint8_t>(std::move(ready.parents), sizeof(Digest)),
+                          to_numpy<std::uint64_t>(std::move(ready.checksums)),
+                          to_numpy<std::uint64_t>(std::move(ready.written)));
 }
 
 }  // namespace

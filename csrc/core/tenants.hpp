@@ -1,6 +1,7 @@
 // Tenants of a tier: whose each entry is, how many entries each may have, and the order of its idle ones.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -21,6 +22,7 @@ class Tenants {
 
     void turn_on(std::uint32_t slots) {
         links_.resize(slots);
+        of_.resize(slots);
         on_ = true;
     }
 
@@ -30,10 +32,13 @@ class Tenants {
     }
 
     void resize(std::uint32_t slots) {
-        if (on_) links_.resize(slots);
+        if (!on_) return;
+        for (Owner &owner : owners_) owner.order.forget_removed(links_);
+        links_.resize(slots);
+        of_.resize(slots);
     }
 
-    Tenant of(Slot slot) const { return on_ ? links_[slot].tenant : 0; }
+    Tenant of(Slot slot) const { return on_ ? of_[slot] : 0; }
     std::uint32_t entries(Tenant tenant) const {
         return tenant < owners_.size() ? owners_[tenant].entries : 0;
     }
@@ -44,57 +49,65 @@ class Tenants {
     // An entry appears in the table, below its parent's tenant; leaves it.
     void join(Slot slot, Tenant tenant) {
         if (!on_) return;
-        links_[slot].tenant = tenant;
+        of_[slot] = tenant;
         ++owners_[tenant].entries;
     }
 
     void leave(Slot slot) {
-        if (on_) --owners_[links_[slot].tenant].entries;
+        if (on_) --owners_[of_[slot]].entries;
     }
 
-    // An entry joins the eviction order of its tenant as it joins that of the tier; leaves it.
-    void add(Slot slot) {
-        if (!on_) return;
-        Owner &owner = owners_[links_[slot].tenant];
-        links_[slot].previous = owner.tail;
-        links_[slot].next = kNoSlot;
-        (owner.tail == kNoSlot ? owner.head : links_[owner.tail].next) = slot;
-        owner.tail = slot;
+    // An entry joins the eviction order of its tenant as it joins that of the tier; leaves it; is passed
+    // over.
+    void add(Slot slot, bool busy) {
+        if (on_) order_of(slot).add(links_, slot, busy);
     }
 
     void remove(Slot slot) {
-        if (!on_) return;
-        const Link &link = links_[slot];
-        Owner &owner = owners_[link.tenant];
-        (link.previous == kNoSlot ? owner.head : links_[link.previous].next) = link.next;
-        (link.next == kNoSlot ? owner.tail : links_[link.next].previous) = link.previous;
+        if (on_) order_of(slot).remove(links_, slot);
     }
 
-    Slot coldest(Tenant tenant) const { return owners_[tenant].head; }
-    Slot after(Slot slot) const { return links_[slot].next; }
+    void set_busy(Slot slot, bool busy) {
+        if (on_) order_of(slot).set_busy(links_, slot, busy);
+    }
+
+    // How many entries of a tenant may be evicted, and which, in order.
+    std::uint32_t idle(Tenant tenant) const { return owners_[tenant].order.size(); }
+    std::vector<Slot> first(Tenant tenant) const { return owners_[tenant].order.first(links_, idle(tenant)); }
+
+    // The next one of those leaves the order.
+    Slot take(Tenant tenant) {
+        std::vector<Slot> taken;
+        owners_[tenant].order.take(links_, 1, taken);
+        return taken.front();
+    }
 
     void clear() {
-        for (Owner &owner : owners_) owner = {owner.most, 0, kNoSlot, kNoSlot};
+        std::fill(links_.begin(), links_.end(), LruLink{});
+        for (Owner &owner : owners_) {
+            owner.entries = 0;
+            owner.order.clear();
+        }
     }
 
     std::size_t bytes() const {
-        return links_.capacity() * sizeof(Link) + owners_.capacity() * sizeof(Owner);
+        std::size_t total = links_.capacity() * sizeof(LruLink) + of_.capacity() * sizeof(Tenant) +
+                            owners_.capacity() * sizeof(Owner);
+        for (const Owner &owner : owners_) total += owner.order.bytes();
+        return total;
     }
 
   private:
-    struct Link {
-        Tenant tenant = 0;
-        Slot previous = kNoSlot;
-        Slot next = kNoSlot;
-    };
     struct Owner {
         std::uint32_t most = kNoLimit;
         std::uint32_t entries = 0;
-        Slot head = kNoSlot;
-        Slot tail = kNoSlot;
+        LruLine order;
     };
 
-    std::vector<Link> links_;
+    LruLine &order_of(Slot slot) { return owners_[of_[slot]].order; }
+
+    LruLinks links_;
+    std::vector<Tenant> of_;
     std::vector<Owner> owners_;
     bool on_ = false;
 };

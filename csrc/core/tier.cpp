@@ -69,35 +69,60 @@ Slot Tier::resolve_parent(const Digest &parent) const {
     return parent.is_zero() ? kRoot : find_ready(parent);
 }
 
-// Follows a change of pins, holds, state or busy children up the path, as far as it changes anything.
-void Tier::refresh_busy(Slot slot) {
+// Follows a change of pins, holds, state or children up the path, as far as it changes anything.
+void Tier::refresh(Slot slot) {
     while (slot != kRoot && entries_[slot].findable) {
         Entry &entry = entries_[slot];
-        const bool busy =
-            entry.pins || entry.holds || entry.busy_children || entry.state != SlotState::kReady;
-        if (busy == entry.busy) return;
+        const bool used = entry.pins || entry.used_children || entry.state != SlotState::kReady;
+        const bool busy = used || entry.holds || entry.busy_children;
+        const int more_used = used - entry.used, more_busy = busy - entry.busy;
+        if (!more_used && !more_busy) return;
+        entry.used = used;
         entry.busy = busy;
-        if (!busy)
-            order_add(slot);
-        else if (order_->holds(slot))
+        if (more_used < 0)
+            order_add(slot, busy);
+        else if (!used)
+            order_set_busy(slot, busy);
+        else if (more_used && order_->holds(slot))
             order_remove(slot);
         if (entry.parent == kRoot) return;
-        entries_[entry.parent].busy_children += busy ? 1 : -1;
+        entries_[entry.parent].used_children += more_used;
+        entries_[entry.parent].busy_children += more_busy;
         slot = entry.parent;
     }
+}
+
+// `child`, as it was before it was cut off, does not hang below `parent` any more.
+void Tier::unlink_child(Slot parent, const Entry &child) {
+    Entry &entry = entries_[parent];
+    --entry.children;
+    entry.used_children -= child.used;
+    entry.busy_children -= child.busy;
+}
+
+// What is left of an entry, or of a pending slot, that is not in the table any more.
+void Tier::cut_off(Slot slot) {
+    Entry &entry = entries_[slot];
+    entry.parent = kNoSlot;
+    entry.children = entry.used_children = entry.busy_children = 0;
+    entry.findable = entry.used = entry.busy = false;
+    if (entry.state != SlotState::kReady) return;
+    entry.state = SlotState::kWriting;
+    --ready_;
+    ++writing_;
 }
 
 void Tier::pin(Lease &lease, Slot slot) {
     ++entries_[slot].pins;
     ++pins_;
     lease.slots.push_back(slot);
-    refresh_busy(slot);
+    refresh(slot);
 }
 
 void Tier::unpin(Slot slot) {
     --entries_[slot].pins;
     --pins_;
-    refresh_busy(slot);
+    refresh(slot);
     free_if_unused(slot);
 }
 
@@ -116,18 +141,18 @@ void Tier::free_if_unused(Slot slot) {
         free_slot(slot);
 }
 
-// Makes a WRITING slot findable below `parent`; the caller sets what keeps it busy before the refresh.
+// Makes a WRITING slot findable below `parent`; the caller sets what keeps it in place.
 void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant) {
     Entry &entry = entries_[slot];
     digests_[slot] = digest;
     index_.insert(slot);
     entry.findable = true;
-    entry.busy = false;
+    entry.used = entry.busy = false;
     entry.parent = parent;
     entry.depth = parent == kRoot ? 0 : entries_[parent].depth + 1;
     if (parent != kRoot) ++entries_[parent].children;
     tenants_.join(slot, parent == kRoot ? tenant : tenants_.of(parent));
-    refresh_busy(slot);
+    refresh(slot);
 }
 
 void Tier::make_ready(Slot slot) {
@@ -138,12 +163,12 @@ void Tier::make_ready(Slot slot) {
     --writing_;
     ++ready_;
     note(TierEvent::Kind::kStored, slot);
-    refresh_busy(slot);
+    refresh(slot);
 }
 
-void Tier::order_add(Slot slot) {
-    order_->add(slot);
-    tenants_.add(slot);
+void Tier::order_add(Slot slot, bool busy) {
+    order_->add(slot, busy);
+    tenants_.add(slot, busy);
 }
 
 void Tier::order_remove(Slot slot) {
@@ -151,12 +176,17 @@ void Tier::order_remove(Slot slot) {
     tenants_.remove(slot);
 }
 
-// Takes an entry that is not busy out of the table; its slot is still READY and the caller frees it.
+void Tier::order_set_busy(Slot slot, bool busy) {
+    order_->set_busy(slot, busy);
+    tenants_.set_busy(slot, busy);
+}
+
+// Takes an entry that left the eviction order out of the table; its slot is still READY and the caller frees
+// it.
 void Tier::forget(Slot slot) {
     Entry &entry = entries_[slot];
     note(TierEvent::Kind::kRemoved, slot);
     index_.erase(slot);
-    order_remove(slot);
     tenants_.leave(slot);
     entry.findable = false;
     if (entry.parent != kRoot) --entries_[entry.parent].children;
@@ -177,22 +207,19 @@ void Tier::evict(Slot slot) {
     ++evictions_;
 }
 
-std::uint32_t Tier::missing(std::size_t count, const SlotSet &kept) const {
-    const std::size_t room = free_.size() + order_->size() - kept.size();
+std::uint32_t Tier::missing(std::size_t count) const {
+    const std::size_t room = free_.size() + order_->size();
     return static_cast<std::uint32_t>(count > room ? count - room : 0);
 }
 
-// Evicts the coldest `count` entries but those kept, as far as there are as many; `victims` and `evicted`
-// have room for them. With a block everything above it is kept, so what is passed over never leaves a child
-// without its parent.
-void Tier::evict_coldest(std::size_t count, const SlotSet &kept, std::vector<Slot> &victims,
-                         BlockList &evicted) {
+// Evicts the coldest `count` entries, as far as there are as many; `victims` and `evicted` have room for
+// them.
+void Tier::evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockList &evicted) {
     victims.clear();
+    order_->take(static_cast<std::uint32_t>(std::min<std::size_t>(count, order_->size())), victims);
     // In three rounds, each fetching what the next one reads: a large tier costs cache misses, not steps.
-    for (Slot slot = order_->coldest(); victims.size() < count && slot != kNoSlot;
-         slot = order_->after(slot)) {
-        if (kept.contains(slot)) continue;
-        victims.push_back(slot);
+    for (const Slot slot : victims) {
+        tenants_.remove(slot);
         __builtin_prefetch(&entries_[slot], 1);
         __builtin_prefetch(&digests_[slot]);
     }
@@ -206,7 +233,7 @@ void Tier::evict_coldest(std::size_t count, const SlotSet &kept, std::vector<Slo
 // Takes `count` free slots, ascending, evicting what it must. While they would lie in short runs it evicts
 // ahead of need, in growing batches, as far as the tier may have slots to spare: the more are free, the
 // longer their runs.
-std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, const SlotSet &kept, BlockList &evicted) {
+std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, BlockList &evicted) {
     const std::size_t short_of = count > free_.size() ? count - free_.size() : 0;
     const std::size_t left = free_.size() + short_of - count;
     const auto spare = static_cast<std::size_t>(spare_ * static_cast<double>(entries_.size()));
@@ -216,10 +243,10 @@ std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, const SlotSet &k
     runs.reserve(count);
     victims.reserve(std::max(short_of, ahead));
     evicted.reserve(short_of + ahead);
-    evict_coldest(short_of, kept, victims, evicted);
+    evict_coldest(short_of, victims, evicted);
     free_.take(count, runs);
     for (std::size_t batch = kFirstBatch; ahead && runs.size() > count / kGoodRun + 1; batch *= 2) {
-        evict_coldest(std::min(batch, ahead), kept, victims, evicted);
+        evict_coldest(std::min(batch, ahead), victims, evicted);
         if (victims.empty()) break;
         ahead -= victims.size();
         for (const FreeRuns::Run &run : runs) free_.add(run.first, run.count);
@@ -230,10 +257,10 @@ std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, const SlotSet &k
 }
 
 // Blocks of one path go into the slots in order.
-void Tier::take_slots(std::uint32_t count, const SlotSet &kept, Reservation &out) {
+void Tier::take_slots(std::uint32_t count, Reservation &out) {
     out.slots.reserve(count);
     out.generations.reserve(count);
-    for (const FreeRuns::Run &run : take_runs(count, kept, out.evicted))
+    for (const FreeRuns::Run &run : take_runs(count, out.evicted))
         for (Slot slot = run.first; slot < run.first + run.count; ++slot) out.slots.push_back(slot);
     writing_ += count;
     for (const Slot slot : out.slots) {
@@ -252,10 +279,10 @@ Reservation Tier::reserve(LeaseId lease_id, std::uint32_t count) {
     std::lock_guard lock(mutex_);
     Lease &lease = lease_of(lease_id);
     Reservation out;
-    out.missing = missing(count, {});
+    out.missing = missing(count);
     if (out.missing) return out;
     lease.make_room(count);
-    take_slots(count, {}, out);
+    take_slots(count, out);
     for (const Slot slot : out.slots) {
         entries_[slot].owner = lease_id;
         pin(lease, slot);

@@ -5,8 +5,9 @@
 // (nobody can find it: it is being computed, it duplicates an entry, or a reset cut it off).
 //
 // Two counts keep a slot in place: pins belong to leases, holds belong to copies from plan to report. An
-// entry is *busy* while it is pinned, held or pending, or has a busy child. What is not busy stands in the
-// eviction order.
+// entry is *used* while it is pinned or pending, or has a used child. What is not used stands in the eviction
+// order, by the end of its last use. It is *busy*, and not evicted, while it is used or held, or has a busy
+// child: a copy out of an entry keeps it there, but is no use of it.
 //
 // Every operation is all or nothing: what can fail (bad input, memory) comes before the first change.
 #pragma once
@@ -40,6 +41,21 @@ enum class SlotState : std::uint8_t { kFree, kWriting, kReady };
 
 struct StaleLease : std::runtime_error {
     using std::runtime_error::runtime_error;
+};
+
+// Who waits for a tier while another thread walks all of it does so by `wait`, which keeps no interpreter
+// lock.
+class TierMutex {
+  public:
+    void lock() {
+        if (!mutex_.try_lock()) wait(mutex_);
+    }
+    void unlock() { mutex_.unlock(); }
+
+    static inline void (*wait)(std::mutex &) = [](std::mutex &mutex) { mutex.lock(); };
+
+  private:
+    std::mutex mutex_;
 };
 
 // Parallel arrays that describe blocks; a zero parent digest stands for the root.
@@ -133,8 +149,9 @@ class Tier {
     // False when the lease is unknown or was released before.
     bool release(LeaseId lease);
 
-    // Pins under `lease` the leading run of `hashes` that is READY, from index `start` on.
-    MatchRun match(LeaseId lease, std::span<const Digest> hashes, std::size_t start);
+    // Pins under `lease` the leading run of `hashes` that is READY, from index `start` on. The first `known`
+    // hashes were hit by the same request before, which counts once.
+    MatchRun match(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known = 0);
     std::vector<Presence> contains(std::span<const Digest> hashes) const;
 
     // `count` anonymous slots for computing, all or nothing.
@@ -193,8 +210,8 @@ class Tier {
     BlockList starting_with(std::span<const std::uint8_t> prefix) const;
 
     // Entries from a scan, in free slots; says which they became. Not those without a parent, nor a hash
-    // that is there already. New content of any slot gets a generation above `generation` and all those
-    // found.
+    // that is there already. They join the eviction order as the warmest, by the newest block of a subtree.
+    // New content of any slot gets a generation above `generation` and all those found.
     std::vector<std::uint8_t> restore(const FoundEntries &found, std::uint32_t generation = 0);
     // READY entries turned out bad: they and all below them leave, in use or not, and are listed. With
     // `quarantine` the slots themselves (not those below) are never given to anything again until a resize
@@ -234,6 +251,7 @@ class Tier {
         std::uint32_t generation = 0;
         Slot parent = kNoSlot;
         std::uint32_t children = 0;
+        std::uint32_t used_children = 0;
         std::uint32_t busy_children = 0;
         std::uint32_t pins = 0;
         std::uint32_t holds = 0;
@@ -242,10 +260,12 @@ class Tier {
         std::uint32_t touched_ms = 0;
         std::uint32_t ready_ms = 0;
         SlotState state = SlotState::kFree;
-        bool findable = false;
-        bool busy = false;
-        bool withheld = false;
+        bool findable : 1 = false;
+        bool used : 1 = false;
+        bool busy : 1 = false;
+        bool withheld : 1 = false;
     };
+    static_assert(sizeof(Entry) == 64, "one cache line");
 
     struct Lease {
         std::uint64_t epoch;
@@ -256,7 +276,25 @@ class Tier {
                 slots.reserve(std::max(slots.size() + pins, 2 * slots.capacity()));
         }
     };
-    using SlotSet = std::unordered_set<Slot>;
+    // Holds entries while a call makes room, so that they stay.
+    class Kept {
+      public:
+        explicit Kept(Tier &tier) : tier_(tier) {}
+        Kept(const Kept &) = delete;
+        Kept &operator=(const Kept &) = delete;
+        ~Kept() {
+            for (const Slot slot : slots_) tier_.end_hold(slot);
+        }
+        void reserve(std::size_t count) { slots_.reserve(count); }
+        void add(Slot slot) {
+            slots_.push_back(slot);
+            tier_.begin_hold(slot);
+        }
+
+      private:
+        Tier &tier_;
+        std::vector<Slot> slots_;
+    };
 
     Lease &lease_of(LeaseId lease);
     Lease &current_lease(LeaseId lease);
@@ -269,7 +307,11 @@ class Tier {
 
     Slot find_ready(const Digest &digest) const;
     Slot resolve_parent(const Digest &parent) const;
-    void refresh_busy(Slot slot);
+    void refresh(Slot slot);
+    void unlink_child(Slot parent, const Entry &child);
+    void cut_off(Slot slot);
+    std::vector<Slot> subtree(const std::vector<Slot> &named) const;
+    void cut_out(const std::vector<Slot> &doomed);
     void pin(Lease &lease, Slot slot);
     void unpin(Slot slot);
     void free_slot(Slot slot);
@@ -277,25 +319,25 @@ class Tier {
     void link(Slot slot, const Digest &digest, Slot parent, Tenant tenant = 0);
     void make_ready(Slot slot);
     void forget(Slot slot);
-    void order_add(Slot slot);
+    void order_add(Slot slot, bool busy);
     void order_remove(Slot slot);
+    void order_set_busy(Slot slot, bool busy);
     bool make_tenant_room(Tenant tenant, Slot parent);
+    void begin_hold(Slot slot);
     void end_hold(Slot slot);
     bool settle(Slot slot, bool copied, std::uint64_t checksum);
     void drop_pending(Slot slot);
     void evict(Slot slot);
     void make_room(std::uint32_t slots);
     void evict_above(std::uint32_t slots);
-    void keep(Slot slot, SlotSet &kept) const;
-    std::uint32_t missing(std::size_t count, const SlotSet &kept) const;
-    void evict_coldest(std::size_t count, const SlotSet &kept, std::vector<Slot> &victims,
-                       BlockList &evicted);
-    std::vector<FreeRuns::Run> take_runs(std::uint32_t count, const SlotSet &kept, BlockList &evicted);
-    void take_slots(std::uint32_t count, const SlotSet &kept, Reservation &out);
+    std::uint32_t missing(std::size_t count) const;
+    void evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockList &evicted);
+    std::vector<FreeRuns::Run> take_runs(std::uint32_t count, BlockList &evicted);
+    void take_slots(std::uint32_t count, Reservation &out);
     void append(BlockList &list, Slot slot) const;
     void note(TierEvent::Kind kind, Slot slot);
 
-    mutable std::mutex mutex_;
+    mutable TierMutex mutex_;
     std::vector<Entry> entries_;
     std::vector<Digest> digests_;
     HashIndex index_{digests_};

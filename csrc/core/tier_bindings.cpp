@@ -34,6 +34,14 @@ nb::bytes digest_to_bytes(const Digest &digest) {
 // arrays that they read.
 using LetOthersRun = nb::call_guard<nb::gil_scoped_release>;
 
+constexpr std::uint32_t kLongListing = 16384;
+
+void wait_without_gil(std::mutex &mutex) {
+    if (!PyGILState_Check()) return mutex.lock();
+    const nb::gil_scoped_release others_run;
+    mutex.lock();
+}
+
 void require_equal(std::size_t left, std::size_t right) {
     if (left != right) throw std::invalid_argument("parallel arrays differ in length");
 }
@@ -190,6 +198,7 @@ void bind_tier(nb::module_ &module) {
                             stale.what());
         }
     });
+    TierMutex::wait = wait_without_gil;
     module.attr("SLOT_FREE") = static_cast<int>(SlotState::kFree);
     module.attr("SLOT_WRITING") = static_cast<int>(SlotState::kWriting);
     module.attr("SLOT_READY") = static_cast<int>(SlotState::kReady);
@@ -202,10 +211,10 @@ void bind_tier(nb::module_ &module) {
         .def("release", &Tier::release, nb::arg("lease"))
         .def(
             "match",
-            [](Tier &tier, LeaseId lease, const HashesIn &hashes, std::size_t start) {
-                return tier.match(lease, digests_of(hashes), start);
+            [](Tier &tier, LeaseId lease, const HashesIn &hashes, std::size_t start, std::size_t known) {
+                return tier.match(lease, digests_of(hashes), start, known);
             },
-            nb::arg("lease"), nb::arg("hashes"), nb::arg("start") = 0)
+            nb::arg("lease"), nb::arg("hashes"), nb::arg("start") = 0, nb::arg("known") = 0)
         .def(
             "contains",
             [](const Tier &tier, const HashesIn &hashes) {
@@ -248,7 +257,13 @@ void bind_tier(nb::module_ &module) {
         .def("tenant_entries",
              [](const Tier &tier) { return to_numpy<std::uint32_t>(tier.tenant_entries()); })
         .def(
-            "drop", [](Tier &tier, const HashesIn &hashes) { return tier.drop(digests_of(hashes)); },
+            "drop",
+            [](Tier &tier, const HashesIn &hashes) {
+                const auto given = digests_of(hashes);
+                const std::vector<Digest> dropped(given.begin(), given.end());
+                const nb::gil_scoped_release others_run;
+                return tier.drop(dropped);
+            },
             nb::arg("hashes"))
         .def(
             "complete",
@@ -274,13 +289,21 @@ void bind_tier(nb::module_ &module) {
                 return tier.ancestry(slots_of(slots), levels);
             },
             nb::arg("slots"), nb::arg("levels") = UINT32_MAX)
-        .def("coldest", &Tier::coldest, nb::arg("count"))
-        .def("hottest", &Tier::hottest, nb::arg("count"))
+        .def(
+            "coldest",
+            [](const Tier &tier, std::uint32_t count) {
+                if (count < kLongListing) return tier.coldest(count);
+                const nb::gil_scoped_release others_run;
+                return tier.coldest(count);
+            },
+            nb::arg("count"))
+        .def("hottest", &Tier::hottest, nb::arg("count"), LetOthersRun())
         .def(
             "idle",
             [](const Tier &tier, double seconds, std::optional<Tenant> tenant) {
                 const auto most = static_cast<double>(std::numeric_limits<std::uint32_t>::max());
                 const double milliseconds = std::clamp(seconds * 1000.0, 0.0, most);
+                const nb::gil_scoped_release others_run;
                 return tier.idle(static_cast<std::uint32_t>(milliseconds), tenant ? &*tenant : nullptr);
             },
             nb::arg("seconds"), nb::arg("tenant") = nb::none())
@@ -288,6 +311,7 @@ void bind_tier(nb::module_ &module) {
             "starting_with",
             [](const Tier &tier, const nb::bytes &prefix) {
                 const auto *bytes = reinterpret_cast<const std::uint8_t *>(prefix.c_str());
+                const nb::gil_scoped_release others_run;
                 return tier.starting_with({bytes, prefix.size()});
             },
             nb::arg("prefix"))
@@ -301,11 +325,19 @@ void bind_tier(nb::module_ &module) {
                      {generations.shape(0), hashes.shape(0), parents.shape(0), checksums.shape(0)})
                     require_equal(slots.shape(0), size);
                 if (times) require_equal(slots.shape(0), times->shape(0));
-                return status_array(tier.restore(
-                    {slots_of(slots), span_of(generations), digests_of(hashes), digests_of(parents),
-                     span_of(checksums), times ? span_of(*times) : std::span<const std::uint64_t>{},
-                     tenants_of(tenants, slots.shape(0))},
-                    generation));
+                const FoundEntries found{slots_of(slots),
+                                         span_of(generations),
+                                         digests_of(hashes),
+                                         digests_of(parents),
+                                         span_of(checksums),
+                                         times ? span_of(*times) : std::span<const std::uint64_t>{},
+                                         tenants_of(tenants, slots.shape(0))};
+                std::vector<std::uint8_t> restored;
+                {
+                    const nb::gil_scoped_release others_run;
+                    restored = tier.restore(found, generation);
+                }
+                return to_numpy<std::uint8_t>(std::move(restored));
             },
             nb::arg("slots"), nb::arg("generations"), nb::arg("hashes"), nb::arg("parents"),
             nb::arg("checksums"), nb::arg("times") = nb::none(), nb::arg("generation") = 0,
@@ -313,7 +345,10 @@ void bind_tier(nb::module_ &module) {
         .def(
             "discard",
             [](Tier &tier, const VectorIn<std::int32_t> &slots, bool quarantine) {
-                return tier.discard(slots_of(slots), quarantine);
+                const auto given = slots_of(slots);
+                const std::vector<Slot> discarded(given.begin(), given.end());
+                const nb::gil_scoped_release others_run;
+                return tier.discard(discarded, quarantine);
             },
             nb::arg("slots"), nb::arg("quarantine") = false)
         .def(
@@ -333,7 +368,9 @@ void bind_tier(nb::module_ &module) {
         .def(
             "mirror",
             [](Tier &tier, nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> memory) {
-                tier.mirror(presence_table(memory.data(), memory.shape(0)));
+                const PresenceTable table = presence_table(memory.data(), memory.shape(0));
+                const nb::gil_scoped_release others_run;
+                tier.mirror(table);
             },
             nb::arg("memory"), nb::keep_alive<1, 2>())
         .def("record_events", &Tier::record_events, nb::arg("capacity"))

@@ -11,11 +11,6 @@ struct DigestHash {
 
 }  // namespace
 
-// `slot` and what stands above it, as far as it could be evicted.
-void Tier::keep(Slot slot, SlotSet &kept) const {
-    while (slot != kRoot && order_->holds(slot) && kept.insert(slot).second) slot = entries_[slot].parent;
-}
-
 CopyReservation Tier::reserve_copies(LeaseId lease_id, std::span<const Digest> parents,
                                      std::span<const Digest> hashes) {
     std::lock_guard lock(mutex_);
@@ -25,30 +20,31 @@ CopyReservation Tier::reserve_copies(LeaseId lease_id, std::span<const Digest> p
     out.status.reserve(hashes.size());
     std::unordered_set<Digest, DigestHash> wanted;
     wanted.reserve(hashes.size());
-    SlotSet kept;
+    Kept kept(*this);  // with each, all above it
+    kept.reserve(hashes.size());
     for (std::size_t i = 0; i < hashes.size(); ++i) {
         const Slot present = index_.find(hashes[i]);
         ReserveStatus status = ReserveStatus::kReserved;
         if (present != kNoSlot) {
             const bool ready = entries_[present].state == SlotState::kReady;
             status = ready ? ReserveStatus::kReady : ReserveStatus::kPending;
-            if (ready) keep(present, kept);
+            if (ready) kept.add(present);
         } else if (wanted.contains(hashes[i])) {
             status = ReserveStatus::kPending;
         } else if (!wanted.contains(parents[i])) {
             const Slot parent = resolve_parent(parents[i]);
             if (parent == kNoSlot)
                 status = ReserveStatus::kNoParent;
-            else
-                keep(parent, kept);
+            else if (parent != kRoot)
+                kept.add(parent);
         }
         if (status == ReserveStatus::kReserved) wanted.insert(hashes[i]);
         out.status.push_back(status);
     }
-    out.missing = missing(wanted.size(), kept);
+    out.missing = missing(wanted.size());
     if (out.missing) return out;
     if (lease) lease->make_room(wanted.size());
-    take_slots(static_cast<std::uint32_t>(wanted.size()), kept, out);
+    take_slots(static_cast<std::uint32_t>(wanted.size()), out);
     auto slot = out.slots.begin();
     for (std::size_t i = 0; i < hashes.size(); ++i) {
         if (out.status[i] != ReserveStatus::kReserved) continue;
@@ -93,8 +89,14 @@ std::vector<std::uint8_t> Tier::complete(std::span<const Slot> slots, std::span<
 void Tier::end_hold(Slot slot) {
     --entries_[slot].holds;
     --holds_;
-    refresh_busy(slot);
+    refresh(slot);
     free_if_unused(slot);
+}
+
+void Tier::begin_hold(Slot slot) {
+    ++entries_[slot].holds;
+    ++holds_;
+    refresh(slot);
 }
 
 // The report for one slot, which becomes an entry if it is pending still (no reset came between), its bytes
@@ -124,23 +126,18 @@ void Tier::drop_pending(Slot slot) {
     const Slot parent = entry.parent;
     entry.parent = kNoSlot;
     if (parent != kRoot) {
-        --entries_[parent].children;
-        if (entry.busy) --entries_[parent].busy_children;
-        refresh_busy(parent);
+        unlink_child(parent, entry);
+        refresh(parent);
         free_if_unused(parent);
     }
-    entry.busy = false;
+    entry.used = entry.busy = false;
     free_if_unused(slot);
 }
 
 void Tier::hold(std::span<const Slot> slots) {
     std::lock_guard lock(mutex_);
     for (const Slot slot : slots) check_slot(slot);
-    for (const Slot slot : slots) {
-        ++entries_[slot].holds;
-        ++holds_;
-        refresh_busy(slot);
-    }
+    for (const Slot slot : slots) begin_hold(slot);
 }
 
 void Tier::unhold(std::span<const Slot> slots) {

@@ -12,13 +12,14 @@ std::vector<std::string> Tier::check_integrity() const {
         if (!holds) broken.push_back(what);
     };
     const std::size_t slots = entries_.size();
-    std::vector<std::uint32_t> pins(slots), children(slots), busy_children(slots), listed(slots);
+    std::vector<std::uint32_t> pins(slots), children(slots), used_children(slots), busy_children(slots),
+        listed(slots);
     for (const auto &[id, lease] : leases_)
         for (const Slot slot : lease.slots) ++pins[slot];
     for (const FreeRuns::Run &run : free_.runs())
         for (Slot slot = run.first; slot < run.first + run.count; ++slot) ++listed[slot];
 
-    std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, evictable = 0, withheld = 0;
+    std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, unused = 0, evictable = 0, withheld = 0;
     std::uint64_t holds = 0;
     std::vector<std::uint32_t> of_tenant(tenants_.size());
     for (Slot slot = 0; slot < slots; ++slot) {
@@ -51,6 +52,7 @@ std::vector<std::string> Tier::check_integrity() const {
         if (entry.parent != kRoot) {
             const Entry &parent = entries_[entry.parent];
             ++children[entry.parent];
+            used_children[entry.parent] += entry.used;
             busy_children[entry.parent] += entry.busy;
             expect(entry.state != SlotState::kReady || (parent.findable && parent.state == SlotState::kReady),
                    name + "ready below a parent that is not");
@@ -67,33 +69,37 @@ std::vector<std::string> Tier::check_integrity() const {
         const std::string name = "slot " + std::to_string(slot) + ": ";
         expect(entry.children == children[slot], name + "child count is wrong");
         if (!entry.findable) continue;
+        expect(entry.used_children == used_children[slot], name + "used child count is wrong");
         expect(entry.busy_children == busy_children[slot], name + "busy child count is wrong");
-        const bool busy =
-            entry.pins || entry.holds || entry.busy_children || entry.state != SlotState::kReady;
+        const bool used = entry.pins || entry.used_children || entry.state != SlotState::kReady;
+        const bool busy = used || entry.holds || entry.busy_children;
+        expect(entry.used == used, name + "used flag is wrong");
         expect(entry.busy == busy, name + "busy flag is wrong");
-        expect(order_->holds(slot) == !busy, name + "eviction order disagrees with its use");
+        expect(order_->holds(slot) == !used, name + "eviction order disagrees with its use");
+        unused += !used;
         evictable += !busy;
     }
     std::vector<bool> seen(slots, false);
-    std::uint32_t chained = 0;
-    for (Slot slot = order_->coldest(); slot != kNoSlot && chained <= slots;
-         slot = order_->after(slot), ++chained) {
+    const std::vector<Slot> order = order_->all();
+    std::vector<Slot> idle;
+    for (const Slot slot : order) {
         const Slot parent = entries_[slot].parent;
         expect(parent == kRoot || !seen[parent],
                "slot " + std::to_string(slot) + ": evicted after its parent");
         seen[slot] = true;
+        if (!entries_[slot].busy) idle.push_back(slot);
     }
-    expect(chained == evictable && order_->size() == evictable, "eviction order has lost or gained entries");
-    std::uint32_t idle_of_tenants = 0;
+    expect(order.size() == unused, "eviction order has lost or gained entries");
+    expect(order_->size() == evictable && order_->first(order_->size()) == idle,
+           "eviction order has lost or gained entries that are not busy");
     for (Tenant tenant = 0; tenant < of_tenant.size(); ++tenant) {
         const std::string name = "tenant " + std::to_string(tenant) + ": ";
         expect(tenants_.entries(tenant) == of_tenant[tenant], name + "its entries are miscounted");
-        for (Slot slot = tenants_.coldest(tenant); slot != kNoSlot && idle_of_tenants <= slots;
-             slot = tenants_.after(slot), ++idle_of_tenants)
-            expect(order_->holds(slot) && tenants_.of(slot) == tenant, name + "its eviction order is wrong");
+        std::vector<Slot> own;
+        for (const Slot slot : idle)
+            if (tenants_.of(slot) == tenant) own.push_back(slot);
+        expect(tenants_.first(tenant) == own, name + "its eviction order is wrong");
     }
-    expect(!tenants_.on() || idle_of_tenants == evictable,
-           "tenants' eviction orders have lost or gained entries");
     expect(free + writing + ready == slots, "slots are not conserved");
     expect(free == free_.size() && writing == writing_ && ready == ready_, "slot counters are wrong");
     expect(findable == index_.size(), "hash table and entries disagree");

@@ -3,7 +3,7 @@
 
 namespace fdcache {
 
-MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start) {
+MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start, std::size_t known) {
     std::lock_guard lock(mutex_);
     Lease &lease = current_lease(lease_id);
     MatchRun run;
@@ -38,10 +38,11 @@ MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size
     lease.make_room(run.slots.size());
     run.generations.reserve(run.slots.size());
     run.hits.reserve(run.slots.size());
-    for (const Slot slot : run.slots) {
+    for (std::size_t i = 0; i < run.slots.size(); ++i) {
+        const Slot slot = run.slots[i];
         Entry &entry = entries_[slot];
         entry.touched_ms = now;
-        if (entry.hits != UINT32_MAX) ++entry.hits;
+        if (start + i >= known && entry.hits != UINT32_MAX) ++entry.hits;
         run.generations.push_back(entry.generation);
         run.hits.push_back(entry.hits);
         pin(lease, slot);
@@ -99,9 +100,7 @@ std::uint32_t Tier::available() const {
 BlockList Tier::coldest(std::uint32_t count) const {
     std::lock_guard lock(mutex_);
     BlockList list;
-    for (Slot slot = order_->coldest(); slot != kNoSlot && list.slots.size() < count;
-         slot = order_->after(slot))
-        append(list, slot);
+    for (const Slot slot : order_->first(count)) append(list, slot);
     return list;
 }
 

@@ -35,8 +35,12 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
             status[i] = PublishStatus::kStored;
         }
     }
-    // The end of each path first, as in a release: so a path is walked up once and not once a block.
-    for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) unpin(*slot);
+    // Path by path in the order given, each from its end, as in a release: so it is walked up once and not
+    // once a block.
+    for (std::size_t first = 0, last = 0; first < slots.size(); first = last) {
+        for (++last; last < slots.size() && parents[last] == hashes[last - 1];) ++last;
+        for (std::size_t i = last; i-- > first;) unpin(slots[i]);
+    }
     const std::unordered_set<Slot> gone(slots.begin(), slots.end());
     std::erase_if(lease.slots, [&gone](Slot slot) { return gone.contains(slot); });
     return status;
@@ -67,11 +71,12 @@ std::vector<std::uint32_t> Tier::tenant_entries() const {
 // Evicts the coldest leaves of a tenant that has all it may have, but never what the new block hangs below:
 // whether there is room for one more below `parent`.
 bool Tier::make_tenant_room(Tenant tenant, Slot parent) {
+    Kept kept(*this);
+    if (tenants_.full(tenant) && parent != kRoot) kept.add(parent);
     while (tenants_.full(tenant)) {
-        Slot victim = tenants_.coldest(tenant);
-        while (victim != kNoSlot && (victim == parent || entries_[victim].children))
-            victim = tenants_.after(victim);
-        if (victim == kNoSlot) return false;
+        if (!tenants_.idle(tenant)) return false;
+        const Slot victim = tenants_.take(tenant);
+        order_->remove(victim);
         evict(victim);
     }
     return true;
@@ -79,21 +84,29 @@ bool Tier::make_tenant_room(Tenant tenant, Slot parent) {
 
 std::uint32_t Tier::drop(std::span<const Digest> hashes) {
     std::lock_guard lock(mutex_);
+    std::vector<Slot> named;
+    for (const Digest &hash : hashes)
+        if (const Slot slot = index_.find(hash); slot != kNoSlot) named.push_back(slot);
+    std::sort(named.begin(), named.end());
+    named.erase(std::unique(named.begin(), named.end()), named.end());
+    const std::uint32_t before = ready_;
+    cut_out(subtree(named));
+    return before - ready_;
+}
+
+// What is findable in `named`, and all that hangs below it, ascending. Looks at every slot, but for leaves.
+std::vector<Slot> Tier::subtree(const std::vector<Slot> &named) const {
+    if (std::none_of(named.begin(), named.end(), [this](Slot slot) { return entries_[slot].children; }))
+        return named;
     enum class Fate : std::uint8_t { kUnknown, kStays, kGoes };
     std::vector<Fate> fates(entries_.size(), Fate::kUnknown);
-    bool any = false;
-    for (const Digest &hash : hashes) {
-        const Slot slot = index_.find(hash);
-        if (slot == kNoSlot) continue;
-        fates[slot] = Fate::kGoes;
-        any = true;
-    }
-    if (!any) return 0;
+    for (const Slot slot : named) fates[slot] = Fate::kGoes;
     std::vector<Slot> path, doomed;
     for (Slot slot = 0; slot < entries_.size(); ++slot) {
         if (!entries_[slot].findable) continue;
         path.clear();
         Slot above = slot;
+        // Above a pending block may stand one whose copy failed, which has no parent any more.
         for (; above != kRoot && entries_[above].findable && fates[above] == Fate::kUnknown;
              above = entries_[above].parent)
             path.push_back(above);
@@ -101,39 +114,30 @@ std::uint32_t Tier::drop(std::span<const Digest> hashes) {
         for (const Slot each : path) fates[each] = goes ? Fate::kGoes : Fate::kStays;
         if (fates[slot] == Fate::kGoes) doomed.push_back(slot);
     }
-    std::uint32_t entries = 0;
+    return doomed;
+}
+
+// Takes whole subtrees out of the table. What is pinned or held stays, anonymous, until it is not.
+void Tier::cut_out(const std::vector<Slot> &doomed) {
     for (const Slot slot : doomed)
         if (entries_[slot].state == SlotState::kReady) note(TierEvent::Kind::kRemoved, slot);
     for (const Slot slot : doomed) {
+        Entry &entry = entries_[slot];
         index_.erase(slot);
         if (order_->holds(slot)) order_remove(slot);
         tenants_.leave(slot);
-        Entry &entry = entries_[slot];
-        const Slot parent = entry.parent;
-        if (parent != kRoot && fates[parent] != Fate::kGoes) {
-            --entries_[parent].children;
-            if (entry.busy) --entries_[parent].busy_children;
-        }
+        entry.findable = false;
+        if (entry.parent < kRoot) unlink_child(entry.parent, entry);
     }
     for (const Slot slot : doomed) {
-        Entry &entry = entries_[slot];
-        const Slot parent = entry.parent;
-        entry.parent = kNoSlot;
-        entry.children = entry.busy_children = 0;
-        entry.findable = entry.busy = false;
-        if (entry.state == SlotState::kReady) {
-            entry.state = SlotState::kWriting;
-            --ready_;
-            ++writing_;
-            ++entries;
-        }
-        if (parent != kRoot && fates[parent] != Fate::kGoes) {
-            refresh_busy(parent);
+        const Slot parent = entries_[slot].parent;
+        cut_off(slot);
+        if (parent < kRoot) {
+            refresh(parent);
             free_if_unused(parent);
         }
     }
     for (const Slot slot : doomed) free_if_unused(slot);
-    return entries;
 }
 
 }  // namespace fdcache

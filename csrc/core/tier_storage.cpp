@@ -1,6 +1,6 @@
 // What a tier needs whose blocks outlive the process: entries found on start, entries that turn out bad.
 #include <algorithm>
-#include <numeric>
+#include <bit>
 
 #include "core/tier.hpp"
 
@@ -8,29 +8,52 @@ namespace fdcache {
 
 namespace {
 
-struct DigestHash {
-    std::size_t operator()(const Digest &digest) const { return digest.word(0); }
+constexpr std::uint32_t kNone = UINT32_MAX;
+
+// The blocks of a scan as a forest: each block's parent, and all that hang together from the root.
+struct Forest {
+    std::vector<std::uint32_t> parents;  // by position, a position in the scan or kNone
+    std::vector<std::uint32_t> order;    // positions, parents first; of equal hashes the newest alone
 };
 
-constexpr std::size_t kNone = SIZE_MAX;
-
-// Positions of `hashes`, parents first, each under a parent that comes before it; of equal hashes the newest.
-std::vector<std::size_t> parents_first(const FoundEntries &found) {
-    const std::size_t count = found.hashes.size();
-    std::unordered_map<Digest, std::size_t, DigestHash> by_hash;
-    by_hash.reserve(count);
-    for (std::size_t i = 0; i < count; ++i) {
-        const auto [place, fresh] = by_hash.emplace(found.hashes[i], i);
-        if (!fresh && found.time(place->second) < found.time(i)) place->second = i;
+// Positions in a scan by hash: open addressing, at most half full.
+class Positions {
+  public:
+    explicit Positions(const FoundEntries &found)
+        : found_(found), cells_(std::bit_ceil(2 * found.hashes.size() + 2), kNone) {
+        for (std::uint32_t i = 0; i < found.hashes.size(); ++i) {
+            std::uint32_t &cell = cells_[cell_of(found.hashes[i])];
+            if (cell == kNone || found.time(cell) < found.time(i)) cell = i;
+        }
     }
+
+    std::uint32_t find(const Digest &hash) const { return cells_[cell_of(hash)]; }
+
+  private:
+    std::size_t cell_of(const Digest &hash) const {
+        const std::size_t mask = cells_.size() - 1;
+        std::size_t cell = hash.word(0) & mask;
+        while (cells_[cell] != kNone && !(found_.hashes[cells_[cell]] == hash)) cell = (cell + 1) & mask;
+        return cell;
+    }
+
+    const FoundEntries &found_;
+    std::vector<std::uint32_t> cells_;
+};
+
+Forest forest_of(const FoundEntries &found) {
+    const auto count = static_cast<std::uint32_t>(found.hashes.size());
+    const Positions positions(found);
+    Forest forest{std::vector<std::uint32_t>(count, kNone), {}};
+    forest.order.reserve(count);
     enum : std::uint8_t { kUnknown, kRooted, kOrphan };
     std::vector<std::uint8_t> known(count, kUnknown);
-    std::vector<std::size_t> order, path;
-    order.reserve(count);
-    for (const auto &[hash, start] : by_hash) {
+    std::vector<std::uint32_t> path;
+    for (std::uint32_t start = 0; start < count; ++start) {
+        if (positions.find(found.hashes[start]) != start) continue;
         path.clear();
         std::uint8_t verdict = kUnknown;
-        for (std::size_t at = start; verdict == kUnknown;) {
+        for (std::uint32_t at = start; verdict == kUnknown;) {
             verdict = known[at];
             if (verdict != kUnknown) break;
             path.push_back(at);
@@ -39,32 +62,66 @@ std::vector<std::size_t> parents_first(const FoundEntries &found) {
                 verdict = kRooted;
                 break;
             }
-            const auto parent = by_hash.find(found.parents[at]);
-            if (parent == by_hash.end())
+            const std::uint32_t parent = positions.find(found.parents[at]);
+            forest.parents[at] = parent;
+            if (parent == kNone)
                 verdict = kOrphan;
             else
-                at = parent->second;
+                at = parent;
         }
         for (auto up = path.rbegin(); up != path.rend(); ++up) {
             known[*up] = verdict;
-            if (verdict == kRooted) order.push_back(*up);
+            if (verdict == kRooted) forest.order.push_back(*up);
         }
     }
+    return forest;
+}
+
+// The forest in the order in which to evict: by the newest block of a subtree, and its deepest blocks before
+// those above them.
+std::vector<std::uint32_t> coldest_first(const FoundEntries &found, const Forest &forest) {
+    struct Age {
+        std::uint64_t newest;
+        std::uint32_t height;  // from the deepest level up
+        std::uint32_t position;
+    };
+    std::vector<std::uint64_t> newest(found.hashes.size(), 0);
+    std::vector<std::uint32_t> depth(found.hashes.size(), 0);
+    for (const std::uint32_t i : forest.order) {
+        newest[i] = found.time(i);
+        if (forest.parents[i] != kNone) depth[i] = depth[forest.parents[i]] + 1;
+    }
+    std::vector<Age> ages;
+    ages.reserve(forest.order.size());
+    for (auto i = forest.order.rbegin(); i != forest.order.rend(); ++i) {
+        const std::uint32_t parent = forest.parents[*i];
+        if (parent != kNone) newest[parent] = std::max(newest[parent], newest[*i]);
+    }
+    for (const std::uint32_t i : forest.order) ages.push_back({newest[i], UINT32_MAX - depth[i], i});
+    std::stable_sort(ages.begin(), ages.end(), [](const Age &a, const Age &b) {
+        return a.newest != b.newest ? a.newest < b.newest : a.height < b.height;
+    });
+    std::vector<std::uint32_t> order;
+    order.reserve(ages.size());
+    for (const Age &age : ages) order.push_back(age.position);
     return order;
 }
 
 }  // namespace
 
 std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t generation) {
-    std::lock_guard lock(mutex_);
+    if (found.hashes.size() >= kNone) throw std::invalid_argument("a tier has at most 2^31 - 1 slots");
     check_hashes(found.hashes);
-    check_tenants(found.tenants);
+    const Forest forest = forest_of(found);
+    const std::vector<std::uint32_t> order = coldest_first(found, forest);
     std::vector<std::uint8_t> restored(found.hashes.size(), 0);
-    std::vector<std::size_t> kept;  // parents first
-    std::unordered_map<Slot, std::uint64_t> newest;
-    for (const std::size_t i : parents_first(found)) {
+    std::lock_guard lock(mutex_);
+    check_tenants(found.tenants);
+    for (const std::uint32_t i : forest.order) {
         const Slot slot = found.slots[i];
-        const Slot parent = resolve_parent(found.parents[i]);
+        const std::uint32_t above = forest.parents[i];
+        const Slot parent =
+            above != kNone && restored[above] ? found.slots[above] : resolve_parent(found.parents[i]);
         if (slot >= entries_.size() || entries_[slot].state != SlotState::kFree || parent == kNoSlot ||
             index_.find(found.hashes[i]) != kNoSlot)
             continue;
@@ -73,15 +130,13 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         entry.generation = found.generations[i];
         entry.checksum = found.checksums[i];
         entry.state = SlotState::kWriting;
-        // Held until all stand, so that no step changes more than the entry itself.
-        entry.holds = 1;
-        ++holds_;
+        // Pinned until all stand, so that each joins the order in its turn.
+        entry.pins = 1;
+        ++pins_;
         ++writing_;
         link(slot, found.hashes[i], parent, found.tenants.empty() ? 0 : found.tenants[i]);
         make_ready(slot);
-        newest[slot] = found.time(i);
         restored[i] = 1;
-        kept.push_back(i);
     }
     for (const std::uint32_t each : found.generations) generation = std::max(generation, each);
     free_.clear();
@@ -91,19 +146,8 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         entry.generation = std::max(entry.generation, generation);
         free_.add(slot);
     }
-    // Coldest first: by the newest block of a subtree, its deepest blocks before those above them.
-    for (auto i = kept.rbegin(); i != kept.rend(); ++i) {
-        const Slot slot = found.slots[*i], parent = entries_[slot].parent;
-        if (parent == kRoot) continue;
-        if (const auto above = newest.find(parent); above != newest.end())
-            above->second = std::max(above->second, newest[slot]);
-    }
-    std::stable_sort(kept.begin(), kept.end(), [&](std::size_t a, std::size_t b) {
-        const Slot left = found.slots[a], right = found.slots[b];
-        if (newest[left] != newest[right]) return newest[left] < newest[right];
-        return entries_[left].depth > entries_[right].depth;
-    });
-    for (const std::size_t i : kept) end_hold(found.slots[i]);
+    for (const std::uint32_t i : order)
+        if (restored[i]) unpin(found.slots[i]);
     return restored;
 }
 
@@ -111,10 +155,8 @@ void Tier::quarantine(std::span<const Slot> slots) {
     std::lock_guard lock(mutex_);
     for (const Slot slot : slots) check_slot(slot);
     for (const Slot slot : slots) {
-        ++entries_[slot].holds;
-        ++holds_;
+        begin_hold(slot);
         ++quarantined_;
-        refresh_busy(slot);
     }
 }
 
@@ -125,10 +167,8 @@ void Tier::withhold(std::span<const Slot> slots) {
         Entry &entry = entries_[slot];
         if (entry.withheld) continue;
         entry.withheld = true;
-        ++entry.holds;
-        ++holds_;
         ++withheld_;
-        refresh_busy(slot);
+        begin_hold(slot);
     }
 }
 
@@ -145,69 +185,27 @@ void Tier::give_back(std::span<const Slot> slots) {
     }
 }
 
-// Cuts entries and all below them out of the tier, as a reset does with everything.
+// Entries turned out bad: as `drop`, but by slot.
 BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
     std::lock_guard lock(mutex_);
     BlockList gone;
-    enum : std::uint8_t { kUnknown, kKept, kDoomed };
-    std::vector<std::uint8_t> known(entries_.size(), kUnknown);
-    std::vector<Slot> named, path;
+    std::vector<Slot> named;
     for (const Slot slot : slots) {
         if (slot >= entries_.size())
             throw std::out_of_range("slot " + std::to_string(slot) + " is out of range");
-        if (!entries_[slot].findable || entries_[slot].state != SlotState::kReady) continue;
-        if (known[slot] != kDoomed) named.push_back(slot);
-        known[slot] = kDoomed;
+        if (entries_[slot].findable && entries_[slot].state == SlotState::kReady) named.push_back(slot);
     }
-    if (named.empty()) return gone;
-    for (Slot start = 0; start < entries_.size(); ++start) {
-        if (!entries_[start].findable) continue;
-        path.clear();
-        Slot at = start;
-        // Above a pending block may stand one whose copy failed, which has no parent any more.
-        while (at < known.size() && known[at] == kUnknown) {
-            path.push_back(at);
-            at = entries_[at].parent;
-        }
-        const std::uint8_t verdict = at < known.size() ? known[at] : static_cast<std::uint8_t>(kKept);
-        for (const Slot slot : path) known[slot] = verdict;
-    }
-    std::vector<Slot> doomed;
-    for (Slot slot = 0; slot < entries_.size(); ++slot)
-        if (known[slot] == kDoomed && entries_[slot].findable) doomed.push_back(slot);
-    for (const Slot slot : doomed) {
-        append(gone, slot);
-        if (entries_[slot].state == SlotState::kReady) note(TierEvent::Kind::kRemoved, slot);
-    }
-    for (const Slot slot : named) {
-        const Slot parent = entries_[slot].parent;
-        if (parent == kRoot || known[parent] == kDoomed) continue;
-        --entries_[parent].children;
-        if (entries_[slot].busy) --entries_[parent].busy_children;
-        refresh_busy(parent);
-    }
-    for (const Slot slot : doomed) {
-        Entry &entry = entries_[slot];
-        index_.erase(slot);
-        if (order_->holds(slot)) order_remove(slot);
-        tenants_.leave(slot);
-        entry.parent = kNoSlot;
-        entry.children = entry.busy_children = 0;
-        entry.findable = entry.busy = false;
-        if (entry.state == SlotState::kReady) {
-            entry.state = SlotState::kWriting;
-            --ready_;
-            ++writing_;
-        }
-    }
+    std::sort(named.begin(), named.end());
+    named.erase(std::unique(named.begin(), named.end()), named.end());
+    const std::vector<Slot> doomed = subtree(named);
+    gone.reserve(doomed.size());
+    for (const Slot slot : doomed) append(gone, slot);
     if (quarantine) {
-        for (const Slot slot : named) {
-            ++entries_[slot].holds;
-            ++holds_;
-            ++quarantined_;
-        }
+        for (const Slot slot : named) ++entries_[slot].holds;
+        holds_ += named.size();
+        quarantined_ += static_cast<std::uint32_t>(named.size());
     }
-    for (const Slot slot : doomed) free_if_unused(slot);
+    cut_out(doomed);
     return gone;
 }
 

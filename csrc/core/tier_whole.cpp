@@ -14,16 +14,8 @@ void Tier::reset() {
     tenants_.clear();
     ++epoch_;
     for (Slot slot = 0; slot < entries_.size(); ++slot) {
-        Entry &entry = entries_[slot];
-        if (entry.state == SlotState::kFree) continue;
-        entry.parent = kNoSlot;
-        entry.children = entry.busy_children = 0;
-        entry.findable = entry.busy = false;
-        if (entry.state == SlotState::kReady) {
-            entry.state = SlotState::kWriting;
-            --ready_;
-            ++writing_;
-        }
+        if (entries_[slot].state == SlotState::kFree) continue;
+        cut_off(slot);
         free_if_unused(slot);
     }
     if (mirror_) mirror_->clear();
@@ -68,16 +60,17 @@ void Tier::make_room(std::uint32_t slots) {
 
 // Drops what lies in slots that go, none of it in use, and with each block what hangs below it.
 void Tier::evict_above(std::uint32_t slots) {
-    std::vector<Slot> idle;  // children before parents
-    idle.reserve(order_->size());
+    const std::vector<Slot> idle = order_->first(order_->size());  // children before parents
     std::vector<bool> doomed(entries_.size(), false);
-    for (Slot slot = order_->coldest(); slot != kNoSlot; slot = order_->after(slot)) idle.push_back(slot);
     for (auto slot = idle.rbegin(); slot != idle.rend(); ++slot) {
         const Slot parent = entries_[*slot].parent;
         doomed[*slot] = *slot >= slots || (parent != kRoot && doomed[parent]);
     }
-    for (const Slot slot : idle)
-        if (doomed[slot]) evict(slot);
+    for (const Slot slot : idle) {
+        if (!doomed[slot]) continue;
+        order_remove(slot);
+        evict(slot);
+    }
     for (std::size_t slot = slots; slot < entries_.size(); ++slot)
         first_generation_ = std::max(first_generation_, entries_[slot].generation);
 }

@@ -41,6 +41,10 @@ class FreshBlocks:
         table.extend(self._free.pop() for _ in range(missing))
         return True
 
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks are free."""
+        return num_blocks <= len(self._free)
+
     def block_table(self, name: str) -> NDArray[np.int32]:
         """The sequence's blocks."""
         return np.array(self._tables[name], np.int32)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fdcache import KVLayout
+from fdcache.replay.config import PLAIN_SCHEDULING
+from fdcache.replay.options import PLAIN_VALUES
 from fdcache.settings import Settings
+from fdcache.settings.scheduling import SchedulingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,8 @@ class EngineConfig:
     ``grid`` > 0 is deterministic mode: tokens are computed in padded chunks of ``grid`` rows, each at the row that its
     position has on that grid, so a token gets the same bits whatever was computed with it; reuse is cut to the grid,
     a multiple of ``split_kv``, the number of keys that attention reads at a time. 0: ordinary mode, all rows of
-    a step in one batch.
+    a step in one batch. ``scheduling``: the blocks that a decode takes at a time, and those kept for decodes after a
+    preemption. ``log_digests``: write a digest of all logits.
     """
 
     layout: KVLayout
@@ -97,6 +101,8 @@ class EngineConfig:
     step_tokens: int = 128
     grid: int = 32
     split_kv: int = 16
+    scheduling: SchedulingSettings = PLAIN_SCHEDULING
+    log_digests: bool = False
 
     def __post_init__(self) -> None:
         if self.grid % self.split_kv:
@@ -124,9 +130,10 @@ class EngineConfig:
     ) -> EngineConfig:
         """Read the settings: ``arguments`` by the names of variables, above the environment, above ``DEFAULTS``."""
         engine = {"FDCACHE_REUSE_GRID": grid, "FDCACHE_LOOKAHEAD_TOKENS": model.draft_layers}
-        settings = Settings.load(arguments=arguments, defaults={**DEFAULTS, **engine})
+        settings = Settings.load(arguments=arguments, defaults={**PLAIN_VALUES, **DEFAULTS, **engine})
         layout = model.layout(settings.deployment.block_size, settings.deployment.ranks)
-        return cls(layout, settings, grid=grid, **limits)
+        follows = {"scheduling": settings.scheduling, "log_digests": settings.attention.deterministic_log}
+        return cls(layout, settings, grid=grid, **follows, **limits)  # type: ignore[arg-type]
 
     @property
     def block_size(self) -> int:

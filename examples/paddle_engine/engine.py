@@ -15,6 +15,7 @@ from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
 from examples.paddle_engine.task import Task
 from examples.paddle_engine.worker import ChunkResult, StepResult
 from fdcache import LoadOutcome, LoadStatus, TransferPlan
+from fdcache.replay.admission import DecodeReserve
 
 KVCache = FdcacheBlocks | FreshBlocks
 
@@ -39,6 +40,7 @@ class Engine:
         self._ranks = ranks
         self.waiting: deque[Task] = deque()
         self.running: list[Task] = []
+        self._reserve = DecodeReserve(config.scheduling)
         self.steps = 0
         self.loads_failed = 0
 
@@ -57,6 +59,7 @@ class Engine:
         """Schedule, copy, compute, accept; returns the tasks that ended."""
         self.steps += 1
         chunks = self._schedule()
+        self._reserve.note_step()
         result = self._ranks.execute(self._cache.take_plans(), chunks)
         outcomes = {outcome.request_id: outcome for outcome in self._cache.apply(result.reports)}
         results = {each.sequence: each for each in result.chunks}
@@ -93,7 +96,7 @@ class Engine:
                 break
             task.computed = cached
             chunk = task.next_chunk(budget, self._config.grid)
-            if not self._cache.grow(task.name, chunk.stop):
+            if not self._leaves_reserve(chunk) or not self._cache.grow(task.name, chunk.stop):
                 self._cache.release(task.name, resumes=True)
                 self._check_fits(task)
                 break
@@ -104,8 +107,15 @@ class Engine:
         return chunks
 
     def _chunk(self, task: Task, budget: int) -> Chunk | None:
-        """The next tokens of a running task; those that came last make room when there is none."""
+        """The next tokens of a running task; those that came last make room when there is none.
+
+        A decode takes the blocks of the tokens that follow as well, where there are some.
+        """
         chunk = task.next_chunk(budget, self._config.grid)
+        size, ahead = self._config.block_size, self._config.scheduling.decode_blocks - 1
+        if task.samples and ahead > 0 and chunk.stop > len(self._cache.block_table(task.name)) * size:
+            most = len(task.prompt.tokens) + task.prompt.max_tokens
+            self._cache.grow(task.name, max(chunk.stop, min(chunk.stop + ahead * size, most)))
         while not self._cache.grow(task.name, chunk.stop):
             victim = self.running[-1]
             self._preempt(victim)
@@ -114,12 +124,19 @@ class Engine:
                 return None
         return self._with_table(chunk)
 
+    def _leaves_reserve(self, chunk: Chunk) -> bool:
+        """Whether the running tasks are left what they will need of the free blocks; a lone task is let in always."""
+        needed = -(-len(chunk.tokens) // self._config.block_size)
+        reserved = len(self.running) * self._reserve.blocks_each
+        return not reserved or self._cache.has_room(needed + reserved)
+
     def _with_table(self, chunk: Chunk) -> Chunk:
         return replace(chunk, block_table=self._cache.block_table(chunk.sequence))
 
     def _preempt(self, task: Task) -> None:
         """Give the blocks back; what stays cached of them is found again when the task resumes."""
         self.running.remove(task)
+        self._reserve.note_preemption()
         self._cache.release(task.name, resumes=True)
         task.computed = 0
         task.held = task.draft = None

@@ -67,6 +67,10 @@ class FdcacheBlocks:
         """Let the block table cover so many tokens, and the first time plan the loads; False: there is no room."""
         return self.manager.allocate_device_blocks([(self._requests[name], num_tokens)])[0].ok
 
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks are free, or can be made free."""
+        return self.manager.can_allocate_device_blocks(num_blocks)
+
     def block_table(self, name: str) -> NDArray[np.int32]:
         """The sequence's blocks, in order."""
         return self._requests[name].block_table

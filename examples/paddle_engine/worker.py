@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -132,6 +134,9 @@ class Worker:
                 position = chunk.start + column + 1
                 if self.logits is not None:
                     self.logits[chunk.sequence, position] = logits
+                if self._engine.log_digests:
+                    digest = hashlib.sha256(logits.tobytes()).hexdigest()[:16]
+                    print(f"digest {chunk.sequence} {position} {digest}", file=sys.stderr)
                 samples.append(sample(logits, chunk.temperature, chunk.seed, position))
                 if column + 1 < len(chunk.tokens) and chunk.tokens[column + 1] != samples[-1].token:
                     break

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from fdcache.errors import ConfigurationError
+from fdcache.integrations.fastdeploy_variables import keeps_latents
 from fdcache.layout import KVLayout, PlaneSpec
 from fdcache.planes import PlaneKind
 from fdcache.settings import Given, Settings, SettingsError, Source
@@ -28,9 +29,9 @@ def layout_from_config(config: Any) -> KVLayout:
     """The layout that FastDeploy's attention backends make for this configuration.
 
     Keys and values of shape [kv_heads, block_size, head_dim] in the model's dtype, bytes for a quantised cache, with
-    scales for ``block_wise_fp8``; one latent per token for models with a ``kv_lora_rank``; one draft layer for the
-    speculative method ``mtp``. A backend that differs needs its own layout. Raises ``ConfigurationError`` naming the
-    attribute that is missing.
+    scales for ``block_wise_fp8``; one latent per token for models with a ``kv_lora_rank``, or as
+    ``FD_ATTENTION_BACKEND`` says; one draft layer for the speculative method ``mtp``. A backend that differs needs its
+    own layout. Raises ``ConfigurationError`` naming the attribute that is missing, or the backend.
     """
     model, cache = _get(config, "model_config"), _get(config, "cache_config")
     ranks = int(_get(config, "parallel_config.tensor_parallel_size"))
@@ -40,7 +41,8 @@ def layout_from_config(config: Any) -> KVLayout:
     dtype = str(_get(model, "dtype")) if quantised is None else "uint8"
     block_size = int(_get(cache, "block_size"))
     heads = max(int(_get(model, "num_key_value_heads")) // ranks, 1)
-    if latent := int(getattr(model, "kv_lora_rank", 0) or 0):
+    latent = int(getattr(model, "kv_lora_rank", 0) or 0)
+    if keeps_latents(latent):
         specs = [
             PlaneSpec(PlaneKind.KEY, dtype, (1, block_size, latent + int(_get(model, "qk_rope_head_dim"))))
         ]

@@ -12,6 +12,7 @@ from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import CacheNotReadyError, LayoutError
 from fdcache.integrations.fastdeploy_config import device_blocks, layout_from_config, load_settings
+from fdcache.integrations.fastdeploy_variables import EngineVariables
 from fdcache.layout import KVLayout, Plane
 from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.transfer import TransferSettings
@@ -211,8 +212,15 @@ class CacheController:
         return True
 
     def free_gpu_cache(self) -> None:
-        """Give up the device tensors, after the copies in flight; the host cache stays."""
-        self.core.sleep()
+        """Give up the device tensors, after the copies in flight; the host cache stays.
+
+        With ``FD_ENABLE_SWAP_SPACE_CLEARING`` it goes too, and the manager hears of that by
+        ``CacheManager.reset_cache``.
+        """
+        if EngineVariables.load().frees_host_cache_asleep:
+            self.core.free_cache()
+        else:
+            self.core.sleep()
         self._forget_tensors()
 
     def free_cache(self, clear_storage: bool = False) -> None:

@@ -17,6 +17,7 @@ from fdcache.integrations.fastdeploy_config import (
     load_settings,
 )
 from fdcache.integrations.fastdeploy_requests import MatchedPrefix, Served, images_of, tokens_of
+from fdcache.integrations.fastdeploy_variables import EngineVariables, is_preempted, warn_of_old_manager
 from fdcache.layout import KVLayout
 from fdcache.manager.cache_manager import CacheManager as Manager
 from fdcache.manager.requests import Request
@@ -60,6 +61,8 @@ class CacheManager:
         )
         self.block_size = layout.block_size
         self._served: dict[str, Served] = {}
+        self._variables = EngineVariables.load()
+        warn_of_old_manager()
 
     def is_initialized(self) -> bool:
         """Whether the manager can be used: always, once it is made."""
@@ -171,10 +174,13 @@ class CacheManager:
     allocate_gpu_blocks = allocate_device_blocks
 
     def request_finish(self, request: Any) -> None:
-        """End, abort or preempt: what was computed stays cached, the pins go. Idempotent."""
+        """End, abort or preempt: what was computed stays cached, the pins go. Idempotent.
+
+        With ``FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST=0`` a preempted request leaves only its prompt.
+        """
         served = self._served.pop(request.request_id, None)
         if served is not None:
-            self._publish(served)
+            self._publish(served, ended=not is_preempted(request))
             self.core.request_finish([served.request])
             if served.request.device_only:
                 # The request's next match is made with a record of its own.
@@ -210,7 +216,7 @@ class CacheManager:
         self._served[request.request_id] = served
         return served
 
-    def _publish(self, served: Served) -> None:
+    def _publish(self, served: Served, *, ended: bool = False) -> None:
         """Tell the cache what exists: a token that was sampled proves the KV of all before it, and of no other.
 
         Tokens above a load that is not confirmed might be dropped, so they are not taken up before.
@@ -227,7 +233,13 @@ class CacheManager:
         if len(new):
             served.request.append_tokens(new)
             served.outputs = len(outputs)
-            self.core.commit([(served.request, served.request.num_tokens - 1)])
+        held_back = not self._variables.keeps_preempted_output
+        if len(new) or (ended and held_back and len(outputs)):
+            computed = served.request.num_tokens - 1
+            prompt = len(served.engine_request.prompt_token_ids)
+            self.core.commit(
+                [(served.request, min(computed, prompt) if held_back and not ended else computed)]
+            )
 
     # --- a step -------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class BlockAllocator:
         counters: Counters,
     ) -> None:
         self._block_size = layout.block_size
+        self._tiers = tiers
         self._device = tiers.device
         self._host = tiers.host
         self._backups = tiers.backups
@@ -88,7 +89,7 @@ class BlockAllocator:
         tokens = request._blocks
         if run is None or tokens is None or not request._publishes:
             return False
-        found = self._device.match(request._lease, tokens.hashes[: run.start + len(run)], run.start)
+        found = self._tiers.match(request, tokens.hashes[: run.start + len(run)], run.start)
         if len(found):
             request._table.extend(found.slots)
             request._committed_blocks += len(found)

@@ -60,7 +60,7 @@ class BackupPlanner:
             self._enqueue(hashes if not any(status.tobytes()) else hashes[status == STORED])
 
     def on_match(self, hashes: HashArray, hits: UInt32Array) -> None:
-        """Blocks were hit; those that reach the threshold now are backed up."""
+        """Blocks were hit, each by one request more; those that reach the threshold now are backed up."""
         if not self._writes_back and self._threshold > 1:
             reached = hits == self._threshold
             if reached.any():
@@ -82,8 +82,7 @@ class BackupPlanner:
         hits = np.concatenate([dropped.hits for dropped in evicted])
         dirty = (presence == ABSENT) & (hits >= (0 if self._writes_back else self._threshold))
         if dirty.any():
-            parents_first = np.flatnonzero(dirty)[::-1]
-            blocks = Blocks.concat(map(Blocks.of, evicted)).select(parents_first)
+            blocks = _paths_in_turn(Blocks.concat(map(Blocks.of, evicted)).select(np.flatnonzero(dirty)))
             orphans = self._copy(self._with_uncovered_ancestors(blocks), SwapPurpose.EVICT, plan)
             self._counters.backups_dropped += len(orphans)
 
@@ -130,7 +129,7 @@ class BackupPlanner:
         cold = Blocks.of(self._device.coldest(wanted))
         coldest = np.flatnonzero(self._host.contains(cold.hashes) == ABSENT)[: self._room(in_flight)]
         if len(coldest):
-            self._back_up(cold.select(coldest[::-1]), plan, in_flight)
+            self._back_up(_paths_in_turn(cold.select(coldest)), plan, in_flight)
         self._credit -= plan.size(SwapPurpose.BACKUP)
 
     def _room(self, in_flight: int) -> int:
@@ -202,3 +201,17 @@ class BackupPlanner:
         above = with_absent_above(self._device, parents.slots, self._is_absent)
         above = above.select(np.array([row.tobytes() not in own for row in above.hashes], np.bool_))
         return Blocks.concat((above, blocks)) if len(above) else blocks
+
+
+def _paths_in_turn(blocks: Blocks) -> Blocks:
+    """Blocks in the order of eviction as they are to reach the host: the coldest path first, each from its root."""
+    position = {row.tobytes(): i for i, row in enumerate(blocks.hashes)}
+    parent = [position.get(row.tobytes(), -1) for row in blocks.parents]
+    turn: dict[int, None] = {}
+    for start in range(len(parent)):
+        path, at = [], start
+        while at >= 0 and at not in turn:
+            path.append(at)
+            at = parent[at]
+        turn.update(dict.fromkeys(reversed(path)))
+    return blocks.select(np.fromiter(turn, np.intp, len(turn)))

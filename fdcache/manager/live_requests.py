@@ -120,3 +120,4 @@ class LiveRequests:
         if self._prefetcher:
             self._prefetcher.release(request)
         self.let_go(request)
+        request._hit_blocks = 0

@@ -58,9 +58,9 @@ class PrefixLookup:
     ) -> None:
         self._settings = settings
         self._block_size = layout.block_size
+        self._tiers = tiers
         self._device = tiers.device
         self._host = tiers.host
-        self._backups = tiers.backups
         self._prefetcher = tiers.prefetcher
         self._live = live
         self._counters = counters
@@ -105,7 +105,7 @@ class PrefixLookup:
         if self._reuse.is_on:
             known = self._device.contains(hashes) != ABSENT
             return _Search(request, hashes, None, len(known) if known.all() else int(np.argmin(known)))
-        run = self._device.match(request._lease, hashes)
+        run = self._tiers.match(request, hashes)
         return _Search(request, hashes, run, len(run))
 
     def _match(self, search: _Search, host: HostMatch) -> MatchResult:
@@ -118,7 +118,7 @@ class PrefixLookup:
         if self._reuse.is_on:
             allowed = self._reuse.allowed(on_device + on_host)
             on_device, on_host = min(allowed, on_device), max(allowed - on_device, 0)
-            run = self._device.match(request._lease, search.hashes[:on_device])
+            run = self._tiers.match(request, search.hashes[:on_device])
         if run is not None and run.pending:
             pending, on_host = True, 0
             run, on_device = self._cut(request, search.hashes, run)
@@ -132,8 +132,6 @@ class PrefixLookup:
         if run is not None and on_device:
             request._table.extend(run.slots)
             request._committed_blocks = request._told_blocks = on_device
-            if self._backups:
-                self._backups.on_match(search.hashes[:on_device], run.hits)
         return self._matched(request, on_device, reused)
 
     def _cut(self, request: Request, hashes: HashArray, run: MatchRun) -> tuple[MatchRun, int]:
@@ -142,7 +140,7 @@ class PrefixLookup:
         if allowed < len(run):
             self._device.release(request._lease)
             request._lease = self._device.open_lease()
-            run = self._device.match(request._lease, hashes[:allowed])
+            run = self._tiers.match(request, hashes[:allowed])
         return run, allowed
 
     def _is_reading(self, hashes: HashArray, block: int) -> bool:

@@ -97,6 +97,7 @@ class Request:
         self._incarnation = 0
         self._fetch: Fetch | None = None
         self._fetch_number = 0
+        self._hit_blocks = 0
         self._reset()
 
     def _reset(self) -> None:

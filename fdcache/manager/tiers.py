@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fdcache._core import MatchRun
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.events import CacheEvent, events_of
 from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.manager.prefetch import Prefetching
+from fdcache.manager.requests import Request
 from fdcache.manager.settlement import settle
 from fdcache.manager.stats import Counters, MemoryUsage
 from fdcache.manager.storage_tier import StorageTier
@@ -40,6 +42,17 @@ class Tiers:
         if self.storage is not None and self.storage.pool is not None:
             pools[CacheLevel.STORAGE] = self.storage.pool
         return pools
+
+    def match(self, request: Request, hashes: HashArray, start: int = 0) -> MatchRun:
+        """Pin the device's run of a request's path. A request hits a block once, however often it has to ask."""
+        run = self.device.match(request._lease, hashes, start, request._hit_blocks)
+        stop = start + len(run)
+        first = max(start, request._hit_blocks)
+        if first < stop:
+            request._hit_blocks = stop
+            if self.backups:
+                self.backups.on_match(hashes[first:stop], run.hits[first - start :])
+        return run
 
     def plan_background(self, plan: OpenPlan, ledger: PlanLedger) -> None:
         """Copies that nobody waits for, as far as those under way leave room."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fdcache.errors import ConfigurationError
-from fdcache.settings import Settings
+from fdcache.settings import Problem, Settings, SettingsError
 from fdcache.settings.machine import runtime_base
 from fdcache.settings.settings import survey
+from fdcache.settings.sources import FILE_SUFFIX
 
 SCHEME = "ipc://"
 _LONGEST = 107  # bytes of a unix socket's path
 _SOCKET = "fdcache.sock"
+_ANOTHER = "choose another --socket, or set FDCACHE_RUNTIME_DIR to another folder"
 
 
 def default_runtime_dir(configured: Path | None = None) -> Path:
@@ -51,6 +53,8 @@ def socket_path(address: str) -> Path:
 
 def make_runtime_dir(directory: Path) -> None:
     """Make the folder, mode 0700. Raises ``ConfigurationError`` when it cannot be, or others own it or can enter it."""
+    if (problem := runtime_dir_problem(directory)) is not None:
+        raise ConfigurationError("; ".join(problem))
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -58,13 +62,41 @@ def make_runtime_dir(directory: Path) -> None:
             f"{directory}: the folder of the socket cannot be made: {error.strerror}; choose another --socket, or set "
             "FDCACHE_RUNTIME_DIR"
         ) from error
-    status = directory.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise ConfigurationError(
-            f"{directory}: not a folder of this user; set FDCACHE_RUNTIME_DIR to another"
-        )
+
+
+def runtime_dir_problem(directory: Path) -> tuple[str, str] | None:
+    """Say why a service cannot have its socket in a folder, and the remedy. One that is not there will be made."""
+    try:
+        status = directory.lstat()
+    except FileNotFoundError:
+        return _making_problem(directory)
+    except OSError as error:
+        return f"{directory}: the folder of the socket cannot be entered: {error.strerror}", _ANOTHER
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{directory}: the folder of the socket is no folder", _ANOTHER
+    if status.st_uid != os.geteuid():
+        return f"{directory}: not a folder of this user", _ANOTHER
     if stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigurationError(f"{directory}: others can enter it; run chmod 700 {directory}")
+        # Others may need it: it is not for fdcache to have it closed to them.
+        return (
+            f"{directory}: others can enter it",
+            f"{_ANOTHER}, such as {directory / 'fdcache'}, which is made for this user alone",
+        )
+    return None
+
+
+def _making_problem(directory: Path) -> tuple[str, str] | None:
+    nearest = next(each for each in directory.parents if os.path.lexists(each))
+    if not nearest.is_dir():
+        return f"{directory}: the folder of the socket cannot be made: {nearest} is no folder", _ANOTHER
+    if not os.access(nearest, os.W_OK | os.X_OK) or is_read_only(nearest):
+        return f"{directory}: the folder of the socket cannot be made in {nearest}", _ANOTHER
+    return None
+
+
+def is_read_only(folder: Path) -> bool:
+    """Return whether nothing can be made in a folder even by root: a read-only mount, or one of the kernel's."""
+    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY) or folder.is_relative_to("/proc")
 
 
 def client_dir(address: str) -> Path:
@@ -77,6 +109,28 @@ def client_dir(address: str) -> Path:
             f"FDCACHE_SERVER: the folder of the socket cannot be made: {error}; choose one that this user may use"
         ) from error
     return directory
+
+
+_ADDRESS = {"FDCACHE_SERVER", "FDCACHE_RUNTIME_DIR", "FDCACHE_ENV_FILE", "FDCACHE_SECRETS_DIR"}
+"""What decides where a service is."""
+
+
+def find_address(arguments: Mapping[str, object]) -> tuple[str, tuple[Problem, ...]]:
+    """Give the address of the service to ask, and what is wrong with the settings otherwise.
+
+    Who looks into a service when something is wrong must not be kept from it by other settings. ``arguments`` are as
+    for ``Settings.load``. Raises ``SettingsError`` for what the address follows from.
+    """
+    found = survey(arguments=arguments)
+    about_address = [each for each in found.errors if not _ADDRESS.isdisjoint(_plain(each.variables))]
+    if about_address:
+        raise SettingsError(about_address)
+    settings = found.settings
+    return settings.cache.server or default_address(settings.server.runtime_dir), found.errors
+
+
+def _plain(names: Iterable[str]) -> set[str]:
+    return {name.removesuffix(FILE_SUFFIX) if name not in _ADDRESS else name for name in names}
 
 
 def load_settings(arguments: Mapping[str, object]) -> Settings:

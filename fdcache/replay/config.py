@@ -11,8 +11,12 @@ from fdcache.layout import KVLayout
 from fdcache.replay.planes import DeviceName
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.scheduling import SchedulingSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings
+
+PLAIN_SCHEDULING = SchedulingSettings(decode_blocks=1, prefill_reserve=0)
+"""A block at a time for decodes, and no reserve for them when a new request is admitted."""
 
 SAMPLE_EVERY = 8
 """``Verify.SAMPLE`` compares every so many blocks of a reused prefix, and its last."""
@@ -44,6 +48,7 @@ class ReplayConfig:
     transfer: TransferSettings = field(default_factory=TransferSettings)
     storage: StorageTierSettings = field(default_factory=StorageTierSettings)
     mooncake: MooncakeSettings = field(default_factory=MooncakeSettings)
+    scheduling: SchedulingSettings = PLAIN_SCHEDULING
     concurrency: int = 16
     chunk_tokens: int = 4096
     speed: float | None = None

@@ -96,7 +96,13 @@ class _Run:
         arrivals = Arrivals(items, config.speed, window=64 + 4 * config.concurrency)
         self._arrivals = arrivals
         self._scheduler = Scheduler(config, manager, arrivals, self.tally, self.watch)
-        self._settlement = Settlement(manager, self._scheduler, self.tally, self.watch)
+        self._settlement = Settlement(
+            manager,
+            self._scheduler,
+            self.tally,
+            self.watch,
+            keeps_preempted_output=config.scheduling.save_preempted_output,
+        )
         self._sent: deque[Step] = deque()
         self._start = time.monotonic()
         self._last_progress = 0.0

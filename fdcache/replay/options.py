@@ -9,14 +9,22 @@ from enum import StrEnum
 from fdcache.errors import LayoutError, ReplayOptionError
 from fdcache.layout import KVLayout, LayoutOptions
 from fdcache.settings import Settings
+from fdcache.settings.attention import AttentionBackend, AttentionSettings
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
 """Short names of element types; the full names of ``KVLayout`` serve as well."""
+
+PLAIN_VALUES: Mapping[str, int | str] = {
+    "FD_ENC_DEC_BLOCK_NUM": 1,
+    "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL": 0,
+}
+"""A block at a time for decodes, and no reserve for them, where the environment asks for nothing else."""
 
 LAPTOP_DEFAULTS: Mapping[str, int | str] = {
     "FDCACHE_DEVICE_BLOCKS": 1024,
     "FDCACHE_HOST_MEMORY": "64MiB",
     "FDCACHE_STORAGE_SIZE": "1GiB",
+    **PLAIN_VALUES,
 }
 """What holds for a replay where neither an option nor the environment says otherwise."""
 
@@ -30,6 +38,11 @@ class LayoutName(StrEnum):
     UNIFORM = "uniform"
     MLA = "mla"
     FP8 = "fp8"
+
+
+def layout_of(attention: AttentionSettings) -> LayoutName:
+    """Choose the planes that the engine's attention backend keeps."""
+    return LayoutName.MLA if attention.backend is AttentionBackend.MLA_ATTN else LayoutName.UNIFORM
 
 
 @dataclass(frozen=True, slots=True)

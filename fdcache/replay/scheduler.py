@@ -6,6 +6,7 @@ from collections import deque
 
 from fdcache.errors import ReplayError
 from fdcache.manager import Allocation, CacheManager, MatchResult, MatchStatus
+from fdcache.replay.admission import DecodeReserve
 from fdcache.replay.arrivals import Arrivals
 from fdcache.replay.config import ReplayConfig
 from fdcache.replay.job import Job
@@ -19,7 +20,8 @@ class Scheduler:
     """Running requests in the order of their admission, the requests that wait, and the step being planned.
 
     Decodes come first, then prompts in chunks of what is left of ``chunk_tokens``, then new requests. When
-    blocks run out the newest running request is preempted.
+    blocks run out the newest running request is preempted, and new requests leave the running ones a reserve for
+    a while.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._ended: list[int] = []
         self._room_may_have_come = True
+        self._reserve = DecodeReserve(config.scheduling)
         self.running: list[Job] = []
 
     @property
@@ -55,6 +58,7 @@ class Scheduler:
         self._watch.add("plan", since, len(step.segments))
         if not plans and not step.segments and not self._ended:
             return None
+        self._room_may_have_come |= self._reserve.note_step()
         ended, self._ended = self._ended, []
         return step, step.order(plans, ended)
 
@@ -67,6 +71,7 @@ class Scheduler:
         job.release()
         self._waiting.appendleft(job)
         self._tally.preemptions += 1
+        self._reserve.note_preemption()
         self._room_may_have_come = True
 
     def finish(self, jobs: list[Job], now: float) -> None:
@@ -93,26 +98,33 @@ class Scheduler:
 
     def _schedule_running(self, step: Step, copies_in_flight: bool) -> int:
         budget = self._config.chunk_tokens
+        ahead = max(self._config.scheduling.decode_blocks - 1, 0) * self._block_size
         prefills = []
         grown: list[tuple[Job, int]] = []
         for job in self.running:
             if job.planned < job.known:
                 prefills.append(job)
             elif job.planned < job.total:
-                budget -= self._extend(step, job, job.planned + 1, grown)
+                budget -= self._extend(step, job, job.planned + 1, grown, ahead)
         for job in prefills:
             if budget <= 0:
                 break
             budget -= self._extend(step, job, min(job.known, job.total, job.planned + budget), grown)
-        for job, allocation in zip([job for job, _ in grown], self._allocate(grown), strict=True):
+        for (job, asked), allocation in zip(grown, self._allocate(grown), strict=True):
             if not allocation.ok and job.index in step.segments:
-                self._make_room(step, job, step.segments[job.index].end, copies_in_flight)
+                self._settle_for(step, job, asked, copies_in_flight)
         return budget
 
-    def _extend(self, step: Step, job: Job, end: int, grown: list[tuple[Job, int]]) -> int:
-        """Plan the job up to ``end``; returns the tokens that takes."""
+    def _settle_for(self, step: Step, job: Job, asked: int, copies_in_flight: bool) -> None:
+        """Get the job the blocks that it needs now, where those asked for ahead were too many."""
+        end = step.segments[job.index].end
+        if asked == end or not self._allocate([(job, end)])[0].ok:
+            self._make_room(step, job, end, copies_in_flight)
+
+    def _extend(self, step: Step, job: Job, end: int, grown: list[tuple[Job, int]], ahead: int = 0) -> int:
+        """Plan the job up to ``end``, with blocks for ``ahead`` more tokens; returns the tokens that takes."""
         if end > job.num_blocks * self._block_size:
-            grown.append((job, end))
+            grown.append((job, max(end, min(end + ahead, job.total))))
         step.add(job, end)
         return end - job.planned
 
@@ -224,7 +236,8 @@ class Scheduler:
 
     def _has_room(self, missing: int) -> bool:
         """Whether a whole prompt can be held now; a lone request is let in regardless."""
-        if not self.running or self._manager.can_allocate_device_blocks(missing):
+        reserved = self._reserve.blocks_each * len(self.running)
+        if not self.running or self._manager.can_allocate_device_blocks(missing + reserved):
             return True
         self._room_may_have_come = False
         return False

@@ -17,10 +17,20 @@ class Settlement:
     """Applies results in the order of their steps.
 
     A block that differs counts as corrupt only once the load it may have come by is confirmed: after a failed
-    load it is known to be bad, and the tokens computed above it are void.
+    load it is known to be bad, and the tokens computed above it are void. Where preempted requests leave no outputs
+    behind, outputs are published when their request has ended.
     """
 
-    def __init__(self, manager: CacheManager, scheduler: Scheduler, tally: Tally, watch: Stopwatch) -> None:
+    def __init__(
+        self,
+        manager: CacheManager,
+        scheduler: Scheduler,
+        tally: Tally,
+        watch: Stopwatch,
+        *,
+        keeps_preempted_output: bool = True,
+    ) -> None:
+        self._keeps_preempted_output = keeps_preempted_output
         self._manager = manager
         self._scheduler = scheduler
         self._tally = tally
@@ -97,9 +107,12 @@ class Settlement:
             job.computed = segment.end
             if job.suspects and not job.loading:
                 self._judge(job)
-            if filled_block:
+            is_whole = self._keeps_preempted_output or job.ended
+            if filled_block or not self._keeps_preempted_output:
                 job.append_accepted()
-                progress.append((job.request, segment.end))
+                progress.append(
+                    (job.request, segment.end if is_whole else min(segment.end, job.prompt_length))
+                )
             advanced.append(job)
         if progress:
             since = self._watch.now()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import mmap
 import os
 import re
@@ -215,6 +216,11 @@ class Arena:
         data = msgspec.json.encode(self.manifest)
         os.pwrite(self._lock_fd, data, 0)
         os.ftruncate(self._lock_fd, len(data))
+
+
+def arena_name(socket: Path) -> str:
+    """Name the arena of the service with this socket."""
+    return hashlib.sha256(str(socket).encode()).hexdigest()[:8]
 
 
 def extent_bytes(total: int, most: int, huge_pages: bool) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from fdcache.errors import ConfigurationError, HostMemoryError
 from fdcache.node.address import SCHEME, default_address, make_runtime_dir, socket_path
 from fdcache.node.liveness import earlier_processes
-from fdcache.server.arena import Arena
+from fdcache.server.arena import Arena, arena_name
 from fdcache.server.huge_pages import huge_page_problem
 from fdcache.server.leftovers import find_arenas
 from fdcache.server.loop import ServiceLoop, SocketLock
@@ -40,11 +39,16 @@ def endpoints(settings: Settings, address: str | None = None) -> Endpoints:
     chosen = address or settings.cache.server or default_address(settings.server.runtime_dir)
     path = socket_path(chosen)
     http = parse_http(settings.server.http_address)
+    require_keys(http, settings)
+    return Endpoints(f"{SCHEME}{path}", http)
+
+
+def require_keys(http: tuple[str, int] | None, settings: Settings) -> None:
+    """Raise ``ConfigurationError`` for an address that others reach without a key."""
     if http is not None and not is_loopback(http[0]) and not settings.service.api_keys:
         raise ConfigurationError(
             f"FDCACHE_HTTP_ADDRESS: {http[0]} can be reached from elsewhere; set FD_API_KEY, or use 127.0.0.1"
         )
-    return Endpoints(f"{SCHEME}{path}", http)
 
 
 def check_arena_dir(settings: Settings) -> None:
@@ -83,8 +87,7 @@ class Server:
         self.settings = settings
         self.endpoints = endpoints(settings, address)
         self._socket = socket_path(self.endpoints.address)
-        name = hashlib.sha256(str(self._socket).encode()).hexdigest()[:8]
-        self.arena = Arena(settings.server.arena_dir, name, self.endpoints.address)
+        self.arena = Arena(settings.server.arena_dir, arena_name(self._socket), self.endpoints.address)
         self.service = Service(settings.server, self.arena, self._socket.parent)
         self.views = Views(self.service, in_force(settings), settings.fingerprint)
         self.service.answer_tool = self.views.answer

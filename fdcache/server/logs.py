@@ -6,7 +6,9 @@ import json
 import logging
 import sys
 from logging.handlers import TimedRotatingFileHandler
+from pathlib import Path
 
+from fdcache.errors import ConfigurationError
 from fdcache.settings import Settings, Source
 from fdcache.settings.parsing import printable
 from fdcache.settings.server import LogFormat
@@ -37,20 +39,28 @@ class TextFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
+def _log_file(directory: Path, backup_count: int) -> TimedRotatingFileHandler:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return TimedRotatingFileHandler(directory / "fdcache-serve.log", when="D", backupCount=backup_count)
+    except OSError as error:
+        raise ConfigurationError(
+            f"FD_LOG_DIR: {directory} cannot be written: {error.strerror}; choose another folder"
+        ) from error
+
+
 def configure(settings: Settings) -> None:
-    """Log to standard error, and to a file by day where ``FD_LOG_DIR`` is set."""
+    """Log to standard error, and to a file by day where ``FD_LOG_DIR`` is set.
+
+    Raises ``ConfigurationError`` when the file cannot be written.
+    """
     chosen = settings.server.log_format
     as_text = sys.stderr.isatty() if chosen is LogFormat.AUTO else chosen is LogFormat.TEXT
     formatter = TextFormatter("%(asctime)s %(levelname)s %(message)s") if as_text else JsonFormatter()
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if settings.source("FD_LOG_DIR") is not Source.DEFAULT:
         directory = settings.logging.directory
-        directory.mkdir(parents=True, exist_ok=True)
-        handlers.append(
-            TimedRotatingFileHandler(
-                directory / "fdcache-serve.log", when="D", backupCount=settings.logging.backup_count
-            )
-        )
+        handlers.append(_log_file(directory, settings.logging.backup_count))
     logger = logging.getLogger("fdcache")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

@@ -5,23 +5,20 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from fdcache.controller.memory_budget import available_memory
 from fdcache.devices.calibration import load_calibration
 from fdcache.devices.kernels import load_kernels
 from fdcache.devices.topology import Gpu, visible_gpus
 from fdcache.errors import ConfigurationError, DeviceError
-from fdcache.node.address import default_runtime_dir
+from fdcache.node.address import default_runtime_dir, runtime_dir_problem
 from fdcache.server.huge_pages import huge_page_problem
 from fdcache.server.leftovers import find_arenas, remove_arena
+from fdcache.server.preflight import existing, numa_nodes, numa_problem
 from fdcache.settings import Settings
 from fdcache.settings.parsing import format_size
-
-_NODES = Path("/sys/devices/system/node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +92,9 @@ def _memory(settings: Settings) -> Iterator[Finding]:
 
 
 def _numa(settings: Settings) -> Finding:
-    nodes = sorted(int(path.name[4:]) for path in _NODES.glob("node[0-9]*"))
-    wanted = settings.server.numa_node
-    problem = None
-    if wanted is not None and wanted not in nodes:
-        problem = f"FDCACHE_NUMA_NODE: this machine has no NUMA node {wanted}; unset it"
+    nodes = numa_nodes()
+    wrong = numa_problem(settings)
+    problem = None if wrong is None else f"FDCACHE_NUMA_NODE: {wrong[0]}; {wrong[1]}"
     return Finding("NUMA nodes", ", ".join(map(str, nodes)) or "unknown", problem)
 
 
@@ -142,23 +137,21 @@ def _runtime_folder(settings: Settings) -> Finding:
     folder = default_runtime_dir(settings.server.runtime_dir)
     if not folder.exists():
         return Finding("runtime folder", f"{folder}, made at the start")
-    status, problem = folder.stat(), None
-    if status.st_uid != os.geteuid():
-        problem = f"{folder}: not a folder of this user; set FDCACHE_RUNTIME_DIR to another"
-    elif stat.S_IMODE(status.st_mode) & 0o077:
-        problem = f"{folder}: others can enter it; run chmod 700 {folder}"
-    return Finding("runtime folder", str(folder), problem)
+    wrong = runtime_dir_problem(folder)
+    return Finding(
+        "runtime folder", str(folder), None if wrong is None else f"{folder}: {wrong[0]}; {wrong[1]}"
+    )
 
 
 def _disk(settings: Settings) -> Iterator[Finding]:
     """The disk of the storage tier's files; of this user's files where there is none."""
     tier = settings.storage_tier
     if tier.connector != "local":
-        folder = _existing(settings.transfer.calibration_dir)
+        folder = existing(settings.transfer.calibration_dir)
         storage = f"storage tier: {tier.connector}" if tier.is_on else "no storage tier"
         yield Finding("disk", f"{folder}, {_gib(shutil.disk_usage(folder).free)} free, {storage}")
         return
-    folder, problem, hint = _existing(tier.directory), None, None
+    folder, problem, hint = existing(tier.directory), None, None
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK | os.X_OK):
         problem = f"FDCACHE_STORAGE_DIR: {folder} cannot be written by this user; give it to them"
@@ -168,11 +161,6 @@ def _disk(settings: Settings) -> Iterator[Finding]:
         )
     made = "" if folder == tier.directory else ", made at the start"
     yield Finding("disk", f"{tier.directory}{made}, {_gib(free)} free", problem, hint)
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return folder if folder.is_dir() else _existing(folder.absolute().parent)
 
 
 def clean_arenas(settings: Settings) -> list[str]:

@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 from fdcache.settings.kinds import Flag, PowerOfTwo
-from fdcache.settings.variable import Group, OldType, variable
+from fdcache.settings.variable import Group, OldType, Place, variable
 
 
 class AttentionBackend(StrEnum):
@@ -12,6 +12,12 @@ class AttentionBackend(StrEnum):
     NATIVE_ATTN = "NATIVE_ATTN"
     APPEND_ATTN = "APPEND_ATTN"
     MLA_ATTN = "MLA_ATTN"
+    DSA_ATTN = "DSA_ATTN"
+    FLASH_ATTN = "FLASH_ATTN"
+    FLASH_MASK_ATTN = "FLASH_MASK_ATTN"
+    BLOCK_ATTN = "BLOCK_ATTN"
+    PLAS_ATTN = "PLAS_ATTN"
+    HPU_ATTN = "HPU_ATTN"
 
 
 class AttentionSettings(Group):
@@ -22,12 +28,14 @@ class AttentionSettings(Group):
         AttentionBackend.APPEND_ATTN,
         "The attention implementation, which also decides the cache layout.",
         old=OldType.TEXT,
+        used_in=(Place.FASTDEPLOY, Place.REPLAY),
     )
     deterministic: Flag = variable(
         "FD_DETERMINISTIC_MODE",
         False,
         "Compute prefills on an aligned grid, so that results repeat bit by bit.",
         old=OldType.BOOL,
+        used_in=(Place.MANAGER,),
     )
     split_kv_size: PowerOfTwo = variable(
         "FD_DETERMINISTIC_SPLIT_KV_SIZE",
@@ -35,7 +43,13 @@ class AttentionSettings(Group):
         "The grid of deterministic mode, a power of two; reuse is cut to it as well.",
         old=OldType.INT,
         unit="tokens",
+        used_in=(Place.MANAGER,),
+        checked_against="FDCACHE_BLOCK_SIZE",
     )
     deterministic_log: Flag = variable(
-        "FD_DETERMINISTIC_LOG_MODE", False, "Log digests of intermediate results.", old=OldType.BOOL
+        "FD_DETERMINISTIC_LOG_MODE",
+        False,
+        "Log digests of intermediate results.",
+        old=OldType.BOOL,
+        used_in=(Place.PADDLE,),
     )

@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 from fdcache.settings.kinds import Flag, Integer, Seconds, Size, Text
-from fdcache.settings.variable import Group, variable
+from fdcache.settings.variable import Group, Place, variable
 
 
 class WritePolicy(StrEnum):
@@ -23,6 +23,8 @@ class EvictionPolicy(StrEnum):
 class CacheSettings(Group):
     """Settings of ``CacheManager``. It reads no environment; ``Settings.load`` does."""
 
+    used_in = (Place.MANAGER,)
+
     device_blocks: Integer = variable(
         "FDCACHE_DEVICE_BLOCKS", 1024, "Blocks of the device tier.", gt=0, unit="blocks"
     )
@@ -33,12 +35,14 @@ class CacheSettings(Group):
         "tier; a service then takes a quarter of what is free.",
         ge=0,
         unit="bytes",
+        used_in=(Place.MANAGER, Place.SERVE),
     )
     server: Text | None = variable(
         "FDCACHE_SERVER",
         None,
         "The service whose host tier is used, such as ipc:///run/fdcache/serve.sock; unset, each engine has "
         "its own.",
+        used_in=(Place.MANAGER, Place.SERVE, Place.COMMANDS),
     )
     rpc_timeout: Seconds = variable(
         "FDCACHE_RPC_TIMEOUT",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from fdcache.settings.cache import WritePolicy
 from fdcache.settings.machine import Memory
 from fdcache.settings.parsing import format_size
-from fdcache.settings.problems import Problem, disagreement
+from fdcache.settings.problems import Problem, Severity, disagreement
 from fdcache.settings.sources import Source
 from fdcache.settings.tree import SettingsTree
 
 
 def cross_checks(settings: SettingsTree, memory: Memory) -> Iterator[Problem]:
     """Run every check; each problem names the variables that disagree and what to do."""
+    yield from _reuse_grid(settings)
     yield from _deterministic_grid(settings)
     yield from _host_memory(settings, memory)
     yield from _device_memory(settings)
@@ -25,6 +27,30 @@ def cross_checks(settings: SettingsTree, memory: Memory) -> Iterator[Problem]:
 
 def _disagree(settings: SettingsTree, names: Sequence[str], wrong: str, right: str) -> Problem:
     return disagreement({name: settings.place(name) for name in names}, wrong, right)
+
+
+def _reuse_grid(settings: SettingsTree) -> Iterator[Problem]:
+    """In deterministic mode the grid is the split size, which is compared with the block size below."""
+    name = "FDCACHE_REUSE_GRID"
+    grid, block = settings.cache.reuse_grid, settings.deployment.block_size
+    given = settings.source(name) not in (Source.DEFAULT, Source.DERIVED)
+    if given and grid and grid % block and block % grid:
+        yield _disagree(
+            settings,
+            (name, "FDCACHE_BLOCK_SIZE"),
+            f"a grid of {grid} tokens neither divides the block size {block} nor is a multiple of it",
+            f"make FDCACHE_REUSE_GRID a multiple of {block}, or unset it",
+        )
+    tokens = settings.cache.device_blocks * block
+    if grid > tokens and settings.deployment.device_memory is None:
+        cause = "FD_DETERMINISTIC_SPLIT_KV_SIZE" if settings.source(name) is Source.DERIVED else name
+        problem = _disagree(
+            settings,
+            (cause, "FDCACHE_DEVICE_BLOCKS"),
+            f"prefixes are reused in steps of {grid} tokens, and the device tier has {tokens}: nothing is ever reused",
+            f"make it at most {tokens}, or FDCACHE_DEVICE_BLOCKS more",
+        )
+        yield replace(problem, severity=Severity.WARNING)
 
 
 def _deterministic_grid(settings: SettingsTree) -> Iterator[Problem]:

@@ -1,11 +1,17 @@
 """What the cache and its engine must agree on."""
 
 from fdcache.settings.kinds import Integer, Memory
-from fdcache.settings.variable import Group, variable
+from fdcache.settings.variable import Group, Place, variable
 
 
 class DeploymentSettings(Group):
     """Block size and ranks, which the layout must match, and the device memory given to blocks."""
+
+    used_in = (
+        Place.MANAGER,
+        Place.CONTROLLER,
+        Place.REPLAY,
+    )
 
     block_size: Integer = variable("FDCACHE_BLOCK_SIZE", 64, "Tokens of a block.", ge=1, unit="tokens")
     ranks: Integer = variable(

@@ -1,13 +1,19 @@
 """The engine's own cache manager, for what fdcache does not replace."""
 
 from fdcache.settings.kinds import FilePathOrNone, Flag, Integer, WholeSeconds
-from fdcache.settings.variable import Group, OldType, variable
+from fdcache.settings.variable import Group, OldType, Place, variable
 
 
 class EngineCacheSettings(Group):
     """The engine's own cache manager."""
 
-    v1_manager: Flag = variable("ENABLE_V1_KVCACHE_MANAGER", False, "Use cache manager v1.", old=OldType.INT)
+    v1_manager: Flag = variable(
+        "ENABLE_V1_KVCACHE_MANAGER",
+        False,
+        "Use cache manager v1.",
+        old=OldType.INT,
+        used_in=(Place.FASTDEPLOY,),
+    )
     parameters: FilePathOrNone = variable(
         "FD_CACHE_PARAMS",
         None,
@@ -20,6 +26,7 @@ class EngineCacheSettings(Group):
         False,
         "Free the host cache when weights are cleared.",
         old=OldType.INT,
+        used_in=(Place.FASTDEPLOY,),
     )
     exit_timeout: WholeSeconds = variable(
         "FD_CACHE_PROC_EXIT_TIMEOUT",
@@ -28,6 +35,7 @@ class EngineCacheSettings(Group):
         old=OldType.INT,
         ge=0,
         unit="s",
+        used_in=(Place.SERVE, Place.CONTROLLER),
     )
     error_limit: Integer = variable(
         "FD_CACHE_PROC_ERROR_COUNT",

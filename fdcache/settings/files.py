@@ -1,11 +1,13 @@
 """Where further settings come from."""
 
 from fdcache.settings.kinds import FilePath
-from fdcache.settings.variable import Group, variable
+from fdcache.settings.variable import Group, Place, variable
 
 
 class FileSettings(Group):
     """Sources beside the environment. Both are read from the environment alone."""
+
+    used_in = (Place.EVERYWHERE,)
 
     env_file: FilePath | None = variable(
         "FDCACHE_ENV_FILE", None, "A dotenv file with settings; no other is ever read."

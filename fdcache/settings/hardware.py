@@ -8,7 +8,11 @@ class HardwareSettings(Group):
     """Devices, build targets and vendor switches."""
 
     visible_devices: TextList | None = variable(
-        "CUDA_VISIBLE_DEVICES", None, "The GPUs that a process may see.", old=OldType.TEXT
+        "CUDA_VISIBLE_DEVICES",
+        None,
+        "The GPUs that a process may see.",
+        old=OldType.TEXT,
+        checked_against="FDCACHE_RANKS",
     )
     building_archs: Integers = variable(
         "FD_BUILDING_ARCS", (), "The GPU architectures to build for.", old=OldType.TEXT, old_default="[]"

@@ -1,12 +1,10 @@
 """Which kernels dense layers and quantisation use."""
 
-from enum import StrEnum
-
 from fdcache.settings.kinds import FilePath, Flag
-from fdcache.settings.variable import Group, OldType, variable
+from fdcache.settings.variable import EngineChoice, Group, OldType, variable
 
 
-class Nvfp4GemmBackend(StrEnum):
+class Nvfp4GemmBackend(EngineChoice):
     """The GEMM for NVFP4 weights."""
 
     FLASHINFER_CUTLASS = "flashinfer-cutlass"

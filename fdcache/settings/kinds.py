@@ -113,7 +113,7 @@ POWER_OF_TWO = Kind(
     "a positive power of two",
     "a power of two such as 16, 32 or 64",
     parsing.parse_power_of_two,
-    schema=_INTEGER,
+    schema={"type": "integer", "enum": [1 << bit for bit in range(63)]},
 )
 SECRET = Kind("secret", "a text", "any text", parsing.parse_secret, lambda value: MASK, secret=True)
 SECRETS = Kind(

@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from fdcache.settings.kinds import FilePath, Flag, Integer
-from fdcache.settings.variable import Group, OldType, variable
+from fdcache.settings.variable import Group, OldType, Place, variable
 
 
 class LogLevel(StrEnum):
@@ -18,12 +18,26 @@ class LoggingSettings(Group):
     """Log folder, level and detail."""
 
     directory: FilePath = variable(
-        "FD_LOG_DIR", Path("log"), "The folder that log files are written to.", old=OldType.TEXT
+        "FD_LOG_DIR",
+        Path("log"),
+        "The folder that log files are written to.",
+        old=OldType.TEXT,
+        used_in=(Place.SERVE, Place.INIT),
     )
     level: LogLevel | None = variable(
-        "FD_LOG_LEVEL", None, "The log level; when set it overrides FD_DEBUG.", old=OldType.TEXT
+        "FD_LOG_LEVEL",
+        None,
+        "The log level; when set it overrides FD_DEBUG.",
+        old=OldType.TEXT,
+        used_in=(Place.SERVE,),
     )
-    debug: Flag = variable("FD_DEBUG", False, "Log at debug level.", old=OldType.INT)
+    debug: Flag = variable(
+        "FD_DEBUG",
+        False,
+        "Log at debug level.",
+        old=OldType.INT,
+        used_in=(Place.SERVE,),
+    )
     requests: Flag = variable("FD_LOG_REQUESTS", True, "Log each request.", old=OldType.INT, live=True)
     requests_detail: Integer = variable(
         "FD_LOG_REQUESTS_LEVEL",
@@ -44,7 +58,13 @@ class LoggingSettings(Group):
         live=True,
     )
     backup_count: Integer = variable(
-        "FD_LOG_BACKUP_COUNT", 7, "How long log files are kept.", old=OldType.TEXT, ge=0, unit="days"
+        "FD_LOG_BACKUP_COUNT",
+        7,
+        "How long log files are kept.",
+        old=OldType.TEXT,
+        ge=0,
+        unit="days",
+        used_in=(Place.SERVE,),
     )
     console_metrics: Flag = variable(
         "FD_CONSOLE_SCHEDULER_METRICS",

@@ -1,12 +1,10 @@
 """Where a model comes from and how its weights are loaded."""
 
-from enum import StrEnum
-
 from fdcache.settings.kinds import FilePath, Flag, TextList
-from fdcache.settings.variable import Group, OldType, variable
+from fdcache.settings.variable import EngineChoice, Group, OldType, variable
 
 
-class ModelSource(StrEnum):
+class ModelSource(EngineChoice):
     """The hub that models are fetched from."""
 
     AISTUDIO = "AISTUDIO"

@@ -1,12 +1,10 @@
 """How mixture-of-experts layers are computed."""
 
-from enum import StrEnum
-
 from fdcache.settings.kinds import Flag
-from fdcache.settings.variable import Group, OldType, variable
+from fdcache.settings.variable import EngineChoice, Group, OldType, variable
 
 
-class MoeBackend(StrEnum):
+class MoeBackend(EngineChoice):
     """The expert kernel."""
 
     CUTLASS = "cutlass"
@@ -17,7 +15,7 @@ class MoeBackend(StrEnum):
     FLASHINFER_TRTLLM = "flashinfer-trtllm"
 
 
-class Mxfp4Backend(StrEnum):
+class Mxfp4Backend(EngineChoice):
     """The expert kernel for MXFP4 weights."""
 
     FLASHINFER = "flashinfer"

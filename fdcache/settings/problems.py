@@ -14,6 +14,8 @@ class Severity(StrEnum):
 
     ERROR = "error"
     WARNING = "warning"
+    NOTE = "note"
+    """Worth knowing, and no reason for ``env check --strict`` to fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,11 @@ def warning(variable: str, source: str, wrong: str, right: str) -> Problem:
     return Problem(Severity.WARNING, (variable,), (source,), wrong, right)
 
 
-def as_error(problem: Problem) -> Problem:
-    """Take a warning for an error."""
-    return replace(problem, severity=Severity.ERROR)
+def note(variable: str, source: str, wrong: str, right: str) -> Problem:
+    """Make a note about one variable."""
+    return Problem(Severity.NOTE, (variable,), (source,), wrong, right)
+
+
+def strictly(problem: Problem) -> Problem:
+    """Take a warning for an error, and leave a note what it is."""
+    return replace(problem, severity=Severity.ERROR) if problem.severity is Severity.WARNING else problem

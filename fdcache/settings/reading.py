@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from fdcache.settings import names
-from fdcache.settings.problems import Problem, error
+from fdcache.settings.problems import Problem, error, warning
 from fdcache.settings.sources import (
     ENV_FILE,
     SECRETS_DIRECTORY,
@@ -72,11 +72,14 @@ class LayerSource(PydanticBaseSettingsSource):
 
     def _check(self, variable: Variable, candidate: Candidate) -> Any:
         try:
-            return variable.parse(candidate.value)
+            value = variable.parse(candidate.value)
         except ValidationError:
             self.rejected.add(variable.name)
             self.problems.append(rejection(variable, candidate))
             return variable.default
+        if not variable.knows(value):
+            self.problems.append(rejection(variable, candidate))
+        return value
 
 
 class FileSource(LayerSource):
@@ -122,12 +125,19 @@ def read_secrets(directory: Path, problems: list[Problem]) -> Layer:
 
 
 def rejection(variable: Variable, candidate: Candidate) -> Problem:
-    """Say why a value is wrong, without repeating it where it is a secret."""
+    """Say why a value is wrong, without repeating it where it is a secret.
+
+    The engine may know more choices for what it alone uses: an unknown one is a warning.
+    """
     shown = "the value, which is not shown," if variable.secret else variable.show(candidate.value)
-    right = f"use {variable.kind.example}"
+    wrong, right = f"{shown} is not {variable.kind.expects}", f"use {variable.kind.example}"
     if variable.choices:
+        wrong = f"{shown} is not {variable.expects}"
         meant = names.suggest(str(candidate.value), variable.choices)
         right = f"did you mean {meant}?" if meant else f"use {variable.expects}"
+    elif (bound := variable.exceeds(candidate.value)) is not None:
+        wrong, right = f"{shown} is {bound}", f"use {variable.expects}"
     if names.is_link_address(candidate.value):
         right += "; it is a Kubernetes service link, which enableServiceLinks: false in the pod prevents"
-    return error(candidate.name, candidate.place, f"{shown} is not {variable.expects}", right)
+    make = warning if variable.accepts(candidate.value) else error
+    return make(candidate.name, candidate.place, wrong, right)

@@ -1,18 +1,17 @@
 """How tokens are sampled and constrained."""
 
-from enum import StrEnum
-
 from fdcache.settings.kinds import Flag, Integer, Text
-from fdcache.settings.variable import Group, OldType, variable
+from fdcache.settings.variable import EngineChoice, Group, OldType, variable
 
 
-class SamplingClass(StrEnum):
+class SamplingClass(EngineChoice):
     """The sampling implementation."""
 
     BASE = "base"
     BASE_NON_TRUNCATED = "base_non_truncated"
     AIR = "air"
     REJECTION = "rejection"
+    TRITON = "triton"
 
 
 class SamplingSettings(Group):

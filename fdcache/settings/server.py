@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from fdcache.settings.kinds import FilePath, Flag, Integer, Number, Seconds, Shares, Size, Text
-from fdcache.settings.variable import Group, variable
+from fdcache.settings.variable import Group, Place, variable
 
 
 class LogFormat(StrEnum):
@@ -18,10 +18,13 @@ class LogFormat(StrEnum):
 class ServerSettings(Group):
     """Settings of the node-wide service; its arena's size is ``FDCACHE_HOST_MEMORY``."""
 
+    used_in = (Place.SERVE,)
+
     runtime_dir: FilePath | None = variable(
         "FDCACHE_RUNTIME_DIR",
         None,
         "The folder of socket and lock files, mode 0700; unset, XDG_RUNTIME_DIR/fdcache or /tmp/fdcache-UID.",
+        used_in=(Place.SERVE, Place.COMMANDS, Place.INIT),
     )
     arena_dir: FilePath = variable(
         "FDCACHE_ARENA_DIR", Path("/dev/shm"), "The folder of the shared arena; a tmpfs or hugetlbfs."

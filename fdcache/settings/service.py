@@ -1,13 +1,19 @@
 """The engine's processes, queues and interfaces."""
 
 from fdcache.settings.kinds import Flag, Integer, Port, Ports, Seconds, Secret, Secrets, Text, WholeSeconds
-from fdcache.settings.variable import Group, OldType, variable
+from fdcache.settings.variable import Group, OldType, Place, variable
 
 
 class ServiceSettings(Group):
     """The engine's processes, queues and interfaces."""
 
-    api_keys: Secrets = variable("FD_API_KEY", (), "Keys that a caller may present.", old=OldType.LIST)
+    api_keys: Secrets = variable(
+        "FD_API_KEY",
+        (),
+        "Keys that a caller may present.",
+        old=OldType.LIST,
+        used_in=(Place.SERVE,),
+    )
     max_connections: Integer = variable(
         "FD_SUPPORT_MAX_CONNECTIONS", 1024, "Most connections at a time.", old=OldType.INT, ge=1
     )
@@ -114,4 +120,9 @@ class ServiceSettings(Group):
         "A suffix that keeps the shared-memory names of several engines apart.",
         old=OldType.TEXT,
     )
-    shm_uuid: Text | None = variable("SHM_UUID", None, "A suffix for unique shared-memory names.")
+    shm_uuid: Text | None = variable(
+        "SHM_UUID",
+        None,
+        "A suffix for unique shared-memory names.",
+        used_in=(Place.ENVS,),
+    )

@@ -9,11 +9,15 @@ from typing import Any
 
 from fdcache.settings import names
 from fdcache.settings.checks import cross_checks
+from fdcache.settings.derived import derive, with_values
 from fdcache.settings.machine import memory
 from fdcache.settings.problems import Problem, SettingsError, Severity, warning
 from fdcache.settings.reading import open_sources
-from fdcache.settings.sources import Candidate
+from fdcache.settings.sources import FILE_SUFFIX, Candidate
 from fdcache.settings.tree import KNOWN_NAMES, SOURCES, VARIABLES, SettingsTree
+from fdcache.settings.variable import User
+
+_BY_NAME = {name: each for each in VARIABLES.values() for name in (each.name, *each.aliases)}
 
 
 class Settings(SettingsTree):
@@ -32,12 +36,14 @@ class Settings(SettingsTree):
         of which None counts as not given, and a ``Given`` says which option gave it; ``defaults`` are a
         caller's own, in place of those described.
 
+        What is wrong with variables that only the engine uses stops nothing here; ``warnings`` lists it.
+
         Raises:
             SettingsError: the configuration is wrong; its ``problems`` name every variable concerned.
         """
         found = survey(environ, arguments, defaults)
-        if found.errors:
-            raise SettingsError(found.errors)
+        if found.own_errors:
+            raise SettingsError(found.own_errors)
         for deprecated in found.deprecations:
             warnings.warn(str(deprecated), FutureWarning, stacklevel=2)
         return found.settings
@@ -54,8 +60,13 @@ class Survey:
 
     @property
     def errors(self) -> tuple[Problem, ...]:
-        """The problems that keep anything from starting."""
+        """The problems that keep anything from starting, the engine too."""
         return tuple(problem for problem in self.problems if problem.severity is Severity.ERROR)
+
+    @property
+    def own_errors(self) -> tuple[Problem, ...]:
+        """The errors but for those about variables that only the engine uses."""
+        return tuple(problem for problem in self.errors if not _is_the_engines(problem))
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
@@ -71,30 +82,41 @@ def survey(
     """Read every source and check everything; wrong values become problems, never exceptions."""
     sources = open_sources(Settings, environ, _known(arguments or {}), _known(defaults or {}))
     passed: dict[str, Any] = {SOURCES: sources}
-    settings = _on_the_grid(Settings(**passed))
+    settings = Settings(**passed)
     found = {
         name: tuple(candidate for source in sources for candidate in source.candidates.get(name, ()))
         for name in VARIABLES
     }
     deprecations = tuple(_deprecations(found))
     settings._candidates = found
-    settings._warnings = (
-        *deprecations,
-        *names.unknown_names((source.layer for source in sources), KNOWN_NAMES),
-    )
+    settings = _with_derived(settings)
     rejected = frozenset(name for source in sources for name in source.rejected)
     problems = [problem for source in sources for problem in source.problems]
     crossed = cross_checks(settings, memory())
     problems += [problem for problem in crossed if rejected.isdisjoint(problem.variables)]
-    return Survey(settings, (*problems, *settings.warnings), deprecations, rejected)
+    problems += deprecations
+    problems += names.unknown_names((source.layer for source in sources), KNOWN_NAMES)
+    problems.sort(key=lambda problem: list(Severity).index(problem.severity))
+    settings._warnings = tuple(
+        problem for problem in problems if problem.severity is not Severity.ERROR or _is_the_engines(problem)
+    )
+    return Survey(settings, tuple(problems), deprecations, rejected)
 
 
-def _on_the_grid(settings: Settings) -> Settings:
-    """In deterministic mode the reuse grid is the engine's, unless one was given."""
-    if settings.cache.reuse_grid or not settings.attention.deterministic:
-        return settings
-    cache = settings.cache.model_copy(update={"reuse_grid": settings.attention.split_kv_size})
-    return settings.model_copy(update={"cache": cache})
+def _with_derived(settings: Settings) -> Settings:
+    derived = dict(derive(settings))
+    changed: Settings = with_values(settings, {name: each.value for name, each in derived.items()})
+    changed._candidates = {
+        name: (derived[name], *given) if name in derived else given
+        for name, given in settings._candidates.items()
+    }
+    return changed
+
+
+def _is_the_engines(problem: Problem) -> bool:
+    """Return whether all variables concerned are used by the engine alone."""
+    concerned = [_BY_NAME.get(name.removesuffix(FILE_SUFFIX)) for name in problem.variables]
+    return all(variable is not None and variable.used_by is User.ENGINE for variable in concerned)
 
 
 def _known(values: Mapping[str, object]) -> Mapping[str, object]:

@@ -14,7 +14,8 @@ from fdcache.settings.variable import Variable
 ENV_FILE = "FDCACHE_ENV_FILE"
 SECRETS_DIRECTORY = "FDCACHE_SECRETS_DIR"
 FILE_SUFFIX = "_FILE"
-PREFIXES = ("FD_", "FDCACHE_")
+OWN_PREFIX = "FDCACHE_"
+PREFIXES = ("FD_", OWN_PREFIX)
 
 _LARGEST_FILE = 1 << 20
 
@@ -26,6 +27,8 @@ class Source(StrEnum):
     ENVIRONMENT = "environment"
     SECRETS = "secrets"
     DOTENV = "dotenv"
+    DERIVED = "derived"
+    """From another variable, where no stronger source gives a value."""
     DEFAULT = "default"
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fdcache.settings.kinds import FilePath, Flag, Secret, Url
-from fdcache.settings.variable import Group, OldType, variable
+from fdcache.settings.variable import Group, OldType, Place, variable
 
 
 class StorageSettings(Group):
@@ -14,6 +14,7 @@ class StorageSettings(Group):
         Path("/tmp/fastdeploy"),
         "The folder of the file storage backend.",
         old=OldType.TEXT,
+        used_in=(Place.STORAGE,),
     )
     bos_access_key: Secret | None = variable(
         "ENCODE_FEATURE_BOS_AK", None, "The access key of the object store.", old=OldType.TEXT

@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from fdcache.settings.kinds import FilePath, Integer, Seconds, Size, Text
-from fdcache.settings.variable import Group, variable
+from fdcache.settings.variable import Group, Place, variable
 
 
 class FsyncPolicy(StrEnum):
@@ -26,6 +26,8 @@ class PrefetchPolicy(StrEnum):
 class StorageTierSettings(Group):
     """Settings of the storage tier, for the scheduler and the workers alike."""
 
+    used_in = (Place.STORAGE,)
+
     connector: Text = variable(
         "FDCACHE_STORAGE",
         "none",
@@ -38,7 +40,7 @@ class StorageTierSettings(Group):
         "FDCACHE_STORAGE_SIZE",
         64 * 2**30,
         "The most bytes of local storage for each rank and model.",
-        gt=0,
+        ge=1 << 20,
         unit="bytes",
     )
     fsync: FsyncPolicy = variable(

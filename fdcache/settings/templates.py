@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from fdcache.settings import dotenv
 from fdcache.settings.tree import GROUPS, VARIABLES
-from fdcache.settings.variable import User, Variable
+from fdcache.settings.variable import Variable
 
+_PASSED_ON = "passed on"
 _GIVEN = "FDCACHE_PREFIX_CACHING"
 """The one variable that YAML templates set, so that their mapping is not empty."""
 
@@ -33,9 +34,14 @@ def facts(variable: Variable) -> list[str]:
     return told
 
 
+def _effect(variable: Variable) -> str:
+    return variable.effect if variable.used_in else f"{variable.effect}: no effect in fdcache"
+
+
 def _comments(variable: Variable, indent: str) -> Iterator[str]:
     yield f"{indent}# {variable.meaning}"
     yield f"{indent}# {'; '.join(facts(variable))}"
+    yield f"{indent}# {_effect(variable)}"
 
 
 def render_dotenv() -> str:
@@ -76,7 +82,6 @@ def _cell(text: str) -> str:
 
 def _markdown_row(variable: Variable) -> str:
     default = default_text(variable)
-    reader = "fdcache" if variable.used_by is User.FDCACHE else "engine"
     kind = "; ".join(fact for fact in facts(variable) if not fact.startswith("secret"))
     notes = " Secret." if variable.secret else ""
     if variable.aliases:
@@ -86,11 +91,26 @@ def _markdown_row(variable: Variable) -> str:
         _cell(kind),
         f"`{default}`" if default else "",
         _cell(variable.meaning) + notes,
-        reader,
-        variable.effect.value,
+        variable.effect,
+        variable.noticed.value,
         variable.since,
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _effects_table() -> Iterator[str]:
+    """Summarise the variables that the engine brought: how many have which effect, and which those are."""
+    described = [variable for variable in VARIABLES.values() if variable.old is not None]
+    by_effect: dict[str, list[str]] = {}
+    for variable in described:
+        by_effect.setdefault(variable.effect, []).append(variable.name)
+    yield f"Of the {len(described)} variables of the engine:"
+    yield ""
+    yield "| Effect | Number | Variables |"
+    yield "|---|---|---|"
+    for effect, names in sorted(by_effect.items(), key=lambda each: (each[0] == _PASSED_ON, each)):
+        listed = "all others" if effect == _PASSED_ON else ", ".join(f"`{name}`" for name in names)
+        yield f"| {effect} | {len(names)} | {listed} |"
 
 
 def render_markdown() -> str:
@@ -102,15 +122,26 @@ def render_markdown() -> str:
         "",
         "Every variable can also be given as `NAME_FILE`, which names a file that holds the value.",
         "An empty variable counts as unset. Flags take 0/1, true/false, yes/no and on/off. Sizes take a unit",
-        "(`512MiB`, `8GiB`, `4GB`), durations too (`500ms`, `30s`, `2m`). *Effect* says whether a change is",
+        "(`512MiB`, `8GiB`, `4GB`), durations too (`500ms`, `30s`, `2m`). *Seen* says whether a change is",
         "seen at the next start or live.",
+        "",
+        "*Effect* says what becomes of a variable in fdcache:",
+        "",
+        "- *used*, and where. *manager* and *controller* are the two halves of the cache in an engine, and `replay`",
+        "  has both; *storage* is the storage tier, of an engine, of `replay` or of `fdcache serve`;",
+        "- *checked against* another variable, with which it may disagree;",
+        "- *passed on*: `fdcache env` shows it and checks its type, `fdcache.envs` gives it to the engine, and",
+        "  nothing in fdcache acts on it. Values that are wrong for the engine alone fail `fdcache env check` and",
+        "  nothing else.",
+        "",
+        *_effects_table(),
     ]
     for group, members in GROUPS.items():
         lines += [
             "",
             f"## {heading(group).capitalize()}",
             "",
-            "| Variable | Type | Default | Meaning | Read by | Effect | Since |",
+            "| Variable | Type | Default | Meaning | Effect | Seen | Since |",
             "|---|---|---|---|---|---|---|",
             *map(_markdown_row, members),
         ]
@@ -119,8 +150,10 @@ def render_markdown() -> str:
 
 def _schema(variable: Variable) -> dict[str, object]:
     schema: dict[str, object] = {**variable.kind.schema, "description": variable.meaning}
-    if variable.choices:
+    if variable.choices and variable.used_in:
         schema["enum"] = list(variable.choices)
+    elif variable.choices:
+        schema["examples"] = list(variable.choices)  # the engine may know more
     limits = (
         ("minimum", variable.minimum),
         ("exclusiveMinimum", variable.above),

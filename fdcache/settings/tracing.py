@@ -1,12 +1,10 @@
 """Where traces go."""
 
-from enum import StrEnum
-
 from fdcache.settings.kinds import Flag, Integer, Milliseconds, Secret, Text, Url
-from fdcache.settings.variable import Group, OldType, variable
+from fdcache.settings.variable import EngineChoice, Group, OldType, variable
 
 
-class TraceMode(StrEnum):
+class TraceMode(EngineChoice):
     """Which traces are taken."""
 
     OFF = "off"

@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 from fdcache.settings.kinds import HomePath, Integer, Seconds, Size
-from fdcache.settings.variable import Group, variable
+from fdcache.settings.variable import Group, Place, variable
 
 
 class SwapMethod(StrEnum):
@@ -25,6 +25,8 @@ class Verify(StrEnum):
 
 class TransferSettings(Group):
     """Settings of ``CacheController``. It reads no environment."""
+
+    used_in = (Place.CONTROLLER,)
 
     first_group_layers: Integer = variable(
         "FDCACHE_FIRST_GROUP_LAYERS", 1, "Layers in the first group of a load.", ge=1, unit="layers"
@@ -81,9 +83,11 @@ class TransferSettings(Group):
         Verify.STORAGE,
         "Which blocks are compared with their checksum: off checks what an earlier process left at its first read, "
         "storage every read from storage, all loads into the device too.",
+        used_in=(Place.CONTROLLER, Place.SERVE),
     )
     calibration_dir: HomePath = variable(
         "FDCACHE_CALIBRATION_DIR",
         "~/.cache/fdcache/calibration",
         "Where `fdcache init` keeps what it measured of each GPU.",
+        used_in=(Place.CONTROLLER, Place.INIT),
     )

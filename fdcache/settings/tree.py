@@ -93,7 +93,9 @@ class SettingsTree(BaseSettings):
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """What is doubtful but keeps nothing from starting: unknown and deprecated names."""
+        """What is doubtful but keeps nothing of fdcache from starting: unknown and deprecated names, values that are
+        wrong for the engine.
+        """
         return self._warnings
 
     def value(self, name: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -17,7 +17,7 @@ from fdcache.settings.parsing import MASK, mask_url
 _KEY = "variable"
 
 
-class Effect(StrEnum):
+class Noticed(StrEnum):
     """When a changed value is noticed."""
 
     START = "start"
@@ -25,10 +25,46 @@ class Effect(StrEnum):
 
 
 class User(StrEnum):
-    """Who reads the variable."""
+    """Who acts on the variable."""
 
     FDCACHE = "fdcache"
     ENGINE = "engine"
+
+
+class Place(StrEnum):
+    """A part of fdcache in which a variable has an effect."""
+
+    EVERYWHERE = "every command"
+    MANAGER = "manager"
+    CONTROLLER = "controller"
+    STORAGE = "storage"
+    SERVE = "serve"
+    REPLAY = "replay"
+    FASTDEPLOY = "FastDeploy adapter"
+    PADDLE = "Paddle engine"
+    INIT = "init"
+    COMMANDS = "inspect, reset"
+    ENVS = "fdcache.envs"
+
+
+class EngineChoice(StrEnum):
+    """The known values of a variable that only the engine uses, in any case.
+
+    The engine may know more of them: a value that is not among the members is kept as it stands.
+    """
+
+    @classmethod
+    def _missing_(cls, value: object) -> EngineChoice | None:
+        if not isinstance(value, str):
+            return None
+        known = next((each for each in cls if each.value.casefold() == value.casefold()), None)
+        return known or cls._keep(value)
+
+    @classmethod
+    def _keep(cls, value: str) -> EngineChoice:
+        kept = str.__new__(cls, value)
+        kept._name_ = kept._value_ = value
+        return kept
 
 
 class OldType(StrEnum):
@@ -42,7 +78,12 @@ class OldType(StrEnum):
 
 
 class Group(BaseModel):
-    """Settings of one concern. Frozen; an unknown field is an error; no message repeats a rejected value."""
+    """Settings of one concern. Frozen; an unknown field is an error; no message repeats a rejected value.
+
+    ``used_in`` says where fdcache uses those of its variables that name no places of their own.
+    """
+
+    used_in: ClassVar[tuple[Place, ...]] = ()
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
 
@@ -61,7 +102,8 @@ def variable(
     old_default: Any = ...,
     old_flag: tuple[str, str] = ("0", "1"),
     unit: str | None = None,
-    used_by: User | None = None,
+    used_in: tuple[Place, ...] | None = None,
+    checked_against: str | None = None,
     live: bool = False,
     since: str = "0.1.0",
     alias: str | None = None,
@@ -73,14 +115,16 @@ def variable(
 
     ``old`` is the type in the old environment module, ``old_default`` its default where that is not simply
     ``default`` in the old type, ``old_flag`` how it spelt false and true in a text flag.
-    ``alias`` is a deprecated name. Who reads it follows from the name unless ``used_by`` says otherwise.
+    ``alias`` is a deprecated name. ``used_in`` names the places in which fdcache uses it, in place of the group's;
+    ``checked_against`` the variable with which it may disagree.
     """
     extra: dict[str, Any] = {
         _KEY: {
             "name": name,
             "unit": unit,
-            "used_by": used_by or (User.FDCACHE if name.startswith("FDCACHE_") else User.ENGINE),
-            "effect": Effect.LIVE if live else Effect.START,
+            "used_in": used_in,
+            "checked_against": checked_against,
+            "noticed": Noticed.LIVE if live else Noticed.START,
             "since": since,
             "aliases": (alias,) if alias else (),
             "old": old,
@@ -104,8 +148,9 @@ class Variable:
     default: Any
     meaning: str
     unit: str | None
-    used_by: User
-    effect: Effect
+    used_in: tuple[Place, ...]
+    checked_against: str | None
+    noticed: Noticed
     since: str
     aliases: tuple[str, ...]
     old: OldType | None
@@ -115,6 +160,20 @@ class Variable:
     minimum: float | None
     above: float | None
     maximum: float | None
+
+    @property
+    def used_by(self) -> User:
+        """Who acts on it: fdcache, or the engine alone."""
+        return User.FDCACHE if self.used_in else User.ENGINE
+
+    @property
+    def effect(self) -> str:
+        """The effect that it has in fdcache, in words."""
+        if self.used_in:
+            return f"used: {', '.join(self.used_in)}"
+        if self.checked_against:
+            return f"checked against {self.checked_against}"
+        return "passed on"
 
     @property
     def secret(self) -> bool:
@@ -130,10 +189,10 @@ class Variable:
     def range(self) -> str:
         """The admitted range in words, empty where there is none."""
         if self.minimum is not None and self.maximum is not None:
-            return f"from {self.minimum:g} to {self.maximum:g}"
-        low = f"at least {self.minimum:g}" if self.minimum is not None else ""
-        low = low or (f"above {self.above:g}" if self.above is not None else "")
-        high = f"at most {self.maximum:g}" if self.maximum is not None else ""
+            return f"from {self._bound(self.minimum)} to {self._bound(self.maximum)}"
+        low = f"at least {self._bound(self.minimum)}" if self.minimum is not None else ""
+        low = low or (f"above {self._bound(self.above)}" if self.above is not None else "")
+        high = f"at most {self._bound(self.maximum)}" if self.maximum is not None else ""
         return ", ".join(part for part in (low, high) if part)
 
     @property
@@ -151,6 +210,28 @@ class Variable:
             pydantic.ValidationError: it is not what the variable expects.
         """
         return getattr(self.model.model_validate({self.field: value}), self.field)
+
+    def knows(self, value: Any) -> bool:
+        """Return False for a valid choice that is not among the known ones."""
+        return not isinstance(value, EngineChoice) or value.value in self.choices
+
+    def exceeds(self, value: object) -> str | None:
+        """Say which bound a value of the right kind is beyond; None where it is of another kind."""
+        try:
+            number = self.kind.parse(value)
+        except ValueError:
+            is_negative = isinstance(value, str) and value.startswith("-") and self.accepts(value[1:])
+            return f"below {self._bound(0)}" if is_negative and self.range else None
+        if self.minimum is not None and number < self.minimum:
+            return f"below {self._bound(self.minimum)}"
+        if self.above is not None and number <= self.above:
+            return f"not above {self._bound(self.above)}"
+        if self.maximum is not None and number > self.maximum:
+            return f"above {self._bound(self.maximum)}"
+        return None
+
+    def _bound(self, number: float) -> str:
+        return self.kind.render(int(number) if number == int(number) else number)
 
     def accepts(self, value: object) -> bool:
         """Whether the value is valid."""
@@ -211,6 +292,7 @@ def describe(group: str, model: type[Group]) -> Iterator[Variable]:
             above=getattr(limits.get("Gt"), "gt", None),
             maximum=getattr(limits.get("Le"), "le", None),
             old_default=told.pop("old_default", ...),
+            used_in=model.used_in if (used_in := told.pop("used_in")) is None else used_in,
             **told,
         )
 

@@ -3,8 +3,10 @@
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,129 @@ def test_check_suggests_and_only_strict_fails() -> None:
     assert strict.stdout.startswith("error: FD_LOG_DRI")
 
 
+def test_strict_check_leaves_names_of_a_newer_engine_alone() -> None:
+    done = fdcache("env", "check", "--strict", FD_NEWER_THING="1", FD_ENABLE_OTHER_CACHE="1")
+    assert done.returncode == 0
+    assert done.stdout.count("note: ") == 2
+    assert fdcache("env", "check", "--strict", FDCACHE_NEWER_THING="1").returncode == 78
+
+
+LINES_OF = {
+    "FDCACHE_SERVER=tcp://node:1": "address 'tcp://node:1': a service is reached on its own node only",
+    f"FDCACHE_SERVER=ipc:///{'x' * 120}": "the path has more than the 107 bytes of a socket",
+    "FDCACHE_SERVER=ipc:///dev/null/x.sock": "/dev/null: the folder of the socket is no folder",
+    "FDCACHE_HTTP_ADDRESS=0.0.0.0:1": "0.0.0.0 can be reached from elsewhere; set FD_API_KEY, or use 127.0.0.1",
+    "FDCACHE_HTTP_ADDRESS=here": "'here' is not HOST:PORT, as 127.0.0.1:9470, or off",
+    "FDCACHE_ARENA_DIR=/no/such/folder": "/no/such/folder is no folder; make it a tmpfs",
+    "FDCACHE_RUNTIME_DIR=/etc": "/etc: ",
+    "FDCACHE_RUNTIME_DIR=/proc/nope": "/proc/nope: the folder of the socket cannot be made in /proc",
+    "FDCACHE_NUMA_NODE=4095": "this machine has no NUMA node 4095; unset it",
+    "FD_LOG_DIR=/proc/nope": "/proc/nope cannot be made",
+    "FDCACHE_STORAGE=nosuch": "FDCACHE_STORAGE=nosuch: no such connector",
+    "FDCACHE_STORAGE_DIR=/proc/nope": "/proc/nope cannot be made",
+    "FDCACHE_STORAGE_SIZE=3": "'3' is below 1MiB; use a size, at least 1MiB",
+    "FDCACHE_HOST_MEMORY=3": "an arena of 3 bytes holds no extent of 4096",
+    "FDCACHE_REUSE_GRID=48": "a grid of 48 tokens neither divides the block size 64 nor is a multiple of it",
+}
+"""An assignment that lets nothing start, and what is said of it. All that concern other variables go together."""
+
+
+def rounds() -> Iterator[list[tuple[str, str, str]]]:
+    left = [(*assignment.split("=", 1), said) for assignment, said in LINES_OF.items()]
+    while left:
+        taken = {name: (name, text, said) for name, text, said in reversed(left)}
+        if "FDCACHE_SERVER" in taken:
+            taken.pop("FDCACHE_RUNTIME_DIR", None)  # it counts without an address only
+        if taken.get("FDCACHE_STORAGE", ("", "local"))[1] != "local":
+            taken.pop("FDCACHE_STORAGE_DIR", None)
+        if "FDCACHE_ARENA_DIR" in taken:
+            taken.pop("FDCACHE_HOST_MEMORY", None)
+        left = [each for each in left if each not in taken.values()]
+        yield list(taken.values())
+
+
+def test_check_and_serve_find_everything_that_would_not_start() -> None:
+    for assignments in rounds():
+        environ = {"FDCACHE_HOST_MEMORY": "1MiB", "FDCACHE_STORAGE": "local"}
+        environ |= {name: text for name, text, _ in assignments}
+        found = {command: fdcache(*command.split(), **environ) for command in ("env check", "serve --check")}
+        for done in found.values():
+            assert done.returncode == 78, everything(done)
+            assert "Traceback" not in everything(done)
+            assert "chmod" not in everything(done)
+        for name, _, said in assignments:
+            (line,) = [each for each in found["env check"].stdout.splitlines() if said in each]
+            assert line.startswith("error: ")
+            assert f"{name} (environment)" in line or f"{name}, " in line
+
+
+def test_check_finds_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = fdcache("env", "check", FDCACHE_HTTP_ADDRESS=address)
+    assert done.returncode == 78
+    assert f"error: FDCACHE_HTTP_ADDRESS (environment): {address}: Address already in use" in done.stdout
+    assert fdcache("env", "check", FDCACHE_HTTP_ADDRESS=address).returncode == 0
+
+
+@pytest.mark.parametrize("assignment", ["FDCACHE_NUMA_NODE=4095", "FDCACHE_STORAGE_SIZE=3"])
+def test_serve_check_says_the_same_line(assignment: str) -> None:
+    name, text = assignment.split("=")
+    assert (
+        f"{name} (environment): {LINES_OF[assignment]}" in fdcache("serve", "--check", **{name: text}).stderr
+    )
+
+
+def test_check_warns_of_a_split_size_that_leaves_nothing_to_reuse() -> None:
+    environ = {"FD_DETERMINISTIC_MODE": "1", "FD_DETERMINISTIC_SPLIT_KV_SIZE": "1048576"}
+    assert "nothing is ever reused" in fdcache("env", "check", **environ).stdout
+    assert fdcache("env", "check", "--strict", **environ).returncode == 78
+
+
+def test_what_only_a_service_lacks_is_a_note_to_an_engine_and_an_error_to_the_service(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path / "run")}
+    done = fdcache("env", "check", "--strict", **environ)
+    assert (done.returncode, "note: FDCACHE_RUNTIME_DIR" in done.stdout) == (0, True)
+    assert fdcache("serve", "--check", **environ).returncode == 78
+
+
+@pytest.mark.parametrize("folder", ["/proc/nope", "/dev/null"])
+def test_serve_with_a_log_folder_that_cannot_be_says_so_in_a_line(folder: str, tmp_path: Path) -> None:
+    done = fdcache("serve", FD_LOG_DIR=folder, FDCACHE_RUNTIME_DIR=str(tmp_path / "run"))
+    assert done.returncode == 78
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: FD_LOG_DIR: {folder} cannot be written")
+
+
+def test_serve_refuses_a_runtime_folder_of_others_without_advice_to_close_it() -> None:
+    done = fdcache(
+        "serve", FDCACHE_RUNTIME_DIR="/etc", FDCACHE_HTTP_ADDRESS="off", FDCACHE_HOST_MEMORY="1MiB"
+    )
+    assert done.returncode == 78
+    assert "set FDCACHE_RUNTIME_DIR to another folder" in done.stderr
+    assert "chmod" not in done.stderr
+
+
+def test_variables_of_the_engine_alone_do_not_stop_fdcache(tmp_path: Path) -> None:
+    environ = {"FD_ATTENTION_BACKEND": "FLASH_ATTN", "FD_MOE_BACKEND": "Cutlass", "FD_PD_REORDER": "x"}
+    for command in (("serve", "--check"), ("replay", "--requests", "2")):
+        assert fdcache(*command, **environ).returncode == 0, command
+    assert "'x' is not a flag" in fdcache("env", "check", **environ).stdout
+
+
+@pytest.mark.parametrize("command", [("inspect", "tiers"), ("reset", "--yes")])
+def test_other_settings_do_not_keep_an_operator_from_a_service(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    wrong = {"FDCACHE_WRITE_POLICY": "wrong", "FD_PD_REORDER": "x", "FDCACHE_RUNTIME_DIR": str(tmp_path)}
+    done = fdcache(*command, **wrong)
+    assert done.returncode == 1
+    assert f"error: ipc://{tmp_path}/fdcache.sock: nobody serves" in done.stderr
+    assert done.stderr.count("warning: ") == 2
+    assert fdcache(*command, FDCACHE_RUNTIME_DIR_FILE="/no/such/file").returncode == 78
+
+
 def test_check_leaves_service_links_alone() -> None:
     done = fdcache("env", "check", "--strict", FDCACHE_PORT="tcp://10.0.0.1:80")
     assert done.returncode == 0
@@ -94,14 +219,17 @@ def test_check_says_what_a_size_looks_like() -> None:
 
 
 def test_check_lists_all_problems_as_json() -> None:
-    done = fdcache("env", "check", "--json", FD_DEBUG="2", FD_TRACE="x", FD_LOG_DRI="x")
+    done = fdcache(
+        "env", "check", "--json", FD_DEBUG="2", FD_TRACE="x", FD_PD_REORDER="x", FD_NEWER_THING="1"
+    )
     told = json.loads(done.stdout)
     assert done.returncode == 78
     assert told["ok"] is False
     assert [(problem["severity"], problem["variables"]) for problem in told["problems"]] == [
         ("error", ["FD_DEBUG"]),
-        ("error", ["FD_TRACE"]),
-        ("warning", ["FD_LOG_DRI"]),
+        ("error", ["FD_PD_REORDER"]),
+        ("warning", ["FD_TRACE"]),
+        ("note", ["FD_NEWER_THING"]),
     ]
     assert all(problem["wrong"] and problem["right"] and problem["source"] for problem in told["problems"])
 
@@ -150,7 +278,7 @@ def test_show_filters() -> None:
     environ = {"FD_LOG_DIR": "/x", "FDCACHE_RANKS": "2"}
     assert set(shown("--changed", **environ)) == {"FD_LOG_DIR", "FDCACHE_RANKS"}
     assert {told["group"] for told in shown("--group", "moe").values()} == {"moe"}
-    assert all(name.startswith(("FDCACHE_", "MOONCAKE_", "MC_")) for name in shown("--used"))
+    assert set(shown("--used")) == {name for name, variable in VARIABLES.items() if variable.used_in}
     assert set(shown("--group", "logging", "--changed", **environ)) == {"FD_LOG_DIR"}
 
 
@@ -173,6 +301,24 @@ def test_show_tells_the_whole_story_of_a_name(tmp_path: Path) -> None:
     assert loser.split()[:2] == ["dotenv", "'1'"]
     assert default.split() == ["default", "2"]
     assert "from 0 to 3" in story
+
+
+def test_show_says_which_variable_a_value_follows_from(tmp_path: Path) -> None:
+    environ = {"FD_DETERMINISTIC_MODE": "1", "FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
+    story = fdcache("env", "show", "FDCACHE_REUSE_GRID", **environ).stdout
+    assert "value:        16" in story
+    assert (
+        "derived      '16' as FD_DETERMINISTIC_SPLIT_KV_SIZE in default, with FD_DETERMINISTIC_MODE in"
+        in story
+    )
+    told = shown(**environ)
+    assert (told["FDCACHE_REUSE_GRID"]["source"], told["FDCACHE_REUSE_GRID"]["given_as"]) == (
+        "derived",
+        "FD_DETERMINISTIC_SPLIT_KV_SIZE",
+    )
+    assert told["FDCACHE_STORAGE_DIR"]["value"] == str(tmp_path)
+    assert told["FD_PD_REORDER"]["used_by"] == "engine"
+    assert told["FD_LOG_DIR"]["used_in"] == ["serve", "init"]
 
 
 def test_show_of_an_unknown_name_suggests() -> None:
@@ -250,6 +396,15 @@ def test_diff_of_two_files_and_of_a_file_and_the_environment(tmp_path: Path) -> 
     assert table.returncode == 1
     assert "environment" in table.stdout
     assert SECRET not in everything(table)
+
+
+def test_diff_blames_the_file_on_the_command_line(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.env"
+    bad.write_text("FDCACHE_RANKS=2\nwhat is this\n")
+    done = fdcache("env", "diff", bad)
+    assert done.returncode == 78
+    assert done.stderr.startswith(f"error: {bad} ({bad}:2): it is not of the form NAME=value")
+    assert "FDCACHE_ENV_FILE" not in done.stderr
 
 
 def test_diff_of_a_missing_file_is_wrong_usage(tmp_path: Path) -> None:

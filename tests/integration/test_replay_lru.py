@@ -1,13 +1,16 @@
-"""Without a host tier and with one request at a time the hit rate is that of an exact leaf-first LRU."""
+"""With one request at a time the device has the hit rate of an exact leaf-first LRU, whatever is copied to the host."""
 
 import itertools
 from pathlib import Path
 
 import pytest
 
+from fdcache.replay.config import Verify
 from fdcache.replay.engine import replay
+from fdcache.replay.report import Report
 from fdcache.replay.trace import read_trace
 from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.settings.cache import WritePolicy
 from tests.replay_help import LeafFirstLru, assert_clean, recorded_trace, small_config
 
 
@@ -20,6 +23,38 @@ def test_hit_rate_is_that_of_an_exact_simulation(workload: WorkloadName, device_
     exact = LeafFirstLru(device_blocks, 64).hit_rate(generate(workload, 300, 0), 0)
     assert 0.1 < exact < 0.95
     assert report.tally.hit_rate == pytest.approx(exact, abs=0.02)
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_copies_to_the_host_cost_the_device_no_hits(policy: WritePolicy) -> None:
+    cache = {"write_policy": policy, "clean_reserve": 150}
+    config = small_config(device_blocks=300, layers=1, concurrency=1, verify=Verify.OFF, cache=cache)
+    report = replay(generate(WorkloadName.CHAT, 300, 0), config)
+    assert_clean(report)
+    exact = LeafFirstLru(300, 64).hit_rate(generate(WorkloadName.CHAT, 300, 0), 0)
+    assert exact > 0.1
+    assert device_hit_rate(report) == pytest.approx(exact, abs=0.0002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH_SELECTIVE])
+def test_copies_to_the_host_cost_the_device_no_hits_of_the_whole_trace(policy: WritePolicy) -> None:
+    trace = recorded_trace()
+    if trace is None:
+        pytest.skip("the recorded trace is not there")
+    config = small_config(
+        device_blocks=20000,
+        host_memory=256 << 20,
+        layers=1,
+        concurrency=1,
+        chunk_tokens=16384,
+        verify=Verify.OFF,
+        cache={"write_policy": policy},
+    )
+    report = replay(read_trace(trace), config)
+    assert_clean(report)
+    exact = LeafFirstLru(20000, 64).hit_rate(read_trace(trace), 0)
+    assert device_hit_rate(report) == pytest.approx(exact, abs=0.002)
 
 
 @pytest.mark.parametrize("device_blocks", [3000])
@@ -39,6 +74,10 @@ def test_hit_rate_on_the_whole_trace_is_that_of_an_exact_simulation(device_block
         pytest.skip("the recorded trace is not there")
     report, exact = compare(trace, device_blocks, requests=None)
     assert report == pytest.approx(exact, abs=0.02)
+
+
+def device_hit_rate(report: Report) -> float:
+    return report.tally.hit_tokens["device"] / report.tally.prompt_tokens
 
 
 def compare(trace: Path, device_blocks: int, requests: int | None) -> tuple[float, float]:

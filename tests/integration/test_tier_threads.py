@@ -4,9 +4,13 @@ import queue
 import random
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import pytest
 
 from fdcache import _core
@@ -149,3 +153,85 @@ def test_threads_share_a_tier() -> None:
 @pytest.mark.parametrize("size", [6, 16, 64])
 def test_many_threads_share_a_tier_for_long(size: int) -> None:
     run_crowd(threads=8, requests=40000, size=size)
+
+
+Found = tuple[Any, ...]
+Walk = Callable[[_core.Tier, Found], object]
+ENTRIES = 100_000
+WALKS: dict[str, Walk] = {
+    "hottest": lambda tier, found: tier.hottest(10),
+    "idle": lambda tier, found: tier.idle(0.0),
+    "starting_with": lambda tier, found: tier.starting_with(b"\x01"),
+    "coldest": lambda tier, found: tier.coldest(ENTRIES),
+    "drop": lambda tier, found: tier.drop(found[2][:1]),
+    "discard": lambda tier, found: tier.discard(found[0][:1]),
+    "restore": lambda tier, found: tier.restore(*found),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """Paths of two blocks, as a scan finds them."""
+    keys = np.random.default_rng(SEED).integers(1, 256, (ENTRIES, 32), np.uint8)
+    parents = np.roll(keys, 1, axis=0)
+    parents[::2] = 0
+    slot = np.arange(ENTRIES)
+    return slot.astype(np.int32), np.ones(ENTRIES, np.uint32), keys, parents, slot.astype(np.uint64)
+
+
+@contextmanager
+def turns_of_another_thread() -> Iterator[list[int]]:
+    """Counts the turns of a thread that gets one only where a running thread lets go of the interpreter itself."""
+    sys.setswitchinterval(1000)
+    turns, ended = [0], threading.Event()
+
+    def count() -> None:
+        while not ended.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    try:
+        yield turns
+    finally:
+        ended.set()
+        counter.join()
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_other_threads_run_while_a_whole_tier_is_walked(name: str, found: Found) -> None:
+    tier = _core.Tier(ENTRIES)
+    with turns_of_another_thread() as turns:
+        for _ in range(50):
+            tier.reset()
+            if name != "restore":
+                tier.restore(*found)
+            before = turns[0]
+            WALKS[name](tier, found)
+            if turns[0] > before:
+                return
+    pytest.fail(f"{name} keeps the interpreter to itself")
+
+
+def test_other_threads_run_while_one_waits_for_a_walk(found: Found) -> None:
+    tier = _core.Tier(ENTRIES)
+    ended = threading.Event()
+
+    def walk() -> None:
+        while not ended.is_set():
+            tier.reset()
+            tier.restore(*found)
+
+    with turns_of_another_thread() as turns, ThreadPoolExecutor(1) as walker:
+        walking = walker.submit(walk)
+        met = False
+        for _ in range(300):
+            time.sleep(0.0005)
+            before = turns[0]
+            assert tier.available <= ENTRIES
+            if met := turns[0] > before:
+                break
+        ended.set()
+        walking.result()
+    assert met

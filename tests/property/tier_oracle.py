@@ -50,7 +50,7 @@ class TierOracle:
         self.opened = 0
         self.epoch = 0
         self.evictions = 0
-        self.idle_since: dict[int, int] = {}
+        self.used_until: dict[int, int] = {}
         self.ticks = 0
         self.seen_generations: set[tuple[int, int]] = set()
         self.events: list[Event] = []
@@ -82,37 +82,40 @@ class TierOracle:
             slot = self.used[slot].parent
         return path
 
+    def is_unused(self, slot: int) -> bool:
+        unused = self.used[slot].ready and not self.pins(slot)
+        return unused and all(self.is_unused(child) for child in self.children(slot))
+
     def is_idle(self, slot: int) -> bool:
-        block = self.used[slot]
-        unused = block.ready and not self.pins(slot) and not block.holds
-        return unused and all(self.is_idle(child) for child in self.children(slot))
+        unheld = not self.used[slot].holds and all(self.is_idle(child) for child in self.children(slot))
+        return unheld and self.is_unused(slot)
 
     def free(self) -> int:
         return self.slots - len(self.used)
 
     def eviction_order(self, kept: Iterable[int] = ()) -> list[int]:
-        """Again and again the leaf that has been idle longest, but nothing of `kept`."""
+        """Again and again the leaf whose last use ended first, but nothing of `kept` and nothing busy."""
         left = {slot for slot in self.used if self.is_idle(slot)}
         order: list[int] = []
         while True:
             leaves = [s for s in left if s not in kept and not left & set(self.children(s))]
             if not leaves:
                 return order
-            order.append(min(leaves, key=self.idle_since.__getitem__))
+            order.append(min(leaves, key=self.used_until.__getitem__))
             left.remove(order[-1])
 
     # --- what every change ends with ---
 
     def _settle(self) -> None:
-        """Unused anonymous slots become free; what has just become idle gets its place in the order."""
-        while unused := [s for s, block in self.used.items() if self._is_abandoned(s, block)]:
-            del self.used[unused[0]]
-        idle = [slot for slot in self.used if self.is_idle(slot)]
-        self.idle_since = {s: tick for s, tick in self.idle_since.items() if s in idle}
-        for slot in sorted(idle, key=lambda s: -len(self.path(s))):
-            if slot not in self.idle_since:
+        """Unused anonymous slots become free; what is used no more gets its place in the order."""
+        while abandoned := [s for s, block in self.used.items() if self._is_abandoned(s, block)]:
+            del self.used[abandoned[0]]
+        unused = [slot for slot in self.used if self.is_unused(slot)]
+        self.used_until = {s: tick for s, tick in self.used_until.items() if s in unused}
+        for slot in sorted(unused, key=lambda s: -len(self.path(s))):
+            if slot not in self.used_until:
                 self.ticks += 1
-                self.idle_since[slot] = self.ticks
+                self.used_until[slot] = self.ticks
 
     def _is_abandoned(self, slot: int, block: Block) -> bool:
         return block.hash is None and not block.holds and not self.pins(slot) and not self.children(slot)

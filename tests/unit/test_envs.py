@@ -165,7 +165,7 @@ def test_assigning_none_removes() -> None:
     ("name", "value"),
     [
         ("FD_DEBUG", 2),
-        ("FD_TRACE", "some"),
+        ("FD_LOG_LEVEL", "some"),
         ("FD_API_KEY", ["a,b"]),
         ("FD_LOG_DIR", object()),
         ("FD_DEBUG", True + 1),

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import yaml
 
@@ -65,7 +66,8 @@ def test_yaml_templates_parse_and_name_every_variable(format: str, path: tuple[s
 def test_json_schema_has_every_variable_with_its_choices_and_default() -> None:
     properties = json.loads(FORMATS["json-schema"]())["properties"]
     assert set(properties) == set(VARIABLES)
-    assert properties["FD_TRACE"]["enum"] == ["off", "local", "otel", "all"]
+    assert properties["FDCACHE_VERIFY"]["enum"] == ["off", "storage", "all"]
+    assert properties["FD_TRACE"]["examples"] == ["off", "local", "otel", "all"]
     assert properties["FD_LOG_REQUESTS_LEVEL"] == {
         "type": "integer",
         "description": VARIABLES["FD_LOG_REQUESTS_LEVEL"].meaning,
@@ -77,6 +79,47 @@ def test_json_schema_has_every_variable_with_its_choices_and_default() -> None:
     for name, schema in properties.items():
         if "default" in schema and "enum" in schema:
             assert schema["default"] in schema["enum"], name
+
+
+@pytest.mark.parametrize(
+    ("settings", "fits"),
+    [
+        ({"FD_DETERMINISTIC_SPLIT_KV_SIZE": 16}, True),
+        ({"FD_DETERMINISTIC_SPLIT_KV_SIZE": 1}, True),
+        ({"FD_DETERMINISTIC_SPLIT_KV_SIZE": 24}, False),
+        ({"FD_DETERMINISTIC_SPLIT_KV_SIZE": 0}, False),
+        ({"FD_DETERMINISTIC_SPLIT_KV_SIZE": -16}, False),
+        ({"FD_MOE_BACKEND": "newer"}, True),
+        ({"FDCACHE_WRITE_POLICY": "newer"}, False),
+        ({"FDCACHE_NO_SUCH_THING": 1}, False),
+    ],
+)
+def test_json_schema_admits_what_the_settings_admit(settings: dict[str, object], fits: bool) -> None:
+    validator = jsonschema_rs.validator_for(json.loads(FORMATS["json-schema"]()))
+    assert validator.is_valid(settings) is fits
+
+
+def test_every_variable_of_the_engine_has_one_effect_in_the_reference_and_the_templates() -> None:
+    page, dotenv = FORMATS["markdown"](), FORMATS["dotenv"]()
+    for name, variable in OLD_VARIABLES.items():
+        (row,) = re.findall(rf"^\| `{name}` \|.*$", page, flags=re.MULTILINE)
+        assert row.split(" | ")[4] == variable.effect
+        effect = variable.effect if variable.used_in else f"{variable.effect}: no effect in fdcache"
+        assert f"# {effect}\n# {name}=" in dotenv
+    counts = [int(number) for number in re.findall(r"^\| [a-z].*? \| (\d+) \| ", page, flags=re.MULTILINE)]
+    assert sum(counts) == len(OLD_VARIABLES)
+
+
+def test_readme_counts_the_variables_by_their_effect() -> None:
+    described = [
+        VARIABLES[told["name"]] for told in json.loads((ROOT / "tests/data/environment.json").read_text())
+    ]
+    used = sum(bool(variable.used_in) for variable in described)
+    checked = sum(variable.effect.startswith("checked") for variable in described)
+    words = {3: "three"}
+    text = f"fdcache acts on {used} of those, compares {words[checked]} more with others"
+    assert text in (ROOT / "README.md").read_text()
+    assert f"the {len(described)} that FastDeploy describes" in (ROOT / "README.md").read_text()
 
 
 def names_in(text: str) -> set[str]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fdcache.settings import VARIABLES, Settings, SettingsError, Variable
+from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Variable, survey
+from fdcache.settings.moe import MoeBackend
 from fdcache.settings.names import is_service_link
 from fdcache.settings.tree import DEFAULTS, GROUPS, KNOWN_NAMES
-from fdcache.settings.variable import User
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTED: list[dict[str, Any]] = json.loads((ROOT / "tests/data/environment.json").read_text())
@@ -22,8 +22,18 @@ CHOICES = {
     "FD_LOG_LEVEL": ("INFO", "DEBUG"),
     "FD_TRACE": ("off", "local", "otel", "all"),
     "FD_MODEL_SOURCE": ("AISTUDIO", "MODELSCOPE", "HUGGINGFACE"),
-    "FD_ATTENTION_BACKEND": ("NATIVE_ATTN", "APPEND_ATTN", "MLA_ATTN"),
-    "FD_SAMPLING_CLASS": ("base", "base_non_truncated", "air", "rejection"),
+    "FD_ATTENTION_BACKEND": (
+        "NATIVE_ATTN",
+        "APPEND_ATTN",
+        "MLA_ATTN",
+        "DSA_ATTN",
+        "FLASH_ATTN",
+        "FLASH_MASK_ATTN",
+        "BLOCK_ATTN",
+        "PLAS_ATTN",
+        "HPU_ATTN",
+    ),
+    "FD_SAMPLING_CLASS": ("base", "base_non_truncated", "air", "rejection", "triton"),
     "FD_MOE_BACKEND": (
         "cutlass",
         "marlin",
@@ -67,16 +77,59 @@ def test_default_means_what_it_meant(told: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("told", PARAMS)
-def test_wrong_value_is_refused_and_the_variable_named(told: dict[str, Any]) -> None:
+def test_wrong_value_is_found_and_stops_fdcache_where_fdcache_uses_it(told: dict[str, Any]) -> None:
     variable = VARIABLES[told["name"]]
-    wrong = "\0" if variable.type in FREE_TEXTS else "a b//: ?"
-    with pytest.raises(SettingsError) as caught:
-        Settings.load(environ={variable.name: wrong})
-    (problem,) = caught.value.problems
+    environ = {variable.name: "\0" if variable.type in FREE_TEXTS else "a b//: ?"}
+    (problem,) = survey(environ).problems
     assert problem.variables == (variable.name,)
     assert problem.source == "environment"
     assert problem.wrong
     assert problem.right
+    may_be_newer = variable.choices and not variable.used_in
+    assert problem.severity is (Severity.WARNING if may_be_newer else Severity.ERROR)
+    if variable.used_in:
+        with pytest.raises(SettingsError, match=variable.name):
+            Settings.load(environ=environ)
+    else:
+        assert Settings.load(environ=environ).warnings == (problem,)
+
+
+def test_unknown_choice_of_the_engine_is_kept_and_a_known_one_is_compared_without_case() -> None:
+    settings = Settings.load(environ={"FD_MOE_BACKEND": "Cutlass", "FD_TRACE": "newer"})
+    assert settings.moe.backend is MoeBackend.CUTLASS
+    assert (settings.tracing.mode, settings.render("FD_TRACE")) == ("newer", "newer")
+    (problem,) = settings.warnings
+    assert problem.variables == ("FD_TRACE",)
+    assert "off, local, otel, all" in problem.right
+    assert settings.fingerprint != Settings.load(environ={"FD_TRACE": "other"}).fingerprint
+
+
+def test_unknown_choice_of_fdcache_is_an_error() -> None:
+    for name in ("FDCACHE_WRITE_POLICY", "FD_ATTENTION_BACKEND", "FD_LOG_LEVEL"):
+        with pytest.raises(SettingsError, match=f"{name}.*is not one of"):
+            Settings.load(environ={name: "newer", "FDCACHE_HOST_MEMORY": "1MiB"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("FDCACHE_CLEAN_RESERVE", "-1", "'-1' is below 0; use an integer, at least 0"),
+        ("FDCACHE_DEVICE_BLOCKS", "0", "'0' is not above 0; use an integer, above 0"),
+        (
+            "FDCACHE_EVENT_BUFFER",
+            "100000001",
+            "'100000001' is above 100000000; use an integer from 0 to 100000000",
+        ),
+        ("FDCACHE_HOST_MEMORY", "-1", "'-1' is below 0; use a size, at least 0"),
+        ("FDCACHE_STORAGE_SIZE", "3", "'3' is below 1MiB; use a size, at least 1MiB"),
+        ("FDCACHE_PLAN_TIMEOUT", "-3s", "'-3s' is below 0; use a duration, above 0"),
+        ("FDCACHE_DEVICE_BLOCKS", "some", "'some' is not an integer; use a whole number"),
+    ],
+)
+def test_value_out_of_range_is_told_from_one_of_another_kind(name: str, text: str, said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings.load(environ={name: text})
+    assert str(caught.value) == f"{name} (environment): {said}"
 
 
 @pytest.mark.parametrize(("name", "choices"), CHOICES.items())
@@ -85,7 +138,7 @@ def test_each_documented_choice_is_accepted_and_no_other(name: str, choices: tup
     for choice in choices:
         assert variable.render(Settings.load(environ={name: choice}).value(name)) == choice
     for wrong in ("nonsense", choices[0] + "x", "-1"):
-        assert not variable.accepts(wrong)
+        assert not (variable.accepts(wrong) and variable.knows(variable.parse(wrong)))
 
 
 @pytest.mark.parametrize("name", [name for name, v in VARIABLES.items() if v.type == "flag"])
@@ -237,7 +290,9 @@ def _reads(paths: list[Path], group: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "variable", [v for v in VARIABLES.values() if v.used_by is User.FDCACHE], ids=lambda v: v.name
+    "variable",
+    [v for v in VARIABLES.values() if v.used_in and v.group in {*CONSUMERS, "files"}],
+    ids=lambda v: v.name,
 )
 def test_each_own_field_is_read_by_the_room_it_configures(variable: Variable) -> None:
     if variable.group == "files":

@@ -19,7 +19,7 @@ from fdcache.metadata import CacheLevel, Int32Array, SwapPurpose, TransferReport
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.tiers import LocalHostTier
-from tests.tier_help import chain, copy_in, hashes, store
+from tests.tier_help import chain, copy_in, eviction_order, hashes, store
 
 PATH = chain(1, 2, 3, 4)
 
@@ -65,10 +65,7 @@ class Stage:
                 seconds=0.0,
                 **{kind: positions for kind, positions in kinds.items() if kind != "failed"},
             )
-            flight = self.ledger.record(
-                TransferReport(plan_id=task.plan_id, rank=0, results=(result,)),
-            )
-            assert flight is not None
+            (flight,) = self.ledger.record(TransferReport(plan_id=task.plan_id, rank=0, results=(result,)))
             settle_storage(flight, self.host, self.index, self.counters)
             self.stores.settled(flight)
         return sum(order.swap.size for order in plan.storage)
@@ -176,6 +173,16 @@ def test_write_back_counts_what_leaves_the_host_before_it_is_stored(stored: int,
         store(stage.index.pool, PATH[:stored])
     copy_in(stage.host, chain(*range(10, 16)))
     assert stage.counters.stores_dropped == lost
+
+
+def test_catching_up_leaves_the_hosts_order_as_it_is() -> None:
+    stage = Stage(WritePolicy.WRITE_THROUGH, write_blocks=8)
+    stored = [store(stage.host, chain(number))[0] for number in range(8)]
+    stage.stores.catch_up()
+    while stage.stores.queued:
+        stage.write()
+    assert stage.index.pool.stats().ready == 8
+    assert eviction_order(stage.host) == stored
 
 
 def test_a_full_queue_gives_up_its_oldest_blocks() -> None:

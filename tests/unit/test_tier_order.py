@@ -8,6 +8,7 @@ from tests.tier_help import (
     PATH,
     ROOT_HASH,
     assert_all_given_back,
+    assert_sound,
     chain,
     eviction_order,
     hash_list,
@@ -56,6 +57,84 @@ class TestEvictionOrder:
         tier.ancestry(slots(stored))
         tier.find(hashes(PATH))
         assert eviction_order(tier) == stored[::-1]
+
+
+class TestCopiesOut:
+    @pytest.fixture
+    def single(self) -> tuple[_core.Tier, list[int]]:
+        """A full tier of eight blocks that have nothing to do with one another, coldest first."""
+        tier = _core.Tier(8)
+        return tier, [store(tier, chain(number))[0] for number in range(8)]
+
+    def evict(self, tier: _core.Tier, count: int) -> list[int]:
+        lease = tier.open_lease()
+        gone = [int(slot) for slot in tier.reserve(lease, count).evicted.slots]
+        assert_sound(tier)
+        return gone
+
+    def test_a_block_keeps_its_place_while_a_copy_reads_it_and_afterwards(
+        self, single: tuple[_core.Tier, list[int]]
+    ) -> None:
+        tier, stored = single
+        tier.hold(slots(stored[:3]))
+        assert eviction_order(tier) == stored[3:]
+        tier.unhold(slots(stored[2::-1]))
+        assert eviction_order(tier) == stored
+
+    def test_eviction_passes_over_what_is_held_and_takes_it_first_when_it_is_not(
+        self, single: tuple[_core.Tier, list[int]]
+    ) -> None:
+        tier, stored = single
+        tier.hold(slots(stored[:3]))
+        assert self.evict(tier, 2) == stored[3:5]
+        tier.unhold(slots([stored[2], stored[0]]))
+        assert eviction_order(tier) == [stored[0], stored[2], *stored[5:]]
+        tier.hold(slots([stored[0]]))
+        assert self.evict(tier, 2) == [stored[2], stored[5]]
+        tier.unhold(slots(stored[:2]))
+        assert eviction_order(tier) == [*stored[:2], *stored[6:]]
+
+    def test_a_use_of_what_was_passed_over_makes_it_the_warmest(
+        self, single: tuple[_core.Tier, list[int]]
+    ) -> None:
+        tier, stored = single
+        tier.hold(slots(stored[:2]))
+        assert self.evict(tier, 1) == stored[2:3]
+        tier.unhold(slots(stored[:2]))
+        assert ready_run(tier, chain(0)) == stored[:1]
+        assert eviction_order(tier) == [stored[1], *stored[3:], stored[0]]
+        assert self.evict(tier, 2) == [stored[1], stored[3]]
+
+    def test_what_stands_above_a_held_block_is_passed_over_with_it(self) -> None:
+        tier = _core.Tier(6)
+        path, other = store(tier, PATH), store(tier, OTHER)
+        tier.hold(slots(path[2:3]))
+        assert eviction_order(tier) == [path[3], *other[::-1]]
+        assert self.evict(tier, 2) == [path[3], other[1]]
+        tier.unhold(slots(path[2:3]))
+        assert eviction_order(tier) == [*path[2::-1], other[0]]
+
+    def test_a_shrink_forgets_the_places_of_what_it_took_away(
+        self, single: tuple[_core.Tier, list[int]]
+    ) -> None:
+        tier, stored = single
+        tier.hold(slots([stored[6], stored[7], *stored[:2]]))
+        assert self.evict(tier, 1) == stored[2:3]
+        tier.unhold(slots([stored[6], stored[7], *stored[:2]]))
+        assert tier.resize(4) == 0
+        assert tier.resize(8) == 0
+        assert_sound(tier)
+        assert eviction_order(tier) == [stored[0], stored[1], stored[3]]
+
+    def test_room_for_a_copy_is_not_made_of_what_it_hangs_below(self) -> None:
+        tier = _core.Tier(6)
+        path, other = store(tier, PATH), store(tier, OTHER)
+        taken = tier.reserve_copies(
+            0, hashes([PATH[3], *chain(1, 2, 3, 4, 5)[4:]]), hashes(chain(1, 2, 3, 4, 5, 6)[4:])
+        )
+        assert [int(slot) for slot in taken.evicted.slots] == other[::-1]
+        assert_sound(tier)
+        assert tier.node(path[0]).holds == 0
 
 
 class TestListings:

@@ -45,6 +45,12 @@ class TestPublish:
         assert tier.node(slots[2]).checksum == 2
         assert tier.check_integrity() == []
 
+    def test_paths_of_one_call_are_evicted_in_the_order_given_each_from_its_end(self) -> None:
+        tier, lease, slots = stocked(8, 4)
+        a, b, c, d = digest(1), digest(2), digest(3), digest(4)
+        assert publish(tier, lease, slots, [ROOT, a, ROOT, ROOT], [a, b, c, d]) == [0, 0, 0, 0]
+        assert tier.coldest(4).slots.tolist() == [slots[1], slots[0], slots[2], slots[3]]
+
     def test_what_cannot_be_kept_is_free_at_once(self) -> None:
         tier, lease, slots = stocked(8, 4)
         a, b, c = digest(1), digest(2), digest(3)

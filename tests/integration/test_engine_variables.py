@@ -1,0 +1,325 @@
+"""Each variable of the engine that is said to have an effect in fdcache has it, on the path that is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fdcache.errors import ConfigurationError
+from fdcache.integrations.fastdeploy import CacheController, CacheManager, layout_from_config
+from fdcache.manager import CacheManager as Manager
+from fdcache.planes import PlaneKind
+from fdcache.replay.scheduler import Scheduler
+from fdcache.settings import VARIABLES, Settings
+from fdcache.settings.legacy import OLD_VARIABLES
+from fdcache_cli.main import run as run_command
+from tests.fastdeploy_help import BLOCK, fd_config, fd_request, make, run, settle
+from tests.service_engine import PROMPT, Engine
+from tests.service_help import service_process, until
+
+RESERVE = "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL"
+DECAY = "FD_RESERVE_DECAY_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL"
+MINIMUM = "FD_RESERVE_MIN_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL"
+
+Replay = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def set_only(**values: str) -> None:
+        for name in OLD_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return set_only
+
+
+@pytest.fixture
+def replay(
+    environ: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Replay:
+    def run_once(*options: str, **values: str) -> dict[str, Any]:
+        environ(**values)
+        command = ["fdcache", "replay", "--requests", "150", "--device-blocks", "120", "--verify", "off"]
+        monkeypatch.setattr(sys, "argv", [*command, *options, "--json"])
+        with pytest.raises(SystemExit) as ended:
+            run_command()
+        assert ended.value.code == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert (report["leaked_slots"], report["leaked_pins"], report["integrity_error"]) == (0, 0, None)
+        return report
+
+    return run_once
+
+
+def test_every_variable_of_the_engine_with_an_effect_is_in_a_test() -> None:
+    used = {name for name in OLD_VARIABLES if VARIABLES[name].used_in}
+    texts = [path.read_text() for path in (Path(__file__), *Path(__file__).parent.glob("test_*service*.py"))]
+    assert {name for name in used if not any(name in text for text in texts)} == set()
+
+
+class TestReplay:
+    def test_the_attention_backend_decides_the_planes(self, replay: Replay) -> None:
+        few = ("--requests", "5")
+        assert replay(*few)["settings"]["planes"] == 4
+        assert replay(*few, FD_ATTENTION_BACKEND="FLASH_ATTN")["settings"]["planes"] == 4
+        assert replay(*few, FD_ATTENTION_BACKEND="MLA_ATTN")["settings"]["planes"] == 2
+        told = replay("--layout", "uniform", *few, FD_ATTENTION_BACKEND="MLA_ATTN")
+        assert told["settings"]["planes"] == 4
+
+    def test_a_reserve_for_decodes_after_a_preemption_prevents_most_others(self, replay: Replay) -> None:
+        plain = replay()["preemptions"]
+        kept = replay(**{RESERVE: "1000", DECAY: "0"})["preemptions"]
+        assert 0 < kept < plain / 3
+        assert replay(**{RESERVE: "1000", DECAY: "1000"})["preemptions"] > 2 * kept
+        assert replay(**{MINIMUM: "1000"})["preemptions"] < plain / 3
+
+    def test_decodes_take_blocks_by_the_number(self, replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
+        allocate = Manager.allocate_device_blocks
+        grown: list[int] = []
+
+        def watch(manager: Manager, demands: Iterable[Any]) -> Any:
+            demands = list(demands)
+            before = [
+                len(request.block_table) if request.block_table is not None else 0 for request, _ in demands
+            ]
+            done = allocate(manager, demands)
+            after = [len(request.block_table) for request, _ in demands]
+            grown.extend(b - a for a, b in zip(before, after, strict=True) if a)
+            return done
+
+        monkeypatch.setattr(Manager, "allocate_device_blocks", watch)
+        options = (
+            "--requests",
+            "8",
+            "--concurrency",
+            "1",
+            "--device-blocks",
+            "1000",
+            "--chunk-tokens",
+            "100000",
+        )
+        replay(*options)
+        singly = grown.count(1)
+        assert singly > 10
+        assert 3 not in grown
+        grown.clear()
+        replay(*options, FD_ENC_DEC_BLOCK_NUM="3")
+        assert grown.count(3) > 1
+        assert grown.count(1) < singly / 2  # the last of a request's blocks
+
+    def test_outputs_of_preempted_requests_are_left_out(
+        self, replay: Replay, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        preempt, left = Scheduler.preempt, []
+
+        def watch(scheduler: Scheduler, job: Any, *rest: Any) -> None:
+            left.append(job.request._committed_blocks * job.block_size > job.prompt_length)
+            preempt(scheduler, job, *rest)
+
+        monkeypatch.setattr(Scheduler, "preempt", watch)
+        replay()
+        assert any(left)
+        left.clear()
+        replay(FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST="0")
+        assert left
+        assert not any(left)
+
+
+class TestService:
+    def test_files_and_drain_follow_the_engines_names(self, tmp_path: Path) -> None:
+        (tmp_path / "s").mkdir(mode=0o700)
+        theirs = {"FILE_BACKEND_STORAGE_DIR": str(tmp_path / "files"), "FD_CACHE_PROC_EXIT_TIMEOUT": "300ms"}
+        settings = {
+            "FDCACHE_STORAGE": "local",
+            "FDCACHE_STORAGE_SIZE": "4MiB",
+            "FDCACHE_STORAGE_FSYNC": "never",
+        }
+        with service_process(
+            tmp_path / "s",
+            **settings,
+            FILE_BACKEND_STORAGE_DIR=theirs["FILE_BACKEND_STORAGE_DIR"],
+            FD_CACHE_PROC_EXIT_TIMEOUT="1",
+        ) as service:
+            engine = Engine(service.address)
+            engine.serve(PROMPT)
+            until(lambda: list((tmp_path / "files").glob("fdcache-*")), "the files are made")
+            told = {name: each["text"] for name, each in service.ask("config")["settings"].items()}
+            assert told["FDCACHE_STORAGE_DIR"] == str(tmp_path / "files")
+            assert told["FDCACHE_DRAIN_TIMEOUT"] == "1"
+            assert service.terminate() == 0  # the engine is there, and the drain is over after a second
+            engine.close()
+
+    def test_names_of_fdcache_are_stronger(self) -> None:
+        settings = Settings.load(
+            environ={
+                "FILE_BACKEND_STORAGE_DIR": "/theirs",
+                "FDCACHE_STORAGE_DIR": "/ours",
+                "FD_CACHE_PROC_EXIT_TIMEOUT": "7",
+                "FDCACHE_DRAIN_TIMEOUT": "3",
+            }
+        )
+        assert settings.storage_tier.directory == Path("/ours")
+        assert (settings.server.drain_timeout, settings.transfer.drain_timeout) == (3, 7)
+        assert Settings.load(environ={}).storage_tier.directory == Path("/var/lib/fdcache")
+
+    @pytest.mark.parametrize(
+        ("values", "level"), [({"FD_DEBUG": "1"}, "DEBUG"), ({"FD_LOG_LEVEL": "INFO"}, "INFO")]
+    )
+    def test_log_level_files_and_their_number(
+        self, values: dict[str, str], level: str, tmp_path: Path
+    ) -> None:
+        from fdcache.server import logs
+
+        logger = logging.getLogger("fdcache")
+        former = (logger.handlers[:], logger.level, logger.propagate)
+        try:
+            given = {"FD_LOG_DIR": str(tmp_path / "logs"), "FD_LOG_BACKUP_COUNT": "3", **values}
+            logs.configure(Settings.load(environ=given))
+            (file,) = [
+                each
+                for each in logger.handlers
+                if isinstance(each, logging.handlers.TimedRotatingFileHandler)
+            ]
+            assert (file.backupCount, logging.getLevelName(logger.level)) == (3, level)
+            assert Path(file.baseFilename).parent == tmp_path / "logs"
+            file.close()
+        finally:
+            logger.handlers[:], logger.propagate = former[0], former[2]
+            logger.setLevel(former[1])
+
+
+class TestDeterministicMode:
+    def test_reuse_is_cut_to_the_split_size(self, replay: Replay) -> None:
+        few = ("--requests", "5")
+        assert replay(*few)["settings"]["reuse_grid"] == 0
+        told = replay(*few, FD_DETERMINISTIC_MODE="1", FD_DETERMINISTIC_SPLIT_KV_SIZE="128")
+        assert told["settings"]["reuse_grid"] == 128
+
+
+class TestFastDeploy:
+    def test_the_attention_backend_decides_the_planes(self, environ: Callable[..., None]) -> None:
+        def kinds() -> list[PlaneKind]:
+            return [plane.kind for plane in layout_from_config(fd_config(latent=16)).layer_planes(0)]
+
+        environ()
+        assert kinds() == [PlaneKind.KEY]
+        environ(FD_ATTENTION_BACKEND="MLA_ATTN")
+        assert kinds() == [PlaneKind.KEY]
+        environ(FD_ATTENTION_BACKEND="FLASH_ATTN")
+        assert kinds() == [PlaneKind.KEY, PlaneKind.VALUE]
+
+    def test_a_backend_whose_planes_are_not_known_is_named(self, environ: Callable[..., None]) -> None:
+        environ(FD_ATTENTION_BACKEND="DSA_ATTN")
+        with pytest.raises(
+            ConfigurationError, match=r"FD_ATTENTION_BACKEND=DSA_ATTN \(environment\).*layout of your own"
+        ):
+            layout_from_config(fd_config(latent=16))
+        environ(FD_ATTENTION_BACKEND="MLA_ATTN")
+        with pytest.raises(ConfigurationError, match="no kv_lora_rank"):
+            layout_from_config(fd_config())
+
+    @pytest.mark.parametrize("keeps", ["0", "1"])
+    def test_a_preempted_request_leaves_its_outputs_where_it_should(
+        self, keeps: str, environ: Callable[..., None]
+    ) -> None:
+        environ(FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST=keeps)
+
+        def found(status: str) -> int:
+            manager = make()
+            request = fd_request("a", 2 * BLOCK)
+            run(manager, request, outputs=2 * BLOCK + 1)
+            request.status = SimpleNamespace(name=status)
+            manager.request_finish(request)
+            settle(manager)
+            again = fd_request("b", prompt=[*request.prompt_token_ids, *request.output_token_ids])
+            manager.match_prefix(again)
+            manager.core.check_integrity()
+            blocks: int = again._match_result.matched_device_nums
+            return blocks
+
+        assert found("PREEMPTED") == (4 if keeps == "1" else 2)
+        assert found("FINISHED") == 4
+
+    @pytest.mark.parametrize("clears", ["0", "1"])
+    def test_sleep_frees_the_host_cache_where_it_should(
+        self, clears: str, environ: Callable[..., None]
+    ) -> None:
+        pytest.importorskip("paddle")
+        environ(FD_ENABLE_SWAP_SPACE_CLEARING=clears)
+        backend = SimpleNamespace()
+        controller = CacheController(fd_config(), 0, 0)
+        controller.initialize_kv_cache(backend, 8)
+        controller.free_gpu_cache()
+        assert (controller.core.host_arena is None) is (clears == "1")
+        controller.initialize_kv_cache(backend, 8)
+        assert controller.core.host_arena is not None
+        controller.shutdown()
+
+    def test_the_old_manager_beside_the_adapter_is_named(
+        self, environ: Callable[..., None], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for values, times in (
+            ({"ENABLE_V1_KVCACHE_MANAGER": "0"}, 1),
+            ({"ENABLE_V1_KVCACHE_MANAGER": "1"}, 0),
+        ):
+            environ(**values)
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "fdcache"):
+                CacheManager(fd_config())
+            told = [each for each in caplog.messages if "set ENABLE_V1_KVCACHE_MANAGER=1" in each]
+            assert len(told) == times
+
+
+class TestPaddleEngine:
+    SMALL = (
+        "--layers 1 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --ffn 32 --vocab 64 --requests 12 --users 8 "
+        "--scale 16 --answer-scale 2 --device-blocks 24 --ordinary"
+    )
+
+    @pytest.fixture
+    def preemptions(self, environ: Callable[..., None]) -> Iterator[Callable[..., int]]:
+        pytest.importorskip("paddle")
+        from examples.paddle_engine.__main__ import parse
+        from examples.paddle_engine.baseline import FreshBlocks
+
+        def run_once(**values: str) -> int:
+            environ(**values)
+            demo, _ = parse(self.SMALL.split())
+            return sum(task.preemptions for task in demo.run(FreshBlocks(demo.engine)).tasks)
+
+        yield run_once
+
+    def test_admission_follows_the_engines_variables(self, preemptions: Callable[..., int]) -> None:
+        plain = preemptions()
+        kept = preemptions(**{RESERVE: "1000", DECAY: "0"})
+        assert 0 < kept < plain
+        assert preemptions(**{RESERVE: "1000", DECAY: "1000"}) > kept
+        assert preemptions(**{MINIMUM: "1000"}) == kept
+        assert preemptions(FD_ENC_DEC_BLOCK_NUM="8") != plain
+
+    def test_digests_of_logits_are_written_and_equal_with_and_without_the_cache(
+        self, environ: Callable[..., None], capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("paddle")
+        from examples.paddle_engine.__main__ import main
+
+        def digests(**values: str) -> list[str]:
+            environ(**values)
+            few = self.SMALL.replace("--requests 12", "--requests 3").replace(" --ordinary", "")
+            assert main(few.split()) == 0
+            return [line for line in capfd.readouterr().err.splitlines() if line.startswith("digest ")]
+
+        assert digests() == []
+        found = digests(FD_DETERMINISTIC_LOG_MODE="1")
+        assert found
+        assert all(found.count(line) == 2 for line in found)

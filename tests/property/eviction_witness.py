@@ -1,0 +1,106 @@
+"""Checks after every call to a tier that it evicts in exact leaf-first order of last use, whoever calls it and why.
+
+A use is a pin, or a copy into the tier; a copy out is none. The witness knows of the tier only what ``node`` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fdcache import _core
+from tests.tier_help import hash_list
+
+_CHANGES = (
+    "release",
+    "match",
+    "reserve",
+    "reserve_copies",
+    "commit",
+    "publish",
+    "complete",
+    "hold",
+    "unhold",
+)
+_WHOLE = ("discard", "drop", "restore", "reset", "resize")
+
+
+class EvictionWitness:
+    """Stands between one tier and all that call it."""
+
+    def __init__(self, tier: _core.Tier) -> None:
+        self.tier = tier
+        self.calls = 0
+        self.evicted = 0
+        self.passed_over = 0
+        self.used_until: dict[tuple[bytes, int], int] = {}
+        self.parents: dict[bytes, bytes | None] = {}
+        self.order: list[bytes] = []
+        for name in _CHANGES + _WHOLE:
+            setattr(tier, name, self._watched(getattr(tier, name)))
+        self._observe()
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **options: Any) -> Any:
+            try:
+                result = call(*args, **options)
+            except BaseException:
+                self._observe()
+                raise
+            if isinstance(result, _core.Reservation | _core.CopyReservation):
+                self._check_evicted(result, args)
+            self._observe()
+            return result
+
+        return watched
+
+    def _check_evicted(self, taken: Any, args: tuple[Any, ...]) -> None:
+        kept: set[bytes | None] = set()
+        if isinstance(taken, _core.CopyReservation):
+            for named in [*hash_list(args[1]), *hash_list(args[2])]:
+                above: bytes | None = named
+                while above in self.parents and above not in kept:
+                    kept.add(above)
+                    above = self.parents[above]
+        gone = hash_list(taken.evicted.hashes)
+        assert gone == [block for block in self.order if block not in kept][: len(gone)]
+        self.evicted += len(gone)
+
+    def _observe(self) -> None:
+        self.calls += 1
+        nodes = {slot: self.tier.node(slot) for slot in range(self.tier.stats().slots)}
+        found = {slot: node for slot, node in nodes.items() if node.findable}
+        used = self._with_ancestors(found, lambda node: node.pins > 0 or node.state != _core.SLOT_READY)
+        busy = used | self._with_ancestors(found, lambda node: node.holds > 0)
+        until: dict[tuple[bytes, int], int] = {}
+        for node in sorted(found.values(), key=lambda each: -each.depth):
+            if node.slot in used:
+                continue
+            key = (node.hash, node.generation)
+            # What hangs below a block was used with it.
+            below = [until[c.hash, c.generation] for c in found.values() if c.parent == node.slot]
+            until[key] = max([self.used_until.get(key, self.calls), *below])
+        self.used_until = until
+        self.parents = {
+            node.hash: None if node.parent is None else nodes[node.parent].hash
+            for node in found.values()
+            if node.state == _core.SLOT_READY
+        }
+        self.passed_over += len(busy - used)
+        listed = self.tier.coldest(len(nodes)).slots.tolist()
+        assert sorted(listed) == sorted(found.keys() - busy)
+        ages = [until[found[slot].hash, found[slot].generation] for slot in listed]
+        assert ages == sorted(ages), "a block that was used later is evicted earlier"
+        place = {slot: position for position, slot in enumerate(listed)}
+        assert all(place[slot] < place.get(found[slot].parent, len(listed)) for slot in listed)
+        self.order = [found[slot].hash for slot in listed]
+
+    @staticmethod
+    def _with_ancestors(found: dict[int, Any], begins: Callable[[Any], bool]) -> set[int]:
+        reached: set[int] = set()
+        for slot, node in found.items():
+            at: int | None = slot if begins(node) else None
+            while at is not None and at in found and at not in reached:
+                reached.add(at)
+                at = found[at].parent
+        return reached

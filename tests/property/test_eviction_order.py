@@ -1,0 +1,57 @@
+"""Device, host and storage evict what was used longest ago, whatever is copied between them meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis.stateful import run_state_machine_as_test
+
+from fdcache import _core
+from fdcache.layout import KVLayout
+from fdcache.manager import CacheManager
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from tests.property.eviction_witness import EvictionWitness
+from tests.property.test_manager import bounded
+from tests.property.test_manager_storage import StorageMachine
+
+
+class OrderMachine(StorageMachine):
+    """The manager with its storage, a witness at each tier."""
+
+    policy: WritePolicy
+    evicted = passed_over = 0
+
+    def make_manager(self, cache: CacheSettings, layout: KVLayout) -> CacheManager:
+        cache = cache.model_copy(update={"write_policy": self.policy})
+        manager = super().make_manager(cache, layout)
+        for pool in manager._tiers.pools.values():
+            assert isinstance(pool, _core.Tier)
+            self.witnesses.append(EvictionWitness(pool))
+        return manager
+
+    @property
+    def witnesses(self) -> list[EvictionWitness]:
+        witnesses: list[EvictionWitness] = self.__dict__.setdefault("_witnesses", [])
+        return witnesses
+
+    def teardown(self) -> None:
+        super().teardown()
+        type(self).evicted += sum(witness.evicted for witness in self.witnesses)
+        type(self).passed_over += sum(witness.passed_over for witness in self.witnesses)
+
+
+def check(policy: WritePolicy, examples: int, steps: int) -> None:
+    machine: type[OrderMachine] = type(f"{policy.name.title()}Machine", (OrderMachine,), {"policy": policy})
+    run_state_machine_as_test(machine, settings=bounded(examples, steps))
+    assert machine.evicted
+    assert machine.passed_over
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_copies_between_the_tiers_change_no_order_of_eviction(policy: WritePolicy) -> None:
+    check(policy, examples=60, steps=25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_copies_between_the_tiers_change_no_order_of_eviction_in_long_histories(policy: WritePolicy) -> None:
+    check(policy, examples=400, steps=50)

@@ -1,0 +1,114 @@
+"""The write policies: which hits they hear of, and what their copies do to the order of eviction."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+
+from fdcache.manager import Request
+from fdcache.manager.backups import BackupPlanner
+from fdcache.manager.stats import Counters
+from fdcache.manager.tiers import Tiers
+from fdcache.metadata import CacheLevel
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers import BlockPool, LocalHostTier
+from tests.manager_world import TAIL, A, B, C, World
+from tests.property.engine_model import BLOCK
+from tests.tier_help import chain, hash_list, hashes, store
+
+PATH = chain(1, 2, 3)
+
+
+class Stage:
+    """A device tier with ``PATH``, whose blocks are backed up at their third hit (the first is their computation)."""
+
+    def __init__(self) -> None:
+        self.device = BlockPool(CacheLevel.DEVICE, 8)
+        host = LocalHostTier(CacheLevel.HOST, 8)
+        settings = CacheSettings(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_through_threshold=3)
+        self.backups = BackupPlanner(settings, self.device, host, Counters())
+        self.tiers = Tiers(self.device, host, None, self.backups, None)
+        store(self.device, PATH)
+
+    def ask(self, request: Request, blocks: int, start: int = 0) -> None:
+        """A look-up after which the request has to wait."""
+        request._lease = self.device.open_lease()
+        assert len(self.tiers.match(request, hashes(PATH[:blocks]), start)) == blocks - start
+        self.device.release(request._lease)
+
+
+def test_a_request_that_has_to_ask_again_hits_a_block_once() -> None:
+    stage, waiting = Stage(), Request("waiting", [1])
+    for _ in range(5):
+        stage.ask(waiting, 2)
+    assert stage.backups.queued == 0
+    assert [node.hit_count for node in stage.device.nodes(stage.device.find(hashes(PATH)).slots)] == [2, 2, 1]
+
+
+def test_a_hit_that_reaches_the_threshold_counts_though_its_request_has_to_wait() -> None:
+    stage, waiting = Stage(), Request("waiting", [1])
+    stage.ask(Request("earlier", [1]), 2)
+    for _ in range(3):
+        stage.ask(waiting, 2)
+    assert stage.backups.queued == 2
+
+
+def test_of_a_longer_run_only_what_is_new_to_the_request_is_a_hit() -> None:
+    stage, request = Stage(), Request("growing", [1])
+    stage.ask(Request("earlier", [1]), 3)
+    stage.ask(request, 1)
+    assert stage.backups.queued == 1
+    stage.ask(request, 3, start=1)
+    assert stage.backups.queued == 3
+
+
+def test_what_leaves_the_device_at_once_keeps_its_order_in_the_host() -> None:
+    world = World(device=6, host=12, policy=WritePolicy.WRITE_BACK, clean_reserve=0)
+    for prompt in ((*A, *B), B, C):
+        world.serve(*prompt, *TAIL)
+    order = hash_list(world.manager._device.coldest(6).hashes)
+    world.serve(*(7,) * 6 * BLOCK)
+    host = world.manager._host
+    assert isinstance(host, LocalHostTier)
+    assert hash_list(host.coldest(4).hashes) == order
+
+
+@pytest.mark.parametrize(
+    ("policy", "reserve"),
+    [*((policy, 10) for policy in WritePolicy), (WritePolicy.WRITE_BACK, 0)],
+)
+def test_the_device_finds_what_an_exact_lru_does(policy: WritePolicy, reserve: int) -> None:
+    world = World(device=50, host=200, policy=policy, clean_reserve=reserve)
+    draw = random.Random(3)
+    lru: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for number in range(500):
+        block = draw.randrange(20) if draw.random() < 0.6 else 1000 + number
+        hits += block in lru
+        lru[block] = None
+        lru.move_to_end(block)
+        # The last token's block is the request's own, and goes with it.
+        while len(lru) > 49:
+            lru.popitem(last=False)
+        world.serve(*(block,) * BLOCK, *TAIL)
+    assert hits > 200
+    assert world.manager.get_stats().counters.device_hit_tokens == hits * BLOCK
+
+
+@pytest.mark.parametrize("asked", [1, 4])
+def test_waiting_for_another_requests_load_is_one_hit(asked: int) -> None:
+    world = World(host=8)
+    world.serve(*A, *B, *TAIL)
+    host = world.manager._host
+    assert host is not None
+    world.manager._tiers.reset_device()
+    world.serve(*A, *TAIL)
+    world.engine.schedule([world.submit(*A, *B, *TAIL)], 100)
+    waiting = world.submit(*A, *B, *TAIL)
+    for _ in range(asked):
+        world.engine.schedule([waiting], 100)
+    assert not waiting.running
+    device = world.manager.find_blocks(waiting.request)[CacheLevel.DEVICE]
+    assert device[0].hit_count == 3
