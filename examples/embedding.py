@@ -1,7 +1,8 @@
 """The shortest engine that uses fdcache: one process, one rank, NumPy for a device.
 
 Run it with ``python -m examples.embedding``. It serves three prompts that share a beginning, lets the device run
-out of blocks, and prints where each prompt's prefix was found.
+out of blocks, and prints where each prompt's prefix was found. The environment configures it, as
+``FDCACHE_HOST_MEMORY=0`` or ``FDCACHE_STORAGE=local FDCACHE_STORAGE_DIR=/tmp/blocks``.
 """
 
 from __future__ import annotations
@@ -11,36 +12,45 @@ import numpy as np
 from fdcache import (
     CacheController,
     CacheManager,
-    CacheSettings,
     KVLayout,
     LayerDoneCounter,
     MatchStatus,
     Request,
-    TransferSettings,
 )
+from fdcache.devices.cpu import memory_bytes
+from fdcache.settings import Settings
 
 LAYOUT = KVLayout.uniform(
     model="example", revision="1", block_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float16"
 )
 
 
+DEFAULTS = {
+    "FDCACHE_DEVICE_BLOCKS": 8,
+    "FDCACHE_HOST_MEMORY": "1MiB",
+    "FDCACHE_WRITE_POLICY": "write_through",
+    "FDCACHE_STORAGE_SIZE": "16MiB",
+}
+
+
 class Engine:
     """Schedules one request at a time: match, allocate, submit the plan, compute, report, commit, finish."""
 
-    def __init__(self, device_blocks: int, host_memory: int) -> None:
-        settings = CacheSettings(
-            device_blocks=device_blocks, host_memory=host_memory, write_policy="write_through"
-        )
-        self.manager = CacheManager(settings, LAYOUT)
-        self.controller = CacheController(TransferSettings(), LAYOUT)
-        self.planes = self.controller.initialize_kv_cache(device_blocks)
-        self.controller.initialize_host_cache(self.manager.num_host_blocks)
+    def __init__(self, settings: Settings) -> None:
+        self.manager = CacheManager.from_settings(LAYOUT, settings, device_bytes=memory_bytes)
+        self.controller = CacheController.from_settings(LAYOUT, settings)
+        self.planes = self.controller.initialize_kv_cache(self.manager.num_device_blocks)
+        self.controller.initialize_host_cache(self.manager.host_cache)
+        if scan := self.controller.open_storage():
+            self.manager.restore_storage([scan])
 
     def serve(self, name: str, prompt: list[int]) -> str:
         """Serve one prompt; returns where its prefix was found."""
         request = Request(name, prompt)
-        match = self.manager.match_prefix([request])[0]
-        assert match.status is MatchStatus.MATCHED
+        self.manager.prefetch([request])
+        while (match := self.manager.match_prefix([request])[0]).status is MatchStatus.DEFERRED:
+            self.submit_plans()  # its blocks are on their way; an engine computes for others meanwhile
+            self.collect_reports()
         allocation = self.manager.allocate_device_blocks([(request, len(prompt))])[0]
         if not allocation.ok:
             self.manager.request_finish([request])
@@ -55,7 +65,8 @@ class Engine:
         self.manager.request_finish([request])
         self.submit_plans()  # a step without requests: the write policy's copies to the host
         self.collect_reports()
-        return f"{name}: {match.num_device_blocks} blocks on the device, {match.num_host_blocks} on the host"
+        found = f"{match.num_device_blocks} blocks on the device, {match.num_host_blocks} on the host"
+        return f"{name}: {found}, {match.num_storage_blocks} in storage"
 
     def compute(self, layer: int, request: Request, start: int) -> None:
         """Stands for attention: every block from token ``start`` on gets this layer's keys and values."""
@@ -75,12 +86,13 @@ class Engine:
     def close(self) -> None:
         """Wait for copies and free everything."""
         self.controller.shutdown()
+        self.manager.close()
 
 
 def main() -> None:
-    """Serve three prompts on a device that holds one of them."""
+    """Serve three prompts on a device that holds one of them, where the environment says nothing else."""
     system = list(range(64))
-    engine = Engine(device_blocks=8, host_memory=1 << 20)
+    engine = Engine(Settings.load(defaults=DEFAULTS))
     print(engine.serve("first", [*system, *range(100, 140)]))
     print(engine.serve("second", [*system, *range(200, 240)]))
     print(engine.serve("first again", [*system, *range(100, 140)]))

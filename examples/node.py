@@ -3,7 +3,8 @@
     python examples/node.py
 
 Each engine is a `fdcache replay` that verifies every byte it reuses. What the first one stored, the second finds
-in the service's host tier. At the end no process, socket or shared memory is left.
+in the service's host tier. At the end no process, socket or shared memory is left. The environment configures them, as
+`FDCACHE_HOST_MEMORY=1GiB python examples/node.py`.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def main() -> None:
         os.environ["FDCACHE_RUNTIME_DIR"] = folder
         os.environ["FDCACHE_ARENA_DIR"] = arena
         os.environ["FDCACHE_SERVER"] = f"ipc://{folder}/fdcache.sock"
-        chat = ("replay", "--workload", "chat", "--requests", "200", "--write-policy", "write_through")
+        os.environ.setdefault("FDCACHE_HOST_MEMORY", "64MiB")
+        os.environ.setdefault("FDCACHE_WRITE_POLICY", "write_through")
+        chat = ("replay", "--workload", "chat", "--requests", "200")
         say("a service")
         service = start(
             "serve",
-            "--host-memory",
-            "64MiB",
             "--http",
             "off",
             stdout=subprocess.PIPE,

@@ -7,19 +7,19 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 
-from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import ReplayOptionError
 from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.engine import replay as run_replay
 from fdcache.replay.items import WorkItem
 from fdcache.replay.options import LAPTOP_DEFAULTS, MOST_LAYERS, LayoutName, Shape, layout_of, load_settings
-from fdcache.replay.planes import DeviceName
+from fdcache.replay.planes import DeviceName, device_bytes
 from fdcache.replay.plot import require_plotting, write_plot
 from fdcache.replay.report import Report
 from fdcache.replay.trace import read_trace
@@ -74,7 +74,7 @@ def replay(
         typer.Option(
             parser=_size,
             metavar="SIZE",
-            help="Host memory per rank, as 1GiB or 4G; 0 for no host tier. "
+            help="Host memory of all ranks together, as 1GiB or 4G; 0 for no host tier. "
             f"Default: {LAPTOP_DEFAULTS['FDCACHE_HOST_MEMORY']}.",
         ),
     ] = None,
@@ -180,7 +180,7 @@ def replay(
         kv_layout = shape.build(settings.deployment.block_size, ranks)
         config = ReplayConfig(
             layout=kv_layout,
-            cache=settings.cache_for(kv_layout, available_memory().nbytes // ranks),
+            cache=settings.cache_for(kv_layout, partial(device_bytes, device, ranks)),
             transfer=settings.transfer,
             storage=settings.storage_tier,
             mooncake=settings.mooncake,

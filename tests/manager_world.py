@@ -7,8 +7,8 @@ from typing import Any
 
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, MatchStatus, Request
-from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers import host_block_bytes
 from tests.property.engine_model import BLOCK, Engine, Job
 from tests.service_help import LocalService, until
 
@@ -51,7 +51,7 @@ class World:
         ranks = int(str(settings.pop("ranks", 1)))
         self.layout = layout(ranks, "1" if service is None else f"world {next(_revisions)}")
         if service is None:
-            settings["host_memory"] = host * (self.layout.record_bytes + SLOT_HEADER_BYTES)
+            settings["host_memory"] = host * host_block_bytes(self.layout)
         else:
             settings |= {"server": service.address, "rpc_timeout": 30.0}
         cache = CacheSettings.model_validate({"device_blocks": device, "write_policy": policy, **settings})

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("paddle")
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from examples.paddle_engine.task import Task
 from examples.paddle_engine.worker import StepResult, Worker
 from fdcache import TransferPlan
 from fdcache.devices.base import Device
+from fdcache.tiers import host_block_bytes
 
 GQA = ModelConfig(vocab=256, hidden=48, layers=3, heads=4, kv_heads=2, head_dim=12, ffn=64)
 MLA = replace(GQA, latent_dim=16, rope_dim=8)
@@ -33,7 +35,38 @@ FP8 = replace(GQA, kv_dtype="fp8")
 BF16 = replace(GQA, kv_dtype="bfloat16")
 MTP = replace(GQA, vocab=6, draft_layers=1)
 MODELS = {"gqa": GQA, "mla": MLA, "fp8": FP8, "bf16": BF16, "mtp": MTP}
-ENGINE = EngineConfig(device_blocks=64, host_blocks=64, step_tokens=64)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an engine of the tests is made with, whatever model it has."""
+
+    device_blocks: int = 64
+    host_blocks: int = 64
+    step_tokens: int = 64
+    max_running: int = 8
+    ranks: int = 1
+    grid: int = 32
+    write_policy: str = "write_through"
+    server: str | None = None
+    storage: Path | None = None
+
+    def load(self, model: ModelConfig) -> EngineConfig:
+        """The engine's configuration; the environment has no part in it."""
+        cache: dict[str, object] = {
+            "FDCACHE_DEVICE_BLOCKS": self.device_blocks,
+            "FDCACHE_HOST_MEMORY": self.host_blocks * host_block_bytes(model.layout(16, self.ranks)),
+            "FDCACHE_RANKS": self.ranks,
+            "FDCACHE_SERVER": self.server,
+            "FDCACHE_WRITE_POLICY": self.write_policy,
+        }
+        if self.storage:
+            cache |= {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": self.storage}
+        limits = {"step_tokens": self.step_tokens, "max_running": self.max_running}
+        return EngineConfig.load(model, cache, grid=self.grid, **limits)
+
+
+ENGINE = Sizes()
 
 
 def tokens(seed: int, count: int, vocab: int = GQA.vocab) -> list[int]:
@@ -51,16 +84,15 @@ class Server:
     def __init__(
         self,
         model: ModelConfig = GQA,
-        engine: EngineConfig = ENGINE,
+        sizes: Sizes = ENGINE,
         *,
         cached: bool = True,
         device: Device | None = None,
     ) -> None:
-        self.config = engine
+        self.sizes = sizes
+        self.config = engine = sizes.load(model)
         self.model = model
-        self.cache: FdcacheBlocks | FreshBlocks = (
-            FdcacheBlocks(model, engine) if cached else FreshBlocks(engine)
-        )
+        self.cache: FdcacheBlocks | FreshBlocks = FdcacheBlocks(engine) if cached else FreshBlocks(engine)
         self.worker = Worker(model, engine, self.cache.host_cache, device=device)
         self.worker.logits = {}
         self.restored = self.cache.restore(self.worker.storage_scans())
@@ -122,8 +154,8 @@ def spoken(tasks: Sequence[Task]) -> list[list[int]]:
 
 def assert_as_without_cache(server: Server, tasks: Sequence[Task], weights: int | None = None) -> None:
     """The same tokens, the same bits in every logit and the same drafts as an engine that computes everything."""
-    engine = replace(server.config, device_blocks=256, host_blocks=0, server=None)
-    alone = Server(server.model, engine, cached=False)
+    sizes = replace(server.sizes, device_blocks=256, server=None, storage=None)
+    alone = Server(server.model, sizes, cached=False)
     if weights is not None:
         alone.worker.update_weights(weights)
     expected = [alone.serve(task.prompt)[0] for task in tasks]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from examples.paddle_engine.baseline import FreshBlocks
-from examples.paddle_engine.comparison import Agreement, Run, plot, show
+from examples.paddle_engine.comparison import Agreement, Run, plot, show, show_cache
 from examples.paddle_engine.config import EngineConfig, ModelConfig
 from examples.paddle_engine.engine import Engine, KVCache
 from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
@@ -31,7 +31,6 @@ class Demo:
 
     def check(self) -> None:
         """Raise ``ValueError`` or an ``FdcacheError`` for what cannot be served; no memory is taken yet."""
-        self.model.layout(self.engine.block_size, self.engine.ranks)
         longest, room = self.traffic.longest, self.engine.device_blocks * self.engine.block_size
         if longest > self.model.max_positions:
             raise ValueError(
@@ -66,6 +65,9 @@ class Demo:
         return Run(tasks, seconds)
 
 
+_CACHE_FLAGS = ("device_blocks", "host_memory", "block_size", "ranks", "write_policy", "server")
+
+
 def _count(text: str) -> int:
     """A number of things."""
     if (number := int(text)) < 1:
@@ -76,7 +78,7 @@ def _count(text: str) -> int:
 def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
     """The demo that the flags describe, and where its plot goes. Exits with status 2 when they make no sense."""
     parser = argparse.ArgumentParser(prog="python -m examples.paddle_engine", description=__doc__)
-    add, usual = parser.add_argument, EngineConfig()
+    add = parser.add_argument
     add("--workload", default="chat", choices=["chat", "agent", "rag", "unique"])
     add("--requests", type=_count, default=40)
     add("--users", type=_count, default=4, help="requests served at a time")
@@ -87,25 +89,26 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
     add("--plot", type=Path, metavar="FILE")
     for field in fields(ModelConfig):  # --layers, --latent-dim, --kv-dtype, --seed, ...
         add(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    add("--device-blocks", type=_count, default=200)
-    add("--host-blocks", type=_count, default=800)
-    add("--block-size", type=_count, default=usual.block_size)
-    add("--ranks", type=_count, default=1, help="tensor-parallel ranks, each a process")
-    add("--write-policy", default=usual.write_policy, choices=list(map(str, WritePolicy)))
+    parser.epilog = "What is left out of these comes from the environment, FDCACHE_DEVICE_BLOCKS and so on."
+    add("--device-blocks", type=_count)
+    add("--host-memory", metavar="SIZE", help="of all ranks together")
+    add("--block-size", type=_count)
+    add("--ranks", type=_count, help="tensor-parallel ranks, each a process")
+    add("--write-policy", choices=list(map(str, WritePolicy)))
     add("--storage", type=Path, metavar="DIR", help="a folder that keeps blocks from run to run")
     add("--server", metavar="ADDRESS", help="a running `fdcache serve`, whose host tier is used")
     flags = vars(parser.parse_args(arguments))
     traffic = {
         name: flags[name] for name in ("scale", "answer_scale", "vocab", "seed", "users", "temperature")
     }
-    engine = {field.name: flags[field.name] for field in fields(EngineConfig) if field.name in flags}
-    if flags["ordinary"]:
-        engine["grid"] = 0
+    cache = {f"FDCACHE_{name.upper()}": flags[name] for name in _CACHE_FLAGS}
+    if flags["storage"]:
+        cache |= {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": flags["storage"]}
     try:
-        engine |= EngineConfig.engine_variables()
+        model = ModelConfig(**{field.name: flags[field.name] for field in fields(ModelConfig)})
         demo = Demo(
-            ModelConfig(**{field.name: flags[field.name] for field in fields(ModelConfig)}),
-            EngineConfig(**engine),
+            model,
+            EngineConfig.load(model, cache, grid=0 if flags["ordinary"] else 32),
             Traffic.generate(flags["workload"], flags["requests"], **traffic),
         )
         demo.check()
@@ -126,11 +129,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def compare(demo: Demo, path: Path | None) -> int:
     """Serve twice and show both; 1 if one token differs."""
-    cache = FdcacheBlocks(demo.model, demo.engine)  # first, so that settings it refuses are known at once
+    cache = FdcacheBlocks(demo.engine)  # first, so that settings it refuses are known at once
     without = demo.run(FreshBlocks(demo.engine))
     with_cache = demo.run(cache, reference=without)
     counters = cache.manager.get_stats().counters
     agreement = Agreement.of(without, with_cache, exact=demo.engine.grid > 0)
+    show_cache(cache.manager)
     show(without, with_cache, counters, agreement)
     if path:
         try:

@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.paddle_engine.task import Task
+from fdcache import CacheManager
 from fdcache.manager.stats import Counters
+from fdcache.settings.parsing import format_size
 
 NEAR_TIE = 1e-3
 """In ordinary mode a token may differ where both runs' two best scores are closer than this: a rounding that makes two
@@ -60,6 +62,13 @@ class Agreement:
                         differences.append(f"{a.name}: token {place} is {other.token} instead of {one.token}")
                     break
         return cls(compared, near_ties, tuple(differences))
+
+
+def show_cache(manager: CacheManager) -> None:
+    """Print the tiers and the write policy in force."""
+    cache = manager.settings
+    host = f"{manager.num_host_blocks:,} blocks of {cache.server or format_size(cache.host_memory)}"
+    print(f"cache: device {manager.num_device_blocks:,} blocks; host {host}; {cache.write_policy.value}")
 
 
 def show(without: Run, with_cache: Run, counters: Counters, agreement: Agreement) -> None:

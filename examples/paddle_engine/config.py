@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fdcache import KVLayout
@@ -11,7 +11,6 @@ from fdcache.replay.config import PLAIN_SCHEDULING
 from fdcache.replay.options import PLAIN_VALUES
 from fdcache.settings import Settings
 from fdcache.settings.scheduling import SchedulingSettings
-from fdcache.settings.storage_tier import StorageTierSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,49 +72,91 @@ class ModelConfig:
         return KVLayout.uniform(dtype=self.kv_dtype, **heads, **common)
 
 
+DEFAULTS = {
+    "FDCACHE_BLOCK_SIZE": 16,
+    "FDCACHE_DEVICE_BLOCKS": 200,
+    "FDCACHE_HOST_MEMORY": "64MiB",
+    "FDCACHE_WRITE_POLICY": "write_through",
+    "FDCACHE_RPC_TIMEOUT": "5s",
+    "FDCACHE_STORAGE_SIZE": "256MiB",
+    "FDCACHE_PREFETCH_POLICY": "wait_complete",
+}
+"""What holds where neither a flag nor the environment says otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Limits of the engine.
+    """What fdcache is told, and limits of the engine. ``load`` makes one; every rank's process gets the same.
 
     ``grid`` > 0 is deterministic mode: tokens are computed in padded chunks of ``grid`` rows, each at the row that its
     position has on that grid, so a token gets the same bits whatever was computed with it; reuse is cut to the grid,
     a multiple of ``split_kv``, the number of keys that attention reads at a time. 0: ordinary mode, all rows of
-    a step in one batch. ``storage``: a folder in which blocks outlive the process. ``server``: the address of a service
-    whose host tier is used instead of an own one of ``host_blocks``. ``scheduling``: the blocks that a decode takes
-    at a time, and those kept for decodes after a preemption. ``log_digests``: write a digest of all logits.
+    a step in one batch. ``scheduling``: the blocks that a decode takes at a time, and those kept for decodes after a
+    preemption. ``log_digests``: write a digest of all logits.
     """
 
-    block_size: int = 16
-    device_blocks: int = 256
-    host_blocks: int = 0
+    layout: KVLayout
+    settings: Settings
     max_running: int = 8
     step_tokens: int = 128
     grid: int = 32
     split_kv: int = 16
-    ranks: int = 1
-    write_policy: str = "write_through"
-    storage: Path | None = None
-    server: str | None = None
     scheduling: SchedulingSettings = PLAIN_SCHEDULING
     log_digests: bool = False
 
     def __post_init__(self) -> None:
         if self.grid % self.split_kv:
             raise ValueError(f"grid: {self.grid} is not a multiple of split_kv {self.split_kv}")
-        if self.server and self.storage:
+        reuse_grid = self.settings.cache.reuse_grid
+        if self.grid and reuse_grid % self.grid:
+            raise ValueError(
+                f"FDCACHE_REUSE_GRID: {reuse_grid} is not a multiple of the engine's grid {self.grid}"
+            )
+        if self.settings.cache.lookahead_tokens < self.layout.num_draft_layers:
+            raise ValueError(
+                "FDCACHE_LOOKAHEAD_TOKENS: a draft layer is fed the next token, so it is 1 or more"
+            )
+        if self.server and self.settings.storage_tier.is_on:
             raise ValueError("server: a service has storage of its own; leave storage out")
 
-    @staticmethod
-    def engine_variables() -> dict[str, Any]:
-        """What the variables of the engine say, as fields."""
-        settings = Settings.load(defaults=PLAIN_VALUES)
-        return {"scheduling": settings.scheduling, "log_digests": settings.attention.deterministic_log}
+    @classmethod
+    def load(
+        cls,
+        model: ModelConfig,
+        arguments: Mapping[str, object] | None = None,
+        *,
+        grid: int = 32,
+        **limits: int,
+    ) -> EngineConfig:
+        """Read the settings: ``arguments`` by the names of variables, above the environment, above ``DEFAULTS``."""
+        engine = {"FDCACHE_REUSE_GRID": grid, "FDCACHE_LOOKAHEAD_TOKENS": model.draft_layers}
+        settings = Settings.load(arguments=arguments, defaults={**PLAIN_VALUES, **DEFAULTS, **engine})
+        layout = model.layout(settings.deployment.block_size, settings.deployment.ranks)
+        follows = {"scheduling": settings.scheduling, "log_digests": settings.attention.deterministic_log}
+        return cls(layout, settings, grid=grid, **follows, **limits)  # type: ignore[arg-type]
 
     @property
-    def storage_tier(self) -> StorageTierSettings:
-        """Local files for each rank, which a request waits for, or none."""
-        if self.storage is None:
-            return StorageTierSettings()
-        return StorageTierSettings(
-            connector="local", directory=self.storage, size="256MiB", prefetch_policy="wait_complete"
-        )
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.layout.block_size
+
+    @property
+    def ranks(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.layout.tp_size
+
+    @property
+    def server(self) -> str | None:
+        """The service whose host tier is used."""
+        return self.settings.cache.server
+
+    @property
+    def device_blocks(self) -> int:
+        """Blocks that every rank allocates."""
+        return self.settings.cache_for(self.layout, self.device_bytes).device_blocks
+
+    def device_bytes(self) -> int:
+        """The memory of one rank's device."""
+        from fdcache.integrations.paddle import device_bytes
+
+        return device_bytes(self.ranks)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.paddle_engine.config import EngineConfig, ModelConfig
+from examples.paddle_engine.config import EngineConfig
 from fdcache import (
     CacheManager,
-    CacheSettings,
     LoadOutcome,
     MatchStatus,
     MultimodalItem,
@@ -19,7 +18,7 @@ from fdcache import (
     TransferPlan,
     TransferReport,
 )
-from fdcache.metadata import SLOT_HEADER_BYTES, StorageScan
+from fdcache.metadata import StorageScan
 from fdcache.tiers.host_cache import HostCache
 
 
@@ -38,18 +37,9 @@ class Prompt:
 class FdcacheBlocks:
     """The blocks of fdcache. Sequences are named by their prompt's name."""
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
-        layout = model.layout(engine.block_size, engine.ranks)
-        settings = CacheSettings(
-            device_blocks=engine.device_blocks,
-            host_memory=engine.host_blocks * (layout.record_bytes + SLOT_HEADER_BYTES),
-            server=engine.server,
-            rpc_timeout=5.0,
-            write_policy=engine.write_policy,
-            reuse_grid=engine.grid,
-            lookahead_tokens=model.draft_layers,
-        )
-        self.manager = CacheManager(settings, layout, storage=engine.storage_tier)
+    def __init__(self, engine: EngineConfig) -> None:
+        layout, settings = engine.layout, engine.settings
+        self.manager = CacheManager.from_settings(layout, settings, device_bytes=engine.device_bytes)
         self._requests: dict[str, Request] = {}
 
     @property

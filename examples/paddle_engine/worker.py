@@ -18,13 +18,10 @@ from examples.paddle_engine.drafting import propose
 from examples.paddle_engine.model import Model, Reduce
 from examples.paddle_engine.paged_kv import PagedKV
 from examples.paddle_engine.sampling import Sample, sample
-from fdcache import CacheController, TransferPlan, TransferReport, TransferSettings
+from fdcache import CacheController, TransferPlan, TransferReport
 from fdcache.devices.base import Device
 from fdcache.integrations.paddle import allocate_planes, current_device, current_stream
 from fdcache.metadata import StorageScan
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.storage.context import ConnectorContext
-from fdcache.storage.factory import open_storage
 from fdcache.tiers.host_cache import HostCache
 
 
@@ -66,20 +63,18 @@ class Worker:
     ) -> None:
         self._engine = engine
         self._model = Model(model, rank, engine.ranks, reduce)
-        layout = model.layout(engine.block_size, engine.ranks)
-        planes = allocate_planes(layout, engine.device_blocks)
-        self._kv = PagedKV(layout, planes)
+        planes = allocate_planes(engine.layout, engine.device_blocks)
+        self._kv = PagedKV(engine.layout, planes)
         self.logits: dict[tuple[str, int], NDArray[np.float32]] | None = None
         self.controller: CacheController | None = None
         self._scan: StorageScan | None = None
         if host_cache is not None:
-            device = device or current_device()
-            self.controller = CacheController(TransferSettings(), layout, rank=rank, device=device)
+            self.controller = CacheController.from_settings(
+                engine.layout, engine.settings, rank=rank, device=device or current_device
+            )
             self.controller.register_kv_cache(planes)
             self.controller.initialize_host_cache(host_cache)
-            context = ConnectorContext(layout, rank, engine.storage_tier, MooncakeSettings())
-            if storage := open_storage(context):
-                self._scan = self.controller.initialize_storage(storage)
+            self._scan = self.controller.open_storage()
 
     def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
         """Copy what the plans say and compute the chunks, each layer as soon as its blocks are there."""

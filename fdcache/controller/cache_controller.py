@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,11 @@ from fdcache.errors import (
 )
 from fdcache.layout import KVLayout
 from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings import Settings
+from fdcache.settings.transfer import TransferSettings, Verify
 from fdcache.storage.connector import BlockStorage, PlacedStorage, StorageStats
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.factory import open_storage
 from fdcache.tiers.host_cache import HostCache
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ class CacheController:
 
     Use after a fork raises ``ForkedProcessError``, use after ``shutdown`` raises ``CacheNotReadyError``. As a
     context manager it shuts down at the end; one that is open when its process ends is shut down then.
+    ``from_settings`` makes one as the environment says.
     """
 
     def __init__(
@@ -65,7 +69,32 @@ class CacheController:
         self._storage: StorageQueue | None = None
         self._in_flight = PlansInFlight(self.device)
         self._is_shut_down = False
+        self._loaded: Settings | None = None
         close_at_exit(self, self._guard)
+
+    @classmethod
+    def from_settings(
+        cls,
+        layout: KVLayout,
+        settings: Settings | None = None,
+        *,
+        rank: int = 0,
+        device: Device | Callable[[TransferSettings], Device] | None = None,
+    ) -> CacheController:
+        """Make a controller as the environment says: its copies and deadlines, and later its host memory and storage,
+        with ``initialize_host_cache()`` and ``open_storage()``.
+
+        ``settings`` are those of ``CacheManager.from_settings``, by default loaded here. ``device`` is a device, or
+        makes one by the settings, as ``fdcache.integrations.paddle.current_device``; by default it is the CPU.
+
+        Raises ``SettingsError`` for wrong settings and for those that do not fit the layout.
+        """
+        settings = settings or Settings.load()
+        settings.check_layout(layout)
+        made = device(settings.transfer) if callable(device) else device
+        controller = cls(settings.transfer, layout, rank=rank, device=made)
+        controller._loaded = settings
+        return controller
 
     def __enter__(self) -> CacheController:
         return self
@@ -107,9 +136,12 @@ class CacheController:
             self._check_no_planes()
             self._bind(tensors)
 
-    def initialize_host_cache(self, host: int | HostCache, progress: Progress | None = None) -> None:
+    def initialize_host_cache(
+        self, host: int | HostCache | None = None, progress: Progress | None = None
+    ) -> None:
         """Make the host arena, or use the service's: ``host`` is ``CacheManager.host_cache``, or a number of blocks.
 
+        Without it a controller that was made by ``from_settings`` takes what these say, as the manager does.
         An own arena has records and slot headers for all its blocks, or is not made. ``progress`` is called with
         the bytes that are ready and those there will be. Raises ``HostMemoryError`` when the memory is not there
         or cannot be pinned.
@@ -118,12 +150,40 @@ class CacheController:
             self._check_usable()
             if self._arena is not None:
                 raise CacheNotReadyError("there is a host cache already; call free_cache first")
+            if host is None:
+                host = HostCache.of(self._settings_in_force().cache, self.layout)
             if isinstance(host, HostCache) and host.server is not None:
                 from fdcache.controller.shared_arena import SharedHostArena  # brings the network library
 
                 self._arena = SharedHostArena(host, self.layout, self.rank, self.device)
             elif blocks := host.num_blocks if isinstance(host, HostCache) else host:
                 self._arena = HostArena(self.layout, blocks, self.device, progress)
+
+    def open_storage(self, progress: Progress | None = None) -> StorageScan | None:
+        """Open the storage that the settings of ``from_settings`` name and use it, as ``initialize_storage`` does.
+
+        None also where there is no storage of this rank's own. ``progress`` is called with the slots that were scanned
+        and those there are. Raises ``StorageError`` when it cannot be opened.
+        """
+        settings = self._settings_in_force()
+        if settings.cache.server is not None:
+            return None
+        context = ConnectorContext(
+            self.layout,
+            self.rank,
+            settings.storage_tier,
+            settings.mooncake,
+            verify=settings.transfer.verify is not Verify.OFF,
+            on_progress=progress,
+        )
+        storage = open_storage(context)
+        if storage is None:
+            return None
+        try:
+            return self.initialize_storage(storage)
+        except BaseException:
+            storage.close()
+            raise
 
     def initialize_storage(self, storage: BlockStorage) -> StorageScan | None:
         """Use this rank's storage from now on; the controller owns it and closes it at the end.
@@ -391,6 +451,14 @@ class CacheController:
         bindings = bind_tensors(self.device, self.layout, tensors)
         self._planes = self.device.bind_planes(bindings, self.layout.record_bytes)
         self._allocated = None
+
+    def _settings_in_force(self) -> Settings:
+        if self._loaded is None:
+            raise CacheNotReadyError(
+                "the controller was given no settings of host memory and storage: make it with from_settings, or say "
+                "which host cache and storage to use"
+            )
+        return self._loaded
 
     def _check_usable(self) -> None:
         self._guard.check()

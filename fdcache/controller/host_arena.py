@@ -12,9 +12,8 @@ from fdcache.controller.memory_budget import available_memory
 from fdcache.devices.base import Device, PinnedMemory
 from fdcache.errors import HostMemoryError
 from fdcache.layout import KVLayout
-from fdcache.metadata import EXTENT_BYTES, TransferPlan
+from fdcache.metadata import EXTENT_BYTES, SLOT_HEADER_BYTES, TransferPlan
 
-HEADER_BYTES = 128
 _TOUCH_THREADS = 8
 _SECONDS_UNTIL_TOLD = 5.0
 
@@ -47,7 +46,7 @@ class HostArena:
         num_extents = -(-num_blocks // per_extent)
         _check_budget(num_blocks, record_bytes, num_extents * per_extent * record_bytes)
         extent_bytes = per_extent * record_bytes
-        headers = _allocate(num_blocks * HEADER_BYTES, device.numa_node)
+        headers = _allocate(num_blocks * SLOT_HEADER_BYTES, device.numa_node)
         extents: list[_core.HostMemory] = []
         pinned: list[PinnedMemory] = []
         told = time.monotonic()
@@ -66,7 +65,7 @@ class HostArena:
             [extent.address for extent in self.extents],
             per_extent,
             record_bytes,
-            [headers.address + i * per_extent * HEADER_BYTES for i in range(num_extents)],
+            [headers.address + i * per_extent * SLOT_HEADER_BYTES for i in range(num_extents)],
             num_blocks,
             (self.extents, self.pinned, headers),
         )
@@ -98,10 +97,10 @@ def _allocate(nbytes: int, node: int | None) -> _core.HostMemory:
 
 
 def _check_budget(num_blocks: int, record_bytes: int, record_total: int) -> None:
-    needed = record_total + num_blocks * HEADER_BYTES
+    needed = record_total + num_blocks * SLOT_HEADER_BYTES
     budget = available_memory()
     if needed > budget.nbytes:
-        fitting = budget.nbytes // (record_bytes + HEADER_BYTES)
+        fitting = budget.nbytes // (record_bytes + SLOT_HEADER_BYTES)
         raise HostMemoryError(
             f"{num_blocks} host blocks need {needed} bytes, but only {budget.nbytes} are left "
             f"({budget.limit}); ask for at most {fitting} blocks or raise that limit"

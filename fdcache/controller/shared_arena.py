@@ -23,9 +23,9 @@ _ATTACH_TIMEOUT = 2.0
 class SharedHostArena:
     """Extents of the service's arena, mapped as plans come to need them.
 
-    A worker copies only while the service knows its process: so it attaches at its start, and again whenever a
-    plan names another session. ``extents`` are those mapped now. ``attach`` may take as long as the service does and
-    changes nothing that copies use; ``prepare`` follows it.
+    A worker copies only while the service knows its process: so it attaches with its first plan, and again
+    whenever a plan names another session. ``extents`` are those mapped now. ``attach`` may take as long as the service
+    does and changes nothing that copies use; ``prepare`` follows it.
     """
 
     def __init__(self, host: HostCache, layout: KVLayout, rank: int, device: Device) -> None:
@@ -33,7 +33,8 @@ class SharedHostArena:
         self.fingerprint = layout.fingerprint
         self._rank = rank
         self._record_bytes = layout.record_bytes
-        self._live = LiveFile(socket_path(host.server).parent, host.engine)
+        self._directory = socket_path(host.server).parent
+        self._live: dict[str, LiveFile] = {}
         self._address = host.server
         self._geometry: Geometry | None = None
         self._arena = ""
@@ -52,7 +53,7 @@ class SharedHostArena:
 
     def attach(self, plan: TransferPlan) -> str | None:
         """Make this process known where the plan's slots are; the reason when that cannot be, and the plan fails."""
-        arena = plan.arena or ""
+        arena = plan.arena or "none"
         if arena == self._arena or not any(len(swap) for swap in plan.swaps()):
             return None
         try:
@@ -78,11 +79,14 @@ class SharedHostArena:
         return None
 
     def _ask(self, arena: str) -> Attached:
-        incarnation, _, session = arena.partition("/")
+        if arena == "none":
+            raise ServiceUnavailableError("the engine had no session when it made the plan")
+        incarnation, session, engine = arena.split("/", 2)
+        live = self._live_file(engine)
         line = Connection(self._address)
         try:
-            line.session = int(session, 16) if session else 0
-            answer, _ = line.call(Attach(self._rank, self._live.live), _ATTACH_TIMEOUT)
+            line.session = int(session, 16)
+            answer, _ = line.call(Attach(self._rank, live.live), _ATTACH_TIMEOUT)
         finally:
             line.close()
         if not isinstance(answer, Attached):
@@ -100,6 +104,12 @@ class SharedHostArena:
             self._unmap()
             self._geometry = answer.geometry
         self.fingerprint = answer.fingerprint
+
+    def _live_file(self, engine: str) -> LiveFile:
+        """This process's live file as a worker of that engine; it stays locked until the arena is closed."""
+        if engine not in self._live:
+            self._live[engine] = LiveFile(self._directory, engine)
+        return self._live[engine]
 
     def _map(self, slots: Int32Array) -> None:
         """Map the extents of these slots, and anew those that are other memory than they were.
@@ -132,4 +142,6 @@ class SharedHostArena:
     def close(self) -> None:
         """Unmap, and tell the service that this process copies nothing any more."""
         self._unmap()
-        self._live.close()
+        for live in self._live.values():
+            live.close()
+        self._live.clear()

@@ -31,9 +31,16 @@ from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exporte
 from fdcache.devices.validation import check_pairs
 from fdcache.errors import TensorError
 from fdcache.layout import Plane
+from fdcache.settings.machine import memory
 from fdcache.settings.transfer import TransferSettings, Verify
 
 _DLPACK_CPU = 1
+
+
+def memory_bytes(ranks: int = 1) -> int:
+    """Return the memory that each rank has where all of them share this machine, or its control group."""
+    found = memory()
+    return min(size for size in (found.machine, found.cgroup) if size is not None) // ranks
 
 
 class CpuEvent:

@@ -23,6 +23,7 @@ class Gpu:
     link: str
     numa_node: int | None
     multiprocessors: int
+    memory_bytes: int
 
     @property
     def topology(self) -> str:
@@ -89,6 +90,7 @@ def _describe(runtime: Any, ordinal: int, driver: int) -> Gpu:
         link=link_of(folder),
         numa_node=numa_node_of(folder),
         multiprocessors=properties["multiProcessorCount"],
+        memory_bytes=properties["totalGlobalMem"],
     )
 
 

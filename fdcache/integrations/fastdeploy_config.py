@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from typing import Any
 
-from fdcache import envs
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy_variables import keeps_latents
 from fdcache.layout import KVLayout, PlaneSpec
-from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.planes import PlaneKind
-from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.settings import Given, Settings, SettingsError, Source
+from fdcache.settings.cache import CacheSettings
+from fdcache.settings.problems import error
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.transfer import TransferSettings
+from fdcache.tiers import host_block_bytes
 
 _BLOCK_FP8 = "block_wise_fp8"
+_BLOCKS, _MEMORY = "FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY"
+_OTHER_WAYS = {_BLOCKS: (_MEMORY,), "FDCACHE_HOST_MEMORY": ("FDCACHE_SERVER",)}
+"""What else decides the sizes of the tiers."""
+
+logger = logging.getLogger(__name__)
 
 
 def layout_from_config(config: Any) -> KVLayout:
@@ -56,33 +66,77 @@ def layout_from_config(config: Any) -> KVLayout:
     )
 
 
-def settings_from_config(config: Any, layout: KVLayout) -> CacheSettings:
-    """The settings that FastDeploy's cache configuration stands for.
+def load_settings(
+    config: Any,
+    layout: KVLayout,
+    *,
+    cache: CacheSettings | None = None,
+    storage: StorageTierSettings | None = None,
+    transfer: TransferSettings | None = None,
+) -> Settings:
+    """Read the settings: groups that are given, above the environment, above FastDeploy's cache configuration.
 
-    A match never waits for another request's copy, which the old scheduler would not understand. Draft layers are
-    fed the next token, so a match leaves out the block at its end. ``write_through`` stays what it was: a backup of
-    each block when it is computed. With ``FD_DETERMINISTIC_MODE`` reuse is cut to ``FD_DETERMINISTIC_SPLIT_KV_SIZE``.
+    A variable that is set in place of an attribute of the configuration is named in the log. Draft layers are fed the
+    next token, so a match leaves out the block at its end. ``write_through`` stays what it was: a backup of each block
+    when it is computed. A match waits for no other request's copy unless ``FDCACHE_DEFER_TIMEOUT`` says so.
+
+    Raises ``SettingsError`` for a value that is wrong, ``ConfigurationError`` naming an attribute that is missing.
     """
+    theirs = {} if cache is not None else _cache_config(config, layout)
+    lookahead = 1 if layout.num_draft_layers else 0
+    own = {
+        "FDCACHE_BLOCK_SIZE": layout.block_size,
+        "FDCACHE_LOOKAHEAD_TOKENS": lookahead,
+        "FDCACHE_DEFER_TIMEOUT": 0.0,
+    }
+    settings = Settings.load(defaults={**own, **theirs})
+    if settings.cache.lookahead_tokens < lookahead:
+        name = "FDCACHE_LOOKAHEAD_TOKENS"
+        wrong = f"the KV of draft layers depends on {lookahead} token more than its own"
+        raise SettingsError([error(name, settings.place(name), wrong, f"set it to {lookahead}, or unset it")])
+    for name, attribute in theirs.items():
+        for ours in (name, *_OTHER_WAYS.get(name, ())):
+            if settings.source(ours) is not Source.DEFAULT:
+                value, place = settings.render(ours), settings.place(ours)
+                logger.info("%s=%s (%s) is in force instead of %s", ours, value, place, attribute.place)
+    groups: dict[str, Any] = {"cache": cache, "storage_tier": storage, "transfer": transfer}
+    if cache is not None:
+        groups["deployment"] = settings.deployment.model_copy(update={"device_memory": None})
+    return settings.model_copy(update={name: group for name, group in groups.items() if group is not None})
+
+
+def settings_from_config(config: Any, layout: KVLayout) -> CacheSettings:
+    """Return the cache's settings: those of the environment, and FastDeploy's cache configuration for the others."""
+    return load_settings(config, layout).cache_for(layout, partial(device_bytes, layout.tp_size))
+
+
+def device_blocks(settings: Settings, layout: KVLayout, engine_blocks: int) -> int:
+    """Return the blocks of the device tier: those the environment asks for, else those the engine has room for."""
+    if all(settings.source(name) is Source.DEFAULT for name in (_BLOCKS, _MEMORY)):
+        return engine_blocks
+    return settings.cache_for(layout, partial(device_bytes, layout.tp_size)).device_blocks
+
+
+def device_bytes(ranks: int) -> int:
+    """Return the memory of one rank's device, as Paddle says."""
+    from fdcache.integrations.paddle import device_bytes
+
+    return device_bytes(ranks)
+
+
+def _cache_config(config: Any, layout: KVLayout) -> dict[str, Given]:
+    """Return what FastDeploy's cache configuration says as values of our variables."""
     cache = _get(config, "cache_config")
-    policy = getattr(cache, "write_policy", None) or WritePolicy.WRITE_THROUGH.value
-    if policy not in [each.value for each in WritePolicy]:
-        known = ", ".join(WritePolicy)
-        raise ConfigurationError(f"cache_config.write_policy: {policy!r} is unknown; use one of {known}")
-    return CacheSettings(
-        device_blocks=int(_get(cache, "total_block_num")),
-        host_memory=num_host_blocks(config) * (layout.record_bytes + SLOT_HEADER_BYTES),
-        enable_prefix_caching=bool(_get(cache, "enable_prefix_caching")),
-        write_policy=WritePolicy(policy),
-        write_through_threshold=int(getattr(cache, "write_through_threshold", None) or 2),
-        reuse_grid=envs.FD_DETERMINISTIC_SPLIT_KV_SIZE if envs.FD_DETERMINISTIC_MODE else 0,
-        lookahead_tokens=1 if layout.num_draft_layers else 0,
-        defer_timeout=0.0,
-    )
-
-
-def num_host_blocks(config: Any) -> int:
-    """``cache_config.num_cpu_blocks``, 0 when it is not set."""
-    return int(getattr(_get(config, "cache_config"), "num_cpu_blocks", None) or 0)
+    host_blocks = int(getattr(cache, "num_cpu_blocks", None) or 0)
+    threshold = int(getattr(cache, "write_through_threshold", None) or 2)
+    values = {
+        _BLOCKS: ("total_block_num", int(_get(cache, "total_block_num"))),
+        "FDCACHE_HOST_MEMORY": ("num_cpu_blocks", host_blocks * host_block_bytes(layout)),
+        "FDCACHE_PREFIX_CACHING": ("enable_prefix_caching", bool(_get(cache, "enable_prefix_caching"))),
+        "FDCACHE_WRITE_POLICY": ("write_policy", getattr(cache, "write_policy", None) or "write_through"),
+        "FDCACHE_WRITE_THROUGH_THRESHOLD": ("write_through_threshold", threshold),
+    }
+    return {name: Given(f"cache_config.{attribute}", value) for name, (attribute, value) in values.items()}
 
 
 def _get(config: Any, path: str) -> Any:

@@ -11,7 +11,7 @@ from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import CacheNotReadyError, LayoutError
-from fdcache.integrations.fastdeploy_config import layout_from_config, num_host_blocks
+from fdcache.integrations.fastdeploy_config import device_blocks, layout_from_config, load_settings
 from fdcache.integrations.fastdeploy_variables import EngineVariables
 from fdcache.layout import KVLayout, Plane
 from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, TransferPlan, TransferReport
@@ -27,8 +27,9 @@ class CacheController:
 
     ``allocate`` makes the tensors of all planes; by default Paddle does, or the attention backend where it has
     ``create_kv_cache``. ``device`` says where they are, by default Paddle's current device. ``host_cache`` is the
-    manager's, where the host tier is that of a service. ``compute_stream`` is asked at each submission for the
-    stream that the model computes on; by default that is Paddle's current one, and none on a CPU.
+    manager's, where that was not made by the environment. ``compute_stream`` is asked at each submission for the
+    stream that the model computes on; by default that is Paddle's current one, and none on a CPU. What is not given
+    comes from the environment, and what is not set there from FastDeploy's configuration, as for the manager.
     """
 
     def __init__(
@@ -44,15 +45,15 @@ class CacheController:
         host_cache: HostCache | None = None,
         compute_stream: Callable[[], Any] | None = None,
     ) -> None:
-        settings = settings or TransferSettings()
         self.config = config
         self.device_id = device_id
         self.layout = layout or layout_from_config(config)
+        self._settings = load_settings(config, self.layout, transfer=settings)
         rank = local_rank % self.layout.tp_size
-        device = device or _paddle_device(settings)
-        self.core = Controller(settings, self.layout, rank=rank, device=device)
+        device = device or _paddle_device(self._settings.transfer)
+        self.core = Controller.from_settings(self.layout, self._settings, rank=rank, device=device)
         self.swap_layer_done_counter: LayerDoneCounter | None = None
-        self._host_cache = host_cache or HostCache(num_blocks=num_host_blocks(config))
+        self._host_cache = host_cache
         self._allocate = allocate or _allocate_in_paddle
         self._stream = compute_stream or (_no_stream if isinstance(device, CpuDevice) else _paddle_stream)
         self._tensors: list[Any] = []
@@ -69,11 +70,12 @@ class CacheController:
     def initialize_kv_cache(self, attn_backend: Any, num_gpu_blocks: int) -> list[Any]:
         """The tensors of the main layers, K, V and scales layer by layer; also makes the host cache.
 
+        They have ``num_gpu_blocks`` blocks, unless the environment says how many there are to be.
         With draft layers everything is registered once ``initialize_mtp_kv_cache`` was called too. Raises
         ``LayoutError`` when the backend's shapes are not the layout's.
         """
         main = [plane for plane in self.layout.planes if not self.layout.is_draft(plane.layer)]
-        return self._make(attn_backend, main, num_gpu_blocks)
+        return self._make(attn_backend, main, device_blocks(self._settings, self.layout, num_gpu_blocks))
 
     def initialize_mtp_kv_cache(
         self, attn_backend: Any, num_gpu_blocks: int, num_mtp_layers: int, layer_offset: int
@@ -87,16 +89,21 @@ class CacheController:
                 f"{num_mtp_layers} draft layers from layer {layer_offset} on, but the layout has "
                 f"{expected[0]} from layer {expected[1]} on; give the adapter that layout"
             )
-        return self._make(attn_backend, self.layout.planes[len(self._tensors) :], num_gpu_blocks)
+        planes = self.layout.planes[len(self._tensors) :]
+        if blocks := device_blocks(self._settings, self.layout, 0):
+            num_gpu_blocks = self.layout.draft_blocks(blocks)
+        return self._make(attn_backend, planes, num_gpu_blocks)
 
     def initialize_host_cache(self, attn_backend: Any = None) -> None:
-        """Make the host cache of ``cache_config.num_cpu_blocks`` blocks, all or nothing, or use a service's; once."""
+        """Make the host cache, all or nothing, or use a service's; once."""
         if self.core.host_arena is None:
             self.core.initialize_host_cache(self._host_cache)
 
-    def initialize_storage(self, storage: BlockStorage) -> StorageScan | None:
-        """Use this rank's storage from now on; the scan goes to ``CacheManager.core.restore_storage``."""
-        return self.core.initialize_storage(storage)
+    def initialize_storage(self, storage: BlockStorage | None = None) -> StorageScan | None:
+        """Use this rank's storage from now on, by default that of the environment, which may be none; the scan goes to
+        ``CacheManager.core.restore_storage``.
+        """
+        return self.core.open_storage() if storage is None else self.core.initialize_storage(storage)
 
     def get_kv_caches(self) -> dict[str, Any]:
         """The tensors by name: kind, layer, rank and device."""

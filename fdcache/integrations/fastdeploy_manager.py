@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Never
 
 import numpy as np
 
 from fdcache.errors import RequestStateError, UnsupportedCallError
-from fdcache.integrations.fastdeploy_config import layout_from_config, settings_from_config
+from fdcache.integrations.fastdeploy_config import (
+    device_blocks,
+    device_bytes,
+    layout_from_config,
+    load_settings,
+)
 from fdcache.integrations.fastdeploy_requests import MatchedPrefix, Served, images_of, tokens_of
 from fdcache.integrations.fastdeploy_variables import EngineVariables, is_preempted, warn_of_old_manager
 from fdcache.layout import KVLayout
@@ -28,6 +34,8 @@ class CacheManager:
 
     New duties, without which nothing is ever reused from the host: give ``apply`` the reports that workers return
     from ``CacheController.poll``, and act on the loads that failed. docs/migration.md compares every member.
+
+    What is not given comes from the environment, and what is not set there from FastDeploy's configuration.
     """
 
     def __init__(
@@ -42,8 +50,15 @@ class CacheManager:
     ) -> None:
         layout = layout or layout_from_config(config)
         self.config = config
-        settings = settings or settings_from_config(config, layout)
-        self.core = Manager(settings, layout, storage=storage, lookup=lookup, clock=clock)
+        self._settings = load_settings(config, layout, cache=settings, storage=storage)
+        self._has_own_settings = settings is not None
+        self.core = Manager.from_settings(
+            layout,
+            self._settings,
+            device_bytes=partial(device_bytes, layout.tp_size),
+            lookup=lookup,
+            clock=clock,
+        )
         self.block_size = layout.block_size
         self._served: dict[str, Served] = {}
         self._variables = EngineVariables.load()
@@ -257,11 +272,16 @@ class CacheManager:
         return self.core.resize_device_pool(num_gpu_blocks)
 
     def update_cache_config(self, cache_config: Any) -> None:
-        """Take up the number of blocks that profiling found. Raises ``RequestStateError`` when blocks are in use."""
-        if not self.resize_device_pool(int(cache_config.total_block_num)):
+        """Take up the number of blocks that profiling found, unless the environment has one.
+
+        Raises ``RequestStateError`` when blocks beyond are in use.
+        """
+        blocks = int(cache_config.total_block_num)
+        if not self._has_own_settings:
+            blocks = device_blocks(self._settings, self.core.layout, blocks)
+        if not self.resize_device_pool(blocks):
             raise RequestStateError(
-                f"cannot change to {cache_config.total_block_num} device blocks: blocks beyond are in use; "
-                "finish the requests first"
+                f"cannot change to {blocks} device blocks: blocks beyond are in use; finish the requests first"
             )
         self.config.cache_config = cache_config
 

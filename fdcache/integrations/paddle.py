@@ -8,7 +8,7 @@ import paddle
 
 from fdcache.controller.device_planes import plane_blocks
 from fdcache.devices.base import Device
-from fdcache.devices.cpu import CpuDevice
+from fdcache.devices.cpu import CpuDevice, memory_bytes
 from fdcache.devices.frameworks import zeros_in_paddle
 from fdcache.errors import TensorError, UnsupportedCallError
 from fdcache.layout import KVLayout, Plane
@@ -31,6 +31,17 @@ def current_device(settings: TransferSettings | None = None) -> Device:
     raise TensorError(
         f"Paddle's device is {kind}; fdcache knows cpu and gpu, so choose one with paddle.set_device"
     )
+
+
+def device_bytes(ranks: int = 1) -> int:
+    """Return the memory of one rank's device, of which ``FDCACHE_DEVICE_MEMORY`` may be a share.
+
+    That is the GPU's that ``paddle.set_device`` chose, or a rank's share of this machine's.
+    """
+    kind, _, ordinal = paddle.device.get_device().partition(":")
+    if kind == "gpu":
+        return int(paddle.device.cuda.get_device_properties(int(ordinal or 0)).total_memory)
+    return memory_bytes(ranks)
 
 
 def current_stream() -> Any | None:

@@ -11,11 +11,12 @@ from fdcache.manager.prefetch import Prefetcher, Prefetching, RemotePrefetcher
 from fdcache.manager.stats import Counters
 from fdcache.manager.storage_tier import StorageTier, make_index
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import EXTENT_BYTES, SLOT_HEADER_BYTES, CacheLevel
+from fdcache.metadata import EXTENT_BYTES, CacheLevel
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers import HOST_SPARE, BlockPool, HostTier, LocalHostTier
+from fdcache.tiers.host_cache import HostCache
 
 
 def make_tiers(
@@ -42,17 +43,6 @@ def make_tiers(
     return tiers
 
 
-def _own_host_blocks(settings: CacheSettings, layout: KVLayout) -> int:
-    """Blocks that the host memory of these settings holds. Raises ``ConfigurationError`` for less than one."""
-    memory = settings.host_memory
-    block_bytes = layout.record_bytes + SLOT_HEADER_BYTES
-    if memory and memory < block_bytes:
-        raise ConfigurationError(
-            f"host_memory: {memory} bytes hold not one block of {block_bytes} bytes; give at least that, or 0"
-        )
-    return memory // block_bytes
-
-
 def _own_host(settings: CacheSettings, layout: KVLayout, blocks: int) -> LocalHostTier:
     extent = max(EXTENT_BYTES // layout.record_bytes, 1)
     return LocalHostTier(CacheLevel.HOST, blocks, settings.eviction, extent=extent, spare=HOST_SPARE)
@@ -61,7 +51,7 @@ def _own_host(settings: CacheSettings, layout: KVLayout, blocks: int) -> LocalHo
 def _make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier | None:
     """The service's where one is named, else an own one, if there is memory for it."""
     if settings.server is None:
-        blocks = _own_host_blocks(settings, layout)
+        blocks = HostCache.of(settings, layout).num_blocks
         return _own_host(settings, layout, blocks) if blocks else None
     from fdcache.node.protocol import FetchTerms
     from fdcache.tiers.remote import RemoteHostTier  # brings the network library

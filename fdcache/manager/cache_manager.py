@@ -17,9 +17,12 @@ from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.manager.view import CacheView, ManagerState
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
+from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.factory import open_lookup
 
 
 class CacheManager(CacheView):
@@ -31,8 +34,8 @@ class CacheManager(CacheView):
 
     ``settings`` and ``layout`` are all it is told; every rank of ``layout.tp_size`` has to report each plan.
     ``storage`` turns the storage tier on: local files, whose scans ``restore_storage`` waits for, or a store that
-    ``lookup`` asks. Raises ``ConfigurationError`` when the host memory holds not one block, or storage has no host
-    tier to read into.
+    ``lookup`` asks, and which ``close`` closes. ``from_settings`` makes a manager as the environment says. Raises
+    ``ConfigurationError`` when the host memory holds not one block, or storage has no host tier to read into.
     """
 
     def __init__(
@@ -45,8 +48,40 @@ class CacheManager(CacheView):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(settings, layout, storage or StorageTierSettings(), lookup, clock)
+        self._storage_lookup = lookup
         self._lookup = PrefixLookup(settings, layout, self._tiers, self._live, self._counters, clock)
         self._allocator = BlockAllocator(layout, self._tiers, self._live, self._counters)
+
+    @classmethod
+    def from_settings(
+        cls,
+        layout: KVLayout,
+        settings: Settings | None = None,
+        *,
+        device_bytes: int | Callable[[], int] | None = None,
+        lookup: StorageConnector | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> CacheManager:
+        """Make a manager as the environment says: tiers, write policy, deadlines, storage.
+
+        ``settings`` are what ``Settings.load`` found, ``Settings.load(arguments=...)`` with a caller's own values above
+        the environment; by default they are loaded here. ``device_bytes``, asked only when ``FDCACHE_DEVICE_MEMORY``
+        is a share, is the memory of one rank's device. ``lookup`` stands in for the storage's connector.
+
+        Raises ``SettingsError`` for wrong settings and for those that do not fit the layout, ``StorageError`` when
+        the connector cannot be opened.
+        """
+        settings = settings or Settings.load()
+        settings.check_layout(layout)
+        cache, storage = settings.cache_for(layout, device_bytes), settings.storage_tier
+        if lookup is None and cache.server is None:
+            lookup = open_lookup(ConnectorContext(layout, None, storage, settings.mooncake))
+        try:
+            return cls(cache, layout, storage=storage, lookup=lookup, clock=clock)
+        except BaseException:
+            if lookup is not None:
+                lookup.close()
+            raise
 
     def close(self) -> None:
         """Say goodbye to the service, if there is one: what this engine held there is free at once.
@@ -55,6 +90,8 @@ class CacheManager(CacheView):
         """
         if self._host:
             self._host.close()
+        if self._storage_lookup is not None:
+            self._storage_lookup.close()
 
     def __enter__(self) -> CacheManager:
         return self

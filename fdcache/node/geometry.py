@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from fdcache.metadata import SLOT_HEADER_BYTES
+
 
 class Geometry(msgspec.Struct, frozen=True):
     """Where the extents of one layout are: files of ``extent_bytes`` in ``directory``, named by ``prefix``.
@@ -22,7 +24,7 @@ class Geometry(msgspec.Struct, frozen=True):
     @property
     def records_per_extent(self) -> int:
         """Slots of an extent."""
-        return self.extent_bytes // (self.record_bytes + 128)
+        return self.extent_bytes // (self.record_bytes + SLOT_HEADER_BYTES)
 
     @property
     def headers_offset(self) -> int:

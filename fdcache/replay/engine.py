@@ -78,8 +78,6 @@ def replay(
             return run.report(config, interrupted)
         finally:
             ranks.close()
-            if lookup is not None:
-                lookup.close()
 
 
 class _Run:

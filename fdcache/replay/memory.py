@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import ReplayOptionError
-from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.replay.config import ReplayConfig
 from fdcache.settings.parsing import readable_size
+from fdcache.tiers import host_block_bytes
 
 
 def require_memory(config: ReplayConfig) -> None:
@@ -30,18 +30,16 @@ def require_memory(config: ReplayConfig) -> None:
         )
     if config.cache.server is not None:
         return
-    host = config.cache.host_memory * ranks
+    host, host_block = config.cache.host_memory, host_block_bytes(layout)
     if host > free - device:
         raise ReplayOptionError(
             "--host-memory",
-            f"{readable_size(config.cache.host_memory)} on each of {ranks} ranks, beside "
-            f"{readable_size(device)} of device blocks, do not fit into the {readable_size(free)} that "
-            f"are free; at most {readable_size((free - device) // ranks)} would fit",
+            f"{readable_size(host)}, beside {readable_size(device)} of device blocks, do not fit into the "
+            f"{readable_size(free)} that are free; at most {readable_size(free - device)} would fit",
         )
-    record_bytes = layout.record_bytes + SLOT_HEADER_BYTES
-    if 0 < config.cache.host_memory < record_bytes:
+    if 0 < host < host_block:
         raise ReplayOptionError(
             "--host-memory",
-            f"{readable_size(config.cache.host_memory)} hold no block of {readable_size(record_bytes)}; "
-            f"give at least {record_bytes} bytes, or 0 to do without a host tier",
+            f"{readable_size(host)} hold no block of {readable_size(host_block)}; give at least {host_block} bytes, "
+            "or 0 to do without a host tier",
         )

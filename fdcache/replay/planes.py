@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fdcache.devices.base import Device
+from fdcache.devices.cpu import memory_bytes
 from fdcache.devices.topology import import_cupy, visible_gpus
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array
@@ -107,6 +108,17 @@ class GpuPlanes:
 
     def _planes_of(self, layer: int) -> list[int]:
         return [index for index, each in enumerate(self._layers) if each == layer]
+
+
+def device_bytes(device: DeviceName, ranks: int) -> int:
+    """Return the memory of one rank's device; ranks on one GPU or on the CPU have equal parts of it.
+
+    Raises ``DeviceError`` when there is no GPU.
+    """
+    if device is DeviceName.CPU:
+        return memory_bytes(ranks)
+    gpus = visible_gpus()
+    return min(gpu.memory_bytes for gpu in gpus) // -(-ranks // len(gpus))
 
 
 def open_gpu(rank: int, settings: TransferSettings) -> Device:

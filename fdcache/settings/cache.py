@@ -31,7 +31,8 @@ class CacheSettings(Group):
     host_memory: Size = variable(
         "FDCACHE_HOST_MEMORY",
         0,
-        "Host memory per rank; 0 turns the host tier off. Of a service, its whole arena; 0 lets it choose.",
+        "Host memory for blocks, in all: of an engine's ranks together, in equal parts, or of a service. 0 is no host "
+        "tier; a service then takes a quarter of what is free.",
         ge=0,
         unit="bytes",
         used_in=(Place.MANAGER, Place.SERVE),

@@ -78,20 +78,17 @@ def _deterministic_grid(settings: SettingsTree) -> Iterator[Problem]:
 
 
 def _host_memory(settings: SettingsTree, memory: Memory) -> Iterator[Problem]:
-    ranks, per_rank = settings.deployment.ranks, settings.cache.host_memory
-    wanted = ranks * per_rank
+    wanted = settings.cache.host_memory
     limits = {"the cgroup": memory.cgroup, "the machine": memory.machine}
     tightest = min(((size, owner) for owner, size in limits.items() if size is not None), default=None)
     if tightest is None or wanted <= tightest[0]:
         return
     size, owner = tightest
-    names = ("FDCACHE_HOST_MEMORY", "FDCACHE_RANKS") if ranks > 1 else ("FDCACHE_HOST_MEMORY",)
-    each = f"{ranks} ranks of {format_size(per_rank)}" if ranks > 1 else format_size(per_rank)
     yield _disagree(
         settings,
-        names,
-        f"{each} do not fit into the {size // 2**20}MiB that {owner} has",
-        f"set FDCACHE_HOST_MEMORY below {size // ranks // 2**20}MiB or give the container more memory",
+        ("FDCACHE_HOST_MEMORY",),
+        f"{format_size(wanted)} do not fit into the {size // 2**20}MiB that {owner} has",
+        f"set FDCACHE_HOST_MEMORY below {size // 2**20}MiB or give the container more memory",
     )
 
 

@@ -20,6 +20,7 @@ class DeploymentSettings(Group):
     device_memory: Memory | None = variable(
         "FDCACHE_DEVICE_MEMORY",
         None,
-        "Device memory per rank for blocks, in place of FDCACHE_DEVICE_BLOCKS.",
+        "Memory for blocks on each rank's device, in place of FDCACHE_DEVICE_BLOCKS; as a share, of all the device "
+        "has, on the CPU of a rank's part of the machine's.",
         unit="bytes",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field, PrivateAttr
@@ -132,7 +132,7 @@ class SettingsTree(BaseSettings):
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def check_layout(self, layout: KVLayout) -> None:
-        """Compare with the layout of the engine.
+        """Compare the block size and ranks that were given with the layout of the engine.
 
         Raises:
             SettingsError: block size or ranks differ.
@@ -149,15 +149,18 @@ class SettingsTree(BaseSettings):
                 f"set {name}={theirs}",
             )
             for name, mine, what, theirs in pairs
-            if mine != theirs
+            if mine != theirs and self.source(name) is not Source.DEFAULT
         ]
         if problems:
             raise SettingsError(problems)
 
-    def cache_for(self, layout: KVLayout, device_bytes: int | None = None) -> CacheSettings:
+    def cache_for(
+        self, layout: KVLayout, device_bytes: int | Callable[[], int] | None = None
+    ) -> CacheSettings:
         """Give the cache's settings with ``FDCACHE_DEVICE_MEMORY``, where that is set, turned into blocks.
 
-        ``device_bytes`` is the memory of one rank's device, which a share is taken of.
+        ``device_bytes`` is the memory of one rank's device, of which a share is taken; a function is called for it only
+        then.
 
         Raises:
             SettingsError: the memory holds not one block, or a share is set and ``device_bytes`` is not known.
@@ -169,7 +172,7 @@ class SettingsTree(BaseSettings):
             if device_bytes is None:
                 wrong = f"{memory} is a share of a device whose memory is not known"
                 raise SettingsError([error(name, self.place(name), wrong, "give a size such as 40GiB")])
-            memory = int(memory * device_bytes)
+            memory = int(memory * (device_bytes() if callable(device_bytes) else device_bytes))
         block_bytes = sum(
             plane.device_stride * (layout.draft_block_ratio if layout.is_draft(plane.layer) else 1)
             for plane in layout.planes

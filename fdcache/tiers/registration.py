@@ -43,5 +43,5 @@ def register(line: Connection, layout: KVLayout, live: Live, terms: FetchTerms, 
             f"{geometry.table_path}: {error}; this process needs the service's FDCACHE_ARENA_DIR"
         ) from error
     line.session = answer.session
-    arena = f"{geometry.incarnation:x}/{answer.session:x}"
+    arena = f"{geometry.incarnation:x}/{answer.session:x}/{live.path}"
     return Session(answer.session, arena, answer.num_slots, OutgoingCopies(table), answer.storage)

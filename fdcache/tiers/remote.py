@@ -69,7 +69,7 @@ class RemoteHostTier:
     @property
     def host_cache(self) -> HostCache:
         """What workers attach with."""
-        return HostCache(num_blocks=self.num_blocks, server=self._line.address, engine=self._keeper.live.path)
+        return HostCache(num_blocks=self.num_blocks, server=self._line.address)
 
     @property
     def arena(self) -> str | None:

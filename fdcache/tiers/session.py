@@ -16,6 +16,7 @@ _STEPS = 4  # the stock is for so many reservations as large as the largest so f
 class Session:
     """One registration, from its answer until the service is lost.
 
+    ``arena`` is what plans name: the memory's incarnation, the session and this process's live file;
     ``copies`` has the stock of slots, of which ``wanted`` are to be there and ``asked`` are on their way;
     ``is_resetting``: a reset is asked for, and what is granted before it would be of no use;
     ``storage``: whether the service has a storage tier below its host tier; ``unheard``: signs of life sent since

@@ -79,6 +79,26 @@ def test_a_second_run_finds_on_a_service_what_the_first_one_stored(
         until(lambda: not service.ask("clients"), "both engines have said goodbye")
 
 
+def test_the_environment_alone_configures_the_demo() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.paddle_engine", *TINY],
+        cwd=ROOT,
+        env={
+            "FDCACHE_WRITE_POLICY": "write_back",
+            "FDCACHE_HOST_MEMORY": "48MiB",
+            "FDCACHE_BLOCK_SIZE": "32",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # 2 layers of keys and values, 32 tokens of one head of 16 floats each, and a slot header
+    blocks = (48 << 20) // (2 * 2 * 32 * 16 * 4 + 128)
+    assert f"cache: device 200 blocks; host {blocks:,} blocks of 48MiB; write_back" in done.stdout
+    assert "near ties: 0" in done.stdout
+
+
 def test_beside_the_sources_an_ordinary_install_is_used(tmp_path: Path) -> None:
     """Without the finder of an editable install the checkout's fdcache, which is first in the path, has no core."""
     installed = tmp_path / "installed"

@@ -282,6 +282,76 @@ def test_two_engines_share_the_host_tier_of_a_service(tmp_path: Path) -> None:
         until(lambda: not service.ask("clients"), "both engines have said goodbye")
 
 
+class EnvironmentEngine(Engine):
+    """An engine whose both halves are given the configuration alone."""
+
+    def __init__(self, **config: Any) -> None:
+        self.manager = CacheManager(fd_config(**config))
+        self.controller = CacheController(fd_config(**config), 0, 0)
+        self.planes = self.controller.initialize_kv_cache(
+            backend(), fd_config(**config).cache_config.total_block_num
+        )
+        scan = self.controller.initialize_storage()
+        self.restored = self.manager.core.restore_storage([scan]) if scan else 0
+
+    def close(self) -> None:
+        self.controller.shutdown()
+        self.manager.core.close()
+
+
+def test_the_environment_alone_makes_two_engines_share_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [*range(4 * BLOCK), 99]
+    monkeypatch.setenv("FDCACHE_RPC_TIMEOUT", f"{TIMEOUT}s")
+    with local_service(tmp_path) as service:
+        monkeypatch.setenv("FDCACHE_SERVER", service.address)
+        for found in (0, 4):
+            engine = EnvironmentEngine()
+            host = engine.manager.core._host
+            until(lambda host=host: host.copy_room >= 4, "slots are granted")  # type: ignore[misc]
+            assert engine.serve(fd_request("a", prompt=prompt)) == found
+            assert engine.manager.core.get_stats().counters.host_hit_tokens == found * BLOCK
+            engine.close()
+        until(lambda: not service.ask("clients"), "both engines have said goodbye")
+
+
+def test_the_environment_alone_gives_an_engine_memory_and_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {
+        "FDCACHE_DEVICE_BLOCKS": "8",
+        "FDCACHE_HOST_MEMORY": "1MiB",
+        "FDCACHE_STORAGE": "local",
+        "FDCACHE_STORAGE_DIR": str(tmp_path),
+        "FDCACHE_STORAGE_SIZE": "1MiB",
+        "FDCACHE_PREFETCH_POLICY": "wait_complete",
+        "FDCACHE_LAYER_TIMEOUT": "7s",
+        "FDCACHE_VERIFY": "all",
+    }
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    prompt = [*range(4 * BLOCK), 99]
+    for restored in (0, 4):
+        engine = EnvironmentEngine(total_block_num=32, num_cpu_blocks=0)
+        assert [plane.shape[0] for plane in engine.planes] == [8] * 6
+        assert engine.manager.num_gpu_blocks == 8
+        arena = engine.controller.core.host_arena
+        assert arena is not None and arena.num_blocks == engine.manager.num_cpu_blocks > 0
+        assert engine.restored == restored
+        assert engine.serve(fd_request("a", prompt=prompt)) == restored
+        assert engine.controller.core.settings.layer_timeout == 7.0
+        assert engine.controller.core.settings.verify == "all"
+        engine.close()
+
+
+def test_a_controllers_own_settings_stand_above_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FDCACHE_VERIFY", "all")
+    own = TransferSettings(verify="off")
+    with CacheController(fd_config(), 0, 0, settings=own).core as core:
+        assert core.settings == own
+
+
 def test_clearing_the_storage_leaves_nothing_to_read(tmp_path: Path) -> None:
     prompt = [*range(4 * BLOCK), 99]
     before = Engine(storage=tmp_path)

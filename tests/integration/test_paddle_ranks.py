@@ -17,8 +17,8 @@ ranks = pytest.importorskip("examples.paddle_engine.ranks")
 
 
 def test_two_ranks_say_the_same_with_device_and_host_hits() -> None:
-    config = replace(ENGINE, device_blocks=12, ranks=2)
-    cache = FdcacheBlocks(GQA, config)
+    config = replace(ENGINE, device_blocks=12, ranks=2).load(GQA)
+    cache = FdcacheBlocks(config)
     workers = ranks.RankProcesses(GQA, config, cache.host_cache)
     prompts = [
         prompt("first", tokens(0, 150)),

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager
-from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers import host_block_bytes
 from tests.property.engine_model import BLOCK, Engine, Job, Rank, model_rank
 
 PROMPTS = st.builds(
@@ -82,7 +82,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.disturbances = 0
         cache = CacheSettings(
             device_blocks=device_blocks,
-            host_memory=host_blocks * (layout.record_bytes + SLOT_HEADER_BYTES),
+            host_memory=host_blocks * host_block_bytes(layout),
             write_policy=policy,
             write_through_threshold=threshold,
             clean_reserve=clean_reserve,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy import CacheManager, layout_from_config, settings_from_config
+from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.planes import PlaneKind
+from fdcache.settings import SettingsError
+from fdcache.settings.cache import CacheSettings, WritePolicy
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request, make, run
 
 
@@ -65,3 +70,85 @@ def test_deterministic_mode_cuts_reuse_to_the_split_kv_size(monkeypatch: pytest.
     monkeypatch.setenv("FD_DETERMINISTIC_MODE", "1")
     monkeypatch.setenv("FD_DETERMINISTIC_SPLIT_KV_SIZE", "32")
     assert settings_from_config(config, layout_from_config(config)).reuse_grid == 32
+
+
+def overruled(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says of the configuration's attributes that do not count."""
+    return [each.getMessage() for each in caplog.records if each.name.endswith("fastdeploy_config")]
+
+
+class TestEnvironment:
+    def test_what_is_set_stands_above_the_configuration_and_the_log_says_so(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        given = {
+            "FDCACHE_WRITE_POLICY": "write_back",
+            "FDCACHE_DEVICE_BLOCKS": "48",
+            "FDCACHE_HOST_MEMORY": "64MiB",
+            "FDCACHE_PREFIX_CACHING": "0",
+            "FDCACHE_WRITE_THROUGH_THRESHOLD": "5",
+            "FDCACHE_PLAN_TIMEOUT": "7s",
+            "FDCACHE_EVENT_BUFFER": "100",
+        }
+        for name, text in given.items():
+            monkeypatch.setenv(name, text)
+        caplog.set_level(logging.INFO, "fdcache.integrations.fastdeploy_config")
+        core = make().core
+        assert core.num_device_blocks == 48
+        assert core.num_host_blocks == (64 << 20) // (core.layout.record_bytes + SLOT_HEADER_BYTES)
+        assert core.settings.write_policy is WritePolicy.WRITE_BACK
+        assert not core.settings.enable_prefix_caching
+        assert core.settings.write_through_threshold == 5
+        assert (core.settings.plan_timeout, core.settings.event_buffer) == (7.0, 100)
+        told = "\n".join(overruled(caplog))
+        assert (
+            "FDCACHE_WRITE_POLICY=write_back (environment) is in force instead of cache_config.write_policy"
+            in told
+        )
+        replaced = {line.rpartition(" ")[2] for line in overruled(caplog)}
+        attributes = (
+            "total_block_num num_cpu_blocks enable_prefix_caching write_policy write_through_threshold"
+        )
+        assert replaced == {f"cache_config.{name}" for name in attributes.split()}
+
+    def test_what_is_not_set_comes_from_the_configuration_in_silence(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("FDCACHE_PLAN_TIMEOUT", "7s")
+        caplog.set_level(logging.INFO, "fdcache.integrations.fastdeploy_config")
+        core = make(write_policy="write_back", total_block_num=9, num_cpu_blocks=3).core
+        assert (core.settings.write_policy, core.num_device_blocks, core.num_host_blocks) == (
+            "write_back",
+            9,
+            3,
+        )
+        assert core.settings.plan_timeout == 7.0
+        assert not overruled(caplog)
+
+    def test_what_the_caller_gives_stands_above_both(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FDCACHE_DEVICE_MEMORY", "1GiB")
+        monkeypatch.setenv("FDCACHE_HOST_MEMORY", "64MiB")
+        monkeypatch.setenv("FDCACHE_WRITE_POLICY", "write_back")
+        own = CacheSettings(device_blocks=5, write_policy=WritePolicy.WRITE_THROUGH)
+        assert CacheManager(fd_config(), settings=own).core.settings == own
+
+    def test_device_memory_is_turned_into_blocks_that_profiling_does_not_change(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = fd_config()
+        block_bytes = sum(plane.device_stride for plane in layout_from_config(config).planes)
+        monkeypatch.setenv("FDCACHE_DEVICE_MEMORY", str(20 * block_bytes))
+        manager = CacheManager(config)
+        manager.update_cache_config(config.cache_config)
+        assert manager.num_gpu_blocks == 20
+
+    def test_another_block_size_than_the_engines_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FDCACHE_BLOCK_SIZE", "64")
+        with pytest.raises(SettingsError, match=r"FDCACHE_BLOCK_SIZE.* set FDCACHE_BLOCK_SIZE=4"):
+            make()
+
+    def test_draft_layers_keep_the_token_they_look_ahead(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FDCACHE_LOOKAHEAD_TOKENS", "0")
+        make()
+        with pytest.raises(SettingsError, match="FDCACHE_LOOKAHEAD_TOKENS"):
+            CacheManager(fd_config(method="mtp"))

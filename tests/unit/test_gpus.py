@@ -17,7 +17,7 @@ UUIDS = ("GPU-aaaa0000-1", "GPU-aaaa1111-2", "GPU-bbbb0000-3")
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     found = [
-        Gpu(ordinal, uuid, "H200", 13000, f"0000:0{ordinal}:00.0", "PCIe 5 x16", 0, 132)
+        Gpu(ordinal, uuid, "H200", 13000, f"0000:0{ordinal}:00.0", "PCIe 5 x16", 0, 132, 1 << 37)
         for ordinal, uuid in enumerate(UUIDS)
     ]
     monkeypatch.setattr(topology, "visible_gpus", lambda: found)

@@ -55,7 +55,9 @@ def test_every_snippet_of_the_embedding_guide_stands_in_the_example(lines: list[
 @pytest.mark.parametrize("module", ["kv_cache.py", "worker.py"])
 def test_the_embedding_guide_shows_every_call_into_fdcache(module: str) -> None:
     shown = {line for lines in blocks("docs/embedding.md") for line in lines}
-    pattern = r"self\.(manager|controller)\.\w+\(|= (CacheManager|CacheController|Request|CacheSettings)\("
+    pattern = (
+        r"self\.(manager|controller)\.\w+\(|= (CacheManager|CacheController|Request)(\.from_settings)?\("
+    )
     calls = [line for line in SOURCES[module] if re.search(pattern, line)]
     assert len(calls) >= 6
     assert not [line for line in calls if line not in shown]

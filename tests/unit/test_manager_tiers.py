@@ -9,6 +9,7 @@ from fdcache.errors import ConfigurationError, PlanError
 from fdcache.manager import AllocationFailure, CacheManager, ManagerState, MatchStatus, Request
 from fdcache.manager.events import BlockRemoved, BlocksCleared, BlockStored, EventsLost
 from fdcache.metadata import (
+    SLOT_HEADER_BYTES,
     CacheLevel,
     SwapPurpose,
     TransferReport,
@@ -172,3 +173,13 @@ class TestWholeCache:
         world = World(event_buffer=2)
         world.serve(*A, *B, *C, *TAIL)
         assert EventsLost(CacheLevel.DEVICE) in world.manager.take_events()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_host_memory_is_that_of_all_ranks_together(ranks: int) -> None:
+    one = layout(ranks).record_bytes + SLOT_HEADER_BYTES
+    settings = CacheSettings(device_blocks=1, host_memory=12 * one + one // 2)
+    manager = CacheManager(settings, layout(ranks))
+    assert manager.num_host_blocks == manager.host_cache.num_blocks == 12 // ranks
+    with pytest.raises(ConfigurationError, match="host_memory"):
+        CacheManager(CacheSettings(host_memory=ranks * one - 1), layout(ranks))

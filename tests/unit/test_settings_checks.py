@@ -65,8 +65,9 @@ def test_host_tier_fits_into_machine_and_cgroup() -> None:
     assert disagreeing(environ, Memory(4 << 30, None)) == [("FDCACHE_HOST_MEMORY",)]
     assert disagreeing(environ, Memory(16 << 30, 4 << 30)) == [("FDCACHE_HOST_MEMORY",)]
     assert disagreeing(environ, Memory(None, None)) == []
-    ranks = {**environ, "FDCACHE_RANKS": "4"}
-    assert disagreeing(ranks, Memory(16 << 30, None)) == [("FDCACHE_HOST_MEMORY", "FDCACHE_RANKS")]
+    assert (
+        disagreeing({**environ, "FDCACHE_RANKS": "4"}, Memory(16 << 30, None)) == []
+    )  # it is that of all ranks
 
 
 def test_write_policy_needs_a_host_tier_when_it_is_asked_for() -> None:
@@ -148,8 +149,9 @@ BLOCK_BYTES = 2 * (64 * 16 * 2) * 2 + 2 * (64 * 16 * 2) * 2
 
 def test_layout_agrees_with_block_size_and_ranks() -> None:
     Settings.load(environ={"FDCACHE_RANKS": "2"}).check_layout(LAYOUT)
+    Settings.load(environ={}).check_layout(LAYOUT)
     with pytest.raises(SettingsError) as caught:
-        Settings.load(environ={"FDCACHE_BLOCK_SIZE": "32"}).check_layout(LAYOUT)
+        Settings.load(environ={"FDCACHE_BLOCK_SIZE": "32", "FDCACHE_RANKS": "3"}).check_layout(LAYOUT)
     assert [problem.variables for problem in caught.value.problems] == [
         ("FDCACHE_BLOCK_SIZE",),
         ("FDCACHE_RANKS",),
@@ -193,6 +195,7 @@ def test_memory_of_this_machine_is_known() -> None:
 def test_device_memory_is_turned_into_blocks(memory: str, device_bytes: int | None, blocks: int) -> None:
     settings = Settings.load(environ={"FDCACHE_DEVICE_MEMORY": memory})
     assert settings.cache_for(LAYOUT, device_bytes).device_blocks == blocks
+    assert settings.cache_for(LAYOUT, lambda: device_bytes or 0).device_blocks == blocks
     assert Settings.load(environ={}).cache_for(LAYOUT).device_blocks == 1024
 
 

@@ -172,10 +172,6 @@ def settings_of(environ: dict[str, str], secrets: list[str], folder: Path, limit
     return found.settings
 
 
-def host_tier(settings: Settings) -> int:
-    return settings.cache.host_memory * settings.deployment.ranks
-
-
 def test_dockerfile_is_multi_stage_and_not_root() -> None:
     text = (CONTAINER / "Dockerfile").read_text()
     stages = re.findall(r"^FROM ", text, flags=re.MULTILINE)
@@ -219,7 +215,7 @@ def test_compose_file_agrees_with_the_settings(tmp_path: Path) -> None:
     limit = parse_size(engine["mem_limit"].replace("g", "GiB"))
     assert check["mem_limit"] == engine["mem_limit"]
     settings = settings_of(environ, secrets, tmp_path, limit)
-    assert host_tier(settings) < parse_size(engine["shm_size"].replace("g", "GiB")) < limit
+    assert settings.cache.host_memory < parse_size(engine["shm_size"].replace("g", "GiB")) < limit
     assert parse_duration(engine["stop_grace_period"]) > settings.transfer.drain_timeout
     assert engine["healthcheck"]["test"][1:3] == ["python", "/opt/fdcache/probe.py"]
     for service in (check, engine):
@@ -246,7 +242,7 @@ def test_kubernetes_manifests_agree_with_the_settings(tmp_path: Path) -> None:
     settings = settings_of(environ, secrets, tmp_path, limit)
     arena = mounts["/dev/shm"]["emptyDir"]
     assert arena["medium"] == mounts["/run/fdcache"]["emptyDir"]["medium"] == "Memory"
-    assert host_tier(settings) < parse_size(arena["sizeLimit"]) < limit
+    assert settings.cache.host_memory < parse_size(arena["sizeLimit"]) < limit
     pause = int(engine["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] > pause + settings.transfer.drain_timeout
     assert str(settings.logging.directory) in mounts

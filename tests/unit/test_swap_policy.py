@@ -23,7 +23,7 @@ from fdcache.devices.policy import choose_calibration, make_policy, min_group_by
 from fdcache.devices.topology import Gpu, link_of, numa_node_of
 from fdcache.settings.transfer import SwapMethod, TransferSettings
 
-GPU = Gpu(0, "GPU-1", "a GPU", 13000, "0000:00:06.0", "PCIe 32.0 GT/s x16", 1, 132)
+GPU = Gpu(0, "GPU-1", "a GPU", 13000, "0000:00:06.0", "PCIe 32.0 GT/s x16", 1, 132, 1 << 37)
 
 
 def measurements(direction: str) -> list[Measurement]:

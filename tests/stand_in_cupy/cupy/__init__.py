@@ -52,7 +52,11 @@ cuda = SimpleNamespace(
         getDevice=lambda: Device().id,
         getDeviceCount=driver.visible,
         driverGetVersion=lambda: 13000,
-        getDeviceProperties=lambda _: {"name": b"stand-in", "multiProcessorCount": 132},
+        getDeviceProperties=lambda _: {
+            "name": b"stand-in",
+            "multiProcessorCount": 132,
+            "totalGlobalMem": _TOTAL_BYTES,
+        },
         deviceGetPCIBusId=lambda ordinal: f"ffff:ff:1f.{driver.gpu(ordinal)}",
         deviceSynchronize=driver.synchronize_all,
         memGetInfo=lambda: (_TOTAL_BYTES - Memory.used, _TOTAL_BYTES),

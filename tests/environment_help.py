@@ -1,0 +1,391 @@
+"""Which variable changes what, and live engines to look at: the Paddle example, the adapter, a replay, a service."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from fdcache import CacheController, CacheManager, KVLayout, Request
+from fdcache.devices.calibration import Calibration, load_calibration, save_calibration
+from fdcache.devices.policy import make_policy
+from fdcache.devices.topology import Gpu
+from fdcache.metadata import TransferPlan
+from fdcache.node.address import load_settings
+from fdcache.server import logs
+from fdcache.server.lifecycle import Server
+from fdcache.settings import Settings
+from fdcache.storage.mooncake_client import ClientOptions
+from tests.fastdeploy_help import fd_config
+
+LONG = 100
+"""Tokens of the prompt that is served twice."""
+
+
+@dataclass
+class Engine:
+    """A scheduler's manager and rank 0's controller, as the program made them."""
+
+    manager: CacheManager
+    controller: CacheController
+    device_blocks: int
+    hits: int = -1
+
+    def serve_twice(self) -> None:
+        """Serve one prompt twice; ``hits`` are the tokens that the second time found."""
+        for name in ("first", "second"):
+            request = Request(name, list(range(LONG)))
+            match = self.manager.match_prefix([request])[0]
+            assert self.manager.allocate_device_blocks([(request, LONG)])[0].ok
+            self._copy()
+            self.manager.commit([(request, LONG)])
+            self.manager.request_finish([request])
+            self._copy()
+            self.hits = match.num_cached_tokens
+
+    def _copy(self) -> None:
+        for plan in self.manager.take_plans():
+            self.controller.submit_swap_tasks(plan)
+        while reports := self.controller.wait_reports(timeout=60):
+            self.manager.apply(reports)
+
+    @property
+    def slab(self) -> Any:
+        storage = self.controller._storage
+        return storage.storage if storage else None
+
+    def layer_timeout(self) -> float:
+        counter = self.controller.submit_swap_tasks(TransferPlan(plan_id=1 << 40))
+        self.controller.poll()
+        return counter._default_timeout
+
+
+Look = Callable[[Any], object]
+ENGINES = ("paddle", "adapter", "replay")
+
+
+@dataclass(frozen=True)
+class Case:
+    """``value`` of a variable, other than its default, and what it changes: in an engine, in a service, elsewhere.
+
+    ``beside`` are variables without which it means nothing, with and without it the same. ``engines`` are the programs
+    in which it has the effect; ``elsewhere`` is looked at without any.
+    """
+
+    value: str
+    engine: Look | None = None
+    serve: Look | None = None
+    elsewhere: Callable[[], object] | None = None
+    engines: tuple[str, ...] = ENGINES
+    refused_by: tuple[str, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
+
+
+GPU = Gpu(0, "GPU-1", "a GPU", 13000, "0000:00:06.0", "PCIe 32.0 GT/s x16", 1, 132, 1 << 37)
+KEPT = Calibration(measured_at="a day", kernel_ctas=7).made_for(GPU)
+
+
+def policy() -> Any:
+    """How the CUDA device would copy."""
+    return make_policy(Settings.load().transfer, Calibration(), batched=True)
+
+
+def _calibrated() -> object:
+    return load_calibration(GPU, Settings.load().transfer.calibration_dir)
+
+
+def _swap_method() -> object:
+    with mock.patch("fdcache.devices.policy._core.SwapPolicy") as made:
+        policy()
+    return made.call_args.kwargs["choice"]
+
+
+def device_blocks(engine: Engine) -> object:
+    return engine.manager.num_device_blocks, engine.device_blocks
+
+
+def host_blocks(engine: Engine) -> object:
+    arena = engine.controller.host_arena
+    return engine.manager.num_host_blocks, arena.num_blocks if arena else 0
+
+
+def hits(engine: Engine) -> object:
+    engine.serve_twice()
+    return engine.hits
+
+
+def backed_up(engine: Engine) -> object:
+    engine.serve_twice()
+    return engine.manager.get_stats().counters.blocks_backed_up
+
+
+def events(engine: Engine) -> object:
+    engine.serve_twice()
+    return len(engine.manager.take_events()) > 0
+
+
+def reads(name: str) -> Look:
+    return lambda engine: getattr(engine.manager._tiers.prefetcher._settings, name)
+
+
+def groups(engine: Engine) -> object:
+    return engine.controller._queue._groups._groups
+
+
+def in_service(name: str) -> Look:
+    """A setting that the service looks at while it runs."""
+    return lambda server: getattr(server.service.settings, name)
+
+
+def storage_in_service(name: str) -> Look:
+    return lambda server: getattr(server.service.storage.settings, name) if server.service.storage else None
+
+
+def namespace(server: Server) -> Any:
+    layout = KVLayout.uniform(
+        model="m", revision="1", block_size=4, num_layers=1, kv_heads=1, head_dim=8, dtype="float16"
+    )
+    return server.service.namespaces.get(layout.fingerprint) or server.service.sessions._shares.open(layout)
+
+
+def drains_for(server: Server) -> object:
+    with mock.patch("fdcache.server.lifecycle.time.monotonic", return_value=0.0):
+        server.stop()
+    return server._drain_until
+
+
+def formatter(server: Server) -> object:
+    logger = logging.getLogger("fdcache")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    logger.handlers = []
+    try:
+        logs.configure(server.settings)
+        return type(logger.handlers[0].formatter).__name__
+    finally:
+        logger.handlers, logger.level, logger.propagate = before
+
+
+STORAGE = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": "{dir}/blocks", "FDCACHE_STORAGE_SIZE": "1MiB"}
+SERVED = {"FDCACHE_SERVER": "{service}"}
+
+CASES: dict[str, Case] = {
+    "FDCACHE_ENV_FILE": Case("{dir}/file.env", device_blocks, lambda server: server.arena.total_bytes),
+    "FDCACHE_SECRETS_DIR": Case("{dir}/secrets", device_blocks, lambda server: server.arena.total_bytes),
+    "FDCACHE_BLOCK_SIZE": Case(
+        "32",
+        lambda engine: engine.manager.layout.block_size,
+        engines=("paddle", "replay"),
+        refused_by=("adapter",),
+    ),
+    "FDCACHE_RANKS": Case(
+        "2",
+        lambda engine: engine.manager.layout.tp_size,
+        engines=("paddle", "replay"),
+        refused_by=("adapter",),
+    ),
+    "FDCACHE_DEVICE_MEMORY": Case("1MiB", device_blocks),
+    "FDCACHE_DEVICE_BLOCKS": Case("37", device_blocks),
+    "FDCACHE_HOST_MEMORY": Case("2MiB", host_blocks, lambda server: server.arena.total_bytes),
+    "FDCACHE_SERVER": Case(
+        "{service}",
+        lambda engine: (engine.manager.host_cache.server, type(engine.controller.host_arena).__name__),
+        lambda server: server.endpoints.address,
+    ),
+    "FDCACHE_RPC_TIMEOUT": Case("7s", lambda engine: engine.manager._host._timeout, beside=SERVED),
+    "FDCACHE_PREFIX_CACHING": Case("0", hits),
+    "FDCACHE_REUSE_GRID": Case("128", hits),
+    "FDCACHE_LOOKAHEAD_TOKENS": Case("70", hits),
+    "FDCACHE_WRITE_POLICY": Case("write_back", backed_up, beside={"FDCACHE_CLEAN_RESERVE": "0"}),
+    "FDCACHE_WRITE_THROUGH_THRESHOLD": Case(
+        "5",
+        lambda engine: engine.manager._tiers.backups._threshold,
+        beside={"FDCACHE_WRITE_POLICY": "write_through_selective"},
+    ),
+    "FDCACHE_CLEAN_RESERVE": Case("5", lambda engine: engine.manager._tiers.backups._clean_reserve),
+    "FDCACHE_DEFER_TIMEOUT": Case("7s", lambda engine: engine.manager._lookup._settings.defer_timeout),
+    "FDCACHE_PLAN_TIMEOUT": Case("7s", lambda engine: engine.manager._plans._ledger._timeout),
+    "FDCACHE_EVENT_BUFFER": Case("100", events),
+    "FDCACHE_RUNTIME_DIR": Case("{dir}/other", serve=lambda server: server.endpoints.address),
+    "FDCACHE_ARENA_DIR": Case("{dir}/blocks", serve=lambda server: server.arena.directory),
+    "FDCACHE_EXTENT_SIZE": Case("64KiB", serve=lambda server: server.arena.manifest.extent_bytes),
+    "FDCACHE_HUGE_PAGES": Case("1", serve=lambda server: server.allocated[3]),
+    "FDCACHE_NUMA_NODE": Case("0", serve=lambda server: server.allocated[2]),
+    "FDCACHE_HTTP_ADDRESS": Case("127.0.0.1:9", serve=lambda server: server.endpoints.http),
+    "FDCACHE_RECOVER": Case("0", serve=lambda server: server.arena.manifest.incarnation == server.earlier),
+    "FDCACHE_DRAIN_TIMEOUT": Case("7s", serve=drains_for),
+    "FDCACHE_SESSION_TIMEOUT": Case("7s", serve=in_service("session_timeout")),
+    "FDCACHE_NAMESPACE_QUOTA": Case("0.5", serve=lambda server: namespace(server)._most_extents),
+    "FDCACHE_TENANT_QUOTA": Case("0.5", serve=lambda server: namespace(server).tenants.quotas.default),
+    "FDCACHE_TENANT_QUOTAS": Case(
+        "search=0.5", serve=lambda server: [*namespace(server).tenants.quotas.names.values()]
+    ),
+    "FDCACHE_EVICTION_LOG": Case("7", serve=lambda server: namespace(server).history.departures.most),
+    "FDCACHE_LOG_FORMAT": Case("text", serve=formatter),
+    "FDCACHE_FIRST_GROUP_LAYERS": Case("2", groups),
+    "FDCACHE_GROUP_LAYERS": Case("1", groups),
+    "FDCACHE_LOADS_AHEAD": Case("1MiB", lambda engine: engine.controller._queue._loads._ahead_bytes),
+    "FDCACHE_COPY_THREADS": Case("3", lambda engine: engine.controller.device._copy_threads),
+    "FDCACHE_LAYER_TIMEOUT": Case("7s", Engine.layer_timeout),
+    "FDCACHE_SWAP_DRAIN_TIMEOUT": Case("7s", lambda engine: engine.controller.settings.drain_timeout),
+    "FDCACHE_SWAP_METHOD": Case("dma", elsewhere=_swap_method),
+    "FDCACHE_SWAP_CTAS": Case("3", elsewhere=lambda: policy().kernel_ctas),
+    "FDCACHE_SWAP_SM_BUDGET": Case("1", elsewhere=lambda: policy().transpose_ctas),
+    "FDCACHE_VERIFY": Case("all", lambda engine: engine.controller.device._verify),
+    "FDCACHE_CALIBRATION_DIR": Case("{dir}/calibration", elsewhere=_calibrated),
+    "FDCACHE_STORAGE": Case(
+        "local",
+        lambda engine: engine.slab and engine.slab.name,
+        lambda server: server.service.storage is not None,
+        beside={name: text for name, text in STORAGE.items() if name != "FDCACHE_STORAGE"},
+    ),
+    "FDCACHE_STORAGE_DIR": Case(
+        "{dir}/other", lambda engine: engine.slab.path, storage_in_service("directory"), beside=STORAGE
+    ),
+    "FDCACHE_STORAGE_SIZE": Case(
+        "2MiB", lambda engine: engine.slab.stats().capacity_blocks, storage_in_service("size"), beside=STORAGE
+    ),
+    "FDCACHE_STORAGE_FSYNC": Case(
+        "always", lambda engine: engine.slab._fsync, storage_in_service("fsync"), beside=STORAGE
+    ),
+    "FDCACHE_STORAGE_FSYNC_INTERVAL": Case(
+        "7s", lambda engine: engine.slab._syncer._args, storage_in_service("fsync_interval"), beside=STORAGE
+    ),
+    "FDCACHE_STORAGE_THREADS": Case(
+        "3", lambda engine: engine.slab._threads, storage_in_service("threads"), beside=STORAGE
+    ),
+    "FDCACHE_STORAGE_RETRY": Case(
+        "7s",
+        lambda engine: engine.slab._health._retry_after,
+        storage_in_service("retry_after"),
+        beside=STORAGE,
+    ),
+    "FDCACHE_STORAGE_TIMEOUT": Case(
+        "7s",
+        lambda engine: (
+            engine.manager._storage.reads._timeout,
+            engine.manager._storage.stores._timeout,
+        ),
+        storage_in_service("timeout"),
+        beside=STORAGE,
+    ),
+    "FDCACHE_PREFETCH_POLICY": Case("best_effort", reads("prefetch_policy"), beside=STORAGE),
+    "FDCACHE_PREFETCH_TIMEOUT": Case("7s", reads("prefetch_timeout"), beside=STORAGE),
+    "FDCACHE_PREFETCH_BANDWIDTH": Case("1MiB", reads("prefetch_bandwidth"), beside=STORAGE),
+    "FDCACHE_STORAGE_WRITE_BLOCKS": Case(
+        "7",
+        lambda engine: engine.manager._storage.stores._write_blocks,
+        storage_in_service("write_blocks"),
+        beside=STORAGE,
+    ),
+    "FDCACHE_MOONCAKE_LOG_LEVEL": Case(
+        "0",
+        elsewhere=lambda: ClientOptions.resolve(Settings.load().mooncake, 0).log_level,
+        beside={"MOONCAKE_MASTER_SERVER_ADDR": "127.0.0.1:1"},
+    ),
+}
+WITHOUT_A_CHOICE = {"FDCACHE_EVICTION"}
+"""Variables that have one value only, the default."""
+
+
+def prepare(directory: Path) -> None:
+    """Make what the values name."""
+    for name in ("blocks", "other", "secrets"):
+        (directory / name).mkdir(mode=0o700)
+    values = {"FDCACHE_DEVICE_BLOCKS": "37", "FDCACHE_HOST_MEMORY": "2MiB"}
+    (directory / "file.env").write_text("".join(f"{name}={text}\n" for name, text in values.items()))
+    for name, text in values.items():
+        (directory / "secrets" / name).write_text(text)
+    save_calibration(KEPT, GPU, directory / "calibration")
+
+
+def look_at_paddle(look: Look) -> object:
+    """The Paddle example's own halves, made from no flag but the model's."""
+    from examples.paddle_engine.__main__ import parse
+    from examples.paddle_engine.kv_cache import FdcacheBlocks
+    from examples.paddle_engine.worker import Worker
+
+    tiny = ["--requests", "1", "--scale", "12", "--vocab", "64", "--layers", "6", "--hidden", "32"]
+    demo, _ = parse([*tiny, "--heads", "2", "--head-dim", "16", "--ffn", "32"])
+    cache = FdcacheBlocks(demo.engine)
+    worker = Worker(demo.model, demo.engine, cache.host_cache)
+    try:
+        assert worker.controller is not None
+        cache.restore(worker.storage_scans())
+        return look(Engine(cache.manager, worker.controller, demo.engine.device_blocks))
+    finally:
+        worker.shutdown()
+        cache.close()
+
+
+def look_at_adapter(look: Look) -> object:
+    """The adapter's halves, on a configuration of FastDeploy's."""
+    from fdcache.integrations import fastdeploy
+
+    config = fd_config(total_block_num=64, num_cpu_blocks=40)
+    config.model_config.num_hidden_layers = 6
+    manager = fastdeploy.CacheManager(config)
+    controller = fastdeploy.CacheController(config, 0, 0)
+    try:
+        planes = controller.initialize_kv_cache(None, config.cache_config.total_block_num)
+        if scan := controller.initialize_storage():
+            manager.core.restore_storage([scan])
+        return look(Engine(manager.core, controller.core, planes[0].shape[0]))
+    finally:
+        controller.shutdown()
+        manager.core.close()
+
+
+def look_at_replay(look: Look) -> object:
+    """The halves that the command `fdcache replay` makes, instead of its workload."""
+    from fdcache.replay import engine as replaying
+    from fdcache_cli.replay import replay
+
+    found: list[object] = []
+
+    class Looking(replaying._Run):
+        def work(self, *_: object) -> bool:
+            worker = getattr(self._ranks, "_worker", None)
+            blocks = worker._planes.arrays[0].shape[0] if worker else 0
+            controller: Any = (
+                worker and worker._controller
+            )  # the ranks of several have processes of their own
+            found.append(look(Engine(self._manager, controller, blocks)))
+            return True
+
+    with mock.patch.object(replaying, "_Run", Looking), redirect_stdout(StringIO()):
+        try:
+            replay(layers=6, json_output=True)
+        except SystemExit as end:
+            assert end.code == 130, end.code  # it was interrupted, and nothing leaked
+    return found[0]
+
+
+def look_at_serve(look: Look) -> object:
+    """A service as `fdcache serve` makes it, where an earlier one of the same address has died."""
+    from fdcache.server import arena
+
+    with mock.patch.object(arena, "_allocate_all", wraps=arena._allocate_all) as allocate:
+        earlier = Server(load_settings({}))
+        earlier.start()
+    incarnation = earlier.arena.manifest.incarnation
+    earlier.abandon()
+    server: Any = Server(load_settings({}))
+    server.start()
+    try:
+        server.earlier, server.allocated = incarnation, allocate.call_args.args
+        return look(server)
+    finally:
+        server.close()
+
+
+LOOKS: dict[str, Callable[[Look], object]] = {
+    "paddle": look_at_paddle,
+    "adapter": look_at_adapter,
+    "replay": look_at_replay,
+    "serve": look_at_serve,
+}
