@@ -17,7 +17,7 @@ from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings
 from fdcache.tiers import host_block_bytes
 
-_BLOCK_FP8 = "block_wise_fp8"
+_BLOCK_FP8, _INT4 = "block_wise_fp8", "int4_zp"
 _BLOCKS, _MEMORY = "FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY"
 _OTHER_WAYS = {_BLOCKS: (_MEMORY,), "FDCACHE_HOST_MEMORY": ("FDCACHE_SERVER",)}
 """What else decides the sizes of the tiers."""
@@ -28,17 +28,19 @@ logger = logging.getLogger(__name__)
 def layout_from_config(config: Any) -> KVLayout:
     """The layout that FastDeploy's attention backends make for this configuration.
 
-    Keys and values of shape [kv_heads, block_size, head_dim] in the model's dtype, bytes for a quantised cache, with
-    scales for ``block_wise_fp8``; one latent per token for models with a ``kv_lora_rank``, or as
-    ``FD_ATTENTION_BACKEND`` says; one draft layer for the speculative method ``mtp``. A backend that differs needs its
-    own layout. Raises ``ConfigurationError`` naming the attribute that is missing, or the backend.
+    Keys and values of shape [kv_heads, block_size, head_dim] in the model's dtype, bytes for a quantised cache (two
+    elements a byte for ``int4_zp``), with scales in the model's dtype for ``block_wise_fp8``; one latent per token for
+    models with a ``kv_lora_rank``, or as ``FD_ATTENTION_BACKEND`` says; one draft layer for the speculative method
+    ``mtp``. A backend that differs needs its own layout. Each dtype and each quantisation has keys of its own. Raises
+    ``ConfigurationError`` naming the attribute that is missing, or the backend.
     """
     model, cache = _get(config, "model_config"), _get(config, "cache_config")
     ranks = int(_get(config, "parallel_config.tensor_parallel_size"))
     speculative = getattr(config, "speculative_config", None)
     drafts = getattr(speculative, "method", None) == "mtp"
-    quantised = getattr(getattr(config, "quant_config", None), "kv_cache_quant_type", None)
-    dtype = str(_get(model, "dtype")) if quantised is None else "uint8"
+    quantised = quantisation(config)
+    computed = str(_get(model, "dtype"))
+    dtype = computed if quantised is None else "uint8"
     block_size = int(_get(cache, "block_size"))
     heads = max(int(_get(model, "num_key_value_heads")) // ranks, 1)
     latent = int(getattr(model, "kv_lora_rank", 0) or 0)
@@ -47,15 +49,16 @@ def layout_from_config(config: Any) -> KVLayout:
             PlaneSpec(PlaneKind.KEY, dtype, (1, block_size, latent + int(_get(model, "qk_rope_head_dim"))))
         ]
     else:
-        shape = (heads, block_size, int(_get(model, "head_dim")))
+        head_dim = int(_get(model, "head_dim"))
+        shape = (heads, block_size, head_dim // 2 if quantised == _INT4 else head_dim)
         specs = [PlaneSpec(kind, dtype, shape) for kind in (PlaneKind.KEY, PlaneKind.VALUE)]
         if quantised == _BLOCK_FP8:
             kinds = (PlaneKind.KEY_SCALE, PlaneKind.VALUE_SCALE)
-            specs += [PlaneSpec(kind, "float32", (heads, block_size)) for kind in kinds]
+            specs += [PlaneSpec(kind, computed, (heads, block_size)) for kind in kinds]
     return KVLayout.build(
         specs,
         model=str(_get(model, "model")),
-        revision=f"{getattr(model, 'revision', None) or 'unnamed'}:{quantised or dtype}",
+        revision=f"{getattr(model, 'revision', None) or 'unnamed'}:{quantised or dtype}:{computed}",
         block_size=block_size,
         num_layers=int(_get(model, "num_hidden_layers")),
         num_draft_layers=int(drafts),
@@ -64,6 +67,27 @@ def layout_from_config(config: Any) -> KVLayout:
         if drafts
         else 1.0,
     )
+
+
+def quantisation(config: Any) -> str | None:
+    """Return the ``kv_cache_quant_type`` of the configuration, or None.
+
+    The workers have parsed it into ``quant_config``; the engine's process has it only as the model's configuration or
+    the command line gave it. Raises ``ConfigurationError`` where the two differ.
+    """
+    parsed = getattr(getattr(config, "quant_config", None), "kv_cache_quant_type", None)
+    model = _get(config, "model_config")
+    for name in ("quantization_config", "quantization"):
+        given = getattr(model, name, None)
+        named = given.get("kv_cache_quant_type") if isinstance(given, dict) else None
+        if named is None:
+            continue
+        if parsed is not None and parsed != named:
+            raise ConfigurationError(
+                f"quant_config has kv_cache_quant_type {parsed!r}, model_config.{name} {named!r}; let them agree"
+            )
+        return str(named)
+    return None if parsed is None else str(parsed)
 
 
 def load_settings(

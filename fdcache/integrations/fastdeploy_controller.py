@@ -11,13 +11,21 @@ from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import CacheNotReadyError, LayoutError
-from fdcache.integrations.fastdeploy_config import device_blocks, layout_from_config, load_settings
+from fdcache.integrations.fastdeploy_config import (
+    device_blocks,
+    layout_from_config,
+    load_settings,
+    quantisation,
+)
 from fdcache.integrations.fastdeploy_variables import EngineVariables
 from fdcache.layout import KVLayout, Plane
 from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, TransferPlan, TransferReport
+from fdcache.planes import PlaneKind
 from fdcache.settings.transfer import TransferSettings
 from fdcache.storage.connector import BlockStorage
 from fdcache.tiers.host_cache import HostCache
+
+_NAMES = {PlaneKind.KEY_SCALE: "key_cache_scales", PlaneKind.VALUE_SCALE: "value_cache_scales"}
 
 Allocate = Callable[[KVLayout, int], Sequence[Any]]
 
@@ -45,7 +53,7 @@ class CacheController:
         host_cache: HostCache | None = None,
         compute_stream: Callable[[], Any] | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.cache_config = config, config.cache_config
         self.device_id = device_id
         self.layout = layout or layout_from_config(config)
         self._settings = load_settings(config, self.layout, transfer=settings)
@@ -109,7 +117,7 @@ class CacheController:
         """The tensors by name: kind, layer, rank and device."""
         rank, planes = self.core.rank, self.layout.planes
         return {
-            f"{plane.kind.value}_caches_{plane.layer}_rank{rank}.device{self.device_id}": tensor
+            f"{_NAMES.get(plane.kind, f'{plane.kind.value}_caches')}_{plane.layer}_rank{rank}.device{self.device_id}": tensor
             for plane, tensor in zip(planes, self._tensors, strict=False)
         }
 
@@ -118,7 +126,7 @@ class CacheController:
             raise CacheNotReadyError("the device planes are registered already; call free_cache first")
         made = self._from_backend(attn_backend, planes, num_blocks)
         if made is None:
-            _check_shapes(attn_backend, planes, num_blocks)
+            _check_shapes(attn_backend, planes, num_blocks, quantisation(self.config))
             self._unclaimed = self._unclaimed or list(self._allocate(self.layout, num_blocks))
             made = self._unclaimed[: len(planes)]
             if int(made[0].shape[0]) != num_blocks:
@@ -138,7 +146,7 @@ class CacheController:
         create = getattr(attn_backend, "create_kv_cache", None)
         if create is None:
             return None
-        quantised = getattr(getattr(self.config, "quant_config", None), "kv_cache_quant_type", None)
+        quantised = quantisation(self.config)
         tensors: list[Any] = []
         for layer in sorted({plane.layer for plane in planes}):
             made = create(
@@ -223,7 +231,7 @@ class CacheController:
             self.core.sleep()
         self._forget_tensors()
 
-    def free_cache(self, clear_storage: bool = False) -> None:
+    def free_cache(self, clear_storage: bool = False) -> bool:
         """Give up device tensors and host cache, after the copies in flight, and with ``clear_storage`` empty this
         rank's storage before. The manager hears of that by ``CacheManager.reset_cache``; until then it plans reads that
         find nothing. Raises ``StorageError`` when the storage is not known to be empty; then nothing is freed.
@@ -232,6 +240,7 @@ class CacheController:
             self.core.clear_storage()
         self.core.free_cache()
         self._forget_tensors()
+        return True
 
     def _forget_tensors(self) -> None:
         self._tensors.clear()
@@ -243,12 +252,15 @@ class CacheController:
         self.core.shutdown()
 
 
-def _check_shapes(attn_backend: Any, planes: Sequence[Plane], num_blocks: int) -> None:
+def _check_shapes(
+    attn_backend: Any, planes: Sequence[Plane], num_blocks: int, quantised: str | None
+) -> None:
     """Compare with the shapes [blocks, heads, block_size, dim] that a backend names for key and value."""
     shapes_of = getattr(attn_backend, "get_kv_cache_shape", None)
     if shapes_of is None:
         return
-    shapes = [tuple(shape) for shape in shapes_of(max_num_blocks=num_blocks) if shape]
+    kind = {} if quantised is None else {"kv_cache_quant_type": quantised}
+    shapes = [tuple(shape) for shape in shapes_of(max_num_blocks=num_blocks, **kind) if shape]
     expected = [(num_blocks, *plane.shape) for plane in planes if plane.layer == planes[0].layer]
     if shapes != expected[: len(shapes)]:
         raise LayoutError(f"the attention backend's cache has shapes {shapes}, the layout's {expected}")

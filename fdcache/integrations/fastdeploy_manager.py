@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Never
+from threading import RLock
+from typing import Any, Never, overload
 
 import numpy as np
 
@@ -16,12 +17,18 @@ from fdcache.integrations.fastdeploy_config import (
     layout_from_config,
     load_settings,
 )
-from fdcache.integrations.fastdeploy_requests import MatchedPrefix, Served, images_of, tokens_of
+from fdcache.integrations.fastdeploy_requests import (
+    MatchedPrefix,
+    Served,
+    images_of,
+    reuse_before_images,
+    tokens_of,
+)
 from fdcache.integrations.fastdeploy_variables import EngineVariables, is_preempted, warn_of_old_manager
 from fdcache.layout import KVLayout
 from fdcache.manager.cache_manager import CacheManager as Manager
 from fdcache.manager.requests import Request
-from fdcache.manager.results import AllocationFailure, LoadOutcome, MatchStatus
+from fdcache.manager.results import AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
@@ -59,10 +66,15 @@ class CacheManager:
             lookup=lookup,
             clock=clock,
         )
+        self.cache_config = config.cache_config
         self.block_size = layout.block_size
+        self._unsure_tokens = 1 + self.core.settings.lookahead_tokens
+        self._whole_images = bool(getattr(config.cache_config, "disable_chunked_mm_input", False))
         self._served: dict[str, Served] = {}
         self._variables = EngineVariables.load()
         warn_of_old_manager()
+        self._requests = RLock()
+        """Held over what changes a request: FastDeploy ends requests in a thread of its own."""
 
     def is_initialized(self) -> bool:
         """Whether the manager can be used: always, once it is made."""
@@ -93,7 +105,7 @@ class CacheManager:
     @property
     def num_free_device_blocks(self) -> int:
         """Device blocks that nobody holds and that cache nothing."""
-        return self.core.get_stats().device.free
+        return self.core.num_free_device_blocks
 
     @property
     def num_free_host_blocks(self) -> int:
@@ -102,9 +114,9 @@ class CacheManager:
         return host.free if host else 0
 
     @property
-    def gpu_free_block_list(self) -> list[int]:
-        """The ids of the free device blocks. Visits every block: use ``num_free_device_blocks`` for their number."""
-        return self.core.free_device_blocks()
+    def gpu_free_block_list(self) -> Sequence[int]:
+        """The ids of the free device blocks. Its length is known at once, its ids are looked up when asked for."""
+        return FreeBlocks(self.core)
 
     @property
     def available_gpu_resource(self) -> float:
@@ -130,26 +142,47 @@ class CacheManager:
         The request is the engine's: ``request_id``, ``prompt_token_ids``, ``output_token_ids`` and
         ``multimodal_inputs`` are read. Without ``skip_storage`` a read from storage begins, if none has.
         """
-        served = self._begin(request, use_cache=True)
-        if not skip_storage:
-            self.core.prefetch([served.request])
+        with self._requests:
+            served = self._begin(request, use_cache=True)
+            if not skip_storage:
+                self.core.prefetch([served.request])
+            self._match(served)
+
+    def _match(self, served: Served) -> None:
         result = self.core.match_prefix([served.request])[0]
+        if self._whole_images:
+            result = self._match_to_images(served, result)
         served.matched = result.status is MatchStatus.MATCHED
         if not served.matched:
-            request._match_result = MatchedPrefix(deferred=True)
+            served.engine_request._match_result = MatchedPrefix(deferred=True)
             return
         served.blocks = result.num_device_blocks
-        found = self.core.find_blocks(served.request)[CacheLevel.DEVICE]
-        request._match_result = MatchedPrefix(
+        found = self.core.find_blocks(served.request)[CacheLevel.DEVICE] if served.blocks else []
+        served.engine_request._match_result = MatchedPrefix(
             device_nodes=found[: served.blocks],
             matched_host_nums=result.num_host_blocks,
             matched_storage_nums=result.num_storage_blocks,
         )
 
+    def _match_to_images(self, served: Served, result: MatchResult) -> MatchResult:
+        """Match again, shorter, where the match ends inside an image that has to be computed in one piece."""
+        request, images = served.request, images_of(served.engine_request)
+        limit = reuse_before_images(images, result.num_cached_tokens, self.block_size)
+        if result.status is not MatchStatus.MATCHED or limit == result.num_cached_tokens:
+            return result
+        self.core.request_finish([request])
+        request.max_cached_tokens = limit
+        return self.core.match_prefix([request])[0]
+
     def prefetch_storage(self, request: Any) -> bool:
         """Begin to read from storage what a request that has arrived will need; False without storage."""
-        self.core.prefetch([self._begin(request, use_cache=True).request])
+        with self._requests:
+            self.core.prefetch([self._begin(request, use_cache=True).request])
         return CacheLevel.STORAGE in self.core.get_memory_usage()
+
+    def drain_pending_prefetches(self) -> list[Any]:
+        """Nothing: reads from storage are part of the plans."""
+        return []
 
     def allocate_device_blocks(self, request: Any, num_blocks: int) -> list[int]:
         """``num_blocks`` more blocks for the request's table, those to be loaded first; [] when there is no room.
@@ -157,19 +190,19 @@ class CacheManager:
         A request that was not matched neither reuses nor leaves blocks. Raises ``RequestStateError`` for fewer
         blocks than the match found in the host tier.
         """
-        served = self._served.get(request.request_id)
-        if served is None:
-            served = self._begin(request, use_cache=False)
-            served.matched = self.core.match_prefix([served.request])[0].status is MatchStatus.MATCHED
-        if not served.matched:
-            return []
-        self._publish(served)
-        covered = (served.blocks + num_blocks) * self.block_size
-        allocation = self.core.allocate_device_blocks([(served.request, covered)])[0]
-        served.has_blocks |= allocation.ok
-        served.blocks += len(allocation.block_ids)
-        served.matched = allocation.failure is not AllocationFailure.DEFERRED
-        return [int(block) for block in allocation.block_ids]
+        with self._requests:
+            served = self._served.get(request.request_id)
+            if served is None:
+                served = self._begin(request, use_cache=False)
+                served.matched = self.core.match_prefix([served.request])[0].status is MatchStatus.MATCHED
+            if not served.matched:
+                return []
+            covered = (served.blocks + num_blocks) * self.block_size
+            allocation = self.core.allocate_device_blocks([(served.request, covered)])[0]
+            served.has_blocks |= allocation.ok
+            served.blocks += len(allocation.block_ids)
+            served.matched = allocation.failure is not AllocationFailure.DEFERRED
+            return allocation.block_ids.tolist()
 
     allocate_gpu_blocks = allocate_device_blocks
 
@@ -178,8 +211,10 @@ class CacheManager:
 
         With ``FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST=0`` a preempted request leaves only its prompt.
         """
-        served = self._served.pop(request.request_id, None)
-        if served is not None:
+        with self._requests:
+            served = self._served.pop(request.request_id, None)
+            if served is None:
+                return
             self._publish(served, ended=not is_preempted(request))
             self.core.request_finish([served.request])
             if served.request.device_only:
@@ -192,15 +227,11 @@ class CacheManager:
             raise RequestStateError(
                 f"request {request.request_id!r} is running; request_finish comes before it is matched again"
             )
-        if (
-            known is not None
-            and not known.matched
-            and known.outputs == len(tokens_of(request.output_token_ids))
-        ):
+        outputs = tokens_of(request.output_token_ids)
+        if known is not None and known.outputs == len(outputs) and not known.matched:
             return known  # waiting still, perhaps for storage
         if known is not None:
             self.core.request_finish([known.request])
-        outputs = tokens_of(request.output_token_ids)
         tokens = np.concatenate([tokens_of(request.prompt_token_ids), outputs])
         served = Served(
             request,
@@ -212,6 +243,8 @@ class CacheManager:
                 device_only=getattr(request, "_fdcache_device_only", False),
             ),
             outputs=len(outputs),
+            begun_with=len(outputs),
+            publish_at=len(outputs) + 1,
         )
         self._served[request.request_id] = served
         return served
@@ -219,27 +252,29 @@ class CacheManager:
     def _publish(self, served: Served, *, ended: bool = False) -> None:
         """Tell the cache what exists: a token that was sampled proves the KV of all before it, and of no other.
 
-        Tokens above a load that is not confirmed might be dropped, so they are not taken up before.
+        Tokens above a load that is not confirmed might be dropped, so they are not taken up before; above one that
+        failed none is.
         """
-        if served.request.is_loading:
+        request = served.request
+        if request.is_loading or served.load_failed:
             return
-        outputs = tokens_of(served.engine_request.output_token_ids)
+        outputs = served.engine_request.output_token_ids
         if len(outputs) < served.outputs:
             raise RequestStateError(
-                f"request {served.request.request_id!r}: of {served.outputs} output tokens {len(outputs)} are left; "
+                f"request {request.request_id!r}: of {served.outputs} output tokens {len(outputs)} are left; "
                 "only those above a load that failed may be dropped: finish the request and match it again"
             )
-        new = outputs[served.outputs :]
+        new = tokens_of(outputs[served.outputs :])
         if len(new):
-            served.request.append_tokens(new)
-            served.outputs = len(outputs)
-        held_back = not self._variables.keeps_preempted_output
-        if len(new) or (ended and held_back and len(outputs)):
-            computed = served.request.num_tokens - 1
-            prompt = len(served.engine_request.prompt_token_ids)
-            self.core.commit(
-                [(served.request, min(computed, prompt) if held_back and not ended else computed)]
-            )
+            request.append_tokens(new)
+            served.outputs += len(new)
+        elif not ended or served.outputs == served.begun_with:
+            return
+        computed = max(request.num_tokens - self._unsure_tokens, 0)
+        if not ended and not self._variables.keeps_preempted_output:
+            computed = min(computed, len(served.engine_request.prompt_token_ids))
+        self.core.commit([(request, computed)])
+        served.publish_at = served.outputs + self.block_size - computed % self.block_size
 
     # --- a step -------------------------------------------------------------------------------------------
 
@@ -252,8 +287,30 @@ class CacheManager:
 
     def check_and_add_pending_backup(self) -> None:
         """Publish what running requests have computed; the write policy queues their backups."""
-        for served in self._served.values():
-            self._publish(served)
+        with self._requests:
+            for served in self._served.values():
+                length = len(served.engine_request.output_token_ids)
+                if length >= served.publish_at or length < served.outputs:
+                    self._publish(served)
+
+    def write_cache_to_storage(self, request: Any) -> None:
+        """Publish what a request has computed; what the write policy keeps goes to host and storage by itself."""
+        with self._requests:
+            served = self._served.get(request.request_id)
+            if served is not None:
+                self._publish(served)
+
+    write_cache_to_storage_decode = write_cache_to_storage
+
+    def cache_output_blocks(self, request: Any, block_size: int) -> None:
+        """As ``write_cache_to_storage``: outputs are cached like prompts."""
+        self.write_cache_to_storage(request)
+
+    def update_cache_blocks(self, request: Any, block_size: int, num_computed_tokens: int) -> None:
+        """Nothing: a block is published when a sampled token proves that it was computed."""
+
+    def recycle_gpu_blocks(self, block_ids: Sequence[int], request_id: str | None = None) -> None:
+        """Nothing: blocks belong to their request, and ``request_finish`` gives all of them back."""
 
     def get_pending_backup_count(self) -> int:
         """Blocks that wait for a backup."""
@@ -283,7 +340,7 @@ class CacheManager:
             raise RequestStateError(
                 f"cannot change to {blocks} device blocks: blocks beyond are in use; finish the requests first"
             )
-        self.config.cache_config = cache_config
+        self.config.cache_config = self.cache_config = cache_config
 
     def reset_cache(self) -> bool:
         """Forget everything that is cached; running requests keep their blocks and leave nothing behind."""
@@ -331,4 +388,24 @@ class CacheManager:
 
     allocate_host_blocks = free_device_blocks = free_host_blocks = _refuse
     free_all_device_blocks = free_all_host_blocks = offload_to_host = load_from_host = _refuse
-    prepare_prefetch_metadata = write_cache_to_storage = _refuse
+    prepare_prefetch_metadata = _refuse
+
+
+class FreeBlocks(Sequence[int]):
+    """The free device blocks at each moment: their number at once, their ids by visiting every block."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+
+    def __len__(self) -> int:
+        return self._manager.num_free_device_blocks
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self._manager.free_device_blocks()[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._manager.free_device_blocks())

@@ -45,20 +45,34 @@ class MatchedPrefix:
 @dataclass(slots=True, eq=False)
 class Served:
     """An engine request and the cache's view of it; ``outputs`` of its generated tokens are known to the cache,
-    ``blocks`` of its block table to the engine.
+    ``blocks`` of its block table to the engine. It was matched with ``begun_with`` of them, and with ``publish_at`` of them
+    the next block is complete.
+
+    ``load_failed``: its blocks hold what they should not, so nothing of it is published any more.
     """
 
     engine_request: Any
     request: Request
     outputs: int
     blocks: int = 0
+    begun_with: int = 0
+    publish_at: int = 0
     has_blocks: bool = False
     matched: bool = False
+    load_failed: bool = False
 
 
 def tokens_of(tokens: Sequence[int] | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Token ids of any sequence, or none."""
     return np.asarray([] if tokens is None else tokens, np.int64)
+
+
+def reuse_before_images(images: Sequence[MultimodalItem], matched: int, block_size: int) -> int:
+    """How many of ``matched`` tokens may be reused when no reuse may end inside an image: whole blocks before it."""
+    for image in reversed(images):
+        if image.offset < matched < image.offset + image.length:
+            matched = image.offset // block_size * block_size
+    return matched
 
 
 def images_of(request: Any) -> tuple[MultimodalItem, ...]:

@@ -33,9 +33,12 @@ class LiveRequests:
         return request._bind(self._block_size, self._fingerprint, self._lookahead, self._former_fingerprints)
 
     def matchable(self, request: Request) -> HashArray:
-        """The hashes of the blocks that a match may find: short of the last token."""
+        """The hashes of the blocks that a match may find: short of the last token, and of the request's limit."""
         tokens = self.bind(request)
-        return tokens.hashes[: (request.num_tokens - 1) // self._block_size]
+        limit = request.num_tokens - 1
+        if request.max_cached_tokens is not None:
+            limit = min(limit, request.max_cached_tokens)
+        return tokens.hashes[: limit // self._block_size]
 
     def change_fingerprint(self, fingerprint: bytes) -> None:
         """From now on keys are those of another layout; running requests keep their blocks and publish no more."""

@@ -69,6 +69,7 @@ class Request:
     keep their blocks apart from all others. ``use_cache=False``: neither reuses blocks nor leaves any behind.
     ``device_only``: reuses what is on the device and nothing that would have to be loaded; the manager sets it when a
     load of the request is overdue, so that no request waits in vain a second time.
+    ``max_cached_tokens``: a match finds no more than these, where an engine cannot begin anywhere.
     The underscored fields belong to the manager.
     """
 
@@ -82,11 +83,13 @@ class Request:
         tenant: str | None = None,
         use_cache: bool = True,
         device_only: bool = False,
+        max_cached_tokens: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = len(prompt)
         self.use_cache = use_cache
         self.device_only = device_only
+        self.max_cached_tokens = max_cached_tokens
         self.num_cached_tokens = 0
         self._prompt: Tokens = prompt
         self._multimodal = tuple(multimodal)

@@ -81,6 +81,16 @@ class CacheView:
         """Blocks of the device tier."""
         return self._device.stats().slots
 
+    @property
+    def reads_storage(self) -> bool:
+        """Whether blocks may come from storage: of this process or of the service."""
+        return self._tiers.prefetcher is not None
+
+    @property
+    def num_free_device_blocks(self) -> int:
+        """Device blocks that nobody holds and that cache nothing."""
+        return self._device.stats().free
+
     def get_stats(self) -> CacheStats:
         """Tiers and totals at this moment."""
         with self._lock:

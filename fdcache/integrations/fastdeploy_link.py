@@ -1,0 +1,346 @@
+"""What goes between FastDeploy's scheduler and its workers beside FastDeploy's own batches: plans there, reports back.
+
+A step's plans are numbered. They wait at the worker until a batch says up to which number it needs them, so that a
+batch that is empty or gets lost loses no plan. All others are carried out as they come.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from fdcache.errors import CacheNotReadyError, ConfigurationError, LayoutError
+from fdcache.layout import KVLayout
+from fdcache.metadata import (
+    StorageScan,
+    TransferPlan,
+    TransferReport,
+    decode_plan,
+    decode_report,
+    decode_scan,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 0.05
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """A worker's first word: who it is, and what it takes a block to be."""
+
+    rank: int
+    layout: str
+    quantisation: str | None
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """The answer: the layout that holds for all, and the number of the last plan before this worker's time."""
+
+    layout: str
+    number: int
+    refusal: str | None = None
+
+
+class Order(msgspec.Struct, tag=True, frozen=True):
+    """A plan; ``number`` is 0 for one that belongs to no step."""
+
+    number: int
+    plan: bytes
+
+
+class Report(msgspec.Struct, tag=True, frozen=True):
+    """One rank's report of a plan."""
+
+    report: bytes
+
+
+class Scan(msgspec.Struct, tag=True, frozen=True):
+    """What one rank's storage held when it was opened."""
+
+    scan: bytes
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """The process of a rank has ended."""
+
+    rank: int
+
+
+News: TypeAlias = TransferReport | StorageScan | Lost
+_to_scheduler = msgspec.msgpack.Decoder(Hello | Report | Scan)
+_to_worker = msgspec.msgpack.Decoder(Welcome | Order)
+_encode = msgspec.msgpack.encode
+
+
+class SchedulerLink:
+    """The scheduler's end: a socket in a folder of this user, and one thread for each worker.
+
+    What is sent before a worker comes waits for it. When one is lost, what is sent waits for its successor, which is
+    let in when the scheduler has heard of the loss and called ``forget``.
+    """
+
+    def __init__(self, path: Path, layout: KVLayout, quantisation: str | None) -> None:
+        self.path = path
+        self.announced = 0
+        """The number of the last plan of a step."""
+        self._layout = layout
+        self._quantisation = quantisation
+        self._changed = threading.Condition()
+        self._workers: dict[int, Connection] = {}
+        self._waiting: dict[int, list[bytes]] = {rank: [] for rank in range(layout.tp_size)}
+        self._lost: set[int] = set()
+        self._news: deque[News] = deque()
+        self._closed = False
+        path.unlink(missing_ok=True)
+        try:
+            self._listener = Listener(str(path), family="AF_UNIX", backlog=64)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{path}: the socket cannot be made: {error}; set FDCACHE_RUNTIME_DIR to another folder"
+            ) from error
+        self._thread("accept", self._accept)
+
+    def announce(self, plan: TransferPlan) -> int:
+        """Send a step's plan, which workers submit with the first batch that needs it; returns its number."""
+        with self._changed:
+            self.announced += 1
+            self._send(_encode(Order(self.announced, encode(plan))))
+            return self.announced
+
+    def send(self, plan: TransferPlan) -> None:
+        """Send a plan that workers submit at once."""
+        with self._changed:
+            self._send(_encode(Order(0, encode(plan))))
+
+    def collect(self) -> list[News]:
+        """What has come since the last call, in order."""
+        news: list[News] = []
+        while self._news:
+            news.append(self._news.popleft())
+        return news
+
+    def forget(self, rank: int) -> None:
+        """Drop what waits for a rank that was lost: its plans are settled. A new process may take its place."""
+        with self._changed:
+            self._waiting[rank].clear()
+            self._lost.discard(rank)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let the workers go. Harmless when done before."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+            workers = list(self._workers.values())
+        with suppress(OSError), Client(str(self.path), family="AF_UNIX"):
+            pass  # wakes the thread that accepts
+        for worker in workers:
+            _hang_up(worker)
+
+    def _send(self, message: bytes) -> None:
+        for rank, waiting in self._waiting.items():
+            worker = self._workers.get(rank)
+            if worker is None:
+                waiting.append(message)
+                continue
+            try:
+                worker.send_bytes(message)
+            except OSError:  # its thread tells of the loss
+                logger.debug("rank %d does not listen any more", rank)
+
+    def _thread(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=target, args=arguments, name=f"fdcache-{name}", daemon=True).start()
+
+    def _accept(self) -> None:
+        with self._listener:
+            while True:
+                worker = self._listener.accept()
+                if self._closed:
+                    worker.close()
+                    return
+                self._thread("worker", self._serve, worker)
+
+    def _serve(self, worker: Connection) -> None:
+        with worker:
+            try:
+                rank = self._let_in(worker)
+            except (EOFError, OSError, msgspec.DecodeError, LayoutError) as error:
+                logger.warning("a worker left before it was known: %s", error)
+                return
+            if rank is None:
+                return
+            with suppress(EOFError, OSError):
+                while True:
+                    self._heed(_to_scheduler.decode(worker.recv_bytes()))
+            with self._changed:
+                del self._workers[rank]
+                if not self._closed:
+                    logger.warning("the worker of rank %d has ended", rank)
+                    self._lost.add(rank)
+                    self._news.append(Lost(rank))
+
+    def _let_in(self, worker: Connection) -> int | None:
+        hello = _to_scheduler.decode(worker.recv_bytes())
+        if not isinstance(hello, Hello):
+            raise msgspec.DecodeError("its first word is no greeting")
+        with self._changed:
+            refusal = self._refusal(hello)
+            if refusal is None:
+                self._changed.wait_for(lambda: self._closed or hello.rank not in self._lost)
+            worker.send_bytes(_encode(Welcome(self._layout.to_json(), self._start(hello.rank), refusal)))
+            if refusal is not None or self._closed:
+                return None
+            for message in self._waiting[hello.rank]:
+                worker.send_bytes(message)
+            self._waiting[hello.rank].clear()
+            self._workers[hello.rank] = worker
+            return hello.rank
+
+    def _start(self, rank: int) -> int:
+        """The number before the first plan that this rank is sent."""
+        orders = (_to_worker.decode(message) for message in self._waiting.get(rank, ()))
+        numbers = [order.number for order in orders if isinstance(order, Order) and order.number]
+        return numbers[0] - 1 if numbers else self.announced
+
+    def _refusal(self, hello: Hello) -> str | None:
+        theirs = KVLayout.from_json(hello.layout)
+        if hello.rank not in self._waiting:
+            return f"rank {hello.rank} is not one of the {self._layout.tp_size} ranks"
+        if hello.rank in self._workers:
+            return f"there is a worker of rank {hello.rank} already"
+        if hello.quantisation != self._quantisation:
+            return (
+                f"the workers' KV is quantised as {hello.quantisation}, the scheduler's configuration says "
+                f"{self._quantisation}; name kv_cache_quant_type in the model's quantization_config or in --quantization"
+            )
+        for name in ("block_size", "num_layers", "num_draft_layers", "tp_size", "planes"):
+            ours, other = getattr(self._layout, name), getattr(theirs, name)
+            if ours != other:
+                return f"{name} differs: {other} at the worker, {ours} at the scheduler; start both with one configuration"
+        return None
+
+    def _heed(self, message: Hello | Report | Scan) -> None:
+        if isinstance(message, Report):
+            self._news.append(decode_report(message.report))
+        elif isinstance(message, Scan):
+            self._news.append(decode_scan(message.scan))
+
+
+class WorkerLink:
+    """A worker's end. ``layout`` is the scheduler's. Raises ``CacheNotReadyError`` when no scheduler answers within
+    ``timeout`` seconds, ``LayoutError`` when it refuses this worker.
+    """
+
+    def __init__(
+        self, path: Path, rank: int, layout: KVLayout, quantisation: str | None, timeout: float
+    ) -> None:
+        self._connection = _connect(path, timeout)
+        self._connection.send_bytes(_encode(Hello(rank, layout.to_json(), quantisation)))
+        try:
+            welcome = _to_worker.decode(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise CacheNotReadyError(f"{path}: the scheduler has gone; start the engine again") from error
+        if not isinstance(welcome, Welcome) or welcome.refusal is not None:
+            self._connection.close()
+            raise LayoutError(f"rank {rank}: {getattr(welcome, 'refusal', 'the scheduler is another version')}")
+        self.layout = KVLayout.from_json(welcome.layout)
+        self._changed = threading.Condition()
+        self._received = welcome.number
+        self._steps: deque[tuple[int, TransferPlan]] = deque()
+        self._sending = threading.Lock()
+        self._gone = False
+
+    def start(self, submit: Callable[[TransferPlan], None]) -> None:
+        """Listen from now on, in a thread of its own; ``submit`` is given the plans that belong to no step."""
+        threading.Thread(target=self._listen, args=(submit,), name="fdcache-plans", daemon=True).start()
+
+    def take(self, number: int, timeout: float) -> list[TransferPlan]:
+        """The plans of steps up to this number that were not taken yet, in order.
+
+        Raises ``CacheNotReadyError`` when they do not come within ``timeout`` seconds.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._gone or self._received >= number, timeout):
+                raise CacheNotReadyError(f"plan {number} of the scheduler did not come within {timeout} s")
+            if self._received < number:
+                raise CacheNotReadyError("the scheduler has gone; start the engine again")
+            plans = []
+            while self._steps and self._steps[0][0] <= number:
+                plans.append(self._steps.popleft()[1])
+            return plans
+
+    def report(self, reports: Iterable[TransferReport]) -> None:
+        """Send reports to the scheduler."""
+        for report in reports:
+            self._send(_encode(Report(encode(report))))
+
+    def send_scan(self, scan: StorageScan) -> None:
+        """Send what this rank's storage holds to the scheduler."""
+        self._send(_encode(Scan(encode(scan))))
+
+    def close(self) -> None:
+        """Say goodbye: this rank's copies have ended."""
+        self._gone = True
+        _hang_up(self._connection)
+
+    def _send(self, message: bytes) -> None:
+        with self._sending:
+            try:
+                self._connection.send_bytes(message)
+            except OSError as error:
+                if not self._gone:
+                    logger.error("the scheduler does not listen any more: %s", error)
+
+    def _listen(self, submit: Callable[[TransferPlan], None]) -> None:
+        try:
+            while True:
+                order = _to_worker.decode(self._connection.recv_bytes())
+                if not isinstance(order, Order):
+                    continue
+                plan = decode_plan(order.plan)
+                if not order.number:
+                    submit(plan)
+                    continue
+                with self._changed:
+                    self._steps.append((order.number, plan))
+                    self._received = order.number
+                    self._changed.notify_all()
+        except (EOFError, OSError):
+            with self._changed:
+                self._gone = True
+                self._changed.notify_all()
+
+
+def _hang_up(connection: Connection) -> None:
+    """End a connection under whoever reads from it; closing it would not wake them."""
+    if not connection.closed:
+        with socket.socket(fileno=os.dup(connection.fileno())) as line, suppress(OSError):
+            line.shutdown(socket.SHUT_RDWR)
+
+
+def _connect(path: Path, timeout: float) -> Connection:
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return Client(str(path), family="AF_UNIX")
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise CacheNotReadyError(
+                    f"{path}: no scheduler answers: {error}; FD_PLUGINS=fdcache and FDCACHE_RUNTIME_DIR have to be the "
+                    "same for the engine and its workers"
+                ) from error
+            time.sleep(_RETRY_SECONDS)

@@ -1,0 +1,199 @@
+"""The plug-in: with FD_PLUGINS=fdcache FastDeploy runs on fdcache's cache manager and controller.
+
+``install`` is an entry point that FastDeploy calls in the engine's and in the workers' processes. It puts the classes
+of ``fastdeploy_engine`` in the place of FastDeploy's. The first manager adds two things to FastDeploy's scheduler: a
+request whose load failed is preempted, and one whose blocks come from storage waits for them. A FastDeploy of another
+shape is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from fdcache.errors import ConfigurationError
+from fdcache.integrations import fastdeploy_engine
+from fdcache.integrations.fastdeploy_engine import CacheController
+
+logger = logging.getLogger(__name__)
+
+_CACHE = "fastdeploy.cache_manager.v1"
+_SCHEDULER = "fastdeploy.engine.sched.resource_manager_v1"
+_REQUESTS = "fastdeploy.engine.request"
+_ENVIRONMENT = "fastdeploy.envs"
+
+_SHAPE: dict[tuple[str, str], tuple[str, ...]] = {
+    (_CACHE, "CacheManager.__init__"): ("self", "config"),
+    (_CACHE, "CacheManager.match_prefix"): ("self", "request", "skip_storage"),
+    (_CACHE, "CacheManager.allocate_gpu_blocks"): ("self", "request", "num_blocks"),
+    (_CACHE, "CacheManager.can_allocate_gpu_blocks"): ("self", "num_blocks"),
+    (_CACHE, "CacheManager.request_finish"): ("self", "request"),
+    (_CACHE, "CacheManager.issue_pending_backup_to_batch_request"): ("self",),
+    (_CACHE, "CacheManager.check_and_add_pending_backup"): ("self",),
+    (_CACHE, "CacheManager.reset_cache"): ("self",),
+    (_CACHE, "CacheController.__init__"): ("self", "config", "local_rank", "device_id"),
+    (_CACHE, "CacheController.submit_swap_tasks"): ("self", "evict_metadata", "swap_in_metadata"),
+    (_CACHE, "CacheController.initialize_kv_cache"): ("self", "attn_backend", "num_gpu_blocks"),
+    (_CACHE, "CacheController.initialize_mtp_kv_cache"): (
+        *("self", "attn_backend", "num_gpu_blocks", "num_mtp_layers", "layer_offset"),
+    ),
+    (_CACHE, "CacheController.free_gpu_cache"): ("self",),
+    (_REQUESTS, "BatchRequest.add_request"): ("self", "request"),
+    (_REQUESTS, "BatchRequest.append_evict_metadata"): ("self", "metadata"),
+    (_SCHEDULER, "ResourceManagerV1.schedule"): ("self",),
+    (_SCHEDULER, "ResourceManagerV1.add_request"): ("self", "request"),
+    (_SCHEDULER, "ResourceManagerV1._prepare_preempt_task"): ("self", "request"),
+    (_SCHEDULER, "ResourceManagerV1._free_blocks"): ("self", "request"),
+    (_SCHEDULER, "ResourceManagerV1.reschedule_preempt_task"): ("self", "request_id", "process_func"),
+    (_SCHEDULER, "ResourceManagerV1.waiting_async_process"): ("self", "request"),
+}
+"""What is called or replaced, and the parameters that it has."""
+
+_KNOWN_MEMBERS = {
+    "CacheManager": frozenset(
+        "allocate_device_blocks allocate_gpu_blocks allocate_host_blocks available_gpu_resource can_allocate_device_blocks "
+        "can_allocate_gpu_blocks can_allocate_host_blocks check_and_add_pending_backup device_pool drain_pending_prefetches "
+        "free_all_device_blocks free_all_host_blocks free_device_blocks free_host_blocks get_memory_usage "
+        "get_pending_backup_count get_stats gpu_free_block_list host_pool is_initialized "
+        "issue_pending_backup_to_batch_request load_from_host match_prefix num_free_device_blocks num_free_host_blocks "
+        "offload_to_host prefetch_storage prepare_prefetch_metadata radix_tree request_finish reset_cache "
+        "resize_device_pool storage_scheduler update_cache_config write_cache_to_storage".split()
+    ),
+    "CacheController": frozenset(
+        "backup_device_to_storage backup_host_to_storage evict_device_to_host free_cache free_gpu_cache "
+        "get_host_cache_kvs_map get_kv_caches get_stats initialize_host_cache initialize_kv_cache initialize_mtp_kv_cache is_initialized load_host_to_device "
+        "prefetch_from_storage reset_cache send_to_node start stop submit_swap_tasks swap_layer_done_counter "
+        "transfer_manager wait_for_transfer_from_node write_policy".split()
+    ),
+}
+"""The public members of FastDeploy's classes that docs/migration.md knows; a new one may be something new to do."""
+
+
+class CacheManager(fastdeploy_engine.CacheManager):
+    """FastDeploy's scheduler makes one, and is adapted by then. Raises ``ConfigurationError`` for one of another
+    shape.
+    """
+
+    def __init__(self, config: Any) -> None:
+        _adapt_scheduler()
+        super().__init__(config)
+
+
+def install() -> None:
+    """Put fdcache in the place of FastDeploy's own cache manager; does nothing the second time.
+
+    Raises ``ConfigurationError`` when ENABLE_V1_KVCACHE_MANAGER is not set, or FastDeploy has another shape.
+    """
+    envs = importlib.import_module(_ENVIRONMENT)
+    if not getattr(envs, "ENABLE_V1_KVCACHE_MANAGER", 0):
+        raise ConfigurationError(
+            "FD_PLUGINS names fdcache, but ENABLE_V1_KVCACHE_MANAGER is not 1: set it, for without it FastDeploy asks "
+            "for no cache manager of this kind"
+        )
+    package = importlib.import_module(_CACHE)
+    if package.CacheManager is CacheManager:
+        return
+    _refuse_differences({_CACHE: package})
+    places = _replace(package.CacheManager, CacheManager) + _replace(package.CacheController, CacheController)
+    logger.warning("fdcache serves FastDeploy's KV cache: it replaced %s", ", ".join(places))
+
+
+def _adapt_scheduler() -> None:
+    modules = {name: importlib.import_module(name) for name in (_REQUESTS, _SCHEDULER)}
+    scheduler = modules[_SCHEDULER].ResourceManagerV1
+    if hasattr(scheduler.schedule, "__wrapped__"):
+        return
+    _refuse_differences(modules)
+    scheduler.schedule = _with_preemption(scheduler.schedule)
+    scheduler.add_request = _with_storage(scheduler.add_request)
+    logger.warning("fdcache added to schedule and add_request of %s.ResourceManagerV1", _SCHEDULER)
+
+
+def _refuse_differences(modules: Mapping[str, ModuleType]) -> None:
+    if differences := find_differences(modules):
+        raise ConfigurationError(
+            "this FastDeploy is not one that fdcache's plug-in knows: "
+            + "; ".join(differences)
+            + ". Take the release that docs/fastdeploy.md names, or take fdcache out of FD_PLUGINS"
+        )
+
+
+def find_differences(modules: Mapping[str, ModuleType]) -> list[str]:
+    """What in these modules is not as the plug-in expects it, in words."""
+    differences = []
+    for (module, path), expected in _SHAPE.items():
+        if module not in modules:
+            continue
+        found: Any = modules[module]
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found is None:
+            differences.append(f"{module}.{path} is not there")
+        elif (parameters := tuple(inspect.signature(found).parameters)) != expected:
+            differences.append(f"{module}.{path} takes {parameters}, not {expected}")
+    for name, known in _KNOWN_MEMBERS.items() if _CACHE in modules else ():
+        members = {each for each in vars(getattr(modules[_CACHE], name, object)) if not each.startswith("_")}
+        if unknown := sorted(members - known):
+            differences.append(f"{_CACHE}.{name} has {', '.join(unknown)} besides")
+    return differences
+
+
+def _replace(theirs: type, ours: type) -> list[str]:
+    """Put a class in the place of another wherever FastDeploy has a name for it; returns these places."""
+    places = []
+    for module_name, module in list(sys.modules.items()):
+        if module is None or module_name.partition(".")[0] != "fastdeploy":
+            continue
+        for name in [name for name, value in vars(module).items() if value is theirs]:
+            setattr(module, name, ours)
+            places.append(f"{module_name}.{name}")
+    return places
+
+
+def _with_preemption(schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(schedule)
+    def schedule_after_failures(self: Any) -> Any:
+        tasks = _preempt_failed(self)
+        batch, errors = schedule(self)
+        for task in tasks:
+            batch.add_request(task)
+        return batch, errors
+
+    return schedule_after_failures
+
+
+def _preempt_failed(scheduler: Any) -> list[Any]:
+    """Preempt, as the scheduler itself would, the running requests whose blocks hold what they should not."""
+    if not isinstance(scheduler.cache_manager, fastdeploy_engine.CacheManager):
+        return []
+    request_type = sys.modules[_REQUESTS]
+    with scheduler.lock:
+        scheduler.cache_manager.collect()
+        tasks = []
+        for request in scheduler.cache_manager.take_failed():
+            if not any(each is request for each in scheduler.running):
+                continue
+            scheduler.running.remove(request)
+            request.status = request_type.RequestStatus.PREEMPTED
+            request.num_computed_tokens = 0
+            scheduler._free_blocks(request)
+            request.num_cached_blocks = 0
+            scheduler.to_be_rescheduled_request_id_set.add(request.request_id)
+            tasks.append(scheduler._prepare_preempt_task(request))
+        return tasks
+
+
+def _with_storage(add_request: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(add_request)
+    def add_request_with_storage(self: Any, request: Any) -> None:
+        if isinstance(self.cache_manager, fastdeploy_engine.CacheManager):
+            self.cache_manager.expect(request)
+        add_request(self, request)
+
+    return add_request_with_storage

@@ -1,0 +1,295 @@
+"""An engine around FastDeploy's real scheduler: what its own engine loop and token processor do, without a GPU."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.faults import FailingLoadsDevice
+from tests.peers.fastdeploy_worker import PREEMPTED, ControllerCopier, FastDeployCopier, Worker
+
+BLOCK = 16
+LAYERS = 2
+HEAD_DIM = 4
+_STALL_STEPS = 600
+
+
+@dataclass
+class Options:
+    """``manager`` is fdcache or fastdeploy. ``delay``: loop turns to one step of the workers."""
+
+    manager: str = "fdcache"
+    policy: str = "write_back"
+    blocks: int = 40
+    host_blocks: int = 128
+    budget: int = 256
+    seqs: int = 8
+    ranks: int = 1
+    delay: int = 1
+    mtp: bool = False
+    failing: float = 0.0
+    profiled_blocks: int | None = None
+    length: int = 320
+    port: int = 0
+
+
+@dataclass
+class Job:
+    """One request to serve. ``abort_at``: after so many output tokens it is aborted."""
+
+    name: str
+    prompt: list[int]
+    outputs: int = 8
+    abort_at: int | None = None
+    request: Any = None
+    done: bool = False
+
+
+@dataclass
+class Result:
+    """What a scenario came to."""
+
+    finished: int = 0
+    aborted: int = 0
+    preempted: int = 0
+    wrong: list[str] = field(default_factory=list)
+    checked: int = 0
+    stalled: bool = False
+    hit_tokens: int = 0
+    steps: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+def make_config(options: Options) -> Any:
+    """FastDeploy's real configuration, of a tiny model."""
+    from fastdeploy import config
+    from fastdeploy.scheduler import SchedulerConfig
+
+    model = SimpleNamespace(
+        model="tiny", dtype="float32", num_hidden_layers=LAYERS, num_key_value_heads=1, num_attention_heads=1,
+        head_dim=HEAD_DIM, hidden_size=HEAD_DIM, max_model_len=options.length, architectures=["Tiny"], enable_mm=False,
+        quantization=None, quantization_config=None, revision="master", version="init", eos_tokens_lens=1,
+        mm_max_tokens_per_item=None, kv_lora_rank=0,
+    )  # fmt: skip
+    cache = config.CacheConfig(
+        {
+            "model_cfg": model,
+            "block_size": BLOCK,
+            "num_gpu_blocks_override": options.blocks,
+            "num_cpu_blocks": options.host_blocks,
+            "enable_prefix_caching": True,
+            "write_policy": options.policy,
+        }
+    )
+    cache.enc_dec_block_num = 1
+    speculative = {"method": "mtp", "num_speculative_tokens": 1} if options.mtp else {}
+    made = config.FDConfig(
+        model_config=model,
+        cache_config=cache,
+        parallel_config=config.ParallelConfig(
+            {"engine_worker_queue_port": str(options.port), "tensor_parallel_size": options.ranks}
+        ),
+        load_config=config.LoadConfig({}),
+        scheduler_config=SchedulerConfig(
+            {"max_num_seqs": options.seqs, "max_num_batched_tokens": options.budget}
+        ),
+        graph_opt_config=config.GraphOptimizationConfig({}),
+        speculative_config=config.SpeculativeConfig(speculative),
+        test_mode=True,
+    )
+    return made
+
+
+def make_scheduler(config: Any, options: Options) -> Any:
+    """FastDeploy's real scheduler, with the cache manager that it makes itself."""
+    from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1
+
+    return ResourceManagerV1(options.seqs, config, options.ranks, "mixed")
+
+
+class Failures:
+    """Loads that fail now and then; ``garbage`` are the device blocks that a failed load left behind in this step."""
+
+    def __init__(self, rate: float, seed: int) -> None:
+        self._rate = rate
+        self._random = np.random.default_rng(seed)
+        self.garbage: set[int] = set()
+
+    def choose(self, pairs: Any) -> Sequence[int]:
+        if self._random.random() >= self._rate:
+            return []
+        chosen = [int(self._random.integers(len(pairs)))]
+        self.garbage.update(int(pairs.device_slots[index]) for index in chosen)
+        return chosen
+
+
+class Engine:
+    """The scheduler and its workers in one process."""
+
+    def __init__(self, options: Options, **parts: Any) -> None:
+        self.options = options
+        self.config = make_config(options)
+        if options.profiled_blocks:
+            self.config.cache_config.total_block_num = options.profiled_blocks
+        self.scheduler = make_scheduler(self.config, options)
+        self.result = Result()
+        self.failures = Failures(options.failing, 5)
+        self.seconds: list[float] = []
+        self._jobs: dict[str, Job] = {}
+        self._batches: deque[bytes] = deque()
+        self._turn = 0
+        self._layout = (LAYERS, BLOCK, options.profiled_blocks or options.blocks, options.mtp)
+        self.workers = [Worker(rank, self._copier(rank, parts), *self._layout) for rank in range(options.ranks)]
+        if options.profiled_blocks:
+            self._take_up_profile()
+
+    def _copier(self, rank: int, parts: dict[str, Any]) -> Any:
+        if self.options.manager == "fastdeploy":
+            planes = 2 * (LAYERS + self.options.mtp)
+            return FastDeployCopier((1, BLOCK, HEAD_DIM), planes, self.options.host_blocks)
+        if self.options.failing:
+            parts = {**parts, "device": FailingLoadsDevice(self.failures.choose)}
+        return ControllerCopier(self.config, rank, **parts)
+
+    def _take_up_profile(self) -> None:
+        """What the engine does when the workers have found how many blocks there is room for."""
+        self.config.cache_config.total_block_num = self.options.blocks
+        self.scheduler.reset_cache_config(self.config.cache_config)
+        for worker in self.workers:
+            worker.sleep()
+            worker.wake(self.options.blocks)
+
+    @property
+    def manager(self) -> Any:
+        return self.scheduler.cache_manager
+
+    def add(self, job: Job) -> None:
+        """A request arrives."""
+        job.request = make_request(job)
+        if self.options.manager == "fastdeploy":
+            from fastdeploy.cache_manager.v1.cache_utils import get_request_block_hasher
+
+            job.request.set_block_hasher(get_request_block_hasher(block_size=BLOCK))
+        self._jobs[job.name] = job
+        self.scheduler.add_request(job.request)
+
+    def run(self, until: Callable[[], bool] | None = None) -> bool:
+        """Go on until every request has ended, or ``until`` says so; False, and noted, when nothing moves any more."""
+        idle = 0
+        while not (until() if until else all(job.done for job in self._jobs.values())):
+            idle = 0 if self.turn() else idle + 1
+            if idle > _STALL_STEPS:
+                self.result.stalled = True
+                return False
+            if idle:
+                time.sleep(0.002)
+        return True
+
+    def turn(self) -> bool:
+        """One turn of the engine's loop; whether anything moved."""
+        self._turn += 1
+        self.result.steps += 1
+        if not self._batches:
+            since = time.perf_counter()
+            batch, errors = self.scheduler.schedule()
+            self.seconds.append(time.perf_counter() - since)
+            self.result.errors += [str(error) for error in errors]
+            if len(batch):
+                self.scheduler.get_real_bsz()
+                self._batches.append(pickle.dumps((batch, self.scheduler.real_bsz)))
+        if self._turn % self.options.delay:
+            return bool(self._batches)
+        self.failures.garbage.clear()
+        moved = bool(self._batches)
+        while self._batches:
+            data = self._batches.popleft()
+            for worker in self.workers:
+                worker.insert(data)
+        outputs = [worker.step() for worker in self.workers]
+        assert all(each == outputs[0] for each in outputs) or self.result.wrong or self._gather()
+        self._gather()
+        self._process(outputs[0])
+        return moved or bool(outputs[0])
+
+    def _gather(self) -> bool:
+        """Take what the workers found; blocks of a load that failed in this very step are known to be wrong."""
+        for worker in self.workers:
+            self.result.checked += worker.checked
+            worker.checked = 0
+            self.result.wrong += [
+                str(found) for found in worker.wrong if not (found.blocks & self.failures.garbage)
+            ]
+            worker.wrong.clear()
+        return True
+
+    def _process(self, outputs: dict[int, tuple[str, list[int]]]) -> None:
+        """What the token processor does with a step's tokens."""
+        from fastdeploy.engine.request import RequestStatus
+
+        scheduler = self.scheduler
+        for index, (_, tokens) in outputs.items():
+            task = scheduler.tasks_list[index]
+            if task is None or scheduler.stop_flags[index]:
+                continue
+            name = task.request_id
+            if tokens[-1] == PREEMPTED:
+                if name in scheduler.to_be_aborted_req_id_set:
+                    scheduler.recycle_abort_task(name)
+                    self._jobs[name].done = True
+                    self.result.aborted += 1
+                if name in scheduler.to_be_rescheduled_request_id_set:
+                    scheduler.reschedule_preempt_task(name)
+                    self.result.preempted += 1
+                continue
+            if task.status == RequestStatus.RUNNING_PREFILL:
+                task.status = RequestStatus.RUNNING_DECODE
+            task.output_token_ids.extend(tokens)
+            job = self._jobs[name]
+            if job.abort_at is not None and len(task.output_token_ids) >= job.abort_at:
+                scheduler.add_abort_req_ids(name)
+            if len(task.output_token_ids) >= job.outputs:
+                scheduler.finish_requests(name)
+                job.done = True
+                self.result.finished += 1
+
+    def sleep_and_wake(self) -> None:
+        """Put the engine to sleep when nothing runs, and wake it with empty device memory."""
+        self.manager.reset_cache()
+        for worker in self.workers:
+            worker.sleep()
+            worker.wake(self.options.blocks)
+
+    def close(self) -> Result:
+        """End the workers, then the scheduler."""
+        for worker in self.workers:
+            worker.copier.close()
+        if self.options.manager == "fdcache":
+            self.manager.close()
+        self.scheduler.need_block_num_signal.clear()
+        self.scheduler.finish_execution_pool.shutdown()
+        self.scheduler.async_preprocess_pool.shutdown()
+        return self.result
+
+
+def make_request(job: Job) -> Any:
+    """FastDeploy's real request."""
+    from fastdeploy.engine.request import Request, RequestMetrics
+    from fastdeploy.engine.sampling_params import SamplingParams
+
+    request = Request(
+        job.name,
+        prompt_token_ids=list(job.prompt),
+        prompt_token_ids_len=len(job.prompt),
+        eos_token_ids=[2],
+        sampling_params=SamplingParams(max_tokens=job.outputs),
+        metrics=RequestMetrics(),
+    )
+    request.need_prefill_tokens = len(job.prompt)
+    return request

@@ -1,0 +1,49 @@
+"""Run scenarios with one cache manager in this process: ``python -m tests.peers.fastdeploy_main MANAGER [NAME ...]``.
+
+Prints one JSON object for each scenario. With fdcache the plug-in comes by the environment alone, as FastDeploy loads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.peers import fastdeploy_source
+
+ENVIRONMENT = {
+    "ENABLE_V1_KVCACHE_MANAGER": "1",
+    "ENABLE_V1_KVCACHE_SCHEDULER": "1",
+    "FD_USE_NEW_TOKEN_RATIO_RESERVE": "0",
+    "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL": "0",
+}
+
+
+def prepare(logs: Path) -> None:
+    """Import FastDeploy, and let it load its plug-ins as its engine and workers do."""
+    os.environ.update({**ENVIRONMENT, **os.environ})
+    fastdeploy_source.install(fastdeploy_source.unpack(), logs)
+    from fastdeploy.plugins import load_model_register_plugins, load_reasoning_parser_plugins
+
+    load_reasoning_parser_plugins()
+    load_model_register_plugins()
+
+
+def main(manager: str, names: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        if manager == "fdcache":
+            os.environ["FD_PLUGINS"] = "fdcache"
+        os.environ.setdefault("FDCACHE_RUNTIME_DIR", folder)
+        prepare(Path(folder) / "log")
+        from tests.peers.fastdeploy_scenarios import SCENARIOS, play
+
+        for index, name in enumerate(names or SCENARIOS):
+            result = play(name, manager, port=20000 + os.getpid() % 10000 + index)
+            print(json.dumps({"scenario": name, **dataclasses.asdict(result)}), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

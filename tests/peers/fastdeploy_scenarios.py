@@ -1,0 +1,117 @@
+"""The scenarios: what requests come, and what happens meanwhile. Each runs with either cache manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tests.peers.fastdeploy_engine import BLOCK, Engine, Job, Options, Result
+
+Play = Callable[[Engine], None]
+
+
+def _tokens(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 50, length).tolist()
+
+
+def _serve(engine: Engine, jobs: list[Job]) -> None:
+    for job in jobs:
+        engine.add(job)
+    engine.run()
+
+
+def _shared(engine: Engine) -> None:
+    common = _tokens(1, 5 * BLOCK)
+    for wave in range(3):
+        _serve(engine, [Job(f"{wave}.{i}", common + _tokens(10 * wave + i, 20 + i), 12) for i in range(4)])
+
+
+def _exact(engine: Engine) -> None:
+    for wave in range(3):
+        _serve(engine, [Job(f"{wave}.{blocks}", _tokens(blocks, blocks * BLOCK), 5) for blocks in (1, 3, 4)])
+
+
+def _chunked(engine: Engine) -> None:
+    for wave in range(3):
+        _serve(engine, [Job(f"{wave}.{i}", _tokens(i, 150 + 11 * i), 6) for i in range(3)])
+
+
+def _preempted(engine: Engine) -> None:
+    _serve(engine, [Job(f"{i}", _tokens(i % 3, 60 + i), 70) for i in range(8)])
+
+
+def _swapped(engine: Engine) -> None:
+    for wave in range(4):
+        _serve(engine, [Job(f"{wave}.{i}", _tokens(i, 110), 8) for i in range(6)])
+
+
+def _mixed(engine: Engine) -> None:
+    random = np.random.default_rng(7)
+    prefixes = [_tokens(100 + i, int(random.integers(20, 120))) for i in range(6)]
+    jobs = []
+    for i in range(60):
+        prefix = prefixes[int(random.integers(6))]
+        prompt = prefix + _tokens(200 + i % 20, int(random.integers(1, 60)))
+        jobs.append(Job(f"{i}", prompt, int(random.integers(1, 40))))
+    waiting = list(jobs)
+
+    def more() -> bool:
+        if waiting and engine.result.steps % 3 == 0:
+            engine.add(waiting.pop(0))
+        return not waiting and all(job.done for job in jobs)
+
+    engine.run(more)
+
+
+def _aborts(engine: Engine) -> None:
+    for wave in range(3):
+        jobs = [Job(f"{wave}.{i}", _tokens(i, 90 + i), 30, abort_at=3 + i if i % 2 else None) for i in range(6)]
+        _serve(engine, jobs)
+
+
+def _sleep(engine: Engine) -> None:
+    for wave in range(3):
+        _serve(engine, [Job(f"{wave}.{i}", _tokens(i, 100 + i), 8) for i in range(5)])
+        engine.sleep_and_wake()
+
+
+_BASE = Options(blocks=40, host_blocks=128)
+SCENARIOS: dict[str, tuple[Options, Play]] = {
+    "shared": (replace(_BASE, policy="write_through_selective"), _shared),
+    "exact": (_BASE, _exact),
+    "chunked": (replace(_BASE, budget=64), _chunked),
+    "preempted": (replace(_BASE, blocks=26), _preempted),
+    "swapped, write_through": (replace(_BASE, blocks=24, policy="write_through"), _swapped),
+    "swapped, write_through_selective": (replace(_BASE, blocks=24, policy="write_through_selective"), _swapped),
+    "swapped, write_back": (replace(_BASE, blocks=24), _swapped),
+    "mixed": (replace(_BASE, blocks=48, budget=128), _mixed),
+    "delayed workers": (replace(_BASE, blocks=26, delay=4), _mixed),
+    "aborts": (replace(_BASE, blocks=30), _aborts),
+    "resize": (replace(_BASE, blocks=30, profiled_blocks=12), _swapped),
+    "sleep": (replace(_BASE, blocks=24), _sleep),
+    "MTP": (replace(_BASE, blocks=30, mtp=True), _swapped),
+    "failed loads": (replace(_BASE, blocks=24, failing=0.4), _swapped),
+}
+"""The options and the play of each."""
+
+
+def play(name: str, manager: str, port: int, **changes: Any) -> Result:
+    """Run one scenario in this process."""
+    options, act = SCENARIOS[name]
+    engine = Engine(replace(options, manager=manager, port=port, **changes))
+    try:
+        act(engine)
+        if manager == "fdcache":
+            engine.result.hit_tokens = _hits(engine)
+            engine.manager.core.check_integrity()
+    finally:
+        engine.close()
+    return engine.result
+
+
+def _hits(engine: Engine) -> int:
+    counters = engine.manager.core.get_stats().counters
+    return int(counters.device_hit_tokens + counters.host_hit_tokens + counters.storage_hit_tokens)

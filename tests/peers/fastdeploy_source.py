@@ -1,0 +1,89 @@
+"""The pinned FastDeploy source, unpacked, and what takes the place of its heavy packages on a machine without a GPU.
+
+Only what the scheduler and the cache manager import is stood in for; configuration, requests, scheduler and cache
+manager are the real ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tarfile
+import tempfile
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ARCHIVE = "fastdeploy-c1b7c083.tar.xz"
+COMMIT = "c1b7c083"
+
+
+def find_archive() -> Path | None:
+    """The archive in ``$PEERS_DIR``, or in ``shared/peers`` beside the project; None where it is not there."""
+    folder = os.environ.get("PEERS_DIR")
+    places = [Path(folder)] if folder else [Path(__file__).parents[2].parent / "shared" / "peers"]
+    return next((place / ARCHIVE for place in places if (place / ARCHIVE).is_file()), None)
+
+
+def missing() -> str | None:
+    """The reason why FastDeploy cannot be run here, or None."""
+    if find_archive() is None:
+        return f"{ARCHIVE} is not there; PEERS_DIR names its folder"
+    for name in ("paddle", "tqdm", "zmq", "uvicorn", "transformers"):
+        try:
+            __import__(name)
+        except ImportError:
+            return f"FastDeploy needs {name}: install fdcache[peers]"
+    return None
+
+
+def unpack() -> Path:
+    """The folder that holds the package ``fastdeploy``; unpacked once for each user and archive."""
+    archive = find_archive()
+    assert archive is not None
+    stat = archive.stat()
+    home = Path(tempfile.gettempdir()) / f"fdcache-peers-{os.getuid()}-{COMMIT}-{stat.st_size}"
+    if not home.is_dir():
+        fresh = Path(tempfile.mkdtemp(prefix=home.name, dir=home.parent))
+        with tarfile.open(archive) as content:
+            content.extractall(fresh, filter="data")
+        try:
+            fresh.rename(home)
+        except OSError:  # another process was faster
+            if not home.is_dir():
+                raise
+    return home
+
+
+def install(source: Path, logs: Path) -> None:
+    """Let this process import FastDeploy from ``source``; its logs go to ``logs``."""
+    os.environ["FD_LOG_DIR"] = str(logs)
+    package = _module("fastdeploy", [str(source / "fastdeploy")])
+    package.__file__ = str(source / "fastdeploy" / "__init__.py")
+    _stand_ins()
+
+
+def _module(name: str, path: list[str] | None = None, **content: Any) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    module.__path__ = path or []
+    module.__dict__.update(content)
+    sys.modules[name] = module
+    return module
+
+
+def _stand_ins() -> None:
+    """What is not on a machine without a GPU, or not in the package index; nothing of it is called here."""
+    _module("paddleformers")
+    _module("paddleformers.utils")
+    _module("paddleformers.utils.log", logger=logging.getLogger("paddleformers"))
+    _module("paddleformers.transformers")
+    config = type("PretrainedConfig", (), {})
+    _module("paddleformers.transformers.configuration_utils", PretrainedConfig=config)
+    _module("aistudio_sdk")
+    _module("aistudio_sdk.snapshot_download", snapshot_download=None)
+    names = ("VideoReaderWrapper", "read_video_paddlecodec")
+    names += ("sample_frames", "sample_frames_paddleocr", "sample_frames_qwen")
+    _module("fastdeploy.input.utils.video", **dict.fromkeys(names))
