@@ -144,7 +144,9 @@ class CacheManager(Manager):
                 if request._match_result.deferred:
                     continue
                 del self._reading[name]
-                super().request_finish(request)
+                served = self._served[name]
+                self.core.unmatch([served.request])
+                served.matched = False
                 ready.set_result(None)
 
     # --- a step -------------------------------------------------------------------------------------------

@@ -138,6 +138,12 @@ class CacheManager(CacheView):
             self._live.check_match(requests)
             return self._lookup.match(requests, self._plans.open)
 
+    def unmatch(self, requests: Iterable[Request]) -> None:
+        """Undo matches that were followed by no allocation: the pins go, what is read from storage still comes."""
+        with self._lock:
+            for request in requests:
+                self._live.let_go(request)
+
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
         """Whether that many blocks are free or can be made free now; none are while nothing is planned."""
         if self._state is not ManagerState.RUNNING:

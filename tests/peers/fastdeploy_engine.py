@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fdcache.integrations.fastdeploy_link import Lost
 from tests.faults import FailingLoadsDevice
 from tests.peers.fastdeploy_worker import PREEMPTED, ControllerCopier, FastDeployCopier, Worker
 
@@ -37,7 +38,9 @@ class Options:
     failing: float = 0.0
     profiled_blocks: int | None = None
     length: int = 320
+    block: int = BLOCK
     port: int = 0
+    processes: bool = False
 
 
 @dataclass
@@ -62,7 +65,9 @@ class Result:
     wrong: list[str] = field(default_factory=list)
     checked: int = 0
     stalled: bool = False
-    hit_tokens: int = 0
+    device_hits: int = 0
+    host_hits: int = 0
+    storage_hits: int = 0
     steps: int = 0
     errors: list[str] = field(default_factory=list)
 
@@ -81,7 +86,7 @@ def make_config(options: Options) -> Any:
     cache = config.CacheConfig(
         {
             "model_cfg": model,
-            "block_size": BLOCK,
+            "block_size": options.block,
             "num_gpu_blocks_override": options.blocks,
             "num_cpu_blocks": options.host_blocks,
             "enable_prefix_caching": True,
@@ -135,27 +140,39 @@ class Engine:
 
     def __init__(self, options: Options, **parts: Any) -> None:
         self.options = options
+        self.result = Result()
+        self._parts = parts
+        self._start()
+
+    def _start(self) -> None:
+        options = self.options
         self.config = make_config(options)
         if options.profiled_blocks:
             self.config.cache_config.total_block_num = options.profiled_blocks
         self.scheduler = make_scheduler(self.config, options)
-        self.result = Result()
         self.failures = Failures(options.failing, 5)
         self.seconds: list[float] = []
         self._jobs: dict[str, Job] = {}
         self._batches: deque[bytes] = deque()
         self._turn = 0
-        self._layout = (LAYERS, BLOCK, options.profiled_blocks or options.blocks, options.mtp)
-        self.workers = [Worker(rank, self._copier(rank, parts), *self._layout) for rank in range(options.ranks)]
+        self.workers: list[Any] = [self._worker(rank) for rank in range(options.ranks)]
         if options.profiled_blocks:
             self._take_up_profile()
 
-    def _copier(self, rank: int, parts: dict[str, Any]) -> Any:
+    def _worker(self, rank: int) -> Any:
+        if self.options.processes:
+            from tests.peers.fastdeploy_processes import WorkerProcess
+
+            return WorkerProcess(rank, self.options)
+        return make_worker(self.options, rank, self._copier(rank))
+
+    def _copier(self, rank: int) -> Any:
         if self.options.manager == "fastdeploy":
             planes = 2 * (LAYERS + self.options.mtp)
             return FastDeployCopier((1, BLOCK, HEAD_DIM), planes, self.options.host_blocks)
+        parts = dict(self._parts)
         if self.options.failing:
-            parts = {**parts, "device": FailingLoadsDevice(self.failures.choose)}
+            parts["device"] = FailingLoadsDevice(self.failures.choose)
         return ControllerCopier(self.config, rank, **parts)
 
     def _take_up_profile(self) -> None:
@@ -213,12 +230,11 @@ class Engine:
             for worker in self.workers:
                 worker.insert(data)
         outputs = [worker.step() for worker in self.workers]
-        assert all(each == outputs[0] for each in outputs) or self.result.wrong or self._gather()
         self._gather()
         self._process(outputs[0])
         return moved or bool(outputs[0])
 
-    def _gather(self) -> bool:
+    def _gather(self) -> None:
         """Take what the workers found; blocks of a load that failed in this very step are known to be wrong."""
         for worker in self.workers:
             self.result.checked += worker.checked
@@ -227,7 +243,6 @@ class Engine:
                 str(found) for found in worker.wrong if not (found.blocks & self.failures.garbage)
             ]
             worker.wrong.clear()
-        return True
 
     def _process(self, outputs: dict[int, tuple[str, list[int]]]) -> None:
         """What the token processor does with a step's tokens."""
@@ -266,6 +281,26 @@ class Engine:
             worker.sleep()
             worker.wake(self.options.blocks)
 
+    def kill_worker(self, rank: int) -> None:
+        """A rank's process is killed and another takes its place; every request is computed again."""
+        self.workers[rank].kill()
+        self._batches.clear()
+        names = [task.request_id for task in self.scheduler.preempted_all()]
+        for worker in self.workers:
+            if worker.rank != rank:
+                worker.drop_requests()
+        while not any(isinstance(news, Lost) for news in self.manager._link._news):
+            time.sleep(0.01)
+        self.manager.check_and_add_pending_backup()
+        self.workers[rank] = self._worker(rank)
+        for name in names:
+            self.scheduler.reschedule_preempt_task(name)
+
+    def restart(self) -> None:
+        """End everything and start again, with nothing but what is in the storage."""
+        self.close()
+        self._start()
+
     def close(self) -> Result:
         """End the workers, then the scheduler."""
         for worker in self.workers:
@@ -276,6 +311,11 @@ class Engine:
         self.scheduler.finish_execution_pool.shutdown()
         self.scheduler.async_preprocess_pool.shutdown()
         return self.result
+
+
+def make_worker(options: Options, rank: int, copier: Any) -> Worker:
+    """One rank's worker, with the blocks that the engine starts with."""
+    return Worker(rank, copier, LAYERS, BLOCK, options.profiled_blocks or options.blocks, options.mtp)
 
 
 def make_request(job: Job) -> Any:

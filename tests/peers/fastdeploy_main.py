@@ -1,6 +1,7 @@
-"""Run scenarios with one cache manager in this process: ``python -m tests.peers.fastdeploy_main MANAGER [NAME ...]``.
+"""Run scenarios with one cache manager in this process: ``python -m tests.peers.fastdeploy_main MANAGER [RUN ...]``.
 
-Prints one JSON object for each scenario. With fdcache the plug-in comes by the environment alone, as FastDeploy loads it.
+A run is a scenario's name, or a JSON object of ``scenario`` and options to change. Prints one JSON object for each. With
+fdcache the plug-in comes by the environment alone, as FastDeploy loads it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def prepare(logs: Path) -> None:
     load_model_register_plugins()
 
 
-def main(manager: str, names: list[str]) -> None:
+def main(manager: str, runs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if manager == "fdcache":
             os.environ["FD_PLUGINS"] = "fdcache"
@@ -40,9 +41,11 @@ def main(manager: str, names: list[str]) -> None:
         prepare(Path(folder) / "log")
         from tests.peers.fastdeploy_scenarios import SCENARIOS, play
 
-        for index, name in enumerate(names or SCENARIOS):
-            result = play(name, manager, port=20000 + os.getpid() % 10000 + index)
-            print(json.dumps({"scenario": name, **dataclasses.asdict(result)}), flush=True)  # noqa: T201
+        for index, run in enumerate(runs or SCENARIOS):
+            given = json.loads(run) if run.startswith("{") else {"scenario": run}
+            name = given.pop("scenario")
+            result = play(name, manager, port=20000 + os.getpid() % 10000 + index, **given)
+            print(json.dumps({"scenario": name, **dataclasses.asdict(result)}, default=str), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

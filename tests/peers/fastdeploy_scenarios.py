@@ -74,8 +74,36 @@ def _aborts(engine: Engine) -> None:
 
 def _sleep(engine: Engine) -> None:
     for wave in range(3):
-        _serve(engine, [Job(f"{wave}.{i}", _tokens(i, 100 + i), 8) for i in range(5)])
+        for again in range(2):
+            _serve(engine, [Job(f"{wave}.{again}.{i}", _tokens(i, 100 + i), 8) for i in range(5)])
         engine.sleep_and_wake()
+
+
+def _killed_worker(engine: Engine) -> None:
+    for wave in range(3):
+        jobs = [Job(f"{wave}.{i}", _tokens(i, 110), 30) for i in range(5)]
+        for job in jobs:
+            engine.add(job)
+        steps = engine.result.steps
+        engine.run(lambda steps=steps: engine.result.steps > steps + 12)  # type: ignore[misc]
+        engine.kill_worker(wave % engine.options.ranks)
+        engine.run()
+
+
+def _restarted(engine: Engine) -> None:
+    for wave in range(2):
+        _serve(engine, [Job(f"{wave}.{i}", _tokens(i, 110), 8) for i in range(6)])
+        _wait_for_storage(engine)
+        if not wave:
+            engine.restart()
+
+
+def _wait_for_storage(engine: Engine) -> None:
+    def stored() -> bool:
+        stats = engine.manager.core.get_stats()
+        return not (stats.queued_stores or stats.plans_in_flight or stats.queued_backups)
+
+    engine.run(stored)
 
 
 _BASE = Options(blocks=40, host_blocks=128)
@@ -97,21 +125,26 @@ SCENARIOS: dict[str, tuple[Options, Play]] = {
 }
 """The options and the play of each."""
 
+FDCACHE_ONLY: dict[str, tuple[Options, Play]] = {
+    "killed worker": (replace(_BASE, blocks=24, ranks=2, processes=True), _killed_worker),
+    "restart with storage": (replace(_BASE, blocks=40, policy="write_through"), _restarted),
+}
+"""Those that FastDeploy's own manager has no answer to."""
+
 
 def play(name: str, manager: str, port: int, **changes: Any) -> Result:
     """Run one scenario in this process."""
-    options, act = SCENARIOS[name]
+    options, act = {**SCENARIOS, **FDCACHE_ONLY}[name]
     engine = Engine(replace(options, manager=manager, port=port, **changes))
     try:
         act(engine)
         if manager == "fdcache":
-            engine.result.hit_tokens = _hits(engine)
+            counters = engine.manager.core.get_stats().counters
+            engine.result.device_hits = counters.device_hit_tokens
+            engine.result.host_hits = counters.host_hit_tokens
+            engine.result.storage_hits = counters.storage_hit_tokens
             engine.manager.core.check_integrity()
     finally:
         engine.close()
     return engine.result
 
-
-def _hits(engine: Engine) -> int:
-    counters = engine.manager.core.get_stats().counters
-    return int(counters.device_hit_tokens + counters.host_hit_tokens + counters.storage_hit_tokens)

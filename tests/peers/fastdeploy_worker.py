@@ -168,6 +168,10 @@ class Worker:
         self._tensors = []
         self.copier.sleep()
 
+    def drop_requests(self) -> None:
+        """Forget every request, as when the engine computes all of them again."""
+        self._slots.clear()
+
     def insert(self, data: bytes) -> None:
         """Take a batch, as it came through the queue."""
         from fastdeploy.engine.request import BatchRequest, RequestType
@@ -231,7 +235,7 @@ class Worker:
         tokens: list[int] = []
         at = len(slot.tokens) - 1
         value = float(self._planes[0][slot.table[at // self._block], 0, at % self._block, 0])
-        tokens.append(int(value) % _VOCABULARY + 3)
+        tokens.append(int(value - 7 * self.rank) % _VOCABULARY + 3)
         slot.tokens.append(tokens[0])
         if self._drafts:
             self._write_draft(slot, at)
