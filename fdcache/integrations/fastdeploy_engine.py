@@ -175,6 +175,7 @@ class CacheManager(Manager):
             elif isinstance(news, Lost):
                 self.apply(reports)
                 reports = []
+                logger.warning("the worker of rank %d is gone, and what it held: the cache begins anew", news.rank)
                 self._heed(self.core.worker_lost(news.rank))
                 self._link.forget(news.rank)
             else:

@@ -189,7 +189,6 @@ class SchedulerLink:
             with self._changed:
                 del self._workers[rank]
                 if not self._closed:
-                    logger.warning("the worker of rank %d has ended", rank)
                     self._lost.add(rank)
                     self._news.append(Lost(rank))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -90,6 +92,19 @@ def _killed_worker(engine: Engine) -> None:
         engine.run()
 
 
+def _killed_service(engine: Engine) -> None:
+    """The service is killed in the middle of the second wave, by the number that ``SERVICE_PID`` names."""
+    for wave in range(3):
+        jobs = [Job(f"{wave}.{i}", _tokens(i, 110), 12) for i in range(6)]
+        for job in jobs:
+            engine.add(job)
+        steps = engine.result.steps
+        engine.run(lambda steps=steps: engine.result.steps > steps + 6)  # type: ignore[misc]
+        if wave == 1:
+            os.kill(int(os.environ["SERVICE_PID"]), signal.SIGKILL)
+        engine.run()
+
+
 def _restarted(engine: Engine) -> None:
     for wave in range(2):
         _serve(engine, [Job(f"{wave}.{i}", _tokens(i, 110), 8) for i in range(6)])
@@ -127,6 +142,7 @@ SCENARIOS: dict[str, tuple[Options, Play]] = {
 
 FDCACHE_ONLY: dict[str, tuple[Options, Play]] = {
     "killed worker": (replace(_BASE, blocks=24, ranks=2, processes=True), _killed_worker),
+    "killed service": (replace(_BASE, blocks=24), _killed_service),
     "restart with storage": (replace(_BASE, blocks=40, policy="write_through"), _restarted),
 }
 """Those that FastDeploy's own manager has no answer to."""

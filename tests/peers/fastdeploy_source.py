@@ -12,12 +12,14 @@ import sys
 import tarfile
 import tempfile
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ARCHIVE = "fastdeploy-c1b7c083.tar.xz"
 COMMIT = "c1b7c083"
+_PACKAGES = ("paddle", "crcmod", "huggingface_hub", "orjson", "redis", "requests", "tqdm", "yaml")
 
 
 def find_archive() -> Path | None:
@@ -31,12 +33,8 @@ def missing() -> str | None:
     """The reason why FastDeploy cannot be run here, or None."""
     if find_archive() is None:
         return f"{ARCHIVE} is not there; PEERS_DIR names its folder"
-    for name in ("paddle", "tqdm", "zmq", "uvicorn", "transformers"):
-        try:
-            __import__(name)
-        except ImportError:
-            return f"FastDeploy needs {name}: install fdcache[peers]"
-    return None
+    absent = [name for name in _PACKAGES if find_spec(name) is None]
+    return f"FastDeploy needs {', '.join(absent)}: install fdcache[peers]" if absent else None
 
 
 def unpack() -> Path:

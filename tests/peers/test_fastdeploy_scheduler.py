@@ -1,0 +1,121 @@
+"""FastDeploy's real scheduler, from its pinned source, runs on fdcache's tiers by environment alone.
+
+Every prefill checks all the KV that it finds against the tokens it stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.peers.fastdeploy_source import missing
+from tests.peers.fastdeploy_scenarios import SCENARIOS
+from tests.service_help import service_process
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+SWAPPED = [name for name in SCENARIOS if name.startswith("swapped")]
+
+
+def drive(
+    *runs: str | dict[str, Any], manager: str = "fdcache", folder: Path, **environment: str
+) -> dict[str, dict[str, Any]]:
+    """Run scenarios in a fresh process whose environment is all it is told; what came of each by name."""
+    arguments = [run if isinstance(run, str) else json.dumps(run) for run in runs]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.peers.fastdeploy_main", manager, *arguments],
+        env={**os.environ, "FDCACHE_RUNTIME_DIR": str(folder / "run"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"scenario"')]
+    return {result["scenario"]: result for result in results}
+
+
+def check(results: dict[str, dict[str, Any]], names: list[str]) -> None:
+    """All of them ran to their end and no prefill found wrong KV."""
+    assert list(results) == names
+    for name, result in results.items():
+        assert not result["stalled"], name
+        assert result["wrong"] == [], name
+        assert result["errors"] == [], name
+        assert result["finished"] and result["checked"], name
+
+
+def test_every_scenario_ends_without_wrong_kv(tmp_path: Path) -> None:
+    results = drive(folder=tmp_path)
+    check(results, list(SCENARIOS))
+    for name in SWAPPED:
+        assert results[name]["finished"] == 24
+        assert results[name]["host_hits"], name
+    assert results["mixed"]["finished"] == results["delayed workers"]["finished"] == 60
+    assert (results["aborts"]["finished"], results["aborts"]["aborted"]) == (9, 9)
+    assert results["preempted"]["preempted"]
+    assert results["failed loads"]["host_hits"]
+
+
+def test_scheduler_and_two_ranks_in_processes_of_their_own_need_the_environment_alone(tmp_path: Path) -> None:
+    name = "swapped, write_back"
+    results = drive({"scenario": name, "ranks": 2, "processes": True}, folder=tmp_path)
+    check(results, [name])
+    assert results[name]["host_hits"]
+
+
+def test_the_plug_in_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ENABLE_V1_KVCACHE_MANAGER is not 1"):
+        drive("exact", folder=tmp_path, ENABLE_V1_KVCACHE_MANAGER="0")
+
+
+@pytest.mark.slow
+def test_the_driver_sees_wrong_kv(tmp_path: Path) -> None:
+    (result,) = drive("swapped, write_back", manager="fastdeploy", folder=tmp_path).values()
+    assert result["wrong"]
+
+
+@pytest.mark.slow
+def test_two_ranks_run_every_scenario(tmp_path: Path) -> None:
+    check(drive(*({"scenario": name, "ranks": 2} for name in SCENARIOS), folder=tmp_path), list(SCENARIOS))
+
+
+@pytest.mark.slow
+def test_the_host_tier_of_a_service_serves_every_scenario(tmp_path: Path) -> None:
+    with service_process(tmp_path / "service") as service:
+        results = drive(folder=tmp_path, FDCACHE_SERVER=service.address)
+        check(results, list(SCENARIOS))
+        assert all(results[name]["host_hits"] for name in SWAPPED)
+
+
+@pytest.mark.slow
+def test_the_death_of_the_service_costs_hits_and_nothing_else(tmp_path: Path) -> None:
+    with service_process(tmp_path / "service") as service:
+        assert service.process is not None
+        environment = {"FDCACHE_SERVER": service.address, "SERVICE_PID": str(service.process.pid)}
+        check(drive("killed service", folder=tmp_path, **environment), ["killed service"])
+
+
+@pytest.mark.slow
+def test_the_death_of_a_worker_leaves_nothing_wrong(tmp_path: Path) -> None:
+    check(drive("killed worker", folder=tmp_path), ["killed worker"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
+def test_a_restarted_engine_reads_its_storage(tmp_path: Path, policy: str) -> None:
+    environment = {
+        "FDCACHE_STORAGE": "local",
+        "FDCACHE_STORAGE_DIR": str(tmp_path / "storage"),
+        "FDCACHE_STORAGE_SIZE": "64MiB",
+        "FDCACHE_PREFETCH_POLICY": policy,
+    }
+    results = drive("restart with storage", folder=tmp_path, **environment)
+    check(results, ["restart with storage"])
+    assert results["restart with storage"]["storage_hits"]
