@@ -36,8 +36,10 @@ paddle = pytest.importorskip("paddle")
 def backend(heads: int = 4, *, value: bool = True) -> Any:
     """An attention backend that names the shapes of its cache."""
 
-    def get_kv_cache_shape(max_num_blocks: int) -> tuple[list[int], list[int]]:
-        shape = [max_num_blocks, heads, BLOCK, 8]
+    def get_kv_cache_shape(
+        max_num_blocks: int, kv_cache_quant_type: str | None = None
+    ) -> tuple[list[int], list[int]]:
+        shape = [max_num_blocks, heads, BLOCK, 4 if kv_cache_quant_type == "int4_zp" else 8]
         return (shape, shape) if value else ([max_num_blocks, 1, BLOCK, 24], [])
 
     return SimpleNamespace(get_kv_cache_shape=get_kv_cache_shape)
@@ -62,8 +64,18 @@ class TestMemory:
     def test_block_wise_fp8_brings_scales(self) -> None:
         controller = CacheController(fd_config(quantised="block_wise_fp8"), 0, 0)
         tensors = controller.initialize_kv_cache(backend(), 8)
-        assert [tensor.dtype for tensor in tensors[:4]] == [paddle.uint8] * 2 + [paddle.float32] * 2
+        assert [tensor.dtype for tensor in tensors[:4]] == [paddle.uint8] * 2 + [paddle.bfloat16] * 2
         assert tensors[2].shape == [8, 4, BLOCK]
+        assert list(controller.get_kv_caches())[2:4] == [
+            "key_cache_scales_0_rank0.device0",
+            "value_cache_scales_0_rank0.device0",
+        ]
+        controller.shutdown()
+
+    def test_int4_puts_two_elements_into_a_byte(self) -> None:
+        controller = CacheController(fd_config(quantised="int4_zp"), 0, 0)
+        tensors = controller.initialize_kv_cache(backend(), 8)
+        assert (tensors[0].dtype, tensors[0].shape) == (paddle.uint8, [8, 4, BLOCK, 4])
         controller.shutdown()
 
     def test_a_backend_without_value_makes_keys_only(self) -> None:
@@ -102,7 +114,7 @@ class TestMemory:
     def test_a_start_broken_off_before_the_draft_layers_may_be_repeated(self) -> None:
         controller = CacheController(fd_config(method="mtp"), 0, 0)
         controller.initialize_kv_cache(backend(), 8)
-        controller.free_cache()
+        assert controller.free_cache()
         assert len(controller.initialize_kv_cache(backend(), 6)) == 6
         drafts = controller.initialize_mtp_kv_cache(backend(), 6, num_mtp_layers=1, layer_offset=3)
         assert [tensor.shape[0] for tensor in drafts] == [6, 6]

@@ -41,6 +41,7 @@ class Options:
     block: int = BLOCK
     port: int = 0
     processes: bool = False
+    whole_images: bool = False
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Job:
     prompt: list[int]
     outputs: int = 8
     abort_at: int | None = None
+    images: list[tuple[int, int, str]] = field(default_factory=list)
     request: Any = None
     done: bool = False
 
@@ -91,6 +93,7 @@ def make_config(options: Options) -> Any:
             "num_cpu_blocks": options.host_blocks,
             "enable_prefix_caching": True,
             "write_policy": options.policy,
+            "disable_chunked_mm_input": options.whole_images,
         }
     )
     cache.enc_dec_block_num = 1
@@ -320,9 +323,13 @@ def make_worker(options: Options, rank: int, copier: Any) -> Worker:
 
 def make_request(job: Job) -> Any:
     """FastDeploy's real request."""
-    from fastdeploy.engine.request import Request, RequestMetrics
+    from fastdeploy.engine.request import ImagePosition, Request, RequestMetrics
     from fastdeploy.engine.sampling_params import SamplingParams
 
+    images = {
+        "mm_positions": [ImagePosition(offset, length) for offset, length, _ in job.images],
+        "mm_hashes": [name for _, _, name in job.images],
+    }
     request = Request(
         job.name,
         prompt_token_ids=list(job.prompt),
@@ -330,6 +337,7 @@ def make_request(job: Job) -> Any:
         eos_token_ids=[2],
         sampling_params=SamplingParams(max_tokens=job.outputs),
         metrics=RequestMetrics(),
+        multimodal_inputs=images if job.images else None,
     )
     request.need_prefill_tokens = len(job.prompt)
     return request

@@ -1,6 +1,7 @@
 """Run scenarios with one cache manager in this process: ``python -m tests.peers.fastdeploy_main MANAGER [RUN ...]``.
 
-A run is a scenario's name, or a JSON object of ``scenario`` and options to change. Prints one JSON object for each. With
+A run is a scenario's name, a JSON object of ``scenario`` and options to change, or ``cost:`` with a number of output
+tokens. Prints one JSON object for each. With
 fdcache the plug-in comes by the environment alone, as FastDeploy loads it.
 """
 
@@ -39,12 +40,17 @@ def main(manager: str, runs: list[str]) -> None:
             os.environ["FD_PLUGINS"] = "fdcache"
         os.environ.setdefault("FDCACHE_RUNTIME_DIR", folder)
         prepare(Path(folder) / "log")
+        from tests.peers.fastdeploy_cost import schedule_cost
         from tests.peers.fastdeploy_scenarios import SCENARIOS, play
 
         for index, run in enumerate(runs or SCENARIOS):
+            port = 20000 + os.getpid() % 10000 + index
+            if run.startswith("cost:"):
+                print(json.dumps({"scenario": run, **schedule_cost(manager, int(run[5:]), port)}))  # noqa: T201
+                continue
             given = json.loads(run) if run.startswith("{") else {"scenario": run}
             name = given.pop("scenario")
-            result = play(name, manager, port=20000 + os.getpid() % 10000 + index, **given)
+            result = play(name, manager, port, **given)
             print(json.dumps({"scenario": name, **dataclasses.asdict(result)}, default=str), flush=True)  # noqa: T201
 
 

@@ -121,6 +121,17 @@ def _wait_for_storage(engine: Engine) -> None:
     engine.run(stored)
 
 
+def _images(engine: Engine) -> None:
+    """Images that are computed in one piece; what follows an image differs, so that hits end inside it."""
+    image = [7] * 40
+    for wave in range(3):
+        jobs = []
+        for i in range(5):
+            prompt = [*_tokens(i, 20 + i), *image, *_tokens(50 + 10 * wave + i, 30)]
+            jobs.append(Job(f"{wave}.{i}", prompt, 6, images=[(20 + i, 40, "cat")]))
+        _serve(engine, jobs)
+
+
 _BASE = Options(blocks=40, host_blocks=128)
 SCENARIOS: dict[str, tuple[Options, Play]] = {
     "shared": (replace(_BASE, policy="write_through_selective"), _shared),
@@ -136,6 +147,7 @@ SCENARIOS: dict[str, tuple[Options, Play]] = {
     "resize": (replace(_BASE, blocks=30, profiled_blocks=12), _swapped),
     "sleep": (replace(_BASE, blocks=24), _sleep),
     "MTP": (replace(_BASE, blocks=30, mtp=True), _swapped),
+    "images": (replace(_BASE, blocks=24, whole_images=True), _images),
     "failed loads": (replace(_BASE, blocks=24, failing=0.4), _swapped),
 }
 """The options and the play of each."""

@@ -28,7 +28,18 @@ class TestConfiguration:
         plain = layout_from_config(fd_config(quantised="int8")).layer_planes(0)
         assert [plane.dtype for plane in plain] == ["uint8", "uint8"]
         scaled = layout_from_config(fd_config(quantised="block_wise_fp8")).layer_planes(0)
-        assert [(plane.dtype, plane.shape) for plane in scaled[2:]] == [("float32", (4, BLOCK))] * 2
+        assert [(plane.dtype, plane.shape) for plane in scaled[2:]] == [("bfloat16", (4, BLOCK))] * 2
+        packed = layout_from_config(fd_config(quantised="int4_zp")).layer_planes(0)
+        assert [(plane.dtype, plane.shape) for plane in packed] == [("uint8", (4, BLOCK, 4))] * 2
+
+    @pytest.mark.parametrize("name", ["quantization_config", "quantization"])
+    def test_the_engine_learns_of_a_quantised_cache_from_the_model(self, name: str) -> None:
+        engine, worker = fd_config(), fd_config(quantised="block_wise_fp8")
+        setattr(engine.model_config, name, {"kv_cache_quant_type": "block_wise_fp8"})
+        assert layout_from_config(engine) == layout_from_config(worker)
+        setattr(worker.model_config, name, {"kv_cache_quant_type": "int8"})
+        with pytest.raises(ConfigurationError, match="'block_wise_fp8'.*'int8'"):
+            layout_from_config(worker)
 
     def test_latent_attention_has_no_value(self) -> None:
         (plane,) = layout_from_config(fd_config(latent=16)).layer_planes(0)
@@ -39,7 +50,7 @@ class TestConfiguration:
         assert (layout.num_draft_layers, layout.draft_blocks(10)) == (1, 15)
         manager = CacheManager(fd_config(method="mtp"))
         first = fd_request("a", 3 * BLOCK)
-        run(manager, first)
+        run(manager, first, outputs=2)  # the draft layer has seen the token after the prompt
         manager.request_finish(first)
         second = fd_request("b", prompt=[*first.prompt_token_ids, 5])
         manager.match_prefix(second)
@@ -52,10 +63,12 @@ class TestConfiguration:
                 fd_config(),
                 fd_config(model="other"),
                 fd_config(quantised="int8"),
+                fd_config(quantised="float8_e4m3fn"),
+                fd_config(dtype="float16", quantised="int8"),
                 fd_config(ranks=2),
             )
         }
-        assert len(prints) == 4
+        assert len(prints) == 6
 
     def test_what_is_missing_or_unknown_is_named(self) -> None:
         with pytest.raises(ConfigurationError, match="has no dtype"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,9 @@ class TestBlocks:
         blocks = manager.allocate_gpu_blocks(fd_request("a", 10 * BLOCK), 10)
         assert len(set(blocks)) == 10
         assert manager.num_free_device_blocks == 90
-        assert sorted(manager.gpu_free_block_list + blocks) == list(range(100))
+        assert len(manager.gpu_free_block_list) == 90
+        assert sorted([*manager.gpu_free_block_list, *blocks]) == list(range(100))
+        assert manager.gpu_free_block_list[0] not in blocks
         assert manager.available_gpu_resource == 0.9
 
     @pytest.mark.parametrize("first", [95, 100])
@@ -81,12 +84,113 @@ class TestBlocks:
         [
             *("free_device_blocks", "free_host_blocks", "free_all_device_blocks", "free_all_host_blocks"),
             *("allocate_host_blocks", "offload_to_host", "load_from_host"),
-            *("prepare_prefetch_metadata", "write_cache_to_storage"),
+            "prepare_prefetch_metadata",
         ],
     )
     def test_calls_by_block_number_are_refused_with_the_remedy(self, name: str) -> None:
         with pytest.raises(UnsupportedCallError, match="request_finish"):
             getattr(make(), name)([1, 2])
+
+
+class TestOtherDuties:
+    """What FastDeploy's scheduler calls for features that fdcache has otherwise."""
+
+    @pytest.mark.parametrize("name", ["write_cache_to_storage", "write_cache_to_storage_decode"])
+    def test_writing_to_storage_publishes_what_was_computed(self, name: str) -> None:
+        manager = make()
+        first = fd_request("a", 3 * BLOCK)
+        manager.match_prefix(first)
+        manager.allocate_device_blocks(first, 4)
+        first.output_token_ids.append(9)
+        getattr(manager, name)(first)
+        second = fd_request("b", prompt=[*first.prompt_token_ids, 9, 9])
+        manager.match_prefix(second)
+        assert second._match_result.matched_device_nums == 3
+        manager.request_finish(first)
+        getattr(manager, name)(first)  # it has ended
+
+    def test_calls_that_have_nothing_to_do_do_nothing(self) -> None:
+        manager = make()
+        request = fd_request("a", 3 * BLOCK)
+        blocks = run(manager, request)
+        free = manager.num_free_device_blocks
+        manager.cache_output_blocks(request, BLOCK)
+        manager.update_cache_blocks(request, BLOCK, 3 * BLOCK)
+        manager.recycle_gpu_blocks(blocks[1:], request.request_id)
+        assert manager.drain_pending_prefetches() == []
+        assert not manager.prefetch_storage(fd_request("b", 3 * BLOCK))
+        assert manager.num_free_device_blocks == free
+        assert manager.cache_config is manager.config.cache_config
+        manager.core.check_integrity()
+
+    @pytest.mark.parametrize("steps", [1, 3])
+    def test_outputs_are_published_when_they_fill_a_block(self, steps: int) -> None:
+        manager = make()
+        request = fd_request("a", 2 * BLOCK)
+        manager.match_prefix(request)
+        manager.allocate_device_blocks(request, 8)
+        for index in range(3 * BLOCK):
+            request.output_token_ids.append(50 + index)
+            if not index % steps:
+                manager.check_and_add_pending_backup()
+        manager.check_and_add_pending_backup()
+        probe = fd_request("b", prompt=[*request.prompt_token_ids, *request.output_token_ids, 7])
+        manager.match_prefix(probe)
+        assert probe._match_result.matched_device_nums == 4  # the last output has no KV yet
+
+
+class TestCostOfAStep:
+    def test_outputs_are_read_once_however_many_there_are(self) -> None:
+        class Outputs(list[int]):
+            read = 0
+
+            def __getitem__(self, index: Any) -> Any:
+                found = super().__getitem__(index)
+                Outputs.read += len(found) if isinstance(index, slice) else 1
+                return found
+
+        manager = make(total_block_num=300)
+        request = fd_request("a", 2 * BLOCK)
+        manager.match_prefix(request)
+        manager.allocate_device_blocks(request, 260)
+        request.output_token_ids = Outputs()
+        for index in range(1000):
+            request.output_token_ids.append(index)
+            manager.check_and_add_pending_backup()
+        assert 1000 - BLOCK <= Outputs.read <= 1000
+
+    def test_the_number_of_free_blocks_visits_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        manager = make(total_block_num=100)
+
+        def visit() -> list[int]:
+            raise AssertionError("visited")
+
+        monkeypatch.setattr(manager.core, "free_device_blocks", visit)
+        assert len(manager.gpu_free_block_list) == 100
+        assert manager.available_gpu_resource == 1.0
+
+
+class TestImages:
+    @pytest.mark.parametrize(("whole", "blocks"), [(False, 3), (True, 1)])
+    def test_a_match_ends_before_an_image_that_is_computed_in_one_piece(
+        self, whole: bool, blocks: int
+    ) -> None:
+        manager = make(disable_chunked_mm_input=whole)
+        image = [(BLOCK + 1, 2 * BLOCK + 1, "cat")]
+        run(manager, fd_request("a", prompt=[1] * 5 * BLOCK, images=image))
+        second = fd_request("b", prompt=[*[1] * 3 * BLOCK, 1, 1, *[8] * BLOCK], images=image)
+        manager.match_prefix(second)
+        assert second._match_result.total_matched_blocks == blocks
+        assert len(manager.allocate_device_blocks(second, 5 - blocks)) == 5 - blocks
+        manager.core.check_integrity()
+
+    def test_a_match_that_ends_before_or_behind_an_image_stays(self) -> None:
+        manager = make(disable_chunked_mm_input=True)
+        image = [(BLOCK, 2 * BLOCK, "cat")]
+        run(manager, fd_request("a", prompt=[1] * 5 * BLOCK, images=image))
+        second = fd_request("b", prompt=[*[1] * 3 * BLOCK, *[8] * BLOCK], images=image)
+        manager.match_prefix(second)
+        assert second._match_result.total_matched_blocks == 3
 
 
 class TestRequests:

@@ -1,0 +1,153 @@
+"""The line between FastDeploy's scheduler and its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fdcache.errors import CacheNotReadyError, LayoutError
+from fdcache.integrations.fastdeploy import layout_from_config
+from fdcache.integrations.fastdeploy_engine import PlanMark, marked_plan
+from fdcache.integrations.fastdeploy_link import Lost, SchedulerLink, WorkerLink
+from fdcache.metadata import StorageScan, TransferPlan, TransferReport
+from tests.fastdeploy_help import fd_config
+from tests.service_help import until
+
+LAYOUT = layout_from_config(fd_config(ranks=2))
+SECONDS = 10.0
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[SchedulerLink]:
+    link = SchedulerLink(tmp_path / "line.sock", LAYOUT, None)
+    yield link
+    link.close()
+
+
+def worker(scheduler: SchedulerLink, rank: int = 0) -> WorkerLink:
+    return WorkerLink(scheduler.path, rank, LAYOUT, None, SECONDS)
+
+
+def ids(plans: list[TransferPlan]) -> list[int]:
+    return [plan.plan_id for plan in plans]
+
+
+def test_a_steps_plans_wait_for_the_batch_that_needs_them(scheduler: SchedulerLink) -> None:
+    rank = worker(scheduler)
+    rank.start(lambda plan: None)
+    numbers = [scheduler.announce(TransferPlan(plan_id=number)) for number in (5, 6, 9)]
+    assert ids(rank.take(0, SECONDS)) == []
+    assert ids(rank.take(numbers[1], SECONDS)) == [5, 6]
+    assert ids(rank.take(numbers[1], SECONDS)) == []
+    assert ids(rank.take(numbers[2], SECONDS)) == [9]
+    rank.close()
+
+
+def test_plans_that_belong_to_no_step_are_submitted_as_they_come(scheduler: SchedulerLink) -> None:
+    submitted: Queue[TransferPlan] = Queue()
+    rank = worker(scheduler)
+    rank.start(submitted.put)
+    scheduler.announce(TransferPlan(plan_id=1))
+    scheduler.send(TransferPlan(plan_id=2))
+    assert submitted.get(timeout=SECONDS).plan_id == 2
+    rank.close()
+
+
+def test_what_was_sent_before_a_rank_came_waits_for_it(scheduler: SchedulerLink) -> None:
+    number = scheduler.announce(TransferPlan(plan_id=3))
+    for rank in (0, 1):
+        late = worker(scheduler, rank)
+        late.start(lambda plan: None)
+        assert ids(late.take(number, SECONDS)) == [3]
+        late.close()
+
+
+def test_reports_and_scans_come_back_in_order(scheduler: SchedulerLink) -> None:
+    rank = worker(scheduler)
+    empty = np.empty(0, np.int32)
+    hashes = np.empty((0, 32), np.uint8)
+    figures = np.empty(0, np.uint64)
+    rank.report(TransferReport(plan_id=number, rank=0, results=()) for number in (1, 2))
+    rank.send_scan(
+        StorageScan(
+            rank=0,
+            capacity=4,
+            slots=empty,
+            generations=empty.view(np.uint32),
+            hashes=hashes,
+            parents=hashes,
+            checksums=figures,
+            written_ms=figures,
+        )
+    )
+    until(lambda: len(scheduler._news) == 3, "all have come")
+    first, second, scan = scheduler.collect()
+    assert isinstance(first, TransferReport) and isinstance(second, TransferReport)
+    assert (first.plan_id, second.plan_id) == (1, 2)
+    assert isinstance(scan, StorageScan) and scan.capacity == 4
+    assert scheduler.collect() == []
+    rank.close()
+
+
+def test_a_successor_is_let_in_once_the_loss_is_settled_and_gets_no_older_plan(
+    scheduler: SchedulerLink,
+) -> None:
+    first = worker(scheduler)
+    first.close()
+    until(lambda: bool(scheduler._news), "the loss is noticed")
+    assert scheduler.collect() == [Lost(0)]
+    settled = scheduler.announce(TransferPlan(plan_id=1))
+    scheduler.forget(0)
+    second = worker(scheduler)
+    second.start(lambda plan: None)
+    assert ids(second.take(settled, SECONDS)) == []
+    assert ids(second.take(scheduler.announce(TransferPlan(plan_id=2)), SECONDS)) == [2]
+    second.close()
+
+
+def test_a_worker_of_another_configuration_is_refused_with_what_differs(scheduler: SchedulerLink) -> None:
+    with pytest.raises(LayoutError, match="rank 2 is not one of the 2 ranks"):
+        worker(scheduler, 2)
+    rank = worker(scheduler)
+    with pytest.raises(LayoutError, match="a worker of rank 0 already"):
+        worker(scheduler)
+    rank.close()
+    float16 = layout_from_config(fd_config(ranks=2, dtype="float16"))
+    with pytest.raises(LayoutError, match="planes differs"):
+        WorkerLink(scheduler.path, 1, float16, None, SECONDS)
+    with pytest.raises(LayoutError, match=r"quantised as int8.*quantization_config"):
+        WorkerLink(scheduler.path, 1, LAYOUT, "int8", SECONDS)
+
+
+def test_a_worker_takes_over_the_schedulers_namespace(scheduler: SchedulerLink) -> None:
+    other = layout_from_config(fd_config(ranks=2))
+    rank = WorkerLink(scheduler.path, 0, other.with_revision("of this process alone"), None, SECONDS)
+    assert rank.layout == LAYOUT
+    rank.close()
+
+
+def test_without_a_scheduler_the_remedy_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CacheNotReadyError, match="FD_PLUGINS=fdcache"):
+        WorkerLink(tmp_path / "none.sock", 0, LAYOUT, None, 0.01)
+
+
+def test_a_scheduler_that_ends_wakes_whoever_waits_for_plans(tmp_path: Path) -> None:
+    scheduler = SchedulerLink(tmp_path / "line.sock", LAYOUT, None)
+    rank = worker(scheduler)
+    rank.start(lambda plan: None)
+    scheduler.close()
+    scheduler.close()
+    with pytest.raises(CacheNotReadyError, match="has gone"):
+        rank.take(7, SECONDS)
+
+
+def test_marks_survive_the_merging_of_batches() -> None:
+    merged = SimpleNamespace(hash_values=[*PlanMark.of(3).hash_values, *PlanMark.of(12).hash_values])
+    assert marked_plan(merged) == 12
+    assert marked_plan(None) == 0
+    assert marked_plan(SimpleNamespace(hash_values=[])) == 0

@@ -1,0 +1,48 @@
+"""What the plug-in makes of a FastDeploy that it does not know."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from fdcache.integrations import fastdeploy_plugin
+from fdcache.integrations.fastdeploy_plugin import find_differences
+
+
+def known() -> dict[str, Any]:
+    """Modules with everything that the plug-in expects, and nothing else."""
+    modules: dict[str, Any] = {}
+    for (module, path), parameters in fastdeploy_plugin._SHAPE.items():
+        owner, member = path.split(".")
+        place = modules.setdefault(module, ModuleType(module))
+        if not hasattr(place, owner):
+            setattr(place, owner, type(owner, (), {}))
+        scope: dict[str, Any] = {}
+        exec(f"def member({', '.join(parameters)}): pass", scope)
+        setattr(getattr(place, owner), member, scope["member"])
+    return modules
+
+
+def test_the_known_shape_has_no_differences() -> None:
+    assert find_differences(known()) == []
+
+
+def test_every_difference_is_named() -> None:
+    modules = known()
+    cache = modules["fastdeploy.cache_manager.v1"]
+    scheduler = modules["fastdeploy.engine.sched.resource_manager_v1"].ResourceManagerV1
+    cache.CacheManager.match_prefix = lambda self, request, skip_storage, tenant: None
+    cache.CacheManager.evacuate = lambda self: None
+    del scheduler._prepare_preempt_task
+    found = "; ".join(find_differences(modules))
+    assert "CacheManager.match_prefix takes ('self', 'request', 'skip_storage', 'tenant')" in found
+    assert "CacheManager has evacuate besides" in found
+    assert "ResourceManagerV1._prepare_preempt_task is not there" in found
+    assert len(find_differences(modules)) == 3
+
+
+def test_a_class_that_is_gone_is_named() -> None:
+    modules = known()
+    modules["fastdeploy.cache_manager.v1"] = SimpleNamespace(CacheManager=object)
+    found = find_differences(modules)
+    assert "fastdeploy.cache_manager.v1.CacheController.submit_swap_tasks is not there" in found
