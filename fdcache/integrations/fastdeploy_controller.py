@@ -115,11 +115,9 @@ class CacheController:
 
     def get_kv_caches(self) -> dict[str, Any]:
         """The tensors by name: kind, layer, rank and device."""
-        rank, planes = self.core.rank, self.layout.planes
-        return {
-            f"{_NAMES.get(plane.kind, f'{plane.kind.value}_caches')}_{plane.layer}_rank{rank}.device{self.device_id}": tensor
-            for plane, tensor in zip(planes, self._tensors, strict=False)
-        }
+        where = f"rank{self.core.rank}.device{self.device_id}"
+        named = zip(self.layout.planes, self._tensors, strict=False)
+        return {f"{_name(plane.kind)}_{plane.layer}_{where}": tensor for plane, tensor in named}
 
     def _make(self, attn_backend: Any, planes: Sequence[Plane], num_blocks: int) -> list[Any]:
         if self._ready:
@@ -252,9 +250,11 @@ class CacheController:
         self.core.shutdown()
 
 
-def _check_shapes(
-    attn_backend: Any, planes: Sequence[Plane], num_blocks: int, quantised: str | None
-) -> None:
+def _name(kind: PlaneKind) -> str:
+    return _NAMES.get(kind, f"{kind.value}_caches")
+
+
+def _check_shapes(attn_backend: Any, planes: Sequence[Plane], num_blocks: int, quantised: str | None) -> None:
     """Compare with the shapes [blocks, heads, block_size, dim] that a backend names for key and value."""
     shapes_of = getattr(attn_backend, "get_kv_cache_shape", None)
     if shapes_of is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from fdcache.integrations.fastdeploy_link import Lost, SchedulerLink, WorkerLink
 from fdcache.integrations.fastdeploy_manager import CacheManager as Manager
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import StorageScan, StorageTask, TransferPlan, TransferReport
-from fdcache.node.address import make_runtime_dir
+from fdcache.node.address import default_runtime_dir, make_runtime_dir
 from fdcache.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def socket_of(config: Any, settings: Settings) -> Path:
         raise ConfigurationError(
             "parallel_config.local_engine_worker_queue_port is not set; scheduler and workers find each other by it"
         )
-    folder = settings.server.runtime_dir
+    folder = default_runtime_dir(settings.server.runtime_dir)
     make_runtime_dir(folder)
     return folder / f"fastdeploy-{port}.sock"
 
@@ -72,10 +72,7 @@ class CacheManager(Manager):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._link = SchedulerLink(
-            socket_of(config, self._settings), self.core.layout, quantisation(config)
-        )
-        self._marked = 0
+        self._link = SchedulerLink(socket_of(config, self._settings), self.core.layout, quantisation(config))
         self._scans: dict[int, StorageScan] = {}
         self._failed: dict[str, Any] = {}
         self._reading: dict[str, tuple[Any, Future[None]]] = {}
@@ -112,7 +109,7 @@ class CacheManager(Manager):
             failed, self._failed = list(self._failed.values()), {}
             return failed
 
-    def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
+    def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Take the workers' reports; what failed is kept for ``take_failed``."""
         outcomes = super().apply(reports)
         self._heed(outcomes)
@@ -125,7 +122,10 @@ class CacheManager(Manager):
                 if outcome.status is LoadStatus.CONFIRMED or served is None:
                     continue
                 logger.warning(
-                    "a load of request %s is %s: %s", outcome.request_id, outcome.status, outcome.error_message
+                    "a load of request %s is %s: %s",
+                    outcome.request_id,
+                    outcome.status,
+                    outcome.error_message,
                 )
                 served.load_failed = True
                 self._failed[outcome.request_id] = served.engine_request
@@ -152,12 +152,12 @@ class CacheManager(Manager):
     # --- a step -------------------------------------------------------------------------------------------
 
     def issue_pending_backup_to_batch_request(self) -> Any:
-        """Close the step and send its plans; returns the mark that its batch carries, None when it needs none."""
+        """Close the step and send its plans; returns the mark that its batch carries, None before the first plan.
+
+        A batch names the last plan even when it needs none, for the batch before might have been lost.
+        """
         self._send_plans()
-        if self._marked == self._link.announced:
-            return None
-        self._marked = self._link.announced
-        return PlanMark.of(self._marked)
+        return PlanMark.of(self._link.announced) if self._link.announced else None
 
     def check_and_add_pending_backup(self) -> None:
         """Publish what was computed, take the workers' news, and send what does not depend on a step."""
@@ -175,7 +175,9 @@ class CacheManager(Manager):
             elif isinstance(news, Lost):
                 self.apply(reports)
                 reports = []
-                logger.warning("the worker of rank %d is gone, and what it held: the cache begins anew", news.rank)
+                logger.warning(
+                    "the worker of rank %d is gone, and what it held: the cache begins anew", news.rank
+                )
                 self._heed(self.core.worker_lost(news.rank))
                 self._link.forget(news.rank)
             else:
@@ -292,6 +294,3 @@ class CacheController(Controller):
             self._link.report(reports)
             with self._submitted:
                 self._to_report.difference_update(report.plan_id for report in reports)
-
-
-

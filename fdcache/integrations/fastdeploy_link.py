@@ -224,12 +224,12 @@ class SchedulerLink:
         if hello.quantisation != self._quantisation:
             return (
                 f"the workers' KV is quantised as {hello.quantisation}, the scheduler's configuration says "
-                f"{self._quantisation}; name kv_cache_quant_type in the model's quantization_config or in --quantization"
+                f"{self._quantisation}; name kv_cache_quant_type in the model's quantization_config or --quantization"
             )
         for name in ("block_size", "num_layers", "num_draft_layers", "tp_size", "planes"):
             ours, other = getattr(self._layout, name), getattr(theirs, name)
             if ours != other:
-                return f"{name} differs: {other} at the worker, {ours} at the scheduler; start both with one configuration"
+                return f"{name} differs: {other} at the worker, {ours} at the scheduler; give both one configuration"
         return None
 
     def _heed(self, message: Hello | Report | Scan) -> None:
@@ -255,7 +255,9 @@ class WorkerLink:
             raise CacheNotReadyError(f"{path}: the scheduler has gone; start the engine again") from error
         if not isinstance(welcome, Welcome) or welcome.refusal is not None:
             self._connection.close()
-            raise LayoutError(f"rank {rank}: {getattr(welcome, 'refusal', 'the scheduler is another version')}")
+            raise LayoutError(
+                f"rank {rank}: {getattr(welcome, 'refusal', 'the scheduler is another version')}"
+            )
         self.layout = KVLayout.from_json(welcome.layout)
         self._changed = threading.Condition()
         self._received = welcome.number

@@ -202,7 +202,7 @@ class CacheManager:
             served.has_blocks |= allocation.ok
             served.blocks += len(allocation.block_ids)
             served.matched = allocation.failure is not AllocationFailure.DEFERRED
-            return allocation.block_ids.tolist()
+            return [int(block) for block in allocation.block_ids]
 
     allocate_gpu_blocks = allocate_device_blocks
 
@@ -270,7 +270,7 @@ class CacheManager:
             served.outputs += len(new)
         elif not ended or served.outputs == served.begun_with:
             return
-        computed = max(request.num_tokens - self._unsure_tokens, 0)
+        computed = min(max(request.num_tokens - self._unsure_tokens, 0), served.blocks * self.block_size)
         if not ended and not self._variables.keeps_preempted_output:
             computed = min(computed, len(served.engine_request.prompt_token_ids))
         self.core.commit([(request, computed)])

@@ -30,7 +30,7 @@ def main() -> None:
         print(f"| {name} | {theirs} | {ours} |")  # noqa: T201
     for outputs in OUTPUTS:
         theirs, ours = (_milliseconds(costs[manager][f"cost:{outputs}"]) for manager in MANAGERS)
-        print(f"| `schedule()` at {outputs} outputs, median and mean | {theirs} | {ours} |")  # noqa: T201
+        print(f"| `schedule()` at {outputs} outputs, CPU time, median / mean | {theirs} | {ours} |")  # noqa: T201
 
 
 def _results(manager: str, *runs: str) -> dict[str, dict[str, Any]]:
@@ -46,7 +46,11 @@ def _results(manager: str, *runs: str) -> dict[str, dict[str, Any]]:
 
 
 def _outcome(result: dict[str, Any]) -> str:
-    words = [f"{len({read['request_id'] for read in result['wrong']})} requests read wrong KV"] if result["wrong"] else []
+    words = (
+        [f"{len({read['request_id'] for read in result['wrong']})} requests read wrong KV"]
+        if result["wrong"]
+        else []
+    )
     words += ["stalls"] if result["stalled"] else []
     ended = result["finished"] + result["aborted"]
     return ", ".join(words) or f"{ended} requests end, {result['checked']} tokens' KV right"

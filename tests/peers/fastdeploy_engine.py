@@ -6,7 +6,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +64,7 @@ class Result:
     finished: int = 0
     aborted: int = 0
     preempted: int = 0
-    wrong: list[str] = field(default_factory=list)
+    wrong: list[dict[str, Any]] = field(default_factory=list)
     checked: int = 0
     stalled: bool = False
     device_hits: int = 0
@@ -98,7 +98,7 @@ def make_config(options: Options) -> Any:
     )
     cache.enc_dec_block_num = 1
     speculative = {"method": "mtp", "num_speculative_tokens": 1} if options.mtp else {}
-    made = config.FDConfig(
+    return config.FDConfig(
         model_config=model,
         cache_config=cache,
         parallel_config=config.ParallelConfig(
@@ -112,7 +112,6 @@ def make_config(options: Options) -> Any:
         speculative_config=config.SpeculativeConfig(speculative),
         test_mode=True,
     )
-    return made
 
 
 def make_scheduler(config: Any, options: Options) -> Any:
@@ -243,7 +242,7 @@ class Engine:
             self.result.checked += worker.checked
             worker.checked = 0
             self.result.wrong += [
-                str(found) for found in worker.wrong if not (found.blocks & self.failures.garbage)
+                asdict(found) for found in worker.wrong if not (found.blocks & self.failures.garbage)
             ]
             worker.wrong.clear()
 

@@ -16,7 +16,7 @@ Play = Callable[[Engine], None]
 
 
 def _tokens(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 50, length).tolist()
+    return [int(token) for token in np.random.default_rng(seed).integers(3, 50, length)]
 
 
 def _serve(engine: Engine, jobs: list[Job]) -> None:
@@ -70,7 +70,9 @@ def _mixed(engine: Engine) -> None:
 
 def _aborts(engine: Engine) -> None:
     for wave in range(3):
-        jobs = [Job(f"{wave}.{i}", _tokens(i, 90 + i), 30, abort_at=3 + i if i % 2 else None) for i in range(6)]
+        jobs = [
+            Job(f"{wave}.{i}", _tokens(i, 90 + i), 30, abort_at=3 + i if i % 2 else None) for i in range(6)
+        ]
         _serve(engine, jobs)
 
 
@@ -139,7 +141,10 @@ SCENARIOS: dict[str, tuple[Options, Play]] = {
     "chunked": (replace(_BASE, budget=64), _chunked),
     "preempted": (replace(_BASE, blocks=26), _preempted),
     "swapped, write_through": (replace(_BASE, blocks=24, policy="write_through"), _swapped),
-    "swapped, write_through_selective": (replace(_BASE, blocks=24, policy="write_through_selective"), _swapped),
+    "swapped, write_through_selective": (
+        replace(_BASE, blocks=24, policy="write_through_selective"),
+        _swapped,
+    ),
     "swapped, write_back": (replace(_BASE, blocks=24), _swapped),
     "mixed": (replace(_BASE, blocks=48, budget=128), _mixed),
     "delayed workers": (replace(_BASE, blocks=26, delay=4), _mixed),
@@ -175,4 +180,3 @@ def play(name: str, manager: str, port: int, **changes: Any) -> Result:
     finally:
         engine.close()
     return engine.result
-

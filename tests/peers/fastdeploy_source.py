@@ -19,7 +19,7 @@ from typing import Any
 
 ARCHIVE = "fastdeploy-c1b7c083.tar.xz"
 COMMIT = "c1b7c083"
-_PACKAGES = ("paddle", "crcmod", "huggingface_hub", "orjson", "redis", "requests", "tqdm", "yaml")
+_PACKAGES = ("paddle", "huggingface_hub", "orjson", "redis", "requests", "tqdm", "yaml")
 
 
 def find_archive() -> Path | None:
@@ -80,8 +80,9 @@ def _stand_ins() -> None:
     _module("paddleformers.transformers")
     config = type("PretrainedConfig", (), {})
     _module("paddleformers.transformers.configuration_utils", PretrainedConfig=config)
+    _module("crcmod")  # has no wheel, and only FastDeploy's scheduler over Redis calls it
     _module("aistudio_sdk")
     _module("aistudio_sdk.snapshot_download", snapshot_download=None)
-    names = ("VideoReaderWrapper", "read_video_paddlecodec")
-    names += ("sample_frames", "sample_frames_paddleocr", "sample_frames_qwen")
+    names = ["VideoReaderWrapper", "read_video_paddlecodec"]
+    names += ["sample_frames", "sample_frames_paddleocr", "sample_frames_qwen"]
     _module("fastdeploy.input.utils.video", **dict.fromkeys(names))

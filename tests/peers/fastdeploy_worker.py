@@ -194,7 +194,12 @@ class Worker:
         tokens = [*task.prompt_token_ids, *task.output_token_ids]
         limit = len(task.prompt_token_ids) + task.sampling_params.max_tokens
         return Slot(
-            task.request_id, tokens, list(task.block_tables), limit, task.prefill_start_index, task.prefill_end_index
+            task.request_id,
+            tokens,
+            list(task.block_tables),
+            limit,
+            task.prefill_start_index,
+            task.prefill_end_index,
         )
 
     @property
@@ -218,7 +223,10 @@ class Worker:
             if self._counter is not None:
                 self._counter.wait_for_layer(layer)
             for _, slot, start, stop in work:
-                self._run_layer(layer, slot, start, stop)
+                self._write(layer, slot, start, stop)
+            for _, slot, start, _ in work:  # as attention does, after the whole batch has written its KV
+                if slot.prefill and start:
+                    self._check(layer, slot, start)
         for index, slot, _, stop in work:
             was_prefill, slot.computed, slot.prefill = bool(slot.prefill), stop, 0
             if was_prefill and stop < len(slot.tokens):
@@ -248,48 +256,46 @@ class Worker:
             slot.values += checksums(slot.tokens[:stop], known, before).tolist()
         return np.array(slot.values[:stop], np.float32)
 
-    def _run_layer(self, layer: int, slot: Slot, start: int, stop: int) -> None:
+    def _write(self, layer: int, slot: Slot, start: int, stop: int) -> None:
         values = self._expected(slot, stop)
-        draft = layer == self._layers
         for kind in range(2):
             plane = self._planes[2 * layer + kind]
-            offset = 2 * layer + kind + 7 * self.rank
-            if slot.prefill:
-                self._check(plane, slot, values, start, offset, draft, layer)
             for block in range(start // self._block, -(-stop // self._block)):
                 first, last = max(start, block * self._block), min(stop, (block + 1) * self._block)
-                written = values[first:last] + offset
-                if draft:
+                written = values[first:last] + self._offset(layer, kind)
+                if layer == self._layers:
                     following = [*slot.tokens[first + 1 : last + 1], *([0] * (last + 1 - len(slot.tokens)))]
                     written = written + np.array(following[: last - first], np.float32)
                 rows = slice(first - block * self._block, last - block * self._block)
                 plane[slot.table[block], :, rows, :] = written[None, :, None]
 
+    def _offset(self, layer: int, kind: int) -> int:
+        """No two planes and no two ranks hold the same."""
+        return 2 * layer + kind + 7 * self.rank
+
     def _write_draft(self, slot: Slot, at: int) -> None:
         for kind in range(2):
             plane = self._planes[2 * self._layers + kind]
-            value = self._expected(slot, at + 1)[at] + 2 * self._layers + kind + 7 * self.rank + slot.tokens[at + 1]
+            value = (
+                self._expected(slot, at + 1)[at]
+                + 2 * self._layers
+                + kind
+                + 7 * self.rank
+                + slot.tokens[at + 1]
+            )
             plane[slot.table[at // self._block], :, at % self._block, :] = value
 
-    def _check(
-        self,
-        plane: np.ndarray[Any, Any],
-        slot: Slot,
-        values: np.ndarray[Any, Any],
-        start: int,
-        offset: int,
-        draft: bool,
-        layer: int,
-    ) -> None:
-        if not start:
-            return
+    def _check(self, layer: int, slot: Slot, start: int) -> None:
+        """Compare what a prefill reads below its own tokens, in every plane of a layer, with what should be there."""
         blocks = -(-start // self._block)
-        read = plane[slot.table[:blocks]].transpose(0, 2, 1, 3).reshape(blocks * self._block, -1)[:start]
-        expected = values[:start] + offset
-        if draft:
-            expected = expected + np.array(slot.tokens[1 : start + 1], np.float32)
         self.checked += start
-        differing = np.flatnonzero((read != expected[:, None]).any(axis=1))
-        if len(differing):
-            blocks_of = {slot.table[index // self._block] for index in differing.tolist()}
-            self.wrong.append(WrongRead(self.rank, slot.request_id, layer, int(differing[0]), frozenset(blocks_of)))
+        for kind in range(2):
+            plane = self._planes[2 * layer + kind]
+            read = plane[slot.table[:blocks]].transpose(0, 2, 1, 3).reshape(blocks * self._block, -1)[:start]
+            expected = self._expected(slot, start) + self._offset(layer, kind)
+            if layer == self._layers:
+                expected = expected + np.array(slot.tokens[1 : start + 1], np.float32)
+            differing = np.flatnonzero((read != expected[:, None]).any(axis=1))
+            if len(differing):
+                found = frozenset(slot.table[index // self._block] for index in differing.tolist())
+                self.wrong.append(WrongRead(self.rank, slot.request_id, layer, int(differing[0]), found))

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.peers.fastdeploy_source import missing
 from tests.peers.fastdeploy_scenarios import SCENARIOS
+from tests.peers.fastdeploy_source import missing
 from tests.service_help import service_process
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -118,4 +118,5 @@ def test_a_restarted_engine_reads_its_storage(tmp_path: Path, policy: str) -> No
     }
     results = drive("restart with storage", folder=tmp_path, **environment)
     check(results, ["restart with storage"])
-    assert results["restart with storage"]["storage_hits"]
+    if policy != "best_effort":  # which waits for nothing
+        assert results["restart with storage"]["storage_hits"]

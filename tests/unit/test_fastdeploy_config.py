@@ -38,7 +38,7 @@ class TestConfiguration:
         setattr(engine.model_config, name, {"kv_cache_quant_type": "block_wise_fp8"})
         assert layout_from_config(engine) == layout_from_config(worker)
         setattr(worker.model_config, name, {"kv_cache_quant_type": "int8"})
-        with pytest.raises(ConfigurationError, match="'block_wise_fp8'.*'int8'"):
+        with pytest.raises(ConfigurationError, match=r"'block_wise_fp8'.*'int8'"):
             layout_from_config(worker)
 
     def test_latent_attention_has_no_value(self) -> None:

@@ -1,0 +1,192 @@
+"""The classes of the plug-in over stand-ins for FastDeploy's objects: plans and reports travel by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import paddle
+import pytest
+
+from fdcache.errors import CacheNotReadyError, ConfigurationError
+from fdcache.integrations.fastdeploy_engine import CacheController, CacheManager, socket_of
+from fdcache.settings import Settings
+from tests.fastdeploy_help import BLOCK, fd_config, fd_request
+from tests.faults import FailingLoadsDevice
+from tests.service_help import until
+
+
+class Wired:
+    """A manager and one worker, with a model whose KV is its token."""
+
+    def __init__(self, **config: Any) -> None:
+        self.config = fd_config(dtype="float32", **config)
+        self.config.parallel_config.local_engine_worker_queue_port = 7
+        self.failing = False
+        self.manager = CacheManager(self.config)
+        device = FailingLoadsDevice(lambda pairs: [0] if self.failing else [])
+        self.controller = CacheController(self.config, 0, 0, device=device)
+        self.planes = self.controller.initialize_kv_cache(None, self.manager.num_gpu_blocks)
+
+    def begin(self, request: Any) -> list[int]:
+        """Schedule a request, and compute its prompt."""
+        self.manager.match_prefix(request)
+        match = request._match_result
+        total = (len(request.prompt_token_ids) + len(request.output_token_ids)) // BLOCK + 1
+        table = match.device_block_ids
+        table = [*table, *self.manager.allocate_gpu_blocks(request, total - len(table))]
+        self.controller.submit_swap_tasks(self.manager.issue_pending_backup_to_batch_request())
+        if self.controller.swap_layer_done_counter:
+            self.controller.swap_layer_done_counter.wait_all()
+        for index in range(match.total_matched_blocks, total):
+            for plane in self.planes:
+                plane[table[index]] = paddle.full(plane.shape[1:], float(request.prompt_token_ids[0]))
+        return table
+
+    def end(self, request: Any) -> None:
+        request.output_token_ids.append(5)
+        self.settle()
+        self.manager.request_finish(request)
+        self.settle()
+
+    def settle(self) -> None:
+        """Empty steps until every plan is reported."""
+
+        def settled() -> bool:
+            self.manager.check_and_add_pending_backup()
+            stats = self.manager.core.get_stats()
+            return not stats.plans_in_flight and not stats.queued_backups
+
+        until(settled, "every plan is reported")
+
+    def drive_out(self) -> Any:
+        """A request of four blocks that others have driven to the host."""
+        first = fd_request("a", prompt=[1] * (4 * BLOCK))
+        self.begin(first)
+        self.end(first)
+        other = fd_request("b", prompt=[2] * (7 * BLOCK))
+        self.begin(other)
+        self.end(other)
+        return fd_request("c", prompt=[1] * (4 * BLOCK) + [3])
+
+
+@pytest.fixture
+def wired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wired]:
+    monkeypatch.setenv("FDCACHE_RUNTIME_DIR", str(tmp_path / "run"))
+    engine = Wired(total_block_num=8, num_cpu_blocks=32)
+    yield engine
+    engine.controller.shutdown()
+    engine.manager.close()
+
+
+def test_backups_are_made_in_empty_steps_and_what_was_evicted_comes_back(wired: Wired) -> None:
+    again = wired.drive_out()
+    table = wired.begin(again)
+    assert again._match_result.matched_host_nums == 4 - again._match_result.matched_device_nums > 0
+    assert all(float(plane[block].min()) == 1.0 for plane in wired.planes for block in table[:4])
+    wired.end(again)
+    assert wired.manager.core.get_stats().counters.loads_confirmed == 1
+    wired.manager.core.check_integrity()
+
+
+def test_a_plan_outlives_the_batch_that_should_have_carried_it(wired: Wired) -> None:
+    again = wired.drive_out()
+    wired.manager.match_prefix(again)
+    wired.manager.allocate_gpu_blocks(again, 5 - again._match_result.matched_device_nums)
+    wired.manager.issue_pending_backup_to_batch_request()  # with a batch that is lost
+    wired.manager.request_finish(again)
+    assert wired.manager.core.get_stats().plans_in_flight == 1
+    wired.controller.submit_swap_tasks(wired.manager.issue_pending_backup_to_batch_request())
+    wired.settle()
+    assert wired.manager.num_free_device_blocks + wired.manager.core.get_stats().device.evictable == 8
+    wired.manager.core.check_integrity()
+
+
+def test_a_request_whose_load_failed_is_named_and_publishes_nothing_until_it_is_matched_again(
+    wired: Wired,
+) -> None:
+    again = wired.drive_out()
+    wired.failing = True
+    wired.begin(again)
+    wired.settle()
+    wired.failing = False
+    assert wired.manager.take_failed() == [again]
+    assert wired.manager.take_failed() == []
+    again.output_token_ids.extend([6] * (2 * BLOCK))
+    wired.settle()
+    wired.manager.request_finish(again)
+    probe = fd_request("d", prompt=[*again.prompt_token_ids, *[6] * (2 * BLOCK)])
+    wired.manager.match_prefix(probe)
+    assert probe._match_result.total_matched_blocks <= 4
+    wired.manager.request_finish(probe)
+    wired.begin(again)  # matched again it may publish
+    wired.end(again)
+    wired.manager.match_prefix(probe)
+    assert probe._match_result.total_matched_blocks > 4
+
+
+def test_a_plan_that_cannot_be_carried_out_is_reported_as_refused(wired: Wired) -> None:
+    again = wired.drive_out()
+    wired.manager.match_prefix(again)
+    wired.manager.allocate_gpu_blocks(again, 5 - again._match_result.matched_device_nums)
+    wired.controller.free_gpu_cache()
+    wired.controller.submit_swap_tasks(wired.manager.issue_pending_backup_to_batch_request())
+    wired.settle()
+    assert wired.manager.take_failed() == [again]
+    wired.manager.request_finish(again)
+    wired.manager.core.check_integrity()
+
+
+def test_the_end_of_a_worker_empties_the_tiers_and_another_may_come(wired: Wired) -> None:
+    again = wired.drive_out()
+    wired.controller.shutdown()
+    until(lambda: bool(wired.manager._link._news), "the loss is noticed")
+    wired.manager.check_and_add_pending_backup()
+    assert wired.manager.num_free_device_blocks == wired.manager.num_gpu_blocks
+    wired.controller = CacheController(wired.config, 0, 0)
+    wired.planes = wired.controller.initialize_kv_cache(None, 8)
+    wired.begin(again)
+    assert again._match_result.total_matched_blocks == 0
+    wired.end(again)
+    wired.manager.core.check_integrity()
+
+
+def test_a_request_waits_for_storage_as_for_its_preprocessing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FDCACHE_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("FDCACHE_STORAGE", "local")
+    monkeypatch.setenv("FDCACHE_STORAGE_DIR", str(tmp_path / "storage"))
+    monkeypatch.setenv("FDCACHE_STORAGE_SIZE", "4MiB")
+    monkeypatch.setenv("FDCACHE_PREFETCH_POLICY", "wait_complete")
+    prompt = [1] * (4 * BLOCK) + [3]
+    for found in (0, 4):
+        wired = Wired(total_block_num=16, num_cpu_blocks=32)
+        until(lambda wired=wired: wired.manager._link._news, "the scan has come")  # type: ignore[misc]
+        wired.manager.check_and_add_pending_backup()
+        request = fd_request("a", prompt=prompt)
+        request.async_process_futures = []
+        wired.manager.expect(request)
+        ready: Future[None] = request.async_process_futures[0]
+        if found:
+            with pytest.raises(CacheNotReadyError, match="later"):
+                wired.manager.match_prefix(request)
+        until(lambda wired=wired, ready=ready: (wired.settle(), ready.done())[1], "its blocks are there")  # type: ignore[misc]
+        wired.begin(request)
+        assert request._match_result.matched_storage_nums == found
+        wired.end(request)
+        until(
+            lambda wired=wired: (wired.settle(), not wired.manager.core.get_stats().queued_stores)[1],  # type: ignore[misc]
+            "everything is stored",
+        )
+        wired.controller.shutdown()
+        wired.manager.close()
+
+
+def test_without_a_port_of_the_engine_the_attribute_is_named() -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace())
+    with pytest.raises(ConfigurationError, match="local_engine_worker_queue_port"):
+        socket_of(config, Settings())
