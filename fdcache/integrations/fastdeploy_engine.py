@@ -85,18 +85,23 @@ class CacheManager(Manager):
     # --- requests -----------------------------------------------------------------------------------------
 
     def expect(self, request: Any) -> None:
-        """A request has arrived: read from storage what it will need, and keep it out of the way meanwhile."""
-        if self.core.reads_storage:
+        """A request has arrived: read from storage what it will need, and keep it out of the way meanwhile.
+
+        The items of a multimodal one may still be on their way, so it reads when it is matched.
+        """
+        if self.core.reads_storage and not request.multimodal_inputs:
             self.prefetch_storage(request)
             self._let_wait(request)
 
     def match_prefix(self, request: Any, skip_storage: bool = True) -> None:
         """As before. Raises ``CacheNotReadyError``, which FastDeploy takes for "later", while storage is being read."""
-        super().match_prefix(request, skip_storage)
-        if request._match_result.deferred:
-            with self._requests:
-                self._let_wait(request)
-            raise CacheNotReadyError(f"request {request.request_id!r} waits for blocks; match it again later")
+        with self._requests:
+            super().match_prefix(request, skip_storage)
+            if not request._match_result.deferred:
+                self._let_go_on(request.request_id)
+                return
+            self._let_wait(request)
+        raise CacheNotReadyError(f"request {request.request_id!r} waits for blocks; match it again later")
 
     def request_finish(self, request: Any) -> None:
         """As before; a request that waits for storage goes on waiting."""
@@ -136,18 +141,22 @@ class CacheManager(Manager):
             request.async_process_futures.append(ready)
             self._reading[request.request_id] = (request, ready)
 
+    def _let_go_on(self, name: str) -> None:
+        _, ready = self._reading.pop(name, (None, None))
+        if ready is not None:
+            ready.set_result(None)
+
     def _look_after_readers(self) -> None:
         """Let those go on whose blocks have come; their match finds them in the host tier."""
         with self._requests:
-            for name, (request, ready) in list(self._reading.items()):
+            for name, (request, _) in list(self._reading.items()):
                 super().match_prefix(request)
                 if request._match_result.deferred:
                     continue
-                del self._reading[name]
                 served = self._served[name]
                 self.core.unmatch([served.request])
                 served.matched = False
-                ready.set_result(None)
+                self._let_go_on(name)
 
     # --- a step -------------------------------------------------------------------------------------------
 

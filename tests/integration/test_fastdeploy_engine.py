@@ -168,7 +168,7 @@ def test_a_request_waits_for_storage_as_for_its_preprocessing(
         until(lambda wired=wired: wired.manager._link._news, "the scan has come")  # type: ignore[misc]
         wired.manager.check_and_add_pending_backup()
         request = fd_request("a", prompt=prompt)
-        request.async_process_futures = []
+        request.async_process_futures, request.multimodal_inputs = [], None
         wired.manager.expect(request)
         ready: Future[None] = request.async_process_futures[0]
         if found:

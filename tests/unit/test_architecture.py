@@ -38,7 +38,7 @@ MAY_IMPORT = {
         room: FOUNDATION | {"node", "tiers", "devices", "storage", "manager", "controller", "client"}
         for room in ("server", "replay")
     },
-    "integrations": FOUNDATION | {"envs", "tiers", "devices", "storage", "manager", "controller"},
+    "integrations": FOUNDATION | {"envs", "node", "tiers", "devices", "storage", "manager", "controller"},
 }
 
 
