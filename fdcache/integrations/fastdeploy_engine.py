@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from fdcache.controller.layer_counter import LayerDoneCounter
 from fdcache.errors import CacheNotReadyError, ConfigurationError, FdcacheError
 from fdcache.integrations.fastdeploy_config import layout_from_config, load_settings, quantisation
 from fdcache.integrations.fastdeploy_controller import CacheController as Controller
-from fdcache.integrations.fastdeploy_link import Lost, SchedulerLink, WorkerLink
+from fdcache.integrations.fastdeploy_link import Lost, News, SchedulerLink, WorkerLink
 from fdcache.integrations.fastdeploy_manager import CacheManager as Manager
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import StorageScan, StorageTask, TransferPlan, TransferReport
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _MARK = "fdcache:"
 _CONNECT_SECONDS = 60.0
 _REPORT_SECONDS = 0.01
+_DUE_SECONDS, _TURN_SECONDS = 5.0, 0.0005
 
 
 def socket_of(config: Any, settings: Settings) -> Path:
@@ -66,8 +68,9 @@ def marked_plan(metadata: Any) -> int:
 class CacheManager(Manager):
     """FastDeploy's cache manager, with a line to its workers.
 
-    A request whose load failed is not computed again in place: it publishes nothing more, and ``take_failed`` names it
-    to be preempted. One that waits for storage stands back by FastDeploy's own means, a future of its preprocessing.
+    A request whose load failed is not computed again in place: it publishes nothing more, ``take_failed`` names it to
+    be preempted, and ``unsound`` until it is matched again, for tokens that are still on their way. One that waits
+    for storage stands back by FastDeploy's own means, a future of its preprocessing.
     """
 
     def __init__(self, config: Any) -> None:
@@ -75,12 +78,19 @@ class CacheManager(Manager):
         self._link = SchedulerLink(socket_of(config, self._settings), self.core.layout, quantisation(config))
         self._scans: dict[int, StorageScan] = {}
         self._failed: dict[str, Any] = {}
+        self._unsound: set[str] = set()
         self._reading: dict[str, tuple[Any, Future[None]]] = {}
 
     def close(self) -> None:
         """Let the workers go, and say goodbye to the service. Harmless when done before."""
         self._link.close()
         self.core.close()
+
+    def reset_cache(self) -> bool:
+        """As before."""
+        with self._requests:
+            self._unsound.clear()
+        return super().reset_cache()
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -98,6 +108,7 @@ class CacheManager(Manager):
         with self._requests:
             super().match_prefix(request, skip_storage)
             if not request._match_result.deferred:
+                self._unsound.discard(request.request_id)
                 self._let_go_on(request.request_id)
                 return
             self._let_wait(request)
@@ -113,6 +124,30 @@ class CacheManager(Manager):
         with self._requests:
             failed, self._failed = list(self._failed.values()), {}
             return failed
+
+    def unsound(self, names: Iterable[str]) -> set[str]:
+        """Those of the requests whose tokens were sampled above a load that failed.
+
+        Workers have waited for the loads of a step by the time that they sample its tokens, so their reports are due.
+        """
+        names = list(names)
+        deadline = time.monotonic() + _DUE_SECONDS
+        while loading := self._loading(names):
+            if time.monotonic() > deadline:
+                late = "its tokens came and its report did not"
+                self._heed([LoadOutcome(name, LoadStatus.OVERDUE, 0, late) for name in loading])
+                break
+            time.sleep(_TURN_SECONDS)
+        return self._unsound.intersection(names)
+
+    def _loading(self, names: Iterable[str]) -> list[str]:
+        with self._requests:
+            loading = [
+                name for name in names if (served := self._served.get(name)) and served.request.is_loading
+            ]
+            if loading:
+                self.collect()
+            return [name for name in loading if self._served[name].request.is_loading]
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Take the workers' reports; what failed is kept for ``take_failed``."""
@@ -133,6 +168,7 @@ class CacheManager(Manager):
                     outcome.error_message,
                 )
                 served.load_failed = True
+                self._unsound.add(outcome.request_id)
                 self._failed[outcome.request_id] = served.engine_request
 
     def _let_wait(self, request: Any) -> None:
@@ -177,8 +213,12 @@ class CacheManager(Manager):
 
     def collect(self) -> None:
         """Take what has come from the workers, and what is overdue."""
+        with self._requests:
+            self._take(self._link.collect())
+
+    def _take(self, all_news: Iterable[News]) -> None:
         reports: list[TransferReport] = []
-        for news in self._link.collect():
+        for news in all_news:
             if isinstance(news, TransferReport):
                 reports.append(news)
             elif isinstance(news, Lost):

@@ -145,11 +145,10 @@ class SchedulerLink:
                 return
             self._closed = True
             self._changed.notify_all()
-            workers = list(self._workers.values())
+            for worker in self._workers.values():  # open as long as they stand here
+                _hang_up(worker)
         with suppress(OSError), Client(str(self.path), family="AF_UNIX"):
             pass  # wakes the thread that accepts
-        for worker in workers:
-            _hang_up(worker)
 
     def _send(self, message: bytes) -> None:
         for rank, waiting in self._waiting.items():
@@ -328,9 +327,8 @@ class WorkerLink:
 
 def _hang_up(connection: Connection) -> None:
     """End a connection under whoever reads from it; closing it would not wake them."""
-    if not connection.closed:
-        with socket.socket(fileno=os.dup(connection.fileno())) as line, suppress(OSError):
-            line.shutdown(socket.SHUT_RDWR)
+    with socket.socket(fileno=os.dup(connection.fileno())) as line, suppress(OSError):
+        line.shutdown(socket.SHUT_RDWR)
 
 
 def _connect(path: Path, timeout: float) -> Connection:

@@ -1,9 +1,9 @@
 """The plug-in: with FD_PLUGINS=fdcache FastDeploy runs on fdcache's cache manager and controller.
 
 ``install`` is an entry point that FastDeploy calls in the engine's and in the workers' processes. It puts the classes
-of ``fastdeploy_engine`` in the place of FastDeploy's. The first manager adds two things to FastDeploy's scheduler: a
-request whose load failed is preempted, and one whose blocks come from storage waits for them. A FastDeploy of another
-shape is refused.
+of ``fastdeploy_engine`` in the place of FastDeploy's. The first manager adds three things to FastDeploy's engine: a
+request whose load failed is preempted, the tokens that it sampled above that load are dropped before anybody sees them,
+and one whose blocks come from storage waits for them. A FastDeploy of another shape is refused.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _CACHE = "fastdeploy.cache_manager.v1"
 _SCHEDULER = "fastdeploy.engine.sched.resource_manager_v1"
 _REQUESTS = "fastdeploy.engine.request"
+_TOKENS = "fastdeploy.output.token_processor"
 _ENVIRONMENT = "fastdeploy.envs"
 
 _SHAPE: dict[tuple[str, str], tuple[str, ...]] = {
@@ -52,8 +53,12 @@ _SHAPE: dict[tuple[str, str], tuple[str, ...]] = {
     (_SCHEDULER, "ResourceManagerV1._free_blocks"): ("self", "request"),
     (_SCHEDULER, "ResourceManagerV1.reschedule_preempt_task"): ("self", "request_id", "process_func"),
     (_SCHEDULER, "ResourceManagerV1.waiting_async_process"): ("self", "request"),
+    (_TOKENS, "TokenProcessor.postprocess"): ("self", "batch_result", "mtype"),
 }
 """What is called or replaced, and the parameters that it has."""
+
+_TARGET_TOKENS = 3
+"""FastDeploy's ``mtype`` of tokens that were sampled; others are drafts."""
 
 _KNOWN_MEMBERS = {
     "CacheManager": (
@@ -108,14 +113,20 @@ def install() -> None:
 
 
 def _adapt_scheduler() -> None:
-    modules = {name: importlib.import_module(name) for name in (_REQUESTS, _SCHEDULER)}
+    modules = {name: importlib.import_module(name) for name in (_REQUESTS, _SCHEDULER, _TOKENS)}
     scheduler = modules[_SCHEDULER].ResourceManagerV1
     if hasattr(scheduler.schedule, "__wrapped__"):
         return
     _refuse_differences(modules)
     scheduler.schedule = _with_preemption(scheduler.schedule)
     scheduler.add_request = _with_storage(scheduler.add_request)
-    logger.warning("fdcache added to schedule and add_request of %s.ResourceManagerV1", _SCHEDULER)
+    tokens = modules[_TOKENS].TokenProcessor
+    tokens.postprocess = _without_unsound(tokens.postprocess)
+    logger.warning(
+        "fdcache added to %s.ResourceManagerV1.schedule and add_request, and to %s.TokenProcessor.postprocess",
+        _SCHEDULER,
+        _TOKENS,
+    )
 
 
 def _refuse_differences(modules: Mapping[str, ModuleType]) -> None:
@@ -200,3 +211,30 @@ def _with_storage(add_request: Callable[[Any, Any], None]) -> Callable[[Any, Any
         add_request(self, request)
 
     return add_request_with_storage
+
+
+def _without_unsound(postprocess: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(postprocess)
+    def postprocess_sound(self: Any, batch_result: list[Any], mtype: int = _TARGET_TOKENS) -> None:
+        if isinstance(self.resource_manager.cache_manager, fastdeploy_engine.CacheManager):
+            batch_result = _drop_unsound(self, batch_result, mtype)
+        postprocess(self, batch_result, mtype)
+
+    return postprocess_sound
+
+
+def _drop_unsound(processor: Any, results: list[Any], mtype: int) -> list[Any]:
+    """Take back the tokens of requests whose load failed; one that has ended with them cannot be computed again."""
+    scheduler = processor.resource_manager
+    unsound = scheduler.cache_manager.unsound([result.request_id for result in results])
+    kept = []
+    for result in results:
+        request = scheduler.requests.get(result.request_id)
+        if result.request_id not in unsound or result.finished or request is None:
+            kept.append(result)
+            continue
+        count = len(result.outputs.token_ids) if mtype == _TARGET_TOKENS else 0
+        if count:
+            del request.output_token_ids[-count:]
+            processor.tokens_counter[result.request_id] -= count
+    return kept

@@ -14,7 +14,7 @@ import numpy as np
 
 from fdcache.integrations.fastdeploy_link import Lost
 from tests.faults import FailingLoadsDevice
-from tests.peers.fastdeploy_worker import PREEMPTED, ControllerCopier, FastDeployCopier, Worker
+from tests.peers.fastdeploy_worker import PREEMPTED, ControllerCopier, FastDeployCopier, Worker, answer_to
 
 BLOCK = 16
 LAYERS = 2
@@ -53,6 +53,7 @@ class Job:
     outputs: int = 8
     abort_at: int | None = None
     images: list[tuple[int, int, str]] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
     request: Any = None
     done: bool = False
 
@@ -64,6 +65,7 @@ class Result:
     finished: int = 0
     aborted: int = 0
     preempted: int = 0
+    wrong_answers: list[str] = field(default_factory=list)
     wrong: list[dict[str, Any]] = field(default_factory=list)
     checked: int = 0
     stalled: bool = False
@@ -83,7 +85,7 @@ def make_config(options: Options) -> Any:
         model="tiny", dtype="float32", num_hidden_layers=LAYERS, num_key_value_heads=1, num_attention_heads=1,
         head_dim=HEAD_DIM, hidden_size=HEAD_DIM, max_model_len=options.length, architectures=["Tiny"], enable_mm=False,
         quantization=None, quantization_config=None, revision="master", version="init", eos_tokens_lens=1,
-        mm_max_tokens_per_item=None, kv_lora_rank=0,
+        mm_max_tokens_per_item=None, enable_logprob=False, kv_lora_rank=0,
     )  # fmt: skip
     cache = config.CacheConfig(
         {
@@ -119,6 +121,15 @@ def make_scheduler(config: Any, options: Options) -> Any:
     from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1
 
     return ResourceManagerV1(options.seqs, config, options.ranks, "mixed")
+
+
+def make_token_processor(config: Any, scheduler: Any, clients: Any) -> Any:
+    """FastDeploy's real token processor, without the queue that tokens come by."""
+    from fastdeploy.output.token_processor import TokenProcessor
+
+    processor = TokenProcessor(config, clients, engine_worker_queue=None, split_connector=None)
+    processor.set_resource_manager(scheduler)
+    return processor
 
 
 class Failures:
@@ -157,6 +168,7 @@ class Engine:
         self._jobs: dict[str, Job] = {}
         self._batches: deque[bytes] = deque()
         self._turn = 0
+        self.tokens = make_token_processor(self.config, self.scheduler, self)
         self.workers: list[Any] = [self._worker(rank) for rank in range(options.ranks)]
         if options.profiled_blocks:
             self._take_up_profile()
@@ -247,8 +259,10 @@ class Engine:
             worker.wrong.clear()
 
     def _process(self, outputs: dict[int, tuple[str, list[int]]]) -> None:
-        """What the token processor does with a step's tokens."""
-        from fastdeploy.engine.request import RequestStatus
+        """What the token processor does with a step's tokens; its last step is the real one."""
+        from fastdeploy.engine.request import CompletionOutput, RequestOutput, RequestStatus
+
+        results = []
 
         scheduler = self.scheduler
         for index, (_, tokens) in outputs.items():
@@ -268,13 +282,26 @@ class Engine:
             if task.status == RequestStatus.RUNNING_PREFILL:
                 task.status = RequestStatus.RUNNING_DECODE
             task.output_token_ids.extend(tokens)
+            self.tokens.tokens_counter[name] += len(tokens)
             job = self._jobs[name]
             if job.abort_at is not None and len(task.output_token_ids) >= job.abort_at:
                 scheduler.add_abort_req_ids(name)
-            if len(task.output_token_ids) >= job.outputs:
+            finished = len(task.output_token_ids) >= job.outputs
+            outputs_of = CompletionOutput(index=index, send_idx=0, token_ids=list(tokens), draft_token_ids=[])
+            results.append(RequestOutput(request_id=name, outputs=outputs_of, finished=finished))
+            if finished:
                 scheduler.finish_requests(name)
                 job.done = True
                 self.result.finished += 1
+        self.tokens.postprocess(results)
+
+    def put_results(self, results: list[Any]) -> None:
+        """What the clients are sent."""
+        for result in results:
+            job = self._jobs[result.request_id]
+            job.answer += result.outputs.token_ids
+            if result.finished and job.answer != answer_to(job.prompt, len(job.answer)):
+                self.result.wrong_answers.append(job.name)
 
     def sleep_and_wake(self) -> None:
         """Put the engine to sleep when nothing runs, and wake it with empty device memory."""

@@ -31,6 +31,21 @@ def checksums(tokens: Sequence[int], start: int = 0, before: int = 1) -> np.ndar
     return values
 
 
+def token_after(value: float) -> int:
+    """What the model samples where the KV of the last token has this value."""
+    return int(value) % _VOCABULARY + 3
+
+
+def answer_to(prompt: Sequence[int], length: int) -> list[int]:
+    """What the model answers when everything that it reads is right."""
+    tokens = list(prompt)
+    value = float(checksums(tokens)[-1])
+    for _ in range(length):
+        tokens.append(token_after(value))
+        value = float(checksums(tokens, len(tokens) - 1, int(value))[-1])
+    return tokens[len(prompt) :]
+
+
 class Copier(Protocol):
     """Whoever moves blocks: a cache controller, or what stands for FastDeploy's own on a CPU."""
 
@@ -138,6 +153,7 @@ class Slot:
     computed: int = 0
     prefill: int = 0
     preempted: bool = False
+    misread: int = 0
     values: list[float] = field(default_factory=list)
 
 
@@ -243,7 +259,7 @@ class Worker:
         tokens: list[int] = []
         at = len(slot.tokens) - 1
         value = float(self._planes[0][slot.table[at // self._block], 0, at % self._block, 0])
-        tokens.append(int(value - 7 * self.rank) % _VOCABULARY + 3)
+        tokens.append(token_after(value - 7 * self.rank + slot.misread))
         slot.tokens.append(tokens[0])
         if self._drafts:
             self._write_draft(slot, at)
@@ -297,5 +313,6 @@ class Worker:
                 expected = expected + np.array(slot.tokens[1 : start + 1], np.float32)
             differing = np.flatnonzero((read != expected[:, None]).any(axis=1))
             if len(differing):
+                slot.misread += 1
                 found = frozenset(slot.table[index // self._block] for index in differing.tolist())
                 self.wrong.append(WrongRead(self.rank, slot.request_id, layer, int(differing[0]), found))

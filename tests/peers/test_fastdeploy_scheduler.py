@@ -47,6 +47,7 @@ def check(results: dict[str, dict[str, Any]], names: list[str]) -> None:
     for name, result in results.items():
         assert not result["stalled"], name
         assert result["wrong"] == [], name
+        assert result["wrong_answers"] == [], name
         assert result["errors"] == [], name
         assert result["finished"] and result["checked"], name
 
