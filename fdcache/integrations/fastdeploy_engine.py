@@ -18,7 +18,7 @@ from fdcache.integrations.fastdeploy_controller import CacheController as Contro
 from fdcache.integrations.fastdeploy_link import Lost, News, SchedulerLink, WorkerLink
 from fdcache.integrations.fastdeploy_manager import CacheManager as Manager
 from fdcache.manager.results import LoadOutcome, LoadStatus
-from fdcache.metadata import StorageScan, StorageTask, TransferPlan, TransferReport
+from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.node.address import default_runtime_dir, make_runtime_dir
 from fdcache.settings import Settings
 
@@ -321,16 +321,14 @@ class CacheController(Controller):
 
     def _submit(self, plan: TransferPlan, stream: Any) -> LayerDoneCounter | None:
         try:
-            counter = self.core.submit_swap_tasks(plan, stream)
+            return self.core.submit_swap_tasks(plan, stream)
         except FdcacheError as error:
             logger.error("plan %d cannot be carried out: %s", plan.plan_id, error)
-            refused: list[TransferPlan | StorageTask] = [plan, *plan.storage]
-            self._link.report(TransferReport.refusal(each, self.core.rank, str(error)) for each in refused)
             return None
-        with self._submitted:
-            self._to_report.update(plan.plan_ids)
-            self._submitted.notify_all()
-        return counter
+        finally:  # carried out or refused, it is reported
+            with self._submitted:
+                self._to_report.update(plan.plan_ids)
+                self._submitted.notify_all()
 
     def _report(self) -> None:
         """Send each report when its plan has ended."""

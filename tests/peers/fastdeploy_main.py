@@ -8,6 +8,7 @@ fdcache the plug-in comes by the environment alone, as FastDeploy loads it.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -25,13 +26,10 @@ ENVIRONMENT = {
 
 
 def prepare(logs: Path) -> None:
-    """Import FastDeploy, and let it load its plug-ins as its engine and workers do."""
+    """Import what FastDeploy's engine and workers both import, and what loads their plug-ins."""
     os.environ.update({**ENVIRONMENT, **os.environ})
     fastdeploy_source.install(fastdeploy_source.unpack(), logs)
-    from fastdeploy.plugins import load_model_register_plugins, load_reasoning_parser_plugins
-
-    load_reasoning_parser_plugins()
-    load_model_register_plugins()
+    importlib.import_module("fastdeploy.reasoning")
 
 
 def main(manager: str, runs: list[str]) -> None:
