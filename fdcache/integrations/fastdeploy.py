@@ -1,8 +1,9 @@
 """A stand-in for FastDeploy's cache manager and controller (v1), over the real API of fdcache.
 
 ``CacheManager`` is what its scheduler calls, ``CacheController`` what its workers call. FastDeploy is not imported:
-configuration, requests and attention backends are read by attribute name. An engine that uses these carries plans and reports
-too; with the plug-in (``fastdeploy_plugin``) they travel by themselves. docs/migration.md has a table of every member.
+configuration, requests and attention backends are read by attribute name. An engine that uses these two carries plans
+and reports itself; with the plug-in (``fastdeploy_plugin``) they travel by themselves. docs/migration.md has a table of
+every member.
 """
 
 from fdcache.controller.layer_counter import LayerDoneCounter

@@ -16,24 +16,33 @@ from typing import Any
 from tests.peers.fastdeploy_scenarios import SCENARIOS
 
 OUTPUTS = (16, 1000, 4000)
-MANAGERS = ("fastdeploy", "fdcache")
+MANAGERS = {"fastdeploy": "FastDeploy's own v1 manager", "fdcache": "fdcache"}
+POLICIES = ("write_through_selective", "write_through", "write_back")
+SWAPPED = "swapped, write_back"
+NAMES = [name for name in SCENARIOS if not name.startswith("swapped") or name == SWAPPED]
 
 
 def main() -> None:
-    results = {manager: _results(manager, *SCENARIOS) for manager in MANAGERS}
-    costs = {manager: _results(manager, *(f"cost:{outputs}" for outputs in OUTPUTS)) for manager in MANAGERS}
     print(f"`python -m tests.peers.fastdeploy_compare`, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}\n")  # noqa: T201
-    print("| scenario | FastDeploy's own v1 manager | fdcache |\n|---|---|---|")  # noqa: T201
-    for name in SCENARIOS:
-        theirs, ours = (_outcome(results[manager][name]) for manager in MANAGERS)
-        theirs = "its copies report no failure" if name == "failed loads" else theirs
-        print(f"| {name} | {theirs} | {ours} |")  # noqa: T201
+    print("|---" * (1 + len(MANAGERS) * len(POLICIES)) + "|")  # noqa: T201
+    results = [_results(manager, policy) for manager in MANAGERS for policy in POLICIES]
+    for name in NAMES:
+        outcomes = " | ".join(_outcome(result[name]) for result in results)
+        print(f"| {name.partition(',')[0]} | {outcomes} |")  # noqa: T201
+    costs = {manager: _run(manager, *(f"cost:{outputs}" for outputs in OUTPUTS)) for manager in MANAGERS}
+    print(f"\n| `schedule()`, CPU time, median / mean | {' | '.join(MANAGERS.values())} |\n|---|---|---|")  # noqa: T201
     for outputs in OUTPUTS:
-        theirs, ours = (_milliseconds(costs[manager][f"cost:{outputs}"]) for manager in MANAGERS)
-        print(f"| `schedule()` at {outputs} outputs, CPU time, median / mean | {theirs} | {ours} |")  # noqa: T201
+        found = " | ".join(_milliseconds(cost[f"cost:{outputs}"]) for cost in costs.values())
+        print(f"| {outputs:,} output tokens each | {found} |")  # noqa: T201
 
 
-def _results(manager: str, *runs: str) -> dict[str, dict[str, Any]]:
+def _results(manager: str, policy: str) -> dict[str, dict[str, Any]]:
+    names = [name for name in NAMES if manager == "fdcache" or name != "failed loads"]
+    results = _run(manager, *(json.dumps({"scenario": name, "policy": policy}) for name in names))
+    return {"failed loads": {}, **results}
+
+
+def _run(manager: str, *runs: str) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.peers.fastdeploy_main", manager, *runs],
         env=dict(os.environ),
@@ -46,14 +55,13 @@ def _results(manager: str, *runs: str) -> dict[str, dict[str, Any]]:
 
 
 def _outcome(result: dict[str, Any]) -> str:
-    words = (
-        [f"{len({read['request_id'] for read in result['wrong']})} requests read wrong KV"]
-        if result["wrong"]
-        else []
-    )
-    words += ["stalls"] if result["stalled"] else []
-    ended = result["finished"] + result["aborted"]
-    return ", ".join(words) or f"{ended} requests end, {result['checked']} tokens' KV right"
+    """Requests that read wrong KV, and whether the engine stopped; else how many ended."""
+    if not result:
+        return "cannot be told"
+    misled = len({read["request_id"] for read in result["wrong"]})
+    words = [f"**{misled} wrong**"] if misled else []
+    words += ["**stalls**"] if result["stalled"] else []
+    return ", ".join(words) or f"{result['finished'] + result['aborted']} right"
 
 
 def _milliseconds(cost: dict[str, Any]) -> str:
