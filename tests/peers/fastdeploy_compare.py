@@ -24,6 +24,8 @@ NAMES = [name for name in SCENARIOS if not name.startswith("swapped") or name ==
 
 def main() -> None:
     print(f"`python -m tests.peers.fastdeploy_compare`, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}\n")  # noqa: T201
+    columns = (f"{name}, `{policy}`" for name in MANAGERS.values() for policy in POLICIES)
+    print(f"| scenario | {' | '.join(columns)} |")  # noqa: T201
     print("|---" * (1 + len(MANAGERS) * len(POLICIES)) + "|")  # noqa: T201
     results = [_results(manager, policy) for manager in MANAGERS for policy in POLICIES]
     for name in NAMES:
