@@ -45,8 +45,8 @@ class MatchedPrefix:
 @dataclass(slots=True, eq=False)
 class Served:
     """An engine request and the cache's view of it; ``outputs`` of its generated tokens are known to the cache,
-    ``blocks`` of its block table to the engine. It was matched with ``begun_with`` of them, and with ``publish_at`` of them
-    the next block is complete.
+    ``blocks`` of its block table to the engine. It was matched with ``begun_with`` outputs, and with ``publish_at`` of
+    them the next block is complete.
 
     ``load_failed``: its blocks hold what they should not, so nothing of it is published any more.
     """
