@@ -139,6 +139,21 @@ class TestOtherDuties:
         assert probe._match_result.matched_device_nums == 4  # the last output has no KV yet
 
 
+    def test_a_request_that_ends_before_it_is_computed_again_publishes_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "0")
+        manager = make()
+        request = fd_request("a", 2 * BLOCK)
+        request.output_token_ids.extend([50] * 2 * BLOCK)  # of a run whose blocks are gone
+        manager.match_prefix(request)
+        manager.allocate_device_blocks(request, 5)
+        manager.request_finish(request)
+        probe = fd_request("b", prompt=[*request.prompt_token_ids, *request.output_token_ids])
+        manager.match_prefix(probe)
+        assert probe._match_result.total_matched_blocks == 0
+
+
 class TestCostOfAStep:
     def test_outputs_are_read_once_however_many_there_are(self) -> None:
         class Outputs(list[int]):
