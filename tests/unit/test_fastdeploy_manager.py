@@ -138,7 +138,6 @@ class TestOtherDuties:
         manager.match_prefix(probe)
         assert probe._match_result.matched_device_nums == 4  # the last output has no KV yet
 
-
     def test_a_request_that_ends_before_it_is_computed_again_publishes_nothing(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
