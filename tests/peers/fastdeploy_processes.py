@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ class WorkerProcess:
 def _serve(line: Connection, rank: int, options: Any) -> None:
     from tests.peers.fastdeploy_main import prepare
 
-    prepare(Path(tempfile.mkdtemp(prefix="fdcache-worker-")))
+    prepare(Path(os.environ["FDCACHE_RUNTIME_DIR"]) / f"logs-{rank}")
     from tests.peers.fastdeploy_engine import make_config, make_worker
 
     config = make_config(options)
