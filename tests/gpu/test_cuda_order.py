@@ -7,7 +7,7 @@ import pytest
 from fdcache.errors import LayerSwapTimeoutError, StreamError
 from tests.gpu.test_cuda_swaps import WIDE
 from tests.gpu.workers import GpuWorker
-from tests.swaps import plan
+from tests.swaps import PATIENCE, plan
 
 cupy = pytest.importorskip("cupy")
 
@@ -102,7 +102,9 @@ def test_a_captured_stream_is_refused_and_told_what_to_call() -> None:
                 worker.tensors[0][3] += 1
             finally:
                 graph = stream.end_capture()
-        worker.report()
+        reports = {each.plan_id: each for each in worker.controller.wait_reports(PATIENCE)}
+        assert reports[3].results[0].failed.tolist() == [0], "the plan that was refused is reported as well"
+        assert not reports[2].results[0].failed.size
         counter.wait_all(stream=stream)
         graph.launch(stream)
         stream.synchronize()
