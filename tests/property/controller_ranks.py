@@ -71,7 +71,9 @@ class ControllerRank(Rank):
             self.compute(work)
             return reports
         self._submitted[work.plan_id] = work, fails
-        self._counters.append(self._worker.controller.submit_swap_tasks(_spoilt(work, fails), self._worker.idle))
+        self._counters.append(
+            self._worker.controller.submit_swap_tasks(_spoilt(work, fails), self._worker.idle)
+        )
         return [] if self.queue else self._settle()
 
     def close(self) -> None:
