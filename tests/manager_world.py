@@ -101,14 +101,16 @@ class World:
                 self.engine.execute(rank, frozenset())
 
     def serve(self, *tokens: int, use_cache: bool = True) -> Job:
-        """One request from start to end; returns its job."""
+        """One request from start to end, and the backups of its blocks; returns its job."""
         job = self.submit(*tokens, use_cache=use_cache)
         self.engine.schedule([job], 100)
         self.settle()
         assert job.running
         self.engine.finish(job)
-        self.engine.schedule([], 1)
-        self.settle()
+        queued = -1
+        while queued != (queued := self.manager.get_stats().queued_backups):
+            self.engine.schedule([], 1)
+            self.settle()
         return job
 
     def match(self, *tokens: int) -> tuple[int, int]:

@@ -46,5 +46,8 @@ class ModelSettings(Group):
         "FD_ENABLE_RL", False, "Align the precision of inference with training.", old=OldType.INT
     )
     plugins: TextList | None = variable(
-        "FD_PLUGINS", None, "The plug-ins to load; none set loads all.", old=OldType.LIST
+        "FD_PLUGINS",
+        None,
+        "The plug-ins to load, `fdcache` among them; without it none is loaded.",
+        old=OldType.LIST,
     )

@@ -40,7 +40,7 @@ class StorageTierSettings(Group):
         "FDCACHE_STORAGE_SIZE",
         64 * 2**30,
         "The most bytes of local storage for each rank and model.",
-        ge=1 << 20,
+        ge=4096,
         unit="bytes",
     )
     fsync: FsyncPolicy = variable(

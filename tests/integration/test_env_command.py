@@ -103,7 +103,7 @@ LINES_OF = {
     "FD_LOG_DIR=/proc/nope": "/proc/nope cannot be made",
     "FDCACHE_STORAGE=nosuch": "FDCACHE_STORAGE=nosuch: no such connector",
     "FDCACHE_STORAGE_DIR=/proc/nope": "/proc/nope cannot be made",
-    "FDCACHE_STORAGE_SIZE=3": "'3' is below 1MiB; use a size, at least 1MiB",
+    "FDCACHE_STORAGE_SIZE=3": "'3' is below 4KiB; use a size, at least 4KiB",
     "FDCACHE_HOST_MEMORY=3": "an arena of 3 bytes holds no extent of 4096",
     "FDCACHE_REUSE_GRID=48": "a grid of 48 tokens neither divides the block size 64 nor is a multiple of it",
 }

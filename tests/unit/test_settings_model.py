@@ -121,7 +121,7 @@ def test_unknown_choice_of_fdcache_is_an_error() -> None:
             "'100000001' is above 100000000; use an integer from 0 to 100000000",
         ),
         ("FDCACHE_HOST_MEMORY", "-1", "'-1' is below 0; use a size, at least 0"),
-        ("FDCACHE_STORAGE_SIZE", "3", "'3' is below 1MiB; use a size, at least 1MiB"),
+        ("FDCACHE_STORAGE_SIZE", "3", "'3' is below 4KiB; use a size, at least 4KiB"),
         ("FDCACHE_PLAN_TIMEOUT", "-3s", "'-3s' is below 0; use a duration, above 0"),
         ("FDCACHE_DEVICE_BLOCKS", "some", "'some' is not an integer; use a whole number"),
     ],
