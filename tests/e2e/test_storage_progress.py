@@ -107,7 +107,16 @@ def test_a_replay(tmp_path: Path, ranks: int) -> None:
         open_store(tmp_path, tiny(ranks), rank=rank, size=MANY).close()
     arguments = (
         *("replay", "--json", "--requests", "3", "--layers", "1", "--kv-heads", "1", "--head-dim", "8"),
-        *("--block-size", "4", "--device-blocks", "3000", "--host-memory", "128MiB", "--ranks", str(ranks)),
+        *(
+            "--block-size",
+            "4",
+            "--device-blocks",
+            "3000",
+            "--host-memory",
+            f"{128 * ranks}MiB",
+            "--ranks",
+            str(ranks),
+        ),
         *("--storage", str(tmp_path), "--storage-size", str(MANY)),
     )
     terminal = Terminal(*arguments)

@@ -64,7 +64,7 @@ class TestChangeOfLayout:
     def test_copies_that_end_after_it_are_stored_under_the_old_one(
         self, service: LocalService, hurried_threads: None
     ) -> None:
-        engine = Engine(service.address)
+        engine = Engine(service.address, device_blocks=64)
         for turn in range(1, 11):
             request = Request(f"r{turn}", PROMPT)
             plans = compute(engine, request)

@@ -34,7 +34,7 @@ def test_reports_are_polled_while_a_submission_waits_for_the_service(
     with CacheController(TransferSettings(), uniform_layout()) as controller:
         controller.initialize_kv_cache(4)
         controller.initialize_host_cache(HostCache(server=f"ipc://{tmp_path}/fdcache.sock"))
-        wanted = msgspec.structs.replace(plan(1, load=[(0, 1)]), arena="1/1")
+        wanted = msgspec.structs.replace(plan(1, load=[(0, 1)]), arena=f"1/1/{tmp_path}/engine")
         submission = threading.Thread(target=controller.submit_swap_tasks, args=(wanted,))
         submission.start()
         assert door.poll(int(PATIENCE * 1000)), "the worker asks to be let in"
