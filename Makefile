@@ -6,7 +6,7 @@ comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp)
 
-.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check lint format bench clean
+.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check nightly lint format bench clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -23,13 +23,16 @@ demo-paddle: $(VENV)/.installed-plot,paddle  ## a model on Paddle answers the sa
 	$(BIN)/python -W ignore -m examples.paddle_engine --workload chat --plot paddle-engine.png
 
 test: $(VENV)/.installed-test  ## all tests but the long ones
-	$(BIN)/pytest -n 2 -m 'not slow'
+	$(BIN)/pytest -n 2 -m 'not slow and not nightly'
 
 test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; skipped with the reason where its libraries are missing
-	$(BIN)/pytest -n 2 -m 'not slow' $(wildcard tests/integration/test_*mooncake*.py)
+	$(BIN)/pytest -n 2 -m 'not slow and not nightly' $(wildcard tests/integration/test_*mooncake*.py)
 
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs
 	$(BIN)/pytest -n 2 -m slow --timeout 1800
+
+nightly: $(VENV)/.installed-test  ## what takes minutes by itself, such as the whole recorded trace under each write policy
+	$(BIN)/pytest -m nightly --timeout 3600
 
 # CUDA=cuda12 or CUDA=cuda13 installs CuPy too.
 test-gpu: $(VENV)/.installed-test$(if $(CUDA),$(comma)$(CUDA))  ## the tests that need a GPU; skipped with the reason where there is none

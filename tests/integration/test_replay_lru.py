@@ -36,7 +36,7 @@ def test_copies_to_the_host_cost_the_device_no_hits(policy: WritePolicy) -> None
     assert device_hit_rate(report) == pytest.approx(exact, abs=0.0002)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_BACK, WritePolicy.WRITE_THROUGH_SELECTIVE])
 def test_copies_to_the_host_cost_the_device_no_hits_of_the_whole_trace(policy: WritePolicy) -> None:
     trace = recorded_trace()
