@@ -77,12 +77,16 @@ void FreeRuns::add(Slot first, std::uint32_t count) {
     insert(first, end - first);
 }
 
+// Of runs of one length the lowest: what a tier gives back first are its last slots.
 Slot FreeRuns::tightest(std::uint32_t bin, std::uint32_t count) const {
     Slot best = kNoSlot;
     Slot slot = heads_[bin];
-    for (int looks = 0; slot != kNoSlot && looks < kLooks; slot = nodes_[slot].next, ++looks)
-        if (nodes_[slot].length >= count && (best == kNoSlot || nodes_[slot].length < nodes_[best].length))
+    for (int looks = 0; slot != kNoSlot && looks < kLooks; slot = nodes_[slot].next, ++looks) {
+        const std::uint32_t length = nodes_[slot].length;
+        if (length < count) continue;
+        if (best == kNoSlot || length < nodes_[best].length || (length == nodes_[best].length && slot < best))
             best = slot;
+    }
     return best;
 }
 

@@ -77,11 +77,11 @@ def test_names_types_and_units_follow_the_conventions(service: LocalService) -> 
 def test_bytes_and_seconds_of_what_was_copied_outlive_the_client_that_copied_it(
     service: LocalService,
 ) -> None:
-    first = Engine(service.address, layout(ranks=2))
+    first = Engine(service.address, layout(ranks=2), device_blocks=64)  # so that one plan backs all up
     first.serve(PROMPT)
     until(lambda: ready_blocks(service) == 10, "the blocks are stored")
     first.close()
-    second = Engine(service.address, layout(ranks=2))
+    second = Engine(service.address, layout(ranks=2), device_blocks=64)
     assert second.serve(PROMPT)[0] == 10
     second.close()
     until(lambda: not service.ask("clients"), "both have said goodbye")
@@ -94,7 +94,7 @@ def test_bytes_and_seconds_of_what_was_copied_outlive_the_client_that_copied_it(
 
 
 def test_a_histogram_is_cumulated_and_ends_with_everything(service: LocalService) -> None:
-    engine = Engine(service.address)
+    engine = Engine(service.address, device_blocks=64)
     engine.serve(PROMPT)
     engine.close()
     found = samples(scrape(service))

@@ -101,3 +101,11 @@ def test_host_slots_lie_in_extents_and_device_slots_need_not() -> None:
         lease = tier.open_lease()
         tier.reserve(lease, 1)
         assert tier.reserve(lease, extent).slots.tolist() == list(range(first, first + extent))
+
+
+def test_of_runs_of_one_length_the_lowest_is_taken_so_that_the_last_extents_stay_empty() -> None:
+    free = _core.FreeRuns(extent=8)
+    for extents in range(1, 5):
+        free.resize(8 * extents)
+        free.add(8 * (extents - 1), 8)
+    assert [free.take(8) for _ in range(4)] == [[(0, 8)], [(8, 8)], [(16, 8)], [(24, 8)]]
