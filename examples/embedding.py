@@ -7,6 +7,8 @@ out of blocks, and prints where each prompt's prefix was found. The environment 
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from fdcache import (
@@ -18,6 +20,7 @@ from fdcache import (
     Request,
 )
 from fdcache.devices.cpu import memory_bytes
+from fdcache.errors import ConfigurationError
 from fdcache.settings import Settings
 
 LAYOUT = KVLayout.uniform(
@@ -92,7 +95,10 @@ class Engine:
 def main() -> None:
     """Serve three prompts on a device that holds one of them, where the environment says nothing else."""
     system = list(range(64))
-    engine = Engine(Settings.load(defaults=DEFAULTS))
+    try:
+        engine = Engine(Settings.load(defaults=DEFAULTS))
+    except ConfigurationError as error:
+        sys.exit(f"error: {error}")
     print(engine.serve("first", [*system, *range(100, 140)]))
     print(engine.serve("second", [*system, *range(200, 240)]))
     print(engine.serve("first again", [*system, *range(100, 140)]))

@@ -15,7 +15,7 @@ from fdcache_cli.app import Command, ServerCommand, new_group
 from fdcache_cli.errors import print_problems
 
 if TYPE_CHECKING:
-    from fdcache.settings import Settings
+    from fdcache.settings import Settings, Survey
 
 COMMANDS = (
     Command(
@@ -110,7 +110,7 @@ def diff(
     json: Json = False,
 ) -> None:
     """Compare two dotenv files, or one or a running service with the environment; exit 1 if any setting differs."""
-    from fdcache.settings import VARIABLES, Settings
+    from fdcache.settings import VARIABLES, survey
 
     if server is not None:
         if first is not None:
@@ -121,8 +121,8 @@ def diff(
         return
     if first is None:
         raise typer.BadParameter("give a file, or --server")
-    left = _settings_of(first)
-    right = _settings_of(second) if second else Settings.load()
+    left = _readable(_survey_of(first))
+    right = _readable(survey() if second is None else _survey_of(second))
     comparable = [name for name, variable in VARIABLES.items() if variable.group != "files"]
     differing = [name for name in comparable if left.value(name) != right.value(name)]
     if json:
@@ -138,13 +138,13 @@ def diff(
 
 
 def _diff_with_service(server: str, json: bool) -> None:
-    from fdcache.settings import VARIABLES, Settings
+    from fdcache.settings import VARIABLES, survey
     from fdcache.settings.in_force import in_force
     from fdcache_cli.env_report import given_by, written
     from fdcache_cli.running_service import ask_service
     from fdcache_cli.service_view import connect
 
-    mine = in_force(Settings.load())
+    mine = in_force(_readable(survey()))
     with connect(server) as client:
         theirs = ask_service(client).settings
     differing = [
@@ -221,21 +221,26 @@ def migrate(
         output.print_line("nothing is written; --write does it")
 
 
-def _settings_of(file: Path) -> Settings:
+def _survey_of(file: Path) -> Survey:
     """Read a dotenv file by itself; what is wrong with it is said of the file, which no variable named."""
-    from dataclasses import replace
-
-    from fdcache.settings import SettingsError, survey
+    from fdcache.settings import survey
 
     found = survey(environ={}, arguments={"FDCACHE_ENV_FILE": file})
-    wrong = [
-        replace(each, variables=(str(file),), right=each.right.replace(", or unset it", ""))
+    problems = [
+        dataclasses.replace(each, variables=(str(file),), right=each.right.replace(", or unset it", ""))
         if each.variables == ("FDCACHE_ENV_FILE",)
         else each
-        for each in found.own_errors
+        for each in found.problems
     ]
-    if wrong:
-        raise SettingsError(wrong)
+    return dataclasses.replace(found, problems=tuple(problems))
+
+
+def _readable(found: Survey) -> Settings:
+    """Give the settings to compare, whether they could start anything or not. Raise for values that are none."""
+    from fdcache.settings import SettingsError
+
+    if found.value_errors:
+        raise SettingsError(found.value_errors)
     return found.settings
 
 

@@ -154,6 +154,8 @@ def given_by(variable: Variable, state: InForce) -> str:
 def _told(origin: Origin) -> str:
     if origin.source is Source.ARGUMENT:
         return f"{origin.text} by {origin.place}"
+    if origin.source is Source.DERIVED:
+        return f"{origin.text} as {origin.place}"
     return f"{origin.text} as {origin.name} in {origin.place}"
 
 

@@ -24,11 +24,13 @@ from fdcache.replay.plot import require_plotting, write_plot
 from fdcache.replay.report import Report
 from fdcache.replay.trace import read_trace
 from fdcache.replay.workloads import WorkloadName, generate
-from fdcache.settings import Settings, SettingsError
+from fdcache.settings import VARIABLES, Settings, SettingsError
 from fdcache.settings.cache import EvictionPolicy, WritePolicy
 from fdcache.settings.parsing import parse_size
-from fdcache.settings.sources import Given
+from fdcache.settings.problems import error as problem_of
+from fdcache.settings.sources import Given, Source
 from fdcache_cli import errors
+from fdcache_cli.errors import print_problems
 from fdcache_cli.progress import progress_bars
 from fdcache_cli.replay_view import print_report, progress
 from fdcache_cli.running_service import is_served
@@ -160,20 +162,20 @@ def replay(
     Ends with status 1 when a block was corrupt, anything leaked or no request fits the device tier, and with 130
     after Ctrl-C, which stops the run and still prints the report of what was done by then.
     """
-    settings = _settings(
-        {
-            "--device-blocks": device_blocks,
-            "--block-size": block_size,
-            "--host-memory": host_memory,
-            "--ranks": ranks,
-            "--write-policy": write_policy,
-            "--write-through-threshold": write_through_threshold,
-            "--eviction": eviction,
-            "--storage": storage,
-            "--storage-size": storage_size,
-            "--server": server,
-        }
-    )
+    options = {
+        "--device-blocks": device_blocks,
+        "--block-size": block_size,
+        "--host-memory": host_memory,
+        "--ranks": ranks,
+        "--write-policy": write_policy,
+        "--write-through-threshold": write_through_threshold,
+        "--eviction": eviction,
+        "--storage": storage,
+        "--storage-size": storage_size,
+        "--server": server,
+    }
+    settings = _settings(options)
+    print_problems(settings.misspelt, sys.stderr)
     shape = Shape(layout or layout_of(settings.attention), layers, draft_layers, kv_heads, head_dim, dtype)
     try:
         ranks = settings.deployment.ranks
@@ -204,14 +206,18 @@ def replay(
             )
         report = _run(items, config, total)
     except ReplayOptionError as error:
-        raise typer.BadParameter(error.reason, param_hint=error.option) from error
+        name = None if options.get(error.option) is not None else _variable_of(error.option, settings)
+        if name is None:
+            raise typer.BadParameter(error.reason, param_hint=error.option) from error
+        wrong, _, right = error.reason.rpartition("; ")
+        raise SettingsError([problem_of(name, settings.place(name), wrong, right)]) from error
     if json_output:
         sys.stdout.write(json.dumps(report.to_dict()) + "\n")
     else:
         print_report(report)
     if plot is not None:
         write_plot(report, plot)
-    sys.exit(_status(report, config))
+    sys.exit(_status(report, config, _variable_of("--device-blocks", settings)))
 
 
 def _settings(options: Mapping[str, object]) -> Settings:
@@ -241,17 +247,29 @@ def _settings(options: Mapping[str, object]) -> Settings:
         raise typer.BadParameter(text, param_hint=guilty[0]) from error
 
 
+def _variable_of(option: str, settings: Settings) -> str | None:
+    """Give the variable that was set and decides what the option would; None where none was."""
+    names = [f"FDCACHE_{option[2:].replace('-', '_').upper()}"]
+    if option == "--device-blocks":
+        names.append("FDCACHE_DEVICE_MEMORY")
+    given = [name for name in names if name in VARIABLES and settings.source(name) is not Source.DEFAULT]
+    return min(given, key=lambda name: list(Source).index(settings.source(name)), default=None)
+
+
 def _run(items: Iterator[WorkItem], config: ReplayConfig, total: int | None) -> Report:
     with _interrupts() as stop, progress_bars() as start, progress(total) as advance:
         return run_replay(items, config, on_progress=advance, on_start=start, should_stop=lambda: bool(stop))
 
 
-def _status(report: Report, config: ReplayConfig) -> int:
+def _status(report: Report, config: ReplayConfig, device_variable: str | None) -> int:
     if report.tally.rejected and not report.tally.finished:
         blocks, tokens = config.cache.device_blocks, config.layout.block_size
+        remedy = "--device-blocks (FDCACHE_DEVICE_BLOCKS)"
+        if device_variable == "FDCACHE_DEVICE_MEMORY":
+            remedy = device_variable
         sys.stderr.write(
             f"error: each of the {report.tally.rejected} requests is larger than the device tier, {blocks} blocks of "
-            f"{tokens} tokens; raise --device-blocks (FDCACHE_DEVICE_BLOCKS)\n"
+            f"{tokens} tokens; raise {remedy}\n"
         )
         return errors.FAILED
     if not report.clean:

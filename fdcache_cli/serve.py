@@ -80,6 +80,7 @@ def serve(
         print_problems(settings.warnings, sys.stderr)
         output.print_line(f"the settings are right; fingerprint {settings.fingerprint}")
         return
+    print_problems(settings.misspelt, sys.stderr)
     logs.configure(settings)
     server = Server(settings)
     with ended_by_signals(lambda: server.is_serving, lambda force: server.stop(force=force)):

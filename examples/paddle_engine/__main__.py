@@ -113,7 +113,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
         )
         demo.check()
     except (ValueError, FdcacheError) as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     return demo, flags["plot"]
 
 

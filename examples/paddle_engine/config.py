@@ -117,7 +117,11 @@ class EngineConfig:
                 "FDCACHE_LOOKAHEAD_TOKENS: a draft layer is fed the next token, so it is 1 or more"
             )
         if self.server and self.settings.storage_tier.is_on:
-            raise ValueError("server: a service has storage of its own; leave storage out")
+            connector = self.settings.storage_tier.connector
+            raise ValueError(
+                f"FDCACHE_STORAGE={connector} is the service's where FDCACHE_SERVER is set: give it to `fdcache serve` "
+                "and leave it out here, or leave --server out"
+            )
 
     @classmethod
     def load(
@@ -128,9 +132,14 @@ class EngineConfig:
         grid: int = 32,
         **limits: int,
     ) -> EngineConfig:
-        """Read the settings: ``arguments`` by the names of variables, above the environment, above ``DEFAULTS``."""
+        """Read the settings: ``arguments`` by the names of variables, above the environment, above ``DEFAULTS``.
+
+        ``FD_DETERMINISTIC_MODE`` with its split size stands in for a ``grid`` other than 0.
+        """
         engine = {"FDCACHE_REUSE_GRID": grid, "FDCACHE_LOOKAHEAD_TOKENS": model.draft_layers}
         settings = Settings.load(arguments=arguments, defaults={**PLAIN_VALUES, **DEFAULTS, **engine})
+        if grid and settings.attention.deterministic:
+            grid = limits["split_kv"] = settings.attention.split_kv_size
         layout = model.layout(settings.deployment.block_size, settings.deployment.ranks)
         follows = {"scheduling": settings.scheduling, "log_digests": settings.attention.deterministic_log}
         return cls(layout, settings, grid=grid, **follows, **limits)  # type: ignore[arg-type]

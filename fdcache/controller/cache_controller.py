@@ -31,6 +31,8 @@ from fdcache.errors import (
 from fdcache.layout import KVLayout
 from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
 from fdcache.settings import Settings
+from fdcache.settings.checks import require_host_tier
+from fdcache.settings.names import log_misspelt
 from fdcache.settings.transfer import TransferSettings, Verify
 from fdcache.storage.connector import BlockStorage, PlacedStorage, StorageStats
 from fdcache.storage.context import ConnectorContext
@@ -91,6 +93,8 @@ class CacheController:
         """
         settings = settings or Settings.load()
         settings.check_layout(layout)
+        require_host_tier(settings)
+        log_misspelt(settings.misspelt)
         made = device(settings.transfer) if callable(device) else device
         controller = cls(settings.transfer, layout, rank=rank, device=made)
         controller._loaded = settings

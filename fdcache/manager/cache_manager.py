@@ -19,6 +19,8 @@ from fdcache.manager.view import CacheView, ManagerState
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings
+from fdcache.settings.checks import require_host_tier
+from fdcache.settings.names import log_misspelt
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.storage.context import ConnectorContext
@@ -73,6 +75,8 @@ class CacheManager(CacheView):
         """
         settings = settings or Settings.load()
         settings.check_layout(layout)
+        require_host_tier(settings)
+        log_misspelt(settings.misspelt)
         cache, storage = settings.cache_for(layout, device_bytes), settings.storage_tier
         if lookup is None and cache.server is None:
             lookup = open_lookup(ConnectorContext(layout, None, storage, settings.mooncake))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fdcache.settings.cache import WritePolicy
 from fdcache.settings.machine import Memory
 from fdcache.settings.parsing import format_size
-from fdcache.settings.problems import Problem, Severity, disagreement
+from fdcache.settings.problems import Problem, SettingsError, Severity, disagreement
 from fdcache.settings.sources import Source
 from fdcache.settings.tree import SettingsTree
 
@@ -19,10 +19,18 @@ def cross_checks(settings: SettingsTree, memory: Memory) -> Iterator[Problem]:
     yield from _deterministic_grid(settings)
     yield from _host_memory(settings, memory)
     yield from _device_memory(settings)
-    yield from _write_policy(settings)
-    yield from _storage(settings)
+    yield from _host_tier(settings)
+    yield from _storage_beside_a_service(settings)
+    yield from _mooncake(settings)
     yield from _recovery(settings)
     yield from _ranks(settings)
+
+
+def require_host_tier(settings: SettingsTree) -> None:
+    """Raise ``SettingsError`` where an engine has no host tier and settings that need one."""
+    problems = tuple(_without_host_tier(settings))
+    if problems:
+        raise SettingsError(problems)
 
 
 def _disagree(settings: SettingsTree, names: Sequence[str], wrong: str, right: str) -> Problem:
@@ -104,19 +112,29 @@ def _has_host_tier(settings: SettingsTree) -> bool:
     return settings.cache.host_memory > 0 or settings.cache.server is not None
 
 
-def _write_policy(settings: SettingsTree) -> Iterator[Problem]:
+def _host_tier(settings: SettingsTree) -> Iterator[Problem]:
+    """A service, a replay and many an engine have host memory of their own accord, so that none given is a note."""
+    given = settings.source("FDCACHE_HOST_MEMORY") is not Source.DEFAULT
+    for problem in _without_host_tier(settings):
+        if given:
+            yield problem
+        else:
+            wrong = f"an engine whose own default is no host tier does not start: {problem.wrong}"
+            yield replace(problem, severity=Severity.NOTE, wrong=wrong)
+
+
+def _without_host_tier(settings: SettingsTree) -> Iterator[Problem]:
+    if _has_host_tier(settings):
+        return
     name = "FDCACHE_WRITE_POLICY"
-    if settings.source(name) is not Source.DEFAULT and not _has_host_tier(settings):
+    if settings.source(name) is not Source.DEFAULT:
         yield _disagree(
             settings,
             (name, "FDCACHE_HOST_MEMORY"),
             f"{WritePolicy(settings.cache.write_policy).value} writes to a host tier, and there is none",
             "set FDCACHE_HOST_MEMORY, such as 8GiB, or unset FDCACHE_WRITE_POLICY",
         )
-
-
-def _storage(settings: SettingsTree) -> Iterator[Problem]:
-    if settings.storage_tier.is_on and not _has_host_tier(settings):
+    if settings.storage_tier.is_on:
         names = ("FDCACHE_STORAGE", "FDCACHE_HOST_MEMORY")
         yield _disagree(
             settings,
@@ -124,6 +142,24 @@ def _storage(settings: SettingsTree) -> Iterator[Problem]:
             f"{settings.storage_tier.connector} reads and writes through a host tier, and there is none",
             "set FDCACHE_HOST_MEMORY, such as 8GiB, or FDCACHE_STORAGE=none",
         )
+
+
+def _storage_beside_a_service(settings: SettingsTree) -> Iterator[Problem]:
+    """An argument is of one command, which knows itself; what is set otherwise is for services and engines alike."""
+    names = ("FDCACHE_STORAGE", "FDCACHE_SERVER")
+    sources = {settings.source(name) for name in names}
+    if settings.storage_tier.is_on and sources.isdisjoint((Source.DEFAULT, Source.ARGUMENT)):
+        problem = _disagree(
+            settings,
+            names,
+            f"a service starts with {settings.storage_tier.connector} storage at an address, and an engine does not: "
+            "its storage is the service's then",
+            "give FDCACHE_STORAGE to `fdcache serve` alone, or unset FDCACHE_SERVER for an engine",
+        )
+        yield replace(problem, severity=Severity.NOTE)
+
+
+def _mooncake(settings: SettingsTree) -> Iterator[Problem]:
     if settings.storage_tier.connector.lower() == "mooncake" and not (
         settings.mooncake.master or settings.mooncake.config_path
     ):

@@ -45,5 +45,9 @@ class EngineCacheSettings(Group):
         ge=0,
     )
     head_wise: Flag = variable(
-        "FD_HEAD_WISE_KV_CACHE", False, "Manage KV blocks per attention head.", old=OldType.INT
+        "FD_HEAD_WISE_KV_CACHE",
+        False,
+        "Manage KV blocks per attention head.",
+        old=OldType.INT,
+        undeclared=True,
     )

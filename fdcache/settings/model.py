@@ -40,7 +40,11 @@ class ModelSettings(Group):
         "FD_ENABLE_V1_UPDATE_WEIGHTS", False, "Update weights by control messages.", old=OldType.BOOL
     )
     use_fastsafetensor: Flag = variable(
-        "FD_USE_FASTSAFETENSOR", False, "Load weights with fastsafetensors.", old=OldType.BOOL
+        "FD_USE_FASTSAFETENSOR",
+        False,
+        "Load weights with fastsafetensors.",
+        old=OldType.BOOL,
+        undeclared=True,
     )
     align_training: Flag = variable(
         "FD_ENABLE_RL", False, "Align the precision of inference with training.", old=OldType.INT

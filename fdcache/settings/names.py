@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator
 
 from fdcache.settings.problems import Problem, note, warning
 from fdcache.settings.sources import FILE_SUFFIX, OWN_PREFIX, PREFIXES, Layer
+
+logger = logging.getLogger(__name__)
+
+_logged: set[Problem] = set()
 
 _LINK_NAME = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
@@ -65,3 +70,11 @@ def unknown_names(layers: Iterable[Layer], known: Collection[str]) -> Iterator[P
                 yield warning(name, given.place, "there is no such setting", see)
             else:
                 yield note(name, given.place, "fdcache does not know it", "it is left to the engine")
+
+
+def log_misspelt(problems: Iterable[Problem]) -> None:
+    """Warn of names that no setting has, of each once in a process."""
+    for problem in problems:
+        if problem not in _logged:
+            _logged.add(problem)
+            logger.warning("%s", problem)

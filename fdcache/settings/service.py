@@ -119,6 +119,7 @@ class ServiceSettings(Group):
         None,
         "A suffix that keeps the shared-memory names of several engines apart.",
         old=OldType.TEXT,
+        undeclared=True,
     )
     shm_uuid: Text | None = variable(
         "SHM_UUID",

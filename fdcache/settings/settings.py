@@ -9,7 +9,7 @@ from typing import Any
 
 from fdcache.settings import names
 from fdcache.settings.checks import cross_checks
-from fdcache.settings.derived import derive, with_values
+from fdcache.settings.derived import with_derived
 from fdcache.settings.machine import memory
 from fdcache.settings.problems import Problem, SettingsError, Severity, warning
 from fdcache.settings.reading import open_sources
@@ -55,6 +55,8 @@ class Survey:
 
     settings: Settings
     problems: tuple[Problem, ...]
+    crossed: tuple[Problem, ...]
+    """Those of the problems that are of several values together, or of a value and the machine."""
     deprecations: tuple[Problem, ...]
     rejected: frozenset[str]
 
@@ -67,6 +69,11 @@ class Survey:
     def own_errors(self) -> tuple[Problem, ...]:
         """The errors but for those about variables that only the engine uses."""
         return tuple(problem for problem in self.errors if not _is_the_engines(problem))
+
+    @property
+    def value_errors(self) -> tuple[Problem, ...]:
+        """Those of ``own_errors`` that leave a value unknown."""
+        return tuple(problem for problem in self.own_errors if problem not in self.crossed)
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
@@ -89,28 +96,19 @@ def survey(
     }
     deprecations = tuple(_deprecations(found))
     settings._candidates = found
-    settings = _with_derived(settings)
     rejected = frozenset(name for source in sources for name in source.rejected)
     problems = [problem for source in sources for problem in source.problems]
-    crossed = cross_checks(settings, memory())
-    problems += [problem for problem in crossed if rejected.isdisjoint(problem.variables)]
+    settings = with_derived(settings, problems)
+    checked = cross_checks(settings, memory())
+    crossed = tuple(problem for problem in checked if rejected.isdisjoint(problem.variables))
+    problems += crossed
     problems += deprecations
     problems += names.unknown_names((source.layer for source in sources), KNOWN_NAMES)
     problems.sort(key=lambda problem: list(Severity).index(problem.severity))
     settings._warnings = tuple(
         problem for problem in problems if problem.severity is not Severity.ERROR or _is_the_engines(problem)
     )
-    return Survey(settings, tuple(problems), deprecations, rejected)
-
-
-def _with_derived(settings: Settings) -> Settings:
-    derived = dict(derive(settings))
-    changed: Settings = with_values(settings, {name: each.value for name, each in derived.items()})
-    changed._candidates = {
-        name: (derived[name], *given) if name in derived else given
-        for name, given in settings._candidates.items()
-    }
-    return changed
+    return Survey(settings, tuple(problems), crossed, deprecations, rejected)
 
 
 def _is_the_engines(problem: Problem) -> bool:

@@ -26,5 +26,9 @@ class StorageSettings(Group):
         "ENCODE_FEATURE_ENDPOINT", None, "The address of the object store.", old=OldType.TEXT
     )
     attention_store_only_flush: Flag = variable(
-        "FD_AS_ONLY_FLUSH", False, "Only write to AttentionStore, never read from it.", old=OldType.BOOL
+        "FD_AS_ONLY_FLUSH",
+        False,
+        "Only write to AttentionStore, never read from it.",
+        old=OldType.BOOL,
+        undeclared=True,
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fdcache.settings import dotenv
+from fdcache.settings.sources import OWN_PREFIX
 from fdcache.settings.tree import GROUPS, VARIABLES
 from fdcache.settings.variable import Variable
 
@@ -100,17 +101,35 @@ def _markdown_row(variable: Variable) -> str:
 
 def _effects_table() -> Iterator[str]:
     """Summarise the variables that the engine brought: how many have which effect, and which those are."""
-    described = [variable for variable in VARIABLES.values() if variable.old is not None]
-    by_effect: dict[str, list[str]] = {}
-    for variable in described:
-        by_effect.setdefault(variable.effect, []).append(variable.name)
-    yield f"Of the {len(described)} variables of the engine:"
+    old = [variable for variable in VARIABLES.values() if variable.old is not None]
+    described = [variable for variable in old if not variable.undeclared]
+    used = sum(bool(variable.used_in) for variable in described)
+    checked = sum(bool(variable.checked_against) for variable in described if not variable.used_in)
+    rest = len(described) - used - checked
+    yield f"FastDeploy describes {len(described)} variables. fdcache acts on {used} of them, compares {checked} more"
+    yield f"with others and passes {rest} on:"
     yield ""
     yield "| Effect | Number | Variables |"
     yield "|---|---|---|"
-    for effect, names in sorted(by_effect.items(), key=lambda each: (each[0] == _PASSED_ON, each)):
+    for effect, names in _by_effect(described):
         listed = "all others" if effect == _PASSED_ON else ", ".join(f"`{name}`" for name in names)
         yield f"| {effect} | {len(names)} | {listed} |"
+    yield ""
+    yield "Beside those and fdcache's own there are names that FastDeploy's code reads and does not describe, and"
+    yield "names of Mooncake:"
+    yield ""
+    known = {variable.name for variable in described}
+    others = [v for v in VARIABLES.values() if v.name not in known and not v.name.startswith(OWN_PREFIX)]
+    for effect, names in _by_effect(others):
+        yield f"- {effect}: {', '.join(f'`{name}`' for name in names)}"
+
+
+def _by_effect(variables: Iterable[Variable]) -> list[tuple[str, list[str]]]:
+    """Group names by their effect, those that are passed on last."""
+    by_effect: dict[str, list[str]] = {}
+    for variable in variables:
+        by_effect.setdefault(variable.effect, []).append(variable.name)
+    return sorted(by_effect.items(), key=lambda each: (each[0] == _PASSED_ON, each))
 
 
 def render_markdown() -> str:

@@ -27,12 +27,12 @@ from fdcache.settings.logging import LoggingSettings
 from fdcache.settings.model import ModelSettings
 from fdcache.settings.moe import MoeSettings
 from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.problems import Problem, SettingsError, error
+from fdcache.settings.problems import Problem, SettingsError, Severity, error
 from fdcache.settings.sampling import SamplingSettings
 from fdcache.settings.scheduling import SchedulingSettings
 from fdcache.settings.server import ServerSettings
 from fdcache.settings.service import ServiceSettings
-from fdcache.settings.sources import Candidate, Source
+from fdcache.settings.sources import FILE_SUFFIX, OWN_PREFIX, Candidate, Source
 from fdcache.settings.storage import StorageSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.tracing import TracingSettings
@@ -97,6 +97,19 @@ class SettingsTree(BaseSettings):
         wrong for the engine.
         """
         return self._warnings
+
+    @property
+    def misspelt(self) -> tuple[Problem, ...]:
+        """Those of the warnings that are about names of fdcache which no setting has."""
+        return tuple(
+            problem
+            for problem in self._warnings
+            if problem.severity is Severity.WARNING
+            if all(
+                name.startswith(OWN_PREFIX) and KNOWN_NAMES.isdisjoint((name, name.removesuffix(FILE_SUFFIX)))
+                for name in problem.variables
+            )
+        )
 
     def value(self, name: str) -> Any:
         """Give the value of a variable by its environment name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -101,6 +102,7 @@ def variable(
     old: OldType | None = None,
     old_default: Any = ...,
     old_flag: tuple[str, str] = ("0", "1"),
+    undeclared: bool = False,
     unit: str | None = None,
     used_in: tuple[Place, ...] | None = None,
     checked_against: str | None = None,
@@ -114,7 +116,8 @@ def variable(
     """Describe one variable as the field of a group.
 
     ``old`` is the type in the old environment module, ``old_default`` its default where that is not simply
-    ``default`` in the old type, ``old_flag`` how it spelt false and true in a text flag.
+    ``default`` in the old type, ``old_flag`` how it spelt false and true in a text flag;
+    ``undeclared`` is one that the engine reads and that module never described.
     ``alias`` is a deprecated name. ``used_in`` names the places in which fdcache uses it, in place of the group's;
     ``checked_against`` the variable with which it may disagree.
     """
@@ -129,6 +132,7 @@ def variable(
             "aliases": (alias,) if alias else (),
             "old": old,
             "old_flag": old_flag,
+            "undeclared": undeclared,
         }
     }
     if old_default is not ...:
@@ -156,6 +160,7 @@ class Variable:
     old: OldType | None
     old_default: Any
     old_flag: tuple[str, str]
+    undeclared: bool
     choices: tuple[str, ...]
     minimum: float | None
     above: float | None
@@ -220,8 +225,7 @@ class Variable:
         try:
             number = self.kind.parse(value)
         except ValueError:
-            is_negative = isinstance(value, str) and value.startswith("-") and self.accepts(value[1:])
-            return f"below {self._bound(0)}" if is_negative and self.range else None
+            return self._below(value)
         if self.minimum is not None and number < self.minimum:
             return f"below {self._bound(self.minimum)}"
         if self.above is not None and number <= self.above:
@@ -229,6 +233,18 @@ class Variable:
         if self.maximum is not None and number > self.maximum:
             return f"above {self._bound(self.maximum)}"
         return None
+
+    def _below(self, value: object) -> str | None:
+        """Say which bound a text is below that its kind does not read only because of its minus sign."""
+        if not isinstance(value, str) or not re.match(r"-[\d.]", value):
+            return None
+        try:
+            self.kind.parse(value[1:])
+        except ValueError:
+            return None
+        if self.minimum is not None:
+            return f"below {self._bound(self.minimum)}"
+        return None if self.above is None else f"not above {self._bound(self.above)}"
 
     def _bound(self, number: float) -> str:
         return self.kind.render(int(number) if number == int(number) else number)

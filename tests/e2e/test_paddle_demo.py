@@ -39,6 +39,26 @@ def test_the_demo_finds_all_tokens_equal(tmp_path: Path, capsys: pytest.CaptureF
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_deterministic_mode_of_the_environment_gives_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FD_DETERMINISTIC_MODE", "1")
+    for split in (8, 64):
+        monkeypatch.setenv("FD_DETERMINISTIC_SPLIT_KV_SIZE", str(split))
+        engine = demo.parse([*TINY])[0].engine
+        assert (engine.grid, engine.split_kv, engine.settings.cache.reuse_grid) == (split, split, split)
+    assert demo.parse([*TINY, "--ordinary"])[0].engine.grid == 0
+
+
+def test_storage_beside_a_service_is_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FDCACHE_STORAGE", "local")
+    monkeypatch.setenv("FDCACHE_SERVER", "ipc:///tmp/no/such.sock")
+    with pytest.raises(SystemExit):
+        demo.parse([*TINY])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: FDCACHE_STORAGE=local is the service's where FDCACHE_SERVER is set" in line
+
+
 @pytest.mark.parametrize("mode", [[], ["--ordinary"]], ids=["deterministic", "ordinary"])
 def test_the_demo_fails_when_a_token_differs(
     mode: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

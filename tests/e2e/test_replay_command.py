@@ -152,6 +152,21 @@ def test_a_device_tier_that_no_request_fits_ends_with_status_one() -> None:
     assert "raise --device-blocks (FDCACHE_DEVICE_BLOCKS)" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("memory", "status", "said"),
+    [
+        ("900000GiB", 78, "error: FDCACHE_DEVICE_MEMORY (environment): "),
+        ("10KiB", 1, "raise FDCACHE_DEVICE_MEMORY\n"),
+    ],
+)
+def test_a_variable_is_blamed_where_no_option_was_given(memory: str, status: int, said: str) -> None:
+    done = fdcache("--requests", 2, "--json", FDCACHE_DEVICE_MEMORY=memory, FDCACHE_HOST_MEMROY="1GiB")
+    assert done.returncode == status
+    assert said in done.stderr
+    assert "--device-blocks" not in done.stderr
+    assert "warning: FDCACHE_HOST_MEMROY (environment): there is no such setting" in done.stderr
+
+
 def test_settings_of_the_environment_hold_where_no_option_is_given() -> None:
     arguments = ("--requests", 5, "--json", "--block-size", 32)
     done = fdcache(*arguments, FDCACHE_DEVICE_BLOCKS="777", FDCACHE_BLOCK_SIZE="16")

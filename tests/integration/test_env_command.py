@@ -398,6 +398,27 @@ def test_diff_of_two_files_and_of_a_file_and_the_environment(tmp_path: Path) -> 
     assert SECRET not in everything(table)
 
 
+def test_check_and_diff_take_what_a_service_and_a_replay_start_with(tmp_path: Path) -> None:
+    done = fdcache("env", "check", "--strict", FDCACHE_WRITE_POLICY="write_back")
+    assert done.returncode == 0
+    assert done.stdout.startswith("note: FDCACHE_WRITE_POLICY (environment), FDCACHE_HOST_MEMORY (default): ")
+    file = tmp_path / "a.env"
+    file.write_text("FDCACHE_WRITE_POLICY=write_back\nFDCACHE_HOST_MEMORY=0\n")
+    given = {"FDCACHE_STORAGE": "local", "FDCACHE_HOST_MEMORY": "0"}
+    done = fdcache("env", "diff", file, "--json", **given)
+    assert done.returncode == 1
+    assert [each["name"] for each in json.loads(done.stdout)["differences"]] == [
+        "FDCACHE_WRITE_POLICY",
+        "FDCACHE_STORAGE",
+    ]
+
+
+def test_check_blames_the_variable_that_a_folder_comes_from() -> None:
+    done = fdcache("env", "check", FDCACHE_STORAGE="local", FILE_BACKEND_STORAGE_DIR="/proc/nope2")
+    assert done.returncode == 78
+    assert "FDCACHE_STORAGE_DIR (FILE_BACKEND_STORAGE_DIR in environment): /proc/nope2" in done.stdout
+
+
 def test_diff_blames_the_file_on_the_command_line(tmp_path: Path) -> None:
     bad = tmp_path / "bad.env"
     bad.write_text("FDCACHE_RANKS=2\nwhat is this\n")

@@ -67,6 +67,32 @@ def test_what_is_set_has_to_fit_the_layout(make: type, name: str, value: int) ->
         make(LAYOUT, load(**{name: value}))
 
 
+@pytest.mark.parametrize("make", [CacheManager.from_settings, CacheController.from_settings])
+@pytest.mark.parametrize(
+    ("name", "value"), [("FDCACHE_WRITE_POLICY", "write_back"), ("FDCACHE_STORAGE", "local")]
+)
+def test_an_engine_without_a_host_tier_refuses_what_needs_one(make: type, name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name}.*there is none; set FDCACHE_HOST_MEMORY"):
+        make(LAYOUT, load(**{name: value}))
+
+
+def test_a_misspelt_name_is_logged_once_in_a_process(caplog: pytest.LogCaptureFixture) -> None:
+    settings = load(FDCACHE_DEVICE_BLOKS=3)
+    for _ in range(2):
+        CacheManager.from_settings(LAYOUT, settings)
+        CacheController.from_settings(LAYOUT, settings).shutdown()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "did you mean FDCACHE_DEVICE_BLOCKS?" in record.message
+
+
+def test_the_example_refuses_storage_beside_a_service_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FDCACHE_STORAGE", "local")
+    monkeypatch.setenv("FDCACHE_SERVER", "ipc:///tmp/no/such.sock")
+    with pytest.raises(SystemExit, match=r"^error: FDCACHE_STORAGE=local is the service's [^\n]*$"):
+        embedding.main()
+
+
 def test_a_device_is_made_by_the_settings_or_given() -> None:
     seen: list[TransferSettings] = []
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from fdcache.layout import KVLayout
-from fdcache.settings import Settings, SettingsError, survey
+from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Source, survey
 from fdcache.settings.checks import cross_checks
+from fdcache.settings.derived import FOLLOWS, GRID, MODE, SPLIT
 from fdcache.settings.machine import Memory, memory
 from fdcache.settings.sources import Given
 
@@ -14,7 +15,8 @@ PLENTY = Memory(machine=1 << 50, cgroup=None)
 
 
 def disagreeing(environ: dict[str, str], limits: Memory = PLENTY) -> list[tuple[str, ...]]:
-    return [problem.variables for problem in cross_checks(survey(environ).settings, limits)]
+    found = cross_checks(survey(environ).settings, limits)
+    return [problem.variables for problem in found if problem.severity is not Severity.NOTE]
 
 
 def test_split_size_is_a_power_of_two() -> None:
@@ -72,7 +74,7 @@ def test_host_tier_fits_into_machine_and_cgroup() -> None:
 
 def test_write_policy_needs_a_host_tier_when_it_is_asked_for() -> None:
     names = ("FDCACHE_WRITE_POLICY", "FDCACHE_HOST_MEMORY")
-    assert disagreeing({"FDCACHE_WRITE_POLICY": "write_back"}) == [names]
+    assert disagreeing({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "0"}) == [names]
     assert disagreeing({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "1GiB"}) == []
     assert disagreeing({}) == []
 
@@ -129,6 +131,7 @@ def test_a_value_and_its_file_are_named_with_their_places(tmp_path: Path) -> Non
 
 def test_a_rejected_value_is_not_also_held_against_its_neighbours() -> None:
     found = survey({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "lots"})
+    assert found.crossed == ()
     assert [problem.variables for problem in found.errors] == [("FDCACHE_HOST_MEMORY",)]
 
 
@@ -215,3 +218,73 @@ def test_device_memory_and_blocks_are_two_ways_to_say_one_thing() -> None:
     assert stronger.cache_for(LAYOUT).device_blocks == 7
     weaker = Settings.load(environ={"FDCACHE_DEVICE_MEMORY": "1GiB"}, defaults={"FDCACHE_DEVICE_BLOCKS": 7})
     assert weaker.cache_for(LAYOUT).device_blocks == (1 << 30) // BLOCK_BYTES
+
+
+NEEDS_HOST_TIER = [("FDCACHE_WRITE_POLICY", "write_back"), ("FDCACHE_STORAGE", "local")]
+
+
+@pytest.mark.parametrize(("name", "value"), NEEDS_HOST_TIER)
+def test_what_needs_a_host_tier_is_a_note_until_one_is_ruled_out(name: str, value: str) -> None:
+    found = survey({name: value})
+    (problem,) = found.problems
+    assert (problem.severity, problem.variables) == (Severity.NOTE, (name, "FDCACHE_HOST_MEMORY"))
+    assert "an engine whose own default is no host tier does not start" in problem.wrong
+    assert found.errors == ()
+    (problem,) = survey({name: value, "FDCACHE_HOST_MEMORY": "0"}).problems
+    assert problem.severity is Severity.ERROR
+    assert survey({name: value}, defaults={"FDCACHE_HOST_MEMORY": "1MiB"}).problems == ()
+
+
+def test_storage_beside_a_service_is_a_note_where_both_are_set_for_everyone() -> None:
+    environ = {"FDCACHE_STORAGE": "local", "FDCACHE_SERVER": "ipc:///tmp/s/s.sock"}
+    (problem,) = survey(environ).problems
+    assert (problem.severity, problem.variables) == (Severity.NOTE, tuple(environ))
+    assert survey({"FDCACHE_STORAGE": "local"}, arguments={"FDCACHE_SERVER": "ipc:///s"}).problems == ()
+    assert survey({"FDCACHE_STORAGE": "local"}, defaults={"FDCACHE_SERVER": "ipc:///s"}).problems == ()
+
+
+FEEDING = sorted({*FOLLOWS.values(), SPLIT})
+
+
+@pytest.mark.parametrize("name", FEEDING)
+def test_every_boundary_of_a_variable_that_feeds_another_is_surveyed(name: str) -> None:
+    variable = VARIABLES[name]
+    bounds = {0, 1, 2**62, 2**63 - 1, variable.minimum, variable.maximum}
+    texts = [str(int(bound)) for bound in bounds if bound is not None] + ["/", "x" * 300, "1ms", "1e300"]
+    accepted = [text for text in texts if variable.accepts(text)]
+    assert len(accepted) > 1
+    for text in accepted:
+        environ = {name: text, MODE: "1"}
+        found = survey(environ)
+        for target in [*(target for target, source in FOLLOWS.items() if source == name), GRID]:
+            taken = found.settings.source(target) is Source.DERIVED
+            assert taken or any(target in each.wrong for each in found.warnings), (text, target)
+
+
+def test_a_value_that_another_variable_cannot_take_is_a_warning_about_its_source() -> None:
+    settings = Settings.load(environ={"FD_CACHE_PROC_EXIT_TIMEOUT": "0"})
+    assert (settings.server.drain_timeout, settings.transfer.drain_timeout) == (0, 30)
+    assert settings.source("FDCACHE_SWAP_DRAIN_TIMEOUT") is Source.DEFAULT
+    (problem,) = settings.warnings
+    assert problem.variables == ("FD_CACHE_PROC_EXIT_TIMEOUT",)
+    assert "FDCACHE_SWAP_DRAIN_TIMEOUT follows it and cannot be 0, which is not above 0" in str(problem)
+
+
+def test_a_derived_value_stands_above_a_callers_default() -> None:
+    environ = {MODE: "1", SPLIT: "64"}
+    assert Settings.load(environ=environ, defaults={GRID: 32}).cache.reuse_grid == 64
+    assert Settings.load(environ={**environ, GRID: "128"}, defaults={GRID: 32}).cache.reuse_grid == 128
+    assert Settings.load(environ={}, defaults={GRID: 32}).cache.reuse_grid == 32
+
+
+def test_the_place_of_a_derived_value_names_the_variable_that_gave_it() -> None:
+    settings = Settings.load(environ={"FILE_BACKEND_STORAGE_DIR": "/theirs"})
+    assert settings.place("FDCACHE_STORAGE_DIR") == "FILE_BACKEND_STORAGE_DIR in environment"
+
+
+def test_misspelt_names_are_those_of_fdcache_that_no_setting_has() -> None:
+    environ = {"FDCACHE_HOST_MEMROY": "1GiB", "FDCACHE_RANK_FILE": "/x", "FD_LOG_DRI": "x", "FD_NEW": "1"}
+    assert {name for each in Settings.load(environ=environ).misspelt for name in each.variables} == {
+        "FDCACHE_HOST_MEMROY",
+        "FDCACHE_RANK_FILE",
+    }

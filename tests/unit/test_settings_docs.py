@@ -107,7 +107,17 @@ def test_every_variable_of_the_engine_has_one_effect_in_the_reference_and_the_te
         effect = variable.effect if variable.used_in else f"{variable.effect}: no effect in fdcache"
         assert f"# {effect}\n# {name}=" in dotenv
     counts = [int(number) for number in re.findall(r"^\| [a-z].*? \| (\d+) \| ", page, flags=re.MULTILINE)]
-    assert sum(counts) == len(OLD_VARIABLES)
+    described = {told["name"] for told in json.loads((ROOT / "tests/data/environment.json").read_text())}
+    assert sum(counts) == len(described)
+    used = sum(bool(VARIABLES[name].used_in) for name in described)
+    checked = sum(VARIABLES[name].effect.startswith("checked") for name in described)
+    told = f"describes {len(described)} variables. fdcache acts on {used} of them, compares {checked} more\nwith others"
+    assert f"{told} and passes {len(described) - used - checked} on:" in page
+    others = re.findall(
+        r"`(\w+)`", "".join(re.findall(r"^- (?:used|passed on): .*$", page, flags=re.MULTILINE))
+    )
+    own = {name for name in VARIABLES if name.startswith("FDCACHE_")}
+    assert sorted(others) == sorted(set(VARIABLES) - described - own)
 
 
 def test_readme_counts_the_variables_by_their_effect() -> None:

@@ -122,7 +122,8 @@ def test_unknown_choice_of_fdcache_is_an_error() -> None:
         ),
         ("FDCACHE_HOST_MEMORY", "-1", "'-1' is below 0; use a size, at least 0"),
         ("FDCACHE_STORAGE_SIZE", "3", "'3' is below 4KiB; use a size, at least 4KiB"),
-        ("FDCACHE_PLAN_TIMEOUT", "-3s", "'-3s' is below 0; use a duration, above 0"),
+        ("FDCACHE_STORAGE_SIZE", "-5", "'-5' is below 4KiB; use a size, at least 4KiB"),
+        ("FDCACHE_PLAN_TIMEOUT", "-3s", "'-3s' is not above 0; use a duration, above 0"),
         ("FDCACHE_DEVICE_BLOCKS", "some", "'some' is not an integer; use a whole number"),
     ],
 )
