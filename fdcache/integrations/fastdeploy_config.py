@@ -126,6 +126,7 @@ def load_settings(
     groups: dict[str, Any] = {"cache": cache, "storage_tier": storage, "transfer": transfer}
     if cache is not None:
         groups["deployment"] = settings.deployment.model_copy(update={"device_memory": None})
+        settings = settings.without_sources("cache")
     return settings.model_copy(update={name: group for name, group in groups.items() if group is not None})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import Field, PrivateAttr
 from pydantic_settings import (
@@ -129,6 +129,13 @@ class SettingsTree(BaseSettings):
         """Say where the value of a variable stands: a file and its line, an option, or the kind of source."""
         candidates = self.candidates(name)
         return candidates[0].place if candidates else Source.DEFAULT.value
+
+    def without_sources(self, group: str) -> Self:
+        """Give the same settings for a caller who replaces a group: where its values came from is forgotten."""
+        result = self.model_copy()
+        replaced = {variable.name for variable in GROUPS[group]}
+        result._candidates = {name: each for name, each in self._candidates.items() if name not in replaced}
+        return result
 
     def changed(self, name: str) -> bool:
         """Whether a variable's value differs from its default."""
