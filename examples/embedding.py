@@ -20,7 +20,7 @@ from fdcache import (
     Request,
 )
 from fdcache.devices.cpu import memory_bytes
-from fdcache.errors import ConfigurationError
+from fdcache.errors import FdcacheError
 from fdcache.settings import Settings
 
 LAYOUT = KVLayout.uniform(
@@ -97,7 +97,7 @@ def main() -> None:
     system = list(range(64))
     try:
         engine = Engine(Settings.load(defaults=DEFAULTS))
-    except ConfigurationError as error:
+    except FdcacheError as error:
         sys.exit(f"error: {error}")
     print(engine.serve("first", [*system, *range(100, 140)]))
     print(engine.serve("second", [*system, *range(200, 240)]))

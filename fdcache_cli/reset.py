@@ -100,6 +100,7 @@ def reset(
             "tier": tier.value,
             "namespace": namespace,
             "tenant": None if tenant is None else _key(tenant),
+            "tenant_name": tenant,
             "older_than": older_than,
         }
         if not dry_run and not yes:

@@ -16,7 +16,6 @@ from fdcache.settings.sources import FILE_SUFFIX
 SCHEME = "ipc://"
 _LONGEST = 107  # bytes of a unix socket's path
 _SOCKET = "fdcache.sock"
-_ANOTHER = "choose another --socket, or set FDCACHE_RUNTIME_DIR to another folder"
 
 
 def default_runtime_dir(configured: Path | None = None) -> Path:
@@ -24,7 +23,11 @@ def default_runtime_dir(configured: Path | None = None) -> Path:
     if configured is not None:
         return configured
     base = runtime_base()
-    return base / "fdcache" if base else Path(f"/tmp/fdcache-{os.geteuid()}")
+    return base / "fdcache" if base else _own_in_tmp()
+
+
+def _own_in_tmp() -> Path:
+    return Path(f"/tmp/fdcache-{os.geteuid()}")
 
 
 def default_address(runtime_dir: Path | None = None) -> str:
@@ -42,7 +45,7 @@ def socket_path(address: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_absolute():
         raise ConfigurationError(
-            f"address {address!r}: the path must be absolute, as ipc:///run/fdcache/x.sock"
+            f"address {address!r}: the path must be absolute; begin it with /, as in /run/fdcache/x.sock"
         )
     if len(str(path).encode()) > _LONGEST:
         raise ConfigurationError(
@@ -71,32 +74,64 @@ def runtime_dir_problem(directory: Path) -> tuple[str, str] | None:
     except FileNotFoundError:
         return _making_problem(directory)
     except OSError as error:
-        return f"{directory}: the folder of the socket cannot be entered: {error.strerror}", _ANOTHER
+        return f"{directory}: the folder of the socket cannot be entered: {error.strerror}", _another(
+            directory
+        )
     if not stat.S_ISDIR(status.st_mode):
-        return f"{directory}: the folder of the socket is no folder", _ANOTHER
+        return f"{directory}: the folder of the socket is no folder", _another(directory)
     if status.st_uid != os.geteuid():
-        return f"{directory}: not a folder of this user", _ANOTHER
+        return f"{directory}: not a folder of this user", _another(directory)
     if stat.S_IMODE(status.st_mode) & 0o077:
         # Others may need it: it is not for fdcache to have it closed to them.
-        return (
-            f"{directory}: others can enter it",
-            f"{_ANOTHER}, such as {directory / 'fdcache'}, which is made for this user alone",
-        )
+        return f"{directory}: others can enter it", _another(directory)
     return None
+
+
+def _another(wrong: Path) -> str:
+    """Advise a folder of the user's own in place of one that will not do."""
+    remedy = "choose another --socket, or set FDCACHE_RUNTIME_DIR to another folder"
+    candidates = (default_runtime_dir(), _own_in_tmp())
+    own = next((each for each in candidates if not wrong.is_relative_to(each)), None)
+    return remedy if own is None else f"{remedy}, such as {own}, which is made for this user alone"
+
+
+def socket_problem(socket: Path) -> tuple[str, str] | None:
+    """Say that something else than a socket is where a service would make its own, and the remedy."""
+    try:
+        mode = socket.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISSOCK(mode):
+        return None
+    return f"{socket}: there is something else than a socket", "choose another --socket, or move it away"
+
+
+def require_socket(socket: Path) -> None:
+    """Raise ``ConfigurationError`` where a service would have to replace something else than a socket."""
+    if problem := socket_problem(socket):
+        raise ConfigurationError("; ".join(problem))
 
 
 def _making_problem(directory: Path) -> tuple[str, str] | None:
     nearest = next(each for each in directory.parents if os.path.lexists(each))
     if not nearest.is_dir():
-        return f"{directory}: the folder of the socket cannot be made: {nearest} is no folder", _ANOTHER
+        return f"{directory}: the folder of the socket cannot be made: {nearest} is no folder", _another(
+            directory
+        )
     if not os.access(nearest, os.W_OK | os.X_OK) or is_read_only(nearest):
-        return f"{directory}: the folder of the socket cannot be made in {nearest}", _ANOTHER
+        return f"{directory}: the folder of the socket cannot be made in {nearest}", _another(directory)
     return None
+
+
+def is_folder(path: Path) -> bool:
+    """Return True for a folder, and False below one that may not be entered, where ``Path.is_dir`` raises."""
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def is_read_only(folder: Path) -> bool:
     """Return whether nothing can be made in a folder even by root: a read-only mount, or one of the kernel's."""
-    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY) or folder.is_relative_to("/proc")
+    is_kernels = folder.is_relative_to("/proc") or folder.is_relative_to("/sys")
+    return is_kernels or bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
 
 
 def client_dir(address: str) -> Path:

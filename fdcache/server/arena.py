@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from fdcache.controller.memory_budget import available_memory
-from fdcache.errors import HostMemoryError, ServiceRunningError
+from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
 
 _PAGE = 4096
 _MADV_POPULATE_WRITE = 23
@@ -59,9 +59,16 @@ class Arena:
     def lock(self) -> Manifest | None:
         """Become the arena's only service; the manifest of a dead one before, if there is any.
 
-        Raises ``ServiceRunningError`` with the process id of a live one.
+        Raises ``ServiceRunningError`` with the process id of a live one, and ``ConfigurationError`` when the folder
+        cannot be written.
         """
-        self._lock_fd = os.open(self._manifest_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock_fd = os.open(self._manifest_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigurationError(
+                f"FDCACHE_ARENA_DIR: {self._manifest_path} cannot be written: {error.strerror}; "
+                "choose another folder that this user may write, a tmpfs"
+            ) from error
         text = self._manifest_path.read_bytes()
         try:
             found = msgspec.json.decode(text, type=Manifest)

@@ -56,7 +56,7 @@ def _reset_arguments(order: ResetOrder) -> dict[str, Any]:
             409, "a device tier forgets everything or nothing; leave tenant and older_than out"
         )
     key = None if order.tenant is None else tenant_key(order.tenant).hex()
-    return {**order.model_dump(), "tenant": key}
+    return {**order.model_dump(), "tenant": key, "tenant_name": order.tenant}
 
 
 def _unless_in_flight(order: ResetOrder, answer: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from fdcache.errors import ServiceRunningError
+from fdcache.node.address import is_folder
 from fdcache.server.arena import Manifest
 
 _FILE = re.compile(r"fdcache-([0-9a-z]+)(?:\.arena|-.+)")
@@ -47,20 +48,43 @@ class FoundArena:
         return f"{recover}fdcache init --clean-arenas removes it"
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignArena:
+    """An arena of another user, who alone can tell whether its service is alive."""
+
+    name: str
+    nbytes: int
+    uid: int
+
+
 def find_arenas(directory: Path) -> list[FoundArena]:
-    """The arenas in a folder; empty where it does not exist."""
-    sizes: dict[str, int] = {}
+    """Return the arenas in a folder that this user may read; empty where it does not exist."""
+    return [each for each in _arenas(directory) if isinstance(each, FoundArena)]
+
+
+def foreign_arenas(directory: Path) -> list[ForeignArena]:
+    """Return the arenas in a folder that ``find_arenas`` passes over."""
+    return [each for each in _arenas(directory) if isinstance(each, ForeignArena)]
+
+
+def _arenas(directory: Path) -> Iterator[FoundArena | ForeignArena]:
+    if not is_folder(directory):
+        return
+    files: dict[str, list[Path]] = {}
     for path in directory.glob("fdcache-*"):
         if match := _FILE.fullmatch(path.name):
-            sizes[match[1]] = sizes.get(match[1], 0) + _size(path)
-    return [_look_at(directory, name, size) for name, size in sorted(sizes.items())]
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0  # it has just been taken away
+            files.setdefault(match[1], []).append(path)
+    for name, paths in sorted(files.items()):
+        nbytes, owner = 0, None
+        for path in paths:
+            try:
+                status = path.stat()
+            except (FileNotFoundError, PermissionError):
+                continue  # it has just been taken away, or the folder may be listed and not entered
+            nbytes += status.st_size
+            if status.st_uid != os.geteuid() and not os.access(path, os.R_OK | os.W_OK):
+                owner = status.st_uid
+        yield _look_at(directory, name, nbytes) if owner is None else ForeignArena(name, nbytes, owner)
 
 
 def _look_at(directory: Path, name: str, nbytes: int) -> FoundArena:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from fdcache.errors import ConfigurationError, HostMemoryError
-from fdcache.node.address import SCHEME, default_address, make_runtime_dir, socket_path
+from fdcache.node.address import (
+    SCHEME,
+    default_address,
+    is_folder,
+    is_read_only,
+    make_runtime_dir,
+    require_socket,
+    socket_path,
+)
 from fdcache.node.liveness import earlier_processes
 from fdcache.server.arena import Arena, arena_name
 from fdcache.server.huge_pages import huge_page_problem
@@ -18,7 +27,7 @@ from fdcache.server.notify import notify, notify_status
 from fdcache.server.service import Service
 from fdcache.server.storage import ServiceStorage
 from fdcache.server.views import Views
-from fdcache.settings import Settings
+from fdcache.settings import Settings, Source
 from fdcache.settings.in_force import in_force
 
 log = logging.getLogger("fdcache.server")
@@ -37,7 +46,12 @@ class Endpoints:
 def endpoints(settings: Settings, address: str | None = None) -> Endpoints:
     """The addresses in force. Raises ``ConfigurationError`` for one that cannot be served."""
     chosen = address or settings.cache.server or default_address(settings.server.runtime_dir)
-    path = socket_path(chosen)
+    try:
+        path = socket_path(chosen)
+    except ConfigurationError as error:
+        if address is None and settings.source("FDCACHE_SERVER") is Source.DEFAULT:
+            raise ConfigurationError(f"FDCACHE_RUNTIME_DIR: {error}") from error
+        raise
     http = parse_http(settings.server.http_address)
     require_keys(http, settings)
     return Endpoints(f"{SCHEME}{path}", http)
@@ -52,11 +66,19 @@ def require_keys(http: tuple[str, int] | None, settings: Settings) -> None:
 
 
 def check_arena_dir(settings: Settings) -> None:
-    """Raise ``ConfigurationError`` when there is no folder for the arena."""
-    if not settings.server.arena_dir.is_dir():
-        raise ConfigurationError(
-            f"FDCACHE_ARENA_DIR: {settings.server.arena_dir} is no folder; make it a tmpfs"
-        )
+    """Raise ``ConfigurationError`` when there is no folder for the arena that this user can write."""
+    if problem := arena_folder_problem(settings):
+        raise ConfigurationError("FDCACHE_ARENA_DIR: " + "; ".join(problem))
+
+
+def arena_folder_problem(settings: Settings) -> tuple[str, str] | None:
+    """Say what is wrong with the folder of the arena, and the remedy."""
+    folder = settings.server.arena_dir
+    if not is_folder(folder):
+        return f"{folder} is no folder", "make it a tmpfs"
+    if not os.access(folder, os.W_OK | os.X_OK) or is_read_only(folder):
+        return f"{folder} cannot be written by this user", "choose another, a tmpfs such as /dev/shm"
+    return None
 
 
 def parse_http(text: str) -> tuple[str, int] | None:
@@ -112,6 +134,7 @@ class Server:
             progress(what, done, total)
 
         make_runtime_dir(self._socket.parent)
+        require_socket(self._socket)
         self._lock = SocketLock(self._socket)
         try:
             self._open_arena(tell)

@@ -11,7 +11,7 @@ from pathlib import Path
 import zmq
 
 from fdcache.errors import ProtocolError, ServiceRunningError
-from fdcache.node.address import SCHEME
+from fdcache.node.address import SCHEME, require_socket, socket_problem
 from fdcache.node.frames import MAX_FRAME, decode_request_frame, encode_answer
 from fdcache.node.protocol import Answer, Refused
 from fdcache.server.service import Service
@@ -50,6 +50,7 @@ class ServiceLoop:
 
     def __init__(self, service: Service, socket: Path) -> None:
         self.service = service
+        require_socket(socket)  # ZeroMQ removes any file that is there
         self._socket_path = socket
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -102,7 +103,8 @@ class ServiceLoop:
         """Take the socket away."""
         self._socket.close()
         os.close(self._wake)
-        self._socket_path.unlink(missing_ok=True)
+        if socket_problem(self._socket_path) is None:
+            self._socket_path.unlink(missing_ok=True)
 
     def _serve_one(self) -> bool:
         try:

@@ -13,9 +13,10 @@ from fdcache.devices.calibration import load_calibration
 from fdcache.devices.kernels import load_kernels
 from fdcache.devices.topology import Gpu, visible_gpus
 from fdcache.errors import ConfigurationError, DeviceError
-from fdcache.node.address import default_runtime_dir, runtime_dir_problem
+from fdcache.node.address import default_runtime_dir, is_folder, runtime_dir_problem
 from fdcache.server.huge_pages import huge_page_problem
-from fdcache.server.leftovers import find_arenas, remove_arena
+from fdcache.server.leftovers import find_arenas, foreign_arenas, remove_arena
+from fdcache.server.lifecycle import arena_folder_problem
 from fdcache.server.preflight import existing, numa_nodes, numa_problem
 from fdcache.settings import Settings
 from fdcache.settings.parsing import format_size
@@ -116,8 +117,8 @@ def _huge_pages(settings: Settings) -> Finding:
 
 def _arena_folder(settings: Settings) -> Iterator[Finding]:
     folder = settings.server.arena_dir
-    if not folder.is_dir():
-        yield Finding("arena folder", "missing", f"FDCACHE_ARENA_DIR: {folder} is no folder; make it a tmpfs")
+    if wrong := arena_folder_problem(settings):
+        yield Finding("arena folder", f"{folder}, not usable", "FDCACHE_ARENA_DIR: " + "; ".join(wrong))
         return
     free, wanted = shutil.disk_usage(folder).free, settings.cache.host_memory
     problem = None
@@ -131,11 +132,14 @@ def _arena_folder(settings: Settings) -> Iterator[Finding]:
         state = "alive" if arena.alive else "dead"
         hint = None if arena.alive else arena.remedy
         yield Finding("arena", f"{state}, {arena.size} of {arena.words}", hint=hint)
+    for foreign in foreign_arenas(folder):
+        size = f"{foreign.nbytes / 2**20:.0f} MiB"
+        yield Finding("arena", f"passed over, {size} of user {foreign.uid}, which this user may not read")
 
 
 def _runtime_folder(settings: Settings) -> Finding:
     folder = default_runtime_dir(settings.server.runtime_dir)
-    if not folder.exists():
+    if not os.path.lexists(folder):
         return Finding("runtime folder", f"{folder}, made at the start")
     wrong = runtime_dir_problem(folder)
     return Finding(
@@ -169,8 +173,8 @@ def clean_arenas(settings: Settings) -> list[str]:
     Raises ``ConfigurationError`` when there is no such folder.
     """
     folder = settings.server.arena_dir
-    if not folder.is_dir():
-        raise ConfigurationError(f"FDCACHE_ARENA_DIR: {folder} is no folder")
+    if not is_folder(folder):
+        raise ConfigurationError(f"FDCACHE_ARENA_DIR: {folder} is no folder; make it a tmpfs")
     removed = []
     for arena in find_arenas(folder):
         if not arena.alive:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fdcache.node.address import default_runtime_dir
+from fdcache.node.address import default_runtime_dir, is_folder
 from fdcache.server.machine_report import Finding
 from fdcache.settings import Settings, Source
 from fdcache.settings.machine import config_base
@@ -34,7 +34,7 @@ def _folders(settings: Settings) -> Iterator[tuple[str, Path]]:
 
 
 def _make(name: str, folder: Path) -> Finding | None:
-    if folder.is_dir():
+    if is_folder(folder):
         return None
     try:
         folder.mkdir(mode=_FOLDER_MODE, parents=True)

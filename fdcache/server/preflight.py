@@ -11,10 +11,17 @@ from pathlib import Path
 
 from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import ConfigurationError, HostMemoryError, StorageError
-from fdcache.node.address import default_address, is_read_only, runtime_dir_problem, socket_path
+from fdcache.node.address import (
+    default_address,
+    is_folder,
+    is_read_only,
+    runtime_dir_problem,
+    socket_path,
+    socket_problem,
+)
 from fdcache.server.arena import arena_name, extent_bytes
 from fdcache.server.leftovers import FoundArena, find_arenas
-from fdcache.server.lifecycle import parse_http, require_keys
+from fdcache.server.lifecycle import arena_folder_problem, parse_http, require_keys
 from fdcache.settings import Problem, Settings, SettingsError, Severity, Source
 from fdcache.settings.parsing import format_size
 from fdcache.settings.problems import error, warning
@@ -72,13 +79,16 @@ def _told(settings: Settings, name: str, check: Callable[[], object]) -> Iterato
 
 
 def _server(settings: Settings) -> Iterator[Problem]:
-    name = "FDCACHE_SERVER"
-    is_default = settings.source(name) is Source.DEFAULT
+    is_default = settings.source("FDCACHE_SERVER") is Source.DEFAULT
+    name = "FDCACHE_RUNTIME_DIR" if is_default else "FDCACHE_SERVER"
     address = settings.cache.server or default_address(settings.server.runtime_dir)
     wrong = list(_told(settings, name, lambda: socket_path(address)))
     yield from wrong
-    if not wrong and (problem := runtime_dir_problem(socket_path(address).parent)):
-        yield _error(settings, "FDCACHE_RUNTIME_DIR" if is_default else name, *problem)
+    if wrong:
+        return
+    socket = socket_path(address)
+    if problem := runtime_dir_problem(socket.parent) or socket_problem(socket):
+        yield _error(settings, name, *problem)
 
 
 def _http(settings: Settings) -> Iterator[Problem]:
@@ -123,16 +133,6 @@ def _arena(settings: Settings) -> Iterator[Problem]:
     if wanted:
         most, huge = settings.server.extent_size, settings.server.huge_pages
         yield from _told(settings, "FDCACHE_HOST_MEMORY", lambda: extent_bytes(wanted, most, huge))
-
-
-def arena_folder_problem(settings: Settings) -> tuple[str, str] | None:
-    """Say what is wrong with the folder of the arena, and the remedy."""
-    folder = settings.server.arena_dir
-    if not folder.is_dir():
-        return f"{folder} is no folder", "make it a tmpfs"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"{folder} cannot be written by this user", "choose another"
-    return None
 
 
 def _held_already(settings: Settings) -> int:
@@ -209,8 +209,12 @@ def _stored(folder: Path) -> int:
 def writable_problem(folder: Path) -> tuple[str, str] | None:
     """Say why a folder cannot be made or written to, and the remedy."""
     nearest = existing(folder)
-    if nearest != folder and (nearest / folder.absolute().relative_to(nearest.absolute()).parts[0]).exists():
-        return f"{folder} cannot be made: a part of it is a file", "choose another folder"
+    if nearest != folder:
+        below = nearest / folder.absolute().relative_to(nearest.absolute()).parts[0]
+        if below.is_symlink():
+            return f"{folder} cannot be made: {below} is a link to no folder", "choose another folder"
+        if os.path.lexists(below):
+            return f"{folder} cannot be made: a part of it is a file", "choose another folder"
     if not os.access(nearest, os.W_OK | os.X_OK) or is_read_only(nearest):
         verb = "written" if nearest == folder else "made"
         return f"{folder} cannot be {verb} by this user", "choose another folder, or mount it writable"
@@ -219,4 +223,4 @@ def writable_problem(folder: Path) -> tuple[str, str] | None:
 
 def existing(folder: Path) -> Path:
     """Give the folder, or the nearest one above it that is there."""
-    return folder if folder.is_dir() else existing(folder.absolute().parent)
+    return folder if is_folder(folder) else existing(folder.absolute().parent)

@@ -71,7 +71,8 @@ class ResetOrder:
         namespaces = fitting_namespaces(service, arguments, required=not storages)
         if tenant is not None and not any(each.tenants.knows(tenant) for each in namespaces):
             raise ArgumentError(
-                "tenant: no layout knows such a tenant; `fdcache inspect tenants` lists those with blocks"
+                f"tenant: no layout knows {arguments.get('tenant_name', tenant.hex())!r}; "
+                "`fdcache inspect tenants` lists those with blocks"
             )
         return cls(
             tiers,

@@ -17,7 +17,14 @@ from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt64Array
 from fdcache.storage.connector import Outcome
 from fdcache.storage.slab_faults import IN_A_ROW
-from fdcache.storage.slab_format import SUFFIX, Superblock, read_layout, read_superblock
+from fdcache.storage.slab_format import (
+    SUFFIX,
+    Superblock,
+    has_magic,
+    is_file_name,
+    read_layout,
+    read_superblock,
+)
 from fdcache.storage.slab_handle import SCAN_STEP, SlabLock, open_core, storage_error
 
 _STEP = 512
@@ -64,6 +71,34 @@ def slab_files(path: Path) -> list[Path]:
     if not path.is_dir():
         raise StorageError(f"{path}: no such folder or file; give the FDCACHE_STORAGE_DIR of the engine")
     return sorted(path.glob(f"fdcache-*{SUFFIX}"))
+
+
+def _removable_files(path: Path) -> list[Path]:
+    """Return the files of fdcache in a folder, or the one that ``path`` names.
+
+    Raises ``StorageError`` for a named file that is none of fdcache's, and for a link to a file.
+    """
+    files = slab_files(path)
+    for file in files:
+        if file.is_symlink():
+            raise StorageError(
+                f"{file}: a link to {file.readlink()}; nothing is removed through a link, name the file itself"
+            )
+    if files == [path] and not _is_ours(path):
+        raise StorageError(
+            f"{path}: not a slab file of fdcache, nothing is removed; name a file fdcache-*{SUFFIX} or its folder"
+        )
+    return [file for file in files if _is_ours(file)]
+
+
+def _is_ours(file: Path) -> bool:
+    """Return True for a file with a name that fdcache gives, and for a slab file with a similar name.
+
+    Contents do not count against the first kind: a damaged file can be removed.
+    """
+    if not file.match(f"fdcache-*{SUFFIX}") or not file.is_file():
+        return False
+    return is_file_name(file.name) or has_magic(file)
 
 
 def read_file(
@@ -185,11 +220,12 @@ def remove(
 ) -> list[Removal]:
     """Remove blocks from a folder's files, and with each block what hangs below it.
 
-    Raises ``StorageBusyError`` for a file that an engine has open, before anything of that file is changed.
+    Raises ``StorageBusyError`` for a file that an engine has open, before anything of that file is changed, and
+    ``StorageError`` for a named file that is none of fdcache's.
     """
     return [
         removal
-        for file in slab_files(path)
+        for file in _removable_files(path)
         if (removal := _remove_from(file, selection, dry_run, on_progress)) is not None
     ]
 

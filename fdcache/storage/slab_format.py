@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import struct
 import time
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ VERSION = 1
 PAGE = 4096
 SUFFIX = ".slab"
 
+_NAME = re.compile(rf"fdcache-[0-9a-f]{{16}}-rank\d+{re.escape(SUFFIX)}")
 _FIELDS = struct.Struct("<8sIIIIIIQQQQQQQ32s32s")
 _COPIES = 2
 _SPARE_SLOTS = 4
@@ -114,6 +116,20 @@ def _page_up(offset: int) -> int:
 def file_name(fingerprint: bytes, rank: int) -> str:
     """The name of a layout's and rank's file in its folder."""
     return f"fdcache-{fingerprint[:8].hex()}-rank{rank}{SUFFIX}"
+
+
+def is_file_name(name: str) -> bool:
+    """Return True for a name that ``file_name`` gives."""
+    return _NAME.fullmatch(name) is not None
+
+
+def has_magic(path: Path) -> bool:
+    """Return True for a file in which at least one superblock begins as one of fdcache does."""
+    try:
+        with path.open("rb") as file:
+            return any(os.pread(file.fileno(), len(MAGIC), copy * PAGE) == MAGIC for copy in range(_COPIES))
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}; check its owner and mount") from error
 
 
 def read_superblock(fd: int, path: Path) -> Superblock:

@@ -26,6 +26,8 @@ SCAN_STEP = 65536
 """Slots whose headers are read between two words of progress."""
 UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 """Of a file that can be read at most."""
+_NO_FOLDER = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+"""Of a folder that cannot be: a part of it is a file, or it is in one of the kernel's."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 ScanProgress = Callable[[int, int], None]
@@ -46,6 +48,16 @@ def storage_error(number: int, path: Path) -> StorageError:
     return StorageDeviceError(number, f"the device failed ({reason}); see the kernel log", str(path))
 
 
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER:
+            raise storage_error(error.errno or errno.EIO, folder) from error
+        wrong = "is not a directory" if os.path.lexists(folder) else f"cannot be made ({error.strerror})"
+        raise StorageError(f"FDCACHE_STORAGE_DIR: {folder} {wrong}; choose another folder") from error
+
+
 def is_same_file(fd: int, path: Path) -> bool:
     """Whether the open file still is the one of that name. Raises ``OSError`` when that cannot be told."""
     ours, there = os.fstat(fd), path.stat()
@@ -63,8 +75,8 @@ class SlabLock:
         self._fd = self._acquire()
 
     def _acquire(self) -> int:
+        _make_folder(self._path.parent)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise storage_error(error.errno or errno.EIO, self._path.parent) from error

@@ -225,7 +225,7 @@ class TestReset:
         before = service.ask("namespaces")[0]["tier"]["ready"]
         done = run("reset", "--server", service.address, "--tier", "host", "--tenant", "nosuch", "--yes")
         assert done.returncode == 1
-        assert "inspect tenants" in done.stderr
+        assert "tenant: no layout knows 'nosuch'; `fdcache inspect tenants` lists" in done.stderr
         assert service.ask("namespaces")[0]["tier"]["ready"] == before
 
     def test_it_says_what_went(self, tmp_path: Path) -> None:

@@ -97,7 +97,10 @@ LINES_OF = {
     "FDCACHE_HTTP_ADDRESS=0.0.0.0:1": "0.0.0.0 can be reached from elsewhere; set FD_API_KEY, or use 127.0.0.1",
     "FDCACHE_HTTP_ADDRESS=here": "'here' is not HOST:PORT, as 127.0.0.1:9470, or off",
     "FDCACHE_ARENA_DIR=/no/such/folder": "/no/such/folder is no folder; make it a tmpfs",
+    "FDCACHE_ARENA_DIR=/sys": "/sys cannot be written by this user; choose another, a tmpfs such as /dev/shm",
     "FDCACHE_RUNTIME_DIR=/etc": "/etc: ",
+    "FDCACHE_RUNTIME_DIR=relative": "address 'ipc://relative/fdcache.sock': the path must be absolute",
+    f"FDCACHE_RUNTIME_DIR=/tmp/{'x' * 120}": "the path has more than the 107 bytes of a socket",
     "FDCACHE_RUNTIME_DIR=/proc/nope": "/proc/nope: the folder of the socket cannot be made in /proc",
     "FDCACHE_NUMA_NODE=4095": "this machine has no NUMA node 4095; unset it",
     "FD_LOG_DIR=/proc/nope": "/proc/nope cannot be made",
@@ -139,6 +142,39 @@ def test_check_and_serve_find_everything_that_would_not_start() -> None:
             assert f"{name} (environment)" in line or f"{name}, " in line
 
 
+def test_check_and_serve_refuse_what_is_in_the_place_of_the_socket_and_leave_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    (run / "precious.txt").write_text("years of work")
+    (run / "folder").mkdir()
+    (run / "link").symlink_to(run / "precious.txt")
+    kept = sorted(run.iterdir())
+    for path in kept:
+        for command in ("env check", "serve --check", "serve --host-memory 1MiB --http off"):
+            done = fdcache(*command.split(), FDCACHE_SERVER=f"ipc://{path}", FDCACHE_ARENA_DIR=str(tmp_path))
+            assert done.returncode == 78, everything(done)
+            (line,) = [each for each in everything(done).splitlines() if each.startswith("error: ")]
+            assert line.endswith(
+                f"{path}: there is something else than a socket; choose another --socket, or move it away"
+            )
+    assert sorted(run.iterdir()) == kept
+    assert (run / "precious.txt").read_text() == "years of work"
+
+
+def test_check_finds_links_that_lead_nowhere(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    environ = {"FDCACHE_STORAGE": "local", "FDCACHE_HOST_MEMORY": "1MiB"}
+    for folders in ({"FDCACHE_STORAGE_DIR": str(link)}, {"FD_LOG_DIR": f"{link}/logs"}):
+        done = fdcache("env", "check", **{**environ, "FDCACHE_STORAGE_DIR": str(tmp_path), **folders})
+        (name, folder) = folders.popitem()
+        assert done.returncode == 78
+        assert (
+            f"error: {name} (environment): {folder} cannot be made: {link} is a link to no folder"
+            in done.stdout
+        )
+
+
 def test_check_finds_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -178,13 +214,33 @@ def test_serve_with_a_log_folder_that_cannot_be_says_so_in_a_line(folder: str, t
     assert line.startswith(f"error: FD_LOG_DIR: {folder} cannot be written")
 
 
+def test_serve_names_the_variable_of_a_relative_runtime_folder() -> None:
+    done = fdcache("serve", FDCACHE_RUNTIME_DIR="relative")
+    assert done.returncode == 78
+    assert done.stderr.startswith(
+        "error: FDCACHE_RUNTIME_DIR: address 'ipc://relative/fdcache.sock': the path must"
+    )
+
+
 def test_serve_refuses_a_runtime_folder_of_others_without_advice_to_close_it() -> None:
     done = fdcache(
         "serve", FDCACHE_RUNTIME_DIR="/etc", FDCACHE_HTTP_ADDRESS="off", FDCACHE_HOST_MEMORY="1MiB"
     )
     assert done.returncode == 78
-    assert "set FDCACHE_RUNTIME_DIR to another folder" in done.stderr
+    assert (
+        f"set FDCACHE_RUNTIME_DIR to another folder, such as /tmp/fdcache-{os.geteuid()}, which"
+        in done.stderr
+    )
     assert "chmod" not in done.stderr
+
+
+@pytest.mark.parametrize("folder", ["/sys", "/proc"])
+def test_serve_refuses_an_arena_folder_that_cannot_be_written(folder: str, tmp_path: Path) -> None:
+    done = fdcache("serve", FDCACHE_ARENA_DIR=folder, FDCACHE_RUNTIME_DIR=str(tmp_path / "run"))
+    assert (done.returncode, done.stderr.splitlines()[1:]) == (78, [])
+    assert done.stderr.startswith(
+        f"error: FDCACHE_ARENA_DIR: {folder} cannot be written by this user; choose another"
+    )
 
 
 def test_variables_of_the_engine_alone_do_not_stop_fdcache(tmp_path: Path) -> None:

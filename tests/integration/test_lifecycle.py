@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
 
-from fdcache.errors import HostMemoryError, ServiceRunningError
+from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
 from fdcache.node.connection import Connection
 from fdcache.node.liveness import LiveFile
 from fdcache.node.protocol import Register
-from fdcache.server.arena import node_cores
+from fdcache.server.arena import Arena, node_cores
 from fdcache.server.huge_pages import huge_page_problem
-from fdcache.server.leftovers import find_arenas, remove_arena
+from fdcache.server.leftovers import find_arenas, foreign_arenas, remove_arena
 from fdcache.server.lifecycle import Server
-from fdcache.settings import Settings
+from fdcache.server.machine_report import clean_arenas, examine
+from fdcache.server.preflight import preflight
+from fdcache.settings import Settings, Severity
 from tests.e2e.test_serve_command import run
 from tests.service_engine import PROMPT, Engine, layout, ready_blocks
 from tests.service_help import (
@@ -34,6 +41,9 @@ from tests.service_help import (
     spawned,
     until,
 )
+
+NOBODY = 65534
+T = TypeVar("T")
 
 
 class TestSignals:
@@ -188,6 +198,70 @@ class TestDeadArenas:
         assert (found.name, found.nbytes, found.alive) == ("0badcafe", 4096, False)
         remove_arena(found)
         assert [path.name for path in tmp_path.iterdir()] == ["others-file"]
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder that everybody may write, as /dev/shm is."""
+    with tempfile.TemporaryDirectory(prefix="fdcache-test-") as name:
+        Path(name).chmod(0o1777)
+        yield Path(name)
+
+
+def as_nobody(look: Callable[[], T]) -> T:
+    """Call ``look`` as another user, in a process of its own."""
+    with ProcessPoolExecutor(
+        1, multiprocessing.get_context("fork"), initializer=os.setresuid, initargs=(NOBODY,) * 3
+    ) as pool:
+        return pool.submit(look).result(TIMEOUT)
+
+
+def settings_in(folder: Path, **others: str) -> Settings:
+    named = {"FDCACHE_RUNTIME_DIR": str(folder / "run"), "FDCACHE_HTTP_ADDRESS": "off", **others}
+    return Settings.load(environ=named)
+
+
+def errors(settings: Settings) -> list[str]:
+    return [str(each) for each in preflight(settings) if each.severity is Severity.ERROR]
+
+
+def arenas_shown(settings: Settings) -> list[str]:
+    return [each.found for each in examine(settings) if each.name == "arena"]
+
+
+def refusal_of_start(settings: Settings) -> str:
+    server = Server(settings)
+    with pytest.raises(ConfigurationError) as refused:
+        server.start()
+    server.close()
+    return str(refused.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+class TestOtherUsers:
+    def test_their_arenas_are_passed_over(self, shared_folder: Path) -> None:
+        theirs = Arena(shared_folder, "theirs")
+        theirs.lock()
+        theirs.create(1 << 20, 1 << 16)
+        (shared_folder / "fdcache-0badcafe-free-00000").touch(mode=0o600)
+        assert as_nobody(partial(find_arenas, shared_folder)) == []
+        found = as_nobody(partial(foreign_arenas, shared_folder))
+        assert [(each.name, each.uid) for each in found] == [("0badcafe", 0), ("theirs", 0)]
+        settings = settings_in(shared_folder, FDCACHE_ARENA_DIR=str(shared_folder))
+        assert as_nobody(partial(errors, settings)) == []
+        assert as_nobody(partial(clean_arenas, settings)) == []
+        shown = as_nobody(partial(arenas_shown, settings))
+        assert shown == [
+            f"passed over, {size} MiB of user 0, which this user may not read" for size in (0, 1)
+        ]
+        theirs.close()
+
+    @pytest.mark.parametrize("folder", ["/etc", "/root", "/root/below"])
+    def test_an_arena_folder_of_theirs_is_refused(self, shared_folder: Path, folder: str) -> None:
+        settings = settings_in(shared_folder, FDCACHE_ARENA_DIR=folder)
+        (said,) = as_nobody(partial(errors, settings))
+        assert said.startswith(f"FDCACHE_ARENA_DIR (environment): {folder} ")
+        assert as_nobody(partial(refusal_of_start, settings)).startswith(f"FDCACHE_ARENA_DIR: {folder} ")
 
 
 class TestMemory:

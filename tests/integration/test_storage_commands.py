@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fdcache.errors import StorageError
+from fdcache.storage.offline import Selection, remove
 from fdcache.storage.slab_format import read_superblock
 from tests.storage_help import Records, open_store, path_hashes, storage_layout
 from tests.terminals import on_terminal
@@ -171,3 +173,56 @@ def test_blocks_that_nothing_leads_to_are_counted(folder: Path) -> None:
     store.close()
     one = next(each for each in inspect(folder)["namespaces"] if each["model"] == "one")
     assert (one["blocks"], one["unreachable_blocks"], one["deepest"]) == (9, 5, 3)
+
+
+ALL = Selection(everything=True)
+
+
+class TestANamedFile:
+    @pytest.mark.parametrize("selection", [ALL, Selection(corrupt=True)])
+    @pytest.mark.parametrize("name", ["thesis.txt", "thesis.slab", "fdcache-notes.slab"])
+    def test_of_the_users_own_is_refused_and_stays_without_a_lock_beside_it(
+        self, tmp_path: Path, name: str, selection: Selection
+    ) -> None:
+        file = tmp_path / name
+        file.write_text("years of work")
+        with pytest.raises(StorageError, match="not a slab file of fdcache, nothing is removed"):
+            remove(file, selection, dry_run=False)
+        assert list(tmp_path.iterdir()) == [file]
+        assert file.read_text() == "years of work"
+
+    def test_that_is_refused_ends_the_command_with_its_name(self, folder: Path) -> None:
+        notes = folder / "notes.txt"
+        told = fdcache("reset", "storage", notes, "--all", "--yes", status=1)
+        assert told.startswith(f"error: {notes}: not a slab file of fdcache")
+        assert notes.read_text() == "not ours"
+
+    def test_that_was_renamed_is_refused(self, folder: Path) -> None:
+        kept = sorted(folder.glob("*.slab"))[0].rename(folder / "backup.slab")
+        with pytest.raises(StorageError, match="not a slab file of fdcache"):
+            remove(kept, ALL, dry_run=False)
+        assert kept.exists()
+
+    def test_that_is_a_link_is_refused_with_its_target(self, folder: Path) -> None:
+        slab = sorted(folder.glob("*.slab"))[0]
+        link = folder / "links" / slab.name
+        link.parent.mkdir()
+        link.symlink_to(slab)
+        for path in (link, link.parent):
+            with pytest.raises(StorageError, match=f"{link}: a link to {slab}; nothing is removed"):
+                remove(path, ALL, dry_run=False)
+        assert list(link.parent.iterdir()) == [link]
+        assert slab.exists()
+
+    def test_of_fdcache_goes_whole_or_damaged_and_the_others_stay(self, folder: Path) -> None:
+        whole, damaged, other = sorted(folder.glob("*.slab"))
+        damaged.write_bytes(b"\xff" * 8192)
+        for path in (whole, damaged):
+            assert [one.path for one in remove(path, ALL, dry_run=False)] == [path]
+        assert list(folder.glob("*.slab")) == [other]
+
+
+def test_a_file_that_is_only_named_like_ours_stays_in_the_folder(folder: Path) -> None:
+    (folder / "fdcache-notes.slab").write_text("not ours")
+    remove(folder, ALL, dry_run=False)
+    assert [path.name for path in folder.glob("*.slab")] == ["fdcache-notes.slab"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.errors import HostMemoryError, ServiceRunningError
+from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
 from fdcache.server.arena import Arena, extent_bytes
 
 
@@ -64,6 +64,15 @@ def test_a_live_one_is_refused_with_its_pid(tmp_path: Path) -> None:
     made = arena(tmp_path)
     with pytest.raises(ServiceRunningError, match=r"process \d+"):
         Arena(tmp_path, "t").lock()
+    made.close()
+
+
+def test_a_folder_that_takes_no_manifest_is_refused_with_its_variable(tmp_path: Path) -> None:
+    made = Arena(tmp_path / "gone", "t")
+    with pytest.raises(
+        ConfigurationError, match=r"^FDCACHE_ARENA_DIR: .*No such file or directory; choose another"
+    ):
+        made.lock()
     made.close()
 
 

@@ -195,6 +195,18 @@ def test_the_shortest_engine_is_configured_by_the_environment(
     assert capsys.readouterr().out.splitlines()[-1] == f"first again: {again}"
 
 
+def test_the_shortest_engine_ends_in_a_line_where_its_storage_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FDCACHE_STORAGE", "local")
+    monkeypatch.setenv("FDCACHE_STORAGE_DIR", str(tmp_path / "file"))
+    with pytest.raises(
+        SystemExit, match=r"^error: FDCACHE_STORAGE_DIR: .* is not a directory; choose another folder$"
+    ):
+        embedding.main()
+
+
 def test_the_shortest_engine_finds_in_storage_what_an_earlier_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

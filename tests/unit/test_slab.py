@@ -288,3 +288,18 @@ def test_no_descriptor_is_closed_while_somebody_uses_it(tmp_path: Path, records:
         store.erase(np.array([0], np.int32))
     with pytest.raises(StorageError, match="closed"):
         store.clear(10)
+
+
+@pytest.mark.parametrize(
+    ("folder", "wrong"),
+    [
+        ("/proc/nope", "cannot be made \\(No such file or directory\\)"),
+        ("file", "is not a directory"),
+        ("file/below", "cannot be made \\(Not a directory\\)"),
+    ],
+)
+def test_a_folder_that_cannot_be_is_named_with_its_variable(tmp_path: Path, folder: str, wrong: str) -> None:
+    (tmp_path / "file").touch()
+    chosen = tmp_path / folder
+    with pytest.raises(StorageError, match=f"^FDCACHE_STORAGE_DIR: {chosen} {wrong}; choose another folder$"):
+        open_store(chosen, LAYOUT)
