@@ -17,6 +17,7 @@ from fdcache.integrations.fastdeploy_config import layout_from_config, load_sett
 from fdcache.integrations.fastdeploy_controller import CacheController as Controller
 from fdcache.integrations.fastdeploy_link import Lost, News, SchedulerLink, WorkerLink
 from fdcache.integrations.fastdeploy_manager import CacheManager as Manager
+from fdcache.integrations.fastdeploy_variables import is_preempted
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.node.address import default_runtime_dir, make_runtime_dir
@@ -115,8 +116,19 @@ class CacheManager(Manager):
         raise CacheNotReadyError(f"request {request.request_id!r} waits for blocks; match it again later")
 
     def request_finish(self, request: Any) -> None:
-        """As before; a request that waits for storage goes on waiting."""
-        if request.request_id not in self._reading:
+        """As before; a request that waits for storage goes on waiting.
+
+        FastDeploy may preempt a request for want of blocks while its load is in flight. The load's outcome then belongs
+        to no request, so tokens that were sampled above it count as unsound until the request is matched again.
+        """
+        with self._requests:
+            if request.request_id in self._reading:
+                return
+            served = self._served.get(request.request_id)
+            if not is_preempted(request):
+                self._unsound.discard(request.request_id)
+            elif served is not None and served.request.is_loading:
+                self._unsound.add(request.request_id)
             super().request_finish(request)
 
     def take_failed(self) -> list[Any]:

@@ -6,6 +6,7 @@ batch that is empty or gets lost loses no plan. All others are carried out as th
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
@@ -35,6 +36,8 @@ from fdcache.metadata import (
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.05
+_PREDECESSOR_SECONDS = 10.0
+"""How long an engine waits for one that had its port before, and is still ending."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -84,6 +87,29 @@ _to_worker = msgspec.msgpack.Decoder(Welcome | Order)
 _encode = msgspec.msgpack.encode
 
 
+def _lock(path: Path) -> int:
+    """Lock the address for as long as this process lives, or its descriptor is closed; return the descriptor.
+
+    A listener removes its socket by name when it ends, so the next engine on the port waits for that. Raises
+    ``ConfigurationError`` where one goes on running.
+    """
+    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + _PREDECESSOR_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise ConfigurationError(
+                    f"{path}: an engine with this port is running; give this one another port, or another "
+                    "FDCACHE_RUNTIME_DIR"
+                ) from None
+            time.sleep(_RETRY_SECONDS)
+        else:
+            return descriptor
+
+
 class SchedulerLink:
     """The scheduler's end: a socket in a folder of this user, and one thread for each worker.
 
@@ -103,14 +129,15 @@ class SchedulerLink:
         self._lost: set[int] = set()
         self._news: deque[News] = deque()
         self._closed = False
-        path.unlink(missing_ok=True)
         try:
+            self._lock = _lock(path)
+            path.unlink(missing_ok=True)
             self._listener = Listener(str(path), family="AF_UNIX", backlog=64)
         except OSError as error:
             raise ConfigurationError(
                 f"{path}: the socket cannot be made: {error}; set FDCACHE_RUNTIME_DIR to another folder"
             ) from error
-        self._thread("accept", self._accept)
+        self._accepting = self._thread("accept", self._accept)
 
     def announce(self, plan: TransferPlan) -> int:
         """Send a step's plan, which workers submit with the first batch that needs it; returns its number."""
@@ -149,6 +176,8 @@ class SchedulerLink:
                 _hang_up(worker)
         with suppress(OSError), Client(str(self.path), family="AF_UNIX"):
             pass  # wakes the thread that accepts
+        self._accepting.join(_PREDECESSOR_SECONDS)
+        os.close(self._lock)
 
     def _send(self, message: bytes) -> None:
         for rank, waiting in self._waiting.items():
@@ -161,8 +190,10 @@ class SchedulerLink:
             except OSError:  # its thread tells of the loss
                 logger.debug("rank %d does not listen any more", rank)
 
-    def _thread(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        threading.Thread(target=target, args=arguments, name=f"fdcache-{name}", daemon=True).start()
+    def _thread(self, name: str, target: Callable[..., None], *arguments: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=arguments, name=f"fdcache-{name}", daemon=True)
+        thread.start()
+        return thread
 
     def _accept(self) -> None:
         with self._listener:

@@ -27,6 +27,7 @@ _CACHE = "fastdeploy.cache_manager.v1"
 _SCHEDULER = "fastdeploy.engine.sched.resource_manager_v1"
 _REQUESTS = "fastdeploy.engine.request"
 _TOKENS = "fastdeploy.output.token_processor"
+_ADAPTED = "_fdcache_adapted"
 _ENVIRONMENT = "fastdeploy.envs"
 
 _SHAPE: dict[tuple[str, str], tuple[str, ...]] = {
@@ -115,7 +116,7 @@ def install() -> None:
 def _adapt_scheduler() -> None:
     modules = {name: importlib.import_module(name) for name in (_REQUESTS, _SCHEDULER, _TOKENS)}
     scheduler = modules[_SCHEDULER].ResourceManagerV1
-    if hasattr(scheduler.schedule, "__wrapped__"):
+    if hasattr(scheduler.schedule, _ADAPTED):
         return
     _refuse_differences(modules)
     scheduler.schedule = _with_preemption(scheduler.schedule)
@@ -179,6 +180,7 @@ def _with_preemption(schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
             batch.add_request(task)
         return batch, errors
 
+    setattr(schedule_after_failures, _ADAPTED, True)
     return schedule_after_failures
 
 

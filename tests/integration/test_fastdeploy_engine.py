@@ -128,6 +128,26 @@ def test_a_request_whose_load_failed_is_named_and_publishes_nothing_until_it_is_
     assert probe._match_result.total_matched_blocks > 4
 
 
+def test_tokens_of_a_request_that_is_preempted_while_it_loads_are_unsound_until_it_is_matched_again(
+    wired: Wired,
+) -> None:
+    again = wired.drive_out()
+    wired.manager.match_prefix(again)
+    wired.manager.allocate_gpu_blocks(again, 5 - again._match_result.matched_device_nums)
+    batch = wired.manager.issue_pending_backup_to_batch_request()
+    again.status = SimpleNamespace(name="PREEMPTED")
+    wired.manager.request_finish(again)
+    assert wired.manager.unsound([again.request_id]) == {again.request_id}
+    wired.controller.submit_swap_tasks(batch)
+    wired.settle()
+    assert wired.manager.unsound([again.request_id]) == {again.request_id}
+    wired.manager.match_prefix(again)
+    assert wired.manager.unsound([again.request_id]) == set()
+    again.status = SimpleNamespace(name="FINISHED")
+    wired.manager.request_finish(again)
+    wired.manager.core.check_integrity()
+
+
 def test_a_plan_that_cannot_be_carried_out_is_reported_as_refused(wired: Wired) -> None:
     again = wired.drive_out()
     wired.manager.match_prefix(again)

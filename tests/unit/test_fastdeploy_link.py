@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fdcache.errors import CacheNotReadyError, LayoutError
+from fdcache.errors import CacheNotReadyError, ConfigurationError, LayoutError
+from fdcache.integrations import fastdeploy_link
 from fdcache.integrations.fastdeploy import layout_from_config
 from fdcache.integrations.fastdeploy_engine import PlanMark, marked_plan
 from fdcache.integrations.fastdeploy_link import Lost, SchedulerLink, WorkerLink
@@ -151,3 +152,19 @@ def test_marks_survive_the_merging_of_batches() -> None:
     assert marked_plan(merged) == 12
     assert marked_plan(None) == 0
     assert marked_plan(SimpleNamespace(hash_values=[])) == 0
+
+
+def test_a_second_engine_on_the_port_is_refused_until_the_first_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fastdeploy_link, "_PREDECESSOR_SECONDS", 0.1)
+    layout, path = layout_from_config(fd_config()), tmp_path / "fastdeploy-1.sock"
+    first = SchedulerLink(path, layout, None)
+    with pytest.raises(ConfigurationError, match="an engine with this port is running"):
+        SchedulerLink(path, layout, None)
+    assert path.is_socket(), "the first one keeps its socket"
+    monkeypatch.setattr(fastdeploy_link, "_PREDECESSOR_SECONDS", 10.0)
+    first.close()
+    second = SchedulerLink(path, layout, None)
+    assert path.is_socket(), "the end of the first one does not take the socket of the second"
+    second.close()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import pytest
 
 from fdcache.integrations import fastdeploy_plugin
 from fdcache.integrations.fastdeploy_plugin import find_differences
@@ -46,3 +50,24 @@ def test_a_class_that_is_gone_is_named() -> None:
     modules["fastdeploy.cache_manager.v1"] = SimpleNamespace(CacheManager=object)
     found = find_differences(modules)
     assert "fastdeploy.cache_manager.v1.CacheController.submit_swap_tasks is not there" in found
+
+
+def test_a_scheduler_that_another_plug_in_has_decorated_is_adapted_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modules = known()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    scheduler = modules["fastdeploy.engine.sched.resource_manager_v1"].ResourceManagerV1
+    original = scheduler.schedule
+
+    @functools.wraps(original)
+    def schedule(self):  # type: ignore[no-untyped-def]
+        return original(self)
+
+    scheduler.schedule = schedule
+    fastdeploy_plugin._adapt_scheduler()
+    adapted = scheduler.schedule
+    assert adapted is not schedule
+    fastdeploy_plugin._adapt_scheduler()
+    assert scheduler.schedule is adapted, "once is enough"
