@@ -140,8 +140,13 @@ class BackupPlanner:
         """Plan backups of ``blocks`` as far as the pool can spare them; returns the hashes of the others."""
         blocks = self._with_uncovered_ancestors(blocks)
         count = self._spared(blocks.slots[: self._room(in_flight)], in_flight)
+        rest, dropped = blocks.hashes[count:], self._counters.backups_dropped
         later = self._copy(blocks.select(slice(0, count)), SwapPurpose.BACKUP, plan)
-        return np.concatenate((later, blocks.hashes[count:]))
+        if self._counters.backups_dropped > dropped:
+            # The host has no room. Those below what was dropped would ask for it again in every step.
+            self._counters.backups_dropped += len(rest)
+            rest = rest[:0]
+        return np.concatenate((later, rest))
 
     def _spared(self, slots: Int32Array, in_flight: int) -> int:
         """How many of the first slots may be held without keeping too much from being evicted.

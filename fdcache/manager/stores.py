@@ -128,6 +128,10 @@ class StorePlanner:
             self._refused_until = self._clock() + self._retry_after
         if bad or (no_room and self._index.has_room):  # in other slots
             self._enqueue(swap.hash_values[~arrived])
+        elif no_room:
+            # The disk takes nothing at all: what waits would be tried in vain, one block after another.
+            self._counters.stores_dropped += self.queued
+            self.forget()
 
     def _most_at_once(self) -> int:
         """Blocks that may be on their way to storage together."""
