@@ -46,7 +46,8 @@ def unpack() -> Path:
     if not home.is_dir():
         fresh = Path(tempfile.mkdtemp(prefix=home.name, dir=home.parent))
         with tarfile.open(archive) as content:
-            content.extractall(fresh, filter="data")
+            # Python before 3.11.4 has no filters.
+            content.extractall(fresh, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         try:
             fresh.rename(home)
         except OSError:  # another process was faster
