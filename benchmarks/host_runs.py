@@ -23,7 +23,7 @@ import numpy as np
 
 from fdcache import _core
 from fdcache.metadata import HashArray, Int32Array
-from fdcache.tiers import HOST_SPARE
+from fdcache.tiers.pool import HOST_SPARE
 
 SLOTS = 16_384
 EXTENT = 64

@@ -15,11 +15,11 @@ import zmq
 
 from fdcache.layout import KVLayout
 from fdcache.manager import Request
-from fdcache.node.connection import Connection
-from fdcache.node.liveness import LiveFile
-from fdcache.node.protocol import Match, Matched, Register, Registered, Release
-from fdcache.server.lifecycle import Server
-from fdcache.server.namespace import Namespace
+from fdcache.service.server.lifecycle import Server
+from fdcache.service.server.namespace import Namespace
+from fdcache.service.wire.connection import Connection
+from fdcache.service.wire.liveness import LiveFile
+from fdcache.service.wire.protocol import Match, Matched, Register, Registered, Release
 from fdcache.settings import Settings
 
 BLOCKS = 2048

@@ -13,10 +13,10 @@ import numpy as np
 
 from benchmarks.serve_node import BLOCK, layout
 from fdcache import _core
-from fdcache.controller.shared_arena import SharedHostArena
 from fdcache.devices.cpu import CpuDevice
 from fdcache.manager import CacheManager, Request
 from fdcache.metadata import TransferPlan, TransferReport, TransferResult
+from fdcache.service.client.arena import SharedHostArena
 from fdcache.settings.cache import CacheSettings, WritePolicy
 
 STEP_SECONDS = 0.020

@@ -18,15 +18,16 @@ import numpy as np
 
 from benchmarks.scheduler import BLOCK, layout, machine
 from fdcache.manager import CacheManager, Request
-from fdcache.manager.ledger import OpenPlan
-from fdcache.manager.stats import Counters
-from fdcache.manager.storage_index import LocalIndex
-from fdcache.manager.stores import StorePlanner
 from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, HashArray, StorageScan, SwapPurpose
+from fdcache.plans.ledger import OpenPlan
+from fdcache.service.client.remote_tier import Owners
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
-from fdcache.tiers import BlockPool, LocalHostTier
-from fdcache.tiers.owners import Owners
+from fdcache.tiers.host import LocalHostTier
+from fdcache.tiers.pool import BlockPool
+from fdcache.tiers.statistics import Counters
+from fdcache.tiers.storage_index import LocalIndex
+from fdcache.tiers.storage_writes import StorePlanner
 
 HOST_BLOCKS = 8192
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fdcache.controller.cache_controller import CacheController
-    from fdcache.controller.layer_counter import LayerDoneCounter
+    from fdcache.controller.layers import LayerDoneCounter
     from fdcache.errors import FdcacheError, LayerSwapTimeoutError
     from fdcache.hashing import MultimodalItem
     from fdcache.layout import KVLayout, Plane, PlaneKind
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from fdcache.settings.cache import CacheSettings, EvictionPolicy, WritePolicy
     from fdcache.settings.transfer import TransferSettings
     from fdcache.tasks import AsyncTaskHandler
-    from fdcache.tiers import BlockPool
+    from fdcache.tiers.pool import BlockPool
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "fdcache.controller.cache_controller": ("CacheController",),
-    "fdcache.controller.layer_counter": ("LayerDoneCounter",),
+    "fdcache.controller.layers": ("LayerDoneCounter",),
     "fdcache.errors": ("FdcacheError", "LayerSwapTimeoutError"),
     "fdcache.hashing": ("MultimodalItem",),
     "fdcache.layout": ("KVLayout", "Plane", "PlaneKind"),
@@ -66,7 +66,7 @@ _HOMES = {
     "fdcache.settings.cache": ("CacheSettings", "EvictionPolicy", "WritePolicy"),
     "fdcache.settings.transfer": ("TransferSettings",),
     "fdcache.tasks": ("AsyncTaskHandler",),
-    "fdcache.tiers": ("BlockPool",),
+    "fdcache.tiers.pool": ("BlockPool",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -66,7 +66,7 @@ def check(
 
     It starts nothing, so that it can run as an init container.
     """
-    from fdcache.server.preflight import preflight_of_an_environment
+    from fdcache.service.server.preflight import preflight_of_an_environment
     from fdcache.settings import Severity, survey
     from fdcache.settings.problems import strictly
 

@@ -14,7 +14,7 @@ from fdcache_cli import errors, output
 
 if TYPE_CHECKING:
     from fdcache.devices.calibration import Calibration
-    from fdcache.server.machine_report import Finding
+    from fdcache.service.server.machine_setup import Finding
 
 
 def init(
@@ -56,21 +56,21 @@ def init(
             param_hint="--check",
         )
     from fdcache.devices.topology import find_gpu, visible_gpus
-    from fdcache.node.address import load_settings
-    from fdcache.server import machine_report, machine_setup
+    from fdcache.service.server import machine_setup
+    from fdcache.service.wire.address import load_settings
 
     if plot is not None:
         from fdcache.devices.link_plot import require_plotting
 
         require_plotting(plot)
     settings = load_settings({})
-    removed = machine_report.clean_arenas(settings) if clean_arenas else []
+    removed = machine_setup.clean_arenas(settings) if clean_arenas else []
     made = [] if check else machine_setup.make_folders(settings)
-    findings = machine_report.examine(settings) + made
+    findings = machine_setup.examine(settings) + made
     kernels = _kernels(keep=not check) if _has_gpu(findings) else {}
     findings += kernels.values()
     if check:
-        findings += machine_report.calibrations(settings) if _has_gpu(findings) else []
+        findings += machine_setup.calibrations(settings) if _has_gpu(findings) else []
     else:
         findings.append(machine_setup.write_env_file(env_file or machine_setup.default_env_file(), findings))
     if not json:
@@ -109,11 +109,11 @@ def _has_gpu(findings: Sequence[Finding]) -> bool:
 def _kernels(*, keep: bool) -> dict[str, Finding]:
     """Whether the swap kernels compile, by GPU; without ``keep`` nothing stays on disk of what is compiled."""
     from fdcache.devices.topology import visible_gpus
-    from fdcache.server import machine_report
+    from fdcache.service.server import machine_setup
 
     if not keep:
         os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-    return machine_report.kernels(visible_gpus())
+    return machine_setup.kernels(visible_gpus())
 
 
 def _show_machine(findings: Sequence[Finding], removed: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fdcache.client.tool import Client
+from fdcache.service.client.tool import Client
 from fdcache_cli import output
 from fdcache_cli.service_view import Json, ServerOption, connect, seconds
 
@@ -32,7 +32,7 @@ def explain(
     json: Json = False,
 ) -> None:
     """Tell of each block of a prompt where it is, or which one broke the run and when it was evicted."""
-    from fdcache.node.address import load_settings
+    from fdcache.service.wire.address import load_settings
 
     ahead = load_settings({"FDCACHE_LOOKAHEAD_TOKENS": lookahead}).cache.lookahead_tokens
     with connect(server) as client:

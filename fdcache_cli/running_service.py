@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fdcache.errors import FdcacheError, ProtocolError
-from fdcache.node.address import default_address, socket_path
+from fdcache.service.wire.address import default_address, socket_path
 from fdcache.settings import Settings, Source
 from fdcache.settings.in_force import InForce
 
 if TYPE_CHECKING:
-    from fdcache.client.tool import Client
+    from fdcache.service.client.tool import Client
 
 _SECONDS = 0.25
 """What a service gets that nobody asked for by name."""
@@ -72,7 +72,7 @@ def find_service(settings: Settings) -> RunningService | None:
     try:
         if not is_served(address):
             return None
-        from fdcache.client.tool import Client  # loaded where there is somebody to talk to
+        from fdcache.service.client.tool import Client  # loaded where there is somebody to talk to
 
         with Client(address, timeout=_SECONDS) as client:
             return ask_service(client)

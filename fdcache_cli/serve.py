@@ -16,7 +16,7 @@ from fdcache_cli.errors import print_problems
 from fdcache_cli.progress import Advance, progress_bars
 
 if TYPE_CHECKING:
-    from fdcache.server.lifecycle import Server
+    from fdcache.service.server.lifecycle import Server
 
 
 def serve(
@@ -54,11 +54,11 @@ def serve(
 
     SIGTERM drains and ends it; a second signal ends it at once.
     """
-    from fdcache.node.address import load_settings
-    from fdcache.server import logs
-    from fdcache.server.lifecycle import Server
-    from fdcache.server.preflight import require_ready
-    from fdcache.server.signals import ended_by_signals
+    from fdcache.service.server import process
+    from fdcache.service.server.lifecycle import Server
+    from fdcache.service.server.preflight import require_ready
+    from fdcache.service.server.process import ended_by_signals
+    from fdcache.service.wire.address import load_settings
 
     settings = load_settings(
         {
@@ -81,7 +81,7 @@ def serve(
         output.print_line(f"the settings are right; fingerprint {settings.fingerprint}")
         return
     print_problems(settings.misspelt, sys.stderr)
-    logs.configure(settings)
+    process.configure(settings)
     server = Server(settings)
     with ended_by_signals(lambda: server.is_serving, lambda force: server.stop(force=force)):
         _serve(server, settings)
@@ -101,7 +101,7 @@ def _serve_with(server: Server, settings: Settings, advance: Advance | None) -> 
         else:
             server.start(advance)
         if where.http is not None:
-            from fdcache.server.http import HttpServer, make_app
+            from fdcache.service.server.http import HttpServer, make_app
 
             keys = tuple(key.get_secret_value() for key in settings.service.api_keys)
             try:
@@ -140,8 +140,8 @@ def _say_ready() -> None:
 
 
 def _screen(server: Server, settings: Settings, port: int | None) -> None:
-    from fdcache.server.leftovers import find_arenas
-    from fdcache.server.lifecycle import parse_http
+    from fdcache.service.server.arena import find_arenas
+    from fdcache.service.server.lifecycle import parse_http
 
     arena = server.arena
     http = parse_http(settings.server.http_address)

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fdcache.client.tool import Client
 from fdcache.errors import ServiceUnavailableError
-from fdcache.node.figures import number
+from fdcache.service.client.tool import Client
+from fdcache.service.wire.figures import number
 from fdcache.settings import Severity
 from fdcache_cli.errors import print_problems
 from fdcache_cli.running_service import is_served
@@ -40,7 +40,7 @@ def connect(server: str | None) -> Client:
     Wrong settings that do not concern the address are only told of. Raises ``ServiceUnavailableError`` where no process
     listens that this user may speak to.
     """
-    from fdcache.node.address import find_address, socket_path
+    from fdcache.service.wire.address import find_address, socket_path
 
     address, others = find_address({"FDCACHE_SERVER": server})
     print_problems((replace(each, severity=Severity.WARNING) for each in others), sys.stderr)

@@ -16,9 +16,9 @@ from fdcache.devices.calibration import Calibration, load_calibration, save_cali
 from fdcache.devices.policy import make_policy
 from fdcache.devices.topology import Gpu
 from fdcache.metadata import TransferPlan
-from fdcache.node.address import load_settings
-from fdcache.server import logs
-from fdcache.server.lifecycle import Server
+from fdcache.service.server import process
+from fdcache.service.server.lifecycle import Server
+from fdcache.service.wire.address import load_settings
 from fdcache.settings import Settings
 from fdcache.storage.mooncake_client import ClientOptions
 from tests.fastdeploy_help import fd_config
@@ -154,7 +154,7 @@ def namespace(server: Server) -> Any:
 
 
 def drains_for(server: Server) -> object:
-    with mock.patch("fdcache.server.lifecycle.time.monotonic", return_value=0.0):
+    with mock.patch("fdcache.service.server.lifecycle.time.monotonic", return_value=0.0):
         server.stop()
     return server._drain_until
 
@@ -164,7 +164,7 @@ def formatter(server: Server) -> object:
     before = (logger.handlers[:], logger.level, logger.propagate)
     logger.handlers = []
     try:
-        logs.configure(server.settings)
+        process.configure(server.settings)
         return type(logger.handlers[0].formatter).__name__
     finally:
         logger.handlers, logger.level, logger.propagate = before
@@ -367,7 +367,7 @@ def look_at_replay(look: Look) -> object:
 
 def look_at_serve(look: Look) -> object:
     """A service as `fdcache serve` makes it, where an earlier one of the same address has died."""
-    from fdcache.server import arena
+    from fdcache.service.server import arena
 
     with mock.patch.object(arena, "_allocate_all", wraps=arena._allocate_all) as allocate:
         earlier = Server(load_settings({}))

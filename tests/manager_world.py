@@ -8,7 +8,7 @@ from typing import Any
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, MatchStatus, Request
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers import host_block_bytes
+from fdcache.tiers.host import host_block_bytes
 from tests.property.engine_model import BLOCK, Engine, Job
 from tests.service_help import LocalService, until
 

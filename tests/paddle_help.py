@@ -27,7 +27,7 @@ from examples.paddle_engine.task import Task
 from examples.paddle_engine.worker import StepResult, Worker
 from fdcache import TransferPlan
 from fdcache.devices.base import Device
-from fdcache.tiers import host_block_bytes
+from fdcache.tiers.host import host_block_bytes
 
 GQA = ModelConfig(vocab=256, hidden=48, layers=3, heads=4, kv_heads=2, head_dim=12, ffn=64)
 MLA = replace(GQA, latent_dim=16, rope_dim=8)

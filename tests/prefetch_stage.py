@@ -107,7 +107,7 @@ def prefetch_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
             retry_after=0.0,
         )
 
-    monkeypatch.setattr("fdcache.server.storage_opening.open_storage", open_slow)
+    monkeypatch.setattr("fdcache.service.server.storage_opening.open_storage", open_slow)
     with local_service(
         tmp_path,
         FDCACHE_STORAGE="local",

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from fdcache.client.tool import Client
 from fdcache.errors import ServiceError
-from fdcache.server.lifecycle import Server
+from fdcache.service.client.tool import Client
+from fdcache.service.server.lifecycle import Server
 from fdcache.settings import Settings
 
 TIMEOUT = 60.0

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fdcache.node.connection import Connection
-from fdcache.node.liveness import LiveFile
-from fdcache.node.protocol import Refused, Register, Registered, Request
+from fdcache.service.wire.connection import Connection
+from fdcache.service.wire.liveness import LiveFile
+from fdcache.service.wire.protocol import Refused, Register, Registered, Request
 from tests.service_engine import layout
 from tests.service_help import TIMEOUT, LocalService
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fdcache import _core
-from fdcache.controller.host_arena import HostArena
+from fdcache.controller.arena import HostArena
 from fdcache.devices.cpu import CpuDevice
 from fdcache.layout import KVLayout
 from fdcache.settings.storage_tier import FsyncPolicy

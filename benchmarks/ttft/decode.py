@@ -16,7 +16,7 @@ from benchmarks.ttft.common import Row, Tokens, prompt, timed
 from benchmarks.ttft.model import Shape
 from benchmarks.ttft.server import Server, Spent
 from fdcache import Request
-from fdcache.manager.stats import Counters
+from fdcache.tiers.statistics import Counters
 
 _STEPS = 48
 _PER_VISIT = 16

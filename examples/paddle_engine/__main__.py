@@ -17,8 +17,8 @@ from examples.paddle_engine.ranks import RankProcesses
 from examples.paddle_engine.worker import Worker
 from examples.paddle_engine.workload import Traffic
 from fdcache import WritePolicy
-from fdcache.client.tool import Client
 from fdcache.errors import FdcacheError
+from fdcache.service.client.tool import Client
 
 
 @dataclass(frozen=True, slots=True)

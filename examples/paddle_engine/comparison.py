@@ -13,8 +13,8 @@ from rich.table import Table
 
 from examples.paddle_engine.task import Task
 from fdcache import CacheManager
-from fdcache.manager.stats import Counters
 from fdcache.settings.parsing import format_size
+from fdcache.tiers.statistics import Counters
 
 NEAR_TIE = 1e-3
 """In ordinary mode a token may differ where both runs' two best scores are closer than this: a rounding that makes two

@@ -19,7 +19,7 @@ from fdcache import (
     TransferReport,
 )
 from fdcache.metadata import StorageScan
-from fdcache.tiers.host_cache import HostCache
+from fdcache.tiers.host import HostCache
 
 
 @dataclass(frozen=True, slots=True)

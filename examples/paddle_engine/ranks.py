@@ -17,7 +17,7 @@ from examples.paddle_engine.config import EngineConfig, ModelConfig
 from examples.paddle_engine.worker import StepResult, Worker
 from fdcache import TransferPlan
 from fdcache.metadata import StorageScan
-from fdcache.tiers.host_cache import HostCache
+from fdcache.tiers.host import HostCache
 
 _MOST_ROWS = 4096
 

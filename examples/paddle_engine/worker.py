@@ -22,7 +22,7 @@ from fdcache import CacheController, TransferPlan, TransferReport
 from fdcache.devices.base import Device
 from fdcache.integrations.paddle import allocate_planes, current_device, current_stream
 from fdcache.metadata import StorageScan
-from fdcache.tiers.host_cache import HostCache
+from fdcache.tiers.host import HostCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,13 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from fdcache.controller.arena import HostArena, Progress
 from fdcache.controller.device_planes import allocate_planes, bind_tensors
-from fdcache.controller.execution import PlanExecution, Transfer, reason_of, refused_executions
-from fdcache.controller.host_arena import HostArena, Progress
-from fdcache.controller.in_flight import PlansInFlight
-from fdcache.controller.layer_counter import LayerDoneCounter, LayerEvents
-from fdcache.controller.process_guard import ProcessGuard, close_at_exit, forget_at_exit
-from fdcache.controller.storage_transfers import StorageQueue, StorageTransfer
+from fdcache.controller.layers import LayerDoneCounter, LayerEvents
 from fdcache.controller.transfers import TransferQueue
 from fdcache.devices.base import Device, DevicePlanes, Stream
 from fdcache.devices.cpu import CpuDevice
+from fdcache.devices.execution import PlanExecution, PlansInFlight, Transfer, reason_of, refused_executions
 from fdcache.errors import (
     CacheNotReadyError,
     DeviceError,
@@ -29,6 +26,7 @@ from fdcache.errors import (
     TransferTimeoutError,
 )
 from fdcache.layout import KVLayout
+from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
 from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.checks import require_host_tier
@@ -37,10 +35,11 @@ from fdcache.settings.transfer import TransferSettings, Verify
 from fdcache.storage.connector import BlockStorage, PlacedStorage, StorageStats
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
-from fdcache.tiers.host_cache import HostCache
+from fdcache.storage.queue import StorageQueue, StorageTransfer
+from fdcache.tiers.host import HostCache
 
 if TYPE_CHECKING:
-    from fdcache.controller.shared_arena import SharedHostArena
+    from fdcache.service.client.arena import SharedHostArena
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +156,7 @@ class CacheController:
             if host is None:
                 host = HostCache.of(self._settings_in_force().cache, self.layout)
             if isinstance(host, HostCache) and host.server is not None:
-                from fdcache.controller.shared_arena import SharedHostArena  # brings the network library
+                from fdcache.service.client.arena import SharedHostArena  # brings the network library
 
                 self._arena = SharedHostArena(host, self.layout, self.rank, self.device)
             elif blocks := host.num_blocks if isinstance(host, HostCache) else host:

@@ -31,7 +31,7 @@ from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exporte
 from fdcache.devices.validation import check_pairs
 from fdcache.errors import TensorError
 from fdcache.layout import Plane
-from fdcache.settings.machine import memory
+from fdcache.machine.runtime import memory
 from fdcache.settings.transfer import TransferSettings, Verify
 
 _DLPACK_CPU = 1

@@ -6,7 +6,7 @@ and reports itself; with the plug-in (``fastdeploy_plugin``) they travel by them
 every member.
 """
 
-from fdcache.controller.layer_counter import LayerDoneCounter
+from fdcache.controller.layers import LayerDoneCounter
 from fdcache.errors import LayerSwapTimeoutError
 from fdcache.integrations.fastdeploy_config import layout_from_config, settings_from_config
 from fdcache.integrations.fastdeploy_controller import CacheController

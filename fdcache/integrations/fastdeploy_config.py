@@ -15,7 +15,7 @@ from fdcache.settings.cache import CacheSettings
 from fdcache.settings.problems import error
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings
-from fdcache.tiers import host_block_bytes
+from fdcache.tiers.host import host_block_bytes
 
 _BLOCK_FP8, _INT4 = "block_wise_fp8", "int4_zp"
 _BLOCKS, _MEMORY = "FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY"

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from fdcache.controller.cache_controller import CacheController as Controller
-from fdcache.controller.layer_counter import LayerDoneCounter
+from fdcache.controller.layers import LayerDoneCounter
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import CacheNotReadyError, LayoutError
@@ -23,7 +23,7 @@ from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, Transf
 from fdcache.planes import PlaneKind
 from fdcache.settings.transfer import TransferSettings
 from fdcache.storage.connector import BlockStorage
-from fdcache.tiers.host_cache import HostCache
+from fdcache.tiers.host import HostCache
 
 _NAMES = {PlaneKind.KEY_SCALE: "key_cache_scales", PlaneKind.VALUE_SCALE: "value_cache_scales"}
 

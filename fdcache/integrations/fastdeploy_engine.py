@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fdcache.controller.layer_counter import LayerDoneCounter
+from fdcache.controller.layers import LayerDoneCounter
 from fdcache.errors import CacheNotReadyError, ConfigurationError, FdcacheError
 from fdcache.integrations.fastdeploy_config import layout_from_config, load_settings, quantisation
 from fdcache.integrations.fastdeploy_controller import CacheController as Controller
@@ -20,7 +20,7 @@ from fdcache.integrations.fastdeploy_manager import CacheManager as Manager
 from fdcache.integrations.fastdeploy_variables import is_preempted
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
-from fdcache.node.address import default_runtime_dir, make_runtime_dir
+from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
 from fdcache.settings import Settings
 
 logger = logging.getLogger(__name__)

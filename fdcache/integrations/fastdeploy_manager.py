@@ -33,7 +33,7 @@ from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.host_cache import HostCache
+from fdcache.tiers.host import HostCache
 
 
 class CacheManager:

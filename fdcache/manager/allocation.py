@@ -5,14 +5,14 @@ from __future__ import annotations
 from fdcache._core import BlockList
 from fdcache.errors import IntegrityError
 from fdcache.layout import KVLayout
-from fdcache.manager.blocks import Blocks, parents_of
-from fdcache.manager.ledger import LoadRange, OpenPlan
 from fdcache.manager.live_requests import LiveRequests
 from fdcache.manager.requests import HostRun, Request
 from fdcache.manager.results import NO_BLOCKS, Allocation, AllocationFailure
-from fdcache.manager.stats import Counters
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose
+from fdcache.plans.blocks import Blocks, parents_of
+from fdcache.plans.ledger import LoadRange, OpenPlan
+from fdcache.tiers.statistics import Counters
 
 
 class BlockAllocator:

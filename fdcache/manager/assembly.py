@@ -8,15 +8,15 @@ from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.prefetch import Prefetcher, Prefetching, RemotePrefetcher
-from fdcache.manager.stats import Counters
-from fdcache.manager.storage_tier import StorageTier, make_index
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import EXTENT_BYTES, CacheLevel
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers import HOST_SPARE, BlockPool, HostTier, LocalHostTier
-from fdcache.tiers.host_cache import HostCache
+from fdcache.tiers.host import HostCache, HostTier, LocalHostTier
+from fdcache.tiers.pool import HOST_SPARE, BlockPool
+from fdcache.tiers.statistics import Counters
+from fdcache.tiers.storage import StorageTier, make_index
 
 
 def make_tiers(
@@ -53,8 +53,8 @@ def _make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSe
     if settings.server is None:
         blocks = HostCache.of(settings, layout).num_blocks
         return _own_host(settings, layout, blocks) if blocks else None
-    from fdcache.node.protocol import FetchTerms
-    from fdcache.tiers.remote import RemoteHostTier  # brings the network library
+    from fdcache.service.client.remote_tier import RemoteHostTier  # brings the network library
+    from fdcache.service.wire.protocol import FetchTerms
 
     if storage.is_on:
         raise ConfigurationError(
@@ -98,7 +98,7 @@ def _make_prefetcher(
         return Prefetcher(settings, device, storage.reads)
     if host is None or isinstance(host, LocalHostTier):
         return None
-    from fdcache.tiers.remote import RemoteHostTier
+    from fdcache.service.client.remote_tier import RemoteHostTier
 
     assert isinstance(host, RemoteHostTier)
     return RemotePrefetcher(device, host)

@@ -14,14 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache._core import BlockList
-from fdcache.manager.block_queue import BlockQueue
-from fdcache.manager.blocks import Blocks, parted, with_absent_above
-from fdcache.manager.ledger import OpenPlan
-from fdcache.manager.stats import Counters
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
+from fdcache.plans.blocks import BlockQueue, Blocks, parted, with_absent_above
+from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers import BlockPool, HostTier
-from fdcache.tiers.codes import ABSENT, NO_PARENT, RESERVED, STORED
+from fdcache.tiers.host import HostTier
+from fdcache.tiers.pool import ABSENT, NO_PARENT, RESERVED, STORED, BlockPool
+from fdcache.tiers.statistics import Counters
 
 _MOST_IN_FLIGHT = 1024
 _SHARE = 4

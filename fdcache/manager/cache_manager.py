@@ -11,7 +11,6 @@ import msgspec
 from fdcache.errors import PlanError, RequestStateError
 from fdcache.layout import KVLayout
 from fdcache.manager.allocation import BlockAllocator
-from fdcache.manager.events import CacheEvent
 from fdcache.manager.lookup import PrefixLookup
 from fdcache.manager.requests import Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
@@ -25,6 +24,7 @@ from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_lookup
+from fdcache.tiers.events import CacheEvent
 
 
 class CacheManager(CacheView):

@@ -1,4 +1,4 @@
-"""The look-up of a prompt: the longest prefix that is on the device, then in the host tier, pinned."""
+"""How much of a cached prefix may be reused: whole cells of the engine's grid."""
 
 from __future__ import annotations
 
@@ -8,19 +8,43 @@ from dataclasses import dataclass
 import numpy as np
 
 from fdcache._core import MatchRun
+from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
-from fdcache.manager.ledger import OpenPlan
 from fdcache.manager.live_requests import LiveRequests
 from fdcache.manager.requests import HostRun, Request
 from fdcache.manager.results import MatchResult, MatchStatus
-from fdcache.manager.reuse import ReuseLimit
-from fdcache.manager.stats import Counters
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray
+from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers import HostMatch
-from fdcache.tiers.codes import ABSENT
-from fdcache.tiers.host_tier import NOTHING
+from fdcache.tiers.host import NOTHING, HostMatch
+from fdcache.tiers.pool import ABSENT
+from fdcache.tiers.statistics import Counters
+
+
+class ReuseLimit:
+    """Cuts what a look-up found.
+
+    An engine that computes on a fixed grid gives the same bits for a hit and a miss only if the hit ends on that
+    grid. Raises ``ConfigurationError`` for a grid that neither divides the block size nor is a multiple of it.
+    """
+
+    def __init__(self, settings: CacheSettings, block_size: int) -> None:
+        grid = settings.reuse_grid or block_size
+        if grid % block_size and block_size % grid:
+            raise ConfigurationError(
+                f"reuse_grid: {grid} tokens neither divide the block size {block_size} nor are a multiple of it"
+            )
+        self._cell = max(grid // block_size, 1)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it ever cuts anything."""
+        return self._cell > 1
+
+    def allowed(self, blocks: int) -> int:
+        """How many of so many leading blocks may be reused."""
+        return blocks // self._cell * self._cell
 
 
 @dataclass(slots=True)

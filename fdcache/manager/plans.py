@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.manager.publishing import Publisher
 from fdcache.manager.results import LoadOutcome
-from fdcache.manager.stats import Counters
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
+from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.tiers.statistics import Counters
 
 
 class Plans:

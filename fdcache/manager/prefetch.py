@@ -5,15 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from fdcache.manager.ledger import OpenPlan
-from fdcache.manager.reads import StorageReads, leading_ready
 from fdcache.manager.requests import Request
 from fdcache.metadata import HashArray
+from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
-from fdcache.tiers import BlockPool, HostMatch
+from fdcache.tiers.host import HostMatch
+from fdcache.tiers.pool import BlockPool
+from fdcache.tiers.storage_reads import StorageReads, leading_ready
 
 if TYPE_CHECKING:
-    from fdcache.tiers.remote import RemoteHostTier
+    from fdcache.service.client.remote_tier import RemoteHostTier
 
 
 class Prefetching(Protocol):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from fdcache.layout import KVLayout
-from fdcache.manager.blocks import ROOT
-from fdcache.manager.ledger import InFlightPlan, LoadRange
 from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, LoadStatus
-from fdcache.manager.stats import Counters
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose
+from fdcache.plans.blocks import ROOT
+from fdcache.plans.ledger import InFlightPlan, LoadRange
+from fdcache.tiers.statistics import Counters
 
 
 class Publisher:

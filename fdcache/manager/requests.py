@@ -13,7 +13,7 @@ from fdcache.hashing import MultimodalItem, TokenBlocks, Tokens, root_hash
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
 
 if TYPE_CHECKING:
-    from fdcache.manager.fetch import Fetch
+    from fdcache.tiers.fetches import Fetch
 
 
 class BlockTable:

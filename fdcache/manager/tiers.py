@@ -9,15 +9,16 @@ from fdcache._core import MatchRun
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
-from fdcache.manager.events import CacheEvent, events_of
-from fdcache.manager.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.manager.prefetch import Prefetching
 from fdcache.manager.requests import Request
-from fdcache.manager.settlement import settle
-from fdcache.manager.stats import Counters, MemoryUsage
-from fdcache.manager.storage_tier import StorageTier
 from fdcache.metadata import BlockNode, CacheLevel, HashArray, SwapPurpose
-from fdcache.tiers import BlockPool, HostTier, LocalHostTier
+from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.tiers.completion import settle
+from fdcache.tiers.events import CacheEvent, events_of
+from fdcache.tiers.host import HostTier, LocalHostTier
+from fdcache.tiers.pool import BlockPool
+from fdcache.tiers.statistics import Counters, MemoryUsage
+from fdcache.tiers.storage import StorageTier
 
 
 @dataclass(frozen=True, slots=True)

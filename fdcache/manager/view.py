@@ -15,13 +15,13 @@ from fdcache.manager.live_requests import LiveRequests
 from fdcache.manager.plans import Plans
 from fdcache.manager.publishing import Publisher
 from fdcache.manager.requests import Request
-from fdcache.manager.stats import CacheStats, Counters, MemoryUsage, TierUsage
 from fdcache.metadata import BlockNode, CacheLevel, SwapPurpose
-from fdcache.node.traffic import Traffic
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.host_cache import HostCache
+from fdcache.tiers.host import HostCache
+from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage
+from fdcache.tiers.traffic import Traffic
 
 
 class ManagerState(StrEnum):

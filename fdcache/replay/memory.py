@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fdcache.controller.memory_budget import available_memory
 from fdcache.errors import ReplayOptionError
+from fdcache.machine.memory import available_memory
 from fdcache.replay.config import ReplayConfig
 from fdcache.settings.parsing import readable_size
-from fdcache.tiers import host_block_bytes
+from fdcache.tiers.host import host_block_bytes
 
 
 def require_memory(config: ReplayConfig) -> None:

@@ -21,7 +21,7 @@ from fdcache.settings.storage_tier import StorageTierSettings
 from fdcache.settings.transfer import TransferSettings, Verify
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
-from fdcache.tiers import HostCache
+from fdcache.tiers.host import HostCache
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is."""

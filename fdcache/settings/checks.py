@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from fdcache.machine.runtime import Memory
 from fdcache.settings.cache import WritePolicy
-from fdcache.settings.machine import Memory
 from fdcache.settings.parsing import format_size
 from fdcache.settings.problems import Problem, SettingsError, Severity, disagreement
 from fdcache.settings.sources import Source

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fdcache.machine.runtime import memory
 from fdcache.settings import names
 from fdcache.settings.checks import cross_checks
 from fdcache.settings.derived import with_derived
-from fdcache.settings.machine import memory
 from fdcache.settings.problems import Problem, SettingsError, Severity, warning
 from fdcache.settings.reading import open_sources
 from fdcache.settings.sources import FILE_SUFFIX, Candidate

@@ -19,7 +19,7 @@ from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
 from examples.paddle_engine.sampling import Sample
 from examples.paddle_engine.task import Task
 from fdcache import _core
-from fdcache.manager.stats import Counters
+from fdcache.tiers.statistics import Counters
 from tests.service_help import local_service, until
 
 ROOT = Path(__file__).parent.parent.parent

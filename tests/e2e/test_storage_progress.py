@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.client.tool import Client
 from fdcache.errors import ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.replay.options import Shape
+from fdcache.service.client.tool import Client
 from tests.service_help import until
 from tests.storage_help import Records, open_store, path_hashes
 

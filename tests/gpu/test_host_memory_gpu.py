@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fdcache import _core
-from fdcache.controller import host_arena
-from fdcache.controller.host_arena import HostArena
+from fdcache.controller import arena as arena_module
+from fdcache.controller.arena import HostArena
 from fdcache.devices.cuda import CudaDevice
 from tests.gpu.test_cuda_device import run_python
 from tests.gpu.test_cuda_swaps import ALL, METHODS, WIDE, shuffled
@@ -19,7 +19,7 @@ from tests.unit.test_host_arena import memory_policy
 
 def test_an_arena_is_pinned_by_extents_and_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = WIDE["128 KiB"]
-    monkeypatch.setattr(host_arena, "EXTENT_BYTES", 4 * layout.record_bytes)
+    monkeypatch.setattr(arena_module, "EXTENT_BYTES", 4 * layout.record_bytes)
     told: list[tuple[int, int]] = []
     arena = HostArena(layout, 18, CudaDevice(), lambda ready, total: told.append((ready, total)))
     total = 5 * 4 * layout.record_bytes

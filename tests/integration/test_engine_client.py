@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdcache.client import AsyncEngineClient, EngineClient
 from fdcache.controller.cache_controller import CacheController
 from fdcache.hashing import TokenBlocks, root_hash
-from fdcache.manager.events import BlockStored
 from fdcache.metadata import HashArray, TransferPlan, TransferReport
+from fdcache.service.client import AsyncEngineClient, EngineClient
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.transfer import TransferSettings
+from fdcache.tiers.events import BlockStored
 from tests.service_engine import BLOCK, layout
 from tests.service_help import TIMEOUT, LocalService, local_service, until
 

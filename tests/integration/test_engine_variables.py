@@ -178,13 +178,13 @@ class TestService:
     def test_log_level_files_and_their_number(
         self, values: dict[str, str], level: str, tmp_path: Path
     ) -> None:
-        from fdcache.server import logs
+        from fdcache.service.server import process
 
         logger = logging.getLogger("fdcache")
         former = (logger.handlers[:], logger.level, logger.propagate)
         try:
             given = {"FD_LOG_DIR": str(tmp_path / "logs"), "FD_LOG_BACKUP_COUNT": "3", **values}
-            logs.configure(Settings.load(environ=given))
+            process.configure(Settings.load(environ=given))
             (file,) = [
                 each
                 for each in logger.handlers

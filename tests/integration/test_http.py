@@ -11,7 +11,7 @@ import schemathesis
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 
-from fdcache.server.http import make_app
+from fdcache.service.server.http import make_app
 from tests.service_engine import PROMPT, Engine
 from tests.service_help import LocalService, local_service, until
 
@@ -100,7 +100,7 @@ def test_views_and_commands(web: TestClient) -> None:
 
 
 def test_without_a_service_it_says_so(tmp_path: Path) -> None:
-    from fdcache.server import http
+    from fdcache.service.server import http
 
     web = TestClient(http.make_app(f"ipc://{tmp_path}/none.sock", (), timeout=0.2))
     assert web.get("/healthz").status_code == 200

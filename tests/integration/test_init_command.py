@@ -14,7 +14,7 @@ import pytest
 from fdcache.devices.calibration import Calibration, Measurement
 from fdcache.devices.link_plot import require_plotting, write_plot
 from fdcache.errors import ConfigurationError
-from fdcache.server.arena import Arena
+from fdcache.service.server.arena import Arena
 from fdcache.settings import Settings
 from tests.gpu.conftest import missing_gpu
 
@@ -123,7 +123,7 @@ class TestPreparing:
 
 WITH_A_GPU = """
 from fdcache.devices import topology
-from fdcache.server import machine_report
+from fdcache.service.server import machine_report
 gpu = topology.Gpu(0, "GPU-1", "H200", 13000, "0000:01:00.0", "PCIe 5 x16", 0, 132, 1 << 37)
 topology.visible_gpus = machine_report.visible_gpus = lambda: [gpu]
 from fdcache_cli.main import run; run()

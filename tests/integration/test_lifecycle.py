@@ -19,15 +19,14 @@ import psutil
 import pytest
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
-from fdcache.node.connection import Connection
-from fdcache.node.liveness import LiveFile
-from fdcache.node.protocol import Register
-from fdcache.server.arena import Arena, node_cores
-from fdcache.server.huge_pages import huge_page_problem
-from fdcache.server.leftovers import find_arenas, foreign_arenas, remove_arena
-from fdcache.server.lifecycle import Server
-from fdcache.server.machine_report import clean_arenas, examine
-from fdcache.server.preflight import preflight
+from fdcache.machine.huge_pages import huge_page_problem
+from fdcache.service.server.arena import Arena, find_arenas, foreign_arenas, node_cores, remove_arena
+from fdcache.service.server.lifecycle import Server
+from fdcache.service.server.machine_setup import clean_arenas, examine
+from fdcache.service.server.preflight import preflight
+from fdcache.service.wire.connection import Connection
+from fdcache.service.wire.liveness import LiveFile
+from fdcache.service.wire.protocol import Register
 from fdcache.settings import Settings, Severity
 from tests.e2e.test_serve_command import run
 from tests.service_engine import PROMPT, Engine, layout, ready_blocks

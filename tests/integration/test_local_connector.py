@@ -16,7 +16,7 @@ from fdcache.storage.conformance import (
     path_of,
 )
 from fdcache.storage.connector import Outcome
-from fdcache.storage.local import LocalConnector
+from tests.local_connector import LocalConnector
 from tests.storage_help import open_store
 
 

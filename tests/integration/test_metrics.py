@@ -12,11 +12,11 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from fdcache.manager import Request
-from fdcache.node.connection import Connection
-from fdcache.node.histogram import BOUNDS
-from fdcache.node.liveness import LiveFile
-from fdcache.node.protocol import Heartbeat, Register
-from fdcache.server.http import make_app
+from fdcache.service.server.http import make_app
+from fdcache.service.wire.connection import Connection
+from fdcache.service.wire.liveness import LiveFile
+from fdcache.service.wire.protocol import Heartbeat, Register
+from fdcache.tiers.traffic import BOUNDS
 from tests.service_engine import BLOCK, PROMPT, Engine, layout, ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, until
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fdcache.controller.host_arena import HostArena
-from fdcache.controller.storage_transfers import StorageQueue, StorageTransfer
+from fdcache.controller.arena import HostArena
 from fdcache.devices.cpu import CpuDevice
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, StorageTask, SwapPurpose, TransferPlan
 from fdcache.storage.conformance import HostRecords, conformance_layout, path_of
 from fdcache.storage.connector import BatchResult, Outcome, StorageState
 from fdcache.storage.mooncake import MooncakeConnector
+from fdcache.storage.queue import StorageQueue, StorageTransfer
 from tests.mooncake_master import Master, find_master
 from tests.mooncake_node import Node
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdcache.client import AsyncEngineClient
 from fdcache.errors import ConfigurationError, LayoutError
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.manager import CacheManager, LoadStatus, Request
+from fdcache.service.client import AsyncEngineClient
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
 from tests.integration.test_engine_client import Blocks, array

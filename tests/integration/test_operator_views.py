@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fdcache.hashing import TokenBlocks, root_hash
-from fdcache.node.connection import Connection
-from fdcache.node.liveness import LiveFile
-from fdcache.node.protocol import Heartbeat, Register
+from fdcache.service.wire.connection import Connection
+from fdcache.service.wire.liveness import LiveFile
+from fdcache.service.wire.protocol import Heartbeat, Register
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache_cli.inspect_tree import draw_trees
 from tests.e2e.test_serve_command import run

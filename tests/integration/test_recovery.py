@@ -123,7 +123,7 @@ class TestRecovery:
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from fdcache.node.liveness import LiveFile
+from fdcache.service.wire.liveness import LiveFile
 held = LiveFile(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

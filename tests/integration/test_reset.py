@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.client.tool import Client
 from fdcache.errors import RefusedError
 from fdcache.hashing import tenant_key
 from fdcache.manager import Request
+from fdcache.service.client.tool import Client
 from tests.e2e.test_serve_command import run
 from tests.service_engine import PROMPT, Engine, ready_blocks
 from tests.service_help import LocalService, local_service, until

@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 
 from fdcache.errors import RefusedError
 from fdcache.replay.report import Report
-from fdcache.server.http import make_app
+from fdcache.service.server.http import make_app
 from fdcache.settings.cache import WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.storage.connector import BlockStorage
@@ -198,7 +198,7 @@ class TestReadiness:
             assert gate.wait(60)
             return open_storage(context)
 
-        monkeypatch.setattr("fdcache.server.storage_opening.open_storage", open_late)
+        monkeypatch.setattr("fdcache.service.server.storage_opening.open_storage", open_late)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
             notified.bind(str(tmp_path / "notify"))
             notified.setblocking(False)

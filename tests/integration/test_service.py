@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdcache.controller.shared_arena import SharedHostArena
 from fdcache.manager import CacheManager, LoadStatus, MatchStatus, Request
+from fdcache.service.client.arena import SharedHostArena
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_engine import (

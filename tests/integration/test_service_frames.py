@@ -9,10 +9,10 @@ import pytest
 
 from fdcache.errors import ServiceUnavailableError
 from fdcache.manager import Request as EngineRequest
-from fdcache.node.connection import Connection
-from fdcache.node.frames import VERSION, decode_answer
-from fdcache.node.liveness import LiveFile
-from fdcache.node.protocol import (
+from fdcache.service.wire.connection import Connection
+from fdcache.service.wire.frames import VERSION, decode_answer
+from fdcache.service.wire.liveness import LiveFile
+from fdcache.service.wire.protocol import (
     Ask,
     Attach,
     Events,

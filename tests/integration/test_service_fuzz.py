@@ -8,12 +8,12 @@ import numpy as np
 import psutil
 import pytest
 
-from fdcache.client.tool import Argument
 from fdcache.errors import ProtocolError
 from fdcache.manager import Request as EngineRequest
-from fdcache.node.frames import decode_answer, encode_request
-from fdcache.node.liveness import LiveFile
-from fdcache.node.protocol import (
+from fdcache.service.client.tool import Argument
+from fdcache.service.wire.frames import decode_answer, encode_request
+from fdcache.service.wire.liveness import LiveFile
+from fdcache.service.wire.protocol import (
     Ask,
     Attach,
     EndFetches,
@@ -28,7 +28,7 @@ from fdcache.node.protocol import (
     Release,
     Request,
 )
-from fdcache.node.traffic import Copied, Direction, Traffic
+from fdcache.tiers.traffic import Copied, Direction, Traffic
 from tests.service_engine import PROMPT, Engine, layout
 from tests.service_help import until
 from tests.service_line import Line, code, ints, register

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.client.tool import Client
 from fdcache.errors import ServiceError
-from fdcache.node.connection import Connection
-from fdcache.server import logs
+from fdcache.service.client.tool import Client
+from fdcache.service.server import process
+from fdcache.service.wire.connection import Connection
 from fdcache.settings import Settings
 from tests.service_engine import BLOCK, Engine, ready_blocks
 from tests.service_help import TIMEOUT, ServiceProcess, arguments, until
@@ -120,7 +120,7 @@ def test_without_a_terminal_the_lines_are_json_and_on_one_they_are_text(tmp_path
 @pytest.mark.parametrize("level", ["INFO", "DEBUG"])
 def test_the_level_is_the_one_asked_for(tmp_path: Path, logger: logging.Logger, level: str) -> None:
     given = {"FD_LOG_DIR": str(tmp_path), "FD_LOG_LEVEL": level}
-    logs.configure(Settings.load(environ={}, arguments=given))
+    process.configure(Settings.load(environ={}, arguments=given))
     logger.debug("detail")
     logger.info("event")
     text = (tmp_path / "fdcache-serve.log").read_text()
@@ -129,16 +129,16 @@ def test_the_level_is_the_one_asked_for(tmp_path: Path, logger: logging.Logger, 
 
 def test_a_name_in_a_line_of_text_cannot_begin_another_or_move_the_cursor() -> None:
     record = logging.LogRecord(
-        "fdcache.server", logging.WARNING, "", 0, "client %s is silent", ("a\x1b[2J\nERROR b",), None
+        "fdcache.service.server", logging.WARNING, "", 0, "client %s is silent", ("a\x1b[2J\nERROR b",), None
     )
-    line = logs.TextFormatter("%(levelname)s %(message)s").format(record)
+    line = process.TextFormatter("%(levelname)s %(message)s").format(record)
     assert line == r"WARNING client a\x1b[2J\nERROR b is silent"
 
 
 def test_so_many_days_are_kept(tmp_path: Path, logger: logging.Logger) -> None:
     for day in range(1, 6):
         (tmp_path / f"fdcache-serve.log.2020-01-0{day}").write_text("old\n")
-    logs.configure(
+    process.configure(
         Settings.load(environ={}, arguments={"FD_LOG_DIR": str(tmp_path), "FD_LOG_BACKUP_COUNT": 2})
     )
     logger.info("of today")
@@ -153,5 +153,5 @@ def test_so_many_days_are_kept(tmp_path: Path, logger: logging.Logger) -> None:
 
 
 def test_without_a_folder_no_file_is_written(tmp_path: Path, logger: logging.Logger) -> None:
-    logs.configure(Settings.load(environ={}, arguments={}))
+    process.configure(Settings.load(environ={}, arguments={}))
     assert [type(each) for each in logger.handlers] == [logging.StreamHandler]

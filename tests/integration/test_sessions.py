@@ -13,7 +13,7 @@ import pytest
 
 from fdcache.manager import LoadStatus, Request
 from fdcache.metadata import TransferPlan
-from fdcache.tiers.remote import RemoteHostTier
+from fdcache.service.client.remote_tier import RemoteHostTier
 from tests.service_engine import (
     BLOCK,
     PROMPT,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fdcache.manager import Request
-from fdcache.server.clients import Client
-from fdcache.server.namespace import Namespace
-from fdcache.server.recalls import Recalls
+from fdcache.service.server.clients import Client
+from fdcache.service.server.namespace import Namespace
+from fdcache.service.server.shares import Recalls
 from tests.service_engine import PROMPT, Engine, assert_nothing_is_held, layout
 from tests.service_help import LocalService, local_service, until
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fdcache.manager import CacheManager, MatchStatus, Request
+from fdcache.service.client.remote_tier import RemoteHostTier
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.remote import RemoteHostTier
 from tests.service_engine import layout
 from tests.service_help import service_process, until
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from fastapi.testclient import TestClient
 
-from fdcache.manager.stats import CacheStats, Counters
-from fdcache.server.http import make_app
+from fdcache.service.server.http import make_app
 from fdcache.settings import VARIABLES
 from fdcache.storage.connector import StorageStats
+from fdcache.tiers.statistics import CacheStats, Counters
 from tests.integration.test_serve_storage import BLOCKS, storage_settings
 from tests.service_engine import PROMPT, Engine
 from tests.service_help import local_service, until

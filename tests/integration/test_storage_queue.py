@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from fdcache import _core
-from fdcache.controller.host_arena import HostArena
-from fdcache.controller.storage_transfers import StorageQueue
+from fdcache.controller.arena import HostArena
 from fdcache.devices.cpu import CpuDevice
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageTask, SwapPurpose, TransferPlan
 from fdcache.storage.connector import BatchResult, RecordBatch, StorageStats
-from fdcache.storage.local import LocalConnector
+from fdcache.storage.queue import StorageQueue
+from tests.local_connector import LocalConnector
 from tests.service_help import TIMEOUT, until
 from tests.storage_help import open_store, path_hashes, storage_layout
 

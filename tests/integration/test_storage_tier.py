@@ -12,14 +12,14 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import CacheNotReadyError, ConfigurationError, PlanError
 from fdcache.hashing import hash_blocks, root_hash
 from fdcache.manager import CacheManager, MatchStatus, Request
-from fdcache.manager.events import BlocksCleared, BlockStored
 from fdcache.metadata import CacheLevel, CacheStatus, SwapPurpose
-from fdcache.node.traffic import Direction
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.settings.transfer import TransferSettings
 from fdcache.storage.connector import StorageState
-from fdcache.tiers import LocalHostTier
+from fdcache.tiers.events import BlocksCleared, BlockStored
+from fdcache.tiers.host import LocalHostTier
+from fdcache.tiers.traffic import Direction
 from tests.storage_engine import BLOCK, HOST_BLOCKS, LAYOUT, Engine, counters, store_a_path, tokens_of
 from tests.storage_help import MIB, open_store
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from fdcache.client import EngineClient
 from fdcache.hashing import NO_TENANT, TokenBlocks, root_hash, tenant_key
-from fdcache.server.http import make_app
+from fdcache.service.client import EngineClient
+from fdcache.service.server.http import make_app
 from tests.integration.test_engine_client import Blocks, array
 from tests.service_engine import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout, ready_blocks
 from tests.service_help import LocalService, local_service, until

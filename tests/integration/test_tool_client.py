@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.client import AsyncClient, Client
 from fdcache.errors import RefusedError, ServiceUnavailableError
+from fdcache.service.client import AsyncClient, Client
 from tests.service_help import local_service
 
 

@@ -46,8 +46,10 @@ def unpack() -> Path:
     if not home.is_dir():
         fresh = Path(tempfile.mkdtemp(prefix=home.name, dir=home.parent))
         with tarfile.open(archive) as content:
-            # Python before 3.11.4 has no filters.
-            content.extractall(fresh, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+            if sys.version_info >= (3, 11, 4):
+                content.extractall(fresh, filter="data")
+            else:
+                content.extractall(fresh)
         try:
             fresh.rename(home)
         except OSError:  # another process was faster

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from fdcache import _core
-from fdcache.controller.layer_counter import LayerDoneCounter
+from fdcache.controller.layers import LayerDoneCounter
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
 from tests.property.engine_model import GARBAGE, Prefix, Rank, Step
 from tests.swaps import PATIENCE, Worker

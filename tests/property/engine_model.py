@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fdcache import _core
-from fdcache.controller.shared_arena import SharedHostArena
 from fdcache.devices.cpu import CpuDevice
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, MatchStatus, Request
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport, TransferResult
 from fdcache.planes import Plane
+from fdcache.service.client.arena import SharedHostArena
 from tests.property.disk_model import Disk
 
 BLOCK = 4

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers import host_block_bytes
+from fdcache.tiers.host import host_block_bytes
 from tests.property.engine_model import BLOCK, Engine, Job, Rank, model_rank
 
 PROMPTS = st.builds(

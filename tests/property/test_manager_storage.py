@@ -13,12 +13,12 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, MatchStatus
-from fdcache.manager.ledger import OpenPlan
-from fdcache.manager.storage_index import LocalIndex
 from fdcache.metadata import SwapPurpose
+from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
 from fdcache.storage.slab_format import slots_for
+from fdcache.tiers.storage_index import LocalIndex
 from tests.property.engine_model import BLOCK, Engine
 from tests.property.test_manager import ManagerMachine, bounded
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdcache import _core
-from fdcache.controller import host_arena
+from fdcache.controller import arena
 from fdcache.layout import KVLayout
 from tests.swaps import Worker, plan
 
@@ -48,7 +48,7 @@ BLOCKS = 6
 def small_extents() -> Iterator[None]:
     """Arenas of several extents: two records or one in each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_arena, "EXTENT_BYTES", 2 * 4096)
+        patch.setattr(arena, "EXTENT_BYTES", 2 * 4096)
         yield
 
 

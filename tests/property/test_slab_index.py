@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from fdcache.metadata import HashArray
 from fdcache.storage.conformance import HostRecords, conformance_layout
 from fdcache.storage.connector import Outcome
-from fdcache.storage.local import LocalConnector
+from tests.local_connector import LocalConnector
 from tests.storage_help import open_store
 from tests.tier_help import chain, hashes
 

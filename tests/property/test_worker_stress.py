@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from fdcache.controller.layer_counter import LayerDoneCounter
+from fdcache.controller.layers import LayerDoneCounter
 from fdcache.devices.base import Stream
 from fdcache.devices.cpu import CpuEvent
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport

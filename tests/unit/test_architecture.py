@@ -16,30 +16,31 @@ ROOT = Path(fdcache.__file__ or "").parent.parent
 FOUNDATION = {
     "_core",
     "errors",
-    "fingerprint",
     "hashing",
     "layout",
+    "machine",
     "metadata",
     "planes",
     "settings",
     "tasks",
 }
+FLOORS = (
+    FOUNDATION,
+    {"plans"},
+    {"devices"},
+    {"storage"},
+    {"tiers"},
+    {"service"},
+    {"manager", "controller"},
+    {"replay", "integrations"},
+)
+"""From the bottom up. A room imports the floors below its own; rooms of one floor do not import each other."""
+
 MAY_IMPORT = {
-    **dict.fromkeys(FOUNDATION, FOUNDATION),
-    "envs": FOUNDATION,
-    "node": FOUNDATION,
-    "tiers": FOUNDATION | {"node"},
-    "devices": FOUNDATION,
-    "storage": FOUNDATION | {"node", "tiers"},
-    "manager": FOUNDATION | {"node", "tiers", "devices", "storage"},
-    "controller": FOUNDATION | {"node", "tiers", "devices", "storage"},
-    "client": FOUNDATION | {"node", "tiers", "devices", "storage", "manager", "controller"},
-    **{
-        room: FOUNDATION | {"node", "tiers", "devices", "storage", "manager", "controller", "client"}
-        for room in ("server", "replay")
-    },
-    "integrations": FOUNDATION | {"envs", "node", "tiers", "devices", "storage", "manager", "controller"},
-}
+    name: set().union(*FLOORS[:floor], FOUNDATION if name in FOUNDATION else {"envs"} if floor > 6 else set())
+    for floor, rooms in enumerate(FLOORS)
+    for name in rooms
+} | {"envs": FOUNDATION}
 
 
 def modules() -> dict[str, Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
-from fdcache.server.arena import Arena, extent_bytes
+from fdcache.service.server.arena import Arena, extent_bytes
 
 
 def arena(directory: Path) -> Arena:

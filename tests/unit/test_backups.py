@@ -9,11 +9,12 @@ import pytest
 
 from fdcache.manager import Request
 from fdcache.manager.backups import BackupPlanner
-from fdcache.manager.stats import Counters
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import CacheLevel
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers import BlockPool, LocalHostTier
+from fdcache.tiers.host import LocalHostTier
+from fdcache.tiers.pool import BlockPool
+from fdcache.tiers.statistics import Counters
 from tests.manager_world import TAIL, A, B, C, World
 from tests.property.engine_model import BLOCK
 from tests.tier_help import chain, hash_list, hashes, store

@@ -14,10 +14,10 @@ from fdcache.errors import CacheNotReadyError, ConfigurationError
 from fdcache.replay import planes
 from fdcache.replay.planes import DeviceName
 from fdcache.settings import Settings, SettingsError
-from fdcache.storage.local import LocalConnector
 from fdcache.storage.slab import SlabStore
-from fdcache.tiers import HostCache, host_block_bytes
+from fdcache.tiers.host import HostCache, host_block_bytes
 from tests.environment_help import GPU
+from tests.local_connector import LocalConnector
 
 LAYOUT = KVLayout.uniform(
     model="m", revision="1", block_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float16", tp_size=2

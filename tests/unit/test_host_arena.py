@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdcache.controller import host_arena
-from fdcache.controller.host_arena import HostArena
-from fdcache.controller.memory_budget import available_memory
+from fdcache.controller import arena as arena_module
+from fdcache.controller.arena import HostArena
 from fdcache.devices.base import PinnedMemory
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import HostMemoryError
+from fdcache.machine.memory import available_memory
 from tests.swaps import uniform_layout
 
 GIB = 1 << 30
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 def test_records_are_page_aligned_apart_and_within_one_extent(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = uniform_layout()
-    monkeypatch.setattr(host_arena, "EXTENT_BYTES", 3 * layout.record_bytes + 1)
+    monkeypatch.setattr(arena_module, "EXTENT_BYTES", 3 * layout.record_bytes + 1)
     arena = HostArena(layout, 10, CpuDevice())
     assert {extent.nbytes for extent in arena.extents} == {3 * layout.record_bytes}
     starts = [arena.table.record(slot).ctypes.data for slot in range(10)]
@@ -106,7 +106,7 @@ def test_every_page_is_there_at_once_huge_where_the_system_has_such() -> None:
 
 def test_progress_counts_the_extents_that_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = uniform_layout()
-    monkeypatch.setattr(host_arena, "EXTENT_BYTES", 3 * layout.record_bytes)
+    monkeypatch.setattr(arena_module, "EXTENT_BYTES", 3 * layout.record_bytes)
     told: list[tuple[int, int]] = []
     HostArena(layout, 10, CpuDevice(), lambda ready, total: told.append((ready, total)))
     assert told == [(3 * (i + 1) * layout.record_bytes, 12 * layout.record_bytes) for i in range(4)]
@@ -116,11 +116,11 @@ def test_a_large_arena_says_in_the_log_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     layout = uniform_layout()
-    monkeypatch.setattr(host_arena, "EXTENT_BYTES", 3 * layout.record_bytes)
-    caplog.set_level("INFO", logger=host_arena.__name__)
+    monkeypatch.setattr(arena_module, "EXTENT_BYTES", 3 * layout.record_bytes)
+    caplog.set_level("INFO", logger=arena_module.__name__)
     HostArena(layout, 10, CpuDevice())
     assert caplog.messages == ["host arena: 10 blocks in 4 extents ready"]
-    monkeypatch.setattr(host_arena, "_SECONDS_UNTIL_TOLD", 0.0)
+    monkeypatch.setattr(arena_module, "_SECONDS_UNTIL_TOLD", 0.0)
     HostArena(layout, 10, CpuDevice())
     assert caplog.messages[1:-1] == [f"host arena: {done} of 4 extents ready" for done in (1, 2, 3, 4)]
 
@@ -152,7 +152,7 @@ class UnpinnableDevice(CpuDevice):
 
 def test_memory_that_cannot_be_pinned_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = uniform_layout()
-    monkeypatch.setattr(host_arena, "EXTENT_BYTES", 3 * layout.record_bytes)
+    monkeypatch.setattr(arena_module, "EXTENT_BYTES", 3 * layout.record_bytes)
     device = UnpinnableDevice(most=2)
     with pytest.raises(HostMemoryError, match="locked"):
         HostArena(layout, 10, device)

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from fdcache.layout import KVLayout
-from fdcache.node.geometry import Geometry
-from fdcache.server.arena import Arena
-from fdcache.server.layout_memory import LayoutMemory
+from fdcache.service.server.arena import Arena
+from fdcache.service.server.layout_memory import LayoutMemory
+from fdcache.service.wire.extents import Geometry
 from tests.property.test_round_trips import COMMON
 from tests.swaps import uniform_layout
 

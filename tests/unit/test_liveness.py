@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from fdcache.node.liveness import LiveFile, Watch, earlier_processes
+from fdcache.service.wire.liveness import LiveFile, Watch, earlier_processes
 from tests.service_help import until
 
 _HOLDER = """
 import sys
 from pathlib import Path
-from fdcache.node.liveness import LiveFile
+from fdcache.service.wire.liveness import LiveFile
 import msgspec
 held = LiveFile(Path(sys.argv[1]))
 print(msgspec.json.encode(held.live).decode(), flush=True)

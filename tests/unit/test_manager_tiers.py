@@ -7,7 +7,6 @@ import pytest
 
 from fdcache.errors import ConfigurationError, PlanError
 from fdcache.manager import AllocationFailure, CacheManager, ManagerState, MatchStatus, Request
-from fdcache.manager.events import BlockRemoved, BlocksCleared, BlockStored, EventsLost
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
     CacheLevel,
@@ -16,7 +15,8 @@ from fdcache.metadata import (
     TransferResult,
 )
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers import LocalHostTier
+from fdcache.tiers.events import BlockRemoved, BlocksCleared, BlockStored, EventsLost
+from fdcache.tiers.host import LocalHostTier
 from tests.manager_world import TAIL, A, B, C, World, layout
 from tests.property.engine_model import BLOCK
 

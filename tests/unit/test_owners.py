@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fdcache.hashing import tenant_key
-from fdcache.server.departures import Departures, Reason
-from fdcache.tiers.owners import Owners
+from fdcache.service.client.remote_tier import Owners
+from fdcache.service.server.history import Departures, Reason
 
 A, B = tenant_key("a"), tenant_key("b")
 

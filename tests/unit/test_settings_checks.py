@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from fdcache.layout import KVLayout
+from fdcache.machine.runtime import Memory, memory
 from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Source, survey
 from fdcache.settings.checks import cross_checks
 from fdcache.settings.derived import FOLLOWS, GRID, MODE, SPLIT
-from fdcache.settings.machine import Memory, memory
 from fdcache.settings.sources import Given
 
 PLENTY = Memory(machine=1 << 50, cgroup=None)

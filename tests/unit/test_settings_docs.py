@@ -9,11 +9,11 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from fdcache.machine.runtime import Memory
 from fdcache.settings import VARIABLES, Settings, survey
 from fdcache.settings.checks import cross_checks
 from fdcache.settings.dotenv import Entry, parse
 from fdcache.settings.legacy import OLD_VARIABLES
-from fdcache.settings.machine import Memory
 from fdcache.settings.parsing import parse_duration, parse_size
 from fdcache.settings.sources import PREFIXES
 from fdcache.settings.templates import FORMATS

@@ -31,7 +31,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A package of somebody else with connectors, as an installer would leave it."""
     (tmp_path / "their_store.py").write_text(
         "from pathlib import Path\n"
-        "from fdcache.storage.local import LocalConnector\n"
+        "from tests.local_connector import LocalConnector\n"
         "from fdcache.storage.slab import SlabStore\n"
         "def connect(context):\n"
         "    folder = context.settings.directory\n"

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdcache.tiers import StoragePool
+from fdcache.tiers.storage_index import StoragePool
 
 SLOTS = 12
 

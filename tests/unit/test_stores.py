@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from fdcache._core import BlockList
-from fdcache.manager.ledger import OpenPlan, PlanLedger
-from fdcache.manager.settlement import settle_storage
-from fdcache.manager.stats import Counters
-from fdcache.manager.storage_index import LocalIndex
-from fdcache.manager.stores import StorePlanner
 from fdcache.metadata import CacheLevel, Int32Array, SwapPurpose, TransferReport, TransferResult
+from fdcache.plans.ledger import OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.settings.storage_tier import StorageTierSettings
-from fdcache.tiers import LocalHostTier
+from fdcache.tiers.completion import settle_storage
+from fdcache.tiers.host import LocalHostTier
+from fdcache.tiers.statistics import Counters
+from fdcache.tiers.storage_index import LocalIndex
+from fdcache.tiers.storage_writes import StorePlanner
 from tests.tier_help import chain, copy_in, eviction_order, hashes, store
 
 PATH = chain(1, 2, 3, 4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.controller.layer_groups import layer_groups, widen_groups
+from fdcache.controller.layers import layer_groups, widen_groups
 from fdcache.devices.calibration import (
     FORMAT,
     KIB,

@@ -8,11 +8,12 @@ import pytest
 from fdcache import _core
 from fdcache.layout import KVLayout
 from fdcache.manager.assembly import make_tiers
-from fdcache.manager.stats import Counters
 from fdcache.metadata import EXTENT_BYTES
 from fdcache.settings.cache import CacheSettings
 from fdcache.settings.storage_tier import StorageTierSettings
-from fdcache.tiers import BlockPool, LocalHostTier
+from fdcache.tiers.host import LocalHostTier
+from fdcache.tiers.pool import BlockPool
+from fdcache.tiers.statistics import Counters
 from tests.tier_help import ROOT_HASH, digest, hashes, slots
 
 SIZE = 64

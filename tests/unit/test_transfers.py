@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fdcache.controller.layer_groups import layer_groups
+from fdcache.controller.layers import layer_groups
 from tests.faults import FailingLoadsDevice
 from tests.swaps import Worker, plan, uniform_layout
 

@@ -8,16 +8,15 @@ from threading import Event
 import numpy as np
 import pytest
 
-from fdcache.manager.fetch import Fetch
-from fdcache.manager.ledger import OpenPlan, PlanLedger
-from fdcache.manager.orders import StorageOrder
-from fdcache.manager.reads import StorageReads
-from fdcache.manager.stats import Counters
-from fdcache.manager.storage_index import LocalIndex, RemoteIndex
 from fdcache.metadata import CacheLevel, HashArray, SwapPurpose, TransferReport
+from fdcache.plans.ledger import OpenPlan, PlanLedger, StorageOrder
 from fdcache.settings.storage_tier import PrefetchPolicy
 from fdcache.storage.connector import RunResult
-from fdcache.tiers import LocalHostTier
+from fdcache.tiers.fetches import Fetch
+from fdcache.tiers.host import LocalHostTier
+from fdcache.tiers.statistics import Counters
+from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
+from fdcache.tiers.storage_reads import StorageReads
 from tests.service_help import until
 from tests.tier_help import chain, copy_in, hashes, report, store
 

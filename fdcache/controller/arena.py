@@ -1,0 +1,107 @@
+"""The host arena of one worker: records in equal extents and, beside them, a table of slot headers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from fdcache import _core
+from fdcache.devices.base import Device, PinnedMemory
+from fdcache.errors import HostMemoryError
+from fdcache.layout import KVLayout
+from fdcache.machine.memory import available_memory
+from fdcache.metadata import EXTENT_BYTES, SLOT_HEADER_BYTES, TransferPlan
+
+_TOUCH_THREADS = 8
+_SECONDS_UNTIL_TOLD = 5.0
+
+Progress = Callable[[int, int], None]
+"""Told the bytes that are ready, and those there will be."""
+
+logger = logging.getLogger(__name__)
+
+
+class HostArena:
+    """``num_blocks`` record slots in memory of this process, all of it there from the start.
+
+    Extents lie on the device's NUMA node, where it has one, and are pinned for it one by one.
+    Raises ``HostMemoryError`` when the machine or a control group does not have the memory, or it cannot be
+    pinned; nothing is kept then.
+    """
+
+    epoch = 0
+    """Its extents stay the same for its life."""
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: Device, progress: Progress | None = None
+    ) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.fingerprint = layout.fingerprint
+        record_bytes = layout.record_bytes
+        per_extent = min(max(EXTENT_BYTES // record_bytes, 1), num_blocks)
+        num_extents = -(-num_blocks // per_extent)
+        _check_budget(num_blocks, record_bytes, num_extents * per_extent * record_bytes)
+        extent_bytes = per_extent * record_bytes
+        headers = _allocate(num_blocks * SLOT_HEADER_BYTES, device.numa_node)
+        extents: list[_core.HostMemory] = []
+        pinned: list[PinnedMemory] = []
+        told = time.monotonic()
+        for index in range(num_extents):
+            extents.append(_allocate(extent_bytes, device.numa_node))
+            pinned.append(device.pin_memory(extents[-1].address, extent_bytes, extents[-1]))
+            if progress is not None:
+                progress((index + 1) * extent_bytes, num_extents * extent_bytes)
+            if time.monotonic() - told >= _SECONDS_UNTIL_TOLD:
+                told = time.monotonic()
+                logger.info("host arena: %d of %d extents ready", index + 1, num_extents)
+        logger.info("host arena: %d blocks in %d extents ready", num_blocks, num_extents)
+        self.extents = tuple(extents)
+        self.pinned = tuple(pinned)
+        self.table = _core.RecordTable(
+            [extent.address for extent in self.extents],
+            per_extent,
+            record_bytes,
+            [headers.address + i * per_extent * SLOT_HEADER_BYTES for i in range(num_extents)],
+            num_blocks,
+            (self.extents, self.pinned, headers),
+        )
+
+    def attach(self, plan: TransferPlan) -> str | None:
+        """There is nobody to ask."""
+        return None
+
+    def prepare(self, plan: TransferPlan) -> str | None:
+        """All of it is there already."""
+        return None
+
+    def close(self) -> None:
+        """The memory goes with the last reference to it."""
+
+
+def _allocate(nbytes: int, node: int | None) -> _core.HostMemory:
+    try:
+        memory = _core.HostMemory(nbytes)
+        if node is not None:
+            memory.prefer_node(node)
+        memory.populate(min(_TOUCH_THREADS, os.cpu_count() or 1))
+    except MemoryError as error:
+        raise HostMemoryError(
+            f"the system refused {nbytes} bytes of host memory; ask for fewer host blocks, or raise the limits "
+            "on this process's memory (ulimit -v, vm.overcommit_memory)"
+        ) from error
+    return memory
+
+
+def _check_budget(num_blocks: int, record_bytes: int, record_total: int) -> None:
+    needed = record_total + num_blocks * SLOT_HEADER_BYTES
+    budget = available_memory()
+    if needed > budget.nbytes:
+        fitting = budget.nbytes // (record_bytes + SLOT_HEADER_BYTES)
+        raise HostMemoryError(
+            f"{num_blocks} host blocks need {needed} bytes, but only {budget.nbytes} are left "
+            f"({budget.limit}); ask for at most {fitting} blocks or raise that limit"
+        )

@@ -1,0 +1,1 @@
+"""Limits and facilities of the machine: memory, huge pages, folders, process exit."""

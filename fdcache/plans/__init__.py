@@ -1,0 +1,1 @@
+"""Transfer plans: lists of blocks, orders and the ledger of plans in flight."""

@@ -1,0 +1,242 @@
+"""EngineClient: a service's host tier for engines with a prefix cache of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from itertools import count
+from types import TracebackType
+
+import numpy as np
+
+from fdcache.layout import KVLayout
+from fdcache.metadata import (
+    CacheLevel,
+    CacheSwapMetadata,
+    HashArray,
+    Int32Array,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+    UInt32Array,
+)
+from fdcache.plans.blocks import parents_of
+from fdcache.service.client.remote_tier import RemoteHostTier
+from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.events import CacheEvent, events_of
+from fdcache.tiers.host import HostCache
+from fdcache.tiers.pool import RESERVED
+
+Execute = Callable[[TransferPlan], Sequence[TransferReport]]
+"""Lets every rank carry out a plan, and returns the report of each."""
+
+
+class EngineClient:
+    """Loads and stores blocks whose device slots the engine manages.
+
+    ``hashes`` is always a path from the root, shape (blocks, 32), as ``Request.block_hashes`` has it; the blocks
+    meant are those from ``start`` on, and ``slots`` their device slots. ``execute`` hands a plan to the ranks'
+    controllers, which were given ``host_cache``. Calls come from several threads one after the other. Without
+    the service nothing is found and nothing stored.
+    """
+
+    def __init__(self, settings: CacheSettings, layout: KVLayout, execute: Execute) -> None:
+        self.layout = layout
+        self._host = RemoteHostTier(settings, layout)
+        self._block_size = layout.block_size
+        self._ranks = layout.tp_size
+        self._execute = execute
+        self._plan_ids = count(1)
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def host_cache(self) -> HostCache:
+        """What every rank's ``CacheController.initialize_host_cache`` is given."""
+        return self._host.host_cache
+
+    @property
+    def store_room(self) -> int:
+        """How many blocks a store takes now, at most; more is granted in the background."""
+        return self._host.copy_room
+
+    def lookup(self, hashes: HashArray, start: int = 0) -> int:
+        """How many blocks from ``start`` on are there, one after the other. They count as used, and are not pinned."""
+        with self._lock:
+            (found,) = self._host.match_paths([(hashes, start)])
+            self._host.release(found.lease)
+            return len(found)
+
+    def touch(self, hashes: HashArray) -> None:
+        """Let these blocks be the last to be evicted: the engine reuses them from its own cache."""
+        self.lookup(hashes)
+
+    def load(self, hashes: HashArray, slots: Int32Array, start: int = 0) -> int:
+        """Copy blocks into device slots; how many leading ones every rank has. The others hold nothing of use."""
+        with self._lock:
+            (found,) = self._host.match_paths([(hashes[: start + len(slots)], start)])
+            size = len(found)
+            if not size:
+                self._host.release(found.lease)
+                return 0
+            swap = _swap(
+                SwapPurpose.LOAD,
+                found.slots,
+                found.generations,
+                np.ascontiguousarray(slots[:size], np.int32),
+                hashes[start : start + size],
+                parents_of(hashes, start, start + size),
+            )
+            swap.unverified = found.unverified
+            self._host.begin_load(found.lease, found.slots)
+            self._host.release(found.lease)
+            copied = np.zeros(size, np.uint8)
+            try:
+                copied, _ = self._carry_out(TransferPlan(plan_id=0, loads=swap), SwapPurpose.LOAD, size)
+            finally:
+                self._host.end_load(found.slots, swap.hash_values, copied)
+            return size if copied.all() else int(np.argmin(copied))
+
+    def store(
+        self, hashes: HashArray, slots: Int32Array, start: int = 0, *, tenant: str | None = None
+    ) -> int:
+        """Copy blocks out of device slots; how many were copied. Those that are there already are not.
+
+        ``tenant``: whose quota they count against, as in the hashes.
+        """
+        stop = start + len(slots)
+        mine, parents = hashes[start:stop], parents_of(hashes, start, stop)
+        with self._lock:
+            if tenant is not None and start == 0 and len(mine):
+                self._host.own(mine[0].tobytes(), tenant)
+            room = min(len(mine), self._host.copy_room)
+            taken = self._host.reserve_copies(0, parents[:room], mine[:room])
+            chosen = np.flatnonzero(taken.status == RESERVED)
+            if taken.missing or not len(chosen):
+                return 0
+            source = np.ascontiguousarray(slots[:room][chosen], np.int32)
+            swap = _swap(
+                SwapPurpose.BACKUP, taken.slots, taken.generations, source, mine[chosen], parents[chosen]
+            )
+            copied, checksums = np.zeros(len(chosen), np.uint8), np.empty(0, np.uint64)
+            try:
+                plan = TransferPlan(plan_id=0, backups=swap)
+                copied, checksums = self._carry_out(plan, SwapPurpose.BACKUP, len(chosen))
+            finally:
+                self._host.complete(taken.slots, copied, checksums)
+                self._host.flush()
+            return int(copied.sum())
+
+    def events(self) -> list[CacheEvent]:
+        """What entered and left the layout's tier since the last call; needs ``settings.event_buffer``."""
+        with self._lock:
+            return list(events_of(self._host, CacheLevel.HOST, self._block_size))
+
+    def reset(self) -> None:
+        """Forget every block of this layout, for every engine that has it; until that is done nothing is found."""
+        with self._lock:
+            self._host.reset()
+
+    def change_revision(self, revision: str) -> KVLayout:
+        """The engine has loaded other weights: the layout whose fingerprint the hashes begin with from now on.
+
+        Nothing of the former weights is found again; blocks of this revision are shared with all engines that have it.
+        Nothing is found until the service knows. Raises ``LayoutError`` for the revision that there is.
+        """
+        with self._lock:
+            self.layout = self.layout.with_revision(revision)
+            self._host.change_layout(self.layout)
+            return self.layout
+
+    def close(self) -> None:
+        """Say goodbye; the ranks' controllers have been shut down."""
+        self._host.close()
+
+    def _carry_out(self, plan: TransferPlan, purpose: SwapPurpose, size: int) -> tuple[HashArray, np.ndarray]:
+        plan = TransferPlan(
+            plan_id=next(self._plan_ids), arena=self._host.arena, loads=plan.loads, backups=plan.backups
+        )
+        copied = np.ones(size, np.uint8)
+        checksums = np.empty(0, np.uint64)
+        reports = self._execute(plan)
+        if {report.rank for report in reports} != set(range(self._ranks)):
+            copied[:] = 0
+        for report in reports:
+            self._host.traffic.record(report)
+            for result in report.results:
+                if result.purpose is purpose:
+                    copied[result.failed] = 0
+                    checksums = result.checksums if report.rank == 0 else checksums
+        return copied, checksums
+
+
+class AsyncEngineClient:
+    """``EngineClient`` for asyncio: each call runs in a thread, so that the event loop goes on meanwhile."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    async def lookup(self, hashes: HashArray, start: int = 0) -> int:
+        """As ``EngineClient.lookup``."""
+        return await asyncio.to_thread(self._client.lookup, hashes, start)
+
+    async def touch(self, hashes: HashArray) -> None:
+        """As ``EngineClient.touch``."""
+        await asyncio.to_thread(self._client.touch, hashes)
+
+    async def load(self, hashes: HashArray, slots: Int32Array, start: int = 0) -> int:
+        """As ``EngineClient.load``."""
+        return await asyncio.to_thread(self._client.load, hashes, slots, start)
+
+    async def store(
+        self, hashes: HashArray, slots: Int32Array, start: int = 0, *, tenant: str | None = None
+    ) -> int:
+        """As ``EngineClient.store``."""
+        return await asyncio.to_thread(self._client.store, hashes, slots, start, tenant=tenant)
+
+    async def events(self) -> list[CacheEvent]:
+        """As ``EngineClient.events``."""
+        return await asyncio.to_thread(self._client.events)
+
+    async def reset(self) -> None:
+        """As ``EngineClient.reset``."""
+        await asyncio.to_thread(self._client.reset)
+
+    async def change_revision(self, revision: str) -> KVLayout:
+        """As ``EngineClient.change_revision``."""
+        return await asyncio.to_thread(self._client.change_revision, revision)
+
+    async def close(self) -> None:
+        """As ``EngineClient.close``."""
+        await asyncio.to_thread(self._client.close)
+
+
+def _swap(
+    purpose: SwapPurpose,
+    host_slots: Int32Array,
+    generations: UInt32Array,
+    device_slots: Int32Array,
+    hashes: HashArray,
+    parents: HashArray,
+) -> CacheSwapMetadata:
+    loads = purpose is SwapPurpose.LOAD
+    none = np.zeros(len(host_slots), np.uint32)
+    return CacheSwapMetadata(
+        purpose=purpose,
+        src_type=CacheLevel.HOST if loads else CacheLevel.DEVICE,
+        dst_type=CacheLevel.DEVICE if loads else CacheLevel.HOST,
+        src_block_ids=host_slots if loads else device_slots,
+        dst_block_ids=device_slots if loads else host_slots,
+        src_generations=generations if loads else none,
+        dst_generations=none if loads else generations,
+        hash_values=np.ascontiguousarray(hashes),
+        parent_hashes=np.ascontiguousarray(parents),
+    )

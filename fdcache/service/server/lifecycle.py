@@ -1,0 +1,270 @@
+"""The life of a service: locks, memory, recovery, readiness, the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fdcache.errors import ConfigurationError, HostMemoryError
+from fdcache.machine.huge_pages import huge_page_problem
+from fdcache.service.server.arena import Arena, arena_name, find_arenas
+from fdcache.service.server.loop import ServiceLoop, SocketLock
+from fdcache.service.server.process import notify, notify_status
+from fdcache.service.server.service import Service
+from fdcache.service.server.storage import ServiceStorage
+from fdcache.service.server.views import Views
+from fdcache.service.wire.address import (
+    SCHEME,
+    default_address,
+    is_folder,
+    is_read_only,
+    make_runtime_dir,
+    require_socket,
+    socket_path,
+)
+from fdcache.service.wire.liveness import earlier_processes
+from fdcache.settings import Settings, Source
+from fdcache.settings.in_force import in_force
+
+log = logging.getLogger("fdcache.service.server")
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a service is to be reached; ``http`` is None when it is off."""
+
+    address: str
+    http: tuple[str, int] | None
+
+
+def endpoints(settings: Settings, address: str | None = None) -> Endpoints:
+    """The addresses in force. Raises ``ConfigurationError`` for one that cannot be served."""
+    chosen = address or settings.cache.server or default_address(settings.server.runtime_dir)
+    try:
+        path = socket_path(chosen)
+    except ConfigurationError as error:
+        if address is None and settings.source("FDCACHE_SERVER") is Source.DEFAULT:
+            raise ConfigurationError(f"FDCACHE_RUNTIME_DIR: {error}") from error
+        raise
+    http = parse_http(settings.server.http_address)
+    require_keys(http, settings)
+    return Endpoints(f"{SCHEME}{path}", http)
+
+
+def require_keys(http: tuple[str, int] | None, settings: Settings) -> None:
+    """Raise ``ConfigurationError`` for an address that others reach without a key."""
+    if http is not None and not is_loopback(http[0]) and not settings.service.api_keys:
+        raise ConfigurationError(
+            f"FDCACHE_HTTP_ADDRESS: {http[0]} can be reached from elsewhere; set FD_API_KEY, or use 127.0.0.1"
+        )
+
+
+def check_arena_dir(settings: Settings) -> None:
+    """Raise ``ConfigurationError`` when there is no folder for the arena that this user can write."""
+    if problem := arena_folder_problem(settings):
+        raise ConfigurationError("FDCACHE_ARENA_DIR: " + "; ".join(problem))
+
+
+def arena_folder_problem(settings: Settings) -> tuple[str, str] | None:
+    """Say what is wrong with the folder of the arena, and the remedy."""
+    folder = settings.server.arena_dir
+    if not is_folder(folder):
+        return f"{folder} is no folder", "make it a tmpfs"
+    if not os.access(folder, os.W_OK | os.X_OK) or is_read_only(folder):
+        return f"{folder} cannot be written by this user", "choose another, a tmpfs such as /dev/shm"
+    return None
+
+
+def parse_http(text: str) -> tuple[str, int] | None:
+    """HOST:PORT, or None for off. Raises ``ConfigurationError``."""
+    if text.lower() in {"off", "none"}:
+        return None
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigurationError(
+            f"FDCACHE_HTTP_ADDRESS: {text!r} is not HOST:PORT, as 127.0.0.1:9470, or off"
+        )
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    return host in {"localhost", "::1"} or host.startswith("127.")
+
+
+class Server:
+    """One service from its locks to its last file.
+
+    ``start`` raises ``ServiceRunningError`` when another one serves the address, ``HostMemoryError`` when the
+    memory is not there; nothing is left then.
+    """
+
+    def __init__(self, settings: Settings, address: str | None = None) -> None:
+        self.settings = settings
+        self.endpoints = endpoints(settings, address)
+        self._socket = socket_path(self.endpoints.address)
+        self.arena = Arena(settings.server.arena_dir, arena_name(self._socket), self.endpoints.address)
+        self.service = Service(settings.server, self.arena, self._socket.parent)
+        self.views = Views(self.service, in_force(settings), settings.fingerprint)
+        self.service.answer_tool = self.views.answer
+        self.recovered = 0
+        self._lock: SocketLock | None = None
+        self._loop: ServiceLoop | None = None
+        self._drain_until: float | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called once by ``run``, when the memory is there and the storage index is loaded."""
+        self._is_ready = False
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it answers, or will as soon as it runs."""
+        return self._loop is not None
+
+    def start(self, progress: Progress = lambda what, done, total: None) -> None:
+        """Take the locks, make or recover the arena, bind the socket."""
+
+        def tell(what: str, done: int, total: int) -> None:
+            notify_status(f"{what}: {done} of {total}")
+            progress(what, done, total)
+
+        make_runtime_dir(self._socket.parent)
+        require_socket(self._socket)
+        self._lock = SocketLock(self._socket)
+        try:
+            self._open_arena(tell)
+            self.service.sessions.watch_earlier()
+            self._open_storage(tell)
+            self._loop = ServiceLoop(self.service, self._socket)
+        except BaseException:
+            self._close_storage()
+            self.arena.close()
+            self._lock.release()
+            self._lock = None
+            raise
+        log.info(
+            "serving at %s: %d bytes in %s, %d blocks recovered",
+            self.endpoints.address,
+            self.arena.total_bytes,
+            self.arena.directory,
+            self.recovered,
+        )
+
+    def _open_arena(self, progress: Progress) -> None:
+        settings = self.settings.server
+        check_arena_dir(self.settings)
+        found = self.arena.lock()
+        wanted = self.settings.cache.host_memory
+        if found is not None and settings.recover:
+            if not wanted or found.extents == wanted // max(found.extent_bytes, 1):
+                self.recovered = self.service.shares.recover(self.arena.adopt(found))
+                return
+            log.warning("the earlier arena has another size than is asked for now: it is not recovered")
+        if settings.huge_pages and (problem := huge_page_problem(settings.arena_dir)):
+            log.warning("%s", problem)
+        try:
+            self.arena.create(
+                wanted,
+                settings.extent_size,
+                numa_node=settings.numa_node,
+                huge_pages=settings.huge_pages,
+                progress=lambda done, total: progress("touching memory", done, total),
+            )
+        except HostMemoryError as error:
+            dead = [each for each in find_arenas(settings.arena_dir) if not each.alive]
+            if not dead:
+                raise
+            taken = "; ".join(f"{each.size} are of {each.words}: {each.remedy}" for each in dead)
+            raise HostMemoryError(f"{error}\ndead arenas in {settings.arena_dir}: {taken}") from error
+
+    def _open_storage(self, progress: Progress) -> None:
+        if not self.settings.storage_tier.is_on:
+            return
+        storage = ServiceStorage(self.settings, make_room=self.service.make_room_for)
+        self.service.storage = storage
+        storage.start(
+            self.service.namespaces.values(),
+            lambda done, total: progress("loading the storage index", done, total),
+        )
+
+    def _close_storage(self) -> None:
+        storage, self.service.storage = self.service.storage, None
+        if storage is not None:
+            storage.close()
+
+    def run(self) -> None:
+        """Serve until told to end by ``stop``."""
+        assert self._loop is not None
+        tick = self.service.tick
+
+        def tick_and_drain(tell: Callable[..., bool]) -> None:
+            tick(tell)
+            self._announce()
+            self._drain()
+
+        self.service.tick = tick_and_drain  # type: ignore[method-assign]
+        self._loop.run()
+
+    def _announce(self) -> None:
+        """Say once that everything is loaded."""
+        if self._is_ready or self.service.is_loading:
+            return
+        self._is_ready = True
+        if self._drain_until is None:
+            notify("READY=1", f"STATUS=serving at {self.endpoints.address}")
+            log.info("ready")
+            self.on_ready()
+
+    def stop(self, *, force: bool = False) -> None:
+        """Begin to end, from any thread: not ready at once, then drain; ``force`` ends at once."""
+        if self._loop is None:
+            return  # it is ending already
+        if force or self._drain_until is not None:
+            self._loop.stop()
+            return
+        notify("STOPPING=1", f"STATUS=draining {len(self.service.clients)} clients")
+        self._drain_until = time.monotonic() + self.settings.server.drain_timeout
+
+    def _drain(self) -> None:
+        if self._drain_until is None or self._loop is None:
+            return
+        if not self.service.draining:
+            self._loop.say_goodbye()
+        storage, clients = self.service.storage, len(self.service.clients)
+        is_flushed = storage is None or storage.flush(last=not clients)
+        if not clients and is_flushed:
+            self._loop.stop()
+        elif time.monotonic() > self._drain_until:
+            if not is_flushed:
+                log.warning("FDCACHE_DRAIN_TIMEOUT is over before everything was written to storage")
+            self._loop.stop()
+
+    def close(self) -> None:
+        """Take socket, shared memory and locks away."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+        self._close_storage()
+        for namespace in self.service.namespaces.values():
+            namespace.close()
+        self.arena.close()
+        for _ in earlier_processes(self._socket.parent):
+            pass  # of the living; the files of the dead are gone now
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def abandon(self) -> None:
+        """Leave everything as a service does that is killed, but for its locks: for tests of recovery."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+        self._close_storage()
+        self.arena.abandon()
+        if self._lock is not None:
+            self._lock.release(remove=False)
+            self._lock = None

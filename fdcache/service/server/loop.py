@@ -1,0 +1,140 @@
+"""The thread that owns a service: its socket, its clock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+
+import zmq
+
+from fdcache.errors import ProtocolError, ServiceRunningError
+from fdcache.service.server.service import Service
+from fdcache.service.wire.address import SCHEME, require_socket, socket_problem
+from fdcache.service.wire.frames import MAX_FRAME, decode_request_frame, encode_answer
+from fdcache.service.wire.protocol import Answer, Refused
+
+_TICK = 0.05
+_MOST_AT_ONCE = 256
+_HIGH_WATER_MARK = 4096
+
+
+class SocketLock:
+    """The right to bind a socket. ZeroMQ would bind over a live one, so a lock file is taken first."""
+
+    def __init__(self, socket: Path) -> None:
+        self._path = socket.with_name(socket.name + ".lock")
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            raise ServiceRunningError(
+                f"{socket}: the service with process id {pid} serves this address; stop it or use another --socket"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self, *, remove: bool = True) -> None:
+        """Let others bind. ``remove=False`` leaves the file, as a process does that dies."""
+        if remove:
+            self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+class ServiceLoop:
+    """Answers requests until told to stop."""
+
+    def __init__(self, service: Service, socket: Path) -> None:
+        self.service = service
+        require_socket(socket)  # ZeroMQ removes any file that is there
+        self._socket_path = socket
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        former = os.umask(0o177)
+        try:
+            self._socket.bind(f"{SCHEME}{socket}")
+        finally:
+            os.umask(former)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        """Serve until ``stop``."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        storage = self.service.storage
+        if storage is not None:
+            poller.register(storage.wake_fd, zmq.POLLIN)
+        tick_at = 0.0
+        while not self._stopping.is_set():
+            now = time.monotonic()
+            if now >= tick_at:
+                self.service.tick(self._send_notice)
+                tick_at = now + _TICK
+            ready = dict(poller.poll(max(0, int((tick_at - now) * 1000))))
+            if storage is not None and storage.wake_fd in ready:
+                os.eventfd_read(storage.wake_fd)
+                self.service.work()
+            for _ in range(_MOST_AT_ONCE):
+                if not self._serve_one():
+                    break
+
+    def say_goodbye(self) -> None:
+        """Ask every client to finish and leave; new ones are turned away."""
+        self.service.draining = True
+        for client in self.service.clients.values():
+            self._send_notice(client.identity, Refused("draining", "the service is about to end"))
+
+    def stop(self) -> None:
+        """End ``run``, from any thread or signal handler."""
+        self._stopping.set()
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Take the socket away."""
+        self._socket.close()
+        os.close(self._wake)
+        if socket_problem(self._socket_path) is None:
+            self._socket_path.unlink(missing_ok=True)
+
+    def _serve_one(self) -> bool:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        identity = frames[0]
+        number = session = 0
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"{len(frames) - 1} frames where 1 is expected")
+            frame = decode_request_frame(frames[1])
+            number, session = frame.id, frame.session
+            answer = self.service.handle(identity, frame)
+        except ProtocolError as error:
+            self.service.totals.refused += 1
+            answer = Refused("malformed", str(error))
+        if self.service.has_news:
+            self.service.tell_events(self._send_notice)
+        if not self._send(identity, number, answer):
+            self.service.undelivered(session, answer)
+        return True
+
+    def _send(self, identity: bytes, number: int, answer: Answer) -> bool:
+        """Whether the client's queue took it; a client that does not read slows nobody else."""
+        try:
+            self._socket.send_multipart([identity, encode_answer(number, answer)], zmq.NOBLOCK)
+        except (zmq.Again, zmq.ZMQError):
+            return False
+        return True
+
+    def _send_notice(self, identity: bytes, answer: Answer) -> bool:
+        return self._send(identity, 0, answer)

@@ -1,0 +1,138 @@
+"""What a service manager hears of the service: the protocol of sd_notify."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from logging.handlers import TimedRotatingFileHandler
+from pathlib import Path
+from types import FrameType
+
+from fdcache.errors import ConfigurationError
+from fdcache.machine.runtime import notify_socket
+from fdcache.settings import Settings, Source
+from fdcache.settings.parsing import printable
+from fdcache.settings.server import LogFormat
+
+log = logging.getLogger("fdcache.service.server")
+
+
+_TIMEOUT = 5.0
+
+
+def notify(*states: str) -> None:
+    """Tell the service manager, if there is one: READY=1, STOPPING=1, STATUS=text. Waits for it at most 5 s."""
+    try:
+        _send("\n".join(states), _TIMEOUT)
+    except OSError as error:
+        log.warning("NOTIFY_SOCKET: %s", error)
+
+
+def notify_status(text: str) -> None:
+    """Tell it what is going on, unless it is busy: there is more to tell soon."""
+    try:
+        _send(f"STATUS={text}", 0)
+    except OSError as error:
+        log.debug("NOTIFY_SOCKET: %s", error)
+
+
+def _send(message: str, timeout: float) -> None:
+    target = notify_socket()
+    if not target:
+        return
+    address = "\0" + target[1:] if target.startswith("@") else target
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
+        line.settimeout(timeout)
+        line.sendto(message.encode(), address)
+
+
+@contextmanager
+def ended_by_signals(is_serving: Callable[[], bool], stop: Callable[[bool], None]) -> Iterator[None]:
+    """Catch SIGTERM and SIGINT: ``stop(False)``, from the second one on ``stop(True)``.
+
+    A process that does not serve yet ends at once, through ``SystemExit`` or ``KeyboardInterrupt``, so that what it has
+    made by then is taken away. Only for the main thread.
+    """
+    received = 0
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received += 1
+        if is_serving():
+            stop(received > 1)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise SystemExit(0)
+
+    former = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Time, level, logger, message, and the traceback if there is one."""
+        fields = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["error"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+class TextFormatter(logging.Formatter):
+    """One line of text each; a name in it cannot begin another, or write over the terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """The line, without the traceback."""
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+
+def _log_file(directory: Path, backup_count: int) -> TimedRotatingFileHandler:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return TimedRotatingFileHandler(directory / "fdcache-serve.log", when="D", backupCount=backup_count)
+    except OSError as error:
+        raise ConfigurationError(
+            f"FD_LOG_DIR: {directory} cannot be written: {error.strerror}; choose another folder"
+        ) from error
+
+
+def configure(settings: Settings) -> None:
+    """Log to standard error, and to a file by day where ``FD_LOG_DIR`` is set.
+
+    Raises ``ConfigurationError`` when the file cannot be written.
+    """
+    chosen = settings.server.log_format
+    as_text = sys.stderr.isatty() if chosen is LogFormat.AUTO else chosen is LogFormat.TEXT
+    formatter = TextFormatter("%(asctime)s %(levelname)s %(message)s") if as_text else JsonFormatter()
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    if settings.source("FD_LOG_DIR") is not Source.DEFAULT:
+        directory = settings.logging.directory
+        handlers.append(_log_file(directory, settings.logging.backup_count))
+    logger = logging.getLogger("fdcache")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        logger.addHandler(handler)
+    level = settings.logging.level
+    debug = level == "DEBUG" or (level is None and settings.logging.debug)
+    logger.setLevel(logging.DEBUG if debug else logging.INFO)
+    logger.propagate = False

@@ -1,0 +1,149 @@
+"""Opening the storage of a layout: its files are found, locked and scanned by threads, never by the service's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fdcache.errors import StorageError
+from fdcache.layout import KVLayout
+from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.storage.connector import BlockStorage, PlacedStorage
+from fdcache.storage.context import ConnectorContext
+from fdcache.storage.factory import open_lookup, open_storage
+from fdcache.storage.slab_format import SUFFIX, file_name, read_layout, read_superblock
+from fdcache.tiers.storage import make_index
+from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
+
+log = logging.getLogger("fdcache.service.server")
+
+_MOST_AT_START = 16
+_LOG_SECONDS = 5.0
+
+Progress = Callable[[int, int], None]
+"""Told how many slots were scanned so far, and how many there are."""
+
+
+@dataclass(slots=True)
+class OpenedStorage:
+    """Every rank's storage of one layout, and what they hold; ``restored`` blocks of it from earlier."""
+
+    layout: KVLayout
+    ranks: list[BlockStorage]
+    index: LocalIndex | RemoteIndex
+    restored: int
+
+    def close(self) -> None:
+        """Let go of everything, before anything was moved."""
+        for storage in self.ranks:
+            storage.close()
+        if isinstance(self.index, RemoteIndex):
+            self.index.close()
+
+
+@dataclass(slots=True)
+class Scanned:
+    """How far the scans have come that were begun since it was last idle; any thread may tell."""
+
+    listener: Progress
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _parts: dict[tuple[bytes, int], tuple[int, int]] = field(default_factory=dict)
+    _log_at: float = 0.0
+
+    def note(self, fingerprint: bytes, rank: int, done: int, total: int) -> None:
+        """A rank's file of a layout has been scanned so far."""
+        with self._lock:
+            self._parts[fingerprint, rank] = (done, total)
+        done, total = self.figures
+        self.listener(done, total)
+        if (now := time.monotonic()) > self._log_at:
+            self._log_at = now + _LOG_SECONDS
+            log.info("loading the storage index: %d of %d slots", done, total)
+
+    @property
+    def figures(self) -> tuple[int, int]:
+        """Slots scanned, and slots in all as far as they are known."""
+        with self._lock:
+            parts = list(self._parts.values())
+        return sum(done for done, _ in parts), sum(total for _, total in parts)
+
+
+def open_layout(
+    layout: KVLayout,
+    settings: StorageTierSettings,
+    mooncake: MooncakeSettings,
+    *,
+    verify: bool,
+    scanned: Scanned,
+) -> OpenedStorage:
+    """Open every rank's storage and load the index. Raises ``StorageError``; nothing is kept open then."""
+    ranks: list[BlockStorage] = []
+    try:
+        for rank in range(layout.tp_size):
+
+            def note(done: int, total: int, rank: int = rank) -> None:
+                scanned.note(layout.fingerprint, rank, done, total)
+
+            opened = open_storage(ConnectorContext(layout, rank, settings, mooncake, verify, note))
+            if opened is None:
+                raise StorageError("FDCACHE_STORAGE: none is no storage")
+            ranks.append(opened)
+        lookup = open_lookup(ConnectorContext(layout, None, settings, mooncake, verify))
+        index = make_index(settings, layout, lookup)
+        restored = 0
+        if isinstance(index, LocalIndex):
+            restored = index.restore([rank.scan() for rank in ranks if isinstance(rank, PlacedStorage)])
+    except BaseException:
+        for storage in ranks:
+            storage.close()
+        raise
+    return OpenedStorage(layout, ranks, index, restored)
+
+
+def stored_layouts(folder: Path) -> list[KVLayout]:
+    """The layouts that have a whole set of files in a folder, the newest ones; damaged files are told of and left."""
+    newest: dict[bytes, tuple[float, KVLayout]] = {}
+    for path in folder.glob(f"fdcache-*{SUFFIX}"):
+        try:
+            layout, written = _layout_of(path)
+        except (StorageError, OSError) as error:
+            log.warning("%s is left alone: %s", path.name, error)
+            continue
+        names = [file_name(layout.fingerprint, rank) for rank in range(layout.tp_size)]
+        if all((folder / name).exists() for name in names):
+            newest[layout.fingerprint] = max(
+                newest.get(layout.fingerprint, (0.0, layout)), (written, layout), key=lambda each: each[0]
+            )
+    ordered = sorted(newest.values(), key=lambda each: -each[0])
+    return [layout for _, layout in ordered[:_MOST_AT_START]]
+
+
+def _layout_of(path: Path) -> tuple[KVLayout, float]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return read_layout(fd, read_superblock(fd, path), path), os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
+
+
+def require_folder(folder: Path) -> None:
+    """Make the folder of the local storage. Raises ``StorageError`` when it cannot be made or written to."""
+    probe = folder / f"fdcache-probe-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch(mode=0o600)
+    except OSError as error:
+        raise StorageError(
+            f"FDCACHE_STORAGE_DIR: {folder} cannot be written: {error.strerror}; choose another folder, or mount it "
+            "writable"
+        ) from error
+    finally:
+        with suppress(OSError):
+            probe.unlink()

@@ -1,0 +1,206 @@
+"""Tenants of a layout: their numbers in its tier, their quotas, and which blocks below the root are whose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fdcache.errors import ProtocolError
+from fdcache.hashing import NO_TENANT, TENANT_BYTES, tenant_key
+from fdcache.metadata import HashArray, UInt32Array
+from fdcache.settings.server import ServerSettings
+from fdcache.tiers.pool import ABSENT, BlockPool
+
+_HASH_BYTES = 32
+_ROW = _HASH_BYTES + TENANT_BYTES
+_NO_LIMIT = 2**32 - 1
+_FIRST_SWEEP = 4096  # from so many tenants on, the numbers of those without blocks are used again
+_SLACK = 4096  # rows that the file may hold in vain
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """Shares of a layout's blocks: ``default`` for every tenant, ``own`` for some by their keys."""
+
+    default: float
+    own: Mapping[bytes, float]
+    names: Mapping[bytes, str]
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> Quotas:
+        """What the settings say."""
+        keys = {tenant_key(name): (name, share) for name, share in settings.tenant_quotas}
+        return cls(
+            settings.tenant_quota,
+            {key: share for key, (_, share) in keys.items()},
+            {key: name for key, (name, _) in keys.items()},
+        )
+
+    def share(self, key: bytes) -> float:
+        """The share of one tenant."""
+        return self.own.get(key, self.default)
+
+    def name(self, key: bytes) -> str:
+        """What people call a tenant: its name where a quota names it, else the beginning of its key, or nobody."""
+        return "(none)" if key == NO_TENANT else self.names.get(key, key.hex()[:12])
+
+
+class Tenants:
+    """The tenants of one layout. What blocks are whose is kept in ``path`` too, for the service after this one."""
+
+    def __init__(self, quotas: Quotas, path: Path) -> None:
+        self.quotas = quotas
+        self._path = path
+        self._numbers: dict[bytes, int] = {NO_TENANT: 0}
+        self.roots: dict[bytes, bytes] = {}
+        self._free_numbers: list[int] = []
+        self._sweep_at = _FIRST_SWEEP
+        self._storable = 0
+        self._file = -1
+        self._rows = 0
+
+    @property
+    def limited(self) -> bool:
+        """Whether any tenant may have less than the whole layout."""
+        return self.quotas.default < 1 or any(share < 1 for share in self.quotas.own.values())
+
+    # --- numbers and limits -------------------------------------------------------------------------------
+
+    def limit(self, tier: BlockPool, storable: int) -> None:
+        """Let the tier know what each tenant may have of ``storable`` blocks."""
+        self._storable = storable
+        for key, number in self._numbers.items():
+            tier.set_tenant_limit(number, self.most_blocks(key))
+
+    def most_blocks(self, key: bytes) -> int:
+        """Blocks that a tenant may have."""
+        share = self.quotas.share(key)
+        return _NO_LIMIT if share >= 1 else max(int(share * self._storable), 1)
+
+    def numbers(self, tier: BlockPool, parents: HashArray, keys: bytes, storable: int) -> UInt32Array:
+        """The number of each block's tenant, where it is below the root. Raises ``ProtocolError``."""
+        numbers = np.zeros(len(parents), np.uint32)
+        rooted = np.flatnonzero(~parents.any(axis=1)).tolist()
+        if keys and len(keys) != TENANT_BYTES * len(rooted):
+            raise ProtocolError(
+                f"tenants: {len(keys)} bytes are not {TENANT_BYTES} for each block below the root"
+            )
+        if storable != self._storable:
+            self.limit(tier, storable)
+        for position, at in enumerate(rooted if keys else ()):
+            key = keys[TENANT_BYTES * position : TENANT_BYTES * (position + 1)]
+            numbers[at] = self._numbers[key] if key in self._numbers else self._new_number(tier, key)
+        return numbers
+
+    def _new_number(self, tier: BlockPool, key: bytes) -> int:
+        if not self._free_numbers and len(self._numbers) >= self._sweep_at:
+            self._sweep(tier)
+        number = self._free_numbers.pop() if self._free_numbers else len(self._numbers)
+        self._numbers[key] = number
+        tier.set_tenant_limit(number, self.most_blocks(key))
+        return number
+
+    def _sweep(self, tier: BlockPool) -> None:
+        """Forget the tenants without blocks. Done again only when there are twice as many as are left."""
+        counts = tier.tenant_entries()
+        for key, number in list(self._numbers.items()):
+            if number and not counts[number]:
+                del self._numbers[key]
+                self._free_numbers.append(number)
+        self._sweep_at = max(2 * len(self._numbers), _FIRST_SWEEP)
+
+    def blocks(self, tier: BlockPool) -> dict[bytes, int]:
+        """Blocks of each tenant that has any, and of nobody."""
+        counts = tier.tenant_entries().tolist()
+        return {
+            key: counts[number]
+            for key, number in self._numbers.items()
+            if number < len(counts) and (counts[number] or key == NO_TENANT)
+        }
+
+    def name_of(self, number: int) -> str:
+        """What people call the tenant with a number."""
+        return next((self.quotas.name(key) for key, its in self._numbers.items() if its == number), "?")
+
+    def knows(self, key: bytes) -> bool:
+        """Return True for a tenant that has stored blocks, or that a quota names."""
+        return key in self._numbers or key in self.quotas.own
+
+    def number(self, key: bytes) -> int | None:
+        """The number of a tenant, None for one that has never stored anything."""
+        return self._numbers.get(key)
+
+    def rooted(self, key: bytes) -> HashArray:
+        """The blocks below the root of a tenant with a name."""
+        found = b"".join(root for root, owner in self.roots.items() if owner == key)
+        return np.frombuffer(found, np.uint8).reshape(-1, _HASH_BYTES)
+
+    # --- what is whose ------------------------------------------------------------------------------------
+
+    def note(self, parents: HashArray, hashes: HashArray, keys: bytes, arrived: np.ndarray) -> None:
+        """Those blocks that arrived are about to be stored; whose they are is written down before they can be found."""
+        rows = []
+        rooted = np.flatnonzero(~parents.any(axis=1)).tolist() if keys else []
+        for position, at in enumerate(rooted):
+            key = keys[TENANT_BYTES * position : TENANT_BYTES * (position + 1)]
+            root = hashes[at].tobytes()
+            if arrived[at] and key != NO_TENANT and self.roots.get(root) != key:
+                self.roots[root] = key
+                rows.append(root + key)
+        if rows:
+            self._write(b"".join(rows), len(rows))
+
+    def left(self, blocks: Iterable[bytes]) -> None:
+        """Blocks are not in the tier any more."""
+        if self.roots:
+            for block in blocks:
+                self.roots.pop(block, None)
+
+    def forget_absent(self, tier: BlockPool, hashes: HashArray) -> None:
+        """Of these blocks, that were not kept, some may not be in the tier."""
+        if self.roots:
+            absent = hashes[tier.contains(hashes) == ABSENT]
+            self.left(row.tobytes() for row in absent)
+
+    def clear(self) -> None:
+        """No block is in the tier any more."""
+        self.roots.clear()
+
+    def _write(self, data: bytes, rows: int) -> None:
+        if self._file < 0 or self._rows + rows > 2 * len(self.roots) + _SLACK:
+            self._rewrite()
+            return
+        os.write(self._file, data)
+        self._rows += rows
+
+    def _rewrite(self) -> None:
+        self.close()
+        fresh = self._path.with_name(self._path.name + ".new")
+        fresh.write_bytes(b"".join(root + key for root, key in self.roots.items()))
+        fresh.rename(self._path)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._rows = len(self.roots)
+
+    def restore(self) -> dict[bytes, bytes]:
+        """What the service before this one wrote down: blocks below the root and whose they are."""
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            return {}
+        rows = (data[at : at + _ROW] for at in range(0, len(data) - _ROW + 1, _ROW))
+        return {row[:_HASH_BYTES]: row[_HASH_BYTES:] for row in rows}
+
+    def close(self) -> None:
+        """Close the file, which stays."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def remove(self) -> None:
+        """The layout has no memory any more."""
+        self.close()
+        self._path.unlink(missing_ok=True)

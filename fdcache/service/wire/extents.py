@@ -1,0 +1,114 @@
+"""Where the memory of one layout is in a service's arena."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from fdcache import _core
+from fdcache.metadata import SLOT_HEADER_BYTES
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """Where the extents of one layout are: files of ``extent_bytes`` in ``directory``, named by ``prefix``.
+
+    An extent holds ``records_per_extent`` records, then their slot headers. ``incarnation`` changes whenever
+    files of the same names are other memory. ``table_bytes`` is the size of the presence table.
+    """
+
+    directory: str
+    prefix: str
+    incarnation: int
+    extent_bytes: int
+    record_bytes: int
+    table_bytes: int
+
+    @property
+    def records_per_extent(self) -> int:
+        """Slots of an extent."""
+        return self.extent_bytes // (self.record_bytes + SLOT_HEADER_BYTES)
+
+    @property
+    def headers_offset(self) -> int:
+        """Where an extent's slot headers begin."""
+        return self.records_per_extent * self.record_bytes
+
+    def path(self, rank: int, index: int) -> str:
+        """The file of a rank's extent."""
+        return f"{self.directory}/{self.prefix}-r{rank}-{index:05d}"
+
+    @property
+    def table_path(self) -> str:
+        """The file of the presence table."""
+        return f"{self.directory}/{self.prefix}.table"
+
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("state", "<u2"),
+        ("generation", "<u4"),
+        ("reserved", "<u4"),
+        ("payload_bytes", "<u8"),
+        ("payload_checksum", "<u8"),
+        ("hash", "u1", 32),
+        ("parent", "u1", 32),
+        ("fingerprint", "u1", 16),
+        ("tail", "<u8"),
+        ("header_checksum", "<u8"),
+    ]
+)
+"""A slot header as NumPy sees it; docs/format-record.md has the meaning."""
+
+
+class Extent:
+    """One mapped extent. The mapping ends with the last reference to it."""
+
+    def __init__(self, path: str | Path, nbytes: int) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._inode = os.fstat(fd).st_ino
+        finally:
+            os.close(fd)
+        self.data = np.frombuffer(self._map, np.uint8)
+        self.nbytes = nbytes
+
+    def is_still(self, path: str | Path) -> bool:
+        """Whether the file of this name is the memory that is mapped: a layout may have given it to another since.
+
+        Raises ``OSError`` when there is no such file.
+        """
+        return Path(path).stat().st_ino == self._inode
+
+    @property
+    def address(self) -> int:
+        """Where it is in this process."""
+        return self.data.ctypes.data
+
+    def records(self, geometry: Geometry) -> np.ndarray:
+        """Its records, shape (records, bytes of a record), dtype uint8; a view."""
+        return self.data[: geometry.headers_offset].reshape(-1, geometry.record_bytes)
+
+    def headers(self, geometry: Geometry) -> np.ndarray:
+        """Its slot headers, shape (records,), dtype ``HEADER``; a view."""
+        start, count = geometry.headers_offset, geometry.records_per_extent
+        return self.data[start : start + count * HEADER.itemsize].view(HEADER)
+
+
+def record_table(geometry: Geometry, extents: list[Extent]) -> _core.RecordTable:
+    """Records and headers of one rank's extents, which it keeps mapped."""
+    per_extent = geometry.records_per_extent
+    return _core.RecordTable(
+        [extent.address for extent in extents],
+        per_extent,
+        geometry.record_bytes,
+        [extent.address + geometry.headers_offset for extent in extents],
+        per_extent * len(extents),
+        tuple(extents),
+    )

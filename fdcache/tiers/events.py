@@ -1,0 +1,61 @@
+"""Events: what entered and left each tier, for routers that keep a picture of this cache.
+
+Every event names its tier. ``BlockStored`` comes parents first; ``BlocksCleared`` and ``EventsLost`` mean the same to
+a reader, that nothing it knows of the tier holds any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from fdcache.metadata import CacheLevel
+from fdcache.tiers.host import HostTier
+from fdcache.tiers.pool import EVENT_CLEARED, EVENT_REMOVED, EVENT_STORED, BlockPool
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
+    """A block can be found in ``tier``; ``parent_hash`` is None for the first block of a path."""
+
+    tier: CacheLevel
+    block_hash: bytes
+    parent_hash: bytes | None
+    block_size: int
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag="removed"):
+    """A block left ``tier``."""
+
+    tier: CacheLevel
+    block_hash: bytes
+
+
+class BlocksCleared(msgspec.Struct, frozen=True, tag="cleared"):
+    """``tier`` was reset."""
+
+    tier: CacheLevel
+
+
+class EventsLost(msgspec.Struct, frozen=True, tag="lost"):
+    """The buffer overflowed: start over from an empty picture of ``tier``."""
+
+    tier: CacheLevel
+
+
+CacheEvent = BlockStored | BlockRemoved | BlocksCleared | EventsLost
+
+
+def events_of(pool: BlockPool | HostTier, level: CacheLevel, block_size: int) -> Iterator[CacheEvent]:
+    """The tier's events since the last call, oldest first."""
+    kinds, hashes, parents = pool.take_events()
+    for kind, block_hash, parent in zip(kinds.tolist(), hashes, parents, strict=True):
+        if kind == EVENT_STORED:
+            above = parent.tobytes()
+            yield BlockStored(level, block_hash.tobytes(), above if any(above) else None, block_size)
+        elif kind == EVENT_REMOVED:
+            yield BlockRemoved(level, block_hash.tobytes())
+        elif kind == EVENT_CLEARED:
+            yield BlocksCleared(level)
+        else:
+            yield EventsLost(level)
