@@ -23,16 +23,16 @@ demo-paddle: $(VENV)/.installed-plot,paddle  ## a model on Paddle answers the sa
 	$(BIN)/python -W ignore -m examples.paddle_engine --workload chat --plot paddle-engine.png
 
 test: $(VENV)/.installed-test  ## all tests but the long ones
-	$(BIN)/pytest -n 2 -m 'not slow and not nightly'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not nightly'
 
 test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; skipped with the reason where its libraries are missing
 	$(BIN)/pytest -n 2 -m 'not slow and not nightly' $(wildcard tests/integration/test_*mooncake*.py)
 
-check: $(VENV)/.installed-test  ## the longer property, fault and stress runs
-	$(BIN)/pytest -n 2 -m slow --timeout 1800
+check: $(VENV)/.installed-test  ## the longer property, fault and stress runs, a fifth of their seeds
+	$(BIN)/pytest -n 2 --dist worksteal -m slow --timeout 1800
 
-nightly: $(VENV)/.installed-test  ## what takes minutes by itself, such as the whole recorded trace under each write policy
-	$(BIN)/pytest -m nightly --timeout 3600
+nightly: $(VENV)/.installed-test  ## all seeds of the longer runs, and tests that take minutes each
+	FDCACHE_TEST_SEEDS=100 $(BIN)/pytest -n 2 --dist worksteal -m 'slow or nightly' --timeout 3600
 
 # CUDA=cuda12 or CUDA=cuda13 installs CuPy too.
 test-gpu: $(VENV)/.installed-test$(if $(CUDA),$(comma)$(CUDA))  ## the tests that need a GPU; skipped with the reason where there is none

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from fdcache.storage.offline import SlabContents, read_file, slab_files
+from tests.seeds import budget
 from tests.service_help import ServiceProcess, service_process, until
 
 CLIENTS = 4
@@ -159,7 +160,7 @@ def test_nothing_is_corrupt_leaked_or_stuck_whoever_dies(tmp_path: Path, layers:
         try:
             for client in clients:
                 client.start()
-            service_kills = rampage(service, clients, 60.0, rng)
+            service_kills = rampage(service, clients, budget(120), rng)
             for client in clients:
                 client.finish()
         finally:

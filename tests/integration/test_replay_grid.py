@@ -11,6 +11,7 @@ from fdcache.replay.trace import read_trace
 from fdcache.replay.workloads import WorkloadName
 from fdcache.settings.cache import WritePolicy
 from tests.replay_help import assert_clean, recorded_trace, run_chat, small_config
+from tests.seeds import budget
 
 
 def random_options(seed: int) -> dict[str, Any]:
@@ -38,14 +39,14 @@ def random_options(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(budget(200)))
 def test_a_replay_of_any_shape_is_clean(seed: int) -> None:
     workload = random.Random(seed).choice(list(WorkloadName))
     assert_clean(run_chat(small_config(**random_options(seed)), requests=60, workload=workload))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(budget(60)))
 def test_a_replay_of_any_shape_on_several_ranks_is_clean(seed: int) -> None:
     options = random_options(seed) | {"ranks": 2 + seed % 2, "load_failures": (seed % 3) / 4}
     assert_clean(run_chat(small_config(**options), requests=60))

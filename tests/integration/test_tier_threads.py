@@ -15,6 +15,7 @@ import pytest
 
 from fdcache import _core
 from fdcache.errors import StaleLeaseError
+from tests.seeds import budget
 from tests.tier_help import (
     ROOT_HASH,
     assert_all_given_back,
@@ -152,7 +153,7 @@ def test_threads_share_a_tier() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [6, 16, 64])
 def test_many_threads_share_a_tier_for_long(size: int) -> None:
-    run_crowd(threads=8, requests=40000, size=size)
+    run_crowd(threads=8, requests=budget(40000), size=size)
 
 
 Found = tuple[Any, ...]

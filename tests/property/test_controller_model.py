@@ -8,6 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from fdcache.manager import CacheManager
 from tests.property.controller_ranks import ControllerRank
 from tests.property.test_manager import MOST_DEVICE_BLOCKS, ManagerMachine, bounded
+from tests.seeds import budget
 from tests.swaps import Worker
 
 
@@ -36,4 +37,4 @@ def test_every_step_reads_the_bytes_of_its_prefix() -> None:
 
 @pytest.mark.slow
 def test_every_step_reads_the_bytes_of_its_prefix_in_long_histories() -> None:
-    run_state_machine_as_test(ControllerMachine, settings=bounded(examples=1000, steps=50))
+    run_state_machine_as_test(ControllerMachine, settings=bounded(examples=budget(1000), steps=50))

@@ -12,6 +12,7 @@ from fdcache.settings.cache import CacheSettings, WritePolicy
 from tests.property.eviction_witness import EvictionWitness
 from tests.property.test_manager import bounded
 from tests.property.test_manager_storage import StorageMachine
+from tests.seeds import budget
 
 
 class OrderMachine(StorageMachine):
@@ -54,4 +55,4 @@ def test_copies_between_the_tiers_change_no_order_of_eviction(policy: WritePolic
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_copies_between_the_tiers_change_no_order_of_eviction_in_long_histories(policy: WritePolicy) -> None:
-    check(policy, examples=400, steps=50)
+    check(policy, examples=budget(400), steps=50)

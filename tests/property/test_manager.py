@@ -22,6 +22,7 @@ from fdcache.manager import CacheManager
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import host_block_bytes
 from tests.property.engine_model import BLOCK, Engine, Job, Rank, model_rank
+from tests.seeds import budget
 
 PROMPTS = st.builds(
     lambda blocks, tail: tuple(token for block in blocks for token in [block] * BLOCK) + tuple(tail),
@@ -247,4 +248,4 @@ def test_bytes_are_right_and_nothing_leaks_in_short_histories() -> None:
 
 @pytest.mark.slow
 def test_bytes_are_right_and_nothing_leaks_in_long_histories() -> None:
-    run_state_machine_as_test(ManagerMachine, settings=bounded(examples=6000, steps=60))
+    run_state_machine_as_test(ManagerMachine, settings=bounded(examples=budget(6000), steps=60))

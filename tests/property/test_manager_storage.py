@@ -21,6 +21,7 @@ from fdcache.storage.slab_format import slots_for
 from fdcache.tiers.storage_index import LocalIndex
 from tests.property.engine_model import BLOCK, Engine
 from tests.property.test_manager import ManagerMachine, bounded
+from tests.seeds import budget
 
 _STORAGE = (SwapPurpose.STORE, SwapPurpose.PREFETCH)
 _NONE = frozenset[int]()
@@ -239,4 +240,4 @@ def test_blocks_come_back_from_storage_right_or_not_at_all() -> None:
 
 @pytest.mark.slow
 def test_blocks_come_back_from_storage_right_or_not_at_all_in_long_histories() -> None:
-    run_state_machine_as_test(StorageMachine, settings=bounded(examples=800, steps=60))
+    run_state_machine_as_test(StorageMachine, settings=bounded(examples=budget(800), steps=60))

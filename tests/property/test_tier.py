@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 from fdcache import _core
 from fdcache.errors import StaleLeaseError
 from tests.property.tier_oracle import EVENT_LOST, ROOT, TierOracle
+from tests.seeds import budget
 from tests.tier_help import (
     ROOT_HASH,
     chain,
@@ -359,4 +360,4 @@ def test_short_histories() -> None:
 
 @pytest.mark.slow
 def test_long_histories() -> None:
-    run_state_machine_as_test(TierHistory, settings=bounded(examples=2000, steps=100))
+    run_state_machine_as_test(TierHistory, settings=bounded(examples=budget(2000), steps=100))

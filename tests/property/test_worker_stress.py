@@ -11,6 +11,7 @@ from fdcache.controller.layers import LayerDoneCounter
 from fdcache.devices.base import Stream
 from fdcache.devices.cpu import CpuEvent
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
+from tests.seeds import budget
 from tests.swaps import PATIENCE, Worker, swap, uniform_layout
 
 SLOTS = 32
@@ -172,4 +173,4 @@ def test_every_block_is_where_the_account_says(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(9))
 def test_every_block_is_where_the_account_says_in_long_runs(seed: int) -> None:
-    run_account(seed, 3000)
+    run_account(seed, budget(3000))

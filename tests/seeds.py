@@ -1,0 +1,15 @@
+"""How many seeds and examples the long tests run.
+
+``FDCACHE_TEST_SEEDS`` is a percentage of the full number: 20 by default, 100 in ``make nightly``.
+"""
+
+from __future__ import annotations
+
+import os
+
+PERCENT = int(os.environ.get("FDCACHE_TEST_SEEDS", "20"))
+
+
+def budget(full: int) -> int:
+    """Return the share of ``full`` seeds or examples that this run has time for, at least one."""
+    return max(full * PERCENT // 100, 1)
