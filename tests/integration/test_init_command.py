@@ -123,9 +123,9 @@ class TestPreparing:
 
 WITH_A_GPU = """
 from fdcache.devices import topology
-from fdcache.service.server import machine_report
+from fdcache.service.server import machine_setup
 gpu = topology.Gpu(0, "GPU-1", "H200", 13000, "0000:01:00.0", "PCIe 5 x16", 0, 132, 1 << 37)
-topology.visible_gpus = machine_report.visible_gpus = lambda: [gpu]
+topology.visible_gpus = machine_setup.visible_gpus = lambda: [gpu]
 from fdcache_cli.main import run; run()
 """
 
