@@ -18,7 +18,7 @@ from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 
 BUFFER_BYTES = 128 << 20
 SWAP_BYTES = 256 << 20

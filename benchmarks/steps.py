@@ -21,8 +21,7 @@ from fdcache.manager import CacheManager, Request
 from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, HashArray, StorageScan, SwapPurpose
 from fdcache.plans.ledger import OpenPlan
 from fdcache.service.client.remote_tier import Owners
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from fdcache.layout import KVLayout
-from fdcache.settings.storage_tier import FsyncPolicy
+from fdcache.settings.cache import FsyncPolicy
 from fdcache.storage.conformance import HostRecords, path_of
 from fdcache.storage.connector import RecordBatch
 from fdcache.storage.slab import SlabStore

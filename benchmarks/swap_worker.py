@@ -15,7 +15,7 @@ from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 RUN_BYTES = 16 * MIB

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
         TransferReport,
         TransferResult,
     )
-    from fdcache.settings.cache import CacheSettings, EvictionPolicy, WritePolicy
-    from fdcache.settings.transfer import TransferSettings
+    from fdcache.settings.cache import CacheSettings, EvictionPolicy, TransferSettings, WritePolicy
     from fdcache.tasks import AsyncTaskHandler
     from fdcache.tiers.pool import BlockPool
 
@@ -63,8 +62,7 @@ _HOMES = {
         "TransferReport",
         "TransferResult",
     ),
-    "fdcache.settings.cache": ("CacheSettings", "EvictionPolicy", "WritePolicy"),
-    "fdcache.settings.transfer": ("TransferSettings",),
+    "fdcache.settings.cache": ("CacheSettings", "EvictionPolicy", "TransferSettings", "WritePolicy"),
     "fdcache.tasks": ("AsyncTaskHandler",),
     "fdcache.tiers.pool": ("BlockPool",),
 }

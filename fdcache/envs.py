@@ -43,7 +43,7 @@ class _Unloaded(ModuleType):
 
 
 def _load() -> ModuleType:
-    from fdcache.settings.access import VariablesModule
+    from fdcache.settings.legacy import VariablesModule
 
     module = sys.modules[__name__]
     module.__class__ = VariablesModule

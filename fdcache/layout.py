@@ -1,4 +1,4 @@
-"""The fingerprint of a layout: what keeps the keys of unequal models and layouts apart."""
+"""One layer x kind of a block, and the checks that planes and layouts share."""
 
 from __future__ import annotations
 
@@ -6,23 +6,145 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
 from functools import cached_property
-from typing import Required, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Required, TypedDict, TypeVar, Unpack
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
-from fdcache.planes import (
-    KIND_ORDER,
-    PLANE_ALIGNMENT,
-    SCALES_OF,
-    Plane,
-    PlaneKind,
-    PlaneSpec,
-    from_fields,
-    plane_from_json,
-    require_int,
-    require_text,
-)
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+PLANE_ALIGNMENT = 128
+"""Every plane of a record starts at a multiple of this many bytes."""
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of one element, by dtype name."""
+
+
+_Record = TypeVar("_Record", bound="DataclassInstance")
+
+
+class PlaneKind(StrEnum):
+    """What a plane holds; the order of members is the order of planes within a layer."""
+
+    KEY = "key"
+    VALUE = "value"
+    KEY_SCALE = "key_scale"
+    VALUE_SCALE = "value_scale"
+    INDEXER = "indexer"
+
+
+KIND_ORDER = {kind: position for position, kind in enumerate(PlaneKind)}
+
+SCALES_OF = ((PlaneKind.KEY_SCALE, PlaneKind.KEY), (PlaneKind.VALUE_SCALE, PlaneKind.VALUE))
+"""Each kind of scale and the kind that it scales."""
+
+
+class PlaneSpec(NamedTuple):
+    """A plane of every layer, before it has a layer and an offset. ``shape`` is that of one block."""
+
+    kind: PlaneKind
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plane in one block."""
+        if self.dtype not in DTYPE_BYTES:
+            raise LayoutError(f"{self.kind.value}: dtype {self.dtype!r} is unknown; use one of {_dtypes()}")
+        for position, size in enumerate(self.shape):
+            require_int(f"{self.kind.value}: shape[{position}]", size, least=1)
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One layer x kind of a block: ``nbytes`` bytes at ``offset`` of the record.
+
+    On the device a plane is a tensor whose block ``b`` starts at ``b * device_stride`` bytes.
+    Raises ``LayoutError`` for a field out of range.
+    """
+
+    layer: int
+    kind: PlaneKind
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int
+    device_stride: int
+
+    def __post_init__(self) -> None:
+        require_int("layer", self.layer, least=0)
+        if not isinstance(self.kind, PlaneKind):
+            raise LayoutError(f"kind must be a PlaneKind, got {self.kind!r}")
+        if not isinstance(self.shape, tuple) or not self.shape:
+            raise LayoutError(f"shape must be a tuple with at least one dimension, got {self.shape!r}")
+        needed = PlaneSpec(self.kind, self.dtype, self.shape).nbytes
+        where = f"plane {self.kind.value} of layer {self.layer}"
+        if require_int("nbytes", self.nbytes, least=1) != needed:
+            raise LayoutError(f"{where}: nbytes is {self.nbytes}, but shape and dtype make {needed}")
+        if require_int("offset", self.offset, least=0) % PLANE_ALIGNMENT:
+            raise LayoutError(f"{where}: offset {self.offset} must be a multiple of {PLANE_ALIGNMENT}")
+        if require_int("device_stride", self.device_stride, least=1) < self.nbytes:
+            raise LayoutError(
+                f"{where}: device_stride {self.device_stride} is less than the plane's {self.nbytes} bytes"
+            )
+
+
+def _dtypes() -> str:
+    return ", ".join(DTYPE_BYTES)
+
+
+def require_int(name: str, value: object, *, least: int) -> int:
+    """The value, if it is an int of at least ``least`` and below 2**63; else ``LayoutError`` naming it."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise LayoutError(f"{name} must be an int, got {value!r}")
+    if not least <= value < 2**63:
+        raise LayoutError(f"{name} must be at least {least} and below 2**63, got {value}")
+    return value
+
+
+def require_text(name: str, value: object) -> None:
+    """Raise ``LayoutError`` naming the field unless it is non-empty text that UTF-8 can encode."""
+    if not isinstance(value, str) or not value:
+        raise LayoutError(f"{name} must be a non-empty string, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise LayoutError(f"{name} must be text that UTF-8 can encode, got {value!r}") from error
+
+
+def plane_from_json(data: Any, where: str) -> Plane:
+    """The plane that a JSON object describes. Raises ``LayoutError``, saying ``where`` it stands."""
+    if isinstance(data, dict):
+        if data.get("kind") in [kind.value for kind in PlaneKind]:
+            data["kind"] = PlaneKind(data["kind"])
+        if isinstance(data.get("shape"), list):
+            data["shape"] = tuple(data["shape"])
+    return from_fields(Plane, data, where)
+
+
+def from_fields(record: type[_Record], data: Any, where: str) -> _Record:
+    """A record made from exactly its fields. Raises ``LayoutError`` for unknown or missing ones."""
+    if not isinstance(data, dict):
+        raise LayoutError(f"{where}: must be an object with the fields of {record.__name__}")
+    names = {field.name for field in fields(record)}
+    if missing := sorted(names - data.keys()):
+        raise LayoutError(f"{where}: missing {', '.join(missing)}")
+    if unknown := sorted(data.keys() - names):
+        raise LayoutError(f"{where}: unknown {', '.join(unknown)}")
+    return record(**data)
+
 
 FINGERPRINT_TAG = b"fdcache.layout.1"
 

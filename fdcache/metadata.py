@@ -13,12 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache.tasks import AsyncTaskHandler, TransferStatus
-
 __all__ = [
     "EXTENT_BYTES",
     "SLOT_HEADER_BYTES",
-    "AsyncTaskHandler",
     "BlockNode",
     "CacheLevel",
     "CacheStatus",
@@ -31,7 +28,6 @@ __all__ = [
     "TransferPlan",
     "TransferReport",
     "TransferResult",
-    "TransferStatus",
     "UInt32Array",
     "UInt64Array",
     "decode_plan",

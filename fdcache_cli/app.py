@@ -111,7 +111,7 @@ def confirm(question: str, planned: Iterable[str]) -> None:
 
     Raises ``BadParameter`` where there is no terminal, and ``Abort`` on a no.
     """
-    from fdcache.settings.parsing import printable  # which loads pydantic
+    from fdcache.settings.kinds import printable  # which loads pydantic
 
     if not sys.stdin.isatty():
         raise typer.BadParameter("there is no terminal to ask on; give --yes")

@@ -15,7 +15,7 @@ from fdcache_cli.app import Command, ServerCommand, new_group
 from fdcache_cli.errors import print_problems
 
 if TYPE_CHECKING:
-    from fdcache.settings import Settings, Survey
+    from fdcache.settings import LoadResult, Settings
 
 COMMANDS = (
     Command(
@@ -67,10 +67,10 @@ def check(
     It starts nothing, so that it can run as an init container.
     """
     from fdcache.service.server.preflight import preflight_of_an_environment
-    from fdcache.settings import Severity, survey
+    from fdcache.settings import Severity, read_settings
     from fdcache.settings.problems import strictly
 
-    found = survey()
+    found = read_settings()
     looked = [
         each
         for each in preflight_of_an_environment(found.settings)
@@ -110,7 +110,7 @@ def diff(
     json: Json = False,
 ) -> None:
     """Compare two dotenv files, or one or a running service with the environment; exit 1 if any setting differs."""
-    from fdcache.settings import VARIABLES, survey
+    from fdcache.settings import VARIABLES, read_settings
 
     if server is not None:
         if first is not None:
@@ -122,7 +122,7 @@ def diff(
     if first is None:
         raise typer.BadParameter("give a file, or --server")
     left = _readable(_survey_of(first))
-    right = _readable(survey() if second is None else _survey_of(second))
+    right = _readable(read_settings() if second is None else _survey_of(second))
     comparable = [name for name, variable in VARIABLES.items() if variable.group != "files"]
     differing = [name for name in comparable if left.value(name) != right.value(name)]
     if json:
@@ -138,13 +138,13 @@ def diff(
 
 
 def _diff_with_service(server: str, json: bool) -> None:
-    from fdcache.settings import VARIABLES, survey
-    from fdcache.settings.in_force import in_force
+    from fdcache.settings import VARIABLES, read_settings
+    from fdcache.settings.effective import effective_values
     from fdcache_cli.env_report import given_by, written
     from fdcache_cli.running_service import ask_service
     from fdcache_cli.service_view import connect
 
-    mine = in_force(_readable(survey()))
+    mine = effective_values(_readable(read_settings()))
     with connect(server) as client:
         theirs = ask_service(client).settings
     differing = [
@@ -204,7 +204,7 @@ def migrate(
 ) -> None:
     """Rewrite deprecated names in a dotenv file; shows the change first and writes only with --write."""
     from fdcache.settings import VARIABLES
-    from fdcache.settings.dotenv import rename
+    from fdcache.settings.sources import rename
 
     old_names = {alias: name for name, variable in VARIABLES.items() for alias in variable.aliases}
     old_names |= {f"{alias}_FILE": f"{name}_FILE" for alias, name in old_names.items()}
@@ -221,11 +221,11 @@ def migrate(
         output.print_line("nothing is written; --write does it")
 
 
-def _survey_of(file: Path) -> Survey:
+def _survey_of(file: Path) -> LoadResult:
     """Read a dotenv file by itself; what is wrong with it is said of the file, which no variable named."""
-    from fdcache.settings import survey
+    from fdcache.settings import read_settings
 
-    found = survey(environ={}, arguments={"FDCACHE_ENV_FILE": file})
+    found = read_settings(environ={}, arguments={"FDCACHE_ENV_FILE": file})
     problems = [
         dataclasses.replace(each, variables=(str(file),), right=each.right.replace(", or unset it", ""))
         if each.variables == ("FDCACHE_ENV_FILE",)
@@ -235,7 +235,7 @@ def _survey_of(file: Path) -> Survey:
     return dataclasses.replace(found, problems=tuple(problems))
 
 
-def _readable(found: Survey) -> Settings:
+def _readable(found: LoadResult) -> Settings:
     """Give the settings to compare, whether they could start anything or not. Raise for values that are none."""
     from fdcache.settings import SettingsError
 

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import typer
 
 from fdcache.settings import VARIABLES, Settings, Source, Variable
-from fdcache.settings.in_force import InForce, Origin
-from fdcache.settings.names import suggest
+from fdcache.settings.checks import suggest
+from fdcache.settings.effective import EffectiveValue, Origin
 from fdcache.settings.tree import GROUPS
 
 
 def choose(
-    settings: Mapping[str, InForce],
+    settings: Mapping[str, EffectiveValue],
     names: Sequence[str],
     *,
     group: str | None,
@@ -52,7 +52,7 @@ def _hint(name: str, known: Any) -> str:
     return f"; did you mean {meant}?" if meant else ""
 
 
-def reveal(states: Mapping[str, InForce], settings: Settings) -> dict[str, InForce]:
+def reveal(states: Mapping[str, EffectiveValue], settings: Settings) -> dict[str, EffectiveValue]:
     """The same with the secrets of ``settings`` in clear."""
     return {
         name: replace(state, text=_clear(settings.value(name)))
@@ -73,7 +73,7 @@ class Report:
     HEADER: ClassVar = ("NAME", "VALUE", "SOURCE", "DEFAULT", "CHANGED")
 
     def __init__(
-        self, settings: Mapping[str, InForce], elsewhere: Mapping[str, Mapping[str, str]] | None = None
+        self, settings: Mapping[str, EffectiveValue], elsewhere: Mapping[str, Mapping[str, str]] | None = None
     ) -> None:
         self._settings = settings
         self._elsewhere = elsewhere or {}
@@ -107,7 +107,7 @@ class Report:
             "used_in": list(variable.used_in),
             "checked_against": variable.checked_against,
             "since": variable.since,
-            "takes_effect": variable.noticed.value,
+            "takes_effect": variable.takes_effect.value,
             "given_as": winner.name if winner else None,
             "place": winner.place if winner else None,
             "deprecated_names": list(variable.aliases),
@@ -131,7 +131,7 @@ class Report:
             "group": variable.group,
             "effect": variable.effect,
             "since": variable.since,
-            "takes effect": variable.noticed.value,
+            "takes effect": variable.takes_effect.value,
             "old names": ", ".join(variable.aliases),
         }
         yield from (f"  {fact + ':':14}{text}" for fact, text in facts.items() if text)
@@ -141,7 +141,7 @@ class Report:
         yield f"    {'default':13}{default}"
 
 
-def given_by(variable: Variable, state: InForce) -> str:
+def given_by(variable: Variable, state: EffectiveValue) -> str:
     """Say where a value comes from: an option, or the kind of source."""
     if not state.origins:
         return Source.DEFAULT.value
@@ -159,7 +159,7 @@ def _told(origin: Origin) -> str:
     return f"{origin.text} as {origin.name} in {origin.place}"
 
 
-def written(state: InForce) -> str:
+def written(state: EffectiveValue) -> str:
     """Write a value as a cell of a table."""
     return _or_dash(state.text) if state.valid else "(not valid)"
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fdcache.settings import Variable, survey
-from fdcache.settings.in_force import InForce, in_force
+from fdcache.settings import Variable, read_settings
+from fdcache.settings.effective import EffectiveValue, effective_values
 from fdcache_cli import errors, output
 from fdcache_cli.env_report import Report, choose, reveal, written
 from fdcache_cli.running_service import RunningService, ask_service, find_service
@@ -58,8 +58,8 @@ def show(
             Report(service.settings), pick(service.settings), _record(service), stories=bool(names), json=json
         )
         return
-    found = survey()
-    settings = in_force(found.settings, found.rejected)
+    found = read_settings()
+    settings = effective_values(found.settings, found.rejected)
     chosen = pick(settings)
     running = find_service(found.settings)
     overrides = running.overrides(settings) if running else {}
@@ -77,7 +77,7 @@ def show(
         raise typer.Exit(errors.BAD_CONFIGURATION)
 
 
-def tell(service: RunningService, overrides: Mapping[str, InForce]) -> str:
+def tell(service: RunningService, overrides: Mapping[str, EffectiveValue]) -> str:
     """Say in a line which service runs here, and what its options made other than in this environment."""
     options = ", ".join(
         f"{name}={written(state)} ({state.origins[0].place.split()[0]})" for name, state in overrides.items()
@@ -90,7 +90,7 @@ def tell(service: RunningService, overrides: Mapping[str, InForce]) -> str:
 
 
 def _in_service(
-    service: RunningService | None, overrides: Mapping[str, InForce]
+    service: RunningService | None, overrides: Mapping[str, EffectiveValue]
 ) -> Mapping[str, Mapping[str, str]]:
     if service is None:
         return {}
@@ -110,7 +110,7 @@ def _record(service: RunningService) -> dict[str, Any]:
     }
 
 
-def _override(name: str, state: InForce) -> dict[str, Any]:
+def _override(name: str, state: EffectiveValue) -> dict[str, Any]:
     return {"name": name, "value": state.value, "place": state.origins[0].place}
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fdcache.settings.parsing import readable_size
+from fdcache.settings.kinds import readable_size
 from fdcache_cli import inspect_plot, output
 from fdcache_cli.app import Command, new_group, refuse_options_of_group
 from fdcache_cli.live import show_live

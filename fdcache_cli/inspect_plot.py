@@ -10,7 +10,7 @@ import typer
 
 from fdcache.errors import ConfigurationError
 from fdcache.service.wire.figures import number
-from fdcache.settings.parsing import printable
+from fdcache.settings.kinds import printable
 from fdcache_cli.service_view import FOUND_IN, Rows, found_shares
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fdcache.settings.parsing import readable_size
+from fdcache.settings.kinds import readable_size
 from fdcache_cli import errors, output
 from fdcache_cli.progress import progress_bars
 from fdcache_cli.service_view import ServerOption

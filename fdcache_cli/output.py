@@ -22,7 +22,7 @@ def print_json(value: object) -> None:
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Write a table: drawn and wrapped on a terminal, aligned columns and nothing cut off elsewhere."""
-    from fdcache.settings.parsing import printable  # which loads pydantic
+    from fdcache.settings.kinds import printable  # which loads pydantic
 
     table = [header, *([printable(cell) for cell in row] for row in rows)]
     if on_terminal():

@@ -26,9 +26,9 @@ from fdcache.replay.trace import read_trace
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings import VARIABLES, Settings, SettingsError
 from fdcache.settings.cache import EvictionPolicy, WritePolicy
-from fdcache.settings.parsing import parse_size
+from fdcache.settings.kinds import parse_size
 from fdcache.settings.problems import error as problem_of
-from fdcache.settings.sources import Given, Source
+from fdcache.settings.sources import Source, Sourced
 from fdcache_cli import errors
 from fdcache_cli.errors import print_problems
 from fdcache_cli.progress import progress_bars
@@ -233,7 +233,7 @@ def _settings(options: Mapping[str, object]) -> Settings:
     # The option names a folder, which means local storage; the variable names any connector.
     values["FDCACHE_STORAGE"] = "local" if options["--storage"] else None
     try:
-        return load_settings({name: Given("command line", value) for name, value in values.items()})
+        return load_settings({name: Sourced("command line", value) for name, value in values.items()})
     except SettingsError as error:
         concerned = {name for problem in error.problems for name in problem.variables}
         guilty = [

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fdcache.replay.report import MANAGER_CALLS, Report
 from fdcache.replay.tally import Tally, Traffic
-from fdcache.settings.parsing import readable_size
+from fdcache.settings.kinds import readable_size
 
 _REFRESH_SECONDS = 0.1
 

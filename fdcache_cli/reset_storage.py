@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _duration(text: str) -> float:
-    from fdcache.settings.parsing import parse_duration
+    from fdcache.settings.kinds import parse_duration
 
     units = {"d": 86400.0, "w": 7 * 86400.0}
     try:

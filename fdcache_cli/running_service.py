@@ -13,7 +13,7 @@ import msgspec
 from fdcache.errors import FdcacheError, ProtocolError
 from fdcache.service.wire.address import default_address, socket_path
 from fdcache.settings import Settings, Source
-from fdcache.settings.in_force import InForce
+from fdcache.settings.effective import EffectiveValue
 
 if TYPE_CHECKING:
     from fdcache.service.client.tool import Client
@@ -30,9 +30,9 @@ class RunningService:
     version: str
     pid: int
     fingerprint: str
-    settings: Mapping[str, InForce]
+    settings: Mapping[str, EffectiveValue]
 
-    def overrides(self, environment: Mapping[str, InForce]) -> dict[str, InForce]:
+    def overrides(self, environment: Mapping[str, EffectiveValue]) -> dict[str, EffectiveValue]:
         """The settings that an option of the service made another than in ``environment``.
 
         Its address is left out: two ways to write it lead to the same socket.
@@ -51,7 +51,7 @@ class _Answer(msgspec.Struct):
     version: str
     pid: int
     fingerprint: str
-    settings: dict[str, InForce]
+    settings: dict[str, EffectiveValue]
 
 
 def ask_service(client: Client) -> RunningService:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fdcache.errors import ConfigurationError
-from fdcache.settings import Given, Settings
-from fdcache.settings.parsing import format_size
+from fdcache.settings import Settings, Sourced
+from fdcache.settings.kinds import format_size
 from fdcache_cli import output
 from fdcache_cli.errors import print_problems
 from fdcache_cli.progress import Advance, progress_bars
@@ -120,7 +120,7 @@ def _serve_with(server: Server, settings: Settings, advance: Advance | None) -> 
         server.close()
 
 
-def _storage_arguments(storage: str | None, size: str | None) -> dict[str, Given]:
+def _storage_arguments(storage: str | None, size: str | None) -> dict[str, Sourced]:
     """What the options mean as settings. A folder means local storage; the setting names any connector."""
     is_folder = storage is not None and "/" in storage
     return {
@@ -130,8 +130,8 @@ def _storage_arguments(storage: str | None, size: str | None) -> dict[str, Given
     }
 
 
-def _given(option: str, value: object) -> Given:
-    return Given(f"{option} of fdcache serve", value)
+def _given(option: str, value: object) -> Sourced:
+    return Sourced(f"{option} of fdcache serve", value)
 
 
 def _say_ready() -> None:

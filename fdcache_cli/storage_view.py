@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fdcache.settings.parsing import readable_size
+from fdcache.settings.kinds import readable_size
 from fdcache_cli import output
 from fdcache_cli.live import show_live
 from fdcache_cli.service_view import Columns, Rows, connect, table

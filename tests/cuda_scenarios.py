@@ -16,8 +16,7 @@ from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.engine import replay
 from fdcache.replay.planes import DeviceName
 from fdcache.replay.workloads import WorkloadName, generate
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import CacheSettings, TransferSettings, WritePolicy
 from tests.cuda_stand_in import LOST, REFUSED, Driver
 from tests.gpu.workers import GpuWorker
 from tests.property.test_round_trips import LAYOUTS

@@ -17,8 +17,7 @@ import pytest
 
 from fdcache.errors import ConnectorNotFoundError
 from fdcache.layout import KVLayout
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.mooncake import MooncakeConnector
 from fdcache.storage.mooncake_client import load_client

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
 from fdcache.storage.conformance import HostRecords, conformance_layout, path_of
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.mooncake import MooncakeConnector

@@ -17,7 +17,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import TensorError
 from fdcache.integrations.paddle import allocate_planes, current_device, current_stream
 from fdcache.layout import KVLayout
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 from tests.swaps import PATIENCE, plan, uniform_layout
 
 BLOCKS = 32

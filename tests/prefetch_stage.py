@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from fdcache import _core
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import BatchResult, Outcome, RecordBatch
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.slab import SlabStore

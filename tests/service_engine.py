@@ -6,9 +6,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, LoadOutcome, LoadStatus, Request
 from fdcache.metadata import TransferPlan
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.storage_tier import StorageTierSettings
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings, TransferSettings, WritePolicy
 from tests.service_help import TIMEOUT, LocalService, ServiceProcess, until
 
 BLOCK = 4

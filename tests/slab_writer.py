@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fdcache.settings.storage_tier import FsyncPolicy
+from fdcache.settings.cache import FsyncPolicy
 from tests.storage_help import Records, open_store, path_hashes, storage_layout
 
 LAYOUT = storage_layout(num_layers=2)

@@ -10,9 +10,14 @@ from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.manager import Allocation, CacheManager, MatchResult, MatchStatus, Request
 from fdcache.metadata import TransferPlan
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
-from fdcache.settings.transfer import TransferSettings, Verify
+from fdcache.settings.cache import (
+    CacheSettings,
+    PrefetchPolicy,
+    StorageTierSettings,
+    TransferSettings,
+    Verify,
+    WritePolicy,
+)
 from fdcache.storage.connector import BatchResult, RecordBatch
 from fdcache.storage.slab import SlabStore
 from tests.storage_help import MIB, storage_layout

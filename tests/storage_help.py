@@ -13,7 +13,7 @@ from fdcache import _core
 from fdcache.controller.arena import HostArena
 from fdcache.devices.cpu import CpuDevice
 from fdcache.layout import KVLayout
-from fdcache.settings.storage_tier import FsyncPolicy
+from fdcache.settings.cache import FsyncPolicy
 from fdcache.storage.connector import RecordBatch
 from fdcache.storage.slab import SlabStore
 from tests.swaps import uniform_layout

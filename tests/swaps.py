@@ -15,7 +15,7 @@ from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 
 Pairs = Sequence[tuple[int, int]]
 

@@ -25,8 +25,7 @@ from fdcache import (
     TransferSettings,
 )
 from fdcache.metadata import SLOT_HEADER_BYTES
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
 from fdcache.storage.connector import PlacedStorage
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from examples.paddle_engine.task import Task
 from fdcache import CacheManager
-from fdcache.settings.parsing import format_size
+from fdcache.settings.kinds import format_size
 from fdcache.tiers.statistics import Counters
 
 NEAR_TIE = 1e-3

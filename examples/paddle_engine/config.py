@@ -10,7 +10,7 @@ from fdcache import KVLayout
 from fdcache.replay.config import PLAIN_SCHEDULING
 from fdcache.replay.options import PLAIN_VALUES
 from fdcache.settings import Settings
-from fdcache.settings.scheduling import SchedulingSettings
+from fdcache.settings.engine_serving import SchedulingSettings
 
 
 @dataclass(frozen=True, slots=True)

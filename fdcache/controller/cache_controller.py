@@ -27,15 +27,15 @@ from fdcache.errors import (
 )
 from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
-from fdcache.metadata import AsyncTaskHandler, StorageScan, TransferPlan, TransferReport
+from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.settings import Settings
-from fdcache.settings.checks import require_host_tier
-from fdcache.settings.names import log_misspelt
-from fdcache.settings.transfer import TransferSettings, Verify
+from fdcache.settings.cache import TransferSettings, Verify
+from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import BlockStorage, PlacedStorage, StorageStats
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.storage.queue import StorageQueue, StorageTransfer
+from fdcache.tasks import AsyncTaskHandler
 from fdcache.tiers.host import HostCache
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from fdcache.devices.validation import check_array
 from fdcache.errors import PlanError, StreamError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, Int32Array, SwapPurpose, TransferPlan
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 
 DIRECTIONS = {
     SwapPurpose.EVICT: Direction.TO_HOST,

@@ -31,15 +31,15 @@ from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exporte
 from fdcache.devices.validation import check_pairs
 from fdcache.errors import TensorError
 from fdcache.layout import Plane
-from fdcache.machine.runtime import memory
-from fdcache.settings.transfer import TransferSettings, Verify
+from fdcache.machine.memory import memory_limits
+from fdcache.settings.cache import TransferSettings, Verify
 
 _DLPACK_CPU = 1
 
 
 def memory_bytes(ranks: int = 1) -> int:
     """Return the memory that each rank has where all of them share this machine, or its control group."""
-    found = memory()
+    found = memory_limits()
     return min(size for size in (found.machine, found.cgroup) if size is not None) // ranks
 
 

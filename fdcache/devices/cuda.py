@@ -39,7 +39,7 @@ from fdcache.devices.topology import find_gpu
 from fdcache.devices.validation import check_pairs
 from fdcache.errors import DeviceError, DeviceLostError, StreamError
 from fdcache.layout import Plane
-from fdcache.settings.transfer import TransferSettings, Verify
+from fdcache.settings.cache import TransferSettings, Verify
 
 
 class CudaPlanes:

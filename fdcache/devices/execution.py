@@ -14,15 +14,8 @@ import numpy as np
 from fdcache.devices.base import CopyOutcome, Device, Event, PendingCopy, Stream
 from fdcache.devices.cpu import CpuEvent, wait_any_cpu_event
 from fdcache.errors import FdcacheError, PlanError
-from fdcache.metadata import (
-    AsyncTaskHandler,
-    StorageTask,
-    SwapPurpose,
-    TransferPlan,
-    TransferReport,
-    TransferResult,
-    TransferStatus,
-)
+from fdcache.metadata import StorageTask, SwapPurpose, TransferPlan, TransferReport, TransferResult
+from fdcache.tasks import AsyncTaskHandler, TransferStatus
 
 logger = logging.getLogger(__name__)
 

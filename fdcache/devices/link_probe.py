@@ -18,7 +18,7 @@ from fdcache.devices.policy import choose_calibration
 from fdcache.devices.topology import Gpu, import_cupy
 from fdcache.errors import DeviceError, HostMemoryError
 from fdcache.layout import KVLayout
-from fdcache.settings.transfer import SwapMethod, TransferSettings
+from fdcache.settings.cache import SwapMethod, TransferSettings
 
 POOL_BYTES = 256 * MIB
 _BATCH_BYTES = 128 * MIB

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fdcache import _core
 from fdcache.devices.calibration import KIB, MIB, NEVER, Calibration, Measurement, Thresholds
 from fdcache.devices.topology import Gpu
-from fdcache.settings.transfer import SwapMethod, TransferSettings
+from fdcache.settings.cache import SwapMethod, TransferSettings
 
 STAGING_SLOT_BYTES = 16 * MIB
 STAGING_SLOTS = 3

@@ -8,13 +8,10 @@ from typing import Any
 
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy_variables import keeps_latents
-from fdcache.layout import KVLayout, PlaneSpec
-from fdcache.planes import PlaneKind
-from fdcache.settings import Given, Settings, SettingsError, Source
-from fdcache.settings.cache import CacheSettings
+from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
+from fdcache.settings import Settings, SettingsError, Source, Sourced
+from fdcache.settings.cache import CacheSettings, StorageTierSettings, TransferSettings
 from fdcache.settings.problems import error
-from fdcache.settings.storage_tier import StorageTierSettings
-from fdcache.settings.transfer import TransferSettings
 from fdcache.tiers.host import host_block_bytes
 
 _BLOCK_FP8, _INT4 = "block_wise_fp8", "int4_zp"
@@ -149,7 +146,7 @@ def device_bytes(ranks: int) -> int:
     return device_bytes(ranks)
 
 
-def _cache_config(config: Any, layout: KVLayout) -> dict[str, Given]:
+def _cache_config(config: Any, layout: KVLayout) -> dict[str, Sourced]:
     """Return what FastDeploy's cache configuration says as values of our variables."""
     cache = _get(config, "cache_config")
     host_blocks = int(getattr(cache, "num_cpu_blocks", None) or 0)
@@ -161,7 +158,7 @@ def _cache_config(config: Any, layout: KVLayout) -> dict[str, Given]:
         "FDCACHE_WRITE_POLICY": ("write_policy", getattr(cache, "write_policy", None) or "write_through"),
         "FDCACHE_WRITE_THROUGH_THRESHOLD": ("write_through_threshold", threshold),
     }
-    return {name: Given(f"cache_config.{attribute}", value) for name, (attribute, value) in values.items()}
+    return {name: Sourced(f"cache_config.{attribute}", value) for name, (attribute, value) in values.items()}
 
 
 def _get(config: Any, path: str) -> Any:

@@ -18,10 +18,9 @@ from fdcache.integrations.fastdeploy_config import (
     quantisation,
 )
 from fdcache.integrations.fastdeploy_variables import EngineVariables
-from fdcache.layout import KVLayout, Plane
+from fdcache.layout import KVLayout, Plane, PlaneKind
 from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, TransferPlan, TransferReport
-from fdcache.planes import PlaneKind
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 from fdcache.storage.connector import BlockStorage
 from fdcache.tiers.host import HostCache
 

@@ -30,8 +30,7 @@ from fdcache.manager.cache_manager import CacheManager as Manager
 from fdcache.manager.requests import Request
 from fdcache.manager.results import AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.host import HostCache
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fdcache.errors import ConfigurationError
-from fdcache.settings import Source, survey
-from fdcache.settings.attention import AttentionBackend
+from fdcache.settings import Source, read_settings
+from fdcache.settings.engine_model import AttentionBackend
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class EngineVariables:
     @classmethod
     def load(cls) -> EngineVariables:
         """Read them. Raises ``SettingsError`` for settings that are wrong."""
-        settings = survey().settings
+        settings = read_settings().settings
         return cls(
             keeps_preempted_output=settings.scheduling.save_preempted_output,
             frees_host_cache_asleep=settings.engine_cache.clear_swap_space,
@@ -34,7 +34,7 @@ class EngineVariables:
 
 def warn_of_old_manager() -> None:
     """Say so when FastDeploy runs its old cache manager beside the adapter, which it then does not call."""
-    settings = survey().settings
+    settings = read_settings().settings
     if not settings.engine_cache.v1_manager:
         logger.warning(
             "%s=0 (%s): FastDeploy uses its old cache manager, not this one, and write_through alone; set %s=1",
@@ -50,7 +50,7 @@ def keeps_latents(latent_size: int) -> bool:
     ``FD_ATTENTION_BACKEND`` decides where it is set, else the model does, whose latents have ``latent_size`` elements.
     Raises ``ConfigurationError`` for a backend that does not suit the model, or whose planes are not known.
     """
-    settings = survey().settings
+    settings = read_settings().settings
     backend, place = settings.attention.backend, settings.place(_BACKEND)
     if settings.source(_BACKEND) is Source.DEFAULT:
         return latent_size > 0

@@ -12,7 +12,7 @@ from fdcache.devices.cpu import CpuDevice, memory_bytes
 from fdcache.devices.frameworks import zeros_in_paddle
 from fdcache.errors import TensorError, UnsupportedCallError
 from fdcache.layout import KVLayout, Plane
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 
 
 def current_device(settings: TransferSettings | None = None) -> Device:

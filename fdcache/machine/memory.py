@@ -1,81 +1,163 @@
-"""How much host memory may be promised: what the machine has left, and what its control groups allow."""
+"""Host memory: limits of the machine and its control groups, huge pages, NUMA nodes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from fdcache.errors import HostMemoryError
+
+_NODES = Path("/sys/devices/system/node")
+_HUGE_PAGE_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_HUGE_PAGES_ALLOWED = {"always", "within_size", "advise", "force"}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """Total bytes of the machine and of the tightest control group; None where there is no known limit."""
+
+    machine: int | None
+    cgroup: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes that can still be taken, and which limit says so."""
+    """Bytes that are still available, and the limit that decides it, in words."""
 
     nbytes: int
     limit: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Hierarchy:
+    """Folder and file names of one version of control groups."""
+
+    mount: str
+    limit: str
+    usage: str
+    reclaimable: str
+
+
+_CGROUP_V1 = _Hierarchy(
+    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+)
+_CGROUP_V2 = _Hierarchy("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+
+
+@dataclass(frozen=True, slots=True)
+class _ControlGroup:
+    """A control group above this process that limits memory."""
+
+    folder: Path
+    files: _Hierarchy
+    limit: int
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """Bytes left below the limit, where the inactive file cache counts as free."""
+        used = sum(map(int, _lines(self.folder / self.files.usage)))
+        cached = _counters(self.folder / "memory.stat").get(self.files.reclaimable, 0)
+        return MemoryBudget(max(self.limit - used + cached, 0), f"limit in {self.folder / self.files.limit}")
+
+
+def memory_limits(root: Path = Path("/")) -> MemoryLimits:
+    """Read the total memory. ``root`` holds proc and sys."""
+    total = _counters(root / "proc/meminfo").get("MemTotal:")
+    groups = [group.limit for group in _control_groups(root)]
+    return MemoryLimits(None if total is None else 1024 * total, min(groups, default=None))
+
+
 def available_memory(root: Path = Path("/")) -> MemoryBudget:
-    """The smallest of the machine's available memory and the room in each control group above this process.
+    """Return the tightest of the machine's available memory and the room in each control group.
 
-    Memory that the kernel can take back from a group's files counts as room. ``root`` holds proc and sys.
+    ``root`` holds proc and sys.
     """
-    budgets = [_machine(root), *_group_v2(root), *_group_v1(root)]
-    return min(budgets, key=lambda budget: budget.nbytes)
-
-
-def _machine(root: Path) -> MemoryBudget:
-    fields = _fields(root / "proc/meminfo")
-    return MemoryBudget(1024 * fields["MemAvailable:"], "available memory of the machine")
-
-
-def _group_v2(root: Path) -> list[MemoryBudget]:
-    return _groups(
-        root / "sys/fs/cgroup", _group_path(root, ""), "memory.max", "memory.current", "inactive_file"
+    machine = 1024 * _counters(root / "proc/meminfo")["MemAvailable:"]
+    budgets = [group.budget for group in _control_groups(root)]
+    return min(
+        MemoryBudget(machine, "available memory of the machine"), *budgets, key=lambda budget: budget.nbytes
     )
 
 
-def _group_v1(root: Path) -> list[MemoryBudget]:
-    return _groups(
-        root / "sys/fs/cgroup/memory",
-        _group_path(root, "memory"),
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    )
+def _control_groups(root: Path) -> Iterator[_ControlGroup]:
+    """Yield the groups of this process that have a memory limit, from its own up to the mount.
 
-
-def _group_path(root: Path, controller: str) -> str:
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    A container may not see the folder of its own group; its limit then stands at the mount.
+    """
+    for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(",") and (controller or not controllers):
-            return path.strip("/")
-    return ""
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        files = _CGROUP_V1 if controllers else _CGROUP_V2
+        mount = root / files.mount
+        own = mount / path.strip("/")
+        for folder in (own, *own.parents):
+            limit = _lines(folder / files.limit) if folder.is_relative_to(mount) else []
+            if limit and limit[0].strip().isdigit():
+                yield _ControlGroup(folder, files, int(limit[0]))
 
 
-def _groups(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> list[MemoryBudget]:
-    """The room in the group and in those above it; inside a container its own group is the mount itself."""
-    folder = mount / path
-    folders = [folder, *folder.parents] if folder != mount else [mount]
-    inside = [each for each in folders if each == mount or mount in each.parents]
-    return [
-        MemoryBudget(room, f"limit in {each / limit}")
-        for each in inside
-        if (room := _room(each, limit, usage, reclaimable)) is not None
-    ]
-
-
-def _room(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    try:
-        text = (folder / limit).read_text().strip()
-        if text == "max":
-            return None
-        used = int((folder / usage).read_text())
-        files = _fields(folder / "memory.stat").get(reclaimable, 0)
-    except FileNotFoundError:
-        return None
-    return max(int(text) - used + files, 0)
-
-
-def _fields(path: Path) -> dict[str, int]:
-    rows = (line.split() for line in path.read_text().splitlines())
+def _counters(path: Path) -> dict[str, int]:
+    rows = (line.split() for line in _lines(path))
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def numa_nodes() -> list[int]:
+    """Return the numbers of this machine's NUMA nodes; empty where the kernel does not say."""
+    return sorted(int(path.name.removeprefix("node")) for path in _NODES.glob("node[0-9]*"))
+
+
+def node_cores(node: int) -> set[int]:
+    """Return the cores of a NUMA node. Raises ``HostMemoryError`` if there is no such node."""
+    path = _NODES / f"node{node}/cpulist"
+    if not path.exists():
+        raise HostMemoryError(f"FDCACHE_NUMA_NODE: this machine has no NUMA node {node}; unset it")
+    cores: set[int] = set()
+    for part in path.read_text().strip().split(","):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def huge_page_problem(directory: Path, root: Path = Path("/")) -> str | None:
+    """Explain why files in ``directory`` get no huge pages, with the remedy; None if they do.
+
+    ``root`` holds proc and sys.
+    """
+    kind, options = _mount_of(directory, root / "proc/self/mountinfo")
+    if kind == "hugetlbfs":
+        return None
+    if kind != "tmpfs":
+        found = kind or "an unknown file system"
+        return f"FDCACHE_HUGE_PAGES: {directory} is on {found}, which has no huge pages; use a tmpfs"
+    if any(f"huge={word}" in options for word in _HUGE_PAGES_ALLOWED):
+        return None
+    switch = root / _HUGE_PAGE_SWITCH.relative_to("/")
+    chosen = switch.read_text().partition("[")[2].partition("]")[0] if switch.exists() else "absent"
+    if chosen in _HUGE_PAGES_ALLOWED:
+        return None
+    return (
+        f"FDCACHE_HUGE_PAGES: the kernel gives tmpfs no huge pages ({_HUGE_PAGE_SWITCH} is {chosen}); as root: "
+        f"echo advise > {_HUGE_PAGE_SWITCH}, or mount -o remount,huge=advise {directory}"
+    )
+
+
+def _mount_of(directory: Path, table: Path) -> tuple[str, list[str]]:
+    """Return the file system type and options of the innermost mount that contains ``directory``."""
+    target = directory.resolve()
+    best, found = -1, ("", [""])
+    for line in _lines(table):
+        fields, _, tail = line.partition(" - ")
+        point = Path(fields.split()[4].encode().decode("unicode_escape"))
+        kind, _, options = tail.split()[:3]
+        if target.is_relative_to(point) and len(point.parts) >= best:
+            best, found = len(point.parts), (kind, options.split(","))
+    return found

@@ -10,8 +10,7 @@ from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.prefetch import Prefetcher, Prefetching, RemotePrefetcher
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import EXTENT_BYTES, CacheLevel
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.host import HostCache, HostTier, LocalHostTier
 from fdcache.tiers.pool import HOST_SPARE, BlockPool

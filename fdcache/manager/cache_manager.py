@@ -17,10 +17,8 @@ from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, 
 from fdcache.manager.view import CacheView, ManagerState
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.settings import Settings
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.checks import require_host_tier
-from fdcache.settings.names import log_misspelt
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings
+from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import StorageConnector
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_lookup

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from fdcache.manager.requests import Request
 from fdcache.metadata import HashArray
 from fdcache.plans.ledger import OpenPlan
-from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
 from fdcache.tiers.host import HostMatch
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.storage_reads import StorageReads, leading_ready

@@ -16,8 +16,7 @@ from fdcache.manager.plans import Plans
 from fdcache.manager.publishing import Publisher
 from fdcache.manager.requests import Request
 from fdcache.metadata import BlockNode, CacheLevel, SwapPurpose
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.host import HostCache
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage

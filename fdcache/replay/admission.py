@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fdcache.settings.scheduling import SchedulingSettings
+from fdcache.settings.engine_serving import SchedulingSettings
 
 
 class DecodeReserve:

@@ -9,11 +9,8 @@ from enum import StrEnum
 from fdcache.errors import ReplayOptionError
 from fdcache.layout import KVLayout
 from fdcache.replay.planes import DeviceName
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.scheduling import SchedulingSettings
-from fdcache.settings.storage_tier import StorageTierSettings
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import CacheSettings, MooncakeSettings, StorageTierSettings, TransferSettings
+from fdcache.settings.engine_serving import SchedulingSettings
 
 PLAIN_SCHEDULING = SchedulingSettings(decode_blocks=1, prefill_reserve=0)
 """A block at a time for decodes, and no reserve for them when a new request is admitted."""

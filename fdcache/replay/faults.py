@@ -21,7 +21,7 @@ from fdcache.devices.base import (
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array
-from fdcache.settings.transfer import TransferSettings, Verify
+from fdcache.settings.cache import TransferSettings, Verify
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fdcache.errors import ReplayOptionError
 from fdcache.machine.memory import available_memory
 from fdcache.replay.config import ReplayConfig
-from fdcache.settings.parsing import readable_size
+from fdcache.settings.kinds import readable_size
 from fdcache.tiers.host import host_block_bytes
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from fdcache.errors import LayoutError, ReplayOptionError
 from fdcache.layout import KVLayout, LayoutOptions
 from fdcache.settings import Settings
-from fdcache.settings.attention import AttentionBackend, AttentionSettings
+from fdcache.settings.engine_model import AttentionBackend, AttentionSettings
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
 """Short names of element types; the full names of ``KVLayout`` serve as well."""

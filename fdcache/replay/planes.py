@@ -14,7 +14,7 @@ from fdcache.devices.topology import import_cupy, visible_gpus
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array
 from fdcache.replay.messages import StepOrder
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 
 
 class DeviceName(StrEnum):

@@ -16,9 +16,7 @@ from fdcache.layout import KVLayout
 from fdcache.replay.faults import FaultyDevice, LoadFaults
 from fdcache.replay.messages import StepOrder, StepResult
 from fdcache.replay.planes import DeviceName, GpuPlanes, HostPlanes, Planes, open_gpu
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings
-from fdcache.settings.transfer import TransferSettings, Verify
+from fdcache.settings.cache import MooncakeSettings, StorageTierSettings, TransferSettings, Verify
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.tiers.host import HostCache

@@ -1,22 +1,22 @@
 """The typed settings: one description of everything configurable."""
 
+from fdcache.settings.loading import LoadResult, Settings, read_settings
 from fdcache.settings.problems import Problem, SettingsError, Severity
-from fdcache.settings.settings import Settings, Survey, survey
-from fdcache.settings.sources import Candidate, Given, Source
+from fdcache.settings.sources import Candidate, Source, Sourced
 from fdcache.settings.tree import VARIABLES
 from fdcache.settings.variable import Group, Variable
 
 __all__ = [
     "VARIABLES",
     "Candidate",
-    "Given",
     "Group",
+    "LoadResult",
     "Problem",
     "Settings",
     "SettingsError",
     "Severity",
     "Source",
-    "Survey",
+    "Sourced",
     "Variable",
-    "survey",
+    "read_settings",
 ]

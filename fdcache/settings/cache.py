@@ -1,9 +1,34 @@
-"""What the scheduler side is told: tiers, write policy, deadlines."""
+"""What the cache and its engine must agree on."""
+
+from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 
-from fdcache.settings.kinds import Flag, Integer, Seconds, Size, Text
-from fdcache.settings.variable import Group, Place, variable
+from fdcache.settings.kinds import FilePath, Flag, HomePath, Integer, Memory, Seconds, Size, Text, TextList
+from fdcache.settings.variable import Component, Group, variable
+
+
+class DeploymentSettings(Group):
+    """Block size and ranks, which the layout must match, and the device memory given to blocks."""
+
+    used_in = (
+        Component.MANAGER,
+        Component.CONTROLLER,
+        Component.REPLAY,
+    )
+
+    block_size: Integer = variable("FDCACHE_BLOCK_SIZE", 64, "Tokens of a block.", ge=1, unit="tokens")
+    ranks: Integer = variable(
+        "FDCACHE_RANKS", 1, "Tensor-parallel ranks, each with its own device.", ge=1, le=1024, unit="ranks"
+    )
+    device_memory: Memory | None = variable(
+        "FDCACHE_DEVICE_MEMORY",
+        None,
+        "Memory for blocks on each rank's device, in place of FDCACHE_DEVICE_BLOCKS; as a share, of all the device "
+        "has, on the CPU of a rank's part of the machine's.",
+        unit="bytes",
+    )
 
 
 class WritePolicy(StrEnum):
@@ -23,7 +48,7 @@ class EvictionPolicy(StrEnum):
 class CacheSettings(Group):
     """Settings of ``CacheManager``. It reads no environment; ``Settings.load`` does."""
 
-    used_in = (Place.MANAGER,)
+    used_in = (Component.MANAGER,)
 
     device_blocks: Integer = variable(
         "FDCACHE_DEVICE_BLOCKS", 1024, "Blocks of the device tier.", gt=0, unit="blocks"
@@ -35,14 +60,14 @@ class CacheSettings(Group):
         "tier; a service then takes a quarter of what is free.",
         ge=0,
         unit="bytes",
-        used_in=(Place.MANAGER, Place.SERVE),
+        used_in=(Component.MANAGER, Component.SERVE),
     )
     server: Text | None = variable(
         "FDCACHE_SERVER",
         None,
         "The service whose host tier is used, such as ipc:///run/fdcache/serve.sock; unset, each engine has "
         "its own.",
-        used_in=(Place.MANAGER, Place.SERVE, Place.COMMANDS),
+        used_in=(Component.MANAGER, Component.SERVE, Component.COMMANDS),
     )
     rpc_timeout: Seconds = variable(
         "FDCACHE_RPC_TIMEOUT",
@@ -113,4 +138,225 @@ class CacheSettings(Group):
         ge=0,
         le=100_000_000,
         unit="events",
+    )
+
+
+class SwapMethod(StrEnum):
+    """How blocks travel between GPU and host memory."""
+
+    AUTO = "auto"
+    DMA = "dma"
+    KERNEL = "kernel"
+    STAGED = "staged"
+
+
+class Verify(StrEnum):
+    """Which blocks are compared with their checksum."""
+
+    OFF = "off"
+    STORAGE = "storage"
+    ALL = "all"
+
+
+class TransferSettings(Group):
+    """Settings of ``CacheController``. It reads no environment."""
+
+    used_in = (Component.CONTROLLER,)
+
+    first_group_layers: Integer = variable(
+        "FDCACHE_FIRST_GROUP_LAYERS", 1, "Layers in the first group of a load.", ge=1, unit="layers"
+    )
+    group_layers: Integer = variable(
+        "FDCACHE_GROUP_LAYERS", 4, "Layers in each later group of a load.", ge=1, unit="layers"
+    )
+    loads_ahead: Size = variable(
+        "FDCACHE_LOADS_AHEAD",
+        1 << 29,
+        "Bytes of loads that are put on the device behind the one being copied, so that it never runs dry. Later "
+        "loads wait, and go together in batches of up to as much; one that a layer is waited for goes at once.",
+        ge=1,
+        unit="bytes",
+    )
+    copy_threads: Integer = variable(
+        "FDCACHE_COPY_THREADS", 1, "CPU copy threads per direction.", ge=1, le=64, unit="threads"
+    )
+    layer_timeout: Seconds = variable(
+        "FDCACHE_LAYER_TIMEOUT", 30.0, "How long wait_for_layer waits by default.", gt=0, unit="s"
+    )
+    drain_timeout: Seconds = variable(
+        "FDCACHE_SWAP_DRAIN_TIMEOUT",
+        30.0,
+        "How long shutdown waits for copies in flight.",
+        gt=0,
+        unit="s",
+    )
+    swap_method: SwapMethod = variable(
+        "FDCACHE_SWAP_METHOD",
+        SwapMethod.AUTO,
+        "How blocks travel between GPU and host memory: copy engines alone (dma), copy engines and a staging "
+        "ring (staged), a kernel that reads host memory in place (kernel), or what was measured as fastest.",
+    )
+    swap_ctas: Integer = variable(
+        "FDCACHE_SWAP_CTAS",
+        0,
+        "Thread blocks of the kernel that copies scattered blocks, within the budget of multiprocessors; 0 takes the "
+        "calibrated number.",
+        ge=0,
+        le=1024,
+        unit="thread blocks",
+    )
+    swap_sm_budget: Integer = variable(
+        "FDCACHE_SWAP_SM_BUDGET",
+        40,
+        "Most multiprocessors that the threads of a copy kernel may fill, be they spread over more of them; 0 leaves "
+        "copies to the copy engines, and to kernels only checksums and tables of blocks.",
+        ge=0,
+        unit="multiprocessors",
+    )
+    verify: Verify = variable(
+        "FDCACHE_VERIFY",
+        Verify.STORAGE,
+        "Which blocks are compared with their checksum: off checks what an earlier process left at its first read, "
+        "storage every read from storage, all loads into the device too.",
+        used_in=(Component.CONTROLLER, Component.SERVE),
+    )
+    calibration_dir: HomePath = variable(
+        "FDCACHE_CALIBRATION_DIR",
+        "~/.cache/fdcache/calibration",
+        "Where `fdcache init` keeps what it measured of each GPU.",
+        used_in=(Component.CONTROLLER, Component.INIT),
+    )
+
+
+class FsyncPolicy(StrEnum):
+    """When written blocks are made to survive power loss; all of them survive the end of the process."""
+
+    NEVER = "never"
+    INTERVAL = "interval"
+    ALWAYS = "always"
+
+
+class PrefetchPolicy(StrEnum):
+    """How long a request waits for blocks that are being read from storage."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
+
+
+class StorageTierSettings(Group):
+    """Settings of the storage tier, for the scheduler and the workers alike."""
+
+    used_in = (Component.STORAGE,)
+
+    connector: Text = variable(
+        "FDCACHE_STORAGE",
+        "none",
+        "What keeps blocks: none, local, mooncake, attnstore, or the name of an installed connector.",
+    )
+    directory: FilePath = variable(
+        "FDCACHE_STORAGE_DIR", Path("/var/lib/fdcache"), "The folder of the local storage's files."
+    )
+    size: Size = variable(
+        "FDCACHE_STORAGE_SIZE",
+        64 * 2**30,
+        "The most bytes of local storage for each rank and model.",
+        ge=4096,
+        unit="bytes",
+    )
+    fsync: FsyncPolicy = variable(
+        "FDCACHE_STORAGE_FSYNC",
+        FsyncPolicy.INTERVAL,
+        "When written blocks are made to survive power loss; a killed process loses none either way.",
+    )
+    fsync_interval: Seconds = variable(
+        "FDCACHE_STORAGE_FSYNC_INTERVAL",
+        5.0,
+        "The time between syncs of the policy interval.",
+        gt=0,
+        unit="s",
+    )
+    threads: Integer = variable(
+        "FDCACHE_STORAGE_THREADS",
+        16,
+        "Requests to the local storage in flight at once, for each rank.",
+        ge=1,
+        le=256,
+        unit="threads",
+    )
+    retry_after: Seconds = variable(
+        "FDCACHE_STORAGE_RETRY", 5.0, "How long a failed storage is left alone.", ge=0, unit="s"
+    )
+    timeout: Seconds = variable(
+        "FDCACHE_STORAGE_TIMEOUT",
+        10.0,
+        "How long after its start one read or write begins no further block.",
+        gt=0,
+        unit="s",
+    )
+    prefetch_policy: PrefetchPolicy = variable(
+        "FDCACHE_PREFETCH_POLICY",
+        PrefetchPolicy.TIMEOUT,
+        "How long a request waits for blocks being read: not at all, until the end, or within a budget.",
+    )
+    prefetch_timeout: Seconds = variable(
+        "FDCACHE_PREFETCH_TIMEOUT", 0.5, "What the budget of the policy timeout begins with.", ge=0, unit="s"
+    )
+    prefetch_bandwidth: Size = variable(
+        "FDCACHE_PREFETCH_BANDWIDTH",
+        256 * 2**20,
+        "Bytes a second that the budget reckons with beyond that.",
+        gt=0,
+        unit="bytes/s",
+    )
+    write_blocks: Integer = variable(
+        "FDCACHE_STORAGE_WRITE_BLOCKS",
+        256,
+        "Most blocks on their way to storage at once; more wait or are dropped.",
+        ge=1,
+        unit="blocks",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a storage tier."""
+        return self.connector.lower() not in ("", "none")
+
+
+class MooncakeSettings(Group):
+    """The client of Mooncake Store. A file at ``MOONCAKE_CONFIG_PATH`` comes before the variables."""
+
+    used_in = (Component.STORAGE,)
+
+    config_path: FilePath | None = variable(
+        "MOONCAKE_CONFIG_PATH", None, "A JSON file with the settings below."
+    )
+    local_hostname: Text | None = variable(
+        "MOONCAKE_LOCAL_HOSTNAME",
+        None,
+        "The name or address by which other nodes reach this one; unset, its address towards the master.",
+    )
+    metadata_server: Text = variable(
+        "MOONCAKE_METADATA_SERVER", "P2PHANDSHAKE", "The metadata server; P2PHANDSHAKE needs none."
+    )
+    master: Text | None = variable("MOONCAKE_MASTER_SERVER_ADDR", None, "Host and port of the master.")
+    global_segment_size: Size = variable(
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE", 2**30, "Memory that each rank gives to the store.", ge=0, unit="bytes"
+    )
+    local_buffer_size: Size = variable(
+        "MOONCAKE_LOCAL_BUFFER_SIZE", 16 * 2**20, "The client's own buffer.", ge=0, unit="bytes"
+    )
+    protocol: Text = variable("MOONCAKE_PROTOCOL", "rdma", "How records travel: rdma or tcp.")
+    rdma_devices: TextList = variable(
+        "MOONCAKE_RDMA_DEVICES", (), "Network devices; rank r takes the one at r modulo their number."
+    )
+    tcp_connection_pool: Flag = variable(
+        "MC_TCP_ENABLE_CONNECTION_POOL", True, "Keep connections open with the protocol tcp."
+    )
+    log_level: Integer = variable(
+        "FDCACHE_MOONCAKE_LOG_LEVEL",
+        2,
+        "What the client writes to standard error: 0 all, 1 warnings, 2 errors, 3 fatal errors.",
+        ge=0,
+        le=3,
     )

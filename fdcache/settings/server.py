@@ -1,10 +1,25 @@
-"""What ``fdcache serve`` is told: folders, memory, addresses, deadlines, quotas."""
+"""Where further settings come from."""
+
+from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
 
 from fdcache.settings.kinds import FilePath, Flag, Integer, Number, Seconds, Shares, Size, Text
-from fdcache.settings.variable import Group, Place, variable
+from fdcache.settings.variable import Component, Group, variable
+
+
+class FileSettings(Group):
+    """Sources beside the environment. Both are read from the environment alone."""
+
+    used_in = (Component.EVERYWHERE,)
+
+    env_file: FilePath | None = variable(
+        "FDCACHE_ENV_FILE", None, "A dotenv file with settings; no other is ever read."
+    )
+    secrets_directory: FilePath | None = variable(
+        "FDCACHE_SECRETS_DIR", None, "A folder whose files are named after variables and hold their values."
+    )
 
 
 class LogFormat(StrEnum):
@@ -18,13 +33,13 @@ class LogFormat(StrEnum):
 class ServerSettings(Group):
     """Settings of the node-wide service; its arena's size is ``FDCACHE_HOST_MEMORY``."""
 
-    used_in = (Place.SERVE,)
+    used_in = (Component.SERVE,)
 
     runtime_dir: FilePath | None = variable(
         "FDCACHE_RUNTIME_DIR",
         None,
         "The folder of socket and lock files, mode 0700; unset, XDG_RUNTIME_DIR/fdcache or /tmp/fdcache-UID.",
-        used_in=(Place.SERVE, Place.COMMANDS, Place.INIT),
+        used_in=(Component.SERVE, Component.COMMANDS, Component.INIT),
     )
     arena_dir: FilePath = variable(
         "FDCACHE_ARENA_DIR", Path("/dev/shm"), "The folder of the shared arena; a tmpfs or hugetlbfs."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
-from fdcache.settings import dotenv
+from fdcache.settings import sources
 from fdcache.settings.sources import OWN_PREFIX
 from fdcache.settings.tree import GROUPS, VARIABLES
 from fdcache.settings.variable import Variable
@@ -52,7 +52,7 @@ def render_dotenv() -> str:
         lines += ["", f"# --- {heading(group)} ---"]
         for variable in members:
             lines += ["", *_comments(variable, "")]
-            lines.append(f"# {variable.name}={dotenv.quote(default_text(variable))}")
+            lines.append(f"# {variable.name}={sources.quote(default_text(variable))}")
     return "\n".join(lines) + "\n"
 
 
@@ -93,7 +93,7 @@ def _markdown_row(variable: Variable) -> str:
         f"`{default}`" if default else "",
         _cell(variable.meaning) + notes,
         variable.effect,
-        variable.noticed.value,
+        variable.takes_effect.value,
         variable.since,
     )
     return f"| {' | '.join(cells)} |"

@@ -15,29 +15,32 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from fdcache.settings.attention import AttentionSettings
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.deployment import DeploymentSettings
-from fdcache.settings.disaggregation import DisaggregationSettings
-from fdcache.settings.engine_cache import EngineCacheSettings
-from fdcache.settings.files import FileSettings
-from fdcache.settings.hardware import HardwareSettings
-from fdcache.settings.kernels import KernelSettings
-from fdcache.settings.logging import LoggingSettings
-from fdcache.settings.model import ModelSettings
-from fdcache.settings.moe import MoeSettings
-from fdcache.settings.mooncake import MooncakeSettings
+from fdcache.settings.cache import (
+    CacheSettings,
+    DeploymentSettings,
+    MooncakeSettings,
+    StorageTierSettings,
+    TransferSettings,
+)
+from fdcache.settings.engine_model import (
+    AttentionSettings,
+    HardwareSettings,
+    KernelSettings,
+    ModelSettings,
+    MoeSettings,
+    SamplingSettings,
+)
+from fdcache.settings.engine_serving import (
+    DisaggregationSettings,
+    EngineCacheSettings,
+    SchedulingSettings,
+    ServiceSettings,
+    StorageSettings,
+)
+from fdcache.settings.observability import LoggingSettings, TracingSettings, UsageSettings
 from fdcache.settings.problems import Problem, SettingsError, Severity, error
-from fdcache.settings.sampling import SamplingSettings
-from fdcache.settings.scheduling import SchedulingSettings
-from fdcache.settings.server import ServerSettings
-from fdcache.settings.service import ServiceSettings
+from fdcache.settings.server import FileSettings, ServerSettings
 from fdcache.settings.sources import FILE_SUFFIX, OWN_PREFIX, Candidate, Source
-from fdcache.settings.storage import StorageSettings
-from fdcache.settings.storage_tier import StorageTierSettings
-from fdcache.settings.tracing import TracingSettings
-from fdcache.settings.transfer import TransferSettings
-from fdcache.settings.usage import UsageSettings
 from fdcache.settings.variable import Group, Variable, describe
 
 if TYPE_CHECKING:

@@ -12,27 +12,26 @@ from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from fdcache.settings.kinds import URL, Kind
-from fdcache.settings.parsing import MASK, mask_url
+from fdcache.settings.kinds import MASK, URL, Kind, mask_url
 
 _KEY = "variable"
 
 
-class Noticed(StrEnum):
-    """When a changed value is noticed."""
+class TakesEffect(StrEnum):
+    """When a changed value is takes_effect."""
 
     START = "start"
     LIVE = "live"
 
 
-class User(StrEnum):
+class Actor(StrEnum):
     """Who acts on the variable."""
 
     FDCACHE = "fdcache"
     ENGINE = "engine"
 
 
-class Place(StrEnum):
+class Component(StrEnum):
     """A part of fdcache in which a variable has an effect."""
 
     EVERYWHERE = "every command"
@@ -84,7 +83,7 @@ class Group(BaseModel):
     ``used_in`` says where fdcache uses those of its variables that name no places of their own.
     """
 
-    used_in: ClassVar[tuple[Place, ...]] = ()
+    used_in: ClassVar[tuple[Component, ...]] = ()
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
 
@@ -104,7 +103,7 @@ def variable(
     old_flag: tuple[str, str] = ("0", "1"),
     undeclared: bool = False,
     unit: str | None = None,
-    used_in: tuple[Place, ...] | None = None,
+    used_in: tuple[Component, ...] | None = None,
     checked_against: str | None = None,
     live: bool = False,
     since: str = "0.1.0",
@@ -127,7 +126,7 @@ def variable(
             "unit": unit,
             "used_in": used_in,
             "checked_against": checked_against,
-            "noticed": Noticed.LIVE if live else Noticed.START,
+            "takes_effect": TakesEffect.LIVE if live else TakesEffect.START,
             "since": since,
             "aliases": (alias,) if alias else (),
             "old": old,
@@ -152,9 +151,9 @@ class Variable:
     default: Any
     meaning: str
     unit: str | None
-    used_in: tuple[Place, ...]
+    used_in: tuple[Component, ...]
     checked_against: str | None
-    noticed: Noticed
+    takes_effect: TakesEffect
     since: str
     aliases: tuple[str, ...]
     old: OldType | None
@@ -167,9 +166,9 @@ class Variable:
     maximum: float | None
 
     @property
-    def used_by(self) -> User:
+    def used_by(self) -> Actor:
         """Who acts on it: fdcache, or the engine alone."""
-        return User.FDCACHE if self.used_in else User.ENGINE
+        return Actor.FDCACHE if self.used_in else Actor.ENGINE
 
     @property
     def effect(self) -> str:

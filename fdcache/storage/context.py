@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fdcache.layout import KVLayout
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 
 from fdcache.errors import ConnectorNotFoundError, StorageError, StorageGoneError
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
 from fdcache.storage.connector import BlockStorage, StorageConnector
 from fdcache.storage.context import ConnectorContext
 

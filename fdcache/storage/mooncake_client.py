@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fdcache.errors import ConnectorNotFoundError, StorageError, StorageGoneError
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.parsing import parse_list, parse_size
+from fdcache.settings.cache import MooncakeSettings
+from fdcache.settings.kinds import parse_list, parse_size
 from fdcache.storage.connector import Outcome
 
 _LOCAL_NAMES = ("localhost", "127.", "::1")

@@ -23,7 +23,7 @@ from fdcache import _core
 from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, StorageScan, UInt32Array, UInt64Array
-from fdcache.settings.storage_tier import FsyncPolicy
+from fdcache.settings.cache import FsyncPolicy
 from fdcache.storage.connector import BatchResult, Outcome, RecordBatch, StorageStats
 from fdcache.storage.slab_faults import RecordFaults
 from fdcache.storage.slab_format import file_name, slots_for

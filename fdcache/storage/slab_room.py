@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fdcache.metadata import Int32Array
-from fdcache.settings.parsing import readable_size
+from fdcache.settings.kinds import readable_size
 from fdcache.storage.slab_format import SUFFIX
 
 logger = logging.getLogger("fdcache.storage")

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fdcache.layout import KVLayout
 from fdcache.metadata import StorageScan, SwapPurpose
 from fdcache.plans.ledger import InFlightPlan, OpenPlan
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.storage.slab_format import slots_for
 from fdcache.tiers.completion import withdraw

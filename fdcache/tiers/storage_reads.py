@@ -12,7 +12,7 @@ from fdcache.errors import StaleLeaseError
 from fdcache.metadata import CacheSwapMetadata, HashArray, SwapPurpose
 from fdcache.plans.blocks import Blocks, parents_of
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, StorageOrder
-from fdcache.settings.storage_tier import PrefetchPolicy
+from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.fetches import Fetch, Read
 from fdcache.tiers.pool import ABSENT, READY, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters

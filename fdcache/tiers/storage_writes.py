@@ -14,8 +14,7 @@ import numpy as np
 from fdcache.metadata import HashArray, SwapPurpose
 from fdcache.plans.blocks import BlockQueue, Blocks, with_absent_above
 from fdcache.plans.ledger import InFlightPlan, OpenPlan
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.tiers.pool import NO_PARENT, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import NO_ROOM, StorageIndex

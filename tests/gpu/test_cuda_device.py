@@ -17,7 +17,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.topology import visible_gpus
 from fdcache.errors import DeviceError, HostMemoryError, TensorError
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 from tests.gpu.test_cuda_swaps import WIDE
 from tests.gpu.workers import GpuWorker
 from tests.property.test_round_trips import LAYOUTS

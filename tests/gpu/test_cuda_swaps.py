@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdcache.layout import KVLayout
+from fdcache.layout import KVLayout, Plane
 from fdcache.metadata import TransferReport
-from fdcache.planes import Plane
 from tests.gpu.workers import GpuWorker
 from tests.property.test_round_trips import COMMON, LAYOUTS
 from tests.swaps import Worker, plan

@@ -15,7 +15,7 @@ from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.kernels import load_kernels
 from fdcache.devices.topology import visible_gpus
 from fdcache.errors import KernelError
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 
 RUN = "from fdcache_cli.main import run; run()"
 

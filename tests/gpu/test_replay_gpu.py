@@ -8,8 +8,7 @@ from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.engine import replay
 from fdcache.replay.planes import DeviceName
 from fdcache.replay.workloads import WorkloadName, generate
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.transfer import SwapMethod, TransferSettings
+from fdcache.settings.cache import CacheSettings, SwapMethod, TransferSettings, WritePolicy
 from tests.gpu.test_cuda_swaps import METHODS
 from tests.property.test_round_trips import LAYOUTS
 

@@ -13,7 +13,7 @@ from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.topology import Gpu, visible_gpus
 from fdcache.errors import TensorError
 from fdcache.metadata import TransferReport
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 from tests.gpu.test_cuda_device import run_python
 from tests.gpu.test_cuda_order import spin
 from tests.gpu.test_cuda_swaps import METHODS, WIDE, shuffled

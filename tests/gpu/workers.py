@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fdcache.devices.calibration import Calibration
 from fdcache.devices.cuda import CudaDevice
 from fdcache.layout import KVLayout
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 from tests.swaps import Worker
 
 

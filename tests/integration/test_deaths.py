@@ -144,7 +144,7 @@ _STOPPED_LOADER = """
 import os, signal, sys
 from fdcache.manager import Request
 from fdcache.controller.cache_controller import CacheController
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 from tests.faults import PausingDevice
 from tests.service_engine import Engine, PROMPT
 engine = Engine(sys.argv[1])

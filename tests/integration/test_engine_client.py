@@ -13,8 +13,7 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.metadata import HashArray, TransferPlan, TransferReport
 from fdcache.service.client import AsyncEngineClient, EngineClient
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.tiers.events import BlockStored
 from tests.service_engine import BLOCK, layout
 from tests.service_help import TIMEOUT, LocalService, local_service, until

@@ -15,8 +15,8 @@ import pytest
 
 from fdcache.errors import ConfigurationError
 from fdcache.integrations.fastdeploy import CacheController, CacheManager, layout_from_config
+from fdcache.layout import PlaneKind
 from fdcache.manager import CacheManager as Manager
-from fdcache.planes import PlaneKind
 from fdcache.replay.scheduler import Scheduler
 from fdcache.settings import VARIABLES, Settings
 from fdcache.settings.legacy import OLD_VARIABLES

@@ -19,9 +19,7 @@ from fdcache.integrations.fastdeploy import (
     settings_from_config,
 )
 from fdcache.metadata import StorageScan, SwapPurpose, TransferPlan
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import MooncakeSettings, StorageTierSettings, TransferSettings
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.storage.slab import SlabStore

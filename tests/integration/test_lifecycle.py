@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
-from fdcache.machine.huge_pages import huge_page_problem
-from fdcache.service.server.arena import Arena, find_arenas, foreign_arenas, node_cores, remove_arena
+from fdcache.machine.memory import huge_page_problem, node_cores
+from fdcache.service.server.arena import Arena, find_arenas, foreign_arenas, remove_arena
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.server.machine_setup import clean_arenas, examine
 from fdcache.service.server.preflight import preflight

@@ -13,8 +13,7 @@ from fdcache.errors import ConfigurationError, LayoutError
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.manager import CacheManager, LoadStatus, Request
 from fdcache.service.client import AsyncEngineClient
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from tests.integration.test_engine_client import Blocks, array
 from tests.service_engine import (
     BLOCK,

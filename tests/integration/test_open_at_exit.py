@@ -13,8 +13,8 @@ from tests.native_build import ROOT
 PROGRAM = """
 import sys, threading
 from pathlib import Path
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import MooncakeSettings
+from fdcache.settings.cache import StorageTierSettings
 from fdcache.storage.factory import ConnectorContext, open_storage
 from tests.swaps import Worker, plan, uniform_layout
 

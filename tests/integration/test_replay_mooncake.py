@@ -15,8 +15,7 @@ import pytest
 from fdcache.replay.engine import replay
 from fdcache.replay.tally import Tally
 from fdcache.replay.workloads import WorkloadName, generate
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.settings.cache import MooncakeSettings, PrefetchPolicy, StorageTierSettings
 from fdcache.storage.conformance import HostRecords, conformance_layout
 from tests.mooncake_master import Master, find_master
 from tests.replay_help import assert_clean, run_chat, small_config

@@ -11,8 +11,7 @@ import pytest
 
 from fdcache.replay.config import ReplayConfig
 from fdcache.replay.report import Report
-from fdcache.settings.cache import WritePolicy
-from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.storage.offline import SlabContents, read_file, slab_files
 from tests.replay_help import assert_clean, run_chat, small_config
 

@@ -9,8 +9,7 @@ import pytest
 
 from fdcache.errors import ConfigurationError
 from fdcache.manager import CacheManager, MatchResult, MatchStatus, Request
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings
 from tests.prefetch_stage import BLOCKS, OTHER, Stage, prefetch_stage
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
 from tests.service_help import until

@@ -19,8 +19,7 @@ from fastapi.testclient import TestClient
 from fdcache.errors import RefusedError
 from fdcache.replay.report import Report
 from fdcache.service.server.http import make_app
-from fdcache.settings.cache import WritePolicy
-from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import BlockStorage
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage

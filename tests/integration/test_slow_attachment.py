@@ -12,7 +12,7 @@ import zmq
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.service.client import arena
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 from fdcache.tiers.host import HostCache
 from tests.swaps import PATIENCE, plan, uniform_layout
 

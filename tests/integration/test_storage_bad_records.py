@@ -220,7 +220,7 @@ def test_a_service_loses_the_block_alone_and_tells_of_it(run: Callable[..., Any]
 import tempfile
 from fdcache.manager import MatchStatus, Request
 from fdcache.service.server.metrics import storage_metrics
-from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
 from tests.integration.test_serve_storage import BLOCKS, storage_settings
 from tests.service_engine import PROMPT, Engine
 from tests.service_help import local_service, until

@@ -16,8 +16,7 @@ import pytest
 
 from fdcache.errors import StorageReadOnlyError
 from fdcache.replay.report import Report
-from fdcache.settings.cache import WritePolicy
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import StorageTierSettings, WritePolicy
 from fdcache.storage.connector import Outcome, StorageState
 from tests.mounts import file_system, mount, unmount
 from tests.replay_help import assert_clean, run_chat, small_config

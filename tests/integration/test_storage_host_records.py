@@ -8,7 +8,7 @@ import pytest
 
 from fdcache import _core
 from fdcache.manager import LoadStatus, Request
-from fdcache.settings.transfer import Verify
+from fdcache.settings.cache import Verify
 from tests.storage_engine import BLOCK, HOST_BLOCKS, LAYOUT, Engine, counters, store_a_path, tokens_of
 
 

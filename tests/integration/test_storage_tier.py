@@ -13,9 +13,13 @@ from fdcache.errors import CacheNotReadyError, ConfigurationError, PlanError
 from fdcache.hashing import hash_blocks, root_hash
 from fdcache.manager import CacheManager, MatchStatus, Request
 from fdcache.metadata import CacheLevel, CacheStatus, SwapPurpose
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import (
+    CacheSettings,
+    PrefetchPolicy,
+    StorageTierSettings,
+    TransferSettings,
+    WritePolicy,
+)
 from fdcache.storage.connector import StorageState
 from fdcache.tiers.events import BlocksCleared, BlockStored
 from fdcache.tiers.host import LocalHostTier

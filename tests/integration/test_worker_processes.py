@@ -15,7 +15,7 @@ import pytest
 from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import ForkedProcessError, HostMemoryError
 from fdcache.metadata import decode_plan, decode_report, encode
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 from tests.service_help import TIMEOUT, until
 from tests.swaps import Worker, plan, uniform_layout
 

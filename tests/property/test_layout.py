@@ -5,8 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdcache.layout import PLANE_ALIGNMENT, RECORD_ALIGNMENT, KVLayout
-from fdcache.planes import DTYPE_BYTES
+from fdcache.layout import DTYPE_BYTES, PLANE_ALIGNMENT, RECORD_ALIGNMENT, KVLayout
 from tests.format_oracle import oracle_fingerprint
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)

@@ -15,8 +15,7 @@ from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, MatchStatus
 from fdcache.metadata import SwapPurpose
 from fdcache.plans.ledger import OpenPlan
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.storage_tier import PrefetchPolicy, StorageTierSettings
+from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.storage.slab_format import slots_for
 from fdcache.tiers.storage_index import LocalIndex
 from tests.property.engine_model import BLOCK, Engine

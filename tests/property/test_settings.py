@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdcache.settings import VARIABLES, Settings, SettingsError, Survey, survey
-from fdcache.settings.dotenv import Entry, parse, quote
-from fdcache.settings.in_force import InForce, in_force
-from fdcache.settings.parsing import format_size, parse_size
+from fdcache.settings import VARIABLES, LoadResult, Settings, SettingsError, read_settings
+from fdcache.settings.effective import EffectiveValue, effective_values
+from fdcache.settings.kinds import format_size, parse_size
+from fdcache.settings.sources import Entry, parse, quote
 from fdcache_cli.env_report import Report
 
 MARKER = "S3CRET"
@@ -67,10 +67,10 @@ environments = st.builds(
 )
 
 
-def all_that_can_be_shown(found: Survey) -> str:
-    states = in_force(found.settings, found.rejected)
+def all_that_can_be_shown(found: LoadResult) -> str:
+    states = effective_values(found.settings, found.rejected)
     told = msgspec.json.encode(states)
-    assert msgspec.json.decode(told, type=dict[str, InForce]) == states, "a service can tell it"
+    assert msgspec.json.decode(told, type=dict[str, EffectiveValue]) == states, "a service can tell it"
     report = Report(states)
     shown = [
         told.decode(),
@@ -88,7 +88,7 @@ def all_that_can_be_shown(found: Survey) -> str:
 @settings(max_examples=200)
 @given(environments)
 def test_any_environment_loads_or_names_the_variables(environ: dict[str, str]) -> None:
-    found = survey(environ)
+    found = read_settings(environ)
     for problem in found.problems:
         assert problem.variables
         assert all(name in environ or name in VARIABLES for name in problem.variables)
@@ -98,7 +98,7 @@ def test_any_environment_loads_or_names_the_variables(environ: dict[str, str]) -
 @settings(max_examples=100)
 @given(environments)
 def test_loading_raises_settings_errors_only(environ: dict[str, str]) -> None:
-    found = survey(environ)
+    found = read_settings(environ)
     assert {problem for problem in found.problems if problem not in found.own_errors} == set(
         found.settings.warnings
     )
@@ -119,7 +119,7 @@ def test_any_dotenv_file_loads_or_names_its_lines(noise: bytes, secret: dict[str
     with TemporaryDirectory() as folder:
         path = Path(folder) / "a.env"
         path.write_bytes(noise + "\n".join(["", *lines]).encode(errors="replace"))
-        found = survey({"FDCACHE_ENV_FILE": str(path)})
+        found = read_settings({"FDCACHE_ENV_FILE": str(path)})
     assert all(problem.source and problem.variables for problem in found.problems)
     assert MARKER not in all_that_can_be_shown(found)
 

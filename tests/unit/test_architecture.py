@@ -20,7 +20,6 @@ FOUNDATION = {
     "layout",
     "machine",
     "metadata",
-    "planes",
     "settings",
     "tasks",
 }

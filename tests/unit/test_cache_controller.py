@@ -19,7 +19,7 @@ from fdcache.metadata import (
     decode_report,
     encode,
 )
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 from tests.faults import PausingDevice
 from tests.swaps import PATIENCE, Gate, Worker, header_of, host_slot_hash, plan, uniform_layout
 

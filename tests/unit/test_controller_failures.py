@@ -22,16 +22,9 @@ from fdcache.errors import (
     TaskCancelledError,
     TransferTimeoutError,
 )
-from fdcache.metadata import (
-    AsyncTaskHandler,
-    CacheLevel,
-    StorageTask,
-    SwapPurpose,
-    TransferPlan,
-    TransferReport,
-    TransferStatus,
-)
-from fdcache.settings.transfer import TransferSettings
+from fdcache.metadata import CacheLevel, StorageTask, SwapPurpose, TransferPlan, TransferReport
+from fdcache.settings.cache import TransferSettings
+from fdcache.tasks import AsyncTaskHandler, TransferStatus
 from tests.faults import PausingDevice
 from tests.swaps import PATIENCE, Gate, Worker, block_hash, header_of, plan, swap, uniform_layout
 

@@ -12,7 +12,7 @@ from fdcache.errors import (
     HostMemoryError,
     TransferTimeoutError,
 )
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 from tests.swaps import PATIENCE, Gate, Worker, plan, uniform_layout
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fdcache.controller.cache_controller import CacheController
 from fdcache.errors import CacheNotReadyError, TensorError
 from fdcache.layout import KVLayout
-from fdcache.settings.transfer import TransferSettings
+from fdcache.settings.cache import TransferSettings
 from tests.swaps import plan, uniform_layout
 
 BLOCKS = 6

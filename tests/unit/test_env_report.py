@@ -8,22 +8,22 @@ import msgspec
 import pytest
 
 from fdcache.errors import ProtocolError
-from fdcache.settings import VARIABLES, Given, Source, survey
-from fdcache.settings.in_force import InForce, in_force
+from fdcache.settings import VARIABLES, Source, Sourced, read_settings
+from fdcache.settings.effective import EffectiveValue, effective_values
 from fdcache_cli.env_report import Report
 from fdcache_cli.env_show import tell
 from fdcache_cli.running_service import RunningService, ask_service
 
 MEMORY = VARIABLES["FDCACHE_HOST_MEMORY"]
-OPTION = Given("--host-memory of fdcache serve", "4MiB")
+OPTION = Sourced("--host-memory of fdcache serve", "4MiB")
 
 
-def states(environ: dict[str, str] | None = None, **arguments: object) -> dict[str, InForce]:
-    found = survey(environ or {}, arguments)
-    return in_force(found.settings, found.rejected)
+def states(environ: dict[str, str] | None = None, **arguments: object) -> dict[str, EffectiveValue]:
+    found = read_settings(environ or {}, arguments)
+    return effective_values(found.settings, found.rejected)
 
 
-def service(**arguments: Given) -> RunningService:
+def service(**arguments: Sourced) -> RunningService:
     return RunningService("ipc:///run/x.sock", "1", 7, "f", states({}, **arguments))
 
 
@@ -39,24 +39,26 @@ def test_an_option_is_the_source_and_beats_the_environment() -> None:
 
 @pytest.mark.parametrize("value", [None, ""])
 def test_an_option_that_was_not_given_is_none(value: object) -> None:
-    state = states(FDCACHE_HOST_MEMORY=Given("--host-memory of fdcache serve", value))["FDCACHE_HOST_MEMORY"]
+    state = states(FDCACHE_HOST_MEMORY=Sourced("--host-memory of fdcache serve", value))[
+        "FDCACHE_HOST_MEMORY"
+    ]
     assert (state.source, state.origins, state.changed) == (Source.DEFAULT, (), False)
 
 
 def test_what_is_wrong_is_said_of_the_option() -> None:
-    found = survey({}, {"FDCACHE_HOST_MEMORY": Given("--host-memory of fdcache serve", "plenty")})
+    found = read_settings({}, {"FDCACHE_HOST_MEMORY": Sourced("--host-memory of fdcache serve", "plenty")})
     (problem,) = found.errors
     assert str(problem).startswith(
         "FDCACHE_HOST_MEMORY (--host-memory of fdcache serve): 'plenty' is not a size"
     )
-    state = in_force(found.settings, found.rejected)["FDCACHE_HOST_MEMORY"]
+    state = effective_values(found.settings, found.rejected)["FDCACHE_HOST_MEMORY"]
     assert (state.valid, state.value, state.text) == (False, None, None)
     assert Report({MEMORY.name: state}).row(MEMORY)[1] == "(not valid)"
 
 
 def test_options_that_say_what_the_environment_says_override_nothing() -> None:
     running = service(
-        FDCACHE_HOST_MEMORY=OPTION, FDCACHE_HTTP_ADDRESS=Given("--http of fdcache serve", "off")
+        FDCACHE_HOST_MEMORY=OPTION, FDCACHE_HTTP_ADDRESS=Sourced("--http of fdcache serve", "off")
     )
     here = states({"FDCACHE_HOST_MEMORY": "4194304"})
     assert set(running.overrides(here)) == {"FDCACHE_HTTP_ADDRESS"}
@@ -70,7 +72,7 @@ def test_the_address_and_the_services_own_environment_are_no_overrides() -> None
         "1",
         7,
         "f",
-        states({"FDCACHE_RANKS": "4"}, FDCACHE_SERVER=Given("--socket of fdcache serve", "/run/x.sock")),
+        states({"FDCACHE_RANKS": "4"}, FDCACHE_SERVER=Sourced("--socket of fdcache serve", "/run/x.sock")),
     )
     assert other.overrides(states({"FDCACHE_SERVER": "ipc:///run/x.sock"})) == {}
 

@@ -9,7 +9,7 @@ from fdcache.errors import RequestStateError
 from fdcache.hashing import hash_blocks, root_hash
 from fdcache.integrations.fastdeploy import CacheManager, layout_from_config
 from fdcache.metadata import StorageScan
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import StorageTierSettings
 from tests.fastdeploy_help import BLOCK, evicted, fd_config, fd_request, make, report_of, run, settle
 
 

@@ -24,7 +24,8 @@ from fdcache.devices.base import (
 )
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.errors import DeviceError, PlanError
-from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport, TransferStatus
+from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
+from fdcache.tasks import TransferStatus
 from tests.swaps import PATIENCE, Gate, Worker, plan, swap, uniform_layout
 
 BLOCKS = 16

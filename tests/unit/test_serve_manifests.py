@@ -11,7 +11,7 @@ import yaml
 
 from fdcache.service.server.lifecycle import endpoints, parse_http
 from fdcache.settings import Settings
-from fdcache.settings.parsing import parse_duration, parse_size
+from fdcache.settings.kinds import parse_duration, parse_size
 from tests.unit.test_settings_docs import CONTAINER, UID, settings_of
 
 _BOOKKEEPING = 1 << 30  # what the process needs beside its arena, generously

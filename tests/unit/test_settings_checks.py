@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 
 from fdcache.layout import KVLayout
-from fdcache.machine.runtime import Memory, memory
-from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Source, survey
+from fdcache.machine.memory import MemoryLimits, memory_limits
+from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Source, read_settings
 from fdcache.settings.checks import cross_checks
-from fdcache.settings.derived import FOLLOWS, GRID, MODE, SPLIT
-from fdcache.settings.sources import Given
+from fdcache.settings.loading import FOLLOWS, GRID, MODE, SPLIT
+from fdcache.settings.sources import Sourced
 
-PLENTY = Memory(machine=1 << 50, cgroup=None)
+PLENTY = MemoryLimits(machine=1 << 50, cgroup=None)
 
 
-def disagreeing(environ: dict[str, str], limits: Memory = PLENTY) -> list[tuple[str, ...]]:
-    found = cross_checks(survey(environ).settings, limits)
+def disagreeing(environ: dict[str, str], limits: MemoryLimits = PLENTY) -> list[tuple[str, ...]]:
+    found = cross_checks(read_settings(environ).settings, limits)
     return [problem.variables for problem in found if problem.severity is not Severity.NOTE]
 
 
@@ -63,12 +63,12 @@ def test_a_reuse_grid_off_the_deterministic_one_is_refused(split: int, block: in
 
 def test_host_tier_fits_into_machine_and_cgroup() -> None:
     environ = {"FDCACHE_HOST_MEMORY": "8GiB"}
-    assert disagreeing(environ, Memory(16 << 30, None)) == []
-    assert disagreeing(environ, Memory(4 << 30, None)) == [("FDCACHE_HOST_MEMORY",)]
-    assert disagreeing(environ, Memory(16 << 30, 4 << 30)) == [("FDCACHE_HOST_MEMORY",)]
-    assert disagreeing(environ, Memory(None, None)) == []
+    assert disagreeing(environ, MemoryLimits(16 << 30, None)) == []
+    assert disagreeing(environ, MemoryLimits(4 << 30, None)) == [("FDCACHE_HOST_MEMORY",)]
+    assert disagreeing(environ, MemoryLimits(16 << 30, 4 << 30)) == [("FDCACHE_HOST_MEMORY",)]
+    assert disagreeing(environ, MemoryLimits(None, None)) == []
     assert (
-        disagreeing({**environ, "FDCACHE_RANKS": "4"}, Memory(16 << 30, None)) == []
+        disagreeing({**environ, "FDCACHE_RANKS": "4"}, MemoryLimits(16 << 30, None)) == []
     )  # it is that of all ranks
 
 
@@ -94,7 +94,7 @@ def test_ranks_have_a_device_each(devices: str, fits: bool) -> None:
 
 
 def test_disagreement_says_what_to_do_and_where_values_came_from() -> None:
-    (problem,) = survey({"FD_DISABLED_RECOVER": "1"}).errors
+    (problem,) = read_settings({"FD_DISABLED_RECOVER": "1"}).errors
     assert problem.source == "environment, default"
     assert "FD_DISABLED_RECOVER=0" in problem.right
     named = "FD_DISABLED_RECOVER (environment), ENABLE_V1_KVCACHE_SCHEDULER (default): "
@@ -111,7 +111,7 @@ def test_disagreement_names_the_lines_of_a_file_and_the_option(tmp_path: Path) -
     file.write_text(
         "# storage\nFDCACHE_STORAGE=local\nFDCACHE_DEVICE_MEMORY=1GiB\n\nFDCACHE_DEVICE_BLOCKS=7\n"
     )
-    arguments = {"FDCACHE_ENV_FILE": file, "FDCACHE_HOST_MEMORY": Given("--host-memory of a command", "0")}
+    arguments = {"FDCACHE_ENV_FILE": file, "FDCACHE_HOST_MEMORY": Sourced("--host-memory of a command", "0")}
     with pytest.raises(SettingsError) as caught:
         Settings.load(environ={}, arguments=arguments)
     blocks, storage = str(caught.value).splitlines()
@@ -130,7 +130,7 @@ def test_a_value_and_its_file_are_named_with_their_places(tmp_path: Path) -> Non
 
 
 def test_a_rejected_value_is_not_also_held_against_its_neighbours() -> None:
-    found = survey({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "lots"})
+    found = read_settings({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "lots"})
     assert found.crossed == ()
     assert [problem.variables for problem in found.errors] == [("FDCACHE_HOST_MEMORY",)]
 
@@ -167,21 +167,21 @@ def test_memory_is_that_of_the_tightest_cgroup(tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
 
-    assert memory(tmp_path) == Memory(None, None)
+    assert memory_limits(tmp_path) == MemoryLimits(None, None)
     write("proc/meminfo", "MemTotal:       1024 kB\nMemFree: 1 kB\n")
     write("proc/self/cgroup", "0::/pod/container\n")
     write("sys/fs/cgroup/pod/container/memory.max", "max\n")
-    assert memory(tmp_path) == Memory(1 << 20, None)
+    assert memory_limits(tmp_path) == MemoryLimits(1 << 20, None)
     write("sys/fs/cgroup/pod/memory.max", "4096\n")
     write("sys/fs/cgroup/memory.max", "8192\n")
-    assert memory(tmp_path) == Memory(1 << 20, 4096)
+    assert memory_limits(tmp_path) == MemoryLimits(1 << 20, 4096)
     write("proc/self/cgroup", "4:cpu,memory:/job\n1:name=systemd:/x\n")
     write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2048\n")
-    assert memory(tmp_path) == Memory(1 << 20, 2048)
+    assert memory_limits(tmp_path) == MemoryLimits(1 << 20, 2048)
 
 
 def test_memory_of_this_machine_is_known() -> None:
-    machine = memory().machine
+    machine = memory_limits().machine
     assert machine is not None
     assert machine > 1 << 20
 
@@ -225,22 +225,24 @@ NEEDS_HOST_TIER = [("FDCACHE_WRITE_POLICY", "write_back"), ("FDCACHE_STORAGE", "
 
 @pytest.mark.parametrize(("name", "value"), NEEDS_HOST_TIER)
 def test_what_needs_a_host_tier_is_a_note_until_one_is_ruled_out(name: str, value: str) -> None:
-    found = survey({name: value})
+    found = read_settings({name: value})
     (problem,) = found.problems
     assert (problem.severity, problem.variables) == (Severity.NOTE, (name, "FDCACHE_HOST_MEMORY"))
     assert "an engine whose own default is no host tier does not start" in problem.wrong
     assert found.errors == ()
-    (problem,) = survey({name: value, "FDCACHE_HOST_MEMORY": "0"}).problems
+    (problem,) = read_settings({name: value, "FDCACHE_HOST_MEMORY": "0"}).problems
     assert problem.severity is Severity.ERROR
-    assert survey({name: value}, defaults={"FDCACHE_HOST_MEMORY": "1MiB"}).problems == ()
+    assert read_settings({name: value}, defaults={"FDCACHE_HOST_MEMORY": "1MiB"}).problems == ()
 
 
 def test_storage_beside_a_service_is_a_note_where_both_are_set_for_everyone() -> None:
     environ = {"FDCACHE_STORAGE": "local", "FDCACHE_SERVER": "ipc:///tmp/s/s.sock"}
-    (problem,) = survey(environ).problems
+    (problem,) = read_settings(environ).problems
     assert (problem.severity, problem.variables) == (Severity.NOTE, tuple(environ))
-    assert survey({"FDCACHE_STORAGE": "local"}, arguments={"FDCACHE_SERVER": "ipc:///s"}).problems == ()
-    assert survey({"FDCACHE_STORAGE": "local"}, defaults={"FDCACHE_SERVER": "ipc:///s"}).problems == ()
+    assert (
+        read_settings({"FDCACHE_STORAGE": "local"}, arguments={"FDCACHE_SERVER": "ipc:///s"}).problems == ()
+    )
+    assert read_settings({"FDCACHE_STORAGE": "local"}, defaults={"FDCACHE_SERVER": "ipc:///s"}).problems == ()
 
 
 FEEDING = sorted({*FOLLOWS.values(), SPLIT})
@@ -255,7 +257,7 @@ def test_every_boundary_of_a_variable_that_feeds_another_is_surveyed(name: str) 
     assert len(accepted) > 1
     for text in accepted:
         environ = {name: text, MODE: "1"}
-        found = survey(environ)
+        found = read_settings(environ)
         for target in [*(target for target, source in FOLLOWS.items() if source == name), GRID]:
             taken = found.settings.source(target) is Source.DERIVED
             assert taken or any(target in each.wrong for each in found.warnings), (text, target)

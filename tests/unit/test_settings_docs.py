@@ -9,13 +9,12 @@ import jsonschema_rs
 import pytest
 import yaml
 
-from fdcache.machine.runtime import Memory
-from fdcache.settings import VARIABLES, Settings, survey
+from fdcache.machine.memory import MemoryLimits
+from fdcache.settings import VARIABLES, Settings, read_settings
 from fdcache.settings.checks import cross_checks
-from fdcache.settings.dotenv import Entry, parse
+from fdcache.settings.kinds import parse_duration, parse_size
 from fdcache.settings.legacy import OLD_VARIABLES
-from fdcache.settings.parsing import parse_duration, parse_size
-from fdcache.settings.sources import PREFIXES
+from fdcache.settings.sources import PREFIXES, Entry, parse
 from fdcache.settings.templates import FORMATS
 from fdcache_cli.env import COMMANDS, Format
 
@@ -174,10 +173,10 @@ def settings_of(environ: dict[str, str], secrets: list[str], folder: Path, limit
     """Load what a container would: its variables, its secrets in their folder, its memory limit."""
     for name in secrets:
         (folder / name).write_text("a-key")
-    found = survey({**environ, "FDCACHE_SECRETS_DIR": str(folder)})
+    found = read_settings({**environ, "FDCACHE_SECRETS_DIR": str(folder)})
     outside = [problem for problem in found.problems if "FDCACHE_HOST_MEMORY" not in problem.variables]
     assert outside == []
-    assert list(cross_checks(found.settings, Memory(machine=None, cgroup=limit))) == []
+    assert list(cross_checks(found.settings, MemoryLimits(machine=None, cgroup=limit))) == []
     assert all(found.settings.changed(name) for name in secrets)
     return found.settings
 

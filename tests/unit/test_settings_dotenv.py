@@ -2,7 +2,7 @@
 
 import pytest
 
-from fdcache.settings.dotenv import BadLine, Entry, parse, quote, rename
+from fdcache.settings.sources import BadLine, Entry, parse, quote, rename
 
 
 def entries(content: str) -> dict[str, str]:

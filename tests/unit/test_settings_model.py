@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Variable, survey
-from fdcache.settings.moe import MoeBackend
-from fdcache.settings.names import is_service_link
+from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Variable, read_settings
+from fdcache.settings.checks import is_service_link
+from fdcache.settings.engine_model import MoeBackend
 from fdcache.settings.tree import DEFAULTS, GROUPS, KNOWN_NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_default_means_what_it_meant(told: dict[str, Any]) -> None:
 def test_wrong_value_is_found_and_stops_fdcache_where_fdcache_uses_it(told: dict[str, Any]) -> None:
     variable = VARIABLES[told["name"]]
     environ = {variable.name: "\0" if variable.type in FREE_TEXTS else "a b//: ?"}
-    (problem,) = survey(environ).problems
+    (problem,) = read_settings(environ).problems
     assert problem.variables == (variable.name,)
     assert problem.source == "environment"
     assert problem.wrong
@@ -297,7 +297,7 @@ def _reads(paths: list[Path], group: str) -> Iterator[str]:
 )
 def test_each_own_field_is_read_by_the_room_it_configures(variable: Variable) -> None:
     if variable.group == "files":
-        loader = ast.parse((ROOT / "fdcache/settings/reading.py").read_text())
+        loader = ast.parse((ROOT / "fdcache/settings/loading.py").read_text())
         used = {node.id for node in ast.walk(loader) if isinstance(node, ast.Name)}
         assert FILE_FIELDS[variable.field] in used
         return

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.settings import VARIABLES, Settings, SettingsError, Source, survey
+from fdcache.settings import VARIABLES, Settings, SettingsError, Source, read_settings
 from fdcache.settings.cache import CacheSettings
 
 NAME = "FD_SERVICE_NAME"
@@ -144,7 +144,7 @@ def test_dotenv_file_does_not_point_to_another(tmp_path: Path) -> None:
 
 def test_bad_line_of_a_dotenv_file_is_named_and_not_repeated(tmp_path: Path) -> None:
     env_file = write(tmp_path / "a.env", "FDCACHE_RANKS=2\nhunter2 is no assignment\nFD_JOB_ID='open\n")
-    found = survey({"FDCACHE_ENV_FILE": str(env_file)})
+    found = read_settings({"FDCACHE_ENV_FILE": str(env_file)})
     assert [problem.source for problem in found.errors] == [f"{env_file}:2", f"{env_file}:3"]
     assert "hunter2" not in str(found.errors)
 
@@ -222,7 +222,7 @@ def test_mistyped_secret_file_is_noticed(tmp_path: Path) -> None:
 
 
 def test_service_link_over_a_real_variable_is_explained() -> None:
-    (problem,) = survey({"FD_ZMQ_RECV_REQUEST_SERVER_PORT": "tcp://10.0.0.1:80"}).errors
+    (problem,) = read_settings({"FD_ZMQ_RECV_REQUEST_SERVER_PORT": "tcp://10.0.0.1:80"}).errors
     assert "enableServiceLinks: false" in problem.right
 
 
@@ -243,7 +243,7 @@ def test_settings_made_directly_read_nothing(tmp_path: Path, monkeypatch: pytest
 
 def test_rejected_value_gives_way_to_the_default_not_to_a_weaker_source(everywhere: dict[str, str]) -> None:
     write(Path(everywhere["FDCACHE_SECRETS_DIR"]) / "FDCACHE_RANKS", "5")
-    found = survey({**everywhere, "FDCACHE_RANKS": "many"}, defaults={"FDCACHE_RANKS": 3})
+    found = read_settings({**everywhere, "FDCACHE_RANKS": "many"}, defaults={"FDCACHE_RANKS": 3})
     assert found.settings.deployment.ranks == 1
     assert found.rejected == {"FDCACHE_RANKS"}
     assert [candidate.value for candidate in found.settings.candidates("FDCACHE_RANKS")] == ["many", "5", 3]

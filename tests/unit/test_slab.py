@@ -13,7 +13,7 @@ import pytest
 
 from fdcache import _core
 from fdcache.errors import StorageBusyError, StorageError, StorageFormatError
-from fdcache.settings.storage_tier import FsyncPolicy
+from fdcache.settings.cache import FsyncPolicy
 from fdcache.storage.connector import Outcome, StorageState
 from fdcache.storage.slab_format import PAGE, read_superblock
 from tests.storage_help import MIB, Records, open_store, path_hashes, storage_layout

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from fdcache.errors import ConnectorNotFoundError, StorageError
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
 from fdcache.storage.breaker import CircuitBreaker
 from fdcache.storage.connector import PlacedStorage, StorageConnector
 from fdcache.storage.context import ConnectorContext

@@ -12,8 +12,7 @@ import pytest
 from fdcache._core import BlockList
 from fdcache.metadata import CacheLevel, Int32Array, SwapPurpose, TransferReport, TransferResult
 from fdcache.plans.ledger import OpenPlan, PlanLedger
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.tiers.completion import settle_storage
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters

@@ -21,7 +21,7 @@ from fdcache.devices.calibration import (
 )
 from fdcache.devices.policy import choose_calibration, make_policy, min_group_bytes
 from fdcache.devices.topology import Gpu, link_of, numa_node_of
-from fdcache.settings.transfer import SwapMethod, TransferSettings
+from fdcache.settings.cache import SwapMethod, TransferSettings
 
 GPU = Gpu(0, "GPU-1", "a GPU", 13000, "0000:00:06.0", "PCIe 32.0 GT/s x16", 1, 132, 1 << 37)
 

@@ -9,8 +9,7 @@ from fdcache import _core
 from fdcache.layout import KVLayout
 from fdcache.manager.assembly import make_tiers
 from fdcache.metadata import EXTENT_BYTES
-from fdcache.settings.cache import CacheSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters

@@ -10,7 +10,7 @@ import pytest
 
 from fdcache.metadata import CacheLevel, HashArray, SwapPurpose, TransferReport
 from fdcache.plans.ledger import OpenPlan, PlanLedger, StorageOrder
-from fdcache.settings.storage_tier import PrefetchPolicy
+from fdcache.settings.cache import PrefetchPolicy
 from fdcache.storage.connector import RunResult
 from fdcache.tiers.fetches import Fetch
 from fdcache.tiers.host import LocalHostTier

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
-from fdcache.machine.memory import available_memory
+from fdcache.machine.memory import available_memory, node_cores
 from fdcache.service.wire.address import is_folder
 
 _PAGE = 4096
@@ -272,18 +272,6 @@ def _touch_huge(fd: int, size: int) -> None:
     with mmap.mmap(fd, size, mmap.MAP_SHARED) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         memory.madvise(_MADV_POPULATE_WRITE)
-
-
-def node_cores(node: int) -> set[int]:
-    """The cores of a NUMA node. Raises ``HostMemoryError`` when there is no such node."""
-    path = Path(f"/sys/devices/system/node/node{node}/cpulist")
-    if not path.exists():
-        raise HostMemoryError(f"FDCACHE_NUMA_NODE: this machine has no NUMA node {node}; unset it")
-    cores: set[int] = set()
-    for part in path.read_text().strip().split(","):
-        first, _, last = part.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
-    return cores
 
 
 _FILE = re.compile(r"fdcache-([0-9a-z]+)(?:\.arena|-.+)")

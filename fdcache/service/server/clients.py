@@ -12,7 +12,7 @@ from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.wire.liveness import Watch
 from fdcache.service.wire.protocol import FETCHED, NOT_FETCHED, FetchTerms, Heartbeat, Live
-from fdcache.settings.storage_tier import PrefetchPolicy
+from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.fetches import Fetch
 from fdcache.tiers.traffic import Traffic
 

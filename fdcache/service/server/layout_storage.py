@@ -19,8 +19,7 @@ from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.storage_opening import OpenedStorage
 from fdcache.service.wire.extents import Extent
-from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageState
 from fdcache.storage.queue import StorageQueue
 from fdcache.tiers.completion import settle_storage

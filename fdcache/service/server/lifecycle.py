@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fdcache.errors import ConfigurationError, HostMemoryError
-from fdcache.machine.huge_pages import huge_page_problem
+from fdcache.machine.memory import huge_page_problem
 from fdcache.service.server.arena import Arena, arena_name, find_arenas
 from fdcache.service.server.loop import ServiceLoop, SocketLock
 from fdcache.service.server.process import notify, notify_status
@@ -27,7 +27,7 @@ from fdcache.service.wire.address import (
 )
 from fdcache.service.wire.liveness import earlier_processes
 from fdcache.settings import Settings, Source
-from fdcache.settings.in_force import in_force
+from fdcache.settings.effective import effective_values
 
 log = logging.getLogger("fdcache.service.server")
 
@@ -110,7 +110,7 @@ class Server:
         self._socket = socket_path(self.endpoints.address)
         self.arena = Arena(settings.server.arena_dir, arena_name(self._socket), self.endpoints.address)
         self.service = Service(settings.server, self.arena, self._socket.parent)
-        self.views = Views(self.service, in_force(settings), settings.fingerprint)
+        self.views = Views(self.service, effective_values(settings), settings.fingerprint)
         self.service.answer_tool = self.views.answer
         self.recovered = 0
         self._lock: SocketLock | None = None

@@ -13,15 +13,14 @@ from fdcache.devices.calibration import load_calibration
 from fdcache.devices.kernels import load_kernels
 from fdcache.devices.topology import Gpu, visible_gpus
 from fdcache.errors import ConfigurationError, DeviceError
-from fdcache.machine.huge_pages import huge_page_problem
-from fdcache.machine.memory import available_memory
-from fdcache.machine.runtime import config_base
+from fdcache.machine.memory import available_memory, huge_page_problem, numa_nodes
+from fdcache.machine.session import user_config_dir
 from fdcache.service.server.arena import find_arenas, foreign_arenas, remove_arena
 from fdcache.service.server.lifecycle import arena_folder_problem
-from fdcache.service.server.preflight import existing, numa_nodes, numa_problem
+from fdcache.service.server.preflight import existing, numa_problem
 from fdcache.service.wire.address import default_runtime_dir, is_folder, runtime_dir_problem
 from fdcache.settings import Settings, Source
-from fdcache.settings.parsing import format_size
+from fdcache.settings.kinds import format_size
 from fdcache.settings.templates import render_dotenv
 
 
@@ -195,7 +194,7 @@ _FOLDER_MODE = 0o700
 
 def default_env_file() -> Path:
     """Where the settings of this user are written down when no other place is named."""
-    return config_base() / "fdcache" / "fdcache.env"
+    return user_config_dir() / "fdcache" / "fdcache.env"
 
 
 def make_folders(settings: Settings) -> list[Finding]:

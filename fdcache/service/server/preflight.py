@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fdcache.errors import ConfigurationError, HostMemoryError, StorageError
-from fdcache.machine.memory import available_memory
+from fdcache.machine.memory import available_memory, numa_nodes
 from fdcache.service.server.arena import FoundArena, arena_name, extent_bytes, find_arenas
 from fdcache.service.server.lifecycle import arena_folder_problem, parse_http, require_keys
 from fdcache.service.wire.address import (
@@ -22,11 +22,9 @@ from fdcache.service.wire.address import (
     socket_problem,
 )
 from fdcache.settings import Problem, Settings, SettingsError, Severity, Source
-from fdcache.settings.parsing import format_size
+from fdcache.settings.kinds import format_size
 from fdcache.settings.problems import error, warning
 from fdcache.storage.factory import require_connector
-
-_NODES = Path("/sys/devices/system/node")
 
 
 def require_ready(settings: Settings) -> None:
@@ -159,11 +157,6 @@ def _memory(settings: Settings) -> Iterator[Problem]:
 def _numa(settings: Settings) -> Iterator[Problem]:
     if problem := numa_problem(settings):
         yield _error(settings, "FDCACHE_NUMA_NODE", *problem)
-
-
-def numa_nodes() -> list[int]:
-    """Give the NUMA nodes of this machine, as far as they are known."""
-    return sorted(int(path.name[4:]) for path in _NODES.glob("node[0-9]*"))
 
 
 def numa_problem(settings: Settings) -> tuple[str, str] | None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 
 from fdcache.errors import ConfigurationError
-from fdcache.machine.runtime import notify_socket
+from fdcache.machine.session import notify_socket
 from fdcache.settings import Settings, Source
-from fdcache.settings.parsing import printable
+from fdcache.settings.kinds import printable
 from fdcache.settings.server import LogFormat
 
 log = logging.getLogger("fdcache.service.server")

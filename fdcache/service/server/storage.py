@@ -22,7 +22,7 @@ from fdcache.service.server.storage_opening import (
     stored_layouts,
 )
 from fdcache.settings import Settings
-from fdcache.settings.transfer import Verify
+from fdcache.settings.cache import Verify
 from fdcache.storage.factory import require_connector
 
 log = logging.getLogger("fdcache.service.server")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
-from fdcache.settings.mooncake import MooncakeSettings
-from fdcache.settings.storage_tier import StorageTierSettings
+from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
 from fdcache.storage.connector import BlockStorage, PlacedStorage
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_lookup, open_storage

@@ -18,7 +18,7 @@ from fdcache.service.server.selection import fitting_namespaces, only_namespace
 from fdcache.service.server.service import Service
 from fdcache.service.server.storage_views import storage_figures
 from fdcache.service.wire.protocol import Answer, Ask, Refused, Told
-from fdcache.settings.in_force import InForce
+from fdcache.settings.effective import EffectiveValue
 
 
 def check_integrity(service: Service) -> list[str]:
@@ -52,7 +52,7 @@ MOST_TENANTS = 100_000
 class Views:
     """Answers tools. It runs in the service's thread and looks at its state directly."""
 
-    def __init__(self, service: Service, config: Mapping[str, InForce], fingerprint: str) -> None:
+    def __init__(self, service: Service, config: Mapping[str, EffectiveValue], fingerprint: str) -> None:
         self._service = service
         self._config = config
         self._fingerprint = fingerprint

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fdcache.errors import ConfigurationError
-from fdcache.machine.runtime import runtime_base
+from fdcache.machine.session import user_runtime_dir
 from fdcache.settings import Problem, Settings, SettingsError
-from fdcache.settings.settings import survey
+from fdcache.settings.loading import read_settings
 from fdcache.settings.sources import FILE_SUFFIX
 
 SCHEME = "ipc://"
@@ -22,7 +22,7 @@ def default_runtime_dir(configured: Path | None = None) -> Path:
     """``configured``, else fdcache in the user's runtime folder, else one of the user's in /tmp."""
     if configured is not None:
         return configured
-    base = runtime_base()
+    base = user_runtime_dir()
     return base / "fdcache" if base else _own_in_tmp()
 
 
@@ -156,7 +156,7 @@ def find_address(arguments: Mapping[str, object]) -> tuple[str, tuple[Problem, .
     Who looks into a service when something is wrong must not be kept from it by other settings. ``arguments`` are as
     for ``Settings.load``. Raises ``SettingsError`` for what the address follows from.
     """
-    found = survey(arguments=arguments)
+    found = read_settings(arguments=arguments)
     about_address = [each for each in found.errors if not _ADDRESS.isdisjoint(_plain(each.variables))]
     if about_address:
         raise SettingsError(about_address)
@@ -173,5 +173,5 @@ def load_settings(arguments: Mapping[str, object]) -> Settings:
 
     ``arguments`` are as for ``Settings.load``. Raises ``SettingsError``.
     """
-    default = default_address(survey(arguments=arguments).settings.server.runtime_dir)
+    default = default_address(read_settings(arguments=arguments).settings.server.runtime_dir)
     return Settings.load(arguments=arguments, defaults={"FDCACHE_SERVER": default})

@@ -8,7 +8,7 @@ import msgspec
 
 from fdcache.errors import FdcacheError
 from fdcache.service.wire.extents import Geometry
-from fdcache.settings.storage_tier import PrefetchPolicy
+from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.traffic import Count, Traffic
 
 

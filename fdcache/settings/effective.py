@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
-from fdcache.settings.settings import Settings
+from fdcache.settings.loading import Settings
 from fdcache.settings.sources import Candidate, Source
 from fdcache.settings.tree import VARIABLES
 from fdcache.settings.variable import Variable
@@ -23,7 +23,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class InForce:
+class EffectiveValue:
     """One setting. ``value`` is as in JSON, ``text`` as it is written; both are None where nothing is set."""
 
     value: Any
@@ -40,14 +40,14 @@ class InForce:
         return self.origins[0].source if self.origins else Source.DEFAULT
 
 
-def in_force(settings: Settings, rejected: Set[str] = frozenset()) -> dict[str, InForce]:
+def effective_values(settings: Settings, rejected: Set[str] = frozenset()) -> dict[str, EffectiveValue]:
     """Every setting by name; of those that were ``rejected`` there is no value."""
     return {name: _one(settings, variable, name not in rejected) for name, variable in VARIABLES.items()}
 
 
-def _one(settings: Settings, variable: Variable, valid: bool) -> InForce:
+def _one(settings: Settings, variable: Variable, valid: bool) -> EffectiveValue:
     value = settings.value(variable.name)
-    return InForce(
+    return EffectiveValue(
         value=variable.to_json(value) if valid else None,
         text=variable.render(value) if valid else None,
         changed=settings.changed(variable.name),

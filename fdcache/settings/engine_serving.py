@@ -1,0 +1,332 @@
+"""The engine's processes, queues and interfaces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fdcache.settings.kinds import (
+    FilePath,
+    FilePathOrNone,
+    Flag,
+    Integer,
+    Number,
+    Port,
+    Ports,
+    Seconds,
+    Secret,
+    Secrets,
+    Text,
+    Url,
+    WholeSeconds,
+)
+from fdcache.settings.variable import Component, Group, OldType, variable
+
+
+class ServiceSettings(Group):
+    """The engine's processes, queues and interfaces."""
+
+    api_keys: Secrets = variable(
+        "FD_API_KEY",
+        (),
+        "Keys that a caller may present.",
+        old=OldType.LIST,
+        used_in=(Component.SERVE,),
+    )
+    max_connections: Integer = variable(
+        "FD_SUPPORT_MAX_CONNECTIONS", 1024, "Most connections at a time.", old=OldType.INT, ge=1
+    )
+    multi_api_server: Flag = variable(
+        "FD_ENABLE_MULTI_API_SERVER", False, "Run several API servers.", old=OldType.BOOL
+    )
+    internal_adapter: Flag = variable(
+        "FD_ENABLE_INTERNAL_ADAPTER", False, "Open the internal access to the engine.", old=OldType.INT
+    )
+    receive_port: Port | None = variable(
+        "FD_ZMQ_RECV_REQUEST_SERVER_PORT",
+        None,
+        "The port on which the adapter receives requests.",
+        old=OldType.TEXT,
+    )
+    send_port: Port | None = variable(
+        "FD_ZMQ_SEND_RESPONSE_SERVER_PORT",
+        None,
+        "The port on which the adapter sends responses.",
+        old=OldType.TEXT,
+    )
+    receive_ports: Ports | None = variable(
+        "FD_ZMQ_RECV_REQUEST_SERVER_PORTS",
+        None,
+        "The ports on which adapters receive requests.",
+        old=OldType.TEXT,
+    )
+    send_ports: Ports | None = variable(
+        "FD_ZMQ_SEND_RESPONSE_SERVER_PORTS",
+        None,
+        "The ports on which adapters send responses.",
+        old=OldType.TEXT,
+    )
+    control_ports: Ports = variable(
+        "FD_ZMQ_CONTROL_CMD_SERVER_PORTS",
+        (8202,),
+        "The ports on which adapters take control commands.",
+        old=OldType.TEXT,
+    )
+    send_high_water_mark: Integer = variable(
+        "FD_ZMQ_SNDHWM",
+        0,
+        "Messages queued per peer before a ZeroMQ send blocks; 0 is no limit.",
+        old=OldType.TEXT,
+        old_default=0,
+        ge=0,
+        unit="messages",
+    )
+    send_batches: Flag = variable(
+        "ZMQ_SEND_BATCH_DATA", True, "Send ZeroMQ messages in batches.", old=OldType.INT
+    )
+    aggregate_send: Flag = variable(
+        "FD_USE_AGGREGATE_SEND", False, "Send the outputs of several requests together.", old=OldType.BOOL
+    )
+    return_text: Flag = variable(
+        "FD_ENABLE_RETURN_TEXT", False, "Let the adapter return text.", old=OldType.BOOL
+    )
+    stop_on_disconnect: Flag = variable(
+        "FD_ENABLE_REQUEST_DISCONNECT_STOP_INFERENCE",
+        True,
+        "Stop a request when its client disconnects.",
+        old=OldType.INT,
+        live=True,
+    )
+    save_output_v1: Flag = variable(
+        "FD_USE_GET_SAVE_OUTPUT_V1",
+        False,
+        "Use the new output path between worker and engine.",
+        old=OldType.BOOL,
+    )
+    convert_tensors: Flag = variable(
+        "FD_ENABLE_E2W_TENSOR_CONVERT", False, "Convert tensors between engine and worker.", old=OldType.INT
+    )
+    task_queue_shm: Flag = variable(
+        "FD_ENGINE_TASK_QUEUE_WITH_SHM", False, "Pass the task queue through shared memory.", old=OldType.INT
+    )
+    async_llm: Flag = variable("FD_ENABLE_ASYNC_LLM", False, "Run the asynchronous engine.", old=OldType.INT)
+    health_timeout: Seconds = variable(
+        "FD_TOKEN_PROCESSOR_HEALTH_TIMEOUT",
+        120.0,
+        "How long the token processor may be silent and still count as healthy.",
+        old=OldType.FLOAT,
+        ge=0,
+        unit="s",
+    )
+    worker_timeout: WholeSeconds = variable(
+        "FD_WORKER_ALIVE_TIMEOUT",
+        30,
+        "How long a worker may be silent and still count as alive.",
+        old=OldType.INT,
+        ge=0,
+        unit="s",
+        live=True,
+    )
+    message_queue: Secret | None = variable(
+        "FMQ_CONFIG_JSON",
+        None,
+        "The message-queue configuration, which may hold credentials.",
+        old=OldType.TEXT,
+    )
+    ipc_suffix: Text | None = variable(
+        "FD_IPC_APPEND_SUFFIX",
+        None,
+        "A suffix that keeps the shared-memory names of several engines apart.",
+        old=OldType.TEXT,
+        undeclared=True,
+    )
+    shm_uuid: Text | None = variable(
+        "SHM_UUID",
+        None,
+        "A suffix for unique shared-memory names.",
+        used_in=(Component.ENVS,),
+    )
+
+
+class SchedulingSettings(Group):
+    """The block scheduler, its reserves and preemption."""
+
+    v1: Flag = variable(
+        "ENABLE_V1_KVCACHE_SCHEDULER",
+        True,
+        "Use the v1 block scheduler, whose kv_cache_ratio is 1.0.",
+        old=OldType.INT,
+        checked_against="FD_DISABLED_RECOVER",
+    )
+    disabled_recover: Flag = variable(
+        "FD_DISABLED_RECOVER",
+        False,
+        "Never recompute a request when the cache is full; must be off with the v1 scheduler.",
+        old=OldType.TEXT,
+        checked_against="ENABLE_V1_KVCACHE_SCHEDULER",
+    )
+    decode_blocks: Integer = variable(
+        "FD_ENC_DEC_BLOCK_NUM",
+        2,
+        "Blocks reserved per request for decoding.",
+        old=OldType.INT,
+        ge=0,
+        unit="blocks",
+        used_in=(Component.REPLAY, Component.PADDLE),
+    )
+    max_prefill: Flag = variable(
+        "FD_ENABLE_MAX_PREFILL", False, "Prefill as much as fits in each step.", old=OldType.INT
+    )
+    disable_chunked_prefill: Flag = variable(
+        "FD_DISABLE_CHUNKED_PREFILL",
+        False,
+        "Switch chunked prefill off, which is on by default.",
+        old=OldType.BOOL,
+    )
+    prefill_reserve: Integer = variable(
+        "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
+        16,
+        "Blocks kept for running decodes when a new prefill is scheduled.",
+        old=OldType.INT,
+        ge=0,
+        unit="blocks",
+        used_in=(Component.REPLAY, Component.PADDLE),
+    )
+    prefill_reserve_decay: Number = variable(
+        "FD_RESERVE_DECAY_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
+        0.025,
+        "How much of that reserve is given up per step.",
+        old=OldType.FLOAT,
+        ge=0,
+        used_in=(Component.REPLAY, Component.PADDLE),
+    )
+    prefill_reserve_minimum: Integer = variable(
+        "FD_RESERVE_MIN_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
+        0,
+        "The floor of that reserve.",
+        old=OldType.INT,
+        ge=0,
+        unit="blocks",
+        used_in=(Component.REPLAY, Component.PADDLE),
+    )
+    save_preempted_output: Flag = variable(
+        "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST",
+        True,
+        "Keep the output blocks of a preempted request in the cache.",
+        old=OldType.BOOL,
+        used_in=(Component.FASTDEPLOY, Component.REPLAY),
+    )
+
+
+class EngineCacheSettings(Group):
+    """The engine's own cache manager."""
+
+    v1_manager: Flag = variable(
+        "ENABLE_V1_KVCACHE_MANAGER",
+        False,
+        "Use cache manager v1.",
+        old=OldType.INT,
+        used_in=(Component.FASTDEPLOY,),
+    )
+    parameters: FilePathOrNone = variable(
+        "FD_CACHE_PARAMS",
+        None,
+        "The folder of KV quantisation parameters.",
+        old=OldType.TEXT,
+        old_default="none",
+    )
+    clear_swap_space: Flag = variable(
+        "FD_ENABLE_SWAP_SPACE_CLEARING",
+        False,
+        "Free the host cache when weights are cleared.",
+        old=OldType.INT,
+        used_in=(Component.FASTDEPLOY,),
+    )
+    exit_timeout: WholeSeconds = variable(
+        "FD_CACHE_PROC_EXIT_TIMEOUT",
+        600,
+        "How long the old cache process may take to end.",
+        old=OldType.INT,
+        ge=0,
+        unit="s",
+        used_in=(Component.SERVE, Component.CONTROLLER),
+    )
+    error_limit: Integer = variable(
+        "FD_CACHE_PROC_ERROR_COUNT",
+        10,
+        "Errors after which the old cache process gives up.",
+        old=OldType.INT,
+        ge=0,
+    )
+    head_wise: Flag = variable(
+        "FD_HEAD_WISE_KV_CACHE",
+        False,
+        "Manage KV blocks per attention head.",
+        old=OldType.INT,
+        undeclared=True,
+    )
+
+
+class DisaggregationSettings(Group):
+    """The hand-over from prefill to decode."""
+
+    changeable: Flag = variable(
+        "FD_PD_CHANGEABLE", False, "Let a split deployment become a centralised one.", old=OldType.TEXT
+    )
+    cache_task: Flag = variable(
+        "FD_ENABLE_CACHE_TASK",
+        False,
+        "Let the decode side keep requests that wait for preallocation.",
+        old=OldType.TEXT,
+    )
+    max_prefetch: Integer = variable(
+        "FD_EP_MAX_PREFETCH_TASK_NUM", 8, "Most requests prefetched ahead.", old=OldType.INT, ge=0
+    )
+    keep_asking_decode: Flag = variable(
+        "PREFILL_CONTINUOUS_REQUEST_DECODE_RESOURCES",
+        True,
+        "Let prefill keep asking decode for room.",
+        old=OldType.INT,
+    )
+    eager_rdma: Flag = variable(
+        "FD_ENABLE_PD_RDMA_EAGER_CONNECT", False, "Connect RDMA early.", old=OldType.BOOL
+    )
+    wait_decode: WholeSeconds = variable(
+        "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",
+        30,
+        "How long prefill waits for room on the decode side.",
+        old=OldType.INT,
+        ge=0,
+        unit="s",
+        live=True,
+    )
+    reorder: Flag = variable(
+        "FD_PD_REORDER", False, "Reorder requests between prefill and decode.", old=OldType.INT
+    )
+
+
+class StorageSettings(Group):
+    """File storage and the object store of features."""
+
+    file_directory: FilePath = variable(
+        "FILE_BACKEND_STORAGE_DIR",
+        Path("/tmp/fastdeploy"),
+        "The folder of the file storage backend.",
+        old=OldType.TEXT,
+        used_in=(Component.STORAGE,),
+    )
+    bos_access_key: Secret | None = variable(
+        "ENCODE_FEATURE_BOS_AK", None, "The access key of the object store.", old=OldType.TEXT
+    )
+    bos_secret_key: Secret | None = variable(
+        "ENCODE_FEATURE_BOS_SK", None, "The secret key of the object store.", old=OldType.TEXT
+    )
+    bos_endpoint: Url | None = variable(
+        "ENCODE_FEATURE_ENDPOINT", None, "The address of the object store.", old=OldType.TEXT
+    )
+    attention_store_only_flush: Flag = variable(
+        "FD_AS_ONLY_FLUSH",
+        False,
+        "Only write to AttentionStore, never read from it.",
+        old=OldType.BOOL,
+        undeclared=True,
+    )
