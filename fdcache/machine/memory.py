@@ -74,10 +74,9 @@ def available_memory(root: Path = Path("/")) -> MemoryBudget:
     ``root`` holds proc and sys.
     """
     machine = 1024 * _counters(root / "proc/meminfo")["MemAvailable:"]
-    budgets = [group.budget for group in _control_groups(root)]
-    return min(
-        MemoryBudget(machine, "available memory of the machine"), *budgets, key=lambda budget: budget.nbytes
-    )
+    budgets = [MemoryBudget(machine, "available memory of the machine")]
+    budgets += [group.budget for group in _control_groups(root)]
+    return min(budgets, key=lambda budget: budget.nbytes)
 
 
 def _control_groups(root: Path) -> Iterator[_ControlGroup]:

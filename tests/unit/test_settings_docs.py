@@ -119,16 +119,9 @@ def test_every_variable_of_the_engine_has_one_effect_in_the_reference_and_the_te
     assert sorted(others) == sorted(set(VARIABLES) - described - own)
 
 
-def test_readme_counts_the_variables_by_their_effect() -> None:
-    described = [
-        VARIABLES[told["name"]] for told in json.loads((ROOT / "tests/data/environment.json").read_text())
-    ]
-    used = sum(bool(variable.used_in) for variable in described)
-    checked = sum(variable.effect.startswith("checked") for variable in described)
-    words = {3: "three"}
-    text = f"fdcache acts on {used} of those, compares {words[checked]} more with others"
-    assert text in (ROOT / "README.md").read_text()
-    assert f"the {len(described)} that FastDeploy describes" in (ROOT / "README.md").read_text()
+def test_readme_counts_the_variables_of_fastdeploy() -> None:
+    described = json.loads((ROOT / "tests/data/environment.json").read_text())
+    assert f"the {len(described)} of FastDeploy" in (ROOT / "README.md").read_text()
 
 
 def names_in(text: str) -> set[str]:
