@@ -1,4 +1,7 @@
-"""One layer x kind of a block, and the checks that planes and layouts share."""
+"""The layout of a KV cache block: its planes, its record outside the device, and the fingerprint of both.
+
+A block is one tensor per plane (layer x kind) on the device and one contiguous record everywhere else.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 PLANE_ALIGNMENT = 128
 """Every plane of a record starts at a multiple of this many bytes."""
 
+RECORD_ALIGNMENT = 4096
+"""A record's size is a multiple of this many bytes."""
+
 DTYPE_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -30,12 +36,11 @@ DTYPE_BYTES = {
 }
 """Bytes of one element, by dtype name."""
 
-
-_Record = TypeVar("_Record", bound="DataclassInstance")
+_FINGERPRINT_TAG = b"fdcache.layout.1"
 
 
 class PlaneKind(StrEnum):
-    """What a plane holds; the order of members is the order of planes within a layer."""
+    """Content of a plane. Members are in the order of planes within a layer."""
 
     KEY = "key"
     VALUE = "value"
@@ -44,14 +49,14 @@ class PlaneKind(StrEnum):
     INDEXER = "indexer"
 
 
-KIND_ORDER = {kind: position for position, kind in enumerate(PlaneKind)}
+_KIND_ORDER = {kind: position for position, kind in enumerate(PlaneKind)}
 
-SCALES_OF = ((PlaneKind.KEY_SCALE, PlaneKind.KEY), (PlaneKind.VALUE_SCALE, PlaneKind.VALUE))
+_SCALES_OF = ((PlaneKind.KEY_SCALE, PlaneKind.KEY), (PlaneKind.VALUE_SCALE, PlaneKind.VALUE))
 """Each kind of scale and the kind that it scales."""
 
 
 class PlaneSpec(NamedTuple):
-    """A plane of every layer, before it has a layer and an offset. ``shape`` is that of one block."""
+    """A plane without layer and offset. ``shape`` is that of one block."""
 
     kind: PlaneKind
     dtype: str
@@ -63,7 +68,7 @@ class PlaneSpec(NamedTuple):
         if self.dtype not in DTYPE_BYTES:
             raise LayoutError(f"{self.kind.value}: dtype {self.dtype!r} is unknown; use one of {_dtypes()}")
         for position, size in enumerate(self.shape):
-            require_int(f"{self.kind.value}: shape[{position}]", size, least=1)
+            _require_int(f"{self.kind.value}: shape[{position}]", size, least=1)
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -71,8 +76,10 @@ class PlaneSpec(NamedTuple):
 class Plane:
     """One layer x kind of a block: ``nbytes`` bytes at ``offset`` of the record.
 
-    On the device a plane is a tensor whose block ``b`` starts at ``b * device_stride`` bytes.
-    Raises ``LayoutError`` for a field out of range.
+    On the device a plane is one tensor, in which block ``b`` starts at byte ``b * device_stride``.
+
+    Raises:
+        LayoutError: a field is out of range.
     """
 
     layer: int
@@ -84,108 +91,25 @@ class Plane:
     device_stride: int
 
     def __post_init__(self) -> None:
-        require_int("layer", self.layer, least=0)
+        _require_int("layer", self.layer, least=0)
         if not isinstance(self.kind, PlaneKind):
             raise LayoutError(f"kind must be a PlaneKind, got {self.kind!r}")
         if not isinstance(self.shape, tuple) or not self.shape:
             raise LayoutError(f"shape must be a tuple with at least one dimension, got {self.shape!r}")
         needed = PlaneSpec(self.kind, self.dtype, self.shape).nbytes
         where = f"plane {self.kind.value} of layer {self.layer}"
-        if require_int("nbytes", self.nbytes, least=1) != needed:
+        if _require_int("nbytes", self.nbytes, least=1) != needed:
             raise LayoutError(f"{where}: nbytes is {self.nbytes}, but shape and dtype make {needed}")
-        if require_int("offset", self.offset, least=0) % PLANE_ALIGNMENT:
+        if _require_int("offset", self.offset, least=0) % PLANE_ALIGNMENT:
             raise LayoutError(f"{where}: offset {self.offset} must be a multiple of {PLANE_ALIGNMENT}")
-        if require_int("device_stride", self.device_stride, least=1) < self.nbytes:
+        if _require_int("device_stride", self.device_stride, least=1) < self.nbytes:
             raise LayoutError(
                 f"{where}: device_stride {self.device_stride} is less than the plane's {self.nbytes} bytes"
             )
 
 
-def _dtypes() -> str:
-    return ", ".join(DTYPE_BYTES)
-
-
-def require_int(name: str, value: object, *, least: int) -> int:
-    """The value, if it is an int of at least ``least`` and below 2**63; else ``LayoutError`` naming it."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise LayoutError(f"{name} must be an int, got {value!r}")
-    if not least <= value < 2**63:
-        raise LayoutError(f"{name} must be at least {least} and below 2**63, got {value}")
-    return value
-
-
-def require_text(name: str, value: object) -> None:
-    """Raise ``LayoutError`` naming the field unless it is non-empty text that UTF-8 can encode."""
-    if not isinstance(value, str) or not value:
-        raise LayoutError(f"{name} must be a non-empty string, got {value!r}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise LayoutError(f"{name} must be text that UTF-8 can encode, got {value!r}") from error
-
-
-def plane_from_json(data: Any, where: str) -> Plane:
-    """The plane that a JSON object describes. Raises ``LayoutError``, saying ``where`` it stands."""
-    if isinstance(data, dict):
-        if data.get("kind") in [kind.value for kind in PlaneKind]:
-            data["kind"] = PlaneKind(data["kind"])
-        if isinstance(data.get("shape"), list):
-            data["shape"] = tuple(data["shape"])
-    return from_fields(Plane, data, where)
-
-
-def from_fields(record: type[_Record], data: Any, where: str) -> _Record:
-    """A record made from exactly its fields. Raises ``LayoutError`` for unknown or missing ones."""
-    if not isinstance(data, dict):
-        raise LayoutError(f"{where}: must be an object with the fields of {record.__name__}")
-    names = {field.name for field in fields(record)}
-    if missing := sorted(names - data.keys()):
-        raise LayoutError(f"{where}: missing {', '.join(missing)}")
-    if unknown := sorted(data.keys() - names):
-        raise LayoutError(f"{where}: unknown {', '.join(unknown)}")
-    return record(**data)
-
-
-FINGERPRINT_TAG = b"fdcache.layout.1"
-
-
-def layout_fingerprint(model: str, revision: str, figures: Sequence[int], planes: Sequence[Plane]) -> bytes:
-    """SHA-256 (32 bytes) over the canonical encoding of a layout that docs/format.md writes down.
-
-    ``figures``: block size, layers, draft layers, TP size, group, record bytes.
-    """
-    return hashlib.sha256(b"".join(_canonical(model, revision, figures, planes))).digest()
-
-
-def _canonical(model: str, revision: str, figures: Sequence[int], planes: Sequence[Plane]) -> Iterator[bytes]:
-    def number(value: int) -> bytes:
-        return value.to_bytes(8, "little")
-
-    def text(value: str) -> bytes:
-        data = value.encode()
-        return number(len(data)) + data
-
-    yield FINGERPRINT_TAG
-    yield text(model) + text(revision)
-    yield from map(number, (*figures, len(planes)))
-    for plane in planes:
-        yield number(plane.layer) + text(plane.kind.value) + text(plane.dtype)
-        yield number(len(plane.shape)) + b"".join(map(number, plane.shape))
-        yield number(plane.nbytes) + number(plane.offset)
-
-
-__all__ = ["PLANE_ALIGNMENT", "RECORD_ALIGNMENT", "KVLayout", "Plane", "PlaneKind", "PlaneSpec"]
-
-RECORD_ALIGNMENT = 4096
-"""A record's size is a multiple of this many bytes."""
-
-
-def _align(value: int, alignment: int) -> int:
-    return -(-value // alignment) * alignment
-
-
 class LayoutOptions(TypedDict, total=False):
-    """What the constructors of ``KVLayout`` have in common; ``build`` has the defaults."""
+    """Arguments common to the constructors of ``KVLayout``; ``build`` has the defaults."""
 
     model: Required[str]
     revision: Required[str]
@@ -199,13 +123,30 @@ class LayoutOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Planes of one block on one rank, main layers first, draft layers after them.
+    """Planes of one block on one rank.
 
-    ``planes`` are ordered by layer, then kind, and lie in the record in that order. ``draft_block_ratio`` is
-    the number of blocks of a draft layer's device plane for each block of a main layer's. ``tp_size`` ranks
-    hold equal layouts. ``group`` is kept for hybrid caches and is 0.
+        layout = KVLayout.uniform(
+            model="m", revision="1", num_layers=32, block_size=64, kv_heads=8, head_dim=128, dtype="bfloat16"
+        )
+        layout.record_bytes     # 8388608
 
-    Raises ``LayoutError`` naming the field, ``UnsupportedLayoutError`` for sliding-window or hybrid groups.
+    ``uniform``, ``mla`` and ``block_fp8`` build the common layouts, ``build`` any other.
+
+    Args:
+        model: name of the model. With ``revision`` it names the weights.
+        revision: version of the weights.
+        block_size: tokens of a block.
+        num_layers: main layers.
+        num_draft_layers: draft layers, numbered after the main ones.
+        planes: planes ordered by layer, then kind, which is their order in the record.
+        record_bytes: size of a record, a multiple of ``RECORD_ALIGNMENT``.
+        tp_size: tensor-parallel ranks; all have the same layout.
+        draft_block_ratio: blocks of a draft layer's device plane per block of a main layer's.
+        group: reserved for hybrid caches; 0.
+
+    Raises:
+        LayoutError: a field is out of range; the message names it.
+        UnsupportedLayoutError: a sliding-window or hybrid cache.
     """
 
     model: str
@@ -220,14 +161,14 @@ class KVLayout:
     group: int = 0
 
     def __post_init__(self) -> None:
-        require_text("model", self.model)
-        require_text("revision", self.revision)
-        require_int("block_size", self.block_size, least=1)
-        require_int("num_layers", self.num_layers, least=1)
-        require_int("num_draft_layers", self.num_draft_layers, least=0)
-        require_int("record_bytes", self.record_bytes, least=1)
-        require_int("tp_size", self.tp_size, least=1)
-        if require_int("group", self.group, least=0):
+        _require_text("model", self.model)
+        _require_text("revision", self.revision)
+        _require_int("block_size", self.block_size, least=1)
+        _require_int("num_layers", self.num_layers, least=1)
+        _require_int("num_draft_layers", self.num_draft_layers, least=0)
+        _require_int("record_bytes", self.record_bytes, least=1)
+        _require_int("tp_size", self.tp_size, least=1)
+        if _require_int("group", self.group, least=0):
             raise UnsupportedLayoutError(f"group {self.group}: hybrid cache groups are not supported; use 0")
         ratio = self.draft_block_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 <= ratio < math.inf:
@@ -237,19 +178,19 @@ class KVLayout:
     def _check_planes(self) -> None:
         if not isinstance(self.planes, tuple) or not all(isinstance(plane, Plane) for plane in self.planes):
             raise LayoutError("planes must be a tuple of Plane")
-        order = [(plane.layer, KIND_ORDER[plane.kind]) for plane in self.planes]
+        order = [(plane.layer, _KIND_ORDER[plane.kind]) for plane in self.planes]
         if order != sorted(set(order)):
             raise LayoutError("planes must be ordered by layer, then kind, each layer and kind once")
         if order and order[-1][0] >= self.total_layers:
-            raise LayoutError(f"planes name layer {order[-1][0]}, but there are {self.total_layers} layers")
+            raise LayoutError(f"planes: layer {order[-1][0]} is not one of the {self.total_layers} layers")
         for layer in range(self.total_layers):
             kinds = {plane.kind for plane in self.layer_planes(layer)}
             if PlaneKind.KEY not in kinds:
                 raise UnsupportedLayoutError(
-                    f"planes: layer {layer} has no key plane; hybrid caches with layers of another sort are "
+                    f"planes: layer {layer} has no key plane; hybrid caches with layers of another kind are "
                     "not supported"
                 )
-            for scale, scaled in SCALES_OF:
+            for scale, scaled in _SCALES_OF:
                 if scale in kinds and scaled not in kinds:
                     raise LayoutError(
                         f"planes: layer {layer} has a {scale.value} but no {scaled.value} plane"
@@ -269,24 +210,24 @@ class KVLayout:
             )
 
     def with_revision(self, revision: str) -> KVLayout:
-        """The same layout for other weights. Raises ``LayoutError`` for the revision that it has."""
+        """Return the same layout for other weights. Raises ``LayoutError`` if the revision is the present one."""
         if revision == self.revision:
             raise LayoutError(f"revision: {revision!r} is the present one; give new weights a new revision")
         return replace(self, revision=revision)
 
     @property
     def total_layers(self) -> int:
-        """Main and draft layers together."""
+        """Number of main and draft layers."""
         return self.num_layers + self.num_draft_layers
 
     @property
     def num_planes(self) -> int:
-        """Planes of all layers."""
+        """Number of planes of all layers."""
         return len(self.planes)
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Bytes of all planes of one block, without padding."""
+        """Bytes of one block's planes, without padding."""
         return sum(plane.nbytes for plane in self.planes)
 
     @property
@@ -302,51 +243,44 @@ class KVLayout:
         return {layer: tuple(planes) for layer, planes in layers.items()}
 
     def layer_planes(self, layer: int) -> tuple[Plane, ...]:
-        """The planes of a layer, in record order. Raises ``LayoutError`` when there is no such layer."""
+        """Return the planes of a layer in record order. Raises ``LayoutError`` if there is no such layer."""
         if not 0 <= layer < self.total_layers:
             raise LayoutError(f"layer {layer} is not one of the {self.total_layers} layers")
         return self._planes_by_layer.get(layer, ())
 
     def is_draft(self, layer: int) -> bool:
-        """Whether a layer is a draft layer."""
+        """Return True for a draft layer."""
         return layer >= self.num_layers
 
     def draft_blocks(self, num_blocks: int) -> int:
-        """Blocks of a draft layer's device plane when a main layer's has ``num_blocks``; never fewer."""
+        """Return the blocks of a draft layer's device plane where a main layer's has ``num_blocks``."""
         return int(num_blocks * self.draft_block_ratio)
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """SHA-256 (32 bytes) over what decides a record's content and meaning: the namespace of every key.
+        """SHA-256 (32 bytes) over everything that decides a record's content, written down in docs/format.md.
 
-        Ranks of one engine share it; device strides and the number of draft blocks are not part of it.
+        It separates the keys of different models and layouts. All ranks of an engine have the same one: rank, device
+        strides and the number of draft blocks are not part of it.
         """
-        figures = (
-            self.block_size,
-            self.num_layers,
-            self.num_draft_layers,
-            self.tp_size,
-            self.group,
-            self.record_bytes,
-        )
-        return layout_fingerprint(self.model, self.revision, figures, self.planes)
+        return hashlib.sha256(b"".join(_canonical(self))).digest()
 
     def to_json(self) -> str:
-        """The layout as one JSON object, fields as here."""
+        """Return the layout as a JSON object with the fields of this class."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> KVLayout:
-        """The layout that ``to_json`` wrote. Raises ``LayoutError`` for unknown, missing or wrong fields."""
+        """Read the output of ``to_json``. Raises ``LayoutError`` for unknown, missing or wrong fields."""
         try:
             data = json.loads(text)
         except ValueError as error:
             raise LayoutError(f"layout: not JSON: {error}") from error
         if isinstance(data, dict) and isinstance(data.get("planes"), list):
             data["planes"] = tuple(
-                plane_from_json(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
+                _plane_from_json(plane, f"planes[{i}]") for i, plane in enumerate(data["planes"])
             )
-        return from_fields(cls, data, "layout")
+        return _from_fields(cls, data, "layout")
 
     @classmethod
     def build(
@@ -363,13 +297,13 @@ class KVLayout:
         group: int = 0,
         sliding_window: int | None = None,
     ) -> KVLayout:
-        """A layout whose layers, draft layers too, all have the planes ``specs``, packed on the device."""
+        """Return a layout in which every layer, draft layers too, has the planes ``specs``, packed on the device."""
         if sliding_window is not None:
             raise UnsupportedLayoutError(
                 f"sliding_window {sliding_window}: sliding-window caches are not supported; use None"
             )
-        layers = require_int("num_layers", num_layers, least=1)
-        layers += require_int("num_draft_layers", num_draft_layers, least=0)
+        layers = _require_int("num_layers", num_layers, least=1)
+        layers += _require_int("num_draft_layers", num_draft_layers, least=0)
         planes: list[Plane] = []
         end = 0
         for layer in range(layers):
@@ -394,9 +328,9 @@ class KVLayout:
     def uniform(
         cls, *, block_size: int, kv_heads: int, head_dim: int, dtype: str, **options: Unpack[LayoutOptions]
     ) -> KVLayout:
-        """GQA or MHA: key and value of shape [kv_heads, block_size, head_dim] in every layer.
+        """Return a layout for GQA or MHA: key and value [kv_heads, block_size, head_dim] in every layer.
 
-        ``kv_heads`` are those of one rank. ``options`` are the other arguments of ``build``.
+        ``kv_heads`` counts the heads of one rank. ``options`` are the other arguments of ``build``.
         """
         shape = (kv_heads, block_size, head_dim)
         specs = [PlaneSpec(kind, dtype, shape) for kind in (PlaneKind.KEY, PlaneKind.VALUE)]
@@ -413,10 +347,10 @@ class KVLayout:
         indexer_dtype: str = "uint8",
         **options: Unpack[LayoutOptions],
     ) -> KVLayout:
-        """Multi-head latent attention: one key plane [1, block_size, latent_dim] per layer, no value plane.
+        """Return a layout for multi-head latent attention: one key plane [1, block_size, latent_dim] per layer.
 
-        ``latent_dim`` is the compressed latent and the rotary part together. A sparse-attention indexer adds
-        a plane [block_size, indexer_dim].
+        ``latent_dim`` is the compressed latent and the rotary part together. A sparse-attention indexer
+        (``indexer_dim`` > 0) adds a plane [block_size, indexer_dim].
         """
         specs = [PlaneSpec(PlaneKind.KEY, dtype, (1, block_size, latent_dim))]
         if indexer_dim:
@@ -433,9 +367,9 @@ class KVLayout:
         dtype: str = "float8_e4m3fn",
         **options: Unpack[LayoutOptions],
     ) -> KVLayout:
-        """Block-wise fp8: as ``uniform``, with a float32 scale [kv_heads, block_size] of key and of value."""
+        """Return a layout for block-wise fp8: ``uniform`` with float32 scales [kv_heads, block_size]."""
         if dtype not in {"float8_e4m3fn", "float8_e5m2"}:
-            raise LayoutError(f"dtype {dtype!r} is not an fp8 one; use float8_e4m3fn or float8_e5m2")
+            raise LayoutError(f"dtype {dtype!r} is not fp8; use float8_e4m3fn or float8_e5m2")
         shape, scales = (kv_heads, block_size, head_dim), (kv_heads, block_size)
         specs = [
             PlaneSpec(PlaneKind.KEY, dtype, shape),
@@ -444,3 +378,79 @@ class KVLayout:
             PlaneSpec(PlaneKind.VALUE_SCALE, "float32", scales),
         ]
         return cls.build(specs, block_size=block_size, **options)
+
+
+# --- helpers ------------------------------------------------------------------------------------------------
+
+
+_Record = TypeVar("_Record", bound="DataclassInstance")
+
+
+def _align(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
+def _canonical(layout: KVLayout) -> Iterator[bytes]:
+    """Yield the encoding that the fingerprint is taken of."""
+
+    def number(value: int) -> bytes:
+        return value.to_bytes(8, "little")
+
+    def text(value: str) -> bytes:
+        data = value.encode()
+        return number(len(data)) + data
+
+    yield _FINGERPRINT_TAG
+    yield text(layout.model) + text(layout.revision)
+    yield number(layout.block_size) + number(layout.num_layers) + number(layout.num_draft_layers)
+    yield number(layout.tp_size) + number(layout.group) + number(layout.record_bytes)
+    yield number(len(layout.planes))
+    for plane in layout.planes:
+        yield number(plane.layer) + text(plane.kind.value) + text(plane.dtype)
+        yield number(len(plane.shape)) + b"".join(map(number, plane.shape))
+        yield number(plane.nbytes) + number(plane.offset)
+
+
+def _dtypes() -> str:
+    return ", ".join(DTYPE_BYTES)
+
+
+def _require_int(name: str, value: object, *, least: int) -> int:
+    """Return the value. Raises ``LayoutError`` unless it is an int of at least ``least`` and below 2**63."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise LayoutError(f"{name} must be an int, got {value!r}")
+    if not least <= value < 2**63:
+        raise LayoutError(f"{name} must be at least {least} and below 2**63, got {value}")
+    return value
+
+
+def _require_text(name: str, value: object) -> None:
+    """Raise ``LayoutError`` unless the value is a non-empty text that UTF-8 can encode."""
+    if not isinstance(value, str) or not value:
+        raise LayoutError(f"{name} must be a non-empty string, got {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise LayoutError(f"{name} must be text that UTF-8 can encode, got {value!r}") from error
+
+
+def _plane_from_json(data: Any, where: str) -> Plane:
+    """Read a plane from a JSON object. Raises ``LayoutError`` with ``where`` it is in the document."""
+    if isinstance(data, dict):
+        if data.get("kind") in [kind.value for kind in PlaneKind]:
+            data["kind"] = PlaneKind(data["kind"])
+        if isinstance(data.get("shape"), list):
+            data["shape"] = tuple(data["shape"])
+    return _from_fields(Plane, data, where)
+
+
+def _from_fields(record: type[_Record], data: Any, where: str) -> _Record:
+    """Return a record made from exactly its fields. Raises ``LayoutError`` for unknown or missing ones."""
+    if not isinstance(data, dict):
+        raise LayoutError(f"{where}: must be an object with the fields of {record.__name__}")
+    names = {field.name for field in fields(record)}
+    if missing := sorted(names - data.keys()):
+        raise LayoutError(f"{where}: missing {', '.join(missing)}")
+    if unknown := sorted(data.keys() - names):
+        raise LayoutError(f"{where}: unknown {', '.join(unknown)}")
+    return record(**data)

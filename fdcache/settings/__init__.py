@@ -1,4 +1,9 @@
-"""The typed settings: one description of everything configurable."""
+"""The typed settings: one description of everything configurable.
+
+from fdcache.settings import Settings
+
+settings = Settings.load()
+"""
 
 from fdcache.settings.loading import LoadResult, Settings, read_settings
 from fdcache.settings.problems import Problem, SettingsError, Severity

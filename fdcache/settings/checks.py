@@ -1,4 +1,4 @@
-"""Names that look like settings but are none, and what was probably meant."""
+"""Checks beyond single values: settings that conflict with each other or the machine, and unknown names."""
 
 from __future__ import annotations
 
@@ -17,76 +17,9 @@ from fdcache.settings.tree import SettingsTree
 
 logger = logging.getLogger(__name__)
 
-_logged: set[Problem] = set()
-
-_LINK_NAME = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
-_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
-
-
-def is_service_link(name: str, value: object) -> bool:
-    """Whether Kubernetes puts such a variable into the pods of a namespace for a Service of some name."""
-    if _LINK_NAME.fullmatch(name):
-        return True
-    return name.endswith("_PORT") and is_link_address(value)
-
-
-def is_link_address(value: object) -> bool:
-    """Whether a value is what Kubernetes writes into a service link, such as ``tcp://10.0.0.1:80``."""
-    return isinstance(value, str) and _LINK_VALUE.fullmatch(value) is not None
-
-
-def suggest(name: str, names: Iterable[str]) -> str | None:
-    """Give the name that was probably meant, if any is close."""
-    folded = {known.casefold(): known for known in names}
-    close = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.75)
-    return folded[close[0]] if close else None
-
-
-def _is_near_miss(name: str, known: str) -> bool:
-    """Return whether a name is a known one misspelt. Names of the engine share words, so that each word counts."""
-    words, meant = name.casefold().split("_"), known.casefold().split("_")
-    if len(words) != len(meant):
-        return _likeness(name, known) > 0.9
-    return all(_likeness(*pair) >= 0.6 for pair in zip(words, meant, strict=True))
-
-
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
-
-
-def unknown_names(layers: Iterable[Layer], known: Collection[str]) -> Iterator[Problem]:
-    """Find names with the prefixes of settings that no variable has; service links are left alone.
-
-    Each release of the engine has names of its own that are not described here. They are worth a note; a warning is
-    for what looks like a known name, and for names of fdcache.
-    """
-    for layer in layers:
-        for name, given in layer.given.items():
-            if not name.startswith(PREFIXES) or name in known or name.removesuffix(FILE_SUFFIX) in known:
-                continue
-            if is_service_link(name, given.value):
-                continue
-            is_own = name.startswith(OWN_PREFIX)
-            meant = suggest(name, known)
-            if meant and (is_own or _is_near_miss(name, meant)):
-                yield warning(name, given.place, "there is no such setting", f"did you mean {meant}?")
-            elif is_own:
-                see = "see `fdcache env show --all` for those there are"
-                yield warning(name, given.place, "there is no such setting", see)
-            else:
-                yield note(name, given.place, "fdcache does not know it", "it is left to the engine")
-
-
-def log_misspelt(problems: Iterable[Problem]) -> None:
-    """Warn of names that no setting has, of each once in a process."""
-    for problem in problems:
-        if problem not in _logged:
-            _logged.add(problem)
-            logger.warning("%s", problem)
-
 
 def cross_checks(settings: SettingsTree, memory: MemoryLimits) -> Iterator[Problem]:
-    """Run every check; each problem names the variables that disagree and what to do."""
+    """Run every check; each problem names the variables that conflict, and the remedy."""
     yield from _reuse_grid(settings)
     yield from _deterministic_grid(settings)
     yield from _host_memory(settings, memory)
@@ -99,23 +32,23 @@ def cross_checks(settings: SettingsTree, memory: MemoryLimits) -> Iterator[Probl
 
 
 def require_host_tier(settings: SettingsTree) -> None:
-    """Raise ``SettingsError`` where an engine has no host tier and settings that need one."""
+    """Raise ``SettingsError`` if an engine has no host tier and settings that need one."""
     problems = tuple(_without_host_tier(settings))
     if problems:
         raise SettingsError(problems)
 
 
-def _disagree(settings: SettingsTree, names: Sequence[str], wrong: str, right: str) -> Problem:
+def _conflict(settings: SettingsTree, names: Sequence[str], wrong: str, right: str) -> Problem:
     return disagreement({name: settings.place(name) for name in names}, wrong, right)
 
 
 def _reuse_grid(settings: SettingsTree) -> Iterator[Problem]:
-    """In deterministic mode the grid is the split size, which is compared with the block size below."""
+    """Compare the grid with block size and device tier. In deterministic mode the grid is the split size."""
     name = "FDCACHE_REUSE_GRID"
     grid, block = settings.cache.reuse_grid, settings.deployment.block_size
-    given = settings.source(name) not in (Source.DEFAULT, Source.DERIVED)
-    if given and grid and grid % block and block % grid:
-        yield _disagree(
+    is_set = settings.source(name) not in (Source.DEFAULT, Source.DERIVED)
+    if is_set and grid and grid % block and block % grid:
+        yield _conflict(
             settings,
             (name, "FDCACHE_BLOCK_SIZE"),
             f"a grid of {grid} tokens neither divides the block size {block} nor is a multiple of it",
@@ -124,11 +57,11 @@ def _reuse_grid(settings: SettingsTree) -> Iterator[Problem]:
     tokens = settings.cache.device_blocks * block
     if grid > tokens and settings.deployment.device_memory is None:
         cause = "FD_DETERMINISTIC_SPLIT_KV_SIZE" if settings.source(name) is Source.DERIVED else name
-        problem = _disagree(
+        problem = _conflict(
             settings,
             (cause, "FDCACHE_DEVICE_BLOCKS"),
             f"prefixes are reused in steps of {grid} tokens, and the device tier has {tokens}: nothing is ever reused",
-            f"make it at most {tokens}, or FDCACHE_DEVICE_BLOCKS more",
+            f"make it at most {tokens}, or raise FDCACHE_DEVICE_BLOCKS",
         )
         yield replace(problem, severity=Severity.WARNING)
 
@@ -137,21 +70,18 @@ def _deterministic_grid(settings: SettingsTree) -> Iterator[Problem]:
     split, block = settings.attention.split_kv_size, settings.deployment.block_size
     if not settings.attention.deterministic:
         return
-    grid = settings.cache.reuse_grid
-    if max(grid, block) % split and not split % block:
-        names = ("FDCACHE_REUSE_GRID", "FD_DETERMINISTIC_SPLIT_KV_SIZE")
-        yield _disagree(
+    grid = max(settings.cache.reuse_grid, block)
+    if grid % split and not split % block:
+        yield _conflict(
             settings,
-            names,
-            f"in deterministic mode prefixes reused up to a multiple of {max(grid, block)} tokens may end off the grid "
-            f"of {split}",
+            ("FDCACHE_REUSE_GRID", "FD_DETERMINISTIC_SPLIT_KV_SIZE"),
+            f"in deterministic mode prefixes reused up to a multiple of {grid} tokens may end off the grid of {split}",
             "unset FDCACHE_REUSE_GRID, or make it a multiple of FD_DETERMINISTIC_SPLIT_KV_SIZE",
         )
     if split % block and block % split:
-        names = ("FD_DETERMINISTIC_SPLIT_KV_SIZE", "FDCACHE_BLOCK_SIZE")
-        yield _disagree(
+        yield _conflict(
             settings,
-            names,
+            ("FD_DETERMINISTIC_SPLIT_KV_SIZE", "FDCACHE_BLOCK_SIZE"),
             f"in deterministic mode {split} must divide the block size {block} or be divided by it",
             "make both powers of two, such as 16 and 64",
         )
@@ -160,35 +90,32 @@ def _deterministic_grid(settings: SettingsTree) -> Iterator[Problem]:
 def _host_memory(settings: SettingsTree, memory: MemoryLimits) -> Iterator[Problem]:
     wanted = settings.cache.host_memory
     limits = {"the cgroup": memory.cgroup, "the machine": memory.machine}
-    tightest = min(((size, owner) for owner, size in limits.items() if size is not None), default=None)
-    if tightest is None or wanted <= tightest[0]:
-        return
-    size, owner = tightest
-    yield _disagree(
-        settings,
-        ("FDCACHE_HOST_MEMORY",),
-        f"{format_size(wanted)} do not fit into the {size // 2**20}MiB that {owner} has",
-        f"set FDCACHE_HOST_MEMORY below {size // 2**20}MiB or give the container more memory",
-    )
+    known = [(size, owner) for owner, size in limits.items() if size is not None]
+    size, owner = min(known, default=(wanted, ""))
+    if wanted > size:
+        yield _conflict(
+            settings,
+            ("FDCACHE_HOST_MEMORY",),
+            f"{format_size(wanted)} do not fit into the {size // 2**20}MiB of {owner}",
+            f"set FDCACHE_HOST_MEMORY below {size // 2**20}MiB, or give the container more memory",
+        )
 
 
 def _device_memory(settings: SettingsTree) -> Iterator[Problem]:
     names = ("FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY")
     sources = {settings.source(name) for name in names}
     if len(sources) == 1 and Source.DEFAULT not in sources:
-        yield _disagree(settings, names, "both say how large the device tier is", "unset one of them")
-
-
-def _has_host_tier(settings: SettingsTree) -> bool:
-    """A service has one always, and so has its client."""
-    return settings.cache.host_memory > 0 or settings.cache.server is not None
+        yield _conflict(settings, names, "both set the size of the device tier", "unset one of them")
 
 
 def _host_tier(settings: SettingsTree) -> Iterator[Problem]:
-    """A service, a replay and many an engine have host memory of their own accord, so that none given is a note."""
-    given = settings.source("FDCACHE_HOST_MEMORY") is not Source.DEFAULT
+    """Report a missing host tier as a note where nothing sets its size.
+
+    A service, a replay and many engines have host memory by their own defaults.
+    """
+    is_set = settings.source("FDCACHE_HOST_MEMORY") is not Source.DEFAULT
     for problem in _without_host_tier(settings):
-        if given:
+        if is_set:
             yield problem
         else:
             wrong = f"an engine whose own default is no host tier does not start: {problem.wrong}"
@@ -196,73 +123,136 @@ def _host_tier(settings: SettingsTree) -> Iterator[Problem]:
 
 
 def _without_host_tier(settings: SettingsTree) -> Iterator[Problem]:
-    if _has_host_tier(settings):
-        return
+    if settings.cache.host_memory > 0 or settings.cache.server is not None:
+        return  # a service always has a host tier, and so have its clients
     name = "FDCACHE_WRITE_POLICY"
     if settings.source(name) is not Source.DEFAULT:
-        yield _disagree(
+        yield _conflict(
             settings,
             (name, "FDCACHE_HOST_MEMORY"),
             f"{WritePolicy(settings.cache.write_policy).value} writes to a host tier, and there is none",
             "set FDCACHE_HOST_MEMORY, such as 8GiB, or unset FDCACHE_WRITE_POLICY",
         )
     if settings.storage_tier.is_on:
-        names = ("FDCACHE_STORAGE", "FDCACHE_HOST_MEMORY")
-        yield _disagree(
+        yield _conflict(
             settings,
-            names,
+            ("FDCACHE_STORAGE", "FDCACHE_HOST_MEMORY"),
             f"{settings.storage_tier.connector} reads and writes through a host tier, and there is none",
             "set FDCACHE_HOST_MEMORY, such as 8GiB, or FDCACHE_STORAGE=none",
         )
 
 
 def _storage_beside_a_service(settings: SettingsTree) -> Iterator[Problem]:
-    """An argument is of one command, which knows itself; what is set otherwise is for services and engines alike."""
+    """Note what starts as a service and not as an engine. An argument belongs to one command, which checks itself."""
     names = ("FDCACHE_STORAGE", "FDCACHE_SERVER")
     sources = {settings.source(name) for name in names}
     if settings.storage_tier.is_on and sources.isdisjoint((Source.DEFAULT, Source.ARGUMENT)):
-        problem = _disagree(
+        problem = _conflict(
             settings,
             names,
-            f"a service starts with {settings.storage_tier.connector} storage at an address, and an engine does not: "
-            "its storage is the service's then",
-            "give FDCACHE_STORAGE to `fdcache serve` alone, or unset FDCACHE_SERVER for an engine",
+            f"a service with {settings.storage_tier.connector} storage starts at this address; an engine does not "
+            "start, since its storage is then the service's",
+            "set FDCACHE_STORAGE for `fdcache serve` alone, or unset FDCACHE_SERVER for an engine",
         )
         yield replace(problem, severity=Severity.NOTE)
 
 
 def _mooncake(settings: SettingsTree) -> Iterator[Problem]:
-    if settings.storage_tier.connector.lower() == "mooncake" and not (
-        settings.mooncake.master or settings.mooncake.config_path
-    ):
-        names = ("FDCACHE_STORAGE", "MOONCAKE_MASTER_SERVER_ADDR")
-        yield _disagree(
+    has_master = settings.mooncake.master or settings.mooncake.config_path
+    if settings.storage_tier.connector.lower() == "mooncake" and not has_master:
+        yield _conflict(
             settings,
-            names,
-            "mooncake has no master to ask",
+            ("FDCACHE_STORAGE", "MOONCAKE_MASTER_SERVER_ADDR"),
+            "mooncake storage needs the address of a master",
             "set MOONCAKE_MASTER_SERVER_ADDR, such as master:50051, or MOONCAKE_CONFIG_PATH",
         )
 
 
 def _recovery(settings: SettingsTree) -> Iterator[Problem]:
     if settings.scheduling.v1 and settings.scheduling.disabled_recover:
-        names = ("FD_DISABLED_RECOVER", "ENABLE_V1_KVCACHE_SCHEDULER")
-        yield _disagree(
+        yield _conflict(
             settings,
-            names,
-            "the v1 scheduler recomputes requests when the cache is full and cannot do without",
+            ("FD_DISABLED_RECOVER", "ENABLE_V1_KVCACHE_SCHEDULER"),
+            "the v1 scheduler must recompute requests when the cache is full",
             "set FD_DISABLED_RECOVER=0, or ENABLE_V1_KVCACHE_SCHEDULER=0",
         )
 
 
 def _ranks(settings: SettingsTree) -> Iterator[Problem]:
     devices = settings.hardware.visible_devices
-    if not devices or devices == ("-1",) or settings.deployment.ranks <= len(devices):
-        return
-    names = ("FDCACHE_RANKS", "CUDA_VISIBLE_DEVICES")
-    yield _disagree(
-        settings,
-        names,
-        f"{settings.deployment.ranks} ranks need a device each, and {len(devices)} are visible",
-        f"set FDCACHE_RANKS={len(devices)} or make more devices visible",
-    )
+    ranks = settings.deployment.ranks
+    if devices and devices != ("-1",) and ranks > len(devices):
+        yield _conflict(
+            settings,
+            ("FDCACHE_RANKS", "CUDA_VISIBLE_DEVICES"),
+            f"{ranks} ranks need a device each, and {len(devices)} are visible",
+            f"set FDCACHE_RANKS={len(devices)} or make more devices visible",
+        )
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+_LINK_NAME = re.compile(r".+_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+
+_logged: set[Problem] = set()
+
+
+def unknown_names(layers: Iterable[Layer], known: Collection[str]) -> Iterator[Problem]:
+    """Yield a problem for each name with a prefix of settings that no variable has.
+
+    Names of fdcache, and those close to a known name, are warnings. Any other is a note: every release of the
+    engine has names that are not described here. Kubernetes' service links are ignored.
+    """
+    for layer in layers:
+        for name, value in layer.values.items():
+            if not name.startswith(PREFIXES) or name in known or name.removesuffix(FILE_SUFFIX) in known:
+                continue
+            if is_service_link(name, value.value):
+                continue
+            is_own = name.startswith(OWN_PREFIX)
+            meant = suggest(name, known)
+            if meant and (is_own or _is_near_miss(name, meant)):
+                yield warning(name, value.place, "there is no such setting", f"did you mean {meant}?")
+            elif is_own:
+                remedy = "`fdcache env show --all` lists the settings"
+                yield warning(name, value.place, "there is no such setting", remedy)
+            else:
+                yield note(name, value.place, "fdcache does not know it", "it is left to the engine")
+
+
+def suggest(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that was probably meant; None if none is close."""
+    folded = {known.casefold(): known for known in names}
+    close = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.75)
+    return folded[close[0]] if close else None
+
+
+def _is_near_miss(name: str, known: str) -> bool:
+    """Return True if ``name`` is probably ``known`` misspelt. Engine names share words, so every word must be close."""
+    words, meant = name.casefold().split("_"), known.casefold().split("_")
+    if len(words) != len(meant):
+        return _similarity(name, known) > 0.9
+    return all(_similarity(*pair) >= 0.6 for pair in zip(words, meant, strict=True))
+
+
+def _similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def is_service_link(name: str, value: object) -> bool:
+    """Return True for a variable that Kubernetes adds to pods for a Service, such as ``FD_API_PORT_80_TCP``."""
+    return _LINK_NAME.fullmatch(name) is not None or (name.endswith("_PORT") and is_link_address(value))
+
+
+def is_link_address(value: object) -> bool:
+    """Return True for the value of a service link, such as ``tcp://10.0.0.1:80``."""
+    return isinstance(value, str) and _LINK_VALUE.fullmatch(value) is not None
+
+
+def log_misspelt(problems: Iterable[Problem]) -> None:
+    """Log a warning for each misspelt name, once per process."""
+    for problem in problems:
+        if problem not in _logged:
+            _logged.add(problem)
+            logger.warning("%s", problem)

@@ -1,4 +1,4 @@
-"""The settings in force as plain values, secrets masked: what a service tells of its own, and what is shown."""
+"""Settings as plain values with secrets masked, for display and for the views of a service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fdcache.settings.variable import Variable
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One value that was given: the kind of source, the name, the place, and the value as text to show."""
+    """One given value: its source, the name it was given under, the place, and its text for display."""
 
     source: Source
     name: str
@@ -24,24 +24,24 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveValue:
-    """One setting. ``value`` is as in JSON, ``text`` as it is written; both are None where nothing is set."""
+    """One setting. ``value`` is as in JSON, ``text`` as written; both are None if nothing is set."""
 
     value: Any
     text: str | None
     changed: bool
-    """Whether it differs from the described default."""
+    """True if the value differs from the described default."""
     valid: bool = True
     origins: tuple[Origin, ...] = ()
-    """Everything that was given, the winner first; empty where the default holds."""
+    """Every value given, the one in effect first; empty if none was given."""
 
     @property
     def source(self) -> Source:
-        """Which kind of source the value came from."""
+        """Source of the value."""
         return self.origins[0].source if self.origins else Source.DEFAULT
 
 
 def effective_values(settings: Settings, rejected: Set[str] = frozenset()) -> dict[str, EffectiveValue]:
-    """Every setting by name; of those that were ``rejected`` there is no value."""
+    """Return every setting by name; those ``rejected`` have no value."""
     return {name: _one(settings, variable, name not in rejected) for name, variable in VARIABLES.items()}
 
 
@@ -56,6 +56,6 @@ def _one(settings: Settings, variable: Variable, valid: bool) -> EffectiveValue:
     )
 
 
-def _origin(variable: Variable, given: Candidate) -> Origin:
-    place = given.place.encode(errors="backslashreplace").decode()  # a path may be no UTF-8
-    return Origin(given.source, given.name, place, variable.show(given.value))
+def _origin(variable: Variable, candidate: Candidate) -> Origin:
+    place = candidate.place.encode(errors="backslashreplace").decode()  # a path may not be UTF-8
+    return Origin(candidate.source, candidate.name, place, variable.show(candidate.value))

@@ -1,4 +1,8 @@
-"""Values as the old environment module gave them: old type, old spelling, old default."""
+"""Attributes of ``fdcache.envs``: every variable of the old environment module, in its old type and spelling.
+
+Reads follow the environment at the price of a few look-ups. This is not pydantic-settings' work: it reads a whole
+model at once, from which nothing here could follow ``os.environ`` or return an old type.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +41,14 @@ OLD_VARIABLES: Mapping[str, Variable] = {
 }
 
 
+# --- values in the old type ---------------------------------------------------------------------------------
+
+
 def old_value(variable: Variable, candidate: Candidate) -> Any:
-    """Give what the old module gave for a valid text.
+    """Return the old module's value for a text.
 
     Raises:
-        SettingsError: the text is not valid; it is a ValueError, as it was.
+        SettingsError: the text is not valid. It is a ``ValueError``, as the old module raised.
     """
     if not variable.accepts(candidate.value):
         raise SettingsError([rejection(variable, candidate)])
@@ -54,9 +61,13 @@ def old_value(variable: Variable, candidate: Candidate) -> Any:
         case OldType.FLOAT:
             return float(value)
         case OldType.LIST:
-            return [item.get_secret_value() if isinstance(item, SecretStr) else item for item in value]
+            return _plain(value)
         case _:
             return _old_text(variable, value, str(candidate.value))
+
+
+def _plain(items: list[Any] | tuple[Any, ...]) -> list[Any]:
+    return [item.get_secret_value() if isinstance(item, SecretStr) else item for item in items]
 
 
 def _old_text(variable: Variable, value: Any, text: str) -> str:
@@ -68,7 +79,7 @@ def _old_text(variable: Variable, value: Any, text: str) -> str:
 
 
 def old_default(variable: Variable) -> Any:
-    """Give what the old module gave for a variable that is not set."""
+    """Return the old module's value for a variable that is not set."""
     if variable.old_default is not ...:
         return variable.old_default
     if variable.default is None:
@@ -83,44 +94,42 @@ def to_text(variable: Variable, value: object) -> str:
     """Write an assigned value as the text of its variable: a bool as 1 or 0, a list with commas.
 
     Raises:
-        SettingsError: the variable does not take the value.
+        SettingsError: the variable does not accept the value.
     """
     if isinstance(value, bool):
         text = str(int(value))
     elif isinstance(value, Enum):
         text = str(value.value)
     elif isinstance(value, list | tuple):
-        plain = [item.get_secret_value() if isinstance(item, SecretStr) else item for item in value]
-        text = ",".join(str(item) for item in plain)
+        text = ",".join(str(item) for item in _plain(value))
     elif isinstance(value, str | int | float | os.PathLike):
         text = str(value)
     else:
         text = ""
-    valid = bool(text) or value in ("", [], ())
+    is_text = bool(text) or value in ("", [], ())
     given = value if isinstance(value, list | tuple) else text
-    if not valid or (text and not variable.accepts(given)) or "\0" in text:
-        raise SettingsError(
-            [rejection(variable, Candidate(Source.ARGUMENT, variable.name, "assignment", value))]
-        )
+    if not is_text or (text and not variable.accepts(given)) or "\0" in text:
+        candidate = Candidate(Source.ARGUMENT, variable.name, "assignment", value)
+        raise SettingsError([rejection(variable, candidate)])
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class SavedValue:
-    """What the environment held for a variable under all its names; assigning it puts exactly that back."""
-
-    texts: Mapping[str, str] = field(repr=False)
+# --- reads --------------------------------------------------------------------------------------------------
 
 
-def spellings(variable: Variable) -> tuple[str, ...]:
-    """Give the environment names that can set a variable, its own first."""
+def _spellings(variable: Variable) -> tuple[str, ...]:
+    """Return the environment names that can set a variable, its own first."""
     names = (variable.name, *variable.aliases)
-    return tuple(spelled for name in names for spelled in (name, name + FILE_SUFFIX))
+    return tuple(spelling for name in names for spelling in (name, name + FILE_SUFFIX))
+
+
+def _texts(variable: Variable) -> dict[str, str]:
+    return {name: os.environ[name] for name in _spellings(variable) if name in os.environ}
 
 
 @lru_cache(maxsize=1)
 def _file_layers(env_file: str | None, secrets: str | None) -> tuple[tuple[Layer, ...], tuple[Problem, ...]]:
-    """Read the files once: what stands in them takes effect at the start."""
+    """Read the files once: their values take effect at the start."""
     problems: list[Problem] = []
     layers = []
     if secrets:
@@ -130,16 +139,15 @@ def _file_layers(env_file: str | None, secrets: str | None) -> tuple[tuple[Layer
     return tuple(layers), tuple(problems)
 
 
-def look_up(variable: Variable) -> Any:
+def _look_up(variable: Variable) -> Any:
     """Find a variable's value in every source but the arguments, in the old type.
 
     Raises:
         SettingsError: the value is not valid, or a source cannot be read.
     """
-    here = {name: os.environ[name] for name in spellings(variable) if name in os.environ}
     layers, found = _file_layers(os.environ.get(ENV_FILE), os.environ.get(SECRETS_DIRECTORY))
     problems = list(found)
-    winner = next(candidates(variable, (environment_layer(here), *layers), problems), None)
+    winner = next(candidates(variable, (environment_layer(_texts(variable)), *layers), problems), None)
     if problems:
         raise SettingsError(problems)
     if winner is None:
@@ -149,18 +157,18 @@ def look_up(variable: Variable) -> Any:
     return old_value(variable, winner)
 
 
-def reader(variable: Variable) -> Callable[[object], Any]:
-    """Make the function that reads one variable.
+def _reader(variable: Variable) -> Callable[[object], Any]:
+    """Return the function that reads one variable.
 
-    It keeps the last value and the text that it stands for. ``os.environ`` encodes and decodes at every
-    access, so the text is looked up in the mapping of bytes below it, where the interpreter has one.
+    It caches the last value and its text. ``os.environ`` encodes and decodes at every access, so the text is looked
+    up in the mapping of bytes below it, where the interpreter has one.
     """
     environ = os.environ
     raw: Mapping[Any, Any] = getattr(environ, "_data", environ)
     encode: Callable[[str], Any] = str if raw is environ else environ.encodekey
     get, env_file, secrets = raw.get, encode(ENV_FILE), encode(SECRETS_DIRECTORY)
-    # There is one deprecated name at most; a variable without one stands in for it itself.
-    key, key_file, alias, alias_file = (encode(name) for name in (spellings(variable) * 2)[:4])
+    # A variable has at most one deprecated name; its own stands in for a missing one.
+    key, key_file, alias, alias_file = (encode(name) for name in (_spellings(variable) * 2)[:4])
     finish = _finish(variable)
     known: Any = object()
     value: Any = None
@@ -178,29 +186,30 @@ def reader(variable: Variable) -> Callable[[object], Any]:
             return finish(read_elsewhere()) if finish else read_elsewhere()
         text = get(key) or get(alias)
         if text != known:
-            value, known = look_up(variable), text
+            value, known = _look_up(variable), text
         return finish(value) if finish else value
 
     def read_elsewhere() -> Any:
         nonlocal from_files
         if key_file in raw or alias_file in raw or os.environ is not environ:
-            return look_up(variable)
+            return _look_up(variable)
         now = (get(key), get(alias), get(env_file), get(secrets))
         if now != from_files[0]:
-            from_files = (now, look_up(variable))
+            from_files = (now, _look_up(variable))
         return from_files[1]
 
     return read
 
 
 def _finish(variable: Variable) -> Callable[[Any], Any] | None:
+    """Return what a read does to the cached value, if anything."""
     if variable.kind is HOME_PATH:
         return _home_expander()
     return _copy_list if variable.old is OldType.LIST else None
 
 
 def _home_expander() -> Callable[[str], str]:
-    """Make a function that expands ``~`` and remembers the last answer for as long as ``HOME`` stays."""
+    """Return a function that expands ``~`` and caches the result while ``HOME`` stays the same."""
     known: tuple[str, str | None] | None = None
     expanded = ""
 
@@ -218,28 +227,36 @@ def _copy_list(value: list[str] | None) -> list[str] | None:
     return None if value is None else value.copy()
 
 
-def writer(variable: Variable) -> Callable[[object, Any], None]:
-    """Make the function that assigns one variable: validated, into the environment; None removes it."""
-    remove = remover(variable)
+# --- assignment ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """A variable's texts in the environment under all its names; assigning it restores them."""
+
+    texts: Mapping[str, str] = field(repr=False)
+
+
+def _writer(variable: Variable) -> Callable[[object, Any], None]:
+    """Return the function that validates and writes one variable to the environment; None removes it."""
+    remove = _remover(variable)
 
     def write(module: object, value: Any) -> None:
         if isinstance(value, SavedValue):
-            remove(module)
-            os.environ.update(value.texts)
-            return
-        text = None if value is None else to_text(variable, value)
+            texts = value.texts
+        else:
+            texts = {} if value is None else {variable.name: to_text(variable, value)}
         remove(module)
-        if text is not None:
-            os.environ[variable.name] = text
+        os.environ.update(texts)
 
     return write
 
 
-def remover(variable: Variable) -> Callable[[object], None]:
-    """Make the function that removes one variable from the environment, under whatever name it is set."""
+def _remover(variable: Variable) -> Callable[[object], None]:
+    """Return the function that removes one variable from the environment, under all its names."""
 
     def remove(module: object) -> None:
-        for name in spellings(variable):
+        for name in _spellings(variable):
             os.environ.pop(name, None)
 
     return remove
@@ -250,14 +267,13 @@ class VariablesModule(ModuleType):
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        """Show the variables that are set as if they were plain attributes.
+        """Show the variables that are set as plain attributes.
 
-        ``unittest.mock.patch`` looks here for whether to put a value back or to delete it when it ends.
+        ``unittest.mock.patch`` looks here to decide between restoring and deleting an attribute.
         """
         shown = dict(vars(ModuleType)["__dict__"].__get__(self))
         for name, variable in OLD_VARIABLES.items():
-            texts = {spelled: os.environ[spelled] for spelled in spellings(variable) if spelled in os.environ}
-            if texts:
+            if texts := _texts(variable):
                 shown[name] = SavedValue(texts)
         return shown
 
@@ -273,7 +289,7 @@ class VariablesModule(ModuleType):
         super().__setattr__(name, value)
 
     def get_unique_name(self, name: str) -> str:
-        """Give a shared-memory name of its own to each deployment that sets ``SHM_UUID``."""
+        """Return ``name`` with the suffix ``SHM_UUID``, which differs between deployments, if it is set."""
         suffix = os.environ.get("SHM_UUID")
         return f"{name}_{suffix}" if suffix else name
 
@@ -285,8 +301,5 @@ def _unknown(module: ModuleType, name: str) -> AttributeError:
 
 
 for _variable in OLD_VARIABLES.values():
-    setattr(
-        VariablesModule,
-        _variable.name,
-        property(reader(_variable), writer(_variable), remover(_variable), _variable.meaning),
-    )
+    _accessors = (_reader(_variable), _writer(_variable), _remover(_variable))
+    setattr(VariablesModule, _variable.name, property(*_accessors, _variable.meaning))

@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration, said so that it can be mended."""
+"""Problems of a configuration: the variables, where they are set, what is wrong, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,31 +10,28 @@ from fdcache.errors import ConfigurationError
 
 
 class Severity(StrEnum):
-    """Whether a problem keeps anything from starting."""
+    """Severity of a problem. Only an error prevents a start."""
 
     ERROR = "error"
     WARNING = "warning"
     NOTE = "note"
-    """Worth knowing, and no reason for ``env check --strict`` to fail."""
+    """Not an error for ``env check --strict`` either."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: which variables, where each was set, what is wrong, what would be right.
-
-    No text in it holds a secret.
-    """
+    """One problem. No text in it contains a secret."""
 
     severity: Severity
     variables: tuple[str, ...]
     sources: tuple[str, ...]
-    """Where each of the variables was set."""
+    """Where each of the variables is set."""
     wrong: str
     right: str
 
     @property
     def source(self) -> str:
-        """Where they were set, each place once."""
+        """The places, each once."""
         return ", ".join(dict.fromkeys(self.sources))
 
     def __str__(self) -> str:
@@ -47,7 +44,7 @@ class Problem:
 
 
 class SettingsError(ConfigurationError, ValueError):
-    """The configuration is wrong. ``problems`` lists every error at once."""
+    """The configuration is wrong. ``problems`` has every error."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -55,25 +52,25 @@ class SettingsError(ConfigurationError, ValueError):
 
 
 def error(variable: str, source: str, wrong: str, right: str) -> Problem:
-    """Make an error about one variable."""
+    """Return an error about one variable."""
     return Problem(Severity.ERROR, (variable,), (source,), wrong, right)
 
 
 def disagreement(sources: Mapping[str, str], wrong: str, right: str) -> Problem:
-    """Make an error about several variables, given with where each was set."""
+    """Return an error about several variables; ``sources`` maps each to where it is set."""
     return Problem(Severity.ERROR, tuple(sources), tuple(sources.values()), wrong, right)
 
 
 def warning(variable: str, source: str, wrong: str, right: str) -> Problem:
-    """Make a warning about one variable."""
+    """Return a warning about one variable."""
     return Problem(Severity.WARNING, (variable,), (source,), wrong, right)
 
 
 def note(variable: str, source: str, wrong: str, right: str) -> Problem:
-    """Make a note about one variable."""
+    """Return a note about one variable."""
     return Problem(Severity.NOTE, (variable,), (source,), wrong, right)
 
 
 def strictly(problem: Problem) -> Problem:
-    """Take a warning for an error, and leave a note what it is."""
+    """Return a warning as an error, and any other problem unchanged."""
     return replace(problem, severity=Severity.ERROR) if problem.severity is Severity.WARNING else problem

@@ -1,4 +1,9 @@
-"""Dotenv files: ``NAME=value`` lines, read strictly and rewritten without touching anything else."""
+"""Sources of values, in order of precedence: arguments, environment, secrets directory, dotenv file, defaults.
+
+pydantic-settings validates and merges what is read here (see ``loading``), and python-dotenv parses dotenv files. The
+environment, secrets and dotenv sources of pydantic-settings are not used: they return one value per field, so that
+the name and place of a value, the values that lost and misspelt names would be gone. `fdcache env` shows all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,93 +11,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from io import StringIO
 from pathlib import Path
+
+from dotenv.parser import parse_stream
 
 from fdcache.settings.problems import Problem, disagreement, error
 from fdcache.settings.variable import Variable
-
-_LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*(.*?)\s*", re.DOTALL)
-_DOUBLE = re.compile(r'"((?:[^"\\]|\\.)*)"\s*(?:#.*)?')
-_SINGLE = re.compile(r"'([^']*)'\s*(?:#.*)?")
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One assignment of a dotenv file; ``line`` counts from 1."""
-
-    name: str
-    line: int
-    text: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class BadLine:
-    """A line that is no assignment. What stands on it is not kept, since it may hold a secret."""
-
-    line: int
-    reason: str
-
-
-def parse(content: str) -> Iterator[Entry | BadLine]:
-    """Read the assignments of a file, in order.
-
-    A value is taken as it stands up to `` #``; in single quotes literally; in double quotes with
-    ``\\n``, ``\\r``, ``\\t`` and ``\\"`` escapes. Nothing is substituted in it.
-    """
-    for number, line in enumerate(content.split("\n"), start=1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        match = _LINE.fullmatch(line)
-        if match is None:
-            yield BadLine(number, "it is not of the form NAME=value")
-            continue
-        text = _unquote(match[2])
-        yield BadLine(number, "a quote is not closed") if text is None else Entry(match[1], number, text)
-
-
-def _unquote(value: str) -> str | None:
-    if value.startswith('"'):
-        match = _DOUBLE.fullmatch(value)
-        return re.sub(r"\\(.)", lambda m: _ESCAPES.get(m[1], m[1]), match[1]) if match else None
-    if value.startswith("'"):
-        match = _SINGLE.fullmatch(value)
-        return match[1] if match else None
-    return re.sub(r"(^|\s+)#.*", "", value)
-
-
-def quote(text: str) -> str:
-    """Write a value so that ``parse`` reads the same text back."""
-    if re.fullmatch(r"[A-Za-z0-9_./:,@%+~<>\[\]=-]*", text):
-        return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + escaped.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t") + '"'
-
-
-@dataclass(frozen=True, slots=True)
-class Renaming:
-    """One line that ``rename`` changes; it is dropped where the new name is assigned in the file already."""
-
-    line: int
-    old: str
-    new: str
-    dropped: bool
-
-
-def rename(content: str, names: Mapping[str, str]) -> tuple[str, list[Renaming]]:
-    """Give the file with variables renamed, old name to new; everything else stays byte for byte."""
-    assigned = {entry.name for entry in parse(content) if isinstance(entry, Entry)}
-    lines, done = [], []
-    for number, line in enumerate(re.split(r"(?<=\n)", content), start=1):
-        match = _LINE.match(line)
-        old = match[1] if match else ""
-        if old in names:
-            change = Renaming(number, old, names[old], dropped=names[old] in assigned)
-            done.append(change)
-            line = "" if change.dropped else line.replace(old, change.new, 1)  # noqa: PLW2901
-        lines.append(line)
-    return "".join(lines), done
-
 
 ENV_FILE = "FDCACHE_ENV_FILE"
 SECRETS_DIRECTORY = "FDCACHE_SECRETS_DIR"
@@ -104,20 +29,20 @@ _LARGEST_FILE = 1 << 20
 
 
 class Source(StrEnum):
-    """The kinds of source, the strongest first."""
+    """Kinds of source, the strongest first."""
 
     ARGUMENT = "argument"
     ENVIRONMENT = "environment"
     SECRETS = "secrets"
     DOTENV = "dotenv"
     DERIVED = "derived"
-    """From another variable, where no stronger source gives a value."""
+    """From another variable, where no stronger source has a value."""
     DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One value that someone gave for a variable: by which name, and where it stands."""
+    """One value given for a variable: the name it was given under, and where."""
 
     source: Source
     name: str
@@ -127,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Sourced:
-    """A text in a layer and the place it stands at."""
+    """A value and the place it comes from, such as an option or a line of a file."""
 
     place: str
     value: object = field(repr=False)
@@ -135,71 +60,69 @@ class Sourced:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One source: what is given under which name. Empty texts count as unset and are not in it."""
+    """Values of one source by name. Empty texts count as unset and are left out."""
 
     source: Source
-    given: Mapping[str, Sourced]
+    values: Mapping[str, Sourced]
 
 
 def explicit_layer(source: Source, values: Mapping[str, object]) -> Layer:
-    """Make a layer of values that a caller passes, keyed by variable name; None counts as not given.
+    """Return the layer of a caller's values by variable name; None counts as not given.
 
-    A ``Sourced`` among them says where its value comes from, as from an option of a command.
+    A ``Sourced`` value has its own place, such as an option of a command.
     """
-    given = {
+    sourced = {
         name: value if isinstance(value, Sourced) else Sourced(source.value, value)
         for name, value in values.items()
     }
-    return Layer(source, {name: each for name, each in given.items() if each.value not in (None, "")})
+    return Layer(source, {name: each for name, each in sourced.items() if each.value not in (None, "")})
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """Make the layer of a process environment."""
+    """Return the layer of a process environment."""
     return Layer(
         Source.ENVIRONMENT, {name: Sourced("environment", text) for name, text in environ.items() if text}
     )
 
 
 def dotenv_layer(path: Path, problems: list[Problem]) -> Layer:
-    """Read a dotenv file; the last assignment of a name counts."""
-    given: dict[str, Sourced] = {}
+    """Read a dotenv file; the last assignment of a name counts. Problems are appended to ``problems``."""
+    values: dict[str, Sourced] = {}
     try:
         content = read_text(path)
     except (OSError, ValueError) as reason:
         problems.append(_unreadable(ENV_FILE, path, reason))
         content = ""
-    for entry in parse(content):
+    for entry in parse_dotenv(content):
         place = f"{path}:{entry.line}"
-        if isinstance(entry, BadLine):
-            problems.append(
-                error(
-                    ENV_FILE,
-                    place,
-                    entry.reason,
-                    "write NAME=value, and quote a value that holds # or quotes",
-                )
-            )
+        if entry.text is None:
+            wrong = "it is not of the form NAME=value, or a quote is not closed"
+            remedy = "write NAME=value, and quote a value that contains # or quotes"
+            problems.append(error(ENV_FILE, place, wrong, remedy))
         elif entry.text:
-            given[entry.name] = Sourced(place, entry.text)
+            values[entry.name] = Sourced(place, entry.text)
         else:
-            given.pop(entry.name, None)
-    return Layer(Source.DOTENV, given)
+            values.pop(entry.name, None)
+    return Layer(Source.DOTENV, values)
 
 
-def secrets_layer(directory: Path, names: Iterable[str], problems: list[Problem]) -> Layer:
-    """Read a folder of secrets: the files that are named after a variable, and the names that look like one."""
-    given: dict[str, Sourced] = {}
+def secrets_layer(directory: Path, known: Iterable[str], problems: list[Problem]) -> Layer:
+    """Read a folder of secrets: files named after the ``known`` variables. Names that only look like one have no value.
+
+    Problems are appended to ``problems``.
+    """
+    values: dict[str, Sourced] = {}
     try:
-        present = {path.name for path in directory.iterdir()}
+        present = sorted(path.name for path in directory.iterdir())
     except OSError as reason:
         problems.append(_unreadable(SECRETS_DIRECTORY, directory, reason))
-        present = set()
-    known = set(names)
-    for name in sorted(present):
+        present = []
+    known = frozenset(known)
+    for name in present:
         path = directory / name
         if name not in known:
             if name.startswith(PREFIXES):
-                given[name] = Sourced(str(path), None)
+                values[name] = Sourced(str(path), None)
             continue
         try:
             text = _value_in(path)
@@ -207,38 +130,34 @@ def secrets_layer(directory: Path, names: Iterable[str], problems: list[Problem]
             problems.append(_unreadable(name, path, reason))
             continue
         if text:
-            given[name] = Sourced(str(path), text)
-    return Layer(Source.SECRETS, given)
+            values[name] = Sourced(str(path), text)
+    return Layer(Source.SECRETS, values)
 
 
 def candidates(variable: Variable, layers: Iterable[Layer], problems: list[Problem]) -> Iterator[Candidate]:
-    """Give every value that is there for a variable, the winner first.
+    """Yield every value given for a variable, the one in effect first.
 
     Within a layer the variable's own name is stronger than a deprecated one. In the environment and in a
-    dotenv file ``NAME_FILE`` stands for ``NAME``; both at once are an error.
+    dotenv file ``NAME_FILE`` names a file with the value of ``NAME``; both at once are an error.
     """
     for layer in layers:
         for name in (variable.name, *variable.aliases):
-            given = layer.given.get(name)
+            value = layer.values.get(name)
             if layer.source in (Source.ENVIRONMENT, Source.DOTENV):
-                given = _from_file(name, given, layer, problems)
-            if given is not None:
-                yield Candidate(layer.source, name, given.place, given.value)
+                value = _or_from_file(name, value, layer, problems)
+            if value is not None:
+                yield Candidate(layer.source, name, value.place, value.value)
 
 
-def _from_file(name: str, given: Sourced | None, layer: Layer, problems: list[Problem]) -> Sourced | None:
-    pointer = layer.given.get(name + FILE_SUFFIX)
+def _or_from_file(name: str, value: Sourced | None, layer: Layer, problems: list[Problem]) -> Sourced | None:
+    pointer = layer.values.get(name + FILE_SUFFIX)
     if pointer is None:
-        return given
-    if given is not None:
-        problems.append(
-            disagreement(
-                {name: given.place, name + FILE_SUFFIX: pointer.place},
-                "both are set, and they are two ways to give one value",
-                "unset one of them",
-            )
-        )
-        return given
+        return value
+    if value is not None:
+        places = {name: value.place, name + FILE_SUFFIX: pointer.place}
+        wrong = "both are set, and they are two ways to give one value"
+        problems.append(disagreement(places, wrong, "unset one of them"))
+        return value
     path = Path(str(pointer.value))
     try:
         text = _value_in(path)
@@ -253,10 +172,10 @@ def read_text(path: Path) -> str:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is too large or no UTF-8; the message holds nothing of it.
+        ValueError: it is too large or not UTF-8; the message contains nothing of it.
     """
     if "\0" in str(path):
-        raise ValueError("the path holds a NUL character")
+        raise ValueError("the path contains a NUL character")
     if path.exists() and not path.is_file():
         raise ValueError("it is not a regular file")
     with path.open("rb") as file:
@@ -278,3 +197,67 @@ def _unreadable(name: str, path: Path, reason: Exception) -> Problem:
     return error(
         name, str(path), why[:1].lower() + why[1:], "name a file that this user can read, or unset it"
     )
+
+
+# --- dotenv files -------------------------------------------------------------------------------------------
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_NEEDS_NO_QUOTES = re.compile(r"[A-Za-z0-9_./:,@%+~<>\[\]=-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class DotenvEntry:
+    """One assignment of a dotenv file; ``line`` counts from 1. ``text`` is None for a line that cannot be read."""
+
+    name: str
+    line: int
+    text: str | None = field(repr=False)
+
+
+def parse_dotenv(content: str) -> Iterator[DotenvEntry]:
+    """Yield the assignments of a dotenv file, in order. Variables in values are not expanded.
+
+    python-dotenv reads one line at a time, so that an open quote cannot pull a secret into another variable's value.
+    """
+    for number, line in enumerate(content.split("\n"), start=1):
+        for binding in parse_stream(StringIO(line)):
+            if binding.value is not None and _NAME.fullmatch(binding.key or ""):
+                yield DotenvEntry(binding.key or "", number, binding.value)
+            elif binding.error or binding.key is not None:
+                yield DotenvEntry("", number, None)
+
+
+def quote(text: str) -> str:
+    """Write a value so that ``parse_dotenv`` reads the same text back.
+
+    ``dotenv.set_key`` does not escape a line break.
+    """
+    if _NEEDS_NO_QUOTES.fullmatch(text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + escaped.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t") + '"'
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """One line that ``rename`` changes; it is dropped where the file assigns the new name too."""
+
+    line: int
+    old: str
+    new: str
+    dropped: bool
+
+
+def rename(content: str, names: Mapping[str, str]) -> tuple[str, list[Renaming]]:
+    """Return a dotenv file with variables renamed, old name to new; everything else stays byte for byte."""
+    entries = list(parse_dotenv(content))
+    assigned = {entry.name for entry in entries}
+    renamings = {
+        entry.line: Renaming(entry.line, entry.name, names[entry.name], names[entry.name] in assigned)
+        for entry in entries
+        if entry.name in names
+    }
+    lines = re.split(r"(?<=\n)", content)
+    for line, change in renamings.items():
+        lines[line - 1] = "" if change.dropped else lines[line - 1].replace(change.old, change.new, 1)
+    return "".join(lines), list(renamings.values())

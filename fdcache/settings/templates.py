@@ -1,38 +1,39 @@
-"""Files written from the description: dotenv, compose, Helm values, Markdown, JSON schema."""
+"""Files generated from the variables: dotenv, compose, Helm values, Markdown, JSON schema."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
 
-from fdcache.settings import sources
-from fdcache.settings.sources import OWN_PREFIX
+from fdcache.settings.sources import OWN_PREFIX, quote
 from fdcache.settings.tree import GROUPS, VARIABLES
 from fdcache.settings.variable import Variable
 
 _PASSED_ON = "passed on"
-_GIVEN = "FDCACHE_PREFIX_CACHING"
+_UNCOMMENTED = "FDCACHE_PREFIX_CACHING"
 """The one variable that YAML templates set, so that their mapping is not empty."""
 
 
 def heading(group: str) -> str:
-    """Write a group's name as a heading."""
+    """Return a group's name as a heading."""
     return group.replace("_", " ")
 
 
 def default_text(variable: Variable) -> str:
-    """Write a default as text, empty where nothing is set."""
+    """Return a default as text, empty if nothing is set."""
     return "" if variable.secret else variable.render(variable.default) or ""
 
 
 def facts(variable: Variable) -> list[str]:
-    """List what a comment says of a variable beside its meaning."""
-    told = [variable.expects if variable.choices else " ".join(filter(None, (variable.type, variable.range)))]
+    """Return the type, range and unit of a variable in words."""
+    parts = [
+        variable.expects if variable.choices else " ".join(filter(None, (variable.type, variable.range)))
+    ]
     if variable.unit:
-        told.append(f"unit {variable.unit}")
+        parts.append(f"unit {variable.unit}")
     if variable.secret:
-        told.append(f"secret, better given by {variable.name}_FILE")
-    return told
+        parts.append(f"secret, better set by {variable.name}_FILE")
+    return parts
 
 
 def _effect(variable: Variable) -> str:
@@ -52,7 +53,7 @@ def render_dotenv() -> str:
         lines += ["", f"# --- {heading(group)} ---"]
         for variable in members:
             lines += ["", *_comments(variable, "")]
-            lines.append(f"# {variable.name}={sources.quote(default_text(variable))}")
+            lines.append(f"# {variable.name}={quote(default_text(variable))}")
     return "\n".join(lines) + "\n"
 
 
@@ -61,7 +62,7 @@ def _yaml_entries(indent: str) -> Iterator[str]:
         yield f"{indent}# --- {heading(group)} ---"
         for variable in members:
             yield from _comments(variable, indent)
-            mark = "" if variable.name == _GIVEN else "# "
+            mark = "" if variable.name == _UNCOMMENTED else "# "
             yield f"{indent}{mark}{variable.name}: {json.dumps(default_text(variable))}"
 
 
@@ -100,7 +101,7 @@ def _markdown_row(variable: Variable) -> str:
 
 
 def _effects_table() -> Iterator[str]:
-    """Summarise the variables that the engine brought: how many have which effect, and which those are."""
+    """Yield a table of the engine's variables by their effect."""
     old = [variable for variable in VARIABLES.values() if variable.old is not None]
     described = [variable for variable in old if not variable.undeclared]
     used = sum(bool(variable.used_in) for variable in described)
@@ -118,14 +119,16 @@ def _effects_table() -> Iterator[str]:
     yield "Beside those and fdcache's own there are names that FastDeploy's code reads and does not describe, and"
     yield "names of Mooncake:"
     yield ""
-    known = {variable.name for variable in described}
-    others = [v for v in VARIABLES.values() if v.name not in known and not v.name.startswith(OWN_PREFIX)]
+    described_names = {variable.name for variable in described}
+    others = [
+        v for v in VARIABLES.values() if v.name not in described_names and not v.name.startswith(OWN_PREFIX)
+    ]
     for effect, names in _by_effect(others):
         yield f"- {effect}: {', '.join(f'`{name}`' for name in names)}"
 
 
 def _by_effect(variables: Iterable[Variable]) -> list[tuple[str, list[str]]]:
-    """Group names by their effect, those that are passed on last."""
+    """Group names by effect, those passed on last."""
     by_effect: dict[str, list[str]] = {}
     for variable in variables:
         by_effect.setdefault(variable.effect, []).append(variable.name)

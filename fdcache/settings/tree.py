@@ -1,4 +1,4 @@
-"""Every group in one model, and where each value came from."""
+"""The settings model: every group, and the source of each value."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from fdcache.layout import KVLayout
 
 SOURCES = "sources"
-"""The name under which the sources to read are passed; it is no field, and no value."""
+"""Keyword under which ``SettingsTree`` takes the sources to read; it is not a field."""
 
 
 class SettingsTree(BaseSettings):
-    """Every group, and where each value came from."""
+    """Every group of settings, and the source of each value. ``Settings`` adds reading them."""
 
     model_config = SettingsConfigDict(frozen=True, case_sensitive=True, hide_input_in_errors=True)
 
@@ -89,21 +89,19 @@ class SettingsTree(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take the sources that are passed; without any, the groups that are passed and nothing else."""
+        """Return the sources passed as ``SOURCES``; without any, only the groups passed."""
         passed = cast(InitSettingsSource, init_settings).init_kwargs
         sources: tuple[PydanticBaseSettingsSource, ...] = passed.get(SOURCES, (init_settings,))
         return sources
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """What is doubtful but keeps nothing of fdcache from starting: unknown and deprecated names, values that are
-        wrong for the engine.
-        """
+        """Problems that do not stop fdcache: unknown and deprecated names, values wrong for the engine alone."""
         return self._warnings
 
     @property
     def misspelt(self) -> tuple[Problem, ...]:
-        """Those of the warnings that are about names of fdcache which no setting has."""
+        """Warnings about names with fdcache's prefix that no setting has."""
         return tuple(
             problem
             for problem in self._warnings
@@ -115,33 +113,55 @@ class SettingsTree(BaseSettings):
         )
 
     def value(self, name: str) -> Any:
-        """Give the value of a variable by its environment name."""
+        """Return the value of a variable by its environment name."""
         variable = VARIABLES[name]
         return getattr(getattr(self, variable.group), variable.field)
 
     def candidates(self, name: str) -> tuple[Candidate, ...]:
-        """Give every value found for a variable, the one in force first; empty where the default holds."""
+        """Return every value given for a variable, the one in effect first; empty if none was given."""
         return self._candidates.get(name, ())
 
     def source(self, name: str) -> Source:
-        """Say which source the value of a variable came from."""
+        """Return the source of a variable's value."""
         candidates = self.candidates(name)
         return candidates[0].source if candidates else Source.DEFAULT
 
     def place(self, name: str) -> str:
-        """Say where the value of a variable stands: a file and its line, an option, or the kind of source."""
+        """Return where a variable's value is set: file and line, an option, or the kind of source."""
         candidates = self.candidates(name)
         return candidates[0].place if candidates else Source.DEFAULT.value
 
     def without_sources(self, group: str) -> Self:
-        """Give the same settings for a caller who replaces a group: where its values came from is forgotten."""
-        result = self.model_copy()
+        """Return a copy that forgets where the values of a group came from, for a caller that replaces them."""
         replaced = {variable.name for variable in GROUPS[group]}
-        result._candidates = {name: each for name, each in self._candidates.items() if name not in replaced}
+        return self.with_candidates(
+            {name: each for name, each in self._candidates.items() if name not in replaced}
+        )
+
+    def with_candidates(self, candidates: Mapping[str, tuple[Candidate, ...]]) -> Self:
+        """Return a copy with the values given for each variable, the one in effect first."""
+        result = self.model_copy()
+        result._candidates = dict(candidates)
+        return result
+
+    def with_derived(self, derived: Mapping[str, tuple[Candidate, Any]]) -> Self:
+        """Return a copy with other values for some variables, and where each comes from."""
+        groups: dict[str, dict[str, Any]] = {}
+        candidates = dict(self._candidates)
+        for name, (candidate, value) in derived.items():
+            groups.setdefault(VARIABLES[name].group, {})[VARIABLES[name].field] = value
+            candidates[name] = (candidate, *candidates.get(name, ()))
+        changed = {group: getattr(self, group).model_copy(update=each) for group, each in groups.items()}
+        return self.model_copy(update=changed).with_candidates(candidates)
+
+    def with_warnings(self, warnings: tuple[Problem, ...]) -> Self:
+        """Return a copy with these warnings."""
+        result = self.model_copy()
+        result._warnings = warnings
         return result
 
     def changed(self, name: str) -> bool:
-        """Whether a variable's value differs from its default."""
+        """Return True if a variable's value differs from its described default."""
         return bool(self.value(name) != DEFAULTS.value(name))
 
     def render(self, name: str) -> str | None:
@@ -150,12 +170,12 @@ class SettingsTree(BaseSettings):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the names and values in force that are no secrets, in hexadecimal."""
+        """SHA-256 over the names and values in effect, without secrets, in hexadecimal."""
         values = {name: self.render(name) for name, variable in VARIABLES.items() if not variable.secret}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def check_layout(self, layout: KVLayout) -> None:
-        """Compare the block size and ranks that were given with the layout of the engine.
+        """Compare block size and ranks, where they are set, with the engine's layout.
 
         Raises:
             SettingsError: block size or ranks differ.
@@ -180,20 +200,21 @@ class SettingsTree(BaseSettings):
     def cache_for(
         self, layout: KVLayout, device_bytes: int | Callable[[], int] | None = None
     ) -> CacheSettings:
-        """Give the cache's settings with ``FDCACHE_DEVICE_MEMORY``, where that is set, turned into blocks.
+        """Return the cache's settings with ``FDCACHE_DEVICE_MEMORY``, if that is set, converted to blocks.
 
-        ``device_bytes`` is the memory of one rank's device, of which a share is taken; a function is called for it only
-        then.
+        Args:
+            layout: the layout of the blocks.
+            device_bytes: memory of one rank's device, for a share of it; a function is called only for a share.
 
         Raises:
-            SettingsError: the memory holds not one block, or a share is set and ``device_bytes`` is not known.
+            SettingsError: the memory is less than one block, or a share is set without ``device_bytes``.
         """
         name, memory = "FDCACHE_DEVICE_MEMORY", self.deployment.device_memory
         if memory is None or self._strength("FDCACHE_DEVICE_BLOCKS") < self._strength(name):
             return self.cache
         if isinstance(memory, float):
             if device_bytes is None:
-                wrong = f"{memory} is a share of a device whose memory is not known"
+                wrong = f"{memory} is a share of a device whose memory is unknown"
                 raise SettingsError([error(name, self.place(name), wrong, "give a size such as 40GiB")])
             memory = int(memory * (device_bytes() if callable(device_bytes) else device_bytes))
         block_bytes = sum(
@@ -202,8 +223,8 @@ class SettingsTree(BaseSettings):
         )
         blocks = int(memory / block_bytes)
         if not blocks:
-            wrong = f"{memory} bytes hold not one block of {block_bytes:g} bytes"
-            raise SettingsError([error(name, self.place(name), wrong, "give at least that")])
+            wrong = f"{memory} bytes are less than one block of {block_bytes:g} bytes"
+            raise SettingsError([error(name, self.place(name), wrong, "give at least one block")])
         return self.cache.model_copy(update={"device_blocks": blocks})
 
     def _strength(self, name: str) -> int:

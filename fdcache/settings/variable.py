@@ -1,4 +1,10 @@
-"""One variable: a pydantic field that carries everything there is to say about it."""
+"""One variable: a pydantic field that carries its whole description.
+
+    class CacheSettings(Group):
+        device_blocks: Integer = variable("FDCACHE_DEVICE_BLOCKS", 1024, "Blocks of the device tier.", gt=0)
+
+Validation, `fdcache env`, templates, docs and ``fdcache.envs`` are derived from it.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +24,21 @@ _KEY = "variable"
 
 
 class TakesEffect(StrEnum):
-    """When a changed value is takes_effect."""
+    """When a changed value takes effect: at the next start, or while the process runs."""
 
     START = "start"
     LIVE = "live"
 
 
 class Actor(StrEnum):
-    """Who acts on the variable."""
+    """The program that acts on a variable."""
 
     FDCACHE = "fdcache"
     ENGINE = "engine"
 
 
 class Component(StrEnum):
-    """A part of fdcache in which a variable has an effect."""
+    """A part of fdcache on which a variable has an effect."""
 
     EVERYWHERE = "every command"
     MANAGER = "manager"
@@ -48,9 +54,9 @@ class Component(StrEnum):
 
 
 class EngineChoice(StrEnum):
-    """The known values of a variable that only the engine uses, in any case.
+    """Known values of a variable that only the engine uses, in any letter case.
 
-    The engine may know more of them: a value that is not among the members is kept as it stands.
+    The engine may know more of them, so that any other value is accepted unchanged.
     """
 
     @classmethod
@@ -58,17 +64,17 @@ class EngineChoice(StrEnum):
         if not isinstance(value, str):
             return None
         known = next((each for each in cls if each.value.casefold() == value.casefold()), None)
-        return known or cls._keep(value)
+        return known or cls._unknown(value)
 
     @classmethod
-    def _keep(cls, value: str) -> EngineChoice:
-        kept = str.__new__(cls, value)
-        kept._name_ = kept._value_ = value
-        return kept
+    def _unknown(cls, value: str) -> EngineChoice:
+        member = str.__new__(cls, value)
+        member._name_ = member._value_ = value
+        return member
 
 
 class OldType(StrEnum):
-    """The type that the old environment module gave for a variable."""
+    """Type of a variable's value in the old environment module."""
 
     TEXT = "str"
     INT = "int"
@@ -80,7 +86,7 @@ class OldType(StrEnum):
 class Group(BaseModel):
     """Settings of one concern. Frozen; an unknown field is an error; no message repeats a rejected value.
 
-    ``used_in`` says where fdcache uses those of its variables that name no places of their own.
+    ``used_in`` is the default for the variables of the group.
     """
 
     used_in: ClassVar[tuple[Component, ...]] = ()
@@ -112,13 +118,20 @@ def variable(
     gt: float | None = None,
     le: float | None = None,
 ) -> Any:
-    """Describe one variable as the field of a group.
+    """Describe one variable, as the field of a group.
 
-    ``old`` is the type in the old environment module, ``old_default`` its default where that is not simply
-    ``default`` in the old type, ``old_flag`` how it spelt false and true in a text flag;
-    ``undeclared`` is one that the engine reads and that module never described.
-    ``alias`` is a deprecated name. ``used_in`` names the places in which fdcache uses it, in place of the group's;
-    ``checked_against`` the variable with which it may disagree.
+    Args:
+        name: the environment variable.
+        default: its value where nothing sets it, validated like any other.
+        meaning: one sentence for people.
+        old: its type in the old environment module; None if that module has no such variable.
+        old_default: its default there, unless that is ``default`` in the old type.
+        old_flag: false and true as that module spelt them, for a flag of type text.
+        undeclared: the engine reads it and its environment module does not describe it.
+        used_in: the components of fdcache that use it, in place of the group's.
+        checked_against: the variable with which it may conflict.
+        live: a changed value takes effect while the process runs.
+        alias: a deprecated name.
     """
     extra: dict[str, Any] = {
         _KEY: {
@@ -141,7 +154,7 @@ def variable(
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """The whole description of one variable, read off its field."""
+    """Description of one variable, read from its field."""
 
     name: str
     group: str
@@ -167,12 +180,12 @@ class Variable:
 
     @property
     def used_by(self) -> Actor:
-        """Who acts on it: fdcache, or the engine alone."""
+        """Fdcache, or the engine alone."""
         return Actor.FDCACHE if self.used_in else Actor.ENGINE
 
     @property
     def effect(self) -> str:
-        """The effect that it has in fdcache, in words."""
+        """Its effect in fdcache, in words."""
         if self.used_in:
             return f"used: {', '.join(self.used_in)}"
         if self.checked_against:
@@ -181,17 +194,17 @@ class Variable:
 
     @property
     def secret(self) -> bool:
-        """Whether the value must never be shown."""
+        """True if the value must never be shown."""
         return self.kind.secret
 
     @property
     def type(self) -> str:
-        """The name of its type."""
+        """Name of its type."""
         return self.kind.name
 
     @property
     def range(self) -> str:
-        """The admitted range in words, empty where there is none."""
+        """The accepted range in words; empty if unlimited."""
         if self.minimum is not None and self.maximum is not None:
             return f"from {self._bound(self.minimum)} to {self._bound(self.maximum)}"
         low = f"at least {self._bound(self.minimum)}" if self.minimum is not None else ""
@@ -201,7 +214,7 @@ class Variable:
 
     @property
     def expects(self) -> str:
-        """What a value must be, to stand behind "is not"."""
+        """The values accepted, in words that complete "is not"."""
         if self.choices:
             return f"one of {', '.join(self.choices)}" if len(self.choices) > 1 else self.choices[0]
         separator = " " if self.range.startswith("from") else ", "
@@ -211,16 +224,16 @@ class Variable:
         """Validate one value as its group would.
 
         Raises:
-            pydantic.ValidationError: it is not what the variable expects.
+            pydantic.ValidationError: the variable does not accept the value.
         """
         return getattr(self.model.model_validate({self.field: value}), self.field)
 
     def knows(self, value: Any) -> bool:
-        """Return False for a valid choice that is not among the known ones."""
+        """Return False for an accepted choice that is not among the known ones."""
         return not isinstance(value, EngineChoice) or value.value in self.choices
 
     def exceeds(self, value: object) -> str | None:
-        """Say which bound a value of the right kind is beyond; None where it is of another kind."""
+        """Return the bound that a value violates, in words; None if it violates none or is of another kind."""
         try:
             number = self.kind.parse(value)
         except ValueError:
@@ -234,7 +247,7 @@ class Variable:
         return None
 
     def _below(self, value: object) -> str | None:
-        """Say which bound a text is below that its kind does not read only because of its minus sign."""
+        """Return the lower bound that a text violates whose kind parses it but for its minus sign."""
         if not isinstance(value, str) or not re.match(r"-[\d.]", value):
             return None
         try:
@@ -249,7 +262,7 @@ class Variable:
         return self.kind.render(int(number) if number == int(number) else number)
 
     def accepts(self, value: object) -> bool:
-        """Whether the value is valid."""
+        """Return True if the value is valid."""
         try:
             self.parse(value)
         except ValidationError:
@@ -257,7 +270,7 @@ class Variable:
         return True
 
     def render(self, value: Any) -> str | None:
-        """Write a value as the variable's text, a secret masked; None where nothing is set."""
+        """Write a value as text, a secret masked; None if nothing is set."""
         if value is None or (self.secret and not value):
             return None
         if isinstance(value, Enum):
@@ -266,7 +279,7 @@ class Variable:
         return mask_url(text) if self.kind is URL else text
 
     def to_json(self, value: Any) -> Any:
-        """Give a value as JSON has it, a secret masked."""
+        """Return a value as JSON has it, a secret masked."""
         if value is None or (self.secret and not value):
             return [] if self.secret and value is not None else None
         if self.secret:
@@ -276,7 +289,7 @@ class Variable:
         return value if isinstance(value, int | float) else self.render(value)
 
     def show(self, text: object) -> str:
-        """Quote a text that someone set, so that no secret is in it and it fits a line."""
+        """Quote a given value for a message: on one line, a secret masked."""
         if self.secret:
             return MASK
         shown = mask_url(text) if self.kind is URL and isinstance(text, str) else str(text)
@@ -287,12 +300,12 @@ CHOICE = Kind("choice", "one of its choices", "one of its choices", str)
 
 
 def describe(group: str, model: type[Group]) -> Iterator[Variable]:
-    """Give the variables of one group in the order of its fields."""
+    """Yield the variables of one group in the order of its fields."""
     for field, info in model.model_fields.items():
         extra = info.json_schema_extra
         if not isinstance(extra, dict) or _KEY not in extra:
             continue
-        told: dict[str, Any] = dict(extra[_KEY])  # type: ignore[arg-type]
+        facts: dict[str, Any] = dict(extra[_KEY])  # type: ignore[arg-type]
         kind, choices = _kind_of(info)
         limits = {type(item).__name__: item for item in info.metadata}
         yield Variable(
@@ -306,9 +319,9 @@ def describe(group: str, model: type[Group]) -> Iterator[Variable]:
             minimum=getattr(limits.get("Ge"), "ge", None),
             above=getattr(limits.get("Gt"), "gt", None),
             maximum=getattr(limits.get("Le"), "le", None),
-            old_default=told.pop("old_default", ...),
-            used_in=model.used_in if (used_in := told.pop("used_in")) is None else used_in,
-            **told,
+            old_default=facts.pop("old_default", ...),
+            used_in=model.used_in if (used_in := facts.pop("used_in")) is None else used_in,
+            **facts,
         )
 
 
@@ -322,4 +335,4 @@ def _kind_of(info: FieldInfo) -> tuple[Kind, tuple[str, ...]]:
         return next(item for item in get_args(inner) if isinstance(item, Kind)), ()
     if isinstance(inner, type) and issubclass(inner, Enum):
         return CHOICE, tuple(str(member.value) for member in inner)
-    raise TypeError(f"the annotation {info.annotation} has no kind; take one from fdcache.settings.kinds")
+    raise TypeError(f"the annotation {info.annotation} has no kind; use one of fdcache.settings.kinds")

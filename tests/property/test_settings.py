@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fdcache.settings import VARIABLES, LoadResult, Settings, SettingsError, read_settings
 from fdcache.settings.effective import EffectiveValue, effective_values
 from fdcache.settings.kinds import format_size, parse_size
-from fdcache.settings.sources import Entry, parse, quote
+from fdcache.settings.sources import parse_dotenv, quote
 from fdcache_cli.env_report import Report
 
 MARKER = "S3CRET"
@@ -126,8 +126,7 @@ def test_any_dotenv_file_loads_or_names_its_lines(noise: bytes, secret: dict[str
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
 def test_quoting_is_read_back(text: str) -> None:
-    (entry,) = parse(f"NAME={quote(text)}")
-    assert isinstance(entry, Entry)
+    (entry,) = parse_dotenv(f"NAME={quote(text)}")
     assert entry.text == text
 
 

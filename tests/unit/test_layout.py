@@ -72,7 +72,7 @@ def test_block_fp8_layout_has_float32_scales_for_each_head_and_token() -> None:
         (PlaneKind.KEY_SCALE, "float32", (4, 64)),
         (PlaneKind.VALUE_SCALE, "float32", (4, 64)),
     ]
-    with pytest.raises(LayoutError, match="dtype 'bfloat16' is not an fp8 one"):
+    with pytest.raises(LayoutError, match="dtype 'bfloat16' is not fp8"):
         KVLayout.block_fp8(
             model="m", revision="r", block_size=64, num_layers=1, kv_heads=4, head_dim=128, dtype="bfloat16"
         )
@@ -163,7 +163,7 @@ def test_planes_must_be_in_order_complete_and_disjoint() -> None:
         replace(layout, planes=(value, key, *rest))
     with pytest.raises(LayoutError, match="each layer and kind once"):
         replace(layout, planes=(key, key, *rest))
-    with pytest.raises(LayoutError, match="there are 1 layers"):
+    with pytest.raises(LayoutError, match="layer 1 is not one of the 1 layers"):
         replace(layout, num_layers=1)
     with pytest.raises(LayoutError, match=r"offset 128 of value of layer 0 overlaps.*ends at 32768"):
         replace(layout, planes=(key, dataclasses.replace(value, offset=128), *rest))

@@ -87,7 +87,7 @@ class TestHostTier:
         world.assert_nothing_is_held()
 
     def test_host_memory_for_less_than_a_block_is_refused(self) -> None:
-        with pytest.raises(ConfigurationError, match="hold not one block"):
+        with pytest.raises(ConfigurationError, match="less than one block"):
             CacheManager(CacheSettings(device_blocks=1, host_memory=100), layout())
 
 

@@ -8,7 +8,7 @@ from fdcache.layout import KVLayout
 from fdcache.machine.memory import MemoryLimits, memory_limits
 from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Source, read_settings
 from fdcache.settings.checks import cross_checks
-from fdcache.settings.loading import FOLLOWS, GRID, MODE, SPLIT
+from fdcache.settings.loading import FALLBACKS, GRID, MODE, SPLIT
 from fdcache.settings.sources import Sourced
 
 PLENTY = MemoryLimits(machine=1 << 50, cgroup=None)
@@ -115,7 +115,7 @@ def test_disagreement_names_the_lines_of_a_file_and_the_option(tmp_path: Path) -
     with pytest.raises(SettingsError) as caught:
         Settings.load(environ={}, arguments=arguments)
     blocks, storage = str(caught.value).splitlines()
-    assert blocks.startswith(f"FDCACHE_DEVICE_BLOCKS ({file}:5), FDCACHE_DEVICE_MEMORY ({file}:3): both say")
+    assert blocks.startswith(f"FDCACHE_DEVICE_BLOCKS ({file}:5), FDCACHE_DEVICE_MEMORY ({file}:3): both set")
     assert storage.startswith(
         f"FDCACHE_STORAGE ({file}:2), FDCACHE_HOST_MEMORY (--host-memory of a command): local"
     )
@@ -131,7 +131,7 @@ def test_a_value_and_its_file_are_named_with_their_places(tmp_path: Path) -> Non
 
 def test_a_rejected_value_is_not_also_held_against_its_neighbours() -> None:
     found = read_settings({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "lots"})
-    assert found.crossed == ()
+    assert found.conflicts == ()
     assert [problem.variables for problem in found.errors] == [("FDCACHE_HOST_MEMORY",)]
 
 
@@ -245,7 +245,7 @@ def test_storage_beside_a_service_is_a_note_where_both_are_set_for_everyone() ->
     assert read_settings({"FDCACHE_STORAGE": "local"}, defaults={"FDCACHE_SERVER": "ipc:///s"}).problems == ()
 
 
-FEEDING = sorted({*FOLLOWS.values(), SPLIT})
+FEEDING = sorted({*FALLBACKS.values(), SPLIT})
 
 
 @pytest.mark.parametrize("name", FEEDING)
@@ -258,7 +258,7 @@ def test_every_boundary_of_a_variable_that_feeds_another_is_surveyed(name: str) 
     for text in accepted:
         environ = {name: text, MODE: "1"}
         found = read_settings(environ)
-        for target in [*(target for target, source in FOLLOWS.items() if source == name), GRID]:
+        for target in [*(target for target, source in FALLBACKS.items() if source == name), GRID]:
             taken = found.settings.source(target) is Source.DERIVED
             assert taken or any(target in each.wrong for each in found.warnings), (text, target)
 
@@ -269,7 +269,9 @@ def test_a_value_that_another_variable_cannot_take_is_a_warning_about_its_source
     assert settings.source("FDCACHE_SWAP_DRAIN_TIMEOUT") is Source.DEFAULT
     (problem,) = settings.warnings
     assert problem.variables == ("FD_CACHE_PROC_EXIT_TIMEOUT",)
-    assert "FDCACHE_SWAP_DRAIN_TIMEOUT follows it and cannot be 0, which is not above 0" in str(problem)
+    assert "FDCACHE_SWAP_DRAIN_TIMEOUT is derived from it and cannot be 0, which is not above 0" in str(
+        problem
+    )
 
 
 def test_a_derived_value_stands_above_a_callers_default() -> None:

@@ -14,7 +14,7 @@ from fdcache.settings import VARIABLES, Settings, read_settings
 from fdcache.settings.checks import cross_checks
 from fdcache.settings.kinds import parse_duration, parse_size
 from fdcache.settings.legacy import OLD_VARIABLES
-from fdcache.settings.sources import PREFIXES, Entry, parse
+from fdcache.settings.sources import PREFIXES, parse_dotenv
 from fdcache.settings.templates import FORMATS
 from fdcache_cli.env import COMMANDS, Format
 
@@ -35,8 +35,7 @@ def test_command_and_templates_have_the_same_formats() -> None:
 def test_dotenv_template_uncommented_is_the_defaults(tmp_path: Path) -> None:
     text = FORMATS["dotenv"]()
     plain = re.sub(r"^# (?=\w+=)", "", text, flags=re.MULTILINE)
-    found = [entry for entry in parse(plain) if isinstance(entry, Entry)]
-    assert [entry.name for entry in found] == list(VARIABLES)
+    assert [entry.name for entry in parse_dotenv(plain)] == list(VARIABLES)
     file = tmp_path / "template.env"
     # A write policy that is asked for wants a host tier, so that line stays a comment.
     file.write_text(re.sub(r"^FDCACHE_WRITE_POLICY=", "# ", plain, flags=re.MULTILINE))
@@ -209,8 +208,8 @@ def test_compose_file_agrees_with_the_settings(tmp_path: Path) -> None:
     check, engine = compose["services"]["check"], compose["services"]["engine"]
     assert is_command(check["command"])
     assert engine["depends_on"]["check"]["condition"] == "service_completed_successfully"
-    entries = [e for e in parse((CONTAINER / engine["env_file"]).read_text()) if isinstance(e, Entry)]
-    environ = {entry.name: entry.text for entry in entries}
+    entries = parse_dotenv((CONTAINER / engine["env_file"]).read_text())
+    environ = {entry.name: entry.text or "" for entry in entries}
     secrets = list(engine["secrets"])
     assert set(secrets) <= SECRETS & set(compose["secrets"])
     assert not SECRETS & set(environ)

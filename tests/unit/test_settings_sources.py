@@ -1,4 +1,4 @@
-"""Where values come from, and which of several wins."""
+"""Sources of settings: precedence, files, dotenv parsing, unknown names."""
 
 import logging
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from fdcache.settings import VARIABLES, Settings, SettingsError, Source, read_settings
 from fdcache.settings.cache import CacheSettings
+from fdcache.settings.sources import DotenvEntry, parse_dotenv, quote, rename
 
 NAME = "FD_SERVICE_NAME"
 
@@ -273,3 +274,67 @@ def test_user_and_password_of_an_address_are_not_shown() -> None:
     ):
         assert "host:4317" in shown
         assert "hunter2" not in shown
+
+
+def entries(content: str) -> dict[str, str]:
+    found = list(parse_dotenv(content))
+    assert all(entry.text is not None for entry in found)
+    return {entry.name: entry.text or "" for entry in found}
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("A=1", "1"),
+        ("export A=1", "1"),
+        ("  A = 1  ", "1"),
+        ("A=1\r", "1"),
+        ("A=", ""),
+        ("A=a b # comment", "a b"),
+        ("A=a#b", "a#b"),
+        ("A=#c", "#c"),
+        ("A= # comment", ""),
+        ("A='a # b \"$X\" \\n'", 'a # b "$X" \\n'),
+        ('A="a # \\"b\\" \\n\\t\\\\ $X" # comment', 'a # "b" \n\t\\ $X'),
+        ("A=$OTHER", "$OTHER"),
+        ("A==b", "=b"),
+    ],
+)
+def test_dotenv_value_is_unquoted(line: str, value: str) -> None:
+    assert entries(line) == {"A": value}
+
+
+def test_dotenv_comments_and_blank_lines_are_skipped_and_lines_counted() -> None:
+    assert list(parse_dotenv("# A=1\n\n  # x\nB=2")) == [DotenvEntry("B", 4, "2")]
+
+
+@pytest.mark.parametrize("line", ["A", "1A=2", "A B=2", "A='x", 'A="x', "=x", 'A="x" y'])
+def test_dotenv_line_that_is_no_assignment_has_no_text(line: str) -> None:
+    assert list(parse_dotenv(f"\n{line}")) == [DotenvEntry("", 2, None)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "plain", "two words", "a#b", " # ", "it's", 'say "x"', "a\\nb", "x\ny\tz", "é"]
+)
+def test_quoted_value_reads_back(text: str) -> None:
+    assert entries(f"A={quote(text)} # comment") == {"A": text}
+
+
+def test_rename_changes_nothing_else() -> None:
+    before = "# OLD=1\r\nexport OLD = 'x OLD'  # OLD\nOLDER=2\n\nlast=OLD"
+    after, changes = rename(before, {"OLD": "NEW"})
+    assert after == "# OLD=1\r\nexport NEW = 'x OLD'  # OLD\nOLDER=2\n\nlast=OLD"
+    assert [(change.line, change.dropped) for change in changes] == [(2, False)]
+
+
+def test_rename_drops_a_line_without_effect() -> None:
+    after, changes = rename("OLD=1\nNEW=2\n", {"OLD": "NEW"})
+    assert after == "NEW=2\n"
+    assert changes[0].dropped
+
+
+def test_open_quote_does_not_take_in_the_secret_below_it(tmp_path: Path) -> None:
+    env_file = write(tmp_path / "a.env", 'FD_LOG_DIR="log\nFD_API_KEY=hunter2\nFD_JOB_ID=1"\n')
+    found = read_settings({"FDCACHE_ENV_FILE": str(env_file)})
+    assert [problem.source for problem in found.errors] == [f"{env_file}:1"]
+    assert found.settings.value("FD_API_KEY")[0].get_secret_value() == "hunter2"
