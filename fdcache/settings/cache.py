@@ -1,4 +1,4 @@
-"""What the cache and its engine must agree on."""
+"""Settings that the cache acts on: deployment, scheduler side, worker side, storage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fdcache.settings.variable import Component, Group, variable
 
 
 class DeploymentSettings(Group):
-    """Block size and ranks, which the layout must match, and the device memory given to blocks."""
+    """Block size and ranks, which must match the layout, and device memory."""
 
     used_in = (
         Component.MANAGER,
@@ -25,14 +25,14 @@ class DeploymentSettings(Group):
     device_memory: Memory | None = variable(
         "FDCACHE_DEVICE_MEMORY",
         None,
-        "Memory for blocks on each rank's device, in place of FDCACHE_DEVICE_BLOCKS; as a share, of all the device "
-        "has, on the CPU of a rank's part of the machine's.",
+        "Memory for blocks on each rank's device, in place of FDCACHE_DEVICE_BLOCKS. A share is of the device's total "
+        "memory; on the CPU, of the machine's memory divided by the ranks.",
         unit="bytes",
     )
 
 
 class WritePolicy(StrEnum):
-    """When a device block is copied to the host tier."""
+    """When device blocks are copied to the host tier."""
 
     WRITE_THROUGH = "write_through"
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
@@ -40,13 +40,18 @@ class WritePolicy(StrEnum):
 
 
 class EvictionPolicy(StrEnum):
-    """The order in which unpinned blocks leave a full tier."""
+    """Order in which unpinned blocks are evicted from a full tier."""
 
     LRU = "lru"
 
 
 class CacheSettings(Group):
-    """Settings of ``CacheManager``. It reads no environment; ``Settings.load`` does."""
+    """Settings of ``CacheManager``.
+
+        CacheSettings(device_blocks=4096, host_memory="8GiB", write_policy="write_through")
+
+    Creating them reads no environment; ``Settings.load().cache`` does.
+    """
 
     used_in = (Component.MANAGER,)
 
@@ -56,8 +61,8 @@ class CacheSettings(Group):
     host_memory: Size = variable(
         "FDCACHE_HOST_MEMORY",
         0,
-        "Host memory for blocks, in all: of an engine's ranks together, in equal parts, or of a service. 0 is no host "
-        "tier; a service then takes a quarter of what is free.",
+        "Total host memory for blocks: of a service, or of all ranks of an engine in equal parts. With 0 there is no "
+        "host tier, and a service takes a quarter of the free memory.",
         ge=0,
         unit="bytes",
         used_in=(Component.MANAGER, Component.SERVE),
@@ -65,14 +70,14 @@ class CacheSettings(Group):
     server: Text | None = variable(
         "FDCACHE_SERVER",
         None,
-        "The service whose host tier is used, such as ipc:///run/fdcache/serve.sock; unset, each engine has "
-        "its own.",
+        "Address of the service whose host tier is used, such as ipc:///run/fdcache/serve.sock. Unset, each engine has "
+        "its own host tier.",
         used_in=(Component.MANAGER, Component.SERVE, Component.COMMANDS),
     )
     rpc_timeout: Seconds = variable(
         "FDCACHE_RPC_TIMEOUT",
         0.1,
-        "How long a scheduler step waits for the service before it goes on without.",
+        "Longest wait of a scheduler step for the service, after which it continues without.",
         gt=0,
         unit="s",
     )
@@ -80,17 +85,16 @@ class CacheSettings(Group):
     reuse_grid: Integer = variable(
         "FDCACHE_REUSE_GRID",
         0,
-        "Reused prefixes are cut to a multiple of this, the grid on which an engine computes. It must divide the "
-        "block size or be a multiple of it. 0 is FD_DETERMINISTIC_SPLIT_KV_SIZE with FD_DETERMINISTIC_MODE, else "
-        "the block size.",
+        "Reused prefixes are rounded down to a multiple of this. It must divide the block size or be a multiple of it. "
+        "0 selects FD_DETERMINISTIC_SPLIT_KV_SIZE in FD_DETERMINISTIC_MODE, else the block size.",
         ge=0,
         unit="tokens",
     )
     lookahead_tokens: Integer = variable(
         "FDCACHE_LOOKAHEAD_TOKENS",
         0,
-        "Tokens after a block on which its KV depends: 1 for draft layers that are fed the next token. A block is "
-        "reused only where the same tokens follow it; engines that share blocks need the same number.",
+        "Tokens after a block on which its KV depends, such as 1 for draft layers that take the next token as input. A "
+        "block is reused only where the same tokens follow it. Engines that share blocks need the same number.",
         ge=0,
         le=65_536,
         unit="tokens",
@@ -103,38 +107,38 @@ class CacheSettings(Group):
     write_through_threshold: Integer = variable(
         "FDCACHE_WRITE_THROUGH_THRESHOLD",
         2,
-        "Hits after which write_through_selective backs a block up.",
+        "Hits after which write_through_selective copies a block to the host tier.",
         ge=1,
         unit="hits",
     )
     clean_reserve: Integer = variable(
         "FDCACHE_CLEAN_RESERVE",
         64,
-        "Blocks next to be evicted that write_back keeps backed up in advance.",
+        "Blocks that write_back copies to the host tier ahead of their eviction.",
         ge=0,
         unit="blocks",
     )
     eviction: EvictionPolicy = variable(
-        "FDCACHE_EVICTION", EvictionPolicy.LRU, "The order in which blocks leave a full tier."
+        "FDCACHE_EVICTION", EvictionPolicy.LRU, "Order in which blocks are evicted from a full tier."
     )
     defer_timeout: Seconds = variable(
         "FDCACHE_DEFER_TIMEOUT",
         1.0,
-        "How long a match waits for another request's copy of the same block.",
+        "Longest wait of a match for another request's copy of the same block.",
         ge=0,
         unit="s",
     )
     plan_timeout: Seconds = variable(
         "FDCACHE_PLAN_TIMEOUT",
         30.0,
-        "How long a plan may go unreported before it is overdue.",
+        "Time after which a plan without a report is overdue.",
         gt=0,
         unit="s",
     )
     event_buffer: Integer = variable(
         "FDCACHE_EVENT_BUFFER",
         0,
-        "Most tier events kept for take_events(); 0 is off.",
+        "Maximum number of tier events kept for take_events(); 0 keeps none.",
         ge=0,
         le=100_000_000,
         unit="events",
@@ -142,7 +146,7 @@ class CacheSettings(Group):
 
 
 class SwapMethod(StrEnum):
-    """How blocks travel between GPU and host memory."""
+    """How blocks are copied between GPU and host memory."""
 
     AUTO = "auto"
     DMA = "dma"
@@ -151,7 +155,7 @@ class SwapMethod(StrEnum):
 
 
 class Verify(StrEnum):
-    """Which blocks are compared with their checksum."""
+    """Which blocks are verified against their checksum."""
 
     OFF = "off"
     STORAGE = "storage"
@@ -159,7 +163,7 @@ class Verify(StrEnum):
 
 
 class TransferSettings(Group):
-    """Settings of ``CacheController``. It reads no environment."""
+    """Settings of ``CacheController``. Creating them reads no environment."""
 
     used_in = (Component.CONTROLLER,)
 
@@ -172,8 +176,8 @@ class TransferSettings(Group):
     loads_ahead: Size = variable(
         "FDCACHE_LOADS_AHEAD",
         1 << 29,
-        "Bytes of loads that are put on the device behind the one being copied, so that it never runs dry. Later "
-        "loads wait, and go together in batches of up to as much; one that a layer is waited for goes at once.",
+        "Bytes of loads queued on the device behind the one in flight, so that it never idles. Later loads wait and "
+        "are submitted in batches of up to this size. A load that a layer is waiting for is submitted at once.",
         ge=1,
         unit="bytes",
     )
@@ -181,25 +185,25 @@ class TransferSettings(Group):
         "FDCACHE_COPY_THREADS", 1, "CPU copy threads per direction.", ge=1, le=64, unit="threads"
     )
     layer_timeout: Seconds = variable(
-        "FDCACHE_LAYER_TIMEOUT", 30.0, "How long wait_for_layer waits by default.", gt=0, unit="s"
+        "FDCACHE_LAYER_TIMEOUT", 30.0, "Default timeout of wait_for_layer.", gt=0, unit="s"
     )
     drain_timeout: Seconds = variable(
         "FDCACHE_SWAP_DRAIN_TIMEOUT",
         30.0,
-        "How long shutdown waits for copies in flight.",
+        "Longest wait of shutdown for copies in flight.",
         gt=0,
         unit="s",
     )
     swap_method: SwapMethod = variable(
         "FDCACHE_SWAP_METHOD",
         SwapMethod.AUTO,
-        "How blocks travel between GPU and host memory: copy engines alone (dma), copy engines and a staging "
-        "ring (staged), a kernel that reads host memory in place (kernel), or what was measured as fastest.",
+        "How blocks are copied between GPU and host memory: by copy engines (dma), by copy engines and a staging ring "
+        "(staged), by a kernel that reads host memory in place (kernel), or the fastest as measured (auto).",
     )
     swap_ctas: Integer = variable(
         "FDCACHE_SWAP_CTAS",
         0,
-        "Thread blocks of the kernel that copies scattered blocks, within the budget of multiprocessors; 0 takes the "
+        "Thread blocks of the kernel that copies scattered blocks, within FDCACHE_SWAP_SM_BUDGET; 0 selects the "
         "calibrated number.",
         ge=0,
         le=1024,
@@ -208,28 +212,28 @@ class TransferSettings(Group):
     swap_sm_budget: Integer = variable(
         "FDCACHE_SWAP_SM_BUDGET",
         40,
-        "Most multiprocessors that the threads of a copy kernel may fill, be they spread over more of them; 0 leaves "
-        "copies to the copy engines, and to kernels only checksums and tables of blocks.",
+        "Maximum number of threads of a copy kernel, in full multiprocessors. With 0 the copy engines make all copies, "
+        "and kernels only checksums and tables of blocks.",
         ge=0,
         unit="multiprocessors",
     )
     verify: Verify = variable(
         "FDCACHE_VERIFY",
         Verify.STORAGE,
-        "Which blocks are compared with their checksum: off checks what an earlier process left at its first read, "
-        "storage every read from storage, all loads into the device too.",
+        "Which blocks are verified against their checksum. off: blocks of an earlier process, at their first read. "
+        "storage: every read from storage as well. all: loads into the device as well.",
         used_in=(Component.CONTROLLER, Component.SERVE),
     )
     calibration_dir: HomePath = variable(
         "FDCACHE_CALIBRATION_DIR",
         "~/.cache/fdcache/calibration",
-        "Where `fdcache init` keeps what it measured of each GPU.",
+        "Folder in which `fdcache init` stores its measurements of each GPU.",
         used_in=(Component.CONTROLLER, Component.INIT),
     )
 
 
 class FsyncPolicy(StrEnum):
-    """When written blocks are made to survive power loss; all of them survive the end of the process."""
+    """When written blocks are synced to survive power loss. All survive the end of the process."""
 
     NEVER = "never"
     INTERVAL = "interval"
@@ -237,7 +241,7 @@ class FsyncPolicy(StrEnum):
 
 
 class PrefetchPolicy(StrEnum):
-    """How long a request waits for blocks that are being read from storage."""
+    """How long a request waits for blocks in flight from storage."""
 
     BEST_EFFORT = "best_effort"
     WAIT_COMPLETE = "wait_complete"
@@ -245,118 +249,123 @@ class PrefetchPolicy(StrEnum):
 
 
 class StorageTierSettings(Group):
-    """Settings of the storage tier, for the scheduler and the workers alike."""
+    """Settings of the storage tier, for scheduler and workers."""
 
     used_in = (Component.STORAGE,)
 
     connector: Text = variable(
         "FDCACHE_STORAGE",
         "none",
-        "What keeps blocks: none, local, mooncake, attnstore, or the name of an installed connector.",
+        "Storage connector: none, local, mooncake, attnstore, or the name of an installed one.",
     )
     directory: FilePath = variable(
-        "FDCACHE_STORAGE_DIR", Path("/var/lib/fdcache"), "The folder of the local storage's files."
+        "FDCACHE_STORAGE_DIR", Path("/var/lib/fdcache"), "Folder of the local storage's files."
     )
     size: Size = variable(
         "FDCACHE_STORAGE_SIZE",
         64 * 2**30,
-        "The most bytes of local storage for each rank and model.",
+        "Maximum size of local storage for each rank and model.",
         ge=4096,
         unit="bytes",
     )
     fsync: FsyncPolicy = variable(
         "FDCACHE_STORAGE_FSYNC",
         FsyncPolicy.INTERVAL,
-        "When written blocks are made to survive power loss; a killed process loses none either way.",
+        "When written blocks are synced to survive power loss. A killed process loses none in any case.",
     )
     fsync_interval: Seconds = variable(
         "FDCACHE_STORAGE_FSYNC_INTERVAL",
         5.0,
-        "The time between syncs of the policy interval.",
+        "Time between syncs with the policy interval.",
         gt=0,
         unit="s",
     )
     threads: Integer = variable(
         "FDCACHE_STORAGE_THREADS",
         16,
-        "Requests to the local storage in flight at once, for each rank.",
+        "Maximum number of requests to local storage in flight, for each rank.",
         ge=1,
         le=256,
         unit="threads",
     )
     retry_after: Seconds = variable(
-        "FDCACHE_STORAGE_RETRY", 5.0, "How long a failed storage is left alone.", ge=0, unit="s"
+        "FDCACHE_STORAGE_RETRY", 5.0, "Time between retries of a failed storage.", ge=0, unit="s"
     )
     timeout: Seconds = variable(
         "FDCACHE_STORAGE_TIMEOUT",
         10.0,
-        "How long after its start one read or write begins no further block.",
+        "Time after which a read or write starts no further block.",
         gt=0,
         unit="s",
     )
     prefetch_policy: PrefetchPolicy = variable(
         "FDCACHE_PREFETCH_POLICY",
         PrefetchPolicy.TIMEOUT,
-        "How long a request waits for blocks being read: not at all, until the end, or within a budget.",
+        "How long a request waits for blocks in flight from storage: best_effort does not wait, wait_complete waits "
+        "for all, timeout waits up to a budget.",
     )
     prefetch_timeout: Seconds = variable(
-        "FDCACHE_PREFETCH_TIMEOUT", 0.5, "What the budget of the policy timeout begins with.", ge=0, unit="s"
+        "FDCACHE_PREFETCH_TIMEOUT", 0.5, "Fixed part of the budget of the policy timeout.", ge=0, unit="s"
     )
     prefetch_bandwidth: Size = variable(
         "FDCACHE_PREFETCH_BANDWIDTH",
         256 * 2**20,
-        "Bytes a second that the budget reckons with beyond that.",
+        "Bandwidth by which the budget grows with the bytes to read.",
         gt=0,
         unit="bytes/s",
     )
     write_blocks: Integer = variable(
         "FDCACHE_STORAGE_WRITE_BLOCKS",
         256,
-        "Most blocks on their way to storage at once; more wait or are dropped.",
+        "Maximum number of blocks in flight to storage. More wait or are dropped.",
         ge=1,
         unit="blocks",
     )
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a storage tier."""
+        """True if there is a storage tier."""
         return self.connector.lower() not in ("", "none")
 
 
 class MooncakeSettings(Group):
-    """The client of Mooncake Store. A file at ``MOONCAKE_CONFIG_PATH`` comes before the variables."""
+    """The client of Mooncake Store. The file ``MOONCAKE_CONFIG_PATH`` overrides the variables."""
 
     used_in = (Component.STORAGE,)
 
     config_path: FilePath | None = variable(
-        "MOONCAKE_CONFIG_PATH", None, "A JSON file with the settings below."
+        "MOONCAKE_CONFIG_PATH", None, "JSON file with the settings below, which it overrides."
     )
     local_hostname: Text | None = variable(
         "MOONCAKE_LOCAL_HOSTNAME",
         None,
-        "The name or address by which other nodes reach this one; unset, its address towards the master.",
+        "Name or address at which other nodes reach this one. Unset, its address towards the master.",
     )
     metadata_server: Text = variable(
         "MOONCAKE_METADATA_SERVER", "P2PHANDSHAKE", "The metadata server; P2PHANDSHAKE needs none."
     )
     master: Text | None = variable("MOONCAKE_MASTER_SERVER_ADDR", None, "Host and port of the master.")
     global_segment_size: Size = variable(
-        "MOONCAKE_GLOBAL_SEGMENT_SIZE", 2**30, "Memory that each rank gives to the store.", ge=0, unit="bytes"
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE",
+        2**30,
+        "Memory that each rank contributes to the store.",
+        ge=0,
+        unit="bytes",
     )
     local_buffer_size: Size = variable(
         "MOONCAKE_LOCAL_BUFFER_SIZE", 16 * 2**20, "The client's own buffer.", ge=0, unit="bytes"
     )
-    protocol: Text = variable("MOONCAKE_PROTOCOL", "rdma", "How records travel: rdma or tcp.")
+    protocol: Text = variable("MOONCAKE_PROTOCOL", "rdma", "Transport of records: rdma or tcp.")
     rdma_devices: TextList = variable(
-        "MOONCAKE_RDMA_DEVICES", (), "Network devices; rank r takes the one at r modulo their number."
+        "MOONCAKE_RDMA_DEVICES", (), "Network devices; rank r uses the one at index r modulo their number."
     )
     tcp_connection_pool: Flag = variable(
-        "MC_TCP_ENABLE_CONNECTION_POOL", True, "Keep connections open with the protocol tcp."
+        "MC_TCP_ENABLE_CONNECTION_POOL", True, "Reuse connections with the protocol tcp."
     )
     log_level: Integer = variable(
         "FDCACHE_MOONCAKE_LOG_LEVEL",
         2,
-        "What the client writes to standard error: 0 all, 1 warnings, 2 errors, 3 fatal errors.",
+        "Lowest level that the client logs to standard error: 0 info, 1 warnings, 2 errors, 3 fatal errors.",
         ge=0,
         le=3,
     )

@@ -1,4 +1,4 @@
-"""Where a model comes from and how its weights are loaded."""
+"""Settings of the engine's model: weights, attention, experts, kernels, sampling, hardware."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fdcache.settings.variable import Component, EngineChoice, Group, OldType, v
 
 
 class ModelSource(EngineChoice):
-    """The hub that models are fetched from."""
+    """Hub from which models are downloaded."""
 
     AISTUDIO = "AISTUDIO"
     MODELSCOPE = "MODELSCOPE"
@@ -20,10 +20,10 @@ class ModelSettings(Group):
     """Model source, weights and plug-ins."""
 
     source: ModelSource = variable(
-        "FD_MODEL_SOURCE", ModelSource.AISTUDIO, "The hub that models are fetched from.", old=OldType.TEXT
+        "FD_MODEL_SOURCE", ModelSource.AISTUDIO, "Hub from which models are downloaded.", old=OldType.TEXT
     )
     cache: FilePath | None = variable(
-        "FD_MODEL_CACHE", None, "The folder that models are downloaded to.", old=OldType.TEXT
+        "FD_MODEL_CACHE", None, "Folder to which models are downloaded.", old=OldType.TEXT
     )
     use_hf_tokenizer: Flag = variable(
         "FD_USE_HF_TOKENIZER", False, "Use the Hugging Face tokenizer.", old=OldType.BOOL
@@ -37,7 +37,7 @@ class ModelSettings(Group):
     enable_load_cache: Flag = variable(
         "FD_ENABLE_MODEL_LOAD_CACHE",
         False,
-        "Store quantised weights, so that the next start loads them.",
+        "Store quantised weights for the next start.",
         old=OldType.BOOL,
     )
     enable_v1_update: Flag = variable(
@@ -56,13 +56,13 @@ class ModelSettings(Group):
     plugins: TextList | None = variable(
         "FD_PLUGINS",
         None,
-        "The plug-ins to load, `fdcache` among them; without it none is loaded.",
+        "Plug-ins to load, such as `fdcache`. Unset, none is loaded.",
         old=OldType.LIST,
     )
 
 
 class AttentionBackend(StrEnum):
-    """The attention implementation, which also decides the cache layout."""
+    """Attention implementation, which also determines the cache layout."""
 
     NATIVE_ATTN = "NATIVE_ATTN"
     APPEND_ATTN = "APPEND_ATTN"
@@ -81,21 +81,21 @@ class AttentionSettings(Group):
     backend: AttentionBackend = variable(
         "FD_ATTENTION_BACKEND",
         AttentionBackend.APPEND_ATTN,
-        "The attention implementation, which also decides the cache layout.",
+        "Attention implementation, which also determines the cache layout.",
         old=OldType.TEXT,
         used_in=(Component.FASTDEPLOY, Component.REPLAY),
     )
     deterministic: Flag = variable(
         "FD_DETERMINISTIC_MODE",
         False,
-        "Compute prefills on an aligned grid, so that results repeat bit by bit.",
+        "Compute prefills on an aligned grid, for results that repeat bit by bit.",
         old=OldType.BOOL,
         used_in=(Component.MANAGER,),
     )
     split_kv_size: PowerOfTwo = variable(
         "FD_DETERMINISTIC_SPLIT_KV_SIZE",
         16,
-        "The grid of deterministic mode, a power of two; reuse is cut to it as well.",
+        "Grid of deterministic mode, a power of two. Reused prefixes are rounded down to it.",
         old=OldType.INT,
         unit="tokens",
         used_in=(Component.MANAGER,),
@@ -111,7 +111,7 @@ class AttentionSettings(Group):
 
 
 class MoeBackend(EngineChoice):
-    """The expert kernel."""
+    """Expert kernel."""
 
     CUTLASS = "cutlass"
     MARLIN = "marlin"
@@ -130,9 +130,7 @@ class Mxfp4Backend(EngineChoice):
 class MoeSettings(Group):
     """Expert kernels and expert parallelism."""
 
-    backend: MoeBackend = variable(
-        "FD_MOE_BACKEND", MoeBackend.CUTLASS, "The expert kernel.", old=OldType.TEXT
-    )
+    backend: MoeBackend = variable("FD_MOE_BACKEND", MoeBackend.CUTLASS, "Expert kernel.", old=OldType.TEXT)
     mxfp4_backend: Mxfp4Backend = variable(
         "FD_MOE_MXFP4_BACKEND",
         Mxfp4Backend.FLASHINFER,
@@ -167,7 +165,7 @@ class KernelSettings(Group):
     nvfp4_gemm_backend: Nvfp4GemmBackend | None = variable(
         "FD_NVFP4_GEMM_BACKEND",
         None,
-        "The GEMM for NVFP4 weights; none lets the engine choose.",
+        "GEMM for NVFP4 weights. Unset, the engine chooses.",
         old=OldType.TEXT,
         alias="FD_NVFP4_MOE_BACKEND",
     )
@@ -204,7 +202,7 @@ class KernelSettings(Group):
     triton_cache: FilePath | None = variable(
         "FD_TRITON_KERNEL_CACHE_DIR",
         None,
-        "The folder that compiled Triton kernels are kept in.",
+        "Folder of compiled Triton kernels.",
         old=OldType.TEXT,
     )
     dependent_launch: Flag = variable(
@@ -213,7 +211,7 @@ class KernelSettings(Group):
 
 
 class SamplingClass(EngineChoice):
-    """The sampling implementation."""
+    """Sampling implementation."""
 
     BASE = "base"
     BASE_NON_TRUNCATED = "base_non_truncated"
@@ -226,18 +224,18 @@ class SamplingSettings(Group):
     """Stop sequences, sampling and guided decoding."""
 
     max_stop_sequences: Integer = variable(
-        "FD_MAX_STOP_SEQS_NUM", 5, "Most stop sequences of a request.", old=OldType.INT, ge=0
+        "FD_MAX_STOP_SEQS_NUM", 5, "Maximum number of stop sequences of a request.", old=OldType.INT, ge=0
     )
     stop_sequence_length: Integer = variable(
-        "FD_STOP_SEQS_MAX_LEN", 8, "The longest stop sequence.", old=OldType.INT, ge=0, unit="tokens"
+        "FD_STOP_SEQS_MAX_LEN", 8, "Maximum length of a stop sequence.", old=OldType.INT, ge=0, unit="tokens"
     )
     implementation: SamplingClass = variable(
-        "FD_SAMPLING_CLASS", SamplingClass.BASE, "The sampling implementation.", old=OldType.TEXT
+        "FD_SAMPLING_CLASS", SamplingClass.BASE, "Sampling implementation.", old=OldType.TEXT
     )
     thinking_cut_text: Text = variable(
         "FD_LIMIT_THINKING_CONTENT_TRUNCATE_STR",
         "</think>",
-        "The text inserted when thinking is cut.",
+        "Text inserted where thinking is truncated.",
         old=OldType.TEXT,
     )
     bitmask_batch: Integer = variable(
@@ -260,7 +258,7 @@ class HardwareSettings(Group):
     visible_devices: TextList | None = variable(
         "CUDA_VISIBLE_DEVICES",
         None,
-        "The GPUs that a process may see.",
+        "GPUs visible to a process.",
         old=OldType.TEXT,
         checked_against="FDCACHE_RANKS",
     )

@@ -1,4 +1,4 @@
-"""The engine's processes, queues and interfaces."""
+"""Settings of the engine's serving: processes and interfaces, scheduler, cache manager, disaggregation, storage."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fdcache.settings.variable import Component, Group, OldType, variable
 
 
 class ServiceSettings(Group):
-    """The engine's processes, queues and interfaces."""
+    """Settings of the engine's serving: processes and interfaces, scheduler, cache manager, disaggregation, storage."""
 
     api_keys: Secrets = variable(
         "FD_API_KEY",
         (),
-        "Keys that a caller may present.",
+        "Keys that authorise a caller.",
         old=OldType.LIST,
         used_in=(Component.SERVE,),
     )
     max_connections: Integer = variable(
-        "FD_SUPPORT_MAX_CONNECTIONS", 1024, "Most connections at a time.", old=OldType.INT, ge=1
+        "FD_SUPPORT_MAX_CONNECTIONS", 1024, "Maximum number of connections.", old=OldType.INT, ge=1
     )
     multi_api_server: Flag = variable(
         "FD_ENABLE_MULTI_API_SERVER", False, "Run several API servers.", old=OldType.BOOL
@@ -112,7 +112,7 @@ class ServiceSettings(Group):
     health_timeout: Seconds = variable(
         "FD_TOKEN_PROCESSOR_HEALTH_TIMEOUT",
         120.0,
-        "How long the token processor may be silent and still count as healthy.",
+        "Time without output after which the token processor counts as unhealthy.",
         old=OldType.FLOAT,
         ge=0,
         unit="s",
@@ -120,7 +120,7 @@ class ServiceSettings(Group):
     worker_timeout: WholeSeconds = variable(
         "FD_WORKER_ALIVE_TIMEOUT",
         30,
-        "How long a worker may be silent and still count as alive.",
+        "Time without a heartbeat after which a worker counts as dead.",
         old=OldType.INT,
         ge=0,
         unit="s",
@@ -135,14 +135,14 @@ class ServiceSettings(Group):
     ipc_suffix: Text | None = variable(
         "FD_IPC_APPEND_SUFFIX",
         None,
-        "A suffix that keeps the shared-memory names of several engines apart.",
+        "Suffix of shared-memory names, different for each engine.",
         old=OldType.TEXT,
         undeclared=True,
     )
     shm_uuid: Text | None = variable(
         "SHM_UUID",
         None,
-        "A suffix for unique shared-memory names.",
+        "Suffix of shared-memory names, different for each deployment.",
         used_in=(Component.ENVS,),
     )
 
@@ -160,7 +160,7 @@ class SchedulingSettings(Group):
     disabled_recover: Flag = variable(
         "FD_DISABLED_RECOVER",
         False,
-        "Never recompute a request when the cache is full; must be off with the v1 scheduler.",
+        "Never recompute a request when the cache is full. Must be off with the v1 scheduler.",
         old=OldType.TEXT,
         checked_against="ENABLE_V1_KVCACHE_SCHEDULER",
     )
@@ -179,13 +179,13 @@ class SchedulingSettings(Group):
     disable_chunked_prefill: Flag = variable(
         "FD_DISABLE_CHUNKED_PREFILL",
         False,
-        "Switch chunked prefill off, which is on by default.",
+        "Disable chunked prefill.",
         old=OldType.BOOL,
     )
     prefill_reserve: Integer = variable(
         "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
         16,
-        "Blocks kept for running decodes when a new prefill is scheduled.",
+        "Blocks reserved for running decodes when a new prefill is scheduled.",
         old=OldType.INT,
         ge=0,
         unit="blocks",
@@ -194,7 +194,7 @@ class SchedulingSettings(Group):
     prefill_reserve_decay: Number = variable(
         "FD_RESERVE_DECAY_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
         0.025,
-        "How much of that reserve is given up per step.",
+        "Decay of that reserve per step, in blocks.",
         old=OldType.FLOAT,
         ge=0,
         used_in=(Component.REPLAY, Component.PADDLE),
@@ -202,7 +202,7 @@ class SchedulingSettings(Group):
     prefill_reserve_minimum: Integer = variable(
         "FD_RESERVE_MIN_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
         0,
-        "The floor of that reserve.",
+        "Minimum of that reserve.",
         old=OldType.INT,
         ge=0,
         unit="blocks",
@@ -218,7 +218,7 @@ class SchedulingSettings(Group):
 
 
 class EngineCacheSettings(Group):
-    """The engine's own cache manager."""
+    """The engine's own cache manager, as far as fdcache does not replace it."""
 
     v1_manager: Flag = variable(
         "ENABLE_V1_KVCACHE_MANAGER",
@@ -244,7 +244,7 @@ class EngineCacheSettings(Group):
     exit_timeout: WholeSeconds = variable(
         "FD_CACHE_PROC_EXIT_TIMEOUT",
         600,
-        "How long the old cache process may take to end.",
+        "Longest wait for the old cache process to exit.",
         old=OldType.INT,
         ge=0,
         unit="s",
@@ -253,7 +253,7 @@ class EngineCacheSettings(Group):
     error_limit: Integer = variable(
         "FD_CACHE_PROC_ERROR_COUNT",
         10,
-        "Errors after which the old cache process gives up.",
+        "Errors after which the old cache process exits.",
         old=OldType.INT,
         ge=0,
     )
@@ -279,12 +279,16 @@ class DisaggregationSettings(Group):
         old=OldType.TEXT,
     )
     max_prefetch: Integer = variable(
-        "FD_EP_MAX_PREFETCH_TASK_NUM", 8, "Most requests prefetched ahead.", old=OldType.INT, ge=0
+        "FD_EP_MAX_PREFETCH_TASK_NUM",
+        8,
+        "Maximum number of requests prefetched ahead.",
+        old=OldType.INT,
+        ge=0,
     )
     keep_asking_decode: Flag = variable(
         "PREFILL_CONTINUOUS_REQUEST_DECODE_RESOURCES",
         True,
-        "Let prefill keep asking decode for room.",
+        "Let prefill repeat its request to decode for blocks.",
         old=OldType.INT,
     )
     eager_rdma: Flag = variable(
@@ -293,7 +297,7 @@ class DisaggregationSettings(Group):
     wait_decode: WholeSeconds = variable(
         "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS",
         30,
-        "How long prefill waits for room on the decode side.",
+        "Longest wait of prefill for blocks of the decode side.",
         old=OldType.INT,
         ge=0,
         unit="s",
@@ -310,7 +314,7 @@ class StorageSettings(Group):
     file_directory: FilePath = variable(
         "FILE_BACKEND_STORAGE_DIR",
         Path("/tmp/fastdeploy"),
-        "The folder of the file storage backend.",
+        "Folder of the file storage backend.",
         old=OldType.TEXT,
         used_in=(Component.STORAGE,),
     )

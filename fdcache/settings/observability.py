@@ -1,4 +1,4 @@
-"""What the engine writes to its logs and console."""
+"""Settings of logs, traces and usage reports, of the engine and of `fdcache serve`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fdcache.settings.variable import Component, EngineChoice, Group, OldType, v
 
 
 class LogLevel(StrEnum):
-    """How much is logged."""
+    """Log level."""
 
     INFO = "INFO"
     DEBUG = "DEBUG"
@@ -22,14 +22,14 @@ class LoggingSettings(Group):
     directory: FilePath = variable(
         "FD_LOG_DIR",
         Path("log"),
-        "The folder that log files are written to.",
+        "Folder of log files.",
         old=OldType.TEXT,
         used_in=(Component.SERVE, Component.INIT),
     )
     level: LogLevel | None = variable(
         "FD_LOG_LEVEL",
         None,
-        "The log level; when set it overrides FD_DEBUG.",
+        "Log level, which overrides FD_DEBUG.",
         old=OldType.TEXT,
         used_in=(Component.SERVE,),
     )
@@ -44,7 +44,7 @@ class LoggingSettings(Group):
     requests_detail: Integer = variable(
         "FD_LOG_REQUESTS_LEVEL",
         2,
-        "How much of a request is logged, 0 the least.",
+        "Detail of request logs, from 0 (least) to 3.",
         old=OldType.INT,
         ge=0,
         le=3,
@@ -53,7 +53,7 @@ class LoggingSettings(Group):
     requests_max_length: Integer = variable(
         "FD_LOG_MAX_LEN",
         2048,
-        "The length at which texts in request logs are cut.",
+        "Maximum length of texts in request logs.",
         old=OldType.INT,
         ge=0,
         unit="characters",
@@ -62,7 +62,7 @@ class LoggingSettings(Group):
     backup_count: Integer = variable(
         "FD_LOG_BACKUP_COUNT",
         7,
-        "How long log files are kept.",
+        "Days for which log files are kept.",
         old=OldType.TEXT,
         ge=0,
         unit="days",
@@ -85,7 +85,7 @@ class LoggingSettings(Group):
 
 
 class TraceMode(EngineChoice):
-    """Which traces are taken."""
+    """Traces to record."""
 
     OFF = "off"
     LOCAL = "local"
@@ -96,7 +96,7 @@ class TraceMode(EngineChoice):
 class TracingSettings(Group):
     """Tracing switches and the exporter."""
 
-    mode: TraceMode = variable("FD_TRACE", TraceMode.OFF, "Which traces the engine takes.", old=OldType.TEXT)
+    mode: TraceMode = variable("FD_TRACE", TraceMode.OFF, "Traces that the engine records.", old=OldType.TEXT)
     enabled: Flag = variable(
         "TRACES_ENABLE", False, "Export OpenTelemetry traces.", old=OldType.TEXT, old_flag=("false", "true")
     )
@@ -108,19 +108,19 @@ class TracingSettings(Group):
         "TRACES_EXPORTER", "console", "The trace exporter, such as console or otlp.", old=OldType.TEXT
     )
     endpoint: Url | None = variable(
-        "EXPORTER_OTLP_ENDPOINT", None, "The address that traces are sent to.", old=OldType.TEXT
+        "EXPORTER_OTLP_ENDPOINT", None, "Address to which traces are exported.", old=OldType.TEXT
     )
     headers: Secret | None = variable(
         "EXPORTER_OTLP_HEADERS",
         None,
-        "Headers sent with traces, which usually hold a token.",
+        "Headers sent with traces; they usually contain a token.",
         old=OldType.TEXT,
     )
     job_id: Text | None = variable("FD_JOB_ID", None, "The job id in traces.", old=OldType.TEXT)
     export_delay: Milliseconds = variable(
         "FD_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS",
         500,
-        "The time between two exports of traces.",
+        "Time between exports of traces.",
         old=OldType.INT,
         ge=1,
         unit="ms",
@@ -128,7 +128,7 @@ class TracingSettings(Group):
     export_batch: Integer = variable(
         "FD_OTLP_EXPORTER_MAX_EXPORT_BATCH_SIZE",
         64,
-        "Most spans in one export.",
+        "Maximum number of spans in one export.",
         old=OldType.INT,
         ge=1,
         unit="spans",
@@ -142,7 +142,7 @@ class UsageSettings(Group):
     server: Url | None = variable(
         "FD_USAGE_STATS_SERVER",
         None,
-        "The address that usage reports are sent to; none sends nothing.",
+        "Address for usage reports. Unset, none is sent.",
         old=OldType.TEXT,
         old_default="",
     )
@@ -152,6 +152,6 @@ class UsageSettings(Group):
     config_root: HomePath = variable(
         "FD_CONFIG_ROOT",
         Path("~/.config/fastdeploy"),
-        "The folder of per-user configuration.",
+        "Folder of per-user configuration.",
         old=OldType.TEXT,
     )

@@ -1,4 +1,4 @@
-"""Where further settings come from."""
+"""Settings of `fdcache serve`, and the files from which every command reads settings."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from fdcache.settings.variable import Component, Group, variable
 
 
 class FileSettings(Group):
-    """Sources beside the environment. Both are read from the environment alone."""
+    """Sources beside the environment. Only arguments and the environment set them."""
 
     used_in = (Component.EVERYWHERE,)
 
     env_file: FilePath | None = variable(
-        "FDCACHE_ENV_FILE", None, "A dotenv file with settings; no other is ever read."
+        "FDCACHE_ENV_FILE", None, "Dotenv file with settings; no other is read."
     )
     secrets_directory: FilePath | None = variable(
-        "FDCACHE_SECRETS_DIR", None, "A folder whose files are named after variables and hold their values."
+        "FDCACHE_SECRETS_DIR",
+        None,
+        "Folder of files that are named after variables and contain their values.",
     )
 
 
 class LogFormat(StrEnum):
-    """How log lines are written."""
+    """Format of log lines."""
 
     AUTO = "auto"
     TEXT = "text"
@@ -31,66 +33,75 @@ class LogFormat(StrEnum):
 
 
 class ServerSettings(Group):
-    """Settings of the node-wide service; its arena's size is ``FDCACHE_HOST_MEMORY``."""
+    """Settings of the node-wide service. ``FDCACHE_HOST_MEMORY`` is the size of its arena."""
 
     used_in = (Component.SERVE,)
 
     runtime_dir: FilePath | None = variable(
         "FDCACHE_RUNTIME_DIR",
         None,
-        "The folder of socket and lock files, mode 0700; unset, XDG_RUNTIME_DIR/fdcache or /tmp/fdcache-UID.",
+        "Folder of socket and lock files, mode 0700. Unset, XDG_RUNTIME_DIR/fdcache or /tmp/fdcache-UID.",
         used_in=(Component.SERVE, Component.COMMANDS, Component.INIT),
     )
     arena_dir: FilePath = variable(
-        "FDCACHE_ARENA_DIR", Path("/dev/shm"), "The folder of the shared arena; a tmpfs or hugetlbfs."
+        "FDCACHE_ARENA_DIR", Path("/dev/shm"), "Folder of the shared arena, on a tmpfs or hugetlbfs."
     )
     extent_size: Size = variable(
         "FDCACHE_EXTENT_SIZE",
         64 << 20,
-        "Most bytes of an extent, the unit in which memory is given to layouts; small arenas take smaller ones.",
+        "Maximum size of an extent, the unit in which layouts get memory. Small arenas have smaller extents.",
         ge=1 << 16,
         unit="bytes",
     )
     huge_pages: Flag = variable("FDCACHE_HUGE_PAGES", False, "Ask for huge pages for the arena.")
     numa_node: Integer | None = variable(
-        "FDCACHE_NUMA_NODE", None, "The NUMA node whose memory the arena takes.", ge=0
+        "FDCACHE_NUMA_NODE", None, "NUMA node whose memory the arena uses.", ge=0
     )
     http_address: Text = variable(
         "FDCACHE_HTTP_ADDRESS",
         "127.0.0.1:9470",
-        "HOST:PORT of probes, metrics and views; off: none. Other than loopback needs FD_API_KEY.",
+        "HOST:PORT of probes, metrics and views, or off. An address other than loopback requires FD_API_KEY.",
     )
-    recover: Flag = variable("FDCACHE_RECOVER", True, "Take over the arena of a service that died.")
+    recover: Flag = variable("FDCACHE_RECOVER", True, "Recover the arena of a service that died.")
     drain_timeout: Seconds = variable(
         "FDCACHE_DRAIN_TIMEOUT",
         10.0,
-        "How long the service waits for its clients when it is told to end.",
+        "Longest wait of a service for its clients when it stops.",
         ge=0,
         unit="s",
     )
     session_timeout: Seconds = variable(
         "FDCACHE_SESSION_TIMEOUT",
         5.0,
-        "How long a client may be silent before it gets no new work; what it may be writing stays its own.",
+        "Time without a heartbeat after which a client gets no new work. Blocks that it may still be writing stay "
+        "reserved.",
         gt=0,
         unit="s",
     )
     namespace_quota: Number = variable(
-        "FDCACHE_NAMESPACE_QUOTA", 1.0, "Most of the arena that one layout may have.", gt=0, le=1
+        "FDCACHE_NAMESPACE_QUOTA", 1.0, "Maximum share of the arena for one layout.", gt=0, le=1
     )
     tenant_quota: Number = variable(
         "FDCACHE_TENANT_QUOTA",
         1.0,
-        "Most of a layout's blocks that one tenant may have; from there on it evicts its own.",
+        "Maximum share of a layout's blocks for one tenant. Beyond it a tenant evicts its own blocks.",
         gt=0,
         le=1,
     )
     tenant_quotas: Shares = variable(
-        "FDCACHE_TENANT_QUOTAS", (), "Tenants whose quota is another, by name, as search=0.5,batch=0.1."
+        "FDCACHE_TENANT_QUOTAS",
+        (),
+        "Quotas of single tenants in place of FDCACHE_TENANT_QUOTA, such as search=0.5,batch=0.1.",
     )
     eviction_log: Integer = variable(
-        "FDCACHE_EVICTION_LOG", 65536, "Evictions remembered for `inspect explain`.", ge=0, unit="blocks"
+        "FDCACHE_EVICTION_LOG",
+        65536,
+        "Number of evictions recorded for `inspect explain`.",
+        ge=0,
+        unit="blocks",
     )
     log_format: LogFormat = variable(
-        "FDCACHE_LOG_FORMAT", LogFormat.AUTO, "Text or JSON lines; auto: text on a terminal."
+        "FDCACHE_LOG_FORMAT",
+        LogFormat.AUTO,
+        "Format of log lines: text, json, or auto, which is text on a terminal and JSON elsewhere.",
     )
