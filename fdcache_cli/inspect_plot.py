@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fdcache.errors import ConfigurationError
-from fdcache.service.wire.figures import number
+from fdcache.service.wire.protocol import number
 from fdcache.settings.kinds import printable
 from fdcache_cli.service_view import FOUND_IN, Rows, found_shares
 

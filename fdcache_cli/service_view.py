@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from fdcache.errors import ServiceUnavailableError
-from fdcache.service.client.tool import Client
-from fdcache.service.wire.figures import number
+from fdcache.service.client.connection import Client
+from fdcache.service.wire.protocol import number
 from fdcache.settings import Severity
 from fdcache_cli.errors import print_problems
 from fdcache_cli.running_service import is_served

@@ -9,11 +9,11 @@ from fdcache.devices.base import Device, PinnedMemory
 from fdcache.errors import HostMemoryError, ProtocolError, ServiceError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, TransferPlan
+from fdcache.service.client.connection import Connection
 from fdcache.service.wire.address import socket_path
-from fdcache.service.wire.connection import Connection
-from fdcache.service.wire.extents import Extent, Geometry, record_table
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Attach, Attached
+from fdcache.service.wire.shared_memory import Extent, Geometry, record_table
 from fdcache.tiers.host import HostCache
 
 _ATTACH_TIMEOUT = 2.0

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from fdcache.service.wire.figures import number
+from fdcache.service.wire.protocol import number
 from fdcache.tiers.traffic import BOUNDS
 
 

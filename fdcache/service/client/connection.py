@@ -1,16 +1,29 @@
-"""One end of a line to a service, for one thread."""
+"""Connections to a service."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from itertools import count
+from types import TracebackType
+from typing import Any
 
+import msgspec
 import zmq
 
-from fdcache.errors import RefusedError, ServiceUnavailableError
+from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.service.wire.address import SCHEME, socket_path
-from fdcache.service.wire.frames import MAX_FRAME, decode_answer, encode_request
-from fdcache.service.wire.protocol import Answer, Refused, Request
+from fdcache.service.wire.protocol import (
+    MAX_FRAME,
+    Answer,
+    Ask,
+    Refused,
+    Request,
+    Told,
+    decode_answer,
+    encode_request,
+)
 
 _HIGH_WATER_MARK = 1024
 
@@ -68,3 +81,63 @@ class Connection:
     def close(self) -> None:
         """Hang up."""
         self.socket.close()
+
+
+Argument = str | int | float | bool | list[str] | None
+
+
+class Client:
+    """Asks the service at ``address``. Calls may come from several threads, one at a time goes out.
+
+    Raises ``ServiceUnavailableError`` when no answer comes within ``timeout`` seconds, ``RefusedError`` for a
+    question that the service does not take.
+    """
+
+    def __init__(self, address: str, *, timeout: float = 5.0) -> None:
+        self.address = address
+        self._timeout = timeout
+        self._line = Connection(address)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def ask(self, what: str, **arguments: Argument) -> Any:
+        """The JSON value that the service answers to a question or command."""
+        with self._lock:
+            answer, _ = self._line.call(Ask(what, arguments), self._timeout)
+        if not isinstance(answer, Told):
+            raise ProtocolError(f"{what} was answered by {type(answer).__name__}")
+        return msgspec.json.decode(answer.value)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._line.close()
+
+
+class AsyncClient:
+    """``Client`` for asyncio: each question is asked in a thread, so that the event loop goes on meanwhile."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def ask(self, what: str, **arguments: Argument) -> Any:
+        """As ``Client.ask``."""
+        return await asyncio.to_thread(self._client.ask, what, **arguments)
+
+    async def close(self) -> None:
+        """As ``Client.close``."""
+        await asyncio.to_thread(self._client.close)
