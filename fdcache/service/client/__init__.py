@@ -1,4 +1,4 @@
-"""The small ends of a service's line: for tools, and for engines that keep their own device blocks."""
+"""Clients of a service: for tools, and for engines that manage their own device blocks."""
 
 from fdcache.service.client.connection import AsyncClient, Client
 from fdcache.service.client.engine import AsyncEngineClient, EngineClient

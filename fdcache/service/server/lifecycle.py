@@ -25,7 +25,7 @@ from fdcache.service.wire.address import (
     require_socket,
     socket_path,
 )
-from fdcache.service.wire.liveness import earlier_processes
+from fdcache.service.wire.liveness import live_processes
 from fdcache.settings import Settings, Source
 from fdcache.settings.effective import effective_values
 
@@ -252,7 +252,7 @@ class Server:
         for namespace in self.service.namespaces.values():
             namespace.close()
         self.arena.close()
-        for _ in earlier_processes(self._socket.parent):
+        for _ in live_processes(self._socket.parent):
             pass  # of the living; the files of the dead are gone now
         if self._lock is not None:
             self._lock.release()

@@ -1,4 +1,4 @@
-"""Memory that a service shares with its clients: extents of records and the presence table."""
+"""Memory that a service shares with its clients: extents of records, and the table of the blocks in its tier."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache import _core
-from fdcache._core import PresenceTable
+from fdcache._core import PresenceTable, RecordTable
 from fdcache.metadata import SLOT_HEADER_BYTES
 
 
 class Geometry(msgspec.Struct, frozen=True):
-    """Where the extents of one layout are: files of ``extent_bytes`` in ``directory``, named by ``prefix``.
+    """Files of one layout's memory: extents of ``extent_bytes`` in ``directory``, whose names begin with ``prefix``.
 
-    An extent holds ``records_per_extent`` records, then their slot headers. ``incarnation`` changes whenever
-    files of the same names are other memory. ``table_bytes`` is the size of the presence table.
+    An extent holds ``records_per_extent`` records, then their slot headers. ``incarnation`` changes when files of
+    the same names become other memory. ``table_bytes`` is the size of the presence table.
     """
 
     directory: str
@@ -36,16 +35,16 @@ class Geometry(msgspec.Struct, frozen=True):
 
     @property
     def headers_offset(self) -> int:
-        """Where an extent's slot headers begin."""
+        """Offset of the slot headers in an extent, in bytes."""
         return self.records_per_extent * self.record_bytes
 
     def path(self, rank: int, index: int) -> str:
-        """The file of a rank's extent."""
+        """Return the path of a rank's extent."""
         return f"{self.directory}/{self.prefix}-r{rank}-{index:05d}"
 
     @property
     def table_path(self) -> str:
-        """The file of the presence table."""
+        """Path of the presence table."""
         return f"{self.directory}/{self.prefix}.table"
 
 
@@ -65,11 +64,11 @@ HEADER = np.dtype(
         ("header_checksum", "<u8"),
     ]
 )
-"""A slot header as NumPy sees it; docs/format-record.md has the meaning."""
+"""A slot header as NumPy sees it; docs/format-record.md explains the fields."""
 
 
 class Extent:
-    """One mapped extent. The mapping ends with the last reference to it."""
+    """One mapped extent. It is unmapped with the last reference to it."""
 
     def __init__(self, path: str | Path, nbytes: int) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -82,7 +81,7 @@ class Extent:
         self.nbytes = nbytes
 
     def is_still(self, path: str | Path) -> bool:
-        """Whether the file of this name is the memory that is mapped: a layout may have given it to another since.
+        """Return True if the file of this name is the mapped memory, not that of another layout since.
 
         Raises ``OSError`` when there is no such file.
         """
@@ -90,23 +89,23 @@ class Extent:
 
     @property
     def address(self) -> int:
-        """Where it is in this process."""
+        """Address in this process."""
         return self.data.ctypes.data
 
-    def records(self, geometry: Geometry) -> np.ndarray:
-        """Its records, shape (records, bytes of a record), dtype uint8; a view."""
+    def records(self, geometry: Geometry) -> NDArray[np.uint8]:
+        """Return a view of its records, shape (records, bytes of a record), dtype uint8."""
         return self.data[: geometry.headers_offset].reshape(-1, geometry.record_bytes)
 
     def headers(self, geometry: Geometry) -> np.ndarray:
-        """Its slot headers, shape (records,), dtype ``HEADER``; a view."""
+        """Return a view of its slot headers, shape (records,), dtype ``HEADER``."""
         start, count = geometry.headers_offset, geometry.records_per_extent
         return self.data[start : start + count * HEADER.itemsize].view(HEADER)
 
 
-def record_table(geometry: Geometry, extents: list[Extent]) -> _core.RecordTable:
-    """Records and headers of one rank's extents, which it keeps mapped."""
+def record_table(geometry: Geometry, extents: list[Extent]) -> RecordTable:
+    """Return the records and headers of one rank's extents; the table keeps the extents mapped."""
     per_extent = geometry.records_per_extent
-    return _core.RecordTable(
+    return RecordTable(
         [extent.address for extent in extents],
         per_extent,
         geometry.record_bytes,
@@ -118,18 +117,18 @@ def record_table(geometry: Geometry, extents: list[Extent]) -> _core.RecordTable
 
 _PAGE = 4096
 BYTES_PER_SLOT = 16
-"""Two tags of 8 bytes: so the table is at most half full."""
+"""Bytes of the presence table for each slot: two tags of 8 bytes, so that the table is at most half full."""
 
 
 def table_bytes(slots: int) -> int:
-    """Bytes of the table of a tier that never has more than ``slots`` slots: whole pages."""
+    """Return the size of the presence table of a tier with at most ``slots`` slots, in whole pages."""
     return -(-slots * BYTES_PER_SLOT // _PAGE) * _PAGE
 
 
 def create_table(path: Path, nbytes: int) -> NDArray[np.uint8]:
-    """Memory for an empty table, in a new file. Readers of an older file of this name keep what they have.
+    """Create the file of a presence table and map it. Readers of an older file of this name keep theirs.
 
-    Raises ``OSError`` when the folder has no room.
+    Raises ``OSError`` when the directory has no room.
     """
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -144,7 +143,7 @@ def create_table(path: Path, nbytes: int) -> NDArray[np.uint8]:
 
 
 def open_table(path: Path, nbytes: int) -> PresenceTable:
-    """A service's table, to be read. Raises ``OSError`` when it is not there, or smaller than ``nbytes``."""
+    """Map a service's presence table to read. Raises ``OSError`` when it is missing, or smaller than ``nbytes``."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_size < nbytes:
