@@ -57,7 +57,7 @@ def socket_path(address: str) -> Path:
 
 
 def make_runtime_dir(directory: Path) -> None:
-    """Create the directory, mode 0700. Raises ``ConfigurationError`` if that fails, or if others own or may enter it."""
+    """Create the directory, mode 0700. Raises ``ConfigurationError`` if it fails, or if others own or may enter it."""
     if (problem := runtime_dir_problem(directory)) is not None:
         raise ConfigurationError("; ".join(problem))
     try:
