@@ -15,9 +15,9 @@ import zmq
 
 from fdcache.layout import KVLayout
 from fdcache.manager import Request
+from fdcache.service.client.connection import Connection
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.server.namespace import Namespace
-from fdcache.service.wire.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Match, Matched, Register, Registered, Release
 from fdcache.settings import Settings

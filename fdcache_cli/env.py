@@ -140,7 +140,7 @@ def diff(
 def _diff_with_service(server: str, json: bool) -> None:
     from fdcache.settings import VARIABLES, read_settings
     from fdcache.settings.effective import effective_values
-    from fdcache_cli.env_report import given_by, written
+    from fdcache_cli.env_show import given_by, written
     from fdcache_cli.running_service import ask_service
     from fdcache_cli.service_view import connect
 

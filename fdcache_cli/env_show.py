@@ -1,19 +1,175 @@
-"""``fdcache env show``: the settings in force in this environment, or in a running service."""
+"""``fdcache env show``: the settings in force and where they come from."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
-from fdcache.settings import Variable, read_settings
-from fdcache.settings.effective import EffectiveValue, effective_values
+from fdcache.settings import VARIABLES, Settings, Source, Variable, read_settings
+from fdcache.settings.checks import suggest
+from fdcache.settings.effective import EffectiveValue, Origin, effective_values
+from fdcache.settings.tree import GROUPS
 from fdcache_cli import errors, output
-from fdcache_cli.env_report import Report, choose, reveal, written
 from fdcache_cli.running_service import RunningService, ask_service, find_service
+
+
+def choose(
+    settings: Mapping[str, EffectiveValue],
+    names: Sequence[str],
+    *,
+    group: str | None,
+    changed: bool,
+    used: bool,
+    everything: bool,
+) -> list[Variable]:
+    """Select among ``settings`` by the options of ``show``.
+
+    Raises:
+        typer.BadParameter: a name or the group does not exist.
+    """
+    renamed = {alias: variable.name for variable in VARIABLES.values() for alias in variable.aliases}
+    names = [renamed.get(name, name) for name in names]
+    for name in names:
+        if name not in VARIABLES:
+            raise typer.BadParameter(f"there is no setting {name}{_hint(name, VARIABLES)}")
+    if group is not None and group not in GROUPS:
+        raise typer.BadParameter(f"there is no group {group}{_hint(group, GROUPS)}: {', '.join(GROUPS)}")
+    chosen = [VARIABLES[name] for name in names or VARIABLES if name in settings]
+    if not (names or group or changed or used or everything):
+        return [v for v in chosen if v.used_in or settings[v.name].changed]
+    return [
+        variable
+        for variable in chosen
+        if (group is None or variable.group == group)
+        and (not changed or settings[variable.name].changed)
+        and (not used or variable.used_in)
+    ]
+
+
+def _hint(name: str, known: Any) -> str:
+    meant = suggest(name, known)
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def reveal(states: Mapping[str, EffectiveValue], settings: Settings) -> dict[str, EffectiveValue]:
+    """The same with the secrets of ``settings`` in clear."""
+    return {
+        name: replace(state, text=_clear(settings.value(name)))
+        if VARIABLES[name].secret and state.text
+        else state
+        for name, state in states.items()
+    }
+
+
+def _clear(value: Any) -> str:
+    keys = value if isinstance(value, tuple) else (value,)
+    return ",".join(key.get_secret_value() for key in keys)
+
+
+class Report:
+    """Renders settings. ``elsewhere`` says, for a name, what else its story has to tell, by topic."""
+
+    HEADER: ClassVar = ("NAME", "VALUE", "SOURCE", "DEFAULT", "CHANGED")
+
+    def __init__(
+        self, settings: Mapping[str, EffectiveValue], elsewhere: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
+        self._settings = settings
+        self._elsewhere = elsewhere or {}
+
+    def row(self, variable: Variable) -> tuple[str, ...]:
+        """Give the cells under ``HEADER``."""
+        state = self._settings[variable.name]
+        default = variable.render(variable.default)
+        changed = "yes" if state.changed else "no"
+        return (variable.name, written(state), given_by(variable, state), _or_dash(default), changed)
+
+    def record(self, variable: Variable) -> dict[str, Any]:
+        """Give what JSON has of one setting."""
+        state = self._settings[variable.name]
+        winner = state.origins[0] if state.origins else None
+        return {
+            "name": variable.name,
+            "value": state.value,
+            "source": state.source.value,
+            "default": variable.to_json(variable.default),
+            "type": variable.type,
+            "group": variable.group,
+            "description": variable.meaning,
+            "unit": variable.unit,
+            "range": variable.range or None,
+            "choices": list(variable.choices) or None,
+            "changed": state.changed,
+            "valid": state.valid,
+            "secret": variable.secret,
+            "used_by": variable.used_by.value,
+            "used_in": list(variable.used_in),
+            "checked_against": variable.checked_against,
+            "since": variable.since,
+            "takes_effect": variable.takes_effect.value,
+            "given_as": winner.name if winner else None,
+            "place": winner.place if winner else None,
+            "deprecated_names": list(variable.aliases),
+        }
+
+    def story(self, variable: Variable) -> Iterator[str]:
+        """Tell everything of one setting, with every candidate, line by line."""
+        state = self._settings[variable.name]
+        default = _or_dash(variable.render(variable.default))
+        yield variable.name
+        yield f"  {variable.meaning}"
+        facts = {
+            "value": written(state),
+            **self._elsewhere.get(variable.name, {}),
+            "default": default,
+            "type": variable.type,
+            "unit": variable.unit,
+            "range": variable.range,
+            "choices": ", ".join(variable.choices),
+            "secret": "yes" if variable.secret else "",
+            "group": variable.group,
+            "effect": variable.effect,
+            "since": variable.since,
+            "takes effect": variable.takes_effect.value,
+            "old names": ", ".join(variable.aliases),
+        }
+        yield from (f"  {fact + ':':14}{text}" for fact, text in facts.items() if text)
+        yield "  candidates, the first one wins:"
+        for origin in state.origins:
+            yield f"    {origin.source.value:13}{_told(origin)}"
+        yield f"    {'default':13}{default}"
+
+
+def given_by(variable: Variable, state: EffectiveValue) -> str:
+    """Say where a value comes from: an option, or the kind of source."""
+    if not state.origins:
+        return Source.DEFAULT.value
+    winner = state.origins[0]
+    if winner.source is Source.ARGUMENT:
+        return winner.place
+    return winner.source.value if winner.name == variable.name else f"{winner.source.value} ({winner.name})"
+
+
+def _told(origin: Origin) -> str:
+    if origin.source is Source.ARGUMENT:
+        return f"{origin.text} by {origin.place}"
+    if origin.source is Source.DERIVED:
+        return f"{origin.text} as {origin.place}"
+    return f"{origin.text} as {origin.name} in {origin.place}"
+
+
+def written(state: EffectiveValue) -> str:
+    """Write a value as a cell of a table."""
+    return _or_dash(state.text) if state.valid else "(not valid)"
+
+
+def _or_dash(text: str | None) -> str:
+    return "-" if text is None else text or "''"
 
 
 def show(

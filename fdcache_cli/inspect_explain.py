@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fdcache.service.client.tool import Client
+from fdcache.service.client.connection import Client
 from fdcache_cli import output
 from fdcache_cli.service_view import Json, ServerOption, connect, seconds
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fdcache.errors import ConfigurationError
-from fdcache.service.wire.figures import number
+from fdcache.service.wire.protocol import to_number
 from fdcache.settings.kinds import printable
 from fdcache_cli.service_view import FOUND_IN, Rows, found_shares
 
@@ -44,8 +44,8 @@ def plot_tiers(rows: Rows, path: Path) -> None:
 
 def _share(row: dict[str, Any], state: str) -> float:
     """Of what a client tells, only what can be a share is drawn."""
-    blocks = number(row.get("blocks"))
-    return min(max(number(row.get(state)) / blocks, 0.0), 1.0) if blocks > 0 else 0.0
+    blocks = to_number(row.get("blocks"))
+    return min(max(to_number(row.get(state)) / blocks, 0.0), 1.0) if blocks > 0 else 0.0
 
 
 def plot_transfers(rows: Rows, path: Path) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from fdcache.settings.kinds import readable_size
 from fdcache_cli import errors, output
-from fdcache_cli.progress import progress_bars
+from fdcache_cli.output import progress_bars
 from fdcache_cli.service_view import ServerOption
 from fdcache_cli.storage_view import show_storage
 

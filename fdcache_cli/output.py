@@ -1,8 +1,13 @@
-"""Tables and JSON on standard output: for people on a terminal, for programs elsewhere."""
+"""Tables, JSON and progress bars: for people on a terminal, for programs elsewhere."""
+
+from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING
 
 
 def on_terminal() -> bool:
@@ -43,3 +48,48 @@ def _draw(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table)
+
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+Advance = Callable[[str, int, int], None]
+"""Takes what is being done, how much of it is, and how much there is; from any thread."""
+
+
+@contextmanager
+def progress_bars() -> Iterator[Advance | None]:
+    """A bar for each thing that is told of, there while it is under way. None without a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import Progress
+
+    # Output of the command itself goes where it always goes, so that it can be piped.
+    bars = Progress(console=console, transient=True, redirect_stdout=sys.stdout.isatty())
+    tasks: dict[str, TaskID] = {}
+    lock = Lock()
+
+    def advance(what: str, done: int, total: int) -> None:
+        with lock:
+            if what not in tasks and done >= total:
+                return  # over before anybody could see it
+            if not tasks:
+                bars.start()
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, completed=done, total=total)
+                bars.refresh()
+            bars.update(tasks[what], completed=done, total=total)
+            if done >= total:
+                bars.remove_task(tasks.pop(what))
+            if not tasks:
+                bars.stop()
+
+    try:
+        yield advance
+    finally:
+        with lock:
+            bars.stop()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fdcache.service.client.tool import Client
+from fdcache.service.client.connection import Client
 from fdcache.settings.kinds import parse_duration, printable, readable_size
 from fdcache_cli import errors, output
 from fdcache_cli.app import Command, confirm, new_group, refuse_options_of_group

@@ -10,7 +10,7 @@ import typer
 
 from fdcache_cli import output
 from fdcache_cli.app import confirm
-from fdcache_cli.progress import progress_bars
+from fdcache_cli.output import progress_bars
 
 if TYPE_CHECKING:
     from fdcache.storage.offline import Removal

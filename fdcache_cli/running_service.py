@@ -16,7 +16,7 @@ from fdcache.settings import Settings, Source
 from fdcache.settings.effective import EffectiveValue
 
 if TYPE_CHECKING:
-    from fdcache.service.client.tool import Client
+    from fdcache.service.client.connection import Client
 
 _SECONDS = 0.25
 """What a service gets that nobody asked for by name."""
@@ -72,7 +72,7 @@ def find_service(settings: Settings) -> RunningService | None:
     try:
         if not is_served(address):
             return None
-        from fdcache.service.client.tool import Client  # loaded where there is somebody to talk to
+        from fdcache.service.client.connection import Client  # loaded where there is somebody to talk to
 
         with Client(address, timeout=_SECONDS) as client:
             return ask_service(client)

@@ -13,7 +13,7 @@ from fdcache.settings import Settings, Sourced
 from fdcache.settings.kinds import format_size
 from fdcache_cli import output
 from fdcache_cli.errors import print_problems
-from fdcache_cli.progress import Advance, progress_bars
+from fdcache_cli.output import Advance, progress_bars
 
 if TYPE_CHECKING:
     from fdcache.service.server.lifecycle import Server

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from fdcache.errors import ServiceUnavailableError
-from fdcache.service.client.tool import Client
-from fdcache.service.wire.figures import number
+from fdcache.service.client.connection import Client
+from fdcache.service.wire.protocol import to_number
 from fdcache.settings import Severity
 from fdcache_cli.errors import print_problems
 from fdcache_cli.running_service import is_served
@@ -70,8 +70,8 @@ def figure(value: Any) -> str:
 def found_shares(figures: Mapping[str, Any]) -> dict[str, float]:
     """The shares of its prompts' tokens that a client says it found, by tier; empty where that cannot be."""
     counters = figures.get("counters") or {}
-    asked = number(counters.get("lookup_tokens"))
-    hits = {tier: number(counters.get(f"{tier}_hit_tokens")) for tier in FOUND_IN}
+    asked = to_number(counters.get("lookup_tokens"))
+    hits = {tier: to_number(counters.get(f"{tier}_hit_tokens")) for tier in FOUND_IN}
     if asked <= 0 or min(hits.values()) < 0 or sum(hits.values()) > asked:
         return {}
     return {tier: tokens / asked for tier, tokens in hits.items()}

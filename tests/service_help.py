@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fdcache.errors import ServiceError
-from fdcache.service.client.tool import Client
+from fdcache.service.client.connection import Client
 from fdcache.service.server.lifecycle import Server
 from fdcache.settings import Settings
 

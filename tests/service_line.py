@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fdcache.service.wire.connection import Connection
+from fdcache.service.client.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Refused, Register, Registered, Request
 from tests.service_engine import layout

@@ -18,7 +18,7 @@ from examples.paddle_engine.worker import Worker
 from examples.paddle_engine.workload import Traffic
 from fdcache import WritePolicy
 from fdcache.errors import FdcacheError
-from fdcache.service.client.tool import Client
+from fdcache.service.client.connection import Client
 
 
 @dataclass(frozen=True, slots=True)

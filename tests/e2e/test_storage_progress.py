@@ -18,7 +18,7 @@ import pytest
 from fdcache.errors import ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.replay.options import Shape
-from fdcache.service.client.tool import Client
+from fdcache.service.client.connection import Client
 from tests.service_help import until
 from tests.storage_help import Records, open_store, path_hashes
 

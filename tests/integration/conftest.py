@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.service.wire.connection import Connection
+from fdcache.service.client.connection import Connection
 from tests.manager_world import Worlds
 from tests.native_build import build_once, make_driver
 from tests.service_help import LocalService, local_service

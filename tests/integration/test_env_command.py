@@ -91,17 +91,17 @@ def test_strict_check_leaves_names_of_a_newer_engine_alone() -> None:
 
 
 LINES_OF = {
-    "FDCACHE_SERVER=tcp://node:1": "address 'tcp://node:1': a service is reached on its own node only",
-    f"FDCACHE_SERVER=ipc:///{'x' * 120}": "the path has more than the 107 bytes of a socket",
-    "FDCACHE_SERVER=ipc:///dev/null/x.sock": "/dev/null: the folder of the socket is no folder",
+    "FDCACHE_SERVER=tcp://node:1": "address 'tcp://node:1': a service is reachable on its own node only",
+    f"FDCACHE_SERVER=ipc:///{'x' * 120}": "the path is longer than the 107 bytes of a socket",
+    "FDCACHE_SERVER=ipc:///dev/null/x.sock": "/dev/null: the directory of the socket is not a directory",
     "FDCACHE_HTTP_ADDRESS=0.0.0.0:1": "0.0.0.0 can be reached from elsewhere; set FD_API_KEY, or use 127.0.0.1",
     "FDCACHE_HTTP_ADDRESS=here": "'here' is not HOST:PORT, as 127.0.0.1:9470, or off",
     "FDCACHE_ARENA_DIR=/no/such/folder": "/no/such/folder is no folder; make it a tmpfs",
     "FDCACHE_ARENA_DIR=/sys": "/sys cannot be written by this user; choose another, a tmpfs such as /dev/shm",
     "FDCACHE_RUNTIME_DIR=/etc": "/etc: ",
     "FDCACHE_RUNTIME_DIR=relative": "address 'ipc://relative/fdcache.sock': the path must be absolute",
-    f"FDCACHE_RUNTIME_DIR=/tmp/{'x' * 120}": "the path has more than the 107 bytes of a socket",
-    "FDCACHE_RUNTIME_DIR=/proc/nope": "/proc/nope: the folder of the socket cannot be made in /proc",
+    f"FDCACHE_RUNTIME_DIR=/tmp/{'x' * 120}": "the path is longer than the 107 bytes of a socket",
+    "FDCACHE_RUNTIME_DIR=/proc/nope": "/proc/nope: the directory of the socket cannot be created in /proc",
     "FDCACHE_NUMA_NODE=4095": "this machine has no NUMA node 4095; unset it",
     "FD_LOG_DIR=/proc/nope": "/proc/nope cannot be made",
     "FDCACHE_STORAGE=nosuch": "FDCACHE_STORAGE=nosuch: no such connector",
@@ -155,7 +155,7 @@ def test_check_and_serve_refuse_what_is_in_the_place_of_the_socket_and_leave_it(
             assert done.returncode == 78, everything(done)
             (line,) = [each for each in everything(done).splitlines() if each.startswith("error: ")]
             assert line.endswith(
-                f"{path}: there is something else than a socket; choose another --socket, or move it away"
+                f"{path}: exists and is not a socket; choose another --socket, or move it away"
             )
     assert sorted(run.iterdir()) == kept
     assert (run / "precious.txt").read_text() == "years of work"
@@ -228,7 +228,7 @@ def test_serve_refuses_a_runtime_folder_of_others_without_advice_to_close_it() -
     )
     assert done.returncode == 78
     assert (
-        f"set FDCACHE_RUNTIME_DIR to another folder, such as /tmp/fdcache-{os.geteuid()}, which"
+        f"set FDCACHE_RUNTIME_DIR to another directory, such as /tmp/fdcache-{os.geteuid()}, which"
         in done.stderr
     )
     assert "chmod" not in done.stderr

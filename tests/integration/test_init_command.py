@@ -66,7 +66,7 @@ def test_it_says_what_the_machine_has_and_changes_nothing(tmp_path: Path) -> Non
         ({"FDCACHE_ARENA_DIR": "/no/such/folder"}, "make it a tmpfs"),
         ({"FDCACHE_ARENA_DIR": "/sys"}, "choose another, a tmpfs such as /dev/shm"),
         ({"FDCACHE_NUMA_NODE": "4095"}, "no NUMA node 4095; unset it"),
-        ({"FDCACHE_RUNTIME_DIR": "/"}, "set FDCACHE_RUNTIME_DIR to another folder"),
+        ({"FDCACHE_RUNTIME_DIR": "/"}, "set FDCACHE_RUNTIME_DIR to another directory"),
     ],
 )
 def test_what_would_make_serving_fail_is_named_with_its_remedy(settings: dict[str, str], said: str) -> None:

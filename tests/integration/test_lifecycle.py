@@ -20,11 +20,11 @@ import pytest
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
 from fdcache.machine.memory import huge_page_problem, node_cores
+from fdcache.service.client.connection import Connection
 from fdcache.service.server.arena import Arena, find_arenas, foreign_arenas, remove_arena
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.server.machine_setup import clean_arenas, examine
 from fdcache.service.server.preflight import preflight
-from fdcache.service.wire.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Register
 from fdcache.settings import Settings, Severity

@@ -12,8 +12,8 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from fdcache.manager import Request
+from fdcache.service.client.connection import Connection
 from fdcache.service.server.http import make_app
-from fdcache.service.wire.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Heartbeat, Register
 from fdcache.tiers.traffic import BOUNDS

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fdcache.hashing import TokenBlocks, root_hash
-from fdcache.service.wire.connection import Connection
+from fdcache.service.client.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Heartbeat, Register
 from fdcache.settings.cache import CacheSettings, WritePolicy

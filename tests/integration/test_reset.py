@@ -11,7 +11,7 @@ import pytest
 from fdcache.errors import RefusedError
 from fdcache.hashing import tenant_key
 from fdcache.manager import Request
-from fdcache.service.client.tool import Client
+from fdcache.service.client.connection import Client
 from tests.e2e.test_serve_command import run
 from tests.service_engine import PROMPT, Engine, ready_blocks
 from tests.service_help import LocalService, local_service, until

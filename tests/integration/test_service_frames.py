@@ -9,10 +9,10 @@ import pytest
 
 from fdcache.errors import ServiceUnavailableError
 from fdcache.manager import Request as EngineRequest
-from fdcache.service.wire.connection import Connection
-from fdcache.service.wire.frames import VERSION, decode_answer
+from fdcache.service.client.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import (
+    VERSION,
     Ask,
     Attach,
     Events,
@@ -27,6 +27,7 @@ from fdcache.service.wire.protocol import (
     Register,
     Release,
     Request,
+    decode_answer,
 )
 from tests.service_engine import PROMPT, Engine, layout
 from tests.service_help import TIMEOUT, local_service, until

@@ -10,8 +10,7 @@ import pytest
 
 from fdcache.errors import ProtocolError
 from fdcache.manager import Request as EngineRequest
-from fdcache.service.client.tool import Argument
-from fdcache.service.wire.frames import decode_answer, encode_request
+from fdcache.service.client.connection import Argument
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import (
     Ask,
@@ -27,6 +26,8 @@ from fdcache.service.wire.protocol import (
     Register,
     Release,
     Request,
+    decode_answer,
+    encode_request,
 )
 from fdcache.tiers.traffic import Copied, Direction, Traffic
 from tests.service_engine import PROMPT, Engine, layout

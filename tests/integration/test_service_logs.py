@@ -19,9 +19,8 @@ from pathlib import Path
 import pytest
 
 from fdcache.errors import ServiceError
-from fdcache.service.client.tool import Client
+from fdcache.service.client.connection import Client, Connection
 from fdcache.service.server import process
-from fdcache.service.wire.connection import Connection
 from fdcache.settings import Settings
 from tests.service_engine import BLOCK, Engine, ready_blocks
 from tests.service_help import TIMEOUT, ServiceProcess, arguments, until

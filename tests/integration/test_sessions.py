@@ -167,7 +167,7 @@ class TestTotals:
         engine = Engine(service.address)
         engine.serve(PROMPT)
         until(lambda: service.ask("transfers")[0]["copied"], "it has told what it copied")
-        keeper = host_of(engine)._keeper
+        keeper = host_of(engine).sessions
         assert keeper.session is not None
         keeper.lose(keeper.session, "a test")
         engine.await_stock()
@@ -185,7 +185,7 @@ class TestTotals:
 
 def test_slots_whose_grant_never_arrived_are_asked_for_again(service: LocalService) -> None:
     engine = Engine(service.address)
-    keeper = host_of(engine)._keeper
+    keeper = host_of(engine).sessions
     session = keeper.session
     assert session is not None
     keeper.return_stock(session)

@@ -16,7 +16,7 @@ from fdcache.settings import VARIABLES, LoadResult, Settings, SettingsError, rea
 from fdcache.settings.effective import EffectiveValue, effective_values
 from fdcache.settings.kinds import format_size, parse_size
 from fdcache.settings.sources import parse_dotenv, quote
-from fdcache_cli.env_report import Report
+from fdcache_cli.env_show import Report
 
 MARKER = "S3CRET"
 SECRETS = [name for name, variable in VARIABLES.items() if variable.secret]

@@ -10,8 +10,7 @@ import pytest
 from fdcache.errors import ProtocolError
 from fdcache.settings import VARIABLES, Source, Sourced, read_settings
 from fdcache.settings.effective import EffectiveValue, effective_values
-from fdcache_cli.env_report import Report
-from fdcache_cli.env_show import tell
+from fdcache_cli.env_show import Report, tell
 from fdcache_cli.running_service import RunningService, ask_service
 
 MEMORY = VARIABLES["FDCACHE_HOST_MEMORY"]

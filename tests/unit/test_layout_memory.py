@@ -9,7 +9,7 @@ import numpy as np
 from fdcache.layout import KVLayout
 from fdcache.service.server.arena import Arena
 from fdcache.service.server.layout_memory import LayoutMemory
-from fdcache.service.wire.extents import Geometry
+from fdcache.service.wire.shared_memory import Geometry
 from tests.property.test_round_trips import COMMON
 from tests.swaps import uniform_layout
 

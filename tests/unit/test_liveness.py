@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from fdcache.service.wire.liveness import LiveFile, Watch, earlier_processes
+from fdcache.service.wire.liveness import LiveFile, Watch, live_processes
 from tests.service_help import until
 
 _HOLDER = """
@@ -34,14 +34,14 @@ def holder(directory: Path) -> subprocess.Popen[str]:
 def test_a_visible_process_is_watched_by_its_pid(tmp_path: Path) -> None:
     process = holder(tmp_path)
     assert process.stdout is not None
-    (live,) = [live for _ in [process.stdout.readline()] for live in earlier_processes(tmp_path)]
+    (live,) = [live for _ in [process.stdout.readline()] for live in live_processes(tmp_path)]
     watch = Watch(live)
     assert watch.pidfd is not None
     assert not watch.is_gone()
     process.kill()
     until(watch.is_gone, "its end is seen")
     process.wait()
-    watch.bury()
+    watch.remove_file()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -49,7 +49,7 @@ def test_a_process_of_another_container_is_watched_by_its_lock(tmp_path: Path) -
     process = holder(tmp_path)
     assert process.stdout is not None
     process.stdout.readline()
-    (live,) = earlier_processes(tmp_path)
+    (live,) = live_processes(tmp_path)
     watch = Watch(msgspec.structs.replace(live, pid_namespace=live.pid_namespace + 1))
     assert watch.pidfd is None
     assert not watch.is_gone()
@@ -78,6 +78,6 @@ def test_a_goodbye_is_a_death(tmp_path: Path) -> None:
 def test_files_of_the_dead_are_taken_away(tmp_path: Path) -> None:
     (tmp_path / "fdcache-live-0123").write_bytes(b"{")
     held = LiveFile(tmp_path)
-    assert [live.path for live in earlier_processes(tmp_path)] == [held.live.path]
+    assert [live.path for live in live_processes(tmp_path)] == [held.live.path]
     assert len(list(tmp_path.iterdir())) == 1
     held.close()

@@ -13,16 +13,16 @@ def test_blocks_told_longest_ago_are_forgotten_first() -> None:
     owners = Owners(2)
     for block, tenant in ((b"1", "a"), (b"2", "a"), (b"1", "b"), (b"3", "a")):
         owners.add(block, tenant)
-    assert owners.of([b"1", b"3"]) == B + A
-    assert owners.of([b"2"]) == b""
-    assert owners.of([b"3", b"2"]) == A + bytes(16)
+    assert owners.keys([b"1", b"3"]) == B + A
+    assert owners.keys([b"2"]) == b""
+    assert owners.keys([b"3", b"2"]) == A + bytes(16)
 
 
 def test_a_table_stays_bounded_however_much_is_told() -> None:
     owners = Owners(3)
     for number in range(100):
         owners.add(bytes([number]), "a")
-    assert [bool(owners.of([bytes([number])])) for number in range(95, 100)] == [False] * 2 + [True] * 3
+    assert [bool(owners.keys([bytes([number])])) for number in range(95, 100)] == [False] * 2 + [True] * 3
 
 
 def test_departures_longest_ago_are_forgotten_first() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fdcache._core import PresenceTable, Tier
-from fdcache.service.wire.presence import BYTES_PER_SLOT, create_table, open_table, table_bytes
+from fdcache.service.wire.shared_memory import BYTES_PER_SLOT, create_table, open_table, table_bytes
 
 ROOT = bytes(32)
 

@@ -1,6 +1,6 @@
-"""The small ends of a service's line: for tools, and for engines that keep their own device blocks."""
+"""Clients of a service: for tools, and for engines that manage their own device blocks."""
 
+from fdcache.service.client.connection import AsyncClient, Client
 from fdcache.service.client.engine import AsyncEngineClient, EngineClient
-from fdcache.service.client.tool import AsyncClient, Client
 
 __all__ = ["AsyncClient", "AsyncEngineClient", "Client", "EngineClient"]

@@ -1,4 +1,4 @@
-"""The host arena of a service, as one worker sees it."""
+"""SharedHostArena: the host arena of a service, as one worker maps it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from fdcache.devices.base import Device, PinnedMemory
 from fdcache.errors import HostMemoryError, ProtocolError, ServiceError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import Int32Array, TransferPlan
+from fdcache.service.client.connection import Connection
 from fdcache.service.wire.address import socket_path
-from fdcache.service.wire.connection import Connection
-from fdcache.service.wire.extents import Extent, Geometry, record_table
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Attach, Attached
+from fdcache.service.wire.shared_memory import Extent, Geometry, record_table
 from fdcache.tiers.host import HostCache
 
 _ATTACH_TIMEOUT = 2.0
 
 
 class SharedHostArena:
-    """Extents of the service's arena, mapped as plans come to need them.
+    """Extents of the service's arena, mapped when a plan needs them.
 
-    A worker copies only while the service knows its process: so it attaches with its first plan, and again
-    whenever a plan names another session. ``extents`` are those mapped now. ``attach`` may take as long as the service
-    does and changes nothing that copies use; ``prepare`` follows it.
+    A worker may copy only while the service knows its process: it attaches with its first plan, and again whenever a
+    plan names another session. ``attach`` may block for as long as the service does and changes nothing that copies
+    use; ``prepare`` follows it and maps. ``extents`` are the mapped ones, ``pinned`` the same for the device.
     """
 
     def __init__(self, host: HostCache, layout: KVLayout, rank: int, device: Device) -> None:
@@ -47,11 +47,11 @@ class SharedHostArena:
 
     @property
     def num_blocks(self) -> int:
-        """Slots that are mapped."""
+        """Mapped slots."""
         return self.table.num_slots
 
     def attach(self, plan: TransferPlan) -> str | None:
-        """Make this process known where the plan's slots are; the reason when that cannot be, and the plan fails."""
+        """Announce this process to the service of the plan's slots; return the reason if that fails, else None."""
         arena = plan.arena or "none"
         if arena == self._arena or not any(len(swap) for swap in plan.swaps()):
             return None
@@ -62,7 +62,7 @@ class SharedHostArena:
         return None
 
     def prepare(self, plan: TransferPlan) -> str | None:
-        """Map what the plan needs; the reason when that cannot be, and the plan fails."""
+        """Map the extents that the plan needs; return the reason if that fails, else None."""
         slots = [
             swap.src_block_ids if swap is plan.loads else swap.dst_block_ids
             for swap in plan.swaps()
@@ -71,7 +71,7 @@ class SharedHostArena:
         if not slots:
             return None
         try:
-            self._take_up()
+            self._apply_attachment()
             self._map(np.concatenate(slots))
         except (HostMemoryError, OSError) as error:
             return f"the service's arena cannot be used: {error}"
@@ -82,20 +82,20 @@ class SharedHostArena:
             raise ServiceUnavailableError("the engine had no session when it made the plan")
         incarnation, session, engine = arena.split("/", 2)
         live = self._live_file(engine)
-        line = Connection(self._address)
+        connection = Connection(self._address)
         try:
-            line.session = int(session, 16)
-            answer, _ = line.call(Attach(self._rank, live.live), _ATTACH_TIMEOUT)
+            connection.session = int(session, 16)
+            answer, _ = connection.call(Attach(self._rank, live.live), _ATTACH_TIMEOUT)
         finally:
-            line.close()
+            connection.close()
         if not isinstance(answer, Attached):
-            raise ProtocolError(f"an attachment was answered by {type(answer).__name__}")
+            raise ProtocolError(f"expected the answer to an attachment, got {type(answer).__name__}")
         if f"{answer.geometry.incarnation:x}" != incarnation:
             raise ServiceUnavailableError("the plan is from before the service was restarted")
         return answer
 
-    def _take_up(self) -> None:
-        """Use what the service has answered since the last plan."""
+    def _apply_attachment(self) -> None:
+        """Use the answer to the last ``attach``."""
         if self._attached is None:
             return
         (self._arena, answer), self._attached = self._attached, None
@@ -105,15 +105,15 @@ class SharedHostArena:
         self.fingerprint = answer.fingerprint
 
     def _live_file(self, engine: str) -> LiveFile:
-        """This process's live file as a worker of that engine; it stays locked until the arena is closed."""
+        """Return this process's live file as a worker of an engine; it stays locked until the arena is closed."""
         if engine not in self._live:
             self._live[engine] = LiveFile(self._directory, engine)
         return self._live[engine]
 
     def _map(self, slots: Int32Array) -> None:
-        """Map the extents of these slots, and anew those that are other memory than they were.
+        """Map the extents of these slots; map again those whose file is other memory by now.
 
-        What a plan names is not given to another layout before the plan has ended, so what is seen here holds for it.
+        Slots that a plan names are not given to another layout before the plan has ended, so the check holds for it.
         """
         geometry = self._geometry
         assert geometry is not None
@@ -125,7 +125,7 @@ class SharedHostArena:
                 continue
             extent = Extent(path, geometry.extent_bytes)
             pinned = self._device.pin_memory(extent.address, extent.nbytes, extent)
-            # A load that its engine was too slow for may still read there: what was pinned stays so.
+            # A load that timed out may still read there: keep it pinned.
             self._former += self.pinned[index : index + 1]
             self.extents[index : index + 1] = [extent]
             self.pinned[index : index + 1] = [pinned]
@@ -139,7 +139,7 @@ class SharedHostArena:
         self.table = _core.RecordTable([], 1, self._record_bytes, [], 0, ())
 
     def close(self) -> None:
-        """Unmap, and tell the service that this process copies nothing any more."""
+        """Unmap, and remove the live files: this process copies nothing any more."""
         self._unmap()
         for live in self._live.values():
             live.close()

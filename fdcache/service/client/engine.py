@@ -20,6 +20,7 @@ from fdcache.metadata import (
     TransferPlan,
     TransferReport,
     UInt32Array,
+    UInt64Array,
 )
 from fdcache.plans.blocks import parents_of
 from fdcache.service.client.remote_tier import RemoteHostTier
@@ -29,16 +30,23 @@ from fdcache.tiers.host import HostCache
 from fdcache.tiers.pool import RESERVED
 
 Execute = Callable[[TransferPlan], Sequence[TransferReport]]
-"""Lets every rank carry out a plan, and returns the report of each."""
+"""Executes a plan on every rank and returns their reports."""
 
 
 class EngineClient:
     """Loads and stores blocks whose device slots the engine manages.
 
-    ``hashes`` is always a path from the root, shape (blocks, 32), as ``Request.block_hashes`` has it; the blocks
-    meant are those from ``start`` on, and ``slots`` their device slots. ``execute`` hands a plan to the ranks'
-    controllers, which were given ``host_cache``. Calls come from several threads one after the other. Without
-    the service nothing is found and nothing stored.
+    ```python
+    with EngineClient(CacheSettings(server="ipc:///run/fdcache/fdcache.sock"), layout, execute) as client:
+        found = client.lookup(hashes)
+        loaded = client.load(hashes[:found], device_slots[:found])
+        client.store(hashes, device_slots[loaded:], start=loaded)
+    ```
+
+    ``hashes`` is a path from the root, shape (blocks, 32), as ``Request.block_hashes`` has it; a call is about its
+    blocks from ``start`` on, and ``slots`` are their device slots. ``execute`` runs a plan on the ranks' controllers,
+    which were given ``host_cache``. Threads may share a client. Without the service every look-up misses and nothing
+    is stored.
     """
 
     def __init__(self, settings: CacheSettings, layout: KVLayout, execute: Execute) -> None:
@@ -60,27 +68,27 @@ class EngineClient:
 
     @property
     def host_cache(self) -> HostCache:
-        """What every rank's ``CacheController.initialize_host_cache`` is given."""
+        """Argument of every rank's ``CacheController.initialize_host_cache``."""
         return self._host.host_cache
 
     @property
     def store_room(self) -> int:
-        """How many blocks a store takes now, at most; more is granted in the background."""
+        """Blocks that a store can take now; the service grants more in the background."""
         return self._host.copy_room
 
     def lookup(self, hashes: HashArray, start: int = 0) -> int:
-        """How many blocks from ``start`` on are there, one after the other. They count as used, and are not pinned."""
+        """Return the number of leading blocks found from ``start`` on. They count as used and are not pinned."""
         with self._lock:
             (found,) = self._host.match_paths([(hashes, start)])
             self._host.release(found.lease)
             return len(found)
 
     def touch(self, hashes: HashArray) -> None:
-        """Let these blocks be the last to be evicted: the engine reuses them from its own cache."""
+        """Mark blocks as used, because the engine reuses them from its own cache: they are evicted last."""
         self.lookup(hashes)
 
     def load(self, hashes: HashArray, slots: Int32Array, start: int = 0) -> int:
-        """Copy blocks into device slots; how many leading ones every rank has. The others hold nothing of use."""
+        """Copy blocks into device slots; return how many leading ones every rank has. The other slots are garbage."""
         with self._lock:
             (found,) = self._host.match_paths([(hashes[: start + len(slots)], start)])
             size = len(found)
@@ -100,7 +108,7 @@ class EngineClient:
             self._host.release(found.lease)
             copied = np.zeros(size, np.uint8)
             try:
-                copied, _ = self._carry_out(TransferPlan(plan_id=0, loads=swap), SwapPurpose.LOAD, size)
+                copied, _ = self._run(swap)
             finally:
                 self._host.end_load(found.slots, swap.hash_values, copied)
             return size if copied.all() else int(np.argmin(copied))
@@ -108,9 +116,9 @@ class EngineClient:
     def store(
         self, hashes: HashArray, slots: Int32Array, start: int = 0, *, tenant: str | None = None
     ) -> int:
-        """Copy blocks out of device slots; how many were copied. Those that are there already are not.
+        """Copy blocks out of device slots and return how many were copied; blocks already stored are skipped.
 
-        ``tenant``: whose quota they count against, as in the hashes.
+        They count against the quota of ``tenant``, which must be the one in the hashes.
         """
         stop = start + len(slots)
         mine, parents = hashes[start:stop], parents_of(hashes, start, stop)
@@ -128,28 +136,27 @@ class EngineClient:
             )
             copied, checksums = np.zeros(len(chosen), np.uint8), np.empty(0, np.uint64)
             try:
-                plan = TransferPlan(plan_id=0, backups=swap)
-                copied, checksums = self._carry_out(plan, SwapPurpose.BACKUP, len(chosen))
+                copied, checksums = self._run(swap)
             finally:
                 self._host.complete(taken.slots, copied, checksums)
                 self._host.flush()
             return int(copied.sum())
 
     def events(self) -> list[CacheEvent]:
-        """What entered and left the layout's tier since the last call; needs ``settings.event_buffer``."""
+        """Return events of the layout's tier since the last call; needs ``settings.event_buffer``."""
         with self._lock:
             return list(events_of(self._host, CacheLevel.HOST, self._block_size))
 
     def reset(self) -> None:
-        """Forget every block of this layout, for every engine that has it; until that is done nothing is found."""
+        """Forget every block of this layout, for all its engines; until that is done every look-up misses."""
         with self._lock:
             self._host.reset()
 
     def change_revision(self, revision: str) -> KVLayout:
-        """The engine has loaded other weights: the layout whose fingerprint the hashes begin with from now on.
+        """Switch to other weights; return the layout whose fingerprint the hashes begin with from now on.
 
-        Nothing of the former weights is found again; blocks of this revision are shared with all engines that have it.
-        Nothing is found until the service knows. Raises ``LayoutError`` for the revision that there is.
+        Blocks of the former weights are never found again; blocks of this revision are shared with all its engines.
+        Every look-up misses until the service knows. Raises ``LayoutError`` if the revision does not change.
         """
         with self._lock:
             self.layout = self.layout.with_revision(revision)
@@ -157,14 +164,19 @@ class EngineClient:
             return self.layout
 
     def close(self) -> None:
-        """Say goodbye; the ranks' controllers have been shut down."""
+        """Leave the service. Shut the ranks' controllers down first."""
         self._host.close()
 
-    def _carry_out(self, plan: TransferPlan, purpose: SwapPurpose, size: int) -> tuple[HashArray, np.ndarray]:
+    def _run(self, swap: CacheSwapMetadata) -> tuple[HashArray, UInt64Array]:
+        """Copy; return 1 for each block that every rank copied, and rank 0's checksums."""
+        is_load = swap.purpose is SwapPurpose.LOAD
         plan = TransferPlan(
-            plan_id=next(self._plan_ids), arena=self._host.arena, loads=plan.loads, backups=plan.backups
+            plan_id=next(self._plan_ids),
+            arena=self._host.arena,
+            loads=swap if is_load else None,
+            backups=None if is_load else swap,
         )
-        copied = np.ones(size, np.uint8)
+        copied = np.ones(len(swap), np.uint8)
         checksums = np.empty(0, np.uint64)
         reports = self._execute(plan)
         if {report.rank for report in reports} != set(range(self._ranks)):
@@ -172,50 +184,50 @@ class EngineClient:
         for report in reports:
             self._host.traffic.record(report)
             for result in report.results:
-                if result.purpose is purpose:
+                if result.purpose is swap.purpose:
                     copied[result.failed] = 0
                     checksums = result.checksums if report.rank == 0 else checksums
         return copied, checksums
 
 
 class AsyncEngineClient:
-    """``EngineClient`` for asyncio: each call runs in a thread, so that the event loop goes on meanwhile."""
+    """``EngineClient`` for asyncio: each call runs in a thread, so that the event loop is not blocked."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
     async def lookup(self, hashes: HashArray, start: int = 0) -> int:
-        """As ``EngineClient.lookup``."""
+        """See ``EngineClient.lookup``."""
         return await asyncio.to_thread(self._client.lookup, hashes, start)
 
     async def touch(self, hashes: HashArray) -> None:
-        """As ``EngineClient.touch``."""
+        """See ``EngineClient.touch``."""
         await asyncio.to_thread(self._client.touch, hashes)
 
     async def load(self, hashes: HashArray, slots: Int32Array, start: int = 0) -> int:
-        """As ``EngineClient.load``."""
+        """See ``EngineClient.load``."""
         return await asyncio.to_thread(self._client.load, hashes, slots, start)
 
     async def store(
         self, hashes: HashArray, slots: Int32Array, start: int = 0, *, tenant: str | None = None
     ) -> int:
-        """As ``EngineClient.store``."""
+        """See ``EngineClient.store``."""
         return await asyncio.to_thread(self._client.store, hashes, slots, start, tenant=tenant)
 
     async def events(self) -> list[CacheEvent]:
-        """As ``EngineClient.events``."""
+        """See ``EngineClient.events``."""
         return await asyncio.to_thread(self._client.events)
 
     async def reset(self) -> None:
-        """As ``EngineClient.reset``."""
+        """See ``EngineClient.reset``."""
         await asyncio.to_thread(self._client.reset)
 
     async def change_revision(self, revision: str) -> KVLayout:
-        """As ``EngineClient.change_revision``."""
+        """See ``EngineClient.change_revision``."""
         return await asyncio.to_thread(self._client.change_revision, revision)
 
     async def close(self) -> None:
-        """As ``EngineClient.close``."""
+        """See ``EngineClient.close``."""
         await asyncio.to_thread(self._client.close)
 
 

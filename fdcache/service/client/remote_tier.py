@@ -1,4 +1,4 @@
-"""Whose blocks are: tenants by block, for blocks below the root."""
+"""RemoteHostTier: the host tier of a service, as an engine uses it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,29 @@ from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.hashing import NO_TENANT, tenant_key
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
-from fdcache.service.client.channel import Session
-from fdcache.service.client.lookups import PinnedRuns, RemoteFetches, RemoteLookups
-from fdcache.service.client.session import SessionKeeper
-from fdcache.service.wire.connection import Connection
-from fdcache.service.wire.frames import hashes_from
-from fdcache.service.wire.protocol import TIER_FIGURES, Ask, FetchTerms, LoadEnded, Publish
+from fdcache.service.client.connection import Connection
+from fdcache.service.client.holds import PinnedRuns, RemoteFetches
+from fdcache.service.client.session import Outbox, Session, SessionKeeper
+from fdcache.service.wire.protocol import (
+    FETCHING,
+    MAX_BLOCKS,
+    MAX_PATHS,
+    TIER_FIGURES,
+    Answer,
+    Ask,
+    FetchTerms,
+    LoadEnded,
+    Match,
+    Matched,
+    Publish,
+    hashes_from,
+    int32_from,
+    uint8_from,
+    uint32_from,
+)
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import (
+    FETCHING_MATCH,
     NO_GENERATIONS,
     NO_SLOTS,
     NOTHING,
@@ -29,38 +44,38 @@ from fdcache.tiers.host import (
     SlotsForCopies,
     TierFigures,
 )
+from fdcache.tiers.pool import PENDING
 from fdcache.tiers.traffic import Traffic
 
-_MOST = 1 << 20
+_MAX_OWNERS = 1 << 20
+_NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
+
 _key = lru_cache(maxsize=65536)(tenant_key)
 
 
 class Owners:
-    """Tenants of blocks below the root. Bounded: those told longest ago are forgotten first, and are nobody's."""
+    """Tenants of blocks below the root. The oldest entries are dropped; their blocks count as no tenant's."""
 
-    def __init__(self, most: int = _MOST) -> None:
-        self._most = most
+    def __init__(self, limit: int = _MAX_OWNERS) -> None:
+        self._limit = limit
         self._tenants: OrderedDict[bytes, bytes] = OrderedDict()
 
     def add(self, block: bytes, tenant: str) -> None:
-        """This block is this tenant's."""
+        """Set the tenant of a block."""
         self._tenants[block] = _key(tenant)
         self._tenants.move_to_end(block)
-        if len(self._tenants) > self._most:
+        if len(self._tenants) > self._limit:
             self._tenants.popitem(last=False)
 
-    def of(self, blocks: Iterable[bytes]) -> bytes:
-        """The keys of the blocks' tenants, one after the other; nothing where all are nobody's."""
+    def keys(self, blocks: Iterable[bytes]) -> bytes:
+        """Return the tenant keys of the blocks one after the other; empty when none of them has a tenant."""
         keys = [self._tenants.get(block, NO_TENANT) for block in blocks]
         return b"".join(keys) if any(key is not NO_TENANT for key in keys) else b""
 
 
-_NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
-
-
 @dataclass(frozen=True, slots=True)
 class NoSlots:
-    """What there is of a service that is gone."""
+    """Reservation at a service that is gone."""
 
     missing: int
     slots: Int32Array = field(default_factory=lambda: NO_SLOTS)
@@ -69,7 +84,17 @@ class NoSlots:
 
 
 class RemoteHostTier:
-    """The host tier of the service at ``settings.server``. Calls are the manager's, under its lock."""
+    """Host tier of the service at ``settings.server``. Its callers take turns.
+
+    ```python
+    tier = RemoteHostTier(CacheSettings(server="ipc:///run/fdcache/fdcache.sock"), layout)
+    (match,) = tier.match_paths([(hashes, 0)])
+    tier.release(match.lease)
+    ```
+
+    A look-up first asks the presence table in shared memory and then the service, in one round trip for all paths.
+    Everything else is queued and sent by the thread of ``sessions``.
+    """
 
     def __init__(self, settings: CacheSettings, layout: KVLayout, terms: FetchTerms | None = None) -> None:
         assert settings.server is not None
@@ -77,98 +102,183 @@ class RemoteHostTier:
         self._fingerprint = layout.fingerprint
         self._owners = Owners()
         self._reset_owed = False
-        self._line = Connection(settings.server)
-        self._runs = PinnedRuns(self._unpin)
-        self._keeper = SessionKeeper(
-            settings, layout, lambda: self._runs.slots_loading > 0, terms or FetchTerms()
-        )
-        self.fetches = RemoteFetches(self._keeper)
-        self._lookups = RemoteLookups(self._line, self._keeper, self._runs, self.fetches, self._timeout)
+        self._connection = Connection(settings.server)
+        self._outbox = Outbox()
+        self._runs = PinnedRuns(self._outbox.release)
+        self.sessions = SessionKeeper(settings, layout, self._outbox, self._is_loading, terms or FetchTerms())
+        self.fetches = RemoteFetches(self.sessions)
 
     @property
     def host_cache(self) -> HostCache:
-        """What workers attach with."""
-        return HostCache(num_blocks=self.num_blocks, server=self._line.address)
+        """Description that workers attach with."""
+        return HostCache(num_blocks=self.num_blocks, server=self._connection.address)
 
     @property
     def arena(self) -> str | None:
-        """Names session and memory; a worker that sees another one than before attaches again."""
-        session = self._keeper.session
+        """Name of session and memory; a worker attaches again when it changes."""
+        session = self.sessions.session
         return session.arena if session else "none"
 
     @property
     def connected(self) -> bool:
-        """Whether the service answers."""
-        return self._keeper.session is not None
+        """True while a session is open."""
+        return self.sessions.session is not None
 
     def wait_connected(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for the service."""
-        return self._keeper.wait_connected(timeout)
+        """Wait up to ``timeout`` seconds for the service; return True if it is there."""
+        return self.sessions.wait_connected(timeout)
 
     @property
     def num_blocks(self) -> int:
         """Slots that the service has given this layout so far."""
-        session = self._keeper.session
+        session = self.sessions.session
         return session.num_slots if session else 0
 
     @property
     def copy_room(self) -> int:
-        """Slots in stock; more are under way when it is low."""
-        session = self._keeper.session
+        """Slots in stock; more are requested when it is low."""
+        session = self.sessions.session
         return session.copies.stock if session else 0
+
+    def _is_loading(self) -> bool:
+        return self._runs.slots_loading > 0
 
     # --- look-ups -----------------------------------------------------------------------------------------
 
     def match_paths(
         self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
     ) -> list[HostMatch]:
-        """One round trip for those of which something is there or may be stored, none when there are none.
+        """Pin the leading runs of paths, as ``HostTier.match_paths``.
 
-        Without an answer in time nothing is found, and the session is over.
+        One round trip asks for the paths of which the table has something or which storage may have; none is made when
+        there are no such paths. Without an answer in time nothing is found, and the session is over.
         """
+        matches = [NOTHING] * len(paths)
         if self._reset_owed:
-            self.settle_reset()
-        session = self._keeper.session
+            self._finish_reset()
+        session = self.sessions.session
         if session is None or self._reset_owed:
+            return matches
+        asked: list[tuple[HashArray, int]] = []
+        numbers: list[int] = []
+        places: list[int] = []
+        for i, (hashes, start) in enumerate(paths):
+            number = fetches[i] if fetches else 0
+            end = len(hashes) if number else start + session.copies.run(hashes, start)
+            if end < len(hashes):
+                self._outbox.count_miss(hashes[end], len(hashes) - end, whole=end == start)
+                self._count_in_flight_miss(session, hashes[end])
+            if end > start:
+                asked.append((hashes[:end], start))
+                numbers.append(number)
+                places.append(i)
+        if asked:
+            for i, match in zip(places, self._ask(session, _limited(asked), numbers), strict=True):
+                matches[i] = match
+        return matches
+
+    def _ask(
+        self, session: Session, paths: Sequence[tuple[HashArray, int]], numbers: Sequence[int]
+    ) -> list[HostMatch]:
+        body = Match(
+            counts=np.array([len(hashes) for hashes, _ in paths], np.int32).tobytes(),
+            starts=np.array([start for _, start in paths], np.int32).tobytes(),
+            hashes=b"".join(hashes.tobytes() for hashes, _ in paths),
+            fetches=np.array(numbers, np.int64).tobytes() if any(numbers) else b"",
+        )
+        self._connection.session = session.id
+        try:
+            answer, late = self._connection.call(body, self._timeout)
+            for each in late:
+                self._release_late(session, each)
+            if not isinstance(answer, Matched):
+                raise ProtocolError(f"expected the answer to a look-up, got {type(answer).__name__}")
+            return self._matches(session, paths, numbers, answer)
+        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
+            if isinstance(error, RefusedError) and error.code == "draining":
+                self.sessions.leave(session)
+            else:
+                self.sessions.lose(session, str(error))
             return [NOTHING] * len(paths)
-        return self._lookups.match(session, paths, fetches)
+
+    def _matches(
+        self,
+        session: Session,
+        paths: Sequence[tuple[HashArray, int]],
+        numbers: Sequence[int],
+        answer: Matched,
+    ) -> list[HostMatch]:
+        counts = int32_from(answer.counts, "counts", len(paths)).tolist()
+        slots = int32_from(answer.slots, "slots", sum(counts))
+        generations = uint32_from(answer.generations, "generations", len(slots))
+        unverified = uint8_from(answer.unverified, "unverified")
+        states = list(answer.states)
+        fetched = int32_from(answer.fetched, "fetched", 2 * len(states)).reshape(-1, 2).tolist()
+        self.fetches.learn(session, numbers, states)
+        matches, end = [], 0
+        for i, ((hashes, start), lease, size) in enumerate(zip(paths, answer.leases, counts, strict=True)):
+            first, end = end, end + size
+            if states and states[i] == FETCHING:
+                matches.append(FETCHING_MATCH)
+                continue
+            if start + size < len(hashes):
+                self._count_in_flight_miss(session, hashes[start + size])
+            if not lease:
+                matches.append(NOTHING)
+                continue
+            matches.append(
+                HostMatch(
+                    self._runs.add(session, lease),
+                    slots[first:end],
+                    generations[first:end],
+                    unverified=unverified[first:end] if len(unverified) else None,
+                    fetched=range(*fetched[i]) if fetched else range(0),
+                )
+            )
+        return matches
+
+    def _count_in_flight_miss(self, session: Session, block: HashArray) -> None:
+        if session.copies.contains(block[np.newaxis])[0] == PENDING:
+            self.sessions.progress.in_flight_misses += 1
+
+    def _release_late(self, session: Session, answer: Answer) -> None:
+        """Release the runs of a look-up that was given up before its answer arrived."""
+        if isinstance(answer, Matched):
+            for lease in answer.leases:
+                self._outbox.release(session, lease)
 
     def release(self, lease: int) -> bool:
         """Unpin a run; what is being loaded from it stays pinned until the load's end."""
         return self._runs.release(lease)
 
-    def _unpin(self, session: Session, lease: int) -> None:
-        self._keeper.outbox.release(session, lease)
-
     def begin_load(self, lease: int, slots: Int32Array) -> None:
-        """Copies out of these slots of a run begin."""
+        """Keep these slots of a run pinned until ``end_load``."""
         self._runs.begin_load(lease, slots)
 
     def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
-        """They end. The service hears of those that failed, and of the first success of a recovered block."""
-        with self._keeper.lock:
-            session = self._keeper.heard
-            theirs = self._runs.end_load(slots)
-            if session and theirs is session and (session.recovered or not copied.all()):
-                self._keeper.outbox.tell(
-                    session, LoadEnded(slots.tobytes(), hashes.tobytes(), copied.tobytes())
-                )
+        """End a load, and report to the service which blocks every rank could read."""
+        with self.sessions.lock:
+            session = self.sessions.listening
+            owner = self._runs.end_load(slots)
+            if session and owner is session:
+                body = LoadEnded(slots.tobytes(), hashes.tobytes(), copied.tobytes())
+                self._outbox.add(session, body)
 
     def discard(self, slots: Int32Array) -> None:
-        """The service drops what a load could not use when it hears of the load's end."""
+        """Do nothing: the service drops bad blocks when it hears of the load's end."""
 
     # --- copies -------------------------------------------------------------------------------------------
 
     def contains(self, hashes: HashArray) -> HashArray:
-        """What the service's table says, and this engine's own copies: a wrong guess costs a copy, never a byte."""
-        session = self._keeper.session
+        """Look up the service's table and this engine's own copies: a wrong guess costs a copy, never a byte."""
+        session = self.sessions.session
         if session is None or self._reset_owed:
             return np.zeros(len(hashes), np.uint8)
         return session.copies.contains(hashes)
 
     def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> SlotsForCopies:
-        """Slots from the stock; no round trip."""
-        session = self._keeper.session
+        """Take slots from the stock; no round trip."""
+        session = self.sessions.session
         if session is None or self._reset_owed:
             return NoSlots(len(hashes))
         taken = session.copies.reserve(parents, hashes)
@@ -176,13 +286,13 @@ class RemoteHostTier:
         return taken
 
     def complete(self, slots: Int32Array, copied: HashArray, checksums: UInt64Array) -> HashArray:
-        """The service hears of it in the background and makes the blocks findable below READY parents."""
-        latest = self._keeper.latest
+        """Queue the end of copies: the service makes the blocks matchable below READY parents."""
+        latest = self.sessions.latest
         if latest is None or not len(slots):
             return copied
-        with self._keeper.lock:
-            # While copies are under way no session follows theirs: the present one, if there is one, is theirs.
-            session = self._keeper.heard
+        with self.sessions.lock:
+            # No session follows while copies are in flight: if there is one now, it is theirs.
+            session = self.sessions.listening
             parents, hashes = latest.copies.end(slots, copied, session is not None)
             if session is not None:
                 sums = checksums if len(checksums) else np.zeros(len(slots), np.uint64)
@@ -193,63 +303,63 @@ class RemoteHostTier:
                     hashes=hashes.tobytes(),
                     copied=copied.tobytes(),
                     checksums=sums.tobytes(),
-                    tenants=self._owners.of(row.tobytes() for row in roots),
+                    tenants=self._owners.keys(row.tobytes() for row in roots),
                 )
-                self._keeper.outbox.tell(session, body)
+                self._outbox.add(session, body)
         return copied
 
     # --- the tier as a whole ------------------------------------------------------------------------------
 
     def worker_lost(self) -> None:
-        """The service's memory outlives any worker."""
+        """Do nothing: the service's memory outlives any worker."""
 
     def reset(self) -> None:
-        """Let the service forget every block of this layout. Until it has, nothing is found."""
+        """Have the service forget every block of this layout. Until it has, nothing is found."""
         self._reset_owed = True
-        if (session := self._keeper.session) is not None:
+        if (session := self.sessions.session) is not None:
             session.copies.forget_answers()
-        self.settle_reset()
+        self._finish_reset()
 
-    def settle_reset(self) -> None:
-        """Ask for the reset that is owed; without the service it stays owed, and nothing is found."""
-        session = self._keeper.session
+    def _finish_reset(self) -> None:
+        """Ask for the reset that is owed; without the service it stays owed."""
+        session = self.sessions.session
         if session is None:
             return
         session.is_resetting = True
-        self._keeper.return_stock(session)
-        self._line.session = session.number
+        self.sessions.return_stock(session)
+        self._connection.session = session.id
         tiers = ("host", "storage") if session.storage else ("host",)
         try:
             for tier in tiers:
                 body = Ask("reset", {"tier": tier, "namespace": self._fingerprint.hex()[:16]})
-                self._line.call(body, max(self._timeout, 1.0))
+                self._connection.call(body, max(self._timeout, 1.0))
             self._reset_owed = False
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
-            self._keeper.lose(session, str(error))
+            self.sessions.lose(session, str(error))
         finally:
             session.is_resetting = False
-        self._keeper.flush()
+        self.sessions.flush()
 
     def change_layout(self, layout: KVLayout) -> None:
-        """Register with another layout once nothing of this one is under way; until then nothing is found."""
+        """Register with another layout once nothing of this one is in flight; until then nothing is found."""
         self._fingerprint = layout.fingerprint
         self._reset_owed = False
-        self._keeper.change_layout(layout)
+        self.sessions.change_layout(layout)
 
     def stats(self) -> TierFigures:
-        """As of the last heartbeat."""
-        session = self._keeper.session
+        """Return the tier's figures of the last heartbeat."""
+        session = self.sessions.session
         if session is None:
             return TierFigures()
         return TierFigures(**dict(zip(TIER_FIGURES, session.figures, strict=False)))
 
     def record_events(self, capacity: int) -> None:
-        """Keep so many of the service's events."""
-        self._keeper.inbox.record_events(capacity)
+        """Keep the newest ``capacity`` batches of the service's events."""
+        self.sessions.record_events(capacity)
 
     def take_events(self) -> tuple[HashArray, HashArray, HashArray]:
-        """Kinds, hashes, parents of the events since the last call."""
-        batches = self._keeper.inbox.take_events()
+        """Return kinds, hashes and parents of the events since the last call."""
+        batches = self.sessions.take_events()
         if not batches:
             return _NO_EVENTS
         return (
@@ -260,35 +370,45 @@ class RemoteHostTier:
 
     @property
     def in_use(self) -> int:
-        """Runs pinned and blocks being copied."""
-        return len(self._runs) + self._runs.slots_loading + self._keeper.copying
+        """Pinned runs, slots being loaded and blocks being copied."""
+        return len(self._runs) + self._runs.slots_loading + self.sessions.blocks_in_flight
 
     def report(self, figures: Callable[[], bytes]) -> None:
-        """Figures of the engine, a JSON object, that go with the next heartbeat."""
-        self._keeper.progress.report(figures)
+        """Offer the engine's figures, a JSON object, for the next heartbeat."""
+        self.sessions.progress.report(figures)
 
     def own(self, block: bytes, tenant: str) -> None:
-        """A block below the root, and all that hang below it, are this tenant's; told with the block."""
+        """Set the tenant of a block below the root and of all blocks below it; sent with the block."""
         self._owners.add(block, tenant)
 
     @property
     def traffic(self) -> Traffic:
-        """What the ranks copied; goes with the next heartbeat."""
-        return self._keeper.progress.traffic
+        """Totals of the ranks' copies, for the next heartbeat."""
+        return self.sessions.progress.traffic
 
     def flush(self) -> None:
-        """Let the service hear of what has ended, and ask it for slots; nobody waits for that."""
-        self._keeper.flush()
+        """Send queued messages and ask for slots, in the background."""
+        self.sessions.flush()
 
     def take_device_reset(self) -> bool:
-        """Whether the service asked for a reset of the device tier since the last call."""
-        return self._keeper.take_device_reset()
+        """Return True if the service ordered a reset of the device tier since the last call."""
+        return self.sessions.take_device_reset()
 
     def verify(self) -> None:
-        """Nothing of the tier is here; the service checks itself."""
+        """Do nothing: the service checks its own tier."""
 
     def close(self) -> None:
-        """Say goodbye; what is still being copied stays this process's until it ends."""
-        self._keeper.close()
-        if not self._line.socket.closed:
-            self._line.close()
+        """Say goodbye; slots that are still being copied stay this process's until it ends."""
+        self.sessions.close()
+        self._connection.close()
+
+
+def _limited(paths: Sequence[tuple[HashArray, int]]) -> list[tuple[HashArray, int]]:
+    """Cut paths to what one message may ask for; the rest is not looked up."""
+    room = MAX_BLOCKS
+    cut = []
+    for i, (hashes, start) in enumerate(paths):
+        take = min(len(hashes), room) if i < MAX_PATHS else 0
+        cut.append((hashes[:take], min(start, take)))
+        room -= take
+    return cut

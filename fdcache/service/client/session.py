@@ -1,25 +1,27 @@
-"""The beginning of a session: a service hears who comes, and its table of what is there is mapped."""
+"""Session: one registration at a service, and the thread that keeps one open."""
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import zmq
 
 from fdcache._core import OutgoingCopies
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
-from fdcache.service.client.channel import Inbox, Outbox, Progress, Session
+from fdcache.metadata import HashArray, Int32Array, UInt32Array
+from fdcache.service.client.connection import Connection
 from fdcache.service.wire.address import client_dir
-from fdcache.service.wire.connection import Connection
-from fdcache.service.wire.frames import hashes_from, int32_from, uint8_from, uint32_from
-from fdcache.service.wire.liveness import LiveFile
-from fdcache.service.wire.presence import open_table
+from fdcache.service.wire.liveness import Live, LiveFile
 from fdcache.service.wire.protocol import (
     Alive,
     Answer,
@@ -28,7 +30,7 @@ from fdcache.service.wire.protocol import (
     FetchTerms,
     Granted,
     Heartbeat,
-    Live,
+    Missed,
     Publish,
     Published,
     Recall,
@@ -38,60 +40,199 @@ from fdcache.service.wire.protocol import (
     Registered,
     Release,
     Request,
+    hashes_from,
+    int32_from,
+    uint8_from,
+    uint32_from,
 )
+from fdcache.service.wire.shared_memory import open_table
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.pool import EVENT_CLEARED
+from fdcache.tiers.traffic import Traffic
 
-_TIMEOUT = 2.0
+logger = logging.getLogger(__name__)
+
+_FIRST_STOCK, _MAX_STOCK = 64, 8192
+_STOCKED_RESERVATIONS = 4  # the stock covers this many reservations of the largest size so far
+_MAX_MISSES = 4096  # misses kept between two messages
+_REGISTER_TIMEOUT, _BYE_TIMEOUT = 2.0, 1.0
+_HEARTBEAT_SECONDS = 1.0
+_MAX_UNANSWERED = 5  # heartbeats without an answer before the service counts as gone
+_POLL_MS = 50  # longest delay of a queued message
+_MIN_BACKOFF, _MAX_BACKOFF = 0.05, 2.0
 
 
-def register(line: Connection, layout: KVLayout, live: Live, terms: FetchTerms, *, events: bool) -> Session:
-    """A new session, which ``line`` speaks in from now on. ``events``: it is told what comes and goes.
+@dataclass(eq=False, slots=True)
+class Session:
+    """One registration, from its answer until the service is lost.
 
-    Raises ``RefusedError``, ``ProtocolError``, and ``ServiceUnavailableError`` also when the service's memory cannot
-    be seen from here.
+    Attributes:
+        arena: what plans name: incarnation of the memory, session, and live file of this process.
+        copies: copies to the service, and its stock of slots; ``wanted`` slots shall be in stock, ``asked`` are
+            requested.
+        storage: the service has a storage tier below its host tier.
+        is_resetting: a reset is requested; slots granted before it would be useless.
+        unanswered: heartbeats sent since the last message of the service.
     """
-    line.session = 0
-    answer, _ = line.call(
-        Register(
-            layout=layout.to_json().encode(),
-            live=live,
-            name=f"{layout.model}:{os.getpid()}",
-            events=events,
-            fetches=terms,
-        ),
-        _TIMEOUT,
-    )
-    if not isinstance(answer, Registered):
-        raise ProtocolError(f"a registration was answered by {type(answer).__name__}")
-    geometry = answer.geometry
-    try:
-        table = open_table(Path(geometry.table_path), geometry.table_bytes)
-    except OSError as error:
-        raise ServiceUnavailableError(
-            f"{geometry.table_path}: {error}; this process needs the service's FDCACHE_ARENA_DIR"
-        ) from error
-    line.session = answer.session
-    arena = f"{geometry.incarnation:x}/{answer.session:x}/{live.path}"
-    return Session(answer.session, arena, answer.num_slots, OutgoingCopies(table), answer.storage)
+
+    id: int
+    arena: str
+    num_slots: int
+    copies: OutgoingCopies
+    storage: bool = False
+    wanted: int = _FIRST_STOCK
+    asked: int = 0
+    is_resetting: bool = False
+    figures: list[int] = field(default_factory=list)
+    unanswered: int = 0
+
+    @property
+    def needs_slots(self) -> bool:
+        """True when the stock is low and no slots are requested."""
+        return not (self.asked or self.is_resetting) and self.copies.stock < (self.wanted + 1) // 2
+
+    def refill(self) -> Refill:
+        """Return the request that fills the stock."""
+        self.asked = self.wanted - self.copies.stock
+        return Refill(self.asked)
+
+    def grant(self, slots: Int32Array, generations: UInt32Array, num_slots: int) -> None:
+        """Add slots to the stock; ``num_slots`` is the size of the whole tier now."""
+        self.copies.grant(slots, generations)
+        self.num_slots = num_slots
+        if len(slots) < self.asked:  # the service has no more: ask again after the next heartbeat
+            self.wanted = max(self.copies.stock, 1)
+        self.asked = 0
+
+    def count_heartbeat(self) -> None:
+        """Count a heartbeat as sent. Slots asked for before one that was answered may be asked for again."""
+        if not self.unanswered:
+            self.asked = 0  # granted by now, unless the answer found its queue full
+        self.unanswered += 1
+        self.wanted = max(self.wanted, _FIRST_STOCK)
+
+    def expect(self, count: int) -> None:
+        """Size the stock for reservations of ``count`` slots."""
+        self.wanted = min(max(self.wanted, _STOCKED_RESERVATIONS * count), _MAX_STOCK)
 
 
-_HEARTBEAT = 1.0
-_PAUSE_MS = 50  # so long what is to be told waits at most
-_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.05, 2.0
-_MOST_UNHEARD = 5  # signs of life without an answer: the service is gone
+class Outbox:
+    """Queued messages, releases and misses of sessions. Any thread adds, one sends; ``lock`` keeps their order."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._messages: deque[tuple[Session, Request]] = deque()
+        self._releases: deque[tuple[Session, int]] = deque()
+        self._misses: deque[tuple[bytes, int, bool]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._messages or self._releases)
+
+    def add(self, session: Session, body: Request) -> None:
+        """Queue a message; it is dropped when the session ends first. Misses so far go before it."""
+        with self.lock:
+            self.add_misses(session)
+            self._messages.append((session, body))
+
+    def release(self, session: Session, lease: int) -> None:
+        """Queue the release of a run."""
+        self._releases.append((session, lease))
+
+    def count_miss(self, first: HashArray, blocks: int, whole: bool) -> None:
+        """Count ``blocks`` missing blocks from the hash ``first``, shape (32,), on; ``whole``: the path has no hit.
+
+        It is sent before the next message, or with the next heartbeat.
+        """
+        if len(self._misses) < _MAX_MISSES:
+            self._misses.append((first.tobytes(), blocks, whole))
+
+    def add_misses(self, session: Session) -> None:
+        """Queue the misses counted so far: they must precede any publish of those blocks."""
+        with self.lock:
+            if not self._misses:
+                return
+            misses = [self._misses.popleft() for _ in range(len(self._misses))]
+            first = b"".join(key for key, _, _ in misses)
+            blocks = np.array([count for _, count, _ in misses], np.int32)
+            body = Missed(sum(whole for _, _, whole in misses), first, blocks.tobytes())
+            self._messages.append((session, body))
+
+    def drop_misses(self) -> None:
+        """Drop the misses: they belong to no session."""
+        self._misses.clear()
+
+    def clear(self) -> None:
+        """Drop messages and releases of earlier sessions."""
+        self._messages.clear()
+        self._releases.clear()
+
+    def take_messages(self) -> Iterator[tuple[Session, Request]]:
+        """Yield the queued messages in order."""
+        while self._messages:
+            yield self._messages.popleft()
+
+    def take_releases(self, session: Session | None) -> list[int]:
+        """Return the released leases of this session; those of others ended with their session."""
+        leases = []
+        while self._releases:
+            owner, lease = self._releases.popleft()
+            if owner is session:
+                leases.append(lease)
+        return leases
+
+
+class Progress:
+    """Figures of the engine, and totals of its copies; heartbeats carry the totals since their session began."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self.in_flight_misses = 0
+        """Look-ups that ended at a block which this engine was still copying."""
+        self._figures = b"{}"
+        self._wants_figures = True
+        self._sent = self._sent_before = (
+            Traffic(),
+            0,
+        )  # totals at the last heartbeat, and at the session's begin
+
+    def report(self, figures: Callable[[], bytes]) -> None:
+        """Offer the engine's figures, a JSON object, for the next heartbeat; called once between two heartbeats."""
+        if self._wants_figures:
+            self._wants_figures = False
+            self._figures = figures()
+
+    def begin_session(self) -> None:
+        """Count from here: an earlier session has what was sent so far."""
+        self._sent_before = self._sent
+
+    def heartbeat(self, device_resets: int) -> Heartbeat:
+        """Return the heartbeat of an engine that has applied ``device_resets`` resets of its device tier."""
+        self._sent = (self.traffic.copy(), self.in_flight_misses)
+        traffic, misses = self._sent_before
+        self._wants_figures = True
+        return Heartbeat(self._figures, device_resets, self._sent[0].since(traffic), self._sent[1] - misses)
 
 
 class SessionKeeper:
-    """Registers, refills, reconnects. ``session`` is None while there is no service to speak to; ``leaving`` is one
-    that ends with a goodbye once nothing of it is under way.
+    """Keeps a session open from a thread: registers, sends what is queued, refills the stock, reconnects.
 
-    A new session begins only once nothing of the one before, ``latest``, is under way, neither a copy nor a load
-    (``is_loading``): so the service may give all its slots to others.
+    A new session begins once neither a copy nor a load (``is_loading``) of the one before is in flight, so that the
+    service may give all slots of the old one to others.
+
+    Attributes:
+        session: the open session; None without a service.
+        leaving: a session that ends with a goodbye once nothing of it is in flight.
+        latest: the session that began last.
+        lock: held while something ends and its message is queued, so that the thread does not end the session between.
     """
 
     def __init__(
-        self, settings: CacheSettings, layout: KVLayout, is_loading: Callable[[], bool], terms: FetchTerms
+        self,
+        settings: CacheSettings,
+        layout: KVLayout,
+        outbox: Outbox,
+        is_loading: Callable[[], bool],
+        terms: FetchTerms,
     ) -> None:
         assert settings.server is not None
         self._layout = layout
@@ -100,194 +241,217 @@ class SessionKeeper:
         self._address = settings.server
         self._live = LiveFile(client_dir(settings.server))
         self.session: Session | None = None
+        self.leaving: Session | None = None
         self.latest: Session | None = None
-        self.last_error = ""
         self.progress = Progress()
-        self.inbox = Inbox(settings.event_buffer)
-        self.outbox = Outbox()
-        self.lock = self.outbox.lock
-        """Held while something ends and is told: the thread takes no end of a session for reached in between."""
+        self.outbox = outbox
+        self._events: deque[Events] = deque(maxlen=settings.event_buffer)
+        self._device_resets = self._device_resets_taken = 0  # orders of the service since it began
+        self.lock = outbox.lock
         self._connected = threading.Condition(self.lock)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
-        self.leaving: Session | None = None
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="fdcache-session", daemon=True)
         self._thread.start()
         self.wait_connected(max(settings.rpc_timeout, 1.0))
 
     @property
-    def live(self) -> Live:
-        """This process's proof of life."""
-        return self._live.live
+    def listening(self) -> Session | None:
+        """The session whose messages the service accepts: the open one, or the one about to end."""
+        return self.session or self.leaving
+
+    @property
+    def blocks_in_flight(self) -> int:
+        """Blocks being copied to the service."""
+        return self.latest.copies.under_way if self.latest else 0
 
     def wait_connected(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for a session; whether there is one."""
+        """Wait up to ``timeout`` seconds for a session; return True if there is one."""
         with self._connected:
             return self._connected.wait_for(lambda: self.session is not None, timeout)
 
     def flush(self) -> None:
-        """Now is a good time for the thread to tell what there is to tell; without this it comes to it by itself."""
+        """Wake the thread if messages are queued or slots are needed; it wakes by itself soon after."""
         session = self.session
-        if self.outbox or (session is not None and session.is_short):
-            self._poke()
+        if self.outbox or (session is not None and session.needs_slots):
+            self._wake_thread()
 
-    def lose(self, session: Session, reason: str, *, goodbye: bool = False) -> None:
-        """The service did not answer, or does not know the session: it is over.
-
-        ``goodbye``: the service asked for an end and is told once nothing is under way any more.
-        """
+    def lose(self, session: Session, reason: str) -> None:
+        """End a session at once: the service did not answer, or does not know it."""
         with self.lock:
             if self.session is session:
-                self.session = None
-                self.leaving = session if goodbye else None
-                self.last_error = reason
-        self._poke()
+                logger.warning("session at the service lost: %s", reason)
+                self.session = self.leaving = None
+        self._wake_thread()
+
+    def leave(self, session: Session) -> None:
+        """End a session with a goodbye once nothing of it is in flight."""
+        with self.lock:
+            if self.session is session:
+                self.session, self.leaving = None, session
+        self._wake_thread()
 
     def change_layout(self, layout: KVLayout) -> None:
-        """Leave the session, and begin the next one with this layout."""
+        """Leave the session and begin the next one with this layout."""
         with self.lock:
             self._layout = layout
-            if (session := self.session) is not None:
-                self.lose(session, "the layout changes", goodbye=True)
+            if self.session is not None:
+                self.leave(self.session)
             elif not self.leaving:
-                self.outbox.forget_absent()
+                self.outbox.drop_misses()
 
-    @property
-    def heard(self) -> Session | None:
-        """The session in which the service takes what is told: the present one, or one that is about to end."""
-        return self.session or self.leaving
-
-    @property
-    def copying(self) -> int:
-        """Blocks being copied to the service."""
-        return self.latest.copies.under_way if self.latest else 0
-
-    def _is_drained(self) -> bool:
-        """Whether nothing of this engine is written to or read from the arena."""
-        return not self.copying and not self._is_loading()
+    def return_stock(self, session: Session, first: int = 0) -> None:
+        """Give the slots of the stock from ``first`` on back."""
+        slots = session.copies.give_up_stock(first)
+        if count := len(slots):
+            none_copied, no_hashes = bytes(count), b"\xff" * 32 * count
+            self.outbox.add(
+                session, Publish(slots.tobytes(), no_hashes, no_hashes, none_copied, bytes(8 * count))
+            )
 
     def take_device_reset(self) -> bool:
-        """Whether a reset of the device tier was asked for since the last call."""
-        if not self.inbox.take_device_reset():
+        """Return True if a reset of the device tier was ordered since the last call; the service hears of it."""
+        if self._device_resets == self._device_resets_taken:
             return False
-        self._poke()
+        self._device_resets_taken = self._device_resets
+        self._wake_thread()
         return True
 
+    def record_events(self, capacity: int) -> None:
+        """Keep the newest ``capacity`` batches of events."""
+        self._events = deque(self._events, maxlen=capacity)
+
+    def take_events(self) -> list[Events]:
+        """Return the batches of events since the last call."""
+        taken = []
+        while self._events:
+            taken.append(self._events.popleft())
+        return taken
+
     def close(self) -> None:
-        """Say goodbye and end the thread; harmless when done before, and in a forked child."""
+        """Say goodbye and end the thread. Calling it again, or in a forked child, is harmless."""
         if self._closing or os.getpid() != self._pid:
             return
         self._closing = True
-        self._poke()
+        self._wake_thread()
         self._thread.join()
         os.close(self._wake)
         if self._is_drained():
             self._live.close()
 
-    def _poke(self) -> None:
+    def _wake_thread(self) -> None:
         if not self._closing or self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
+
+    def _is_drained(self) -> bool:
+        """Return True if nothing of this engine is written to or read from the arena."""
+        with self.lock:
+            return not self.blocks_in_flight and not self._is_loading()
 
     # --- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        line = Connection(self._address)
+        connection = Connection(self._address)
         poller = zmq.Poller()
-        poller.register(line.socket, zmq.POLLIN)
+        poller.register(connection.socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
-        backoff, retry_at, beat_at = _FIRST_BACKOFF, 0.0, 0.0
+        backoff, retry_at, heartbeat_at = _MIN_BACKOFF, 0.0, 0.0
         try:
             while not self._closing:
                 now = time.monotonic()
-                if self.session is None and not self.leaving and now >= retry_at and self._is_drained():
-                    if self._register(line):
-                        backoff, beat_at = _FIRST_BACKOFF, 0.0
+                if self.listening is None and now >= retry_at and self._is_drained():
+                    if self._register(connection):
+                        backoff, heartbeat_at = _MIN_BACKOFF, 0.0
                     else:
                         retry_at = time.monotonic() + backoff * random.uniform(0.5, 1.0)
-                        backoff = min(2 * backoff, _LONGEST_BACKOFF)
-                self._flush(line)
-                if (ended := self.leaving) is not None and self._has_drained():
-                    self._part(line, ended)
+                        backoff = min(2 * backoff, _MAX_BACKOFF)
+                self._send_queued(connection)
+                if (ended := self.leaving) is not None and self._is_drained():
+                    self._say_goodbye(connection, ended)
                     self.leaving = None
-                if (heard := self.heard) is not None and now >= beat_at:
-                    self._beat(line, heard)
-                    beat_at = now + _HEARTBEAT
-                ready = dict(poller.poll(_PAUSE_MS))
+                if (session := self.listening) is not None and now >= heartbeat_at:
+                    self._send_heartbeat(connection, session)
+                    heartbeat_at = now + _HEARTBEAT_SECONDS
+                ready = dict(poller.poll(_POLL_MS))
                 if self._wake in ready:
-                    _drain(self._wake)
-                self._receive(line)
-            if (last := self.heard) is not None:
-                if self._has_drained():
-                    self._part(line, last)
+                    _clear(self._wake)
+                self._receive(connection)
+            if (last := self.listening) is not None:
+                if self._is_drained():
+                    self._say_goodbye(connection, last)
                 else:
-                    self._flush(line)
+                    self._send_queued(connection)
         finally:
-            line.close()
+            connection.close()
 
-    def _has_drained(self) -> bool:
-        with self.lock:
-            return self._is_drained()
-
-    def _heartbeat(self) -> Heartbeat:
-        return self.progress.heartbeat(self.inbox.device_resets_taken)
-
-    def _beat(self, line: Connection, session: Session) -> None:
-        if session.unheard >= _MOST_UNHEARD:
-            self.lose(session, f"{self._address}: {session.unheard} signs of life were not answered")
-            return
-        if session is self.session:
-            session.beat()
-        self.outbox.tell_absent(session)
-        self._send(line, session, self._heartbeat())
-
-    def _register(self, line: Connection) -> bool:
+    def _register(self, connection: Connection) -> bool:
+        """Open a session and return True; without a service, log why and return False."""
         layout = self._layout
         try:
-            session = register(line, layout, self._live.live, self._terms, events=self.inbox.wants_events)
+            wants_events = self._events.maxlen != 0
+            session = open_session(connection, layout, self._live.live, self._terms, events=wants_events)
         except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
-            self.last_error = str(error)
+            logger.info("no session at the service: %s", error)
             return False
         with self._connected:
-            self.outbox.forget_told()
+            self.outbox.clear()
             self.progress.begin_session()
             if layout is not self._layout:
-                self.leaving = session  # it changed meanwhile
+                self.leaving = session  # the layout changed in the meantime
                 return True
             self.session = self.latest = session
             self._connected.notify_all()
         return True
 
-    def _flush(self, line: Connection) -> None:
+    def _send_queued(self, connection: Connection) -> None:
         for session, body in self.outbox.take_messages():
-            self._send(line, session, body)
+            self._send(connection, session, body)
         leases = self.outbox.take_releases(self.session)
         if leases and (current := self.session) is not None:
-            self._send(line, current, Release(leases))
-        if (current := self.session) is not None and current.is_short:
-            self._send(line, current, Refill(current.ask()))
+            self._send(connection, current, Release(leases))
+        if (current := self.session) is not None and current.needs_slots:
+            self._send(connection, current, current.refill())
 
-    def _send(self, line: Connection, session: Session, body: Request) -> None:
-        if session is not self.heard:
+    def _send_heartbeat(self, connection: Connection, session: Session) -> None:
+        if session.unanswered >= _MAX_UNANSWERED:
+            self.lose(session, f"{self._address}: {session.unanswered} heartbeats were not answered")
+            return
+        if session is self.session:
+            session.count_heartbeat()
+        self.outbox.add_misses(session)
+        self._send(connection, session, self.progress.heartbeat(self._device_resets_taken))
+
+    def _say_goodbye(self, connection: Connection, session: Session) -> None:
+        """Send the rest of a session of which nothing is in flight, and end it."""
+        self.outbox.add_misses(session)
+        self._send_queued(connection)
+        self._send(connection, session, self.progress.heartbeat(self._device_resets_taken))
+        try:
+            connection.call(Bye(), _BYE_TIMEOUT)
+        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
+            logger.info("no goodbye to the service: %s", error)  # it will see this process end
+
+    def _send(self, connection: Connection, session: Session, body: Request) -> None:
+        if session is not self.listening:
             return
         try:
-            line.send(body)
+            connection.send(body)
         except ServiceUnavailableError as error:
             self.lose(session, str(error))
 
-    def _receive(self, line: Connection) -> None:
+    def _receive(self, connection: Connection) -> None:
         while (session := self.session) is not None:
             try:
-                got = line.receive(0)
+                got = connection.receive(0)
+                if got is None:
+                    return
+                session.unanswered = 0
+                self._handle(session, got[1])
             except ProtocolError as error:
                 self.lose(session, str(error))
-                return
-            if got is None:
-                return
-            session.unheard = 0
-            self._take(session, got[1])
 
-    def _take(self, session: Session, answer: Answer) -> None:
+    def _handle(self, session: Session, answer: Answer) -> None:
         if isinstance(answer, Granted):
             slots = int32_from(answer.slots, "slots")
             generations = uint32_from(answer.generations, "generations", len(slots))
@@ -296,42 +460,49 @@ class SessionKeeper:
         elif isinstance(answer, Published):
             session.copies.answered(hashes_from(answer.hashes))
         elif isinstance(answer, Events):
-            self._learn(session, answer)
+            if (uint8_from(answer.kinds, "kinds") >= EVENT_CLEARED).any():
+                self.return_stock(session)  # copies into slots granted before a reset are not kept
+            self._events.append(answer)
         elif isinstance(answer, Recall):
             self.return_stock(session, answer.first)
         elif isinstance(answer, Alive):
             session.figures = answer.figures
-            self.inbox.device_resets = answer.device_resets
-        elif isinstance(answer, Refused) and answer.code in {"no_session", "draining"}:
-            self.lose(session, answer.message, goodbye=answer.code == "draining")
+            self._device_resets = answer.device_resets
         elif isinstance(answer, Refused):
-            session.copies.forget_answers()
-
-    def _learn(self, session: Session, events: Events) -> None:
-        if (uint8_from(events.kinds, "kinds") >= EVENT_CLEARED).any():
-            self.return_stock(session)  # what is copied into slots granted before a reset is not kept
-        self.inbox.add(events)
-
-    def return_stock(self, session: Session, first: int = 0) -> None:
-        """Give the slots of the stock from ``first`` on back."""
-        slots = session.copies.give_up_stock(first)
-        count = len(slots)
-        if count:
-            nothing, no_hash = bytes(count), b"\xff" * 32 * count
-            self.outbox.tell(session, Publish(slots.tobytes(), no_hash, no_hash, nothing, bytes(8 * count)))
-
-    def _part(self, line: Connection, session: Session) -> None:
-        """Nothing of the session is under way any more: tell what there is to tell, and say goodbye."""
-        self.outbox.tell_absent(session)
-        self._flush(line)
-        self._send(line, session, self._heartbeat())
-        try:
-            line.call(Bye(), 1.0)
-        except (ServiceUnavailableError, RefusedError, ProtocolError) as error:
-            self.last_error = str(error)  # it will see this process end
+            if answer.code == "draining":
+                self.leave(session)
+            elif answer.code == "no_session":
+                self.lose(session, answer.message)
+            else:
+                session.copies.forget_answers()
 
 
-def _drain(eventfd: int) -> None:
+def open_session(
+    connection: Connection, layout: KVLayout, live: Live, terms: FetchTerms, *, events: bool
+) -> Session:
+    """Register a layout; ``connection`` belongs to the new session from now on. ``events``: subscribe to them.
+
+    Raises ``RefusedError``, ``ProtocolError``, and ``ServiceUnavailableError`` also when the service's memory cannot
+    be opened here.
+    """
+    connection.session = 0
+    request = Register(layout.to_json().encode(), live, f"{layout.model}:{os.getpid()}", events, terms)
+    answer, _ = connection.call(request, _REGISTER_TIMEOUT)
+    if not isinstance(answer, Registered):
+        raise ProtocolError(f"expected the answer to a registration, got {type(answer).__name__}")
+    geometry = answer.geometry
+    try:
+        table = open_table(Path(geometry.table_path), geometry.table_bytes)
+    except OSError as error:
+        raise ServiceUnavailableError(
+            f"{geometry.table_path}: {error}; give this process the service's FDCACHE_ARENA_DIR"
+        ) from error
+    connection.session = answer.session
+    arena = f"{geometry.incarnation:x}/{answer.session:x}/{live.path}"
+    return Session(answer.session, arena, answer.num_slots, OutgoingCopies(table), answer.storage)
+
+
+def _clear(eventfd: int) -> None:
     try:
         os.eventfd_read(eventfd)
     except BlockingIOError:

@@ -19,7 +19,7 @@ import msgspec
 
 from fdcache.errors import ConfigurationError, HostMemoryError, ServiceRunningError
 from fdcache.machine.memory import available_memory, node_cores
-from fdcache.service.wire.address import is_folder
+from fdcache.service.wire.address import is_directory
 
 _PAGE = 4096
 _MADV_POPULATE_WRITE = 23
@@ -326,7 +326,7 @@ def foreign_arenas(directory: Path) -> list[ForeignArena]:
 
 
 def _arenas(directory: Path) -> Iterator[FoundArena | ForeignArena]:
-    if not is_folder(directory):
+    if not is_directory(directory):
         return
     files: dict[str, list[Path]] = {}
     for path in directory.glob("fdcache-*"):

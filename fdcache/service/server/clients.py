@@ -146,7 +146,7 @@ class Client:
         alive = []
         for watch in self.watches:
             if watch.is_gone():
-                watch.bury()
+                watch.remove_file()
                 self.ranks.pop(watch.live.path, None)
             else:
                 alive.append(watch)

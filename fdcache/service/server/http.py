@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fdcache import __version__
 from fdcache.errors import RefusedError, ServiceUnavailableError
 from fdcache.hashing import tenant_key
-from fdcache.service.client.tool import Client
+from fdcache.service.client.connection import Client
 from fdcache.service.server.metrics import render
 
 _TIMEOUT = 5.0

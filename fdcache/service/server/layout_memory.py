@@ -8,7 +8,7 @@ from fdcache import _core
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
 from fdcache.service.server.arena import Arena
-from fdcache.service.wire.extents import Extent, Geometry, record_table
+from fdcache.service.wire.shared_memory import Extent, Geometry, record_table
 
 READY_HEADER = 2
 

@@ -18,7 +18,7 @@ from fdcache.metadata import Int32Array, SwapPurpose, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.storage_opening import OpenedStorage
-from fdcache.service.wire.extents import Extent
+from fdcache.service.wire.shared_memory import Extent
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageState
 from fdcache.storage.queue import StorageQueue

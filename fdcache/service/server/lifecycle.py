@@ -19,13 +19,13 @@ from fdcache.service.server.views import Views
 from fdcache.service.wire.address import (
     SCHEME,
     default_address,
-    is_folder,
+    is_directory,
     is_read_only,
     make_runtime_dir,
     require_socket,
     socket_path,
 )
-from fdcache.service.wire.liveness import earlier_processes
+from fdcache.service.wire.liveness import live_processes
 from fdcache.settings import Settings, Source
 from fdcache.settings.effective import effective_values
 
@@ -73,7 +73,7 @@ def check_arena_dir(settings: Settings) -> None:
 def arena_folder_problem(settings: Settings) -> tuple[str, str] | None:
     """Say what is wrong with the folder of the arena, and the remedy."""
     folder = settings.server.arena_dir
-    if not is_folder(folder):
+    if not is_directory(folder):
         return f"{folder} is no folder", "make it a tmpfs"
     if not os.access(folder, os.W_OK | os.X_OK) or is_read_only(folder):
         return f"{folder} cannot be written by this user", "choose another, a tmpfs such as /dev/shm"
@@ -252,7 +252,7 @@ class Server:
         for namespace in self.service.namespaces.values():
             namespace.close()
         self.arena.close()
-        for _ in earlier_processes(self._socket.parent):
+        for _ in live_processes(self._socket.parent):
             pass  # of the living; the files of the dead are gone now
         if self._lock is not None:
             self._lock.release()

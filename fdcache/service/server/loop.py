@@ -13,8 +13,7 @@ import zmq
 from fdcache.errors import ProtocolError, ServiceRunningError
 from fdcache.service.server.service import Service
 from fdcache.service.wire.address import SCHEME, require_socket, socket_problem
-from fdcache.service.wire.frames import MAX_FRAME, decode_request_frame, encode_answer
-from fdcache.service.wire.protocol import Answer, Refused
+from fdcache.service.wire.protocol import MAX_FRAME, Answer, Refused, decode_request_frame, encode_answer
 
 _TICK = 0.05
 _MOST_AT_ONCE = 256

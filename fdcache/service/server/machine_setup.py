@@ -18,7 +18,7 @@ from fdcache.machine.session import user_config_dir
 from fdcache.service.server.arena import find_arenas, foreign_arenas, remove_arena
 from fdcache.service.server.lifecycle import arena_folder_problem
 from fdcache.service.server.preflight import existing, numa_problem
-from fdcache.service.wire.address import default_runtime_dir, is_folder, runtime_dir_problem
+from fdcache.service.wire.address import default_runtime_dir, is_directory, runtime_dir_problem
 from fdcache.settings import Settings, Source
 from fdcache.settings.kinds import format_size
 from fdcache.settings.templates import render_dotenv
@@ -175,7 +175,7 @@ def clean_arenas(settings: Settings) -> list[str]:
     Raises ``ConfigurationError`` when there is no such folder.
     """
     folder = settings.server.arena_dir
-    if not is_folder(folder):
+    if not is_directory(folder):
         raise ConfigurationError(f"FDCACHE_ARENA_DIR: {folder} is no folder; make it a tmpfs")
     removed = []
     for arena in find_arenas(folder):
@@ -212,7 +212,7 @@ def _folders(settings: Settings) -> Iterator[tuple[str, Path]]:
 
 
 def _make(name: str, folder: Path) -> Finding | None:
-    if is_folder(folder):
+    if is_directory(folder):
         return None
     try:
         folder.mkdir(mode=_FOLDER_MODE, parents=True)

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from fdcache.service.wire.figures import number
+from fdcache.service.wire.protocol import to_number
 from fdcache.tiers.traffic import BOUNDS
 
 
@@ -43,7 +43,7 @@ def client_metrics(clients: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
     for key, (name, text) in _HELD.items():
         yield _gauge(name, text, [(each, each[key]) for each in clients])
     for key, (name, text) in _OWN_FIGURES.items():
-        yield _gauge(name, text, [(each, number(each["figures"].get(key))) for each in clients])
+        yield _gauge(name, text, [(each, to_number(each["figures"].get(key))) for each in clients])
     hits = CounterMetricFamily(
         "fdcache_client_hit_tokens", "Tokens of prompts that were found.", labels=[*_LABELS, "tier"]
     )
@@ -51,7 +51,7 @@ def client_metrics(clients: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
         counters = each["figures"].get("counters") or {}
         for tier in _HIT_TOKENS:
             labels = [each["name"], each["session"], tier]
-            hits.add_metric(labels, number(counters.get(f"{tier}_hit_tokens")))
+            hits.add_metric(labels, to_number(counters.get(f"{tier}_hit_tokens")))
     yield hits
 
 

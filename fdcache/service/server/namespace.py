@@ -19,8 +19,7 @@ from fdcache.service.server.arena import Arena
 from fdcache.service.server.history import History, Reason
 from fdcache.service.server.layout_memory import LayoutMemory
 from fdcache.service.server.tenants import Quotas, Tenants
-from fdcache.service.wire.extents import Geometry
-from fdcache.service.wire.presence import create_table, table_bytes
+from fdcache.service.wire.shared_memory import Geometry, create_table, table_bytes
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED, HOST_SPARE, BlockPool
 

@@ -15,7 +15,7 @@ from fdcache.service.server.arena import FoundArena, arena_name, extent_bytes, f
 from fdcache.service.server.lifecycle import arena_folder_problem, parse_http, require_keys
 from fdcache.service.wire.address import (
     default_address,
-    is_folder,
+    is_directory,
     is_read_only,
     runtime_dir_problem,
     socket_path,
@@ -215,4 +215,4 @@ def writable_problem(folder: Path) -> tuple[str, str] | None:
 
 def existing(folder: Path) -> Path:
     """Give the folder, or the nearest one above it that is there."""
-    return folder if is_folder(folder) else existing(folder.absolute().parent)
+    return folder if is_directory(folder) else existing(folder.absolute().parent)

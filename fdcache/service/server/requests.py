@@ -10,7 +10,6 @@ from fdcache.errors import ProtocolError
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.server.clients import Client
 from fdcache.service.server.history import Reason
-from fdcache.service.wire.frames import hashes_from, int32_from, int64_from, uint8_from, uint64_from
 from fdcache.service.wire.protocol import (
     FETCHING,
     MAX_BLOCKS,
@@ -28,6 +27,11 @@ from fdcache.service.wire.protocol import (
     Published,
     RefusalError,
     Release,
+    hashes_from,
+    int32_from,
+    int64_from,
+    uint8_from,
+    uint64_from,
 )
 
 MOST_RUNS = 65536

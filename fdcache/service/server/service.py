@@ -19,7 +19,6 @@ from fdcache.service.server.namespace import SHARE_OF_STOCK, Namespace
 from fdcache.service.server.sessions import Sessions
 from fdcache.service.server.shares import Shares
 from fdcache.service.server.storage import ServiceStorage
-from fdcache.service.wire.frames import RequestFrame, decode_request, int32_from
 from fdcache.service.wire.protocol import (
     TIER_FIGURES,
     Alive,
@@ -45,6 +44,9 @@ from fdcache.service.wire.protocol import (
     Register,
     Registered,
     Release,
+    RequestFrame,
+    decode_request,
+    int32_from,
 )
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import EVENT_CLEARED

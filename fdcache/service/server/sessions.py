@@ -15,7 +15,7 @@ from fdcache.service.server.history import Totals
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.shares import Shares
-from fdcache.service.wire.liveness import Watch, earlier_processes
+from fdcache.service.wire.liveness import Watch, live_processes
 from fdcache.service.wire.protocol import Attach, RefusalError, Register
 
 log = logging.getLogger("fdcache.service.server")
@@ -48,7 +48,7 @@ class Sessions:
 
     def watch_earlier(self) -> None:
         """Wait for the clients of an earlier service: no slot is given away before they are back or gone."""
-        self.earlier = [Watch(live) for live in earlier_processes(self._runtime_dir)]
+        self.earlier = [Watch(live) for live in live_processes(self._runtime_dir)]
 
     # --- beginning and end --------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Sessions:
                 self._totals.runs_given_up += client.give_up_runs()
                 log.warning("client %s is silent: its slots stay its own, its pins are given up", client.name)
         for watch in [each for each in self.earlier if each.is_gone()]:
-            watch.bury()
+            watch.remove_file()
             self.earlier.remove(watch)
 
     def _bury(self, client: Client) -> None:

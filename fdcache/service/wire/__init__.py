@@ -1,1 +1,1 @@
-"""What the processes of a node share with its service: messages, extents of memory, proofs of life."""
+"""Agreed between a service and its clients: addresses, messages, shared memory, liveness of processes."""

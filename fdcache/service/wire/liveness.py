@@ -1,4 +1,4 @@
-"""Proofs of life and death. A process that the kernel says is gone can write nothing any more."""
+"""Liveness of processes: lock files and pidfds. A process that the kernel reports dead can write nothing any more."""
 
 from __future__ import annotations
 
@@ -11,24 +11,33 @@ from pathlib import Path
 
 import msgspec
 
-from fdcache.service.wire.protocol import Live
-
 PREFIX = "fdcache-live-"
 
 
-def pid_namespace() -> int:
-    """Which pid namespace this process is in."""
-    return Path("/proc/self/ns/pid").stat().st_ino
+class Live(msgspec.Struct, frozen=True):
+    """Identity of a process: its lock file, and its id in its own pid namespace.
 
+    ``engine`` is the lock file of the scheduler process that this one works for; its own for a scheduler.
+    ``start_time`` is in clock ticks since boot.
+    """
 
-def start_time(pid: int) -> int:
-    """When a process started, in clock ticks since boot: with its id, which process it is."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return int(text.rpartition(")")[2].split()[19])
+    path: str
+    engine: str
+    pid: int
+    pid_namespace: int
+    start_time: int
 
 
 class LiveFile:
-    """A file locked by this process, and by children that it forks without exec, as long as one of them lives."""
+    """Lock file of this process. The lock also lasts while children that it forked without exec are alive.
+
+    ```python
+    file = LiveFile(directory)
+    register(file.live)
+    ...
+    file.close()
+    ```
+    """
 
     def __init__(self, directory: Path, engine: str | None = None) -> None:
         path = directory / f"{PREFIX}{uuid.uuid4().hex[:16]}"
@@ -38,13 +47,13 @@ class LiveFile:
             path=str(path),
             engine=engine or str(path),
             pid=os.getpid(),
-            pid_namespace=pid_namespace(),
-            start_time=start_time(os.getpid()),
+            pid_namespace=_pid_namespace(),
+            start_time=_start_time(os.getpid()),
         )
         os.write(self._fd, msgspec.json.encode(self.live))
 
     def close(self) -> None:
-        """Take the file away: this process uses nothing of the service any more."""
+        """Remove the file: this process no longer uses the service."""
         if self._fd >= 0:
             Path(self.live.path).unlink(missing_ok=True)
             os.close(self._fd)
@@ -52,7 +61,7 @@ class LiveFile:
 
 
 class Watch:
-    """Whether the process behind a live file is gone."""
+    """Watch of the process behind a live file: by pidfd where the process is visible, else by its lock."""
 
     def __init__(self, live: Live) -> None:
         self.live = live
@@ -64,18 +73,18 @@ class Watch:
 
     @property
     def pidfd(self) -> int | None:
-        """A descriptor that becomes readable when the process ends; None when it is not visible from here."""
+        """Descriptor that becomes readable when the process ends; None when the process is not visible from here."""
         return self._pidfd if self._pidfd >= 0 else None
 
     def is_gone(self) -> bool:
-        """Whether the process has ended or said goodbye; never true of one that is merely silent."""
+        """Return True if the process has ended or removed its file; never for one that is only silent."""
         if self._poller is not None and self._poller.poll(0):
             return True
         path = Path(self.live.path)
-        return is_unlocked(path) if self._poller is None else not path.exists()
+        return _is_unlocked(path) if self._poller is None else not path.exists()
 
-    def bury(self) -> None:
-        """Take away the live file of a process that is gone, and stop watching."""
+    def remove_file(self) -> None:
+        """Remove the live file of a dead process and stop watching."""
         Path(self.live.path).unlink(missing_ok=True)
         self.close()
 
@@ -87,21 +96,44 @@ class Watch:
             self._poller = None
 
 
+def live_processes(directory: Path) -> Iterator[Live]:
+    """Yield the processes whose live files in a directory are locked; remove the files of dead ones."""
+    for path in sorted(directory.glob(f"{PREFIX}*")):
+        try:
+            live = msgspec.json.decode(path.read_bytes(), type=Live)
+        except (msgspec.DecodeError, FileNotFoundError):
+            live = None
+        if _is_unlocked(path):
+            path.unlink(missing_ok=True)
+        elif live is not None:
+            yield live
+
+
+def _pid_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _start_time(pid: int) -> int:
+    """Return the start of a process in clock ticks since boot; with its id it identifies the process."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return int(text.rpartition(")")[2].split()[19])
+
+
 def _open_pidfd(live: Live) -> int:
-    if live.pid_namespace != pid_namespace():
+    if live.pid_namespace != _pid_namespace():
         return -1
     try:
         pidfd = os.pidfd_open(live.pid)
-        if start_time(live.pid) == live.start_time:
+        if _start_time(live.pid) == live.start_time:
             return pidfd
         os.close(pidfd)
     except OSError:
-        pass  # no such process, or none that may be seen: its lock file tells
+        pass  # gone, or hidden from this user: the lock file decides
     return -1
 
 
-def is_unlocked(path: Path) -> bool:
-    """Whether nobody holds a live file, or it was taken away."""
+def _is_unlocked(path: Path) -> bool:
+    """Return True if no process locks the live file, or if it is gone."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -113,16 +145,3 @@ def is_unlocked(path: Path) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-def earlier_processes(directory: Path) -> Iterator[Live]:
-    """The processes whose live files in a folder are locked; the files of dead ones are taken away."""
-    for path in sorted(directory.glob(f"{PREFIX}*")):
-        try:
-            live = msgspec.json.decode(path.read_bytes(), type=Live)
-        except (msgspec.DecodeError, FileNotFoundError):
-            live = None
-        if is_unlocked(path):
-            path.unlink(missing_ok=True)
-        elif live is not None:
-            yield live

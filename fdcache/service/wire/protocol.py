@@ -1,50 +1,38 @@
-"""A request that is not carried out."""
+"""Messages between a service and its clients, and their encoding: msgspec types in msgpack, versioned, limited in size.
+
+A request is the array [version, session, id, body]; an answer is [version, id, body]. A notice is an answer that no
+request asked for; its id is 0. Field names and tags are part of the format.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from fdcache.errors import FdcacheError
-from fdcache.service.wire.extents import Geometry
+from fdcache.errors import FdcacheError, ProtocolError
+from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.service.wire.liveness import Live
+from fdcache.service.wire.shared_memory import Geometry
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.traffic import Count, Traffic
 
-
-class RefusalError(FdcacheError):
-    """A request that is not carried out."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
+VERSION = 1
+MAX_FRAME = 8 << 20
+"""Limit of a message in bytes."""
 MAX_PATHS = 4096
 MAX_BLOCKS = 131072
-"""Most paths, and most blocks of all of them, in one look-up; also most blocks of any other message."""
+"""Limits of one look-up: paths, and blocks of all of them. ``MAX_BLOCKS`` also limits any other message."""
 
-
-class Live(msgspec.Struct, frozen=True):
-    """How to tell whether a process is alive: its lock file, and its id in its own pid namespace.
-
-    ``engine`` is the lock file of the scheduler process for which this one works; its own for a scheduler.
-    """
-
-    path: str
-    engine: str
-    pid: int
-    pid_namespace: int
-    start_time: int
-
-
-# --- requests ----------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------------------
 
 
 class FetchTerms(msgspec.Struct, frozen=True):
-    """How long a client's requests wait for blocks that are read from storage.
+    """Limits on how long a client's requests wait for blocks that are read from storage.
 
-    With the policy timeout: ``timeout`` seconds, and one more for every ``bandwidth`` bytes.
+    Under the policy ``timeout``: ``timeout`` seconds, plus one second for every ``bandwidth`` bytes.
     """
 
     policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
@@ -53,7 +41,7 @@ class FetchTerms(msgspec.Struct, frozen=True):
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """A scheduler process wants blocks of this layout. It has no copy under way in any earlier session."""
+    """Register a scheduler process for the blocks of a layout. It has no copy in flight in any earlier session."""
 
     layout: bytes
     live: Live
@@ -63,16 +51,16 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """A worker process is going to copy for the session of the envelope."""
+    """Announce a worker process that copies for the session of the envelope."""
 
     rank: int
     live: Live
 
 
 class Match(msgspec.Struct, frozen=True, tag="match"):
-    """Look up paths: ``counts[i]`` hashes each, of which those before ``starts[i]`` are not asked for.
+    """Look up paths: ``counts[i]`` hashes each, of which those before ``starts[i]`` are not looked up.
 
-    ``fetches``, int64, are the client's own numbers of the requests for whose blocks storage may be read; 0: none.
+    ``fetches``, int64, holds the client's numbers of the requests whose blocks may be read from storage; 0: none.
     """
 
     counts: bytes
@@ -82,7 +70,7 @@ class Match(msgspec.Struct, frozen=True, tag="match"):
 
 
 class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
-    """Begin to read what is stored of the path of request ``number``; its first ``start`` blocks are on the device."""
+    """Start to read the stored part of the path of request ``number``; its first ``start`` blocks are on the device."""
 
     number: int
     start: int
@@ -90,27 +78,27 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
 
 
 class EndFetches(msgspec.Struct, frozen=True, tag="end_fetches"):
-    """These requests have ended: nothing need be read for them, nor kept."""
+    """End requests: stop reading for them and drop what was kept."""
 
     numbers: list[int]
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Runs of earlier look-ups are used no more."""
+    """Unpin runs of earlier look-ups."""
 
     leases: list[int]
 
 
 class Refill(msgspec.Struct, frozen=True, tag="refill"):
-    """Slots to copy into are wanted."""
+    """Ask for slots to copy into."""
 
     count: int
 
 
 class Publish(msgspec.Struct, frozen=True, tag="publish"):
-    """The end of copies into granted slots, parents first; what was not ``copied`` is given back.
+    """Report finished copies into granted slots, parents first; slots that were not ``copied`` are given back.
 
-    ``tenants``: for each block below the root the 16 bytes of its tenant, in order; empty: nobody's.
+    ``tenants`` holds 16 bytes for each block below the root, in order; empty when none of them has a tenant.
     """
 
     slots: bytes
@@ -122,9 +110,9 @@ class Publish(msgspec.Struct, frozen=True, tag="publish"):
 
 
 class Missed(msgspec.Struct, frozen=True, tag="missed"):
-    """Look-ups that found nothing in the client's own reading of the table, and so were not asked.
+    """Count look-ups that missed in the client's own view of the presence table and so were not sent.
 
-    ``lookups`` whole paths were not asked. ``blocks[i]``, int32, are not there from the hash ``first[i]`` on.
+    ``lookups`` whole paths were not sent. ``blocks[i]``, int32, blocks are missing from the hash ``first[i]`` on.
     """
 
     lookups: Count
@@ -133,7 +121,7 @@ class Missed(msgspec.Struct, frozen=True, tag="missed"):
 
 
 class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
-    """What came of loads of blocks that are unverified, or that failed."""
+    """Report loads of unverified blocks, and loads that failed."""
 
     slots: bytes
     hashes: bytes
@@ -141,9 +129,9 @@ class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The client is there; its own figures, a JSON object, for people to look at. ``resets``: those applied.
+    """Heartbeat of a client, with its own figures as a JSON object and the number of device ``resets`` it applied.
 
-    Since the session began: ``traffic`` it copied, and how many look-ups ended at a block that it was still copying.
+    Since the session began: the ``traffic`` it copied, and look-ups that ended at a block it was still copying.
     """
 
     figures: bytes
@@ -153,11 +141,11 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
-    """The client ends; no copy of its workers is under way."""
+    """End the session; none of its copies is in flight."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """A tool's question or command: a name and its arguments."""
+    """Question or command of a tool: a name and its arguments."""
 
     what: str
     arguments: dict[str, str | int | float | bool | list[str] | None] = {}
@@ -179,11 +167,11 @@ Request = (
     | Ask
 )
 
-# --- answers and notices -----------------------------------------------------------------------------------
+# --- answers and notices --------------------------------------------------------------------------------------
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
-    """The session is open."""
+    """The session is open; ``storage``: the service has a storage tier."""
 
     session: int
     geometry: Geometry
@@ -192,19 +180,19 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """The worker may map its extents and copy; ``fingerprint`` is that of the engine's present layout."""
+    """The worker may map its extents and copy; ``fingerprint`` is that of the engine's current layout."""
 
     geometry: Geometry
     fingerprint: bytes
 
 
 class Matched(msgspec.Struct, frozen=True, tag="matched"):
-    """For each path a lease and how many blocks it pins; their slots and generations one after the other.
+    """A lease and a count of pinned blocks for each path; their slots and generations one after the other.
 
-    ``fetched``, int32, has two numbers for each path: the first of these blocks that came from storage for the request,
-    and the first behind those. ``states``, uint8, says what the service keeps for it: ``NOT_FETCHED`` nothing,
-    ``FETCHED`` something until ``EndFetches``, ``FETCHING`` the same, and the look-up is to come again. Both are empty
-    when no path has a number.
+    ``fetched``, int32, has two numbers for each path: the first of these blocks that storage delivered for the request,
+    and the first behind those. ``states``, uint8, is ``NOT_FETCHED`` when the service keeps nothing for the request,
+    ``FETCHED`` when it keeps something until ``EndFetches``, ``FETCHING`` when the look-up must be retried as well.
+    Both are empty when no path has a number.
     """
 
     leases: list[int]
@@ -216,8 +204,11 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
     states: bytes = b""
 
 
+NOT_FETCHED, FETCHED, FETCHING = range(3)
+
+
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """Slots to copy into; fewer than were wanted, perhaps none, when there is no room."""
+    """Slots to copy into; fewer than asked for, perhaps none, when there is no room."""
 
     slots: bytes
     generations: bytes
@@ -225,21 +216,36 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
 
 
 class Published(msgspec.Struct, frozen=True, tag="published"):
-    """What became of each block: 0 stored, 1 there already, 2 without parent, 3 given back, 4 over quota."""
+    """Result for each block: 0 stored, 1 already there, 2 no parent, 3 given back, 4 over quota."""
 
     hashes: bytes
     status: bytes
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """The answer to a heartbeat: the figures of the client's layout, in the order of ``TIER_FIGURES``."""
+    """Answer to a heartbeat: the figures of the client's layout, in the order of ``TIER_FIGURES``."""
 
     figures: list[int]
     device_resets: int = 0
 
 
+TIER_FIGURES = (
+    "slots",
+    "free",
+    "writing",
+    "ready",
+    "pending",
+    "evictable",
+    "pins",
+    "holds",
+    "leases",
+    "epoch",
+    "evictions",
+)
+
+
 class Events(msgspec.Struct, frozen=True, tag="events"):
-    """What happened in the layout's tier: kinds (0 stored, 1 removed, 2 cleared, 3 lost), hashes, parents."""
+    """Events of the layout's tier: kinds (0 stored, 1 removed, 2 cleared, 3 lost), hashes, parents."""
 
     kinds: bytes
     hashes: bytes
@@ -247,17 +253,17 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
 
 
 class Recall(msgspec.Struct, frozen=True, tag="recall"):
-    """Slots of the stock from ``first`` on are wanted back: another layout is to have the memory."""
+    """Ask for the slots of the stock from ``first`` on: another layout needs the memory."""
 
     first: int
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Done, with nothing more to say."""
+    """The request was carried out."""
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):
-    """The answer to a tool, a JSON value."""
+    """Answer to a tool, a JSON value."""
 
     value: bytes
 
@@ -273,18 +279,129 @@ Answer = (
     Registered | Attached | Matched | Granted | Published | Alive | Events | Recall | Done | Told | Refused
 )
 
-NOT_FETCHED, FETCHED, FETCHING = range(3)
 
-TIER_FIGURES = (
-    "slots",
-    "free",
-    "writing",
-    "ready",
-    "pending",
-    "evictable",
-    "pins",
-    "holds",
-    "leases",
-    "epoch",
-    "evictions",
-)
+class RefusalError(FdcacheError):
+    """A request cannot be carried out; the service answers ``Refused``."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+# --- encoding -------------------------------------------------------------------------------------------------
+
+
+class RequestFrame(msgspec.Struct, frozen=True, array_like=True):
+    """Envelope of a request; its body is decoded once the version is known."""
+
+    version: int
+    session: int
+    id: int
+    body: msgspec.Raw
+
+
+class AnswerFrame(msgspec.Struct, frozen=True, array_like=True):
+    """Envelope of an answer or a notice."""
+
+    version: int
+    id: int
+    body: msgspec.Raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_frame = msgspec.msgpack.Decoder(RequestFrame)
+_answer_frame = msgspec.msgpack.Decoder(AnswerFrame)
+_request = msgspec.msgpack.Decoder(Request)
+_answer = msgspec.msgpack.Decoder(Answer)
+
+
+def encode_request(session: int, number: int, body: Request) -> bytes:
+    """Encode a request."""
+    return _encoder.encode((VERSION, session, number, body))
+
+
+def encode_answer(number: int, body: Answer) -> bytes:
+    """Encode an answer, or with number 0 a notice."""
+    return _encoder.encode((VERSION, number, body))
+
+
+def decode_request_frame(data: bytes) -> RequestFrame:
+    """Decode the envelope of a request. Raises ``ProtocolError``."""
+    try:
+        return _request_frame.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a request: {error}") from error
+
+
+def decode_request(frame: RequestFrame) -> Request:
+    """Decode the body of a request. Raises ``ProtocolError`` for another version or a malformed body."""
+    if frame.version != VERSION:
+        raise ProtocolError(
+            f"the client speaks version {frame.version}, the service version {VERSION}; upgrade one side"
+        )
+    try:
+        request: Request = _request.decode(frame.body)
+        return request
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed request: {error}") from error
+
+
+def decode_answer(data: bytes) -> tuple[int, Answer]:
+    """Decode an answer and the number of its request, 0 for a notice. Raises ``ProtocolError``."""
+    try:
+        frame = _answer_frame.decode(data)
+        if frame.version != VERSION:
+            raise ProtocolError(
+                f"the service speaks version {frame.version}, the client version {VERSION}; upgrade one side"
+            )
+        return frame.id, _answer.decode(frame.body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"malformed answer: {error}") from error
+
+
+def hashes_from(data: bytes, field: str = "hashes") -> HashArray:
+    """Return a field's hashes, shape (n, 32). Raises ``ProtocolError`` naming the field."""
+    if len(data) % 32 or len(data) > 32 * MAX_BLOCKS:
+        raise ProtocolError(f"{field}: {len(data)} bytes are not up to {MAX_BLOCKS} hashes of 32 bytes")
+    return np.frombuffer(data, np.uint8).reshape(-1, 32)
+
+
+def int32_from(data: bytes, field: str, count: int | None = None) -> Int32Array:
+    """Return a field as int32, ``count`` items if given. Raises ``ProtocolError`` naming the field."""
+    return _array(data, field, np.dtype("<i4"), count)
+
+
+def int64_from(data: bytes, field: str, count: int | None = None) -> NDArray[np.int64]:
+    """Return a field as int64, ``count`` items if given. Raises ``ProtocolError`` naming the field."""
+    return _array(data, field, np.dtype("<i8"), count)
+
+
+def uint32_from(data: bytes, field: str, count: int | None = None) -> UInt32Array:
+    """Return a field as uint32, ``count`` items if given. Raises ``ProtocolError`` naming the field."""
+    return _array(data, field, np.dtype("<u4"), count)
+
+
+def uint64_from(data: bytes, field: str, count: int | None = None) -> UInt64Array:
+    """Return a field as uint64, ``count`` items if given. Raises ``ProtocolError`` naming the field."""
+    return _array(data, field, np.dtype("<u8"), count)
+
+
+def uint8_from(data: bytes, field: str, count: int | None = None) -> NDArray[np.uint8]:
+    """Return a field as uint8, ``count`` items if given. Raises ``ProtocolError`` naming the field."""
+    return _array(data, field, np.dtype("u1"), count)
+
+
+def _array(data: bytes, field: str, dtype: np.dtype, count: int | None) -> NDArray:  # type: ignore[type-arg]
+    if len(data) % dtype.itemsize or len(data) > dtype.itemsize * MAX_BLOCKS:
+        raise ProtocolError(f"{field}: {len(data)} bytes are not up to {MAX_BLOCKS} items")
+    if count is not None and len(data) != count * dtype.itemsize:
+        raise ProtocolError(f"{field}: {len(data) // dtype.itemsize} items where {count} are needed")
+    return np.frombuffer(data, dtype)
+
+
+def to_number(value: Any) -> float:
+    """Return a client's own figure as a float; 0 for what is no number, or too large for one."""
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    except OverflowError:
+        return 0.0

@@ -1,0 +1,153 @@
+"""Memory that a service shares with its clients: extents of records, and the table of the blocks in its tier."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache._core import PresenceTable, RecordTable
+from fdcache.metadata import SLOT_HEADER_BYTES
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """Files of one layout's memory: extents of ``extent_bytes`` in ``directory``, whose names begin with ``prefix``.
+
+    An extent holds ``records_per_extent`` records, then their slot headers. ``incarnation`` changes when files of
+    the same names become other memory. ``table_bytes`` is the size of the presence table.
+    """
+
+    directory: str
+    prefix: str
+    incarnation: int
+    extent_bytes: int
+    record_bytes: int
+    table_bytes: int
+
+    @property
+    def records_per_extent(self) -> int:
+        """Slots of an extent."""
+        return self.extent_bytes // (self.record_bytes + SLOT_HEADER_BYTES)
+
+    @property
+    def headers_offset(self) -> int:
+        """Offset of the slot headers in an extent, in bytes."""
+        return self.records_per_extent * self.record_bytes
+
+    def path(self, rank: int, index: int) -> str:
+        """Return the path of a rank's extent."""
+        return f"{self.directory}/{self.prefix}-r{rank}-{index:05d}"
+
+    @property
+    def table_path(self) -> str:
+        """Path of the presence table."""
+        return f"{self.directory}/{self.prefix}.table"
+
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("state", "<u2"),
+        ("generation", "<u4"),
+        ("reserved", "<u4"),
+        ("payload_bytes", "<u8"),
+        ("payload_checksum", "<u8"),
+        ("hash", "u1", 32),
+        ("parent", "u1", 32),
+        ("fingerprint", "u1", 16),
+        ("tail", "<u8"),
+        ("header_checksum", "<u8"),
+    ]
+)
+"""A slot header as NumPy sees it; docs/format-record.md explains the fields."""
+
+
+class Extent:
+    """One mapped extent. It is unmapped with the last reference to it."""
+
+    def __init__(self, path: str | Path, nbytes: int) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._inode = os.fstat(fd).st_ino
+        finally:
+            os.close(fd)
+        self.data = np.frombuffer(self._map, np.uint8)
+        self.nbytes = nbytes
+
+    def is_still(self, path: str | Path) -> bool:
+        """Return True if the file of this name is the mapped memory, not that of another layout since.
+
+        Raises ``OSError`` when there is no such file.
+        """
+        return Path(path).stat().st_ino == self._inode
+
+    @property
+    def address(self) -> int:
+        """Address in this process."""
+        return self.data.ctypes.data
+
+    def records(self, geometry: Geometry) -> NDArray[np.uint8]:
+        """Return a view of its records, shape (records, bytes of a record), dtype uint8."""
+        return self.data[: geometry.headers_offset].reshape(-1, geometry.record_bytes)
+
+    def headers(self, geometry: Geometry) -> np.ndarray:
+        """Return a view of its slot headers, shape (records,), dtype ``HEADER``."""
+        start, count = geometry.headers_offset, geometry.records_per_extent
+        return self.data[start : start + count * HEADER.itemsize].view(HEADER)
+
+
+def record_table(geometry: Geometry, extents: list[Extent]) -> RecordTable:
+    """Return the records and headers of one rank's extents; the table keeps the extents mapped."""
+    per_extent = geometry.records_per_extent
+    return RecordTable(
+        [extent.address for extent in extents],
+        per_extent,
+        geometry.record_bytes,
+        [extent.address + geometry.headers_offset for extent in extents],
+        per_extent * len(extents),
+        tuple(extents),
+    )
+
+
+_PAGE = 4096
+BYTES_PER_SLOT = 16
+"""Bytes of the presence table for each slot: two tags of 8 bytes, so that the table is at most half full."""
+
+
+def table_bytes(slots: int) -> int:
+    """Return the size of the presence table of a tier with at most ``slots`` slots, in whole pages."""
+    return -(-slots * BYTES_PER_SLOT // _PAGE) * _PAGE
+
+
+def create_table(path: Path, nbytes: int) -> NDArray[np.uint8]:
+    """Create the file of a presence table and map it. Readers of an older file of this name keep theirs.
+
+    Raises ``OSError`` when the directory has no room.
+    """
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        return np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(fd)
+
+
+def open_table(path: Path, nbytes: int) -> PresenceTable:
+    """Map a service's presence table to read. Raises ``OSError`` when it is missing, or smaller than ``nbytes``."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_size < nbytes:
+            raise OSError(f"{path} is smaller than {nbytes} bytes")
+        return PresenceTable(np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), np.uint8))
+    finally:
+        os.close(fd)
