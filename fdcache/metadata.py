@@ -128,6 +128,26 @@ class CacheSwapMetadata(msgspec.Struct, kw_only=True):
         return len(self.src_block_ids)
 
     @property
+    def to_host(self) -> bool:
+        """True if the blocks are copied into host slots."""
+        return self.dst_type is CacheLevel.HOST
+
+    @property
+    def host_slots(self) -> Int32Array:
+        """The host slots: sources of loads and stores, destinations of all others."""
+        return self.dst_block_ids if self.to_host else self.src_block_ids
+
+    @property
+    def host_generations(self) -> UInt32Array:
+        """Generations of ``host_slots``: written by a copy to the host, required by a copy from it."""
+        return self.dst_generations if self.to_host else self.src_generations
+
+    @property
+    def device_slots(self) -> Int32Array:
+        """The device slots of an eviction, a backup or a load."""
+        return self.src_block_ids if self.to_host else self.dst_block_ids
+
+    @property
     def mapping(self) -> dict[int, int]:
         """Source slot to destination slot; empty unless the transfer succeeded."""
         if not self.success:
@@ -214,6 +234,18 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
     bad_slots: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     no_room: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
 
+    @classmethod
+    def failure(cls, swap: CacheSwapMetadata, reason: str | None) -> TransferResult:
+        """Return the result of a transfer of which nothing was copied."""
+        return cls(
+            purpose=swap.purpose,
+            failed=np.arange(len(swap), dtype=np.int32),
+            checksums=np.empty(0, np.uint64),
+            copied_bytes=0,
+            seconds=0.0,
+            error_message=reason,
+        )
+
     @property
     def success(self) -> bool:
         """Whether every block was copied."""
@@ -240,20 +272,9 @@ class TransferReport(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
         return cls(
             plan_id=plan.plan_id,
             rank=rank,
-            results=tuple(_nothing(swap, reason) for swap in plan.swaps()),
+            results=tuple(TransferResult.failure(swap, reason) for swap in plan.swaps()),
             refused=True,
         )
-
-
-def _nothing(swap: CacheSwapMetadata, reason: str) -> TransferResult:
-    return TransferResult(
-        purpose=swap.purpose,
-        failed=np.arange(len(swap), dtype=np.int32),
-        checksums=np.empty(0, np.uint64),
-        copied_bytes=0,
-        seconds=0.0,
-        error_message=reason,
-    )
 
 
 def _encode_array(value: Any) -> Any:

@@ -207,7 +207,7 @@ CASES: dict[str, Case] = {
         beside={"FDCACHE_WRITE_POLICY": "write_through_selective"},
     ),
     "FDCACHE_CLEAN_RESERVE": Case("5", lambda engine: engine.manager._tiers.backups._clean_reserve),
-    "FDCACHE_DEFER_TIMEOUT": Case("7s", lambda engine: engine.manager._lookup._settings.defer_timeout),
+    "FDCACHE_DEFER_TIMEOUT": Case("7s", lambda engine: engine.manager._matcher._defer_timeout),
     "FDCACHE_PLAN_TIMEOUT": Case("7s", lambda engine: engine.manager._plans._ledger._timeout),
     "FDCACHE_EVENT_BUFFER": Case("100", events),
     "FDCACHE_RUNTIME_DIR": Case("{dir}/other", serve=lambda server: server.endpoints.address),

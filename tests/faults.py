@@ -6,24 +6,22 @@ A load fails for real: it is copied under a generation that its slot does not ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from fdcache.devices.base import (
     BlockCopy,
-    BlockPairs,
-    CopyOutcome,
     DevicePlanes,
-    Direction,
     Event,
     HostArena,
     Stream,
     enqueue_each,
 )
 from fdcache.devices.cpu import CpuDevice, CpuEvent
+from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferResult
 
-Choose = Callable[[BlockPairs], Sequence[int]]
+Choose = Callable[[CacheSwapMetadata], Sequence[int]]
 
 
 class FailingLoadsDevice(CpuDevice):
@@ -34,16 +32,14 @@ class FailingLoadsDevice(CpuDevice):
         self._choose = choose
         self._plane = plane
 
-    def copy_blocks(
-        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> BlockCopy:
-        sound = super().copy_blocks(planes, arena, pairs, direction)
-        chosen = list(self._choose(pairs)) if direction is Direction.TO_DEVICE else []
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+        sound = super().copy_blocks(planes, arena, swap)
+        chosen = list(self._choose(swap)) if not swap.to_host else []
         if not chosen:
             return sound
-        generations = pairs.generations.copy()
+        generations = swap.src_generations.copy()
         generations[chosen] += np.uint32(1)
-        failing = super().copy_blocks(planes, arena, replace(pairs, generations=generations), direction)
+        failing = super().copy_blocks(planes, arena, replace(swap, src_generations=generations))
         return _FailsFrom(self._plane, sound, failing, planes.num_planes)
 
 
@@ -74,26 +70,26 @@ class _FailsFrom:
     def cancel(self) -> bool:
         return not self.started and self._sound.cancel() and self._failing.cancel()
 
-    def outcome(self) -> CopyOutcome:
-        return self._failing.outcome()
+    def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
+        return self._failing.result(start, stop)
 
 
 class PausingDevice(CpuDevice):
-    """Holds each copy in ``directions`` before its group ``pause_at`` until ``resume`` is set; ``ranges`` has all
-    groups."""
+    """Holds each copy with a purpose in ``purposes`` before its group ``pause_at`` until ``resume`` is set.
 
-    def __init__(self, pause_at: int, directions: Sequence[Direction] = tuple(Direction)) -> None:
+    ``ranges`` has all groups.
+    """
+
+    def __init__(self, pause_at: int, purposes: Sequence[SwapPurpose] = tuple(SwapPurpose)) -> None:
         super().__init__()
         self.resume = CpuEvent()
         self.ranges: list[tuple[int, int]] = []
         self.pause_at = pause_at
-        self._directions = directions
+        self._purposes = purposes
 
-    def copy_blocks(
-        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> BlockCopy:
-        pause_at = self.pause_at if direction in self._directions else -1
-        return _Paused(super().copy_blocks(planes, arena, pairs, direction), self, pause_at)
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+        pause_at = self.pause_at if swap.purpose in self._purposes else -1
+        return _Paused(super().copy_blocks(planes, arena, swap), self, pause_at)
 
 
 class _Paused:
@@ -124,5 +120,5 @@ class _Paused:
     def cancel(self) -> bool:
         return self._copy.cancel()
 
-    def outcome(self) -> CopyOutcome:
-        return self._copy.outcome()
+    def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
+        return self._copy.result(start, stop)

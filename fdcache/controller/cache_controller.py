@@ -16,7 +16,7 @@ from fdcache.controller.layers import LayerDoneCounter, LayerEvents
 from fdcache.controller.transfers import TransferQueue
 from fdcache.devices.base import Device, DevicePlanes, Stream
 from fdcache.devices.cpu import CpuDevice
-from fdcache.devices.execution import PlanExecution, PlansInFlight, Transfer, reason_of, refused_executions
+from fdcache.devices.execution import PlanExecution, PlansInFlight, reason_of, refused_executions
 from fdcache.errors import (
     CacheNotReadyError,
     DeviceError,
@@ -329,8 +329,7 @@ class CacheController:
         if self._storage is None:
             return
         for transfer in prepared:
-            transfers = [Transfer(transfer.task.swap.purpose, transfer)]
-            self._in_flight.add(PlanExecution(transfer.task.plan_id, self.rank, transfers))
+            self._in_flight.add(PlanExecution(transfer.task.plan_id, self.rank, [transfer]))
         try:
             self._storage.submit(plan, prepared)
         except Exception as error:  # noqa: BLE001 - the copies are under way; the reports carry it

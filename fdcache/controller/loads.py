@@ -16,20 +16,18 @@ from fdcache import _core
 from fdcache.controller.layers import LayerGroups
 from fdcache.devices.base import (
     BlockCopy,
-    BlockPairs,
-    CopyOutcome,
     Device,
     DevicePlanes,
-    Direction,
     Event,
     HostArena,
     Stream,
 )
 from fdcache.devices.execution import fence, reason_of
-from fdcache.devices.faults import Fault, make_outcome, part_of_outcome
-from fdcache.devices.validation import check_pairs
+from fdcache.devices.faults import Fault, make_result
+from fdcache.devices.validation import check_swap
 from fdcache.errors import DeviceLostError
 from fdcache.layout import KVLayout
+from fdcache.metadata import CacheSwapMetadata, TransferResult
 
 
 class _Batch:
@@ -39,19 +37,13 @@ class _Batch:
         self.copy = copy
         self.sizes = tuple(sizes)
         self.nbytes = sum(sizes) * block_bytes
-        self._block_bytes = block_bytes
         self._lock = threading.Lock()
 
-    def outcome(self, index: int) -> CopyOutcome:
-        """What came of one of its loads."""
-        with self._lock:
-            whole = self.copy.outcome()
-        if len(self.sizes) == 1:
-            return whole
+    def result(self, index: int) -> TransferResult:
+        """Return the result of one of its loads."""
         start = sum(self.sizes[:index])
-        return part_of_outcome(
-            whole, start, start + self.sizes[index], count=sum(self.sizes), block_bytes=self._block_bytes
-        )
+        with self._lock:
+            return self.copy.result(start, start + self.sizes[index])
 
 
 class QueuedLoad:
@@ -60,9 +52,11 @@ class QueuedLoad:
     ``emptied`` has the events of the layers for as long as nothing is copied: those of the plan's evictions.
     """
 
-    def __init__(self, queue: LoadQueue, pairs: BlockPairs, planes: DevicePlanes, arena: HostArena) -> None:
+    def __init__(
+        self, queue: LoadQueue, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena
+    ) -> None:
         self._queue = queue
-        self.pairs = pairs
+        self.swap = swap
         self.memory: tuple[DevicePlanes, HostArena] | None = (planes, arena)
         self.after: list[Event] = []
         self.emptied: Sequence[Event | None] = ()
@@ -71,7 +65,7 @@ class QueuedLoad:
         self._layer_events: Sequence[Event | None] | None = None
         self._refusal: tuple[Fault, str] | None = None
         self._behind: Event | None = None
-        self._outcome: CopyOutcome | None = None
+        self._result: TransferResult | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -117,18 +111,20 @@ class QueuedLoad:
             batch = self._batch
         return batch is not None and len(batch[0].sizes) == 1 and batch[0].copy.cancel()
 
-    def outcome(self) -> CopyOutcome:
-        """What came of it, once it has ended; the memory is let go."""
-        if self._outcome is None and self._refusal is not None:
+    def result(self) -> TransferResult:
+        """Return the result, once the load has ended; the memory is let go."""
+        if self._result is None and self._refusal is not None:
             fault, reason = self._refusal
-            faults = bytes([fault]) * len(self.pairs)
-            self._outcome = make_outcome(self.pairs, faults, b"", copied_bytes=0, seconds=0.0, detail=reason)
-        elif self._outcome is None:
+            faults = bytes([fault]) * len(self.swap)
+            self._result = make_result(
+                self.swap, slice(None), faults, b"", copied_bytes=0, seconds=0.0, detail=reason
+            )
+        elif self._result is None:
             assert self._batch is not None, "asked before the end"
             batch, index = self._batch
-            self._outcome = batch.outcome(index)
+            self._result = batch.result(index)
             self._batch = None
-        return self._outcome
+        return self._result
 
     def known(self) -> Sequence[Event | None] | None:
         """The event of each layer; None while it waits."""
@@ -168,16 +164,16 @@ class LoadQueue:
         self._waiting: list[QueuedLoad] = []
         self._under_way: list[_Batch] = []
 
-    def prepare(self, pairs: BlockPairs, planes: DevicePlanes, arena: HostArena) -> QueuedLoad:
+    def prepare(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena) -> QueuedLoad:
         """Check a load. Raises ``PlanError`` naming the pair, ``DeviceLostError``."""
         self.advance()
-        load = QueuedLoad(self, pairs, planes, arena)
+        load = QueuedLoad(self, swap, planes, arena)
         if not self._waiting and self._has_room():
-            load.copy = self._device.copy_blocks(planes, arena, pairs, Direction.TO_DEVICE)
+            load.copy = self._device.copy_blocks(planes, arena, swap)
             return load
         if (reason := self._device.lost) is not None:
             raise DeviceLostError(f"the device has failed ({reason}); start this process anew")
-        check_pairs(pairs, Direction.TO_DEVICE, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
+        check_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
         return load
 
     def submit(self, load: QueuedLoad, after: Sequence[Event], emptied: Sequence[Event | None]) -> None:
@@ -186,9 +182,9 @@ class LoadQueue:
         if load.copy is not None:
             self._launch([load])
             return
-        slots = load.pairs.device_slots
+        slots = load.swap.dst_block_ids
         try:
-            disjoint = all(_core.are_disjoint_slots(slots, each.pairs.device_slots) for each in self._waiting)
+            disjoint = all(_core.are_disjoint_slots(slots, each.swap.dst_block_ids) for each in self._waiting)
         except Exception as error:  # noqa: BLE001 - as in _launch
             load.refused(Fault.DEVICE, reason_of(error))
             return
@@ -233,9 +229,9 @@ class LoadQueue:
     def _next_batch(self) -> list[QueuedLoad]:
         """The loads at the front that go together, up to as many bytes as may be ahead."""
         taken = [self._waiting.pop(0)]
-        nbytes = len(taken[0].pairs) * self._block_bytes
+        nbytes = len(taken[0].swap) * self._block_bytes
         while self._waiting and self._waiting[0].memory == taken[0].memory:
-            nbytes += len(self._waiting[0].pairs) * self._block_bytes
+            nbytes += len(self._waiting[0].swap) * self._block_bytes
             if nbytes > self._ahead_bytes:
                 break
             taken.append(self._waiting.pop(0))
@@ -247,13 +243,13 @@ class LoadQueue:
         assert memory is not None
         behind: Event | None = None
         try:
-            pairs = loads[0].pairs if len(loads) == 1 else _joined([load.pairs for load in loads])
-            copy = loads[0].copy or self._device.copy_blocks(*memory, pairs, Direction.TO_DEVICE)
+            swap = loads[0].swap if len(loads) == 1 else _joined([load.swap for load in loads])
+            copy = loads[0].copy or self._device.copy_blocks(*memory, swap)
             for load in loads:
                 for event in load.after:
                     self.stream.wait_event(event)
             behind = self._device.create_event()
-            layer_events = self._groups.enqueue(copy, self.stream, len(pairs))
+            layer_events = self._groups.enqueue(copy, self.stream, len(swap))
         except Exception as error:  # noqa: BLE001 - the report carries it, and the queue goes on
             reason = reason_of(error)
             if behind is not None:
@@ -261,19 +257,28 @@ class LoadQueue:
             for load in loads:
                 load.refused(Fault.DEVICE, reason, behind)
             return
-        batch = _Batch(copy, [len(load.pairs) for load in loads], self._block_bytes)
+        batch = _Batch(copy, [len(load.swap) for load in loads], self._block_bytes)
         self._under_way.append(batch)
         for index, load in enumerate(loads):
             load.launched(batch, index, layer_events)
 
 
-def _joined(parts: Sequence[BlockPairs]) -> BlockPairs:
-    marks = [np.zeros(len(part), np.uint8) if part.verify is None else part.verify for part in parts]
-    return BlockPairs(
-        device_slots=np.concatenate([part.device_slots for part in parts]),
-        host_slots=np.concatenate([part.host_slots for part in parts]),
-        generations=np.concatenate([part.generations for part in parts]),
-        hashes=np.concatenate([part.hashes for part in parts]),
-        parents=np.concatenate([part.parents for part in parts]),
-        verify=np.concatenate(marks) if any(part.verify is not None for part in parts) else None,
+def _joined(parts: Sequence[CacheSwapMetadata]) -> CacheSwapMetadata:
+    first = parts[0]
+    marks = None
+    if any(part.unverified is not None for part in parts):
+        marks = [
+            np.zeros(len(part), np.uint8) if part.unverified is None else part.unverified for part in parts
+        ]
+    return CacheSwapMetadata(
+        purpose=first.purpose,
+        src_type=first.src_type,
+        dst_type=first.dst_type,
+        src_block_ids=np.concatenate([part.src_block_ids for part in parts]),
+        dst_block_ids=np.concatenate([part.dst_block_ids for part in parts]),
+        src_generations=np.concatenate([part.src_generations for part in parts]),
+        dst_generations=np.concatenate([part.dst_generations for part in parts]),
+        hash_values=np.concatenate([part.hash_values for part in parts]),
+        parent_hashes=np.concatenate([part.parent_hashes for part in parts]),
+        unverified=None if marks is None else np.concatenate(marks),
     )

@@ -13,10 +13,8 @@ from fdcache.controller.layers import LaunchedLayers, LayerEvents, LayerGroups
 from fdcache.controller.loads import LoadQueue, QueuedLoad
 from fdcache.devices.base import (
     BlockCopy,
-    BlockPairs,
     Device,
     DevicePlanes,
-    Direction,
     Event,
     HostArena,
     Stream,
@@ -25,27 +23,27 @@ from fdcache.devices.execution import (
     LaunchedCopy,
     PlanExecution,
     RefusedCopy,
-    Transfer,
     Work,
     fence,
     reason_of,
 )
-from fdcache.devices.validation import check_array
+from fdcache.devices.validation import check_arrays
 from fdcache.errors import PlanError, StreamError
 from fdcache.layout import KVLayout
-from fdcache.metadata import CacheLevel, CacheSwapMetadata, Int32Array, SwapPurpose, TransferPlan
+from fdcache.metadata import (
+    CacheLevel,
+    CacheSwapMetadata,
+    Int32Array,
+    SwapPurpose,
+    TransferPlan,
+    TransferResult,
+)
 from fdcache.settings.cache import TransferSettings
 
-DIRECTIONS = {
-    SwapPurpose.EVICT: Direction.TO_HOST,
-    SwapPurpose.LOAD: Direction.TO_DEVICE,
-    SwapPurpose.BACKUP: Direction.TO_HOST,
-}
-"""Which way each purpose copies."""
-
 _LEVELS = {
-    Direction.TO_HOST: (CacheLevel.DEVICE, CacheLevel.HOST),
-    Direction.TO_DEVICE: (CacheLevel.HOST, CacheLevel.DEVICE),
+    SwapPurpose.EVICT: (CacheLevel.DEVICE, CacheLevel.HOST),
+    SwapPurpose.LOAD: (CacheLevel.HOST, CacheLevel.DEVICE),
+    SwapPurpose.BACKUP: (CacheLevel.DEVICE, CacheLevel.HOST),
 }
 
 
@@ -59,8 +57,8 @@ def check_plan(plan: TransferPlan) -> None:
     for swap, purpose in fields:
         if swap is None:
             continue
-        _check_arrays(swap)
-        levels = _LEVELS[DIRECTIONS[purpose]]
+        check_arrays(swap)
+        levels = _LEVELS[purpose]
         if swap.purpose is not purpose or (swap.src_type, swap.dst_type) != levels:
             raise PlanError(
                 f"{purpose.value}: the transfer is a {swap.purpose.value} from {swap.src_type.value} to "
@@ -73,18 +71,6 @@ def check_plan(plan: TransferPlan) -> None:
         _check_disjoint("device slot", plan.backups.src_block_ids, plan.evictions.src_block_ids, "emptied")
     if plan.loads is not None:
         _check_disjoint("device slot", plan.backups.src_block_ids, plan.loads.dst_block_ids, "loaded")
-
-
-def _check_arrays(swap: CacheSwapMetadata) -> None:
-    count, purpose = len(swap), swap.purpose.value
-    check_array(f"{purpose}: src_block_ids", swap.src_block_ids, np.int32, (count,))
-    check_array(f"{purpose}: dst_block_ids", swap.dst_block_ids, np.int32, (count,))
-    check_array(f"{purpose}: src_generations", swap.src_generations, np.uint32, (count,))
-    check_array(f"{purpose}: dst_generations", swap.dst_generations, np.uint32, (count,))
-    check_array(f"{purpose}: hash_values", swap.hash_values, np.uint8, (count, 32))
-    check_array(f"{purpose}: parent_hashes", swap.parent_hashes, np.uint8, (count, 32))
-    if swap.unverified is not None:
-        check_array(f"{purpose}: unverified", swap.unverified, np.uint8, (count,))
 
 
 def _check_disjoint(kind: str, backups: Int32Array, others: Int32Array, what: str) -> None:
@@ -127,7 +113,7 @@ class TransferQueue:
         fails the transfers concerned.
         """
         check_plan(plan)
-        copies: dict[SwapPurpose, tuple[BlockCopy, int]] = {}
+        copies: dict[SwapPurpose, tuple[CacheSwapMetadata, BlockCopy]] = {}
         load: QueuedLoad | None = None
         computed: list[Event] = []
         if refusal is None:
@@ -138,18 +124,20 @@ class TransferQueue:
                     if len(swap) == 0 or planes is None or arena is None:
                         continue
                     if swap.purpose is SwapPurpose.LOAD:
-                        load = self._prepare(swap, planes, arena)
+                        load = self._loads.prepare(swap, planes, arena)
                     else:
-                        copies[swap.purpose] = self._copy(swap, planes, arena), len(swap)
+                        copies[swap.purpose] = swap, self._device.copy_blocks(planes, arena, swap)
             except (PlanError, StreamError):
                 raise
             except Exception as error:  # noqa: BLE001 - the report carries it
                 refusal = reason_of(error)
         if refusal is not None:
-            refused = [Transfer(swap.purpose, RefusedCopy(len(swap), refusal)) for swap in plan.swaps()]
+            refused = [RefusedCopy(TransferResult.failure(swap, refusal)) for swap in plan.swaps()]
             return PlanExecution(plan.plan_id, rank, refused), LaunchedLayers(self._no_events())
         work, layers = self._enqueue(copies, load, compute_stream, computed)
-        transfers = [Transfer(swap.purpose, work.get(swap.purpose)) for swap in plan.swaps()]
+        transfers = [
+            work.get(swap.purpose) or RefusedCopy(TransferResult.failure(swap, None)) for swap in plan.swaps()
+        ]
         return PlanExecution(plan.plan_id, rank, transfers), layers
 
     def retire(self) -> None:
@@ -164,7 +152,7 @@ class TransferQueue:
 
     def _enqueue(
         self,
-        copies: dict[SwapPurpose, tuple[BlockCopy, int]],
+        copies: dict[SwapPurpose, tuple[CacheSwapMetadata, BlockCopy]],
         load: QueuedLoad | None,
         compute_stream: Stream | None,
         computed: list[Event],
@@ -202,7 +190,7 @@ class TransferQueue:
         return [event]
 
     def _start(
-        self, copy: BlockCopy, size: int, stream: Stream, after: Sequence[Event]
+        self, swap: CacheSwapMetadata, copy: BlockCopy, stream: Stream, after: Sequence[Event]
     ) -> LaunchedCopy | RefusedCopy:
         """Put a copy on a stream. Whatever is raised there fails it."""
         behind: Event | None = None
@@ -215,20 +203,8 @@ class TransferQueue:
             reason = reason_of(error)
             if behind is not None:
                 fence(stream, behind)
-            return RefusedCopy(size, reason, behind)
+            return RefusedCopy(TransferResult.failure(swap, reason), behind)
         return LaunchedCopy(copy)
-
-    def _prepare(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena) -> QueuedLoad:
-        try:
-            return self._loads.prepare(_pairs(swap), planes, arena)
-        except PlanError as error:
-            raise PlanError(f"{swap.purpose.value}: {error}") from None
-
-    def _copy(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena) -> BlockCopy:
-        try:
-            return self._device.copy_blocks(planes, arena, _pairs(swap), DIRECTIONS[swap.purpose])
-        except PlanError as error:
-            raise PlanError(f"{swap.purpose.value}: {error}") from None
 
 
 def _hold(compute_stream: Stream, emptied: Event) -> None:
@@ -237,16 +213,3 @@ def _hold(compute_stream: Stream, emptied: Event) -> None:
     except Exception as error:  # noqa: BLE001 - the evictions are under way, so nothing may be raised
         logger.warning("the thread waits for evictions in place of the compute stream: %s", reason_of(error))
         emptied.wait()  # the engine may write these slots as soon as it has its counter
-
-
-def _pairs(swap: CacheSwapMetadata) -> BlockPairs:
-    to_host = DIRECTIONS[swap.purpose] is Direction.TO_HOST
-    source, target = swap.src_block_ids, swap.dst_block_ids
-    return BlockPairs(
-        device_slots=source if to_host else target,
-        host_slots=target if to_host else source,
-        generations=swap.dst_generations if to_host else swap.src_generations,
-        hashes=swap.hash_values,
-        parents=swap.parent_hashes,
-        verify=swap.unverified,
-    )

@@ -7,15 +7,13 @@ whole blocks between the device's planes and host records (``Direction``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-import numpy as np
-
 from fdcache._core import RecordTable
 from fdcache.layout import Plane
-from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.metadata import CacheSwapMetadata, TransferResult
 
 
 class Direction(Enum):
@@ -23,46 +21,6 @@ class Direction(Enum):
 
     TO_HOST = "device to host"
     TO_DEVICE = "host to device"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPairs:
-    """Blocks to copy; element i of each array is one block. ``hashes`` and ``parents`` have shape (n, 32).
-
-    ``generations`` are those of the host slots: a copy to the host writes them into the slot headers, a load
-    requires them there. ``verify``, of a load, marks records that have to have their checksum; None: none.
-    """
-
-    device_slots: Int32Array
-    host_slots: Int32Array
-    generations: UInt32Array
-    hashes: HashArray
-    parents: HashArray
-    verify: HashArray | None = None
-
-    def __len__(self) -> int:
-        return len(self.device_slots)
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOutcome:
-    """What came of a copy: failed positions, checksums (one per position, none for loads), bytes, seconds.
-
-    Of the failed, ``lost`` were not in the storage any more; of ``corrupt`` the record itself is wrong; ``bad_slots``
-    and ``no_room`` are the storage's, whose medium fails or whose disk is full there.
-    ``reasons`` has one for each of the failed, or is empty when only ``error_message`` says why.
-    """
-
-    failed: Int32Array
-    checksums: UInt64Array
-    copied_bytes: int
-    seconds: float
-    error_message: str | None
-    lost: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    corrupt: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    reasons: tuple[str, ...] = ()
-    bad_slots: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    no_room: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +129,11 @@ class PendingCopy(Protocol):
     def cancel(self) -> bool:
         """Take the batch back if none of it has begun: it touches no memory and all its positions fail."""
 
-    def outcome(self) -> CopyOutcome:
-        """What came of it, once ``done`` is reached."""
+    def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
+        """Return the result of positions ``start`` to ``stop``, once ``done`` is reached; positions count from 0.
+
+        A part has the bytes of its blocks and a share of the seconds, so that parts add up to the whole.
+        """
 
 
 class BlockCopy(PendingCopy, Protocol):
@@ -257,7 +218,5 @@ class Device(Protocol):
     def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> DevicePlanes:
         """The planes of a layout, in its order, for ``copy_blocks`` with records of that size."""
 
-    def copy_blocks(
-        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> BlockCopy:
-        """A batch of copies, not enqueued yet. Raises ``PlanError`` naming the pair that cannot be copied."""
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+        """Return a batch of copies that is not enqueued yet. Raises ``PlanError`` naming the pair that is wrong."""

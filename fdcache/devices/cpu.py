@@ -14,10 +14,7 @@ import numpy as np
 from fdcache import _core
 from fdcache.devices.base import (
     BlockCopy,
-    BlockPairs,
-    CopyOutcome,
     DevicePlanes,
-    Direction,
     Event,
     HostArena,
     PinnedMemory,
@@ -26,12 +23,13 @@ from fdcache.devices.base import (
     TensorView,
     enqueue_each,
 )
-from fdcache.devices.faults import make_outcome
+from fdcache.devices.faults import make_result
 from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exported
-from fdcache.devices.validation import check_pairs
+from fdcache.devices.validation import check_swap
 from fdcache.errors import TensorError
 from fdcache.layout import Plane
 from fdcache.machine.memory import memory_limits
+from fdcache.metadata import CacheSwapMetadata, TransferResult
 from fdcache.settings.cache import TransferSettings, Verify
 
 _DLPACK_CPU = 1
@@ -109,9 +107,9 @@ class CpuPlanes:
 class CpuBlockCopy:
     """A batch of block copies on the CPU."""
 
-    def __init__(self, core: _core.BlockCopy, pairs: BlockPairs) -> None:
+    def __init__(self, core: _core.BlockCopy, swap: CacheSwapMetadata) -> None:
         self._core = core
-        self._pairs = pairs
+        self._swap = swap
         self.done = CpuEvent(core.done)
 
     @property
@@ -131,10 +129,11 @@ class CpuBlockCopy:
         """Take the batch back if none of it has begun."""
         return self._core.cancel()
 
-    def outcome(self) -> CopyOutcome:
-        """What came of it, once ``done`` is reached."""
-        return make_outcome(
-            self._pairs,
+    def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
+        """Return the result of positions ``start`` to ``stop``, once ``done`` is reached."""
+        return make_result(
+            self._swap,
+            slice(start, stop),
             self._core.faults(),
             self._core.checksums(),
             copied_bytes=self._core.copied_bytes,
@@ -211,27 +210,25 @@ class CpuDevice:
         """The planes of a layout, in its order."""
         return CpuPlanes(bindings)
 
-    def copy_blocks(
-        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> BlockCopy:
-        """A batch of copies, not enqueued yet. Raises ``PlanError`` naming the pair that cannot be copied."""
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+        """Return a batch of copies that is not enqueued yet. Raises ``PlanError`` naming the pair that is wrong."""
         if not isinstance(planes, CpuPlanes):
             raise TypeError(f"expected planes of the CPU device, got {type(planes).__name__}")
-        check_pairs(pairs, direction, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
-        verify = np.ones(len(pairs), np.uint8) if self._verify else pairs.verify
+        check_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
+        verify = np.ones(len(swap), np.uint8) if self._verify else swap.unverified
         core = _core.BlockCopy(
-            direction is Direction.TO_HOST,
+            swap.to_host,
             planes.table,
             arena.table,
-            pairs.device_slots,
-            pairs.host_slots,
-            pairs.generations,
-            pairs.hashes,
-            pairs.parents,
+            swap.device_slots,
+            swap.host_slots,
+            swap.host_generations,
+            swap.hash_values,
+            swap.parent_hashes,
             arena.fingerprint,
             verify,
         )
-        return CpuBlockCopy(core, pairs)
+        return CpuBlockCopy(core, swap)
 
 
 def _cpu_stream(stream: Stream) -> CpuStream:

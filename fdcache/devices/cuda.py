@@ -11,10 +11,7 @@ import numpy as np
 from fdcache import _core
 from fdcache.devices.base import (
     BlockCopy,
-    BlockPairs,
-    CopyOutcome,
     DevicePlanes,
-    Direction,
     Event,
     HostArena,
     PinnedMemory,
@@ -32,13 +29,14 @@ from fdcache.devices.cuda_streams import (
     cuda_stream,
     handle_of,
 )
-from fdcache.devices.faults import make_outcome
+from fdcache.devices.faults import make_result
 from fdcache.devices.kernels import load_kernels
 from fdcache.devices.policy import make_policy, min_group_bytes
 from fdcache.devices.topology import find_gpu
-from fdcache.devices.validation import check_pairs
+from fdcache.devices.validation import check_swap
 from fdcache.errors import DeviceError, DeviceLostError, StreamError
 from fdcache.layout import Plane
+from fdcache.metadata import CacheSwapMetadata, TransferResult
 from fdcache.settings.cache import TransferSettings, Verify
 
 
@@ -67,17 +65,17 @@ class CudaBlockCopy:
     def __init__(
         self,
         core: _core.CudaSwap,
-        pairs: BlockPairs,
+        swap: CacheSwapMetadata,
         *,
         memory: CudaMemory,
         owners: object,
     ) -> None:
         self._core = core
-        self._pairs = pairs
+        self._swap = swap
         self._memory = memory
         self._owners = owners
         self._table: BlockTable | None = None
-        self._outcome: CopyOutcome | None = None
+        self._is_finished = False
         self.done = CudaEvent(core.done)
 
     @property
@@ -111,21 +109,22 @@ class CudaBlockCopy:
         """Nothing that was enqueued on a GPU can be taken back."""
         return False
 
-    def outcome(self) -> CopyOutcome:
-        """What came of it, once ``done`` is reached; records that arrived are stamped ready."""
-        if self._outcome is None:
+    def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
+        """Return the result of positions ``start`` to ``stop``; the first call stamps the arrived records ready."""
+        if not self._is_finished:
+            self._is_finished = True
             self._core.finish()
-            self._outcome = make_outcome(
-                self._pairs,
-                self._core.faults(),
-                self._core.checksums(),
-                copied_bytes=self._core.copied_bytes,
-                seconds=self._core.seconds,
-                detail=self._core.error,
-            )
             if self._table is not None:
                 self._memory.give_table(self._table)
-        return self._outcome
+        return make_result(
+            self._swap,
+            slice(start, stop),
+            self._core.faults(),
+            self._core.checksums(),
+            copied_bytes=self._core.copied_bytes,
+            seconds=self._core.seconds,
+            detail=self._core.error,
+        )
 
 
 class CudaDevice:
@@ -226,45 +225,41 @@ class CudaDevice:
         """The planes of a layout, in its order."""
         return CudaPlanes(bindings, record_bytes, self._memory)
 
-    def copy_blocks(
-        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> BlockCopy:
-        """A batch of copies, not enqueued yet. Raises ``PlanError`` naming the pair that cannot be copied,
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+        """Return a batch of copies that is not enqueued yet. Raises ``PlanError`` naming the pair that is wrong,
         ``DeviceLostError`` when the GPU has failed, ``DeviceError`` when it takes no more work.
         """
         if not isinstance(planes, CudaPlanes):
             raise TypeError(f"expected planes of the CUDA device, got {type(planes).__name__}")
         if self.lost is not None:
             raise self._error(None)
-        check_pairs(pairs, direction, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
+        check_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
         try:
-            core = self._swap(planes, arena, pairs, direction)
+            core = self._native_swap(planes, arena, swap)
         except _core.CudaError as error:
             raise self._error(error) from error
-        return CudaBlockCopy(core, pairs, memory=self._memory, owners=(planes, self._kernels))
+        return CudaBlockCopy(core, swap, memory=self._memory, owners=(planes, self._kernels))
 
-    def _swap(
-        self, planes: CudaPlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> _core.CudaSwap:
+    def _native_swap(self, planes: CudaPlanes, arena: HostArena, swap: CacheSwapMetadata) -> _core.CudaSwap:
         return _core.CudaSwap(
             context=self._context,
             traffic=self._traffic,
             kernels=self._kernels.handles,
             policy=self._policy,
-            to_host=direction is Direction.TO_HOST,
+            to_host=swap.to_host,
             planes=planes.table,
             chunks=planes.chunks,
             first_chunk=planes.first_chunk,
             records=arena.table,
             extents=self._extents_of(arena),
-            device_slots=pairs.device_slots,
-            host_slots=pairs.host_slots,
-            generations=pairs.generations,
-            hashes=pairs.hashes,
-            parents=pairs.parents,
+            device_slots=swap.device_slots,
+            host_slots=swap.host_slots,
+            generations=swap.host_generations,
+            hashes=swap.hash_values,
+            parents=swap.parent_hashes,
             fingerprint=arena.fingerprint,
             verify=self.settings.verify is Verify.ALL
-            or (pairs.verify is not None and bool(pairs.verify.any())),
+            or (swap.unverified is not None and bool(swap.unverified.any())),
         )
 
     def _error(self, error: _core.CudaError | None) -> DeviceError:

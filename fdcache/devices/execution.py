@@ -6,15 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from fdcache.devices.base import CopyOutcome, Device, Event, PendingCopy, Stream
+from fdcache.devices.base import Device, Event, PendingCopy, Stream
 from fdcache.devices.cpu import CpuEvent, wait_any_cpu_event
 from fdcache.errors import FdcacheError, PlanError
-from fdcache.metadata import StorageTask, SwapPurpose, TransferPlan, TransferReport, TransferResult
+from fdcache.metadata import StorageTask, TransferPlan, TransferReport, TransferResult
 from fdcache.tasks import AsyncTaskHandler, TransferStatus
 
 logger = logging.getLogger(__name__)
@@ -33,8 +30,8 @@ class Work(Protocol):
     def cancel(self) -> bool:
         """Take it back if none of it has begun: all its positions fail."""
 
-    def outcome(self) -> CopyOutcome:
-        """What came of it, once it has ended."""
+    def result(self) -> TransferResult:
+        """Return the result, once it has ended."""
 
 
 class LaunchedCopy:
@@ -61,13 +58,13 @@ class LaunchedCopy:
         """Take it back if none of it has begun."""
         return self._copy.cancel()
 
-    def outcome(self) -> CopyOutcome:
-        """What came of it."""
-        return self._copy.outcome()
+    def result(self) -> TransferResult:
+        """Return the result."""
+        return self._copy.result()
 
 
 class RefusedCopy:
-    """A copy that could not be put on its stream: all its blocks fail.
+    """A copy that could not be put on its stream, or has no blocks: its ``result`` is known.
 
     ``behind`` is reached when whatever of it the stream took has ended; None when the stream took nothing. The slots
     are the copy's until then.
@@ -75,9 +72,8 @@ class RefusedCopy:
 
     started = False
 
-    def __init__(self, size: int, reason: str, behind: Event | None = None) -> None:
-        self._size = size
-        self._reason = reason
+    def __init__(self, result: TransferResult, behind: Event | None = None) -> None:
+        self._result = result
         self.done = behind
 
     def pending_event(self) -> Event | None:
@@ -88,10 +84,9 @@ class RefusedCopy:
         """There is nothing to take back."""
         return False
 
-    def outcome(self) -> CopyOutcome:
-        """Every block failed, for the same reason."""
-        failed = np.arange(self._size, dtype=np.int32)
-        return CopyOutcome(failed, np.empty(0, np.uint64), 0, 0.0, self._reason)
+    def result(self) -> TransferResult:
+        """Return the result."""
+        return self._result
 
 
 def reason_of(error: Exception) -> str:
@@ -113,18 +108,10 @@ def fence(stream: Stream, behind: Event) -> None:
         logger.error("a stream takes no event: %s", reason_of(error))
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One transfer of a plan; ``work`` is None when it has no blocks."""
-
-    purpose: SwapPurpose
-    work: Work | None
-
-
 class PlanExecution:
     """One submitted plan: the task that its handler stands for. Its report is made once, at the end."""
 
-    def __init__(self, plan_id: int, rank: int, transfers: Sequence[Transfer]) -> None:
+    def __init__(self, plan_id: int, rank: int, transfers: Sequence[Work]) -> None:
         self.plan_id = plan_id
         self._rank = rank
         self._transfers = tuple(transfers)
@@ -134,7 +121,7 @@ class PlanExecution:
     def pending_event(self) -> Event | None:
         """An event that must be reached before the plan has ended; None when it has."""
         for transfer in self._transfers:
-            if transfer.work is not None and (event := transfer.work.pending_event()) is not None:
+            if (event := transfer.pending_event()) is not None:
                 return event
         return None
 
@@ -148,7 +135,7 @@ class PlanExecution:
 
     def cancel(self) -> bool:
         """Take back the transfers that have not started; whether there was one."""
-        taken = [transfer.work.cancel() for transfer in self._transfers if transfer.work is not None]
+        taken = [transfer.cancel() for transfer in self._transfers]
         return any(taken)
 
     def status(self) -> TransferStatus:
@@ -156,7 +143,7 @@ class PlanExecution:
         if self.pending_event() is None:
             success = all(result.success for result in self.result().results)
             return TransferStatus.COMPLETED if success else TransferStatus.FAILED
-        started = any(transfer.work is not None and transfer.work.started for transfer in self._transfers)
+        started = any(transfer.started for transfer in self._transfers)
         return TransferStatus.IN_PROGRESS if started else TransferStatus.PENDING
 
     def result(self) -> TransferReport:
@@ -166,7 +153,7 @@ class PlanExecution:
                 self._report = TransferReport(
                     plan_id=self.plan_id,
                     rank=self._rank,
-                    results=tuple(_result(transfer) for transfer in self._transfers),
+                    results=tuple(transfer.result() for transfer in self._transfers),
                 )
                 self._transfers = ()
             return self._report
@@ -179,29 +166,10 @@ def refused_executions(plan: TransferPlan, rank: int, reason: str) -> list[PlanE
         PlanExecution(
             each.plan_id,
             rank,
-            [Transfer(swap.purpose, RefusedCopy(len(swap), reason)) for swap in each.swaps()],
+            [RefusedCopy(TransferResult.failure(swap, reason)) for swap in each.swaps()],
         )
         for each in parts
     ]
-
-
-_NO_BLOCKS = CopyOutcome(np.empty(0, np.int32), np.empty(0, np.uint64), 0, 0.0, None)
-
-
-def _result(transfer: Transfer) -> TransferResult:
-    outcome = _NO_BLOCKS if transfer.work is None else transfer.work.outcome()
-    return TransferResult(
-        purpose=transfer.purpose,
-        failed=outcome.failed,
-        checksums=outcome.checksums,
-        copied_bytes=outcome.copied_bytes,
-        seconds=outcome.seconds,
-        error_message=outcome.error_message,
-        lost=outcome.lost,
-        corrupt=outcome.corrupt,
-        bad_slots=outcome.bad_slots,
-        no_room=outcome.no_room,
-    )
 
 
 _MIXED_WAIT = 0.002

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
 
-from fdcache.devices.base import BlockPairs, CopyOutcome
-from fdcache.metadata import Int32Array, UInt64Array
+from fdcache.metadata import CacheSwapMetadata, TransferResult
 
 
 class Fault(IntEnum):
@@ -52,53 +50,45 @@ _TEXT = {
 }
 
 
-def make_outcome(
-    pairs: BlockPairs,
+_NO_POSITIONS = np.empty(0, np.int32)
+
+
+def make_result(
+    swap: CacheSwapMetadata,
+    part: slice,
     faults: bytes,
     checksums: bytes,
     *,
     copied_bytes: int,
     seconds: float,
     detail: str = "",
-) -> CopyOutcome:
-    """The outcome of a batch from the core's faults, one byte per pair, and checksums, eight bytes each."""
-    sums: UInt64Array = np.frombuffer(checksums, dtype=np.uint64)
-    if faults.count(Fault.NONE) == len(faults):
-        return CopyOutcome(np.empty(0, np.int32), sums, copied_bytes, seconds, None)
-    codes = np.frombuffer(faults, dtype=np.uint8)
-    failed = np.flatnonzero(codes).astype(np.int32)
-    reasons = tuple(
-        _TEXT[Fault(codes[each])].format(slot=pairs.host_slots[each], detail=detail) for each in failed
-    )
-    corrupt = np.flatnonzero(np.isin(codes, _BAD_RECORD)).astype(np.int32)
-    message = _message(failed, len(codes), reasons)
-    return CopyOutcome(failed, sums, copied_bytes, seconds, message, corrupt=corrupt, reasons=reasons)
+) -> TransferResult:
+    """Return the result of a part of a batch of equal blocks; positions count from the start of the part.
 
-
-def part_of_outcome(
-    whole: CopyOutcome, start: int, stop: int, *, count: int, block_bytes: int
-) -> CopyOutcome:
-    """What came of positions ``start`` to ``stop``, counted from 0, of a load of ``count`` equal blocks.
-
-    ``seconds`` is their share, so that parts add up to the whole.
+    ``faults`` has one byte for each pair of the batch, ``checksums`` eight bytes, or none for loads;
+    ``copied_bytes`` and ``seconds`` are those of the whole batch.
     """
-    inside = (whole.failed >= start) & (whole.failed < stop)
-    failed = (whole.failed[inside] - start).astype(np.int32)
-    reasons = tuple(whole.reasons[each] for each in np.flatnonzero(inside)) if whole.reasons else ()
-    corrupt = whole.corrupt[(whole.corrupt >= start) & (whole.corrupt < stop)] - start
-    return CopyOutcome(
+    codes = faults[part]
+    start = part.indices(len(faults))[0]
+    num_copied = codes.count(Fault.NONE)
+    failed = corrupt = _NO_POSITIONS
+    message = None
+    if num_copied < len(codes):
+        values = np.frombuffer(codes, np.uint8)
+        failed = np.flatnonzero(values).astype(np.int32)
+        corrupt = np.flatnonzero(np.isin(values, _BAD_RECORD)).astype(np.int32)
+        first = failed[0]
+        reason = _TEXT[Fault(values[first])].format(slot=swap.host_slots[start + first], detail=detail)
+        message = f"{len(failed)} of {len(codes)} blocks failed; position {first}: {reason}"
+    if len(codes) < len(faults):
+        copied_bytes = copied_bytes * num_copied // max(faults.count(Fault.NONE), 1)
+        seconds *= len(codes) / len(faults)
+    return TransferResult(
+        purpose=swap.purpose,
         failed=failed,
-        checksums=np.empty(0, np.uint64),
-        copied_bytes=(stop - start - len(failed)) * block_bytes,
-        seconds=whole.seconds * (stop - start) / count,
-        error_message=_message(failed, stop - start, reasons)
-        or (whole.error_message if len(failed) else None),
-        corrupt=corrupt.astype(np.int32),
-        reasons=reasons,
+        checksums=np.frombuffer(checksums, np.uint64)[part],
+        copied_bytes=copied_bytes,
+        seconds=seconds,
+        error_message=message,
+        corrupt=corrupt,
     )
-
-
-def _message(failed: Int32Array, count: int, reasons: Sequence[str]) -> str | None:
-    if not reasons:
-        return None
-    return f"{len(failed)} of {count} blocks failed; position {failed[0]}: {reasons[0]}"

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from fdcache import _core
-from fdcache.devices.base import BlockPairs, Direction, PinnedMemory, PlaneBinding
+from fdcache.devices.base import Direction, PinnedMemory, PlaneBinding
 from fdcache.devices.calibration import KIB, MIB, Calibration, Measurement, Thresholds
 from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.policy import choose_calibration
 from fdcache.devices.topology import Gpu, import_cupy
 from fdcache.errors import DeviceError, HostMemoryError
 from fdcache.layout import KVLayout
+from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose
 from fdcache.settings.cache import SwapMethod, TransferSettings
 
 POOL_BYTES = 256 * MIB
@@ -176,7 +177,7 @@ class LinkProbe:
                 costs.append(cupy.cuda.get_elapsed_time(begin, end) / alone - 1)
                 for copy in copies:
                     copy.done.wait()
-                    copy.outcome()
+                    copy.result()
         return float(statistics.median(costs[1:]))
 
 
@@ -241,15 +242,27 @@ class _Bench:
     def _enqueue(self, direction: Direction, step: int, device: Any, host: Any) -> Any:
         count = len(device)
         nothing = np.zeros((count, 32), np.uint8)
-        pairs = BlockPairs(device, host, np.ones(count, np.uint32), nothing, nothing)
-        copy = self._device.copy_blocks(self._planes, self._arena, pairs, direction)
+        to_host = direction is Direction.TO_HOST
+        generations = np.ones(count, np.uint32)
+        swap = CacheSwapMetadata(
+            purpose=SwapPurpose.EVICT if to_host else SwapPurpose.LOAD,
+            src_type=CacheLevel.DEVICE if to_host else CacheLevel.HOST,
+            dst_type=CacheLevel.HOST if to_host else CacheLevel.DEVICE,
+            src_block_ids=device if to_host else host,
+            dst_block_ids=host if to_host else device,
+            src_generations=generations,
+            dst_generations=generations,
+            hash_values=nothing,
+            parent_hashes=nothing,
+        )
+        copy = self._device.copy_blocks(self._planes, self._arena, swap)
         ranges = [(first, min(first + step, _PLANES)) for first in range(0, _PLANES, step)]
         copy.enqueue_groups(self._stream, ranges)
         return copy
 
     def _finish(self, copy: Any) -> float:
         copy.done.wait()
-        outcome = copy.outcome()
-        if outcome.error_message is not None:
-            raise DeviceError(f"{self._device.name}: {outcome.error_message}")
-        return float(outcome.seconds)
+        result = copy.result()
+        if result.error_message is not None:
+            raise DeviceError(f"{self._device.name}: {result.error_message}")
+        return float(result.seconds)

@@ -8,28 +8,27 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from fdcache import _core
-from fdcache.devices.base import BlockPairs, Direction
 from fdcache.errors import PlanError
-from fdcache.metadata import Int32Array
+from fdcache.metadata import CacheSwapMetadata, Int32Array
 
 
-def check_pairs(pairs: BlockPairs, direction: Direction, *, device_blocks: int, host_blocks: int) -> None:
+def check_swap(swap: CacheSwapMetadata, *, device_blocks: int, host_blocks: int) -> None:
     """Raise ``PlanError`` for arrays of other types or lengths, naming the pair for a slot out of range or written
     twice.
     """
-    _check_arrays(pairs)
-    to_host = direction is Direction.TO_HOST
-    device_sound = _core.are_sound_slots(pairs.device_slots, device_blocks, distinct=not to_host)
-    host_sound = _core.are_sound_slots(pairs.host_slots, host_blocks, distinct=to_host)
+    check_arrays(swap)
+    device_slots, host_slots = swap.device_slots, swap.host_slots
+    device_sound = _core.are_sound_slots(device_slots, device_blocks, distinct=not swap.to_host)
+    host_sound = _core.are_sound_slots(host_slots, host_blocks, distinct=swap.to_host)
     if device_sound and host_sound:
         return
-    _check_range("device", pairs.device_slots, device_blocks)
-    _check_range("host", pairs.host_slots, host_blocks)
-    written = pairs.host_slots if to_host else pairs.device_slots
-    if (repeated := first_repeated(written)) is not None:
+    _check_range(swap, "device", device_slots, device_blocks)
+    _check_range(swap, "host", host_slots, host_blocks)
+    if (repeated := first_repeated(swap.dst_block_ids)) is not None:
         first, second = repeated
         raise PlanError(
-            f"pairs {first} and {second}: both are copied {direction.value} into slot {written[first]}"
+            f"{swap.purpose.value}: pairs {first} and {second}: both are copied {swap.src_type.value} to "
+            f"{swap.dst_type.value} into slot {swap.dst_block_ids[first]}"
         )
 
 
@@ -51,20 +50,23 @@ def check_array(name: str, array: Any, dtype: DTypeLike, shape: tuple[int, ...])
         raise PlanError(f"{name} has shape {array.shape}, but {shape[0]} blocks need {shape}")
 
 
-def _check_arrays(pairs: BlockPairs) -> None:
-    count = len(pairs)
-    check_array("device_slots", pairs.device_slots, np.int32, (count,))
-    check_array("host_slots", pairs.host_slots, np.int32, (count,))
-    check_array("generations", pairs.generations, np.uint32, (count,))
-    check_array("hashes", pairs.hashes, np.uint8, (count, 32))
-    check_array("parents", pairs.parents, np.uint8, (count, 32))
-    if pairs.verify is not None:
-        check_array("verify", pairs.verify, np.uint8, (count,))
+def check_arrays(swap: CacheSwapMetadata) -> None:
+    """Raise ``PlanError`` naming the array of a transfer that has another type or length."""
+    count, purpose = len(swap), swap.purpose.value
+    check_array(f"{purpose}: src_block_ids", swap.src_block_ids, np.int32, (count,))
+    check_array(f"{purpose}: dst_block_ids", swap.dst_block_ids, np.int32, (count,))
+    check_array(f"{purpose}: src_generations", swap.src_generations, np.uint32, (count,))
+    check_array(f"{purpose}: dst_generations", swap.dst_generations, np.uint32, (count,))
+    check_array(f"{purpose}: hash_values", swap.hash_values, np.uint8, (count, 32))
+    check_array(f"{purpose}: parent_hashes", swap.parent_hashes, np.uint8, (count, 32))
+    if swap.unverified is not None:
+        check_array(f"{purpose}: unverified", swap.unverified, np.uint8, (count,))
 
 
-def _check_range(kind: str, slots: Int32Array, limit: int) -> None:
+def _check_range(swap: CacheSwapMetadata, kind: str, slots: Int32Array, limit: int) -> None:
     outside = np.flatnonzero((slots < 0) | (slots >= limit))
     if len(outside):
         raise PlanError(
-            f"pair {outside[0]}: {kind} slot {slots[outside[0]]} is not one of the {limit} {kind} blocks"
+            f"{swap.purpose.value}: pair {outside[0]}: {kind} slot {slots[outside[0]]} is not one of the "
+            f"{limit} {kind} blocks"
         )

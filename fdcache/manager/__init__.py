@@ -1,6 +1,6 @@
 """The scheduler side."""
 
-from fdcache.manager.cache_manager import CacheManager
+from fdcache.manager.cache_manager import CacheManager, ManagerState
 from fdcache.manager.requests import Request
 from fdcache.manager.results import (
     Allocation,
@@ -10,7 +10,6 @@ from fdcache.manager.results import (
     MatchResult,
     MatchStatus,
 )
-from fdcache.manager.view import ManagerState
 
 __all__ = [
     "Allocation",

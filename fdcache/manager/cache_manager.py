@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from threading import RLock
 from types import TracebackType
 
 import msgspec
 
+from fdcache._core import SLOT_FREE
 from fdcache.errors import PlanError, RequestStateError
 from fdcache.layout import KVLayout
-from fdcache.manager.allocation import BlockAllocator
-from fdcache.manager.lookup import PrefixLookup
-from fdcache.manager.requests import Request
+from fdcache.manager.matching import PrefixMatcher
+from fdcache.manager.plans import Plans
+from fdcache.manager.requests import LiveRequest, LiveRequests, Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
-from fdcache.manager.view import CacheView, ManagerState
-from fdcache.metadata import StorageScan, TransferPlan, TransferReport
+from fdcache.manager.tiers import make_tiers
+from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.settings.checks import log_misspelt, require_host_tier
@@ -23,9 +26,20 @@ from fdcache.storage.connector import StorageConnector
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
+from fdcache.tiers.host import HostCache
+from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage
+from fdcache.tiers.traffic import Traffic
 
 
-class CacheManager(CacheView):
+class ManagerState(StrEnum):
+    """Whether the manager plans anything new."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    ASLEEP = "asleep"
+
+
+class CacheManager:
     """Device and host tier of one engine, for all its ranks.
 
     One scheduler step: ``match_prefix`` the new requests, ``allocate_device_blocks`` for everything scheduled,
@@ -47,10 +61,19 @@ class CacheManager(CacheView):
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(settings, layout, storage or StorageTierSettings(), lookup, clock)
+        self.settings = settings
+        self.layout = layout
         self._storage_lookup = lookup
-        self._lookup = PrefixLookup(settings, layout, self._tiers, self._live, self._counters, clock)
-        self._allocator = BlockAllocator(layout, self._tiers, self._live, self._counters)
+        self._lock = RLock()
+        self._state = ManagerState.RUNNING
+        counters = self._counters = Counters()
+        tiers = self._tiers = make_tiers(
+            settings, layout, storage or StorageTierSettings(), lookup, counters, clock
+        )
+        self._device, self._host, self._storage = tiers.device, tiers.host, tiers.storage
+        self._requests = LiveRequests(settings, layout, tiers)
+        self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock)
+        self._plans = Plans(layout, settings.plan_timeout, tiers, counters, clock)
 
     @classmethod
     def from_settings(
@@ -124,7 +147,7 @@ class CacheManager(CacheView):
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 for request in requests:
-                    self._lookup.prefetch(request, self._plans.open)
+                    self._matcher.prefetch(request, self._plans.open)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Find and pin the longest cached prefix of each request, short of its last token.
@@ -137,14 +160,14 @@ class CacheManager(CacheView):
             self._heed_device_reset()
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
-            self._live.check_match(requests)
-            return self._lookup.match(requests, self._plans.open)
+            self._requests.check_match(requests)
+            return self._matcher.match(requests, self._plans.open)
 
     def unmatch(self, requests: Iterable[Request]) -> None:
         """Undo matches that were followed by no allocation: the pins go, what is read from storage still comes."""
         with self._lock:
             for request in requests:
-                self._live.let_go(request)
+                self._requests.unmatch(request)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
         """Whether that many blocks are free or can be made free now; none are while nothing is planned."""
@@ -166,11 +189,32 @@ class CacheManager(CacheView):
             if self._state is not ManagerState.RUNNING:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
-            self._live.check_allocate(demands)
+            self._requests.check_allocate(demands)
             return [
-                self._allocator.allocate(request, num_tokens, self._plans.open)
+                self._allocate(live, num_tokens)
                 for request, num_tokens in demands
+                if (live := self._requests.get(request)) is not None
             ]
+
+    def _allocate(self, live: LiveRequest, num_tokens: int) -> Allocation:
+        request_id, backups = live.request.request_id, self._tiers.backups
+        if live.host_run and not live.refresh_host_run():
+            self._requests.defer(live.request)
+            self._counters.deferred_lookups += 1
+            return Allocation(request_id, failure=AllocationFailure.DEFERRED)
+        wanted = -(-num_tokens // self.layout.block_size) - live.num_blocks
+        if wanted > 0 and (missing := wanted - self._device.available) > 0:
+            self._counters.allocation_failures += 1
+            if backups:
+                backups.give_way()
+            return Allocation(request_id, failure=AllocationFailure.NO_BLOCKS, shortfall=missing)
+        live.count_hits(self._counters)
+        if wanted > 0:
+            # Copies of evicted blocks hold slots that were evictable: take every slot before planning the first copy.
+            evicted = live.take_blocks(wanted, self._plans.open)
+            if backups:
+                backups.on_evict(evicted, self._plans.open)
+        return Allocation(request_id, live.take_added_blocks())
 
     def take_plans(self) -> list[TransferPlan]:
         """Close the step: what every rank has to copy, to be submitted in this order before the step computes.
@@ -195,9 +239,10 @@ class CacheManager(CacheView):
         """
         progress = list(progress)
         with self._lock:
-            self._live.check_commit(progress)
+            self._requests.check_commit(progress)
             for request, num_tokens in progress:
-                self._publisher.commit(request, num_tokens)
+                if (live := self._requests.get(request)) is not None:
+                    live.commit(num_tokens)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Take the ranks' reports; returns the loads that ended with them.
@@ -218,7 +263,7 @@ class CacheManager(CacheView):
         """End, abort or preempt requests: their blocks stay cached, their pins go. Idempotent."""
         with self._lock:
             for request in requests:
-                self._live.finish(request)
+                self._requests.finish(request)
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
@@ -231,7 +276,7 @@ class CacheManager(CacheView):
         with self._lock:
             outcomes = self._plans.lose_rank(rank)
             self._tiers.worker_lost(self._plans.open)
-            self._live.stop_publishing()
+            self._requests.stop_publishing()
             return outcomes
 
     def reset_cache(self) -> int:
@@ -240,7 +285,7 @@ class CacheManager(CacheView):
         The workers empty their local storage with the next plan.
         """
         with self._lock:
-            self._live.stop_publishing()
+            self._requests.stop_publishing()
             return self._tiers.reset(self._plans.open)
 
     def change_revision(self, revision: str) -> int:
@@ -254,7 +299,7 @@ class CacheManager(CacheView):
         with self._lock:
             layout = self.layout.with_revision(revision)
             forgotten = self._tiers.change_layout(layout)
-            self._live.change_fingerprint(layout.fingerprint)
+            self._requests.change_fingerprint(layout.fingerprint)
             self.layout = layout
             return forgotten
 
@@ -282,10 +327,10 @@ class CacheManager(CacheView):
         Raises ``RequestStateError`` while requests are running or copies are under way.
         """
         with self._lock:
-            plans = self._plans.under_way
-            if self._live or plans:
+            plans = self._plans.unfinished
+            if self._requests or plans:
                 raise RequestStateError(
-                    f"cannot sleep with {len(self._live)} requests and {plans} plans under way; "
+                    f"cannot sleep with {len(self._requests)} requests and {plans} plans under way; "
                     "pause, finish the requests, take the last plans, apply the reports, then sleep"
                 )
             self._state = ManagerState.ASLEEP
@@ -301,6 +346,86 @@ class CacheManager(CacheView):
         with self._lock:
             return list(self._tiers.take_events(self.layout.block_size))
 
+    # --- what it holds ------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ManagerState:
+        """Whether the manager plans anything new."""
+        return self._state
+
+    @property
+    def host_cache(self) -> HostCache:
+        """What every rank's ``CacheController.initialize_host_cache`` is given, embedded and shared."""
+        return self._host.host_cache if self._host else HostCache()
+
+    @property
+    def shared_blocks_in_use(self) -> int:
+        """What this engine pins and writes in a service's tier; 0 embedded, where ``get_stats`` has it."""
+        return self._host.in_use if self._host and self.settings.server is not None else 0
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier; of a shared one, as many as the service has given this layout so far."""
+        return self._host.num_blocks if self._host else 0
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Blocks of the device tier."""
+        return self._device.stats().slots
+
+    @property
+    def reads_storage(self) -> bool:
+        """Whether blocks may come from storage: of this process or of the service."""
+        return self._tiers.prefetcher is not None
+
+    @property
+    def num_free_device_blocks(self) -> int:
+        """Device blocks that nobody holds and that cache nothing."""
+        return self._device.stats().free
+
+    def get_stats(self) -> CacheStats:
+        """Tiers and totals at this moment."""
+        with self._lock:
+            backups, storage = self._tiers.backups, self._storage
+            usage = {level: TierUsage.of(pool) for level, pool in self._tiers.pools.items()}
+            return CacheStats(
+                device=usage[CacheLevel.DEVICE],
+                host=usage.get(CacheLevel.HOST),
+                counters=msgspec.structs.replace(self._counters),
+                live_requests=len(self._requests),
+                plans_in_flight=self._plans.in_flight,
+                queued_backups=backups.queued if backups else 0,
+                traffic=self._host.traffic.copy() if self._host else Traffic(),
+                queued_stores=storage.stores.queued if storage else 0,
+                storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
+                reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
+                storage=usage.get(CacheLevel.STORAGE),
+            )
+
+    def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
+        """Bytes per rank of each tier."""
+        return self._tiers.memory_usage(self.layout)
+
+    def free_device_blocks(self) -> list[int]:
+        """The ids of the free device blocks; visits every block."""
+        with self._lock:
+            return [
+                slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
+            ]
+
+    def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
+        """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing.
+
+        Of the tiers that this process has; ``fdcache inspect explain`` tells of a service's.
+        """
+        with self._lock:
+            return self._tiers.find(self._requests.bind(request).hashes)
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` naming every invariant that does not hold."""
+        with self._lock:
+            self._tiers.verify()
+
     def _heed_device_reset(self) -> None:
         """Forget the device tier if an operator of the service asked for it."""
         if self._host and self._host.take_device_reset():
@@ -308,4 +433,4 @@ class CacheManager(CacheView):
 
     def _reset_device(self) -> None:
         self._tiers.reset_device()
-        self._live.stop_publishing()
+        self._requests.stop_publishing()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
-from fdcache.manager.requests import Request
 from fdcache.metadata import HashArray
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
+from fdcache.tiers.fetches import Fetch
 from fdcache.tiers.host import HostMatch
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.storage_reads import StorageReads, leading_ready
@@ -18,84 +19,102 @@ if TYPE_CHECKING:
 
 
 class Prefetching(Protocol):
-    """What becomes of requests in storage, in this process or at a service."""
+    """Fetches of requests from storage, by number, in this process or at a service."""
 
-    def prefetch(self, request: Request, hashes: HashArray, plan: OpenPlan) -> None:
+    def number(self) -> int:
+        """Return a new number, for one request."""
+
+    def looked_up(self, number: int) -> int:
+        """Return the number under which the host tier is to look up the fetch, 0 for none."""
+
+    def prefetch(self, number: int, hashes: HashArray, plan: OpenPlan) -> None:
         """Begin to read what a request that has arrived will need."""
 
-    def must_wait(self, request: Request, hashes: HashArray, plan: OpenPlan) -> bool:
-        """Whether the request's match has to come again later, by the policy, before anybody is asked."""
+    def must_wait(self, number: int, hashes: HashArray, plan: OpenPlan) -> bool:
+        """Return True if the policy lets the request's match wait for its reads."""
 
-    def number(self, request: Request) -> int:
-        """By which number the host tier knows the request's fetch; 0: not at all."""
-
-    def fetched(self, request: Request, start: int, host: HostMatch) -> int:
-        """How many of the host blocks from ``start`` on were read from storage for this request."""
+    def fetched(self, number: int, start: int, host: HostMatch) -> int:
+        """Return how many of the host blocks from ``start`` on were read from storage for this request."""
 
     def is_reading(self, block_hash: bytes) -> bool:
-        """Whether a block is on its way from storage."""
+        """Return True for a block on its way from storage."""
 
-    def let_go(self, request: Request) -> None:
-        """The request has pinned what it found, or wants it no more."""
+    def let_go(self, number: int) -> None:
+        """Unpin what was read: the request has pinned what it found."""
 
-    def release(self, request: Request) -> None:
-        """The request has ended, or was preempted."""
+    def release(self, number: int) -> None:
+        """End the fetch."""
 
 
 class RemotePrefetcher:
-    """Requests for which a service reads. How long they wait for it is the service's to say, with each look-up."""
+    """Fetches of a service, which says with each look-up if the request has to wait."""
 
     def __init__(self, device: BlockPool, host: RemoteHostTier) -> None:
         self._device = device
         self._fetches = host.fetches
+        self._known: set[int] = set()  # to the service
 
-    def prefetch(self, request: Request, hashes: HashArray, plan: OpenPlan) -> None:
-        """Have it read in the background."""
-        if not request._fetch_number and self.number(request):
+    def number(self) -> int:
+        """Return a new number."""
+        return self._fetches.number()
+
+    def looked_up(self, number: int) -> int:
+        """Return the number: the service reads what the look-up does not find."""
+        self._known.add(number)
+        return number
+
+    def prefetch(self, number: int, hashes: HashArray, plan: OpenPlan) -> None:
+        """Let the service begin to read."""
+        if number not in self._known:
+            self._known.add(number)
             on_device = leading_ready(self._device, hashes)
             if on_device < len(hashes):
-                self._fetches.begin(request._fetch_number, hashes, on_device)
+                self._fetches.begin(number, hashes, on_device)
 
-    def must_wait(self, request: Request, hashes: HashArray, plan: OpenPlan) -> bool:
-        """The look-up will tell."""
+    def must_wait(self, number: int, hashes: HashArray, plan: OpenPlan) -> bool:
+        """Return False: the look-up's answer will say."""
         return False
 
-    def number(self, request: Request) -> int:
-        """The same for every look-up of the request until it ends."""
-        if not request._fetch_number:
-            request._fetch_number = self._fetches.number()
-        return request._fetch_number
-
-    def fetched(self, request: Request, start: int, host: HostMatch) -> int:
-        """As the service says."""
+    def fetched(self, number: int, start: int, host: HostMatch) -> int:
+        """Return what the service said."""
         return len(host.fetched)
 
     def is_reading(self, block_hash: bytes) -> bool:
-        """Nothing that is pending is told of by a service."""
+        """Return False: a service does not tell pending blocks apart."""
         return False
 
-    def let_go(self, request: Request) -> None:
-        """The service did so with the look-up."""
+    def let_go(self, number: int) -> None:
+        """Do nothing: the service unpinned with the look-up."""
 
-    def release(self, request: Request) -> None:
-        """Have it forgotten."""
-        if request._fetch_number:
-            self._fetches.end(request._fetch_number)
-            request._fetch_number = 0
+    def release(self, number: int) -> None:
+        """End the service's fetch, if it knows of it."""
+        if number in self._known:
+            self._known.discard(number)
+            self._fetches.end(number)
 
 
 class Prefetcher:
-    """The fetch of each request that has arrived, by the policy of the settings."""
+    """Fetches of this process, by the policy of the settings."""
 
     def __init__(self, settings: StorageTierSettings, device: BlockPool, reads: StorageReads) -> None:
         self._settings = settings
         self._on_device = partial(leading_ready, device)
         self._reads = reads
+        self._numbers = count(1)
+        self._fetches: dict[int, Fetch] = {}
 
-    def prefetch(self, request: Request, hashes: HashArray, plan: OpenPlan) -> None:
-        """Begin to read what a request that has arrived will need."""
-        if request._fetch is None and self._reads.is_open:
-            request._fetch = self._reads.begin(
+    def number(self) -> int:
+        """Return a new number."""
+        return next(self._numbers)
+
+    def looked_up(self, number: int) -> int:
+        """Return 0: a host tier of this process only finds what is there."""
+        return 0
+
+    def prefetch(self, number: int, hashes: HashArray, plan: OpenPlan) -> None:
+        """Begin to read, once the index of the storage is open."""
+        if number not in self._fetches and self._reads.is_open:
+            self._fetches[number] = self._reads.begin(
                 hashes,
                 self._on_device,
                 plan,
@@ -103,33 +122,30 @@ class Prefetcher:
                 bandwidth=self._settings.prefetch_bandwidth,
             )
 
-    def must_wait(self, request: Request, hashes: HashArray, plan: OpenPlan) -> bool:
-        """Whether the request's match has to come again later, by the policy."""
+    def must_wait(self, number: int, hashes: HashArray, plan: OpenPlan) -> bool:
+        """Return True if the policy lets the request's match wait for its reads."""
         policy = self._settings.prefetch_policy
         if policy is PrefetchPolicy.BEST_EFFORT:
             return False
-        self.prefetch(request, hashes, plan)
-        return request._fetch is not None and self._reads.must_wait(request._fetch, policy, plan)
+        self.prefetch(number, hashes, plan)
+        fetch = self._fetches.get(number)
+        return fetch is not None and self._reads.must_wait(fetch, policy, plan)
 
-    def number(self, request: Request) -> int:
-        """An own host tier knows of no fetches."""
-        return 0
-
-    def fetched(self, request: Request, start: int, host: HostMatch) -> int:
-        """How many of the host blocks from ``start`` on were read from storage for this request."""
-        return len(request._fetch.part(start, len(host))) if request._fetch is not None else 0
+    def fetched(self, number: int, start: int, host: HostMatch) -> int:
+        """Return how many of the host blocks from ``start`` on were read for this request."""
+        fetch = self._fetches.get(number)
+        return len(fetch.part(start, len(host))) if fetch is not None else 0
 
     def is_reading(self, block_hash: bytes) -> bool:
-        """Whether a block is on its way from storage."""
+        """Return True for a block on its way from storage."""
         return self._reads.is_reading(block_hash)
 
-    def let_go(self, request: Request) -> None:
-        """The request has pinned what it found, or wants it no more."""
-        if request._fetch is not None:
-            self._reads.let_go(request._fetch)
+    def let_go(self, number: int) -> None:
+        """Unpin what was read: the request has pinned what it found."""
+        if (fetch := self._fetches.get(number)) is not None:
+            self._reads.let_go(fetch)
 
-    def release(self, request: Request) -> None:
-        """The request has ended, or was preempted."""
-        if request._fetch is not None:
-            self._reads.give_up(request._fetch)
-            request._fetch = None
+    def release(self, number: int) -> None:
+        """End the fetch and unpin what was read."""
+        if (fetch := self._fetches.pop(number, None)) is not None:
+            self._reads.give_up(fetch)

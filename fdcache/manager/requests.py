@@ -1,19 +1,23 @@
-"""Request: the cache's view of one engine request."""
+"""Requests: their tokens and hashes, and the blocks that each one holds between its match and its end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fdcache.errors import RequestStateError
+from fdcache._core import BlockList, MatchRun
+from fdcache.errors import IntegrityError, RequestStateError
 from fdcache.hashing import MultimodalItem, TokenBlocks, Tokens, root_hash
-from fdcache.metadata import HashArray, Int32Array, UInt32Array
-
-if TYPE_CHECKING:
-    from fdcache.tiers.fetches import Fetch
+from fdcache.layout import KVLayout
+from fdcache.manager.results import NO_BLOCKS
+from fdcache.manager.tiers import Tiers
+from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
+from fdcache.plans.blocks import ROOT, Blocks, parents_of
+from fdcache.plans.ledger import LoadRange, OpenPlan
+from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.statistics import Counters
 
 
 class BlockTable:
@@ -40,7 +44,7 @@ class BlockTable:
 
     @property
     def slots(self) -> Int32Array:
-        """The slots so far; a view that later growth does not change."""
+        """The slots so far, a view that later growth does not change."""
         return self._buffer[: self._size]
 
 
@@ -57,20 +61,27 @@ class HostRun:
         return len(self.slots)
 
     def without(self, count: int) -> HostRun:
-        """The run less its first ``count`` blocks."""
+        """Return the run without its first ``count`` blocks."""
         unverified = None if self.unverified is None else self.unverified[count:]
         return HostRun(self.start + count, self.slots[count:], self.generations[count:], unverified)
 
 
 class Request:
-    """Tokens, block hashes and device blocks of one request.
+    """One request of an engine: its tokens, their block hashes, and its block table.
 
-    ``prompt``: token ids. ``multimodal``: items whose content the token ids do not tell. ``adapter_id`` and ``tenant``
-    keep their blocks apart from all others. ``use_cache=False``: neither reuses blocks nor leaves any behind.
-    ``device_only``: reuses what is on the device and nothing that would have to be loaded; the manager sets it when a
-    load of the request is overdue, so that no request waits in vain a second time.
-    ``max_cached_tokens``: a match finds no more than these, where an engine cannot begin anywhere.
-    The underscored fields belong to the manager.
+    ::
+
+        request = Request("chat-1", prompt_token_ids, tenant="acme")
+        manager.match_prefix([request])
+        manager.allocate_device_blocks([(request, request.num_tokens)])
+        request.append_tokens([next_token])
+
+    ``prompt``: int32 token ids. ``multimodal``: images and other items that the token ids stand for. ``adapter_id``
+    and ``tenant`` keep its blocks apart from those of other adapters and tenants. ``use_cache=False``: reuse no
+    blocks and leave none behind. ``device_only``: reuse blocks on the device, load none; the manager sets it when a
+    load of the request misses its deadline. ``max_cached_tokens``: the most tokens that a match may return.
+
+    ``num_cached_tokens`` is the length of the matched prefix while the request is matched, else 0.
     """
 
     def __init__(
@@ -95,41 +106,53 @@ class Request:
         self._multimodal = tuple(multimodal)
         self._adapter_id = adapter_id
         self._tenant = tenant
-        self._blocks: TokenBlocks | None = None
+        self._tokens: TokenBlocks | None = None
         self._namespace: tuple[int, bytes, int] | None = None
-        self._incarnation = 0
-        self._fetch: Fetch | None = None
-        self._fetch_number = 0
+        self._live: LiveRequest | None = None
+        # From the first match to the end, through every match that was deferred or undone:
+        self._fetch = 0
         self._hit_blocks = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        """Back to a request that holds nothing; what it held must have been released."""
-        self.num_cached_tokens = 0
-        self._fetched_blocks = 0
-        self._table = BlockTable()
-        self._told_blocks = 0
-        self._lease = 0
-        self._host_lease = 0
-        self._host_run: HostRun | None = None
-        self._counted = False
-        self._publishes = self.use_cache
-        self._committed_blocks = 0
-        self._reported_tokens = 0
-        self._loading = False
         self._deferred_since: float | None = None
-        self._incarnation += 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of prompt and appended tokens."""
+        return self.num_prompt_tokens if self._tokens is None else self._tokens.num_tokens
+
+    @property
+    def block_table(self) -> Int32Array:
+        """Device slots in path order, shape (blocks,); empty unless the request is matched."""
+        return NO_BLOCKS if self._live is None else self._live.block_table
+
+    @property
+    def is_loading(self) -> bool:
+        """True from the planning of a load to the ``LoadOutcome`` of ``CacheManager.apply``."""
+        return self._live is not None and self._live.is_loading
+
+    @property
+    def block_hashes(self) -> HashArray:
+        """Hashes of the full blocks so far, shape (blocks, 32); empty before the first match.
+
+        With look-ahead tokens the last full blocks have no hash until the tokens after them are known.
+        """
+        return np.empty((0, 32), np.uint8) if self._tokens is None else self._tokens.hashes
+
+    def append_tokens(self, tokens: Tokens) -> None:
+        """Append accepted generated tokens. Raises ``RequestStateError`` before the first match."""
+        if self._tokens is None:
+            raise RequestStateError(f"request {self.request_id!r} has to be matched before it gets tokens")
+        self._tokens.append(tokens)
 
     def _bind(
         self, block_size: int, fingerprint: bytes, lookahead: int = 0, former: Set[bytes] = frozenset()
     ) -> TokenBlocks:
-        """The tokens, made at first use: the keys depend on the layout and on how far its draft layers look ahead.
+        """Return the hashed tokens, made at first use: the keys depend on the layout and the look-ahead.
 
-        A request that holds nothing is hashed anew if it was bound to one of the ``former`` fingerprints. Raises
+        A request that is not live and was bound to one of the ``former`` fingerprints is hashed again. Raises
         ``HashingError`` for tokens that cannot be hashed.
         """
-        renewed = not self._lease and self._namespace is not None and self._namespace[1] in former
-        if self._blocks is None or renewed:
+        renewed = self._live is None and self._namespace is not None and self._namespace[1] in former
+        if self._tokens is None or renewed:
             tokens = TokenBlocks(
                 block_size,
                 root_hash(fingerprint, self._tenant),
@@ -137,20 +160,44 @@ class Request:
                 adapter_id=self._adapter_id,
                 lookahead=lookahead,
             )
-            tokens.append(self._prompt if self._blocks is None else self._blocks.tokens)
-            self._blocks = tokens
+            tokens.append(self._prompt if self._tokens is None else self._tokens.tokens)
+            self._tokens = tokens
             self._namespace = (block_size, fingerprint, lookahead)
         elif self._namespace != (block_size, fingerprint, lookahead):
             raise RequestStateError(
                 f"request {self.request_id!r} was matched by a manager of another layout or look-ahead; "
                 "make a new request"
             )
-        return self._blocks
+        return self._tokens
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and appended tokens."""
-        return self.num_prompt_tokens if self._blocks is None else self._blocks.num_tokens
+
+class LiveRequest:
+    """A request between its match and its end: its lease, its block table, and how much of it is published.
+
+    ``host_run`` are the host blocks of its match until their loads are planned. ``is_live`` becomes False when the
+    request is released; the end of a load that was planned before concerns nobody then.
+    """
+
+    def __init__(
+        self, request: Request, tokens: TokenBlocks, tiers: Tiers, block_size: int, *, publishes: bool
+    ) -> None:
+        self.request = request
+        self.host_run: HostRun | None = None
+        self.publishes = publishes
+        self.is_live = True
+        self.is_loading = False
+        self._tokens = tokens
+        self._tiers = tiers
+        self._device = tiers.device
+        self._block_size = block_size
+        self._lease = tiers.device.open_lease()
+        self._host_lease = 0
+        self._table = BlockTable()
+        self._returned_blocks = 0
+        self._committed_blocks = 0
+        self._committed_tokens = 0
+        self._fetched_blocks = 0
+        self._is_counted = False
 
     @property
     def block_table(self) -> Int32Array:
@@ -158,20 +205,306 @@ class Request:
         return self._table.slots
 
     @property
-    def is_loading(self) -> bool:
-        """Whether a load of its blocks is planned or under way whose outcome has not been told."""
-        return self._loading
+    def num_blocks(self) -> int:
+        """Length of the block table."""
+        return len(self._table)
 
-    @property
-    def block_hashes(self) -> HashArray:
-        """Hashes of the full blocks so far, shape (blocks, 32); empty before the first match.
+    # --- match --------------------------------------------------------------------------------------------
 
-        With a look-ahead a block has a hash once the tokens are there that its KV depends on.
+    def match_device(self, hashes: HashArray, start: int = 0) -> MatchRun:
+        """Pin the leading run of ``hashes`` on the device from block ``start`` on.
+
+        A request counts as one hit of each block, however often it is matched.
         """
-        return np.empty((0, 32), np.uint8) if self._blocks is None else self._blocks.hashes
+        request = self.request
+        run = self._device.match(self._lease, hashes, start, request._hit_blocks)
+        stop = start + len(run)
+        first = max(start, request._hit_blocks)
+        if first < stop:
+            request._hit_blocks = stop
+            if self._tiers.backups:
+                self._tiers.backups.on_match(hashes[first:stop], run.hits[first - start :])
+        return run
 
-    def append_tokens(self, tokens: Tokens) -> None:
-        """Add accepted generated tokens. Raises ``RequestStateError`` before the first match."""
-        if self._blocks is None:
-            raise RequestStateError(f"request {self.request_id!r} has to be matched before it gets tokens")
-        self._blocks.append(tokens)
+    def unpin_device(self) -> None:
+        """Release the device blocks of a match, to match fewer."""
+        self._device.release(self._lease)
+        self._lease = self._device.open_lease()
+
+    def pin_host(self, lease: int) -> None:
+        """Hold the host lease of a match until ``accept_match``, ``drop_host_run`` or ``release``."""
+        self._host_lease = lease
+
+    def drop_host_run(self) -> None:
+        """Unpin the host blocks of the match: their loads are planned, or they are not needed."""
+        self.host_run = None
+        if self._host_lease and self._tiers.host:
+            self._tiers.host.release(self._host_lease)
+            self._host_lease = 0
+
+    def accept_match(self, device_slots: Int32Array, host_run: HostRun | None, fetched_blocks: int) -> int:
+        """Begin with these blocks; return how many tokens they cover. ``fetched_blocks`` came from storage."""
+        if host_run is None:
+            self.drop_host_run()
+        self.host_run = host_run
+        if len(device_slots):
+            self._table.extend(device_slots)
+            self._committed_blocks = self._returned_blocks = len(device_slots)
+        self._fetched_blocks = fetched_blocks
+        request = self.request
+        request._deferred_since = None
+        request.num_cached_tokens = (len(device_slots) + len(host_run or ())) * self._block_size
+        return request.num_cached_tokens
+
+    def deferred_for(self, now: float) -> float:
+        """Return the seconds since the request was deferred first; 0.0 starts the clock."""
+        request = self.request
+        if request._deferred_since is None:
+            request._deferred_since = now
+        return now - request._deferred_since
+
+    # --- allocate -----------------------------------------------------------------------------------------
+
+    def refresh_host_run(self) -> bool:
+        """Take blocks of the host run that others have loaded since the match as device hits.
+
+        Return False when the request has to be matched again: another request is loading the next block, or a reset
+        took the run away.
+        """
+        run = self.host_run
+        if run is None or not self.publishes:
+            return False
+        found = self.match_device(self._tokens.hashes[: run.start + len(run)], run.start)
+        if len(found):
+            self._table.extend(found.slots)
+            self._committed_blocks += len(found)
+            if len(found) < len(run):
+                self.host_run = run.without(len(found))
+            else:
+                self.drop_host_run()
+        return not found.pending
+
+    def count_hits(self, counters: Counters) -> None:
+        """Count the request's look-up and the tokens it found in each tier, once."""
+        if self._is_counted:
+            return
+        self._is_counted = True
+        on_host = len(self.host_run or ())
+        from_storage = min(self._fetched_blocks, on_host)
+        counters.lookups += 1
+        counters.lookup_tokens += self.request.num_tokens
+        counters.device_hit_tokens += self._committed_blocks * self._block_size
+        counters.host_hit_tokens += (on_host - from_storage) * self._block_size
+        counters.storage_hit_tokens += from_storage * self._block_size
+
+    def take_blocks(self, count: int, plan: OpenPlan) -> list[BlockList]:
+        """Append ``count`` device blocks, which must be available: those to be loaded, then those to be computed.
+
+        Return the blocks evicted for them.
+        """
+        stop = len(self._table) + count
+        evicted = [self._plan_loads(self.host_run, plan)] if self.host_run else []
+        if missing := stop - len(self._table):
+            taken = self._device.reserve(self._lease, missing)
+            if taken.missing:
+                raise IntegrityError(
+                    f"request {self.request.request_id!r}: {taken.missing} available blocks are gone"
+                )
+            self._table.extend(taken.slots)
+            evicted.append(taken.evicted)
+        return evicted
+
+    def _plan_loads(self, run: HostRun, plan: OpenPlan) -> BlockList:
+        """Reserve device blocks for the host run and plan its copies."""
+        assert self._tiers.host
+        stop = run.start + len(run)
+        hashes = self._tokens.hashes
+        source = Blocks(
+            run.slots, run.generations, hashes[run.start : stop], parents_of(hashes, run.start, stop)
+        )
+        taken = self._device.reserve_copies(self._lease, source.parents, source.hashes)
+        if len(taken) != len(run):
+            raise IntegrityError(
+                f"request {self.request.request_id!r}: {len(run)} loads got {len(taken)} device blocks"
+            )
+        self._tiers.host.begin_load(self._host_lease, run.slots)
+        self.drop_host_run()
+        offset = plan.add(SwapPurpose.LOAD, source, taken.slots, taken.generations, unverified=run.unverified)
+        plan.loads.append(LoadRange(self, offset, len(run), run.start))
+        self.is_loading = True
+        self._table.extend(taken.slots)
+        return taken.evicted
+
+    def take_added_blocks(self) -> Int32Array:
+        """Return the slots added to the block table since the match or the last call."""
+        first, self._returned_blocks = self._returned_blocks, len(self._table)
+        return self._table.slots[first:] if first < self._returned_blocks else NO_BLOCKS
+
+    # --- commit -------------------------------------------------------------------------------------------
+
+    def commit(self, num_tokens: int) -> None:
+        """Publish the full blocks of the first ``num_tokens`` tokens, after the load below them is confirmed."""
+        self._committed_tokens = num_tokens
+        if self.publishes and not self.is_loading:
+            self._publish()
+
+    def end_load(self, copied: int, planned: int) -> None:
+        """Count the leading blocks of a load that every rank copied, and publish what waited for all of them."""
+        self.is_loading = False
+        self._committed_blocks += copied
+        if copied < planned:
+            self.request.num_cached_tokens = self._committed_blocks * self._block_size
+        elif self.publishes:
+            self._publish()
+
+    def _publish(self) -> None:
+        hashes = self._tokens.hashes
+        # A block has no hash until its look-ahead tokens are known.
+        start = self._committed_blocks
+        stop = min(self._committed_tokens // self._block_size, len(hashes))
+        if start >= stop:
+            return
+        parent = hashes[start - 1].tobytes() if start else ROOT
+        status = self._device.commit(self._lease, parent, hashes[start:stop], self._table.slots[start:stop])
+        self._committed_blocks = start + len(status)
+        tenant, host, backups = self.request._tenant, self._tiers.host, self._tiers.backups
+        if tenant is not None and host:
+            host.own(hashes[0].tobytes(), tenant)
+        if backups and len(status):
+            backups.on_commit(hashes[start : start + len(status)], status)
+
+    # --- end ----------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Unpin every block of the request; slots of copies in flight stay held until their reports."""
+        self.drop_host_run()
+        self._device.release(self._lease)
+        self.is_live = self.is_loading = False
+        self.request._live = None
+        self.request.num_cached_tokens = 0
+
+
+class LiveRequests:
+    """The requests that are matched or running, by id."""
+
+    def __init__(self, settings: CacheSettings, layout: KVLayout, tiers: Tiers) -> None:
+        self._caches_prefixes = settings.enable_prefix_caching
+        self._lookahead = settings.lookahead_tokens
+        self._block_size = layout.block_size
+        self._fingerprint = layout.fingerprint
+        self._former_fingerprints: set[bytes] = set()
+        self._tiers = tiers
+        self._prefetcher = tiers.prefetcher
+        self._by_id: dict[str, LiveRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def bind(self, request: Request) -> TokenBlocks:
+        """Return the request's tokens, hashed for this layout. Raises ``HashingError``, ``RequestStateError``."""
+        return request._bind(self._block_size, self._fingerprint, self._lookahead, self._former_fingerprints)
+
+    def matchable(self, request: Request) -> HashArray:
+        """Return the hashes that a match may find: not the last token's block, nor any above the request's limit."""
+        tokens = self.bind(request)
+        limit = request.num_tokens - 1
+        if request.max_cached_tokens is not None:
+            limit = min(limit, request.max_cached_tokens)
+        return tokens.hashes[: limit // self._block_size]
+
+    def fetch_number(self, request: Request) -> int:
+        """Return the number of the request's fetch from storage, the same until the request ends; 0 without one."""
+        if self._prefetcher and not request._fetch:
+            request._fetch = self._prefetcher.number()
+        return request._fetch
+
+    def may_prefetch(self, request: Request) -> bool:
+        """Return True for a request that is to be matched yet and may load blocks."""
+        may_reuse = self._caches_prefixes and request.use_cache and not request.device_only
+        return may_reuse and request._live is None
+
+    def change_fingerprint(self, fingerprint: bytes) -> None:
+        """Hash with another layout from now on; running requests keep their blocks and publish no more."""
+        self._former_fingerprints.add(self._fingerprint)
+        self._former_fingerprints.discard(fingerprint)
+        self._fingerprint = fingerprint
+        self.stop_publishing()
+
+    def stop_publishing(self) -> None:
+        """Let running requests keep their blocks and publish no more, as after a reset."""
+        for live in self._by_id.values():
+            live.publishes = False
+
+    # --- checks, before anything changes for any of the requests --------------------------------------------
+
+    def check_match(self, requests: Sequence[Request]) -> None:
+        """Raise ``RequestStateError`` or ``HashingError`` for the first request that cannot be matched."""
+        seen: dict[str, Request] = {}
+        for request in requests:
+            if request._live is not None or seen.get(request.request_id) is request:
+                raise RequestStateError(
+                    f"request {request.request_id!r} is matched or running; finish it before it is matched again"
+                )
+            if request.request_id in self._by_id or request.request_id in seen:
+                raise RequestStateError(f"another request with the id {request.request_id!r} is running")
+            self.bind(request)
+            seen[request.request_id] = request
+
+    def check_allocate(self, demands: Sequence[tuple[Request, int]]) -> None:
+        """Raise ``RequestStateError`` for the first request that cannot get blocks for so many tokens."""
+        for request, num_tokens in demands:
+            if self.get(request) is None:
+                raise RequestStateError(
+                    f"request {request.request_id!r} has to be matched before it gets blocks"
+                )
+            if num_tokens < request.num_cached_tokens:
+                raise RequestStateError(
+                    f"request {request.request_id!r}: {num_tokens} tokens are fewer than the "
+                    f"{request.num_cached_tokens} that its match found"
+                )
+
+    def check_commit(self, progress: Sequence[tuple[Request, int]]) -> None:
+        """Raise ``RequestStateError`` for the first request that has no blocks for so many tokens."""
+        for request, num_tokens in progress:
+            live = self.get(request)
+            blocks = live.num_blocks if live is not None else 0
+            limit = min(request.num_tokens, blocks * self._block_size)
+            if live is None or not 0 <= num_tokens <= limit:
+                raise RequestStateError(
+                    f"request {request.request_id!r}: cannot commit {num_tokens} tokens, it has blocks for {limit}"
+                )
+
+    # --- from match to end --------------------------------------------------------------------------------
+
+    def get(self, request: Request) -> LiveRequest | None:
+        """Return the live state of a request of this manager."""
+        live = request._live
+        return live if live is not None and self._by_id.get(request.request_id) is live else None
+
+    def admit(self, request: Request) -> LiveRequest:
+        """Open a lease for a request that is being matched."""
+        publishes = request.use_cache and self._caches_prefixes
+        live = LiveRequest(request, self.bind(request), self._tiers, self._block_size, publishes=publishes)
+        request._live = self._by_id[request.request_id] = live
+        return live
+
+    def unmatch(self, request: Request) -> None:
+        """Release a matched request; its reads from storage go on."""
+        if (live := self.get(request)) is not None:
+            del self._by_id[request.request_id]
+            live.release()
+            request._deferred_since = None
+
+    def defer(self, request: Request) -> None:
+        """Release a matched request that waits for another's copy; the time that it waits goes on."""
+        since = request._deferred_since
+        self.unmatch(request)
+        request._deferred_since = since
+
+    def finish(self, request: Request) -> None:
+        """Release a request and end its reads from storage; copies in flight hold their slots until reported."""
+        if self._prefetcher and request._fetch:
+            self._prefetcher.release(request._fetch)
+            request._fetch = 0
+        self.unmatch(request)
+        request._hit_blocks = 0

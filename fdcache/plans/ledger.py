@@ -117,18 +117,12 @@ _ON_DEVICE = (SwapPurpose.EVICT, SwapPurpose.LOAD, SwapPurpose.BACKUP)
 
 @dataclass(slots=True)
 class LoadRange:
-    """The part of a plan's loads that one request waits for: blocks from ``first_block`` of its path on."""
+    """The part of a plan's loads that its ``owner`` waits for: blocks from ``first_block`` of a path on."""
 
-    request: Any
-    incarnation: int
+    owner: Any
     offset: int
     count: int
     first_block: int
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the request still is what it was when the load was planned."""
-        return bool(self.request._incarnation == self.incarnation)
 
 
 class OpenPlan:

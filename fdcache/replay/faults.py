@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from fdcache.devices.base import (
     BlockCopy,
-    BlockPairs,
-    CopyOutcome,
     DevicePlanes,
-    Direction,
     Event,
     HostArena,
     Stream,
@@ -20,7 +18,7 @@ from fdcache.devices.base import (
 )
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.layout import KVLayout
-from fdcache.metadata import Int32Array
+from fdcache.metadata import CacheSwapMetadata, Int32Array, SwapPurpose, TransferResult
 from fdcache.settings.cache import TransferSettings, Verify
 
 
@@ -41,21 +39,17 @@ class FaultyDevice(CpuDevice):
         self._random = np.random.default_rng((faults.seed, rank))
         self._layers = [plane.layer for plane in layout.planes]
 
-    def copy_blocks(
-        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
         """A batch of copies that may be bound to fail."""
-        if direction is Direction.TO_HOST or self._random.random() >= self._rate:
-            return super().copy_blocks(planes, arena, pairs, direction)
-        fails = self._random.random(len(pairs)) < 0.5
-        fails[self._random.integers(len(pairs))] = True
+        if swap.to_host or self._random.random() >= self._rate:
+            return super().copy_blocks(planes, arena, swap)
+        fails = self._random.random(len(swap)) < 0.5
+        fails[self._random.integers(len(swap))] = True
         layer = int(self._random.integers(self._layers[-1] + 1))
         failing, sound = np.flatnonzero(fails), np.flatnonzero(~fails)
         return _StoppingCopy(
-            whole=super().copy_blocks(planes, arena, _select(pairs, sound), direction)
-            if len(sound)
-            else None,
-            stopped=super().copy_blocks(planes, arena, _select(pairs, failing), direction),
+            whole=super().copy_blocks(planes, arena, _select(swap, sound)) if len(sound) else None,
+            stopped=super().copy_blocks(planes, arena, _select(swap, failing)),
             failed=failing.astype(np.int32),
             sound=sound.astype(np.int32),
             layer=layer,
@@ -109,25 +103,35 @@ class _StoppingCopy:
         """Never: a copy that is bound to fail runs to its failure."""
         return False
 
-    def outcome(self) -> CopyOutcome:
-        """What came of it: the failed positions with the layer at which they stopped."""
-        whole = None if self._whole is None else self._whole.outcome()
+    def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
+        """Return the failed positions, with the layer at which they stopped, and what the sound ones came to."""
+        count = len(self._failed) + len(self._sound)
+        stop = count if stop is None else stop
+        whole = None if self._whole is None else self._whole.result()
         failed = self._failed if whole is None else np.union1d(self._failed, self._sound[whole.failed])
-        return CopyOutcome(
-            failed=failed.astype(np.int32),
+        failed = failed[(failed >= start) & (failed < stop)].astype(np.int32) - np.int32(start)
+        num_copied = stop - start - len(failed)
+        share = num_copied / max(len(self._sound) - (0 if whole is None else len(whole.failed)), 1)
+        return TransferResult(
+            purpose=SwapPurpose.LOAD,
+            failed=failed,
             checksums=np.empty(0, dtype=np.uint64),
-            copied_bytes=0 if whole is None else whole.copied_bytes,
-            seconds=0.0 if whole is None else whole.seconds,
-            error_message=f"injected: {len(self._failed)} blocks stopped before layer {self._layer}",
+            copied_bytes=0 if whole is None else round(whole.copied_bytes * share),
+            seconds=0.0 if whole is None else whole.seconds * share,
+            error_message=f"injected: {len(self._failed)} blocks stopped before layer {self._layer}"
+            if len(failed)
+            else None,
         )
 
 
-def _select(pairs: BlockPairs, index: np.ndarray) -> BlockPairs:
-    return BlockPairs(
-        device_slots=pairs.device_slots[index],
-        host_slots=pairs.host_slots[index],
-        generations=pairs.generations[index],
-        hashes=pairs.hashes[index],
-        parents=pairs.parents[index],
-        verify=None if pairs.verify is None else pairs.verify[index],
+def _select(swap: CacheSwapMetadata, index: np.ndarray) -> CacheSwapMetadata:
+    return msgspec.structs.replace(
+        swap,
+        src_block_ids=swap.src_block_ids[index],
+        dst_block_ids=swap.dst_block_ids[index],
+        src_generations=swap.src_generations[index],
+        dst_generations=swap.dst_generations[index],
+        hash_values=swap.hash_values[index],
+        parent_hashes=swap.parent_hashes[index],
+        unverified=None if swap.unverified is None else swap.unverified[index],
     )

@@ -16,7 +16,6 @@ from typing import Protocol
 import numpy as np
 
 from fdcache._core import CancelFlag, RecordTable
-from fdcache.devices.base import CopyOutcome
 from fdcache.devices.cpu import CpuEvent
 from fdcache.errors import PlanError, TransferTimeoutError
 from fdcache.machine.process_guard import ProcessGuard, close_at_exit, forget_at_exit
@@ -27,6 +26,7 @@ from fdcache.metadata import (
     StorageTask,
     SwapPurpose,
     TransferPlan,
+    TransferResult,
 )
 from fdcache.storage.connector import BatchResult, BlockStorage, Outcome, PlacedStorage, RecordBatch
 
@@ -103,13 +103,14 @@ class StorageTransfer:
                 self._result = BatchResult.of(len(self.batch), Outcome.CANCELLED, reason)
         self.done.set()
 
-    def outcome(self) -> CopyOutcome:
-        """What came of it, once ``done`` is reached."""
+    def result(self) -> TransferResult:
+        """Return the result, once ``done`` is reached."""
         result = self._result
         assert result is not None, "asked before the end"
         failed = np.flatnonzero(~result.ok).astype(np.int32)
         message = f"{len(failed)} of {len(self.batch)} blocks failed: {result.error or 'see the statistics'}"
-        return CopyOutcome(
+        return TransferResult(
+            purpose=self.task.swap.purpose,
             failed=failed,
             checksums=result.checksums,
             copied_bytes=result.moved_bytes,
@@ -250,14 +251,14 @@ class StorageQueue:
 
     def _batch(self, swap: CacheSwapMetadata) -> RecordBatch:
         storing = swap.purpose is SwapPurpose.STORE
-        host_slots = swap.src_block_ids if storing else swap.dst_block_ids
+        host_slots = swap.host_slots
         if len(host_slots) and not 0 <= host_slots.min() <= host_slots.max() < self._arena.num_blocks:
             raise PlanError(f"{swap.purpose.value}: host slots must be below {self._arena.num_blocks}")
         slots = swap.dst_block_ids if storing else swap.src_block_ids
         return RecordBatch(
             records=self._arena.table,
             host_slots=host_slots,
-            host_generations=swap.src_generations if storing else swap.dst_generations,
+            host_generations=swap.host_generations,
             hashes=swap.hash_values,
             parents=swap.parent_hashes,
             slots=slots,

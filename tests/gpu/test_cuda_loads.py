@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from fdcache.devices.base import BlockPairs
 from fdcache.devices.cuda import CudaDevice
-from fdcache.metadata import TransferReport
+from fdcache.metadata import CacheSwapMetadata, TransferReport
 from tests.gpu.test_cuda_device import run_python
 from tests.gpu.test_cuda_order import spin
 from tests.gpu.test_cuda_swaps import METHODS, WIDE
@@ -47,9 +46,9 @@ def test_loads_behind_a_busy_stream_go_as_one_batch(method: str, name: str, monk
         saved = [worker.block(slot) for slot in range(BLOCKS)]
         copy_blocks, sizes = CudaDevice.copy_blocks, []
 
-        def counted(device: CudaDevice, planes: Any, arena: Any, pairs: BlockPairs, direction: Any) -> Any:
-            sizes.append(len(pairs))
-            return copy_blocks(device, planes, arena, pairs, direction)
+        def counted(device: CudaDevice, planes: Any, arena: Any, swap: CacheSwapMetadata) -> Any:
+            sizes.append(len(swap))
+            return copy_blocks(device, planes, arena, swap)
 
         monkeypatch.setattr(CudaDevice, "copy_blocks", counted)
         held, first = plan(21, load=[(BLOCKS - 1, 0)]), plan(2, load=[(BLOCKS - 1 - i, i) for i in range(12)])

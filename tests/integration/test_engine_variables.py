@@ -120,13 +120,22 @@ class TestReplay:
     def test_outputs_of_preempted_requests_are_left_out(
         self, replay: Replay, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        preempt, left = Scheduler.preempt, []
+        preempt, commit = Scheduler.preempt, Manager.commit
+        left: list[bool] = []
+        committed: dict[Any, int] = {}
 
         def watch(scheduler: Scheduler, job: Any, *rest: Any) -> None:
-            left.append(job.request._committed_blocks * job.block_size > job.prompt_length)
+            full_blocks = committed.pop(job.request, 0) // job.block_size
+            left.append(full_blocks * job.block_size > job.prompt_length)
             preempt(scheduler, job, *rest)
 
+        def note(manager: Manager, progress: Any) -> None:
+            progress = list(progress)
+            committed.update(progress)
+            commit(manager, progress)
+
         monkeypatch.setattr(Scheduler, "preempt", watch)
+        monkeypatch.setattr(Manager, "commit", note)
         replay()
         assert any(left)
         left.clear()

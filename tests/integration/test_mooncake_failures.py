@@ -139,13 +139,13 @@ def test_host_slots_are_reported_free_only_when_the_call_has_ended(master: Maste
     queue.submit(TransferPlan(plan_id=1), [given_up])
     queue.submit(TransferPlan(plan_id=2), [later])
     assert later.done.wait(PATIENCE), "the thread goes on to the next task"
-    assert later.outcome().failed.tolist() == [0]
+    assert later.result().failed.tolist() == [0]
     assert not given_up.done.query(), "its slot is in use"
     closing = threading.Thread(target=queue.close)
     closing.start()
     master.kill()
     assert given_up.done.wait(PATIENCE)
-    assert given_up.outcome().failed.tolist() == [0]
+    assert given_up.result().failed.tolist() == [0]
     closing.join(PATIENCE)
     assert not closing.is_alive()
     arena.close()

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import BlockCopy, BlockPairs, DevicePlanes, Direction, HostArena
+from fdcache.devices.base import BlockCopy, DevicePlanes, HostArena
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import ReplayError, ReplayOptionError
 from fdcache.manager import CacheManager, Request
-from fdcache.metadata import SwapPurpose, TransferReport
+from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferReport
 from fdcache.replay import engine, worker
 from fdcache.replay.config import Verify
 from fdcache.replay.engine import replay
@@ -221,19 +221,17 @@ def test_a_stop_leaves_nothing_behind_and_says_so() -> None:
 class SilentlyWrongDevice(CpuDevice):
     """Loads the block of the pair before instead, and reports success."""
 
-    def copy_blocks(
-        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> BlockCopy:
-        if direction is Direction.TO_DEVICE and len(pairs) > 1:
-            order = np.roll(np.arange(len(pairs)), 1)
-            pairs = replace(
-                pairs,
-                host_slots=pairs.host_slots[order],
-                generations=pairs.generations[order],
-                hashes=pairs.hashes[order],
-                parents=pairs.parents[order],
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+        if not swap.to_host and len(swap) > 1:
+            order = np.roll(np.arange(len(swap)), 1)
+            swap = msgspec.structs.replace(
+                swap,
+                src_block_ids=swap.src_block_ids[order],
+                src_generations=swap.src_generations[order],
+                hash_values=swap.hash_values[order],
+                parent_hashes=swap.parent_hashes[order],
             )
-        return super().copy_blocks(planes, arena, pairs, direction)
+        return super().copy_blocks(planes, arena, swap)
 
 
 def test_a_device_that_loads_wrong_bytes_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

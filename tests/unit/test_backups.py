@@ -9,13 +9,14 @@ import pytest
 
 from fdcache.manager import Request
 from fdcache.manager.backups import BackupPlanner
+from fdcache.manager.requests import LiveRequests
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import CacheLevel
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
-from tests.manager_world import TAIL, A, B, C, World
+from tests.manager_world import TAIL, A, B, C, World, layout
 from tests.property.engine_model import BLOCK
 from tests.tier_help import chain, hash_list, hashes, store
 
@@ -30,14 +31,15 @@ class Stage:
         host = LocalHostTier(CacheLevel.HOST, 8)
         settings = CacheSettings(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_through_threshold=3)
         self.backups = BackupPlanner(settings, self.device, host, Counters())
-        self.tiers = Tiers(self.device, host, None, self.backups, None)
+        tiers = Tiers(self.device, host, None, self.backups, None)
+        self.requests = LiveRequests(settings, layout(), tiers)
         store(self.device, PATH)
 
     def ask(self, request: Request, blocks: int, start: int = 0) -> None:
         """A look-up after which the request has to wait."""
-        request._lease = self.device.open_lease()
-        assert len(self.tiers.match(request, hashes(PATH[:blocks]), start)) == blocks - start
-        self.device.release(request._lease)
+        live = self.requests.admit(request)
+        assert len(live.match_device(hashes(PATH[:blocks]), start)) == blocks - start
+        self.requests.unmatch(request)
 
 
 def test_a_request_that_has_to_ask_again_hits_a_block_once() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import Direction
 from fdcache.devices.cpu import CpuEvent
 from fdcache.errors import (
     LayerSwapTimeoutError,
@@ -139,7 +138,7 @@ class TestOrder:
         assert worker.block(2) == written
 
     def test_loads_wait_for_the_evictions_of_their_plan(self) -> None:
-        device = PausingDevice(pause_at=-1, directions=[Direction.TO_HOST])
+        device = PausingDevice(pause_at=-1, purposes=[SwapPurpose.EVICT])
         with Worker(uniform_layout(), device=device) as worker:
             worker.run(plan(1, backup=[(0, 0)]))
             before = worker.block(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ import pytest
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
-from fdcache.devices.base import BlockCopy, BlockPairs, DevicePlanes, Direction, Event, HostArena
+from fdcache.devices.base import BlockCopy, DevicePlanes, Event, HostArena
 from fdcache.devices.cpu import CpuDevice, CpuEvent, CpuStream
 from fdcache.errors import (
     CacheNotReadyError,
@@ -22,7 +21,14 @@ from fdcache.errors import (
     TaskCancelledError,
     TransferTimeoutError,
 )
-from fdcache.metadata import CacheLevel, StorageTask, SwapPurpose, TransferPlan, TransferReport
+from fdcache.metadata import (
+    CacheLevel,
+    CacheSwapMetadata,
+    StorageTask,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+)
 from fdcache.settings.cache import TransferSettings
 from fdcache.tasks import AsyncTaskHandler, TransferStatus
 from tests.faults import PausingDevice
@@ -188,23 +194,23 @@ class TestRefusedPlans:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"device_slots": np.array([0, 1 << 33], np.int64)}, "device_slots must be an array of int32"),
-            ({"hashes": np.zeros((3, 32), np.uint8)}, r"hashes has shape \(3, 32\), but 2 blocks need"),
-            ({"verify": np.ones(1, np.uint8)}, r"verify has shape \(1,\), but 2 blocks need \(2,\)"),
-            ({"host_slots": np.array([3, 8], np.int32)}, "pair 1: host slot 8 is not one of the 8"),
+            ({"dst_block_ids": np.array([0, 1 << 33], np.int64)}, "dst_block_ids must be an array of int32"),
+            (
+                {"hash_values": np.zeros((3, 32), np.uint8)},
+                r"hash_values has shape \(3, 32\), but 2 blocks need",
+            ),
+            ({"unverified": np.ones(1, np.uint8)}, r"unverified has shape \(1,\), but 2 blocks need \(2,\)"),
+            ({"src_block_ids": np.array([3, 8], np.int32)}, "pair 1: host slot 8 is not one of the 8"),
         ],
     )
     def test_a_copy_is_checked_by_the_device_itself(
         self, worker: Worker, changes: dict[str, Any], message: str
     ) -> None:
-        slots, hashes = np.arange(2, dtype=np.int32), np.zeros((2, 32), np.uint8)
-        pairs = BlockPairs(slots, slots, np.ones(2, np.uint32), hashes, hashes)
+        sound = swap(SwapPurpose.LOAD, [(0, 0), (1, 1)])
         core = worker.controller
         assert core._planes is not None and core.host_arena is not None
         with pytest.raises(PlanError, match=message):
-            core.device.copy_blocks(
-                core._planes, core.host_arena, replace(pairs, **changes), Direction.TO_DEVICE
-            )
+            core.device.copy_blocks(core._planes, core.host_arena, msgspec.structs.replace(sound, **changes))
 
     def test_a_plan_already_in_flight(self, worker: Worker) -> None:
         gate = Gate()
@@ -248,11 +254,9 @@ class _FailingDevice(CpuDevice):
         self._fail("event")
         return super().create_event()
 
-    def copy_blocks(
-        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> BlockCopy:
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
         self._fail("copy")
-        return super().copy_blocks(planes, arena, pairs, direction)
+        return super().copy_blocks(planes, arena, swap)
 
 
 class _FullStream(CpuStream):

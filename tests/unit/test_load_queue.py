@@ -13,10 +13,7 @@ import pytest
 
 from fdcache.devices.base import (
     BlockCopy,
-    BlockPairs,
-    CopyOutcome,
     DevicePlanes,
-    Direction,
     Event,
     HostArena,
     Stream,
@@ -24,7 +21,7 @@ from fdcache.devices.base import (
 )
 from fdcache.devices.cpu import CpuDevice, CpuEvent
 from fdcache.errors import DeviceError, PlanError
-from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
+from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport, TransferResult
 from fdcache.tasks import TransferStatus
 from tests.swaps import PATIENCE, Gate, Worker, plan, swap, uniform_layout
 
@@ -44,15 +41,13 @@ class CountingDevice(CpuDevice):
     def lost(self) -> str | None:  # type: ignore[override]
         return self.lost_reason
 
-    def copy_blocks(
-        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> BlockCopy:
-        if direction is Direction.TO_DEVICE:
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+        if not swap.to_host:
             if self.failure is not None:
                 failure, self.failure = self.failure, None
                 raise failure
-            self.loads.append(pairs.device_slots.tolist())
-        return super().copy_blocks(planes, arena, pairs, direction)
+            self.loads.append(swap.device_slots.tolist())
+        return super().copy_blocks(planes, arena, swap)
 
 
 class Busy:
@@ -325,16 +320,14 @@ class _BreaksOff:
     def cancel(self) -> bool:
         return False
 
-    def outcome(self) -> CopyOutcome:
+    def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
         raise AssertionError("nothing can be said of a copy that never ends")
 
 
 class _BreakingDevice(CpuDevice):
-    def copy_blocks(
-        self, planes: DevicePlanes, arena: HostArena, pairs: BlockPairs, direction: Direction
-    ) -> BlockCopy:
-        copy = super().copy_blocks(planes, arena, pairs, direction)
-        return _BreaksOff(copy) if direction is Direction.TO_DEVICE else copy
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+        copy = super().copy_blocks(planes, arena, swap)
+        return _BreaksOff(copy) if not swap.to_host else copy
 
 
 def test_a_load_that_breaks_off_keeps_its_slots_until_what_is_on_the_stream_has_ended() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from fdcache import _core
 from fdcache.layout import KVLayout
-from fdcache.manager.assembly import make_tiers
+from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import EXTENT_BYTES
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.tiers.host import LocalHostTier

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fdcache._core import RecordTable
-from fdcache.devices.execution import PlanExecution, Transfer
+from fdcache.devices.execution import PlanExecution
 from fdcache.metadata import Int32Array, SwapPurpose, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.service.server.namespace import Namespace
@@ -180,9 +180,7 @@ class LayoutStorage:
             prepared = [queue.prepare(task) for task in sent.storage]
             for transfer in prepared:
                 task = transfer.task
-                self._running[rank][task.plan_id] = PlanExecution(
-                    task.plan_id, rank, [Transfer(task.swap.purpose, transfer)]
-                )
+                self._running[rank][task.plan_id] = PlanExecution(task.plan_id, rank, [transfer])
             queue.submit(sent, prepared)
 
     def _settle(self) -> None:
