@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "copy/bound_memory.hpp"
 #include "copy/block_copy.hpp"
+#include "copy/bound_memory.hpp"
 #include "copy/copy_stream.hpp"
 #include "copy/event.hpp"
 
@@ -113,7 +113,7 @@ void bind_event(nb::module_ &module) {
 void bind_batch(nb::module_ &module) {
     nb::class_<BoundCopy>(
         module, "BlockCopy",
-        "A batch of block copies in one direction. Read ``faults()`` and ``checksums()`` once "
+        "A batch of block copies in one direction. Read ``faults()`` and ``checksums()`` once\n"
         "``done`` is set.")
         .def(
             "__init__",

@@ -1,5 +1,3 @@
-#include "copy/bound_memory.hpp"
-
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -17,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "copy/bound_memory.hpp"
 #include "cuda/context.hpp"
 #include "cuda/lane.hpp"
 #include "cuda/submitter.hpp"
@@ -169,9 +168,10 @@ void bind_submitter(nb::module_ &module) {
                                                      slots);
              }),
              "context"_a, "main"_a, "copy"_a, "staging"_a, "slot_bytes"_a, "slots"_a);
-    nb::class_<cuda::Submitter>(module, "CudaSubmitter",
-                                "Enqueues work on one stream in order: small batches on the calling thread, "
-                                "others on a thread of its own.")
+    nb::class_<cuda::Submitter>(
+        module, "CudaSubmitter",
+        "Enqueues work on one stream in order: small batches on the calling thread, others on a\n"
+        "thread of its own.")
         .def(
             "__init__",
             [](cuda::Submitter *self, ContextPtr context, std::uintptr_t main, bool background) {
@@ -251,7 +251,7 @@ void bind_batch(nb::module_ &module) {
             "context"_a, "traffic"_a, "kernels"_a, "policy"_a, "to_host"_a, "planes"_a, "chunks"_a,
             "first_chunk"_a, "records"_a, "extents"_a, "device_slots"_a, "host_slots"_a, "generations"_a,
             "hashes"_a, "parents"_a, "fingerprint"_a, "verify"_a,
-            "``kernels``: copy_in, copy_out, sum, copy_words. ``chunks``, ``first_chunk``: of "
+            "``kernels``: copy_in, copy_out, sum, copy_words. ``chunks``, ``first_chunk``: of\n"
             "``swap_chunks``.")
         .def_prop_ro(
             "table_bytes", [](const BoundSwap &self) { return self.swap->table_bytes(); },

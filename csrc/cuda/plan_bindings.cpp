@@ -119,7 +119,8 @@ void bind_policy(nb::module_ &module) {
             },
             "choice"_a, "to_host"_a, "to_device"_a, "staging_bytes"_a, "kernel_ctas"_a, "transpose_ctas"_a,
             "direct_pieces"_a, "batched"_a,
-            "``to_host``, ``to_device``: the thresholds direct_plane, staged_column and run_copy, in bytes.")
+            "``to_host``, ``to_device``: the thresholds direct_plane, staged_column and run_copy, in\n"
+            "bytes.")
         .def_ro("kernel_ctas", &cuda::SwapPolicy::kernel_ctas)
         .def_ro("transpose_ctas", &cuda::SwapPolicy::transpose_ctas)
         .def_ro("batched", &cuda::SwapPolicy::batched);
@@ -127,9 +128,9 @@ void bind_policy(nb::module_ &module) {
 
 void bind_slots(nb::module_ &module) {
     module.def(
-        "are_sound_slots",
+        "are_valid_slots",
         [](const VectorIn<std::int32_t> &slots, std::int32_t limit, bool distinct) {
-            return cuda::are_sound_slots(span_of(slots), limit, distinct);
+            return cuda::are_valid_slots(span_of(slots), limit, distinct);
         },
         "slots"_a, "limit"_a, "distinct"_a,
         "Return True if all slots are in [0, limit) and, with ``distinct``, none occurs twice.");
@@ -167,7 +168,7 @@ void bind_planner(nb::module_ &module) {
         "runs"_a, "contended"_a, "Choose the method for a plane range of a batch of ``rows`` blocks.");
     module.def("plan_steps", &plan_steps, "policy"_a, "to_host"_a, "planes"_a, "records"_a, "device_slots"_a,
                "host_slots"_a, "first_plane"_a, "last_plane"_a, "slot_bytes"_a, "contended"_a,
-               "Plan a plane range of a batch: tuples that start with the name of a step "
+               "Plan a plane range of a batch: tuples that start with the name of a step\n"
                "(csrc/cuda/swap_steps.hpp).");
     module.def(
         "split_range",
@@ -190,7 +191,8 @@ void bind_planner(nb::module_ &module) {
             return std::pair(vector_to_bytes(table.chunks), table.first);
         },
         "planes"_a, "record_bytes"_a,
-        "Return the chunk table of the kernels, as bytes, and the first chunk of each plane and the end.");
+        "Return the chunk table of the kernels, as bytes, and the first chunk of each plane and the\n"
+        "end.");
     module.def(
         "swap_source", [] { return std::string(kKernelSource); },
         "Return the CUDA source of the copy kernels.");

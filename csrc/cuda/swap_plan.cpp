@@ -9,7 +9,7 @@ constexpr std::size_t kSparse = 64;
 
 }  // namespace
 
-bool are_sound_slots(std::span<const std::int32_t> slots, std::int32_t limit, bool distinct) {
+bool are_valid_slots(std::span<const std::int32_t> slots, std::int32_t limit, bool distinct) {
     const auto inside = [limit](std::int32_t slot) { return slot >= 0 && slot < limit; };
     if (!std::ranges::all_of(slots, inside)) return false;
     if (!distinct) return true;

@@ -53,7 +53,7 @@ struct Batch {
 };
 
 // True if all slots are in [0, limit) and, with `distinct`, none occurs twice.
-bool are_sound_slots(std::span<const std::int32_t> slots, std::int32_t limit, bool distinct);
+bool are_valid_slots(std::span<const std::int32_t> slots, std::int32_t limit, bool distinct);
 
 // True if no slot is in both lists.
 bool are_disjoint_slots(std::span<const std::int32_t> first, std::span<const std::int32_t> second);

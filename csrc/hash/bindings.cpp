@@ -184,6 +184,7 @@ void append(TokenBlocks &self, nb::handle tokens) {
     self.commit(count);
 }
 
+// The types that read_tokens accepts, for signatures.
 #define FDCACHE_TOKENS \
     "collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32 | numpy.int64] | array.array[int]"
 
@@ -203,7 +204,8 @@ void bind_extra_keys(nb::module_ &module) {
                 new (self) ExtraKeys(std::move(adapter), std::move(converted));
             },
             "adapter_id"_a.none(), "items"_a,
-            "``items``: (offset, length, hash, hash is text) of each multimodal item, in order and disjoint.")
+            "``items``: (offset, length, hash, hash is text) of each multimodal item, in order and\n"
+            "disjoint.")
         .def(
             "block_items",
             [](const ExtraKeys &self, std::int64_t start, std::int64_t end, std::size_t index) {
@@ -211,7 +213,8 @@ void bind_extra_keys(nb::module_ &module) {
                 return std::pair(index, std::move(found));
             },
             "start"_a, "end"_a, "index"_a,
-            "Find the items that overlap the block of tokens [start, end), searching from item ``index``.\n\n"
+            "Find the items that overlap the block of tokens [start, end), searching from item\n"
+            "``index``.\n\n"
             "Returns the index from which to search for the next block, and the items' positions.");
 }
 

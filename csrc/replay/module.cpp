@@ -46,8 +46,8 @@ NB_MODULE(_pattern, module) {
                 new (self) PatternModel(pattern_planes(planes, layers, rank), block_size, num_layers);
             },
             "planes"_a, "layers"_a, "num_layers"_a, "block_size"_a, "rank"_a, nb::keep_alive<1, 2>(),
-            "``planes[i]``, of shape (device blocks, bytes of a block) with contiguous rows, belongs to layer "
-            "``layers[i]``.")
+            "``planes[i]``, of shape (device blocks, bytes of a block) with contiguous rows, belongs to\n"
+            "layer ``layers[i]``.")
         .def(
             "begin",
             [](PatternModel &self, std::int32_t sequence, const VectorIn<std::int32_t> &tokens) {
@@ -69,13 +69,13 @@ NB_MODULE(_pattern, module) {
             },
             "segments"_a, "blocks"_a, "every"_a,
             "Prepare a step; return how many blocks it will compare.\n\n"
-            "``segments`` has the rows sequence, start, end, keep, grow, verify: the step computes tokens "
-            "[start, end) of the sequence. Its block table keeps ``keep`` entries and grows by the next ``grow`` "
-            "of ``blocks``. Of its ``verify`` leading blocks, every ``every``-th and the last are compared before "
-            "anything is written; none if ``every`` is 0. Raises ValueError, and changes nothing, for values out "
-            "of range.")
+            "``segments`` has the rows sequence, start, end, keep, grow, verify: the step computes\n"
+            "tokens [start, end) of the sequence. Its block table keeps ``keep`` entries and grows by\n"
+            "the next ``grow`` of ``blocks``. Of its ``verify`` leading blocks, every ``every``-th and\n"
+            "the last are compared before anything is written; none if ``every`` is 0. Raises\n"
+            "ValueError, and changes nothing, for values out of range.")
         .def("run_layer", &PatternModel::run_layer, "layer"_a, nb::call_guard<nb::gil_scoped_release>(),
              "Compare, then write, one layer; layers come in order.\n\n"
-             "Returns (segment, block of the sequence) of each block that differs. Such a sequence computes "
-             "garbage until a later comparison of its prefix succeeds.");
+             "Returns (segment, block of the sequence) of each block that differs. Such a sequence\n"
+             "computes garbage until a later comparison of its prefix succeeds.");
 }

@@ -153,10 +153,9 @@ void bind_slab(nb::module_ &module) {
     nb::class_<BoundSlab>(
         module, "SlabFile",
         "Records and headers of an open slab file (docs/format-storage.md).\n\n"
-        "``read``, ``write`` and ``verify`` return the fault of each block, its checksum, its errno, the "
-        "bytes of "
-        "all copied records, and an errno that concerns the whole file. Faults: 0 none, 1 miss, 2 corrupt, "
-        "3 source changed, 4 error, 5 timeout, 6 cancelled, 7 no room.")
+        "``read``, ``write`` and ``verify`` return the fault of each block, its checksum, its\n"
+        "errno, the bytes of all copied records, and an errno that concerns the whole file. Faults:\n"
+        "0 none, 1 miss, 2 corrupt, 3 source changed, 4 error, 5 timeout, 6 cancelled, 7 no room.")
         .def(
             "__init__",
             [](BoundSlab *self, int record_fd, int header_fd, std::uint64_t header_offset,
@@ -171,7 +170,7 @@ void bind_slab(nb::module_ &module) {
             },
             "record_fd"_a, "header_fd"_a, "header_offset"_a, "record_offset"_a, "record_bytes"_a, "slots"_a,
             "fingerprint"_a, "parts"_a, "threads"_a,
-            "``parts``: (offset, bytes) of each plane in a record, in order. The caller closes the "
+            "``parts``: (offset, bytes) of each plane in a record, in order. The caller closes the\n"
             "descriptors.")
         .def(
             "scan",
@@ -184,11 +183,11 @@ void bind_slab(nb::module_ &module) {
                 return std::tuple(found.ready, found.corrupt, found.error);
             },
             "first"_a, "last"_a,
-            "Read the headers of slots [first, last); return the numbers of ready and corrupt ones, and an "
-            "errno or 0.")
+            "Read the headers of slots [first, last); return the numbers of ready and corrupt ones, and\n"
+            "an errno or 0.")
         .def("entries", &entries,
-             "Return slots, generations, hashes, parents, checksums and write times (ms since 1970) of ready "
-             "slots.")
+             "Return slots, generations, hashes, parents, checksums and write times (ms since 1970) of\n"
+             "ready slots.")
         .def(
             "read",
             [](BoundSlab &self, const VectorIn<std::int32_t> &slots,
@@ -208,7 +207,7 @@ void bind_slab(nb::module_ &module) {
             "slots"_a, "generations"_a, "host_generations"_a, "hashes"_a, "parents"_a, "records"_a,
             "headers"_a, "timeout"_a, "verify"_a, "cancel"_a.none() = nb::none(),
             "Read slots into host records. ``records``, ``headers``: addresses. ``timeout``: seconds.\n\n"
-            "Checks every record, unless ``verify`` is false and this object wrote or checked the slot "
+            "Checks every record, unless ``verify`` is false and this object wrote or checked the slot\n"
             "before.")
         .def(
             "write",

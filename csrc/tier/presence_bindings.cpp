@@ -15,8 +15,7 @@ void bind_outgoing(nb::module_ &module) {
     nb::class_<OutgoingCopies>(
         module, "OutgoingCopies",
         "Copies into the tier of another process, whose presence table is ``table``.\n\n"
-        "Keeps the slots granted for copies, and the blocks that the table does not show "
-        "yet.")
+        "Keeps the slots granted for copies, and the blocks that the table does not show yet.")
         .def(nb::init<PresenceTable>(), "table"_a, nb::keep_alive<1, 2>())
         .def(
             "grant",
@@ -52,7 +51,8 @@ void bind_outgoing(nb::module_ &module) {
                 return self.reserve(digests_of(parents), digests_of(hashes));
             },
             "parents"_a, "hashes"_a,
-            "Take slots of the stock for hashes that are absent and whose parent is ready or precedes them.")
+            "Take slots of the stock for hashes that are absent and whose parent is ready or precedes\n"
+            "them.")
         .def(
             "end",
             [](OutgoingCopies &self, const VectorIn<std::int32_t> &slots,
@@ -64,9 +64,8 @@ void bind_outgoing(nb::module_ &module) {
             },
             "slots"_a, "copied"_a, "reported"_a,
             "End copies and return the parents and hashes of their blocks.\n\n"
-            "``reported``: the tier gets a report and will acknowledge it. Raises IndexError for a slot "
-            "without "
-            "a copy in flight.")
+            "``reported``: the tier gets a report and will acknowledge it. Raises IndexError for a slot\n"
+            "without a copy in flight.")
         .def(
             "acknowledge",
             [](OutgoingCopies &self, const HashesIn &hashes) { self.acknowledge(digests_of(hashes)); },
@@ -81,8 +80,9 @@ void bind_outgoing(nb::module_ &module) {
 void bind_presence(nb::module_ &module) {
     nb::class_<PresenceTable>(
         module, "PresenceTable",
-        "The blocks of a tier of another process, read from memory that the tier mirrors "
-        "itself into.\n\nAnswers may be out of date.")
+        "The blocks of a tier of another process, read from memory that the tier mirrors itself\n"
+        "into.\n\n"
+        "Answers may be out of date.")
         .def(
             "__init__",
             [](PresenceTable *self, const VectorIn<std::uint8_t> &memory) {

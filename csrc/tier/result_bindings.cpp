@@ -109,7 +109,7 @@ void bind_views(nb::module_ &module) {
 void bind_free_runs(nb::module_ &module) {
     nb::class_<FreeRuns>(
         module, "FreeRuns",
-        "The free slots of a tier as runs (first, count). No run crosses a multiple of ``extent``; "
+        "The free slots of a tier as runs (first, count). No run crosses a multiple of ``extent``;\n"
         "0: there is one extent.")
         .def(nb::init<std::uint32_t>(), "extent"_a = 0)
         .def("__len__", &FreeRuns::size)

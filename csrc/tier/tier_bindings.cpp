@@ -70,15 +70,15 @@ void bind_tier(nb::module_ &module) {
     nb::class_<Tier>(
         module, "Tier",
         "Slots, the entries in them and their users; any thread may call.\n\n"
-        "Hash arrays have shape (n, 32); a parent of 32 zero bytes stands for the root. Every operation is "
-        "all or "
-        "nothing. Raises IndexError for a slot that is not in use, ValueError for other bad arguments, and "
-        "StaleLeaseError for a lease that was released or, unless noted, opened before a reset.")
+        "Hash arrays have shape (n, 32); a parent of 32 zero bytes stands for the root. Every\n"
+        "operation is all or nothing. Raises IndexError for a slot that is not in use, ValueError\n"
+        "for other bad arguments, and StaleLeaseError for a lease that was released or, unless\n"
+        "noted, opened before a reset.")
         .def(nb::init<std::uint32_t, std::string_view, std::uint32_t, double>(), "slots"_a,
              "eviction"_a = "lru", "extent"_a = 0, "spare"_a = 0.0,
-             "``extent``: runs of slots cross no multiple of it; 0: there is one extent. ``spare``: "
-             "reservations evict "
-             "ahead of need, for longer runs, while less than this share of the slots (0 to 0.5) is free.")
+             "``extent``: runs of slots cross no multiple of it; 0: there is one extent. ``spare``:\n"
+             "reservations evict ahead of need, for longer runs, while less than this share of the slots\n"
+             "(0 to 0.5) is free.")
         .def("open_lease", &Tier::open_lease,
              "Open a lease, which owns pins and reserved slots until ``release``.")
         .def("release", &Tier::release, "lease"_a,
@@ -89,7 +89,7 @@ void bind_tier(nb::module_ &module) {
                 return tier.match(lease, digests_of(hashes), start, known);
             },
             "lease"_a, "hashes"_a, "start"_a = 0, "known"_a = 0,
-            "Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the "
+            "Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the\n"
             "root.\n\n"
             "Adds a hit to each block except the first ``known``.")
         .def(
@@ -107,9 +107,9 @@ void bind_tier(nb::module_ &module) {
             },
             "lease"_a, "parents"_a, "hashes"_a,
             "Reserve slots for copies into this tier. They are pending until ``complete``.\n\n"
-            "Reserves a slot for each hash that is absent and whose parent is ready or reserved "
-            "earlier in this call. Never evicts a block that the result calls ready. Lease 0: no "
-            "lease owns the slots.")
+            "Reserves a slot for each hash that is absent and whose parent is ready or reserved earlier\n"
+            "in this call. Never evicts a block that the result calls ready. Lease 0: no lease owns the\n"
+            "slots.")
         .def(
             "commit",
             [](Tier &tier, LeaseId lease, const nb::bytes &parent, const HashesIn &hashes,
@@ -119,10 +119,10 @@ void bind_tier(nb::module_ &module) {
                     tier.commit(lease, digest_of("parent", parent), digests_of(hashes), slots_of(slots)));
             },
             "lease"_a, "parent"_a, "hashes"_a, "slots"_a,
-            "Make slots that the lease reserved matchable below ``parent``, in path order. Per block: "
-            "0 stored, 1 duplicate.\n\n"
-            "Stops at the first block that cannot be committed yet: its parent is not ready, its hash "
-            "is pending or below another parent, or a copy uses its slot. For a duplicate, pins the "
+            "Make slots that the lease reserved matchable below ``parent``, in path order. Per block: 0\n"
+            "stored, 1 duplicate.\n\n"
+            "Stops at the first block that cannot be committed yet: its parent is not ready, its hash\n"
+            "is pending or below another parent, or a copy uses its slot. For a duplicate, pins the\n"
             "existing entry; the slot stays with the lease.")
         .def(
             "publish",
@@ -139,13 +139,13 @@ void bind_tier(nb::module_ &module) {
             },
             "lease"_a, "parents"_a, "hashes"_a, "slots"_a, "copied"_a, "checksums"_a,
             "tenants"_a = nb::none(),
-            "Make slots that the lease reserved, and others filled, matchable. Per block: 0 stored, 1 "
+            "Make slots that the lease reserved, and others filled, matchable. Per block: 0 stored, 1\n"
             "duplicate, 2 no parent, 3 dropped, 4 over limit.\n\n"
-            "The lease gives up all these slots. A lease from before a reset drops them all. "
-            "``tenants``: of the blocks below the root, inherited by the blocks below them. A tenant "
-            "at its limit evicts its own coldest leaves.")
+            "The lease gives up all these slots. A lease from before a reset drops them all.\n"
+            "``tenants``: of the blocks below the root, inherited by the blocks below them. A tenant at\n"
+            "its limit evicts its own coldest leaves.")
         .def("set_tenant_limit", &Tier::set_tenant_limit, "tenant"_a, "most"_a,
-             "Limit the entries of a tenant. The first call enables tenants; ValueError if there are "
+             "Limit the entries of a tenant. The first call enables tenants; ValueError if there are\n"
              "entries.")
         .def(
             "tenant_entries", [](const Tier &tier) { return to_numpy<std::uint32_t>(tier.tenant_entries()); },
@@ -159,7 +159,7 @@ void bind_tier(nb::module_ &module) {
                 return tier.drop(dropped);
             },
             "hashes"_a,
-            "Remove entries and everything below them; return how many. Slots in use stay until they "
+            "Remove entries and everything below them; return how many. Slots in use stay until they\n"
             "are not.")
         .def(
             "complete",
@@ -172,7 +172,7 @@ void bind_tier(nb::module_ &module) {
             },
             "slots"_a, "copied"_a, "checksums"_a,
             "Report copies into this tier, parents first. 1 for each block that became ready.\n\n"
-            "A block that was not copied, or whose parent is not ready, is removed. ``checksums`` may "
+            "A block that was not copied, or whose parent is not ready, is removed. ``checksums`` may\n"
             "be empty.")
         .def(
             "hold", [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.hold(slots_of(slots)); },
@@ -190,7 +190,7 @@ void bind_tier(nb::module_ &module) {
             },
             "slots"_a, "levels"_a = UINT32_MAX,
             "Return the entries in ``slots`` and their ancestors, each once, parents first.\n\n"
-            "A walk up ends ``levels`` above the last of ``slots`` that it met, or at an entry listed "
+            "A walk up ends ``levels`` above the last of ``slots`` that it met, or at an entry listed\n"
             "before.")
         .def(
             "coldest",
@@ -245,10 +245,10 @@ void bind_tier(nb::module_ &module) {
             },
             "slots"_a, "generations"_a, "hashes"_a, "parents"_a, "checksums"_a, "times"_a = nb::none(),
             "generation"_a = 0, "tenants"_a = nb::none(),
-            "Create entries for blocks whose bytes are there already, in free slots and any order; 1 "
+            "Create entries for blocks whose bytes are there already, in free slots and any order; 1\n"
             "for each one created.\n\n"
-            "Of equal hashes the newest by ``times`` counts, or the first. Later content of any slot "
-            "gets a generation above ``generation`` and all those given. Releases the GIL: do not "
+            "Of equal hashes the newest by ``times`` counts, or the first. Later content of any slot\n"
+            "gets a generation above ``generation`` and all those given. Releases the GIL: do not\n"
             "change the arrays meanwhile.")
         .def(
             "discard",
@@ -259,8 +259,8 @@ void bind_tier(nb::module_ &module) {
                 return tier.discard(discarded, quarantine);
             },
             "slots"_a, "quarantine"_a = false,
-            "Remove READY entries and everything below them. ``quarantine`` takes the slots out of "
-            "use for good.",
+            "Remove READY entries and everything below them. ``quarantine`` takes the slots out of use\n"
+            "for good.",
             "Take slots in use out of use for good, once nothing uses them.")
         .def(
             "quarantine",
@@ -277,7 +277,7 @@ void bind_tier(nb::module_ &module) {
         .def("reset", &Tier::reset, ReleaseGil(),
              "Remove all entries. Slots in use stay with their leases and copies.")
         .def("resize", &Tier::resize, "slots"_a, ReleaseGil(),
-             "Change the number of slots. If slots to remove are in use, return how many and change "
+             "Change the number of slots. If slots to remove are in use, return how many and change\n"
              "nothing.\n\n"
              "Raises MemoryError if there is no room to grow.")
         .def(
@@ -292,7 +292,7 @@ void bind_tier(nb::module_ &module) {
         .def("record_events", &Tier::record_events, "capacity"_a,
              "Keep up to ``capacity`` events for ``take_events``; 0 keeps none.")
         .def("take_events", &take_events,
-             "Return kinds (0 stored, 1 removed, 2 cleared, 3 lost: some are missing), hashes and "
+             "Return kinds (0 stored, 1 removed, 2 cleared, 3 lost: some are missing), hashes and\n"
              "parents, oldest first.")
         .def("stats", &Tier::stats)
         .def("node", &Tier::node, "slot"_a, "Return the state of a slot.")

@@ -19,8 +19,8 @@ def check_pairs(pairs: BlockPairs, direction: Direction, *, device_blocks: int, 
     """
     _check_arrays(pairs)
     to_host = direction is Direction.TO_HOST
-    device_sound = _core.are_sound_slots(pairs.device_slots, device_blocks, distinct=not to_host)
-    host_sound = _core.are_sound_slots(pairs.host_slots, host_blocks, distinct=to_host)
+    device_sound = _core.are_valid_slots(pairs.device_slots, device_blocks, distinct=not to_host)
+    host_sound = _core.are_valid_slots(pairs.host_slots, host_blocks, distinct=to_host)
     if device_sound and host_sound:
         return
     _check_range("device", pairs.device_slots, device_blocks)

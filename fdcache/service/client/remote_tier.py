@@ -207,7 +207,7 @@ class RemoteHostTier:
         """Let the service forget every block of this layout. Until it has, nothing is found."""
         self._reset_owed = True
         if (session := self._keeper.session) is not None:
-            session.copies.forget_answers()
+            session.copies.drop_unacknowledged()
         self.settle_reset()
 
     def settle_reset(self) -> None:

@@ -161,7 +161,7 @@ class SessionKeeper:
     @property
     def copying(self) -> int:
         """Blocks being copied to the service."""
-        return self.latest.copies.under_way if self.latest else 0
+        return self.latest.copies.in_flight if self.latest else 0
 
     def _is_drained(self) -> bool:
         """Whether nothing of this engine is written to or read from the arena."""
@@ -294,7 +294,7 @@ class SessionKeeper:
             with self.lock:
                 session.grant(slots, generations, answer.num_slots)
         elif isinstance(answer, Published):
-            session.copies.answered(hashes_from(answer.hashes))
+            session.copies.acknowledge(hashes_from(answer.hashes))
         elif isinstance(answer, Events):
             self._learn(session, answer)
         elif isinstance(answer, Recall):
@@ -305,7 +305,7 @@ class SessionKeeper:
         elif isinstance(answer, Refused) and answer.code in {"no_session", "draining"}:
             self.lose(session, answer.message, goodbye=answer.code == "draining")
         elif isinstance(answer, Refused):
-            session.copies.forget_answers()
+            session.copies.drop_unacknowledged()
 
     def _learn(self, session: Session, events: Events) -> None:
         if (uint8_from(events.kinds, "kinds") >= EVENT_CLEARED).any():
