@@ -6,7 +6,7 @@ comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp)
 
-.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check nightly lint format bench clean
+.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check nightly lint format stubs bench clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -51,6 +51,11 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES) $(CXX_TESTS)
+
+stubs: $(VENV)/.installed-dev  ## fdcache/_core.pyi and fdcache/replay/_pattern.pyi, generated from the native modules
+	$(BIN)/python -m nanobind.stubgen -q -m fdcache._core -o fdcache/_core.pyi
+	$(BIN)/python -m nanobind.stubgen -q -m fdcache.replay._pattern -o fdcache/replay/_pattern.pyi
+	$(BIN)/ruff format --quiet fdcache/_core.pyi fdcache/replay/_pattern.pyi
 
 bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, with the machine they ran on
 	$(BIN)/python -m benchmarks.scheduler

@@ -1,42 +1,72 @@
-"""The native core: block hashing, tiers, block copies."""
+"""
+The native core: block hashes, tiers, block copies on the CPU and on GPUs, slab files.
+"""
 
-from array import array
+import array
 from collections.abc import Sequence
-from enum import Enum
-from typing import Any, final
+import enum
+from typing import Annotated, Any
 
-import numpy as np
+import numpy
+import numpy.typing
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-Int32s = NDArray[np.int32]
-UInt32s = NDArray[np.uint32]
-UInt64s = NDArray[np.uint64]
+def sha_backends() -> list[str]:
+    """
+    Names of the SHA-256 implementations that this machine can run, fastest first.
+    """
 
-# --- hashing ---------------------------------------------------------------------------------------
+def sha256(message: bytes, backend: str | None = None) -> bytes:
+    """Return the SHA-256 of a message."""
 
-_Tokens = Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | array[int]
+def root_hash(fingerprint: bytes, tenant: bytes | None) -> bytes:
+    """Return the hash before the first block of a request."""
 
-def sha_backends() -> list[str]: ...
-def sha256(message: bytes, backend: str | None = None) -> bytes: ...
-def root_hash(fingerprint: bytes, tenant: bytes | None) -> bytes: ...
+class ExtraKeys:
+    """
+    The inputs of a request, other than its tokens and its root, that its KV depends on.
+    """
+
+    def __init__(self, adapter_id: bytes | None, items: Sequence[tuple[int, int, bytes, bool]]) -> None:
+        """
+        ``items``: (offset, length, hash, hash is text) of each multimodal item, in order and
+        disjoint.
+        """
+
+    def block_items(self, start: int, end: int, index: int) -> tuple[int, list[int]]:
+        """
+        Find the items that overlap the block of tokens [start, end), searching from item
+        ``index``.
+
+        Returns the index from which to search for the next block, and the items' positions.
+        """
+
 def hash_blocks(
-    tokens: _Tokens,
+    tokens: Sequence[int] | numpy.typing.NDArray[numpy.int32 | numpy.int64] | array.array[int],
     block_size: int,
     parent: bytes,
     start: int,
     extra_keys: ExtraKeys,
     lookahead: int = 0,
     backend: str | None = None,
-) -> NDArray[np.uint8]: ...
+) -> numpy.typing.NDArray[numpy.uint8]:
+    """
+    Hash the full blocks of ``tokens``, which follow token ``start`` and the block ``parent``.
 
-class ExtraKeys:
-    def __init__(self, adapter_id: bytes | None, items: list[tuple[int, int, bytes, bool]]) -> None: ...
-    def block_items(self, start: int, end: int, index: int) -> tuple[int, list[int]]: ...
+    Returns an array of shape (blocks, 32). Raises HashingError for bad arguments.
+    """
 
 class TokenBlocks:
+    """
+    The tokens of a request and the hashes of its full blocks, growing at the end.
+    """
+
     def __init__(self, block_size: int, root: bytes, extra_keys: ExtraKeys, lookahead: int = 0) -> None: ...
-    def append(self, tokens: int | _Tokens) -> None: ...
+    def append(
+        self, tokens: int | Sequence[int] | numpy.typing.NDArray[numpy.int32 | numpy.int64] | array.array[int]
+    ) -> None:
+        """Append tokens and hash the blocks that they complete."""
+
     def __len__(self) -> int: ...
     @property
     def block_size(self) -> int: ...
@@ -45,434 +75,609 @@ class TokenBlocks:
     @property
     def num_blocks(self) -> int: ...
     @property
-    def hashes(self) -> NDArray[np.uint8]: ...
+    def hashes(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)]: ...
     @property
-    def tokens(self) -> NDArray[np.int32]: ...
+    def tokens(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
 
-# --- presence --------------------------------------------------------------------------------------
-
-@final
-class PresenceTable:
-    """Which blocks a tier of another process holds, read from memory that the tier mirrors itself into.
-
-    ``memory``: uint8, whole buckets of 64 bytes, 8 tags each. What it says may be out of date.
+def record_checksum(
+    record: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+) -> int:
+    """
+    Return the checksum of a record whose planes are at ``offsets``, multiples of 8.
     """
 
-    def __init__(self, memory: Bytes) -> None: ...
-    def contains(self, hashes: Bytes) -> Bytes:
-        """1 for each hash that is there, else 0."""
+def copy_with_checksum(
+    target: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+    source: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> int:
+    """Copy all bytes and return their checksum."""
 
-    def run(self, path: Bytes, start: int = 0) -> int:
-        """How many blocks of a path are there from ``start`` on."""
-
-# --- tier ------------------------------------------------------------------------------------------
-# Hash arrays have shape (n, 32); a parent of 32 zero bytes stands for the root; lease 0 for nobody.
-
-SLOT_FREE: int
-SLOT_WRITING: int
-SLOT_READY: int
-
-@final
 class BlockList:
     """Parallel arrays that describe blocks."""
 
     def __len__(self) -> int: ...
     @property
-    def slots(self) -> Int32s: ...
+    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
     @property
-    def generations(self) -> UInt32s: ...
+    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
     @property
-    def hashes(self) -> Bytes: ...
+    def hashes(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]: ...
     @property
-    def parents(self) -> Bytes: ...
-    @property
-    def hits(self) -> UInt32s: ...
+    def parents(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+        """32 zero bytes stand for the root."""
 
-@final
+    @property
+    def hits(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+
 class MatchRun:
-    """The pinned leading run; ``pending``: the block after it is being copied into this tier."""
+    """The pinned leading run of a path."""
 
     def __len__(self) -> int: ...
     @property
-    def slots(self) -> Int32s: ...
+    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
     @property
-    def generations(self) -> UInt32s: ...
+    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
     @property
-    def hits(self) -> UInt32s: ...
+    def hits(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
     @property
-    def pending(self) -> bool: ...
+    def pending(self) -> bool:
+        """True if the block after the run is being copied into this tier."""
 
 class Reservation:
-    """Slots taken, what was evicted for them (children before parents), or how many are missing."""
+    """
+    Reserved slots, and the blocks evicted for them (children before parents).
+    """
 
     def __len__(self) -> int: ...
     @property
-    def slots(self) -> Int32s: ...
+    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
     @property
-    def generations(self) -> UInt32s: ...
+    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
     @property
     def evicted(self) -> BlockList: ...
     @property
-    def missing(self) -> int: ...
+    def missing(self) -> int:
+        """Number of slots that were not available; none is reserved then."""
 
-@final
 class CopyReservation(Reservation):
-    """``status`` per hash: 0 reserved (its slot is the next of ``slots``), 1 ready, 2 pending, 3 no parent."""
+    """Slots reserved for copies."""
 
     @property
-    def status(self) -> Bytes: ...
+    def status(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Per hash: 0 reserved (its slot is the next of ``slots``), 1 ready, 2 pending, 3 no parent.
+        """
 
-@final
+class TierStats:
+    """Counts of slots, of what uses them, and of operations."""
+
+    @property
+    def slots(self) -> int: ...
+    @property
+    def free(self) -> int: ...
+    @property
+    def writing(self) -> int: ...
+    @property
+    def ready(self) -> int: ...
+    @property
+    def pending(self) -> int: ...
+    @property
+    def evictable(self) -> int: ...
+    @property
+    def quarantined(self) -> int: ...
+    @property
+    def withheld(self) -> int: ...
+    @property
+    def pins(self) -> int: ...
+    @property
+    def holds(self) -> int: ...
+    @property
+    def leases(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def evictions(self) -> int: ...
+    @property
+    def lookups(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
+
+class NodeView:
+    """The state of one slot."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def parent(self) -> int | None: ...
+    @property
+    def tenant(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def children(self) -> int: ...
+    @property
+    def pins(self) -> int: ...
+    @property
+    def holds(self) -> int: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def state(self) -> int: ...
+    @property
+    def findable(self) -> bool: ...
+    @property
+    def hash(self) -> bytes: ...
+    @property
+    def checksum(self) -> int: ...
+    @property
+    def idle_seconds(self) -> float:
+        """Since the entry was last matched, or stored."""
+
+    @property
+    def ready_seconds(self) -> float:
+        """Since the entry was stored."""
+
+class FreeRuns:
+    """
+    The free slots of a tier as runs (first, count). No run crosses a multiple of ``extent``;
+    0: there is one extent.
+    """
+
+    def __init__(self, extent: int = 0) -> None: ...
+    def __len__(self) -> int: ...
+    def resize(self, slots: int) -> None:
+        """Change the number of slots. New ones are not free."""
+
+    def add(self, first: int, count: int = 1) -> None:
+        """Free a run of slots. Raises ValueError if one of them is free."""
+
+    def take(self, count: int) -> list[tuple[int, int]]:
+        """
+        Take slots in as few runs as possible, ascending. Raises ValueError if fewer are free.
+        """
+
+    def clear(self) -> None:
+        """Make no slot free."""
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return all runs, ascending."""
+
+    def check_integrity(self) -> list[str]:
+        """Return the invariants that do not hold, in words."""
+
+class PresenceTable:
+    """
+    The blocks of a tier of another process, read from memory that the tier mirrors itself
+    into.
+
+    Answers may be out of date.
+    """
+
+    def __init__(
+        self,
+        memory: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """``memory``: whole buckets of 64 bytes."""
+
+    def contains(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """1 for each hash that is present, else 0."""
+
+    def run(
+        self,
+        path: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        start: int = 0,
+    ) -> int:
+        """
+        Number of consecutive blocks of a path that are present, from ``start`` on.
+        """
+
 class OutgoingCopies:
-    """Copies into the tier of another process, whose ``table`` says what it holds: slots granted for them, and
-    what they change before the table shows it.
+    """
+    Copies into the tier of another process, whose presence table is ``table``.
+
+    Keeps the slots granted for copies, and the blocks that the table does not show yet.
     """
 
     def __init__(self, table: PresenceTable) -> None: ...
-    def grant(self, slots: Int32s, generations: UInt32s) -> None:
-        """More slots to copy into."""
+    def grant(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """Add slots to the stock, from which copies take theirs."""
 
-    def give_up_stock(self, first: int) -> Int32s:
-        """Give up the slots from ``first`` on that are not used yet."""
+    def give_up_stock(self, first: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]:
+        """Remove and return the slots of the stock from ``first`` on."""
 
     @property
     def stock(self) -> int:
-        """Slots granted and not used yet."""
+        """Number of granted slots that no copy uses yet."""
 
-    def contains(self, hashes: Bytes) -> Bytes:
-        """0 absent, 1 ready, 2 being copied there by this process."""
+    def contains(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """Per hash: 0 absent, 1 ready, 2 being copied by this process."""
 
-    def run(self, path: Bytes, start: int) -> int:
-        """How many blocks of a path the table has from ``start`` on."""
-
-    def reserve(self, parents: Bytes, hashes: Bytes) -> CopyReservation:
-        """Slots of the stock for those hashes that are absent and whose parent is ready or comes before them."""
-
-    def end(self, slots: Int32s, copied: Bytes, told: bool) -> tuple[Bytes, Bytes]:
-        """Copies have ended; the parents and hashes of their blocks. ``told``: the tier hears of it, and answers.
-
-        Raises IndexError for a slot that none of the copies under way has.
+    def run(
+        self,
+        path: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        start: int,
+    ) -> int:
+        """
+        Number of consecutive blocks of a path in the table, from ``start`` on.
         """
 
-    def answered(self, hashes: Bytes) -> None:
-        """The tier has answered for these blocks: its table speaks for them."""
+    def reserve(
+        self,
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> CopyReservation:
+        """
+        Take slots of the stock for hashes that are absent and whose parent is ready or precedes
+        them.
+        """
 
-    def forget_answers(self) -> None:
-        """No answer will come."""
+    def end(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        copied: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        reported: bool,
+    ) -> tuple[
+        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))],
+        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))],
+    ]:
+        """
+        End copies and return the parents and hashes of their blocks.
+
+        ``reported``: the tier gets a report and will acknowledge it. Raises IndexError for a slot
+        without a copy in flight.
+        """
+
+    def acknowledge(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """
+        Forget these blocks: the tier has acknowledged them, and its table shows them.
+        """
+
+    def drop_unacknowledged(self) -> None:
+        """Forget all copied blocks that the tier has not acknowledged."""
 
     @property
-    def under_way(self) -> int:
-        """Blocks being copied."""
+    def in_flight(self) -> int:
+        """Number of blocks being copied."""
 
-@final
-class TierStats:
-    slots: int
-    free: int
-    writing: int
-    ready: int
-    pending: int
-    evictable: int
-    quarantined: int
-    withheld: int
-    pins: int
-    holds: int
-    leases: int
-    epoch: int
-    evictions: int
-    lookups: int
-    memory_bytes: int
+SLOT_FREE: int = 0
 
-@final
-class NodeView:
-    slot: int
-    parent: int | None
-    tenant: int
-    generation: int
-    children: int
-    pins: int
-    holds: int
-    hits: int
-    depth: int
-    state: int
-    findable: bool
-    hash: bytes
-    checksum: int
-    idle_seconds: float
-    ready_seconds: float
+SLOT_WRITING: int = 1
 
-class FreeRuns:
-    """The free slots of a tier as runs (first, count), none of which crosses a multiple of ``extent``; 0: any may."""
-
-    def __init__(self, extent: int = 0) -> None: ...
-    def __len__(self) -> int:
-        """Free slots."""
-
-    def resize(self, slots: int) -> None:
-        """Change the number of slots; new ones are not free."""
-
-    def add(self, first: int, count: int = 1) -> None:
-        """Free a run; none of it is free, and all of it is within the tier."""
-
-    def take(self, count: int) -> list[tuple[int, int]]:
-        """Take slots in as few runs as there are, ascending; ValueError when fewer are free."""
-
-    def clear(self) -> None:
-        """Forget every free slot."""
-
-    def runs(self) -> list[tuple[int, int]]:
-        """All runs, ascending."""
-
-    def check_integrity(self) -> list[str]:
-        """Every invariant that does not hold, in words."""
+SLOT_READY: int = 2
 
 class Tier:
-    """Slots, the entries in them and who uses them; any thread may call. Every operation is all or nothing.
+    """
+    Slots, the entries in them and their users; any thread may call.
 
-    A slot that is named but not in use raises IndexError, other bad arguments ValueError; a lease that was
-    released, never opened or (where noted) opened before a reset raises ``StaleLeaseError``.
+    Hash arrays have shape (n, 32); a parent of 32 zero bytes stands for the root. Every
+    operation is all or nothing. Raises IndexError for a slot that is not in use, ValueError
+    for other bad arguments, and StaleLeaseError for a lease that was released or, unless
+    noted, opened before a reset.
     """
 
     def __init__(self, slots: int, eviction: str = "lru", extent: int = 0, spare: float = 0.0) -> None:
-        """No run of slots crosses a multiple of ``extent`` (0: any may); reservations may evict ahead of need.
-
-        They do so for longer runs, as long as less than the share ``spare`` of the slots, 0 to 0.5, is free.
+        """
+        ``extent``: runs of slots cross no multiple of it; 0: there is one extent. ``spare``:
+        reservations evict ahead of need, for longer runs, while less than this share of the slots
+        (0 to 0.5) is free.
         """
 
-    def open_lease(self) -> int: ...
+    def open_lease(self) -> int:
+        """Open a lease, which owns pins and reserved slots until ``release``."""
+
     def release(self, lease: int) -> bool:
-        """Give back all that the lease has; False when that was done before."""
-
-    def match(self, lease: int, hashes: Bytes, start: int = 0, known: int = 0) -> MatchRun:
-        """Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the root.
-
-        Each block's hits grow by one, but not those of the first ``known``. The lease is of the present epoch.
+        """
+        Release everything the lease owns. Return False if that was done before.
         """
 
-    def contains(self, hashes: Bytes) -> Bytes:
+    def match(
+        self,
+        lease: int,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        start: int = 0,
+        known: int = 0,
+    ) -> MatchRun:
+        """
+        Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the
+        root.
+
+        Adds a hit to each block except the first ``known``.
+        """
+
+    def contains(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
         """Per hash: 0 absent, 1 ready, 2 pending."""
 
     def reserve(self, lease: int, count: int) -> Reservation:
-        """Take slots for computing, which nobody can find."""
+        """Reserve anonymous slots to compute into."""
 
-    def reserve_copies(self, lease: int, parents: Bytes, hashes: Bytes) -> CopyReservation:
-        """Take slots for copies into this tier, pending from now until ``complete``.
+    def reserve_copies(
+        self,
+        lease: int,
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> CopyReservation:
+        """
+        Reserve slots for copies into this tier. They are pending until ``complete``.
 
-        Those blocks are taken that are absent and whose parent is ready or taken before them in this call.
-        Nothing that the answer calls ready is evicted for them. The lease, unless 0, is of the present epoch.
+        Reserves a slot for each hash that is absent and whose parent is ready or reserved earlier
+        in this call. Never evicts a block that the result calls ready. Lease 0: no lease owns the
+        slots.
         """
 
-    def commit(self, lease: int, parent: bytes, hashes: Bytes, slots: Int32s) -> Bytes:
-        """Publish the lease's own slots below ``parent``, in path order; per block 0 stored, 1 duplicate.
+    def commit(
+        self,
+        lease: int,
+        parent: bytes,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Make slots that the lease reserved matchable below ``parent``, in path order. Per block: 0
+        stored, 1 duplicate.
 
-        The result ends before the first block that cannot be published yet: its parent is not ready, its hash
-        is pending or stands below another parent, or a copy still uses its slot. A duplicate stays the lease's
-        own, and the entry that was first is pinned. The lease is of the present epoch.
+        Stops at the first block that cannot be committed yet: its parent is not ready, its hash
+        is pending or below another parent, or a copy uses its slot. For a duplicate, pins the
+        existing entry; the slot stays with the lease.
         """
 
     def publish(
         self,
         lease: int,
-        parents: Bytes,
-        hashes: Bytes,
-        slots: Int32s,
-        copied: Bytes,
-        checksums: UInt64s,
-        tenants: UInt32s | None = None,
-    ) -> Bytes:
-        """End the filling of the lease's own slots by others: 0 stored, 1 duplicate, 2 no parent, 3 dropped.
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        copied: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        checksums: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        tenants: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ]
+        | None = None,
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Make slots that the lease reserved, and others filled, matchable. Per block: 0 stored, 1
+        duplicate, 2 no parent, 3 dropped, 4 over limit.
 
-        The lease gives all of them up. It may be of an earlier epoch: then all are dropped.
-
-        ``tenants``: whose the blocks below the root are; all below them are too. A tenant at its limit gives up its
-        own coldest leaves; 4: it had none to give up.
+        The lease gives up all these slots. A lease from before a reset drops them all.
+        ``tenants``: of the blocks below the root, inherited by the blocks below them. A tenant at
+        its limit evicts its own coldest leaves.
         """
 
     def set_tenant_limit(self, tenant: int, most: int) -> None:
-        """How many entries a tenant may have. The first call turns tenants on; ValueError if there are entries."""
-
-    def tenant_entries(self) -> UInt32s:
-        """Entries by tenant."""
-
-    def drop(self, hashes: Bytes) -> int:
-        """Forget these entries and all that hang below them; how many. What is in use stays until it is not."""
-
-    def complete(self, slots: Int32s, copied: Bytes, checksums: UInt64s) -> Bytes:
-        """Report copies into this tier, parents first; ``checksums`` may be empty. 1 for what became ready.
-
-        What was not copied, or whose parent is not ready, is forgotten and goes back to its lease, if any.
+        """
+        Limit the entries of a tenant. The first call enables tenants; ValueError if there are
+        entries.
         """
 
-    def hold(self, slots: Int32s) -> None:
-        """Keep slots while a copy reads them. That is no use: their places in the eviction order stay theirs."""
+    def tenant_entries(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """Number of entries by tenant."""
 
-    def unhold(self, slots: Int32s) -> None:
+    def drop(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> int:
+        """
+        Remove entries and everything below them; return how many. Slots in use stay until they
+        are not.
+        """
+
+    def complete(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        copied: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        checksums: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Report copies into this tier, parents first. 1 for each block that became ready.
+
+        A block that was not copied, or whose parent is not ready, is removed. ``checksums`` may
+        be empty.
+        """
+
+    def hold(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """
+        Keep slots while a copy reads them, without a change to the eviction order.
+        """
+
+    def unhold(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
         """End a ``hold``."""
 
-    def find(self, hashes: Bytes) -> BlockList:
-        """Those blocks that are ready, in the order given."""
+    def find(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> BlockList:
+        """Return the blocks that are ready, in the order of ``hashes``."""
 
-    def ancestry(self, slots: Int32s, levels: int = 2**32 - 1) -> BlockList:
-        """The entries in ``slots`` and those above them, each once, parents first.
+    def ancestry(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        levels: int = 4294967295,
+    ) -> BlockList:
+        """
+        Return the entries in ``slots`` and their ancestors, each once, parents first.
 
-        A walk up ends ``levels`` above the last of ``slots`` that it met, or at what is listed already.
+        A walk up ends ``levels`` above the last of ``slots`` that it met, or at an entry listed
+        before.
         """
 
     def coldest(self, count: int) -> BlockList:
-        """What would be evicted next, in that order; not what a copy holds."""
+        """Return the next entries to be evicted, in order."""
 
     def hottest(self, count: int) -> BlockList:
-        """The entries with the most hits."""
+        """Return the entries with the most hits."""
 
     def idle(self, seconds: float, tenant: int | None = None) -> BlockList:
-        """The entries that nobody has used for so long, of all tenants or one."""
+        """Return the entries not used for this long, of one tenant or all."""
 
     def starting_with(self, prefix: bytes) -> BlockList:
-        """The entries whose hash begins so."""
+        """Return the entries whose hash starts with ``prefix``."""
 
     def restore(
         self,
-        slots: Int32s,
-        generations: UInt32s,
-        hashes: Bytes,
-        parents: Bytes,
-        checksums: UInt64s,
-        times: UInt64s | None = None,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        checksums: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        times: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)]
+        | None = None,
         generation: int = 0,
-        tenants: UInt32s | None = None,
-    ) -> Bytes:
-        """Make entries of blocks that are there already, in free slots and any order; 1 for what was taken.
+        tenants: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ]
+        | None = None,
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Create entries for blocks whose bytes are there already, in free slots and any order; 1
+        for each one created.
 
-        Of equal hashes the newest by ``times`` counts, or the first. New content of any slot gets a generation
-        above ``generation`` and all those given. The arrays must not change meanwhile: other threads run.
+        Of equal hashes the newest by ``times`` counts, or the first. Later content of any slot
+        gets a generation above ``generation`` and all those given. Releases the GIL: do not
+        change the arrays meanwhile.
         """
 
-    def discard(self, slots: Int32s, quarantine: bool = False) -> BlockList:
-        """Cut READY entries and all below them out; ``quarantine`` keeps the slots themselves out of use."""
+    def discard(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        quarantine: bool = False,
+    ) -> BlockList:
+        """Take slots in use out of use for good, once nothing uses them."""
 
-    def quarantine(self, slots: Int32s) -> None:
-        """Keep slots that something uses out of use for good, once that has ended."""
+    def quarantine(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None: ...
+    def withhold(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """
+        Take slots in use out of use until ``give_back``, once nothing uses them.
+        """
 
-    def withhold(self, slots: Int32s) -> None:
-        """Keep slots that something uses out of use, once that has ended, until they are given back."""
-
-    def give_back(self, slots: Int32s) -> None:
-        """Let withheld slots be used again."""
+    def give_back(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Return withheld slots to use."""
 
     def reset(self) -> None:
-        """Forget every entry; slots in use stay with their leases and copies until those end."""
+        """Remove all entries. Slots in use stay with their leases and copies."""
 
     def resize(self, slots: int) -> int:
-        """Change the number of slots; when slots that would go are in use, return how many and change nothing.
+        """
+        Change the number of slots. If slots to remove are in use, return how many and change
+        nothing.
 
-        Raises MemoryError when there is no room to grow.
+        Raises MemoryError if there is no room to grow.
         """
 
-    def mirror(self, memory: Bytes) -> None:
-        """From now on keep a presence table of the READY blocks in ``memory``, which may be shared."""
+    def mirror(
+        self, memory: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")]
+    ) -> None:
+        """
+        Keep a presence table of the READY blocks in ``memory``, which may be shared.
+        """
 
     def record_events(self, capacity: int) -> None:
-        """Keep up to ``capacity`` events for ``take_events``; 0 ends it."""
+        """Keep up to ``capacity`` events for ``take_events``; 0 keeps none."""
 
-    def take_events(self) -> tuple[Bytes, Bytes, Bytes]:
-        """Kinds (0 stored, 1 removed, 2 cleared, 3 lost: some are missing), hashes and parents, oldest first."""
+    def take_events(
+        self,
+    ) -> tuple[
+        Annotated[NDArray[numpy.uint8], dict(shape=(None,))],
+        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))],
+        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))],
+    ]:
+        """
+        Return kinds (0 stored, 1 removed, 2 cleared, 3 lost: some are missing), hashes and
+        parents, oldest first.
+        """
 
     def stats(self) -> TierStats: ...
-    def node(self, slot: int) -> NodeView: ...
+    def node(self, slot: int) -> NodeView:
+        """Return the state of a slot."""
+
     @property
     def available(self) -> int:
-        """How many slots ``reserve`` could give: free or evictable."""
+        """Number of slots that ``reserve`` can provide: free or evictable."""
 
     def check_integrity(self) -> list[str]:
-        """Every invariant that does not hold, in words."""
-
-# --- copy ------------------------------------------------------------------------------------------
-
-class Event:
-    """A one-shot event between streams and the host."""
-
-    def __init__(self) -> None: ...
-    def set(self) -> None: ...
-    def query(self) -> bool: ...
-    def wait(self, timeout: float | None = None) -> bool: ...
-
-class BlockCopy:
-    """One batch of block copies in one direction; ``faults()`` and ``checksums()`` once ``done`` is set."""
-
-    def __init__(
-        self,
-        to_host: bool,
-        planes: PlaneTable,
-        records: RecordTable,
-        device_slots: NDArray[np.int32],
-        host_slots: NDArray[np.int32],
-        generations: NDArray[np.uint32],
-        hashes: NDArray[np.uint8],
-        parents: NDArray[np.uint8],
-        fingerprint: bytes,
-        verify: NDArray[np.uint8] | None = None,
-    ) -> None: ...
-    @property
-    def done(self) -> Event: ...
-    @property
-    def started(self) -> bool: ...
-    @property
-    def copied_bytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    def cancel(self) -> bool: ...
-    def faults(self) -> bytes: ...
-    def checksums(self) -> bytes: ...
-
-class CopyStream:
-    """A FIFO of operations, run by its own threads without the GIL."""
-
-    def __init__(self, threads: int, background: bool = False) -> None: ...
-    def copy(self, copy: BlockCopy, first_plane: int, last_plane: int) -> None: ...
-    def record(self, event: Event) -> None: ...
-    def wait(self, event: Event) -> None: ...
-    def retire(self) -> None: ...
-    def close(self) -> None: ...
-
-class HostMemory:
-    """Page-aligned anonymous memory, zero filled."""
-
-    def __init__(self, nbytes: int) -> None: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    def prefer_node(self, node: int) -> None: ...
-    def populate(self, threads: int) -> None: ...
-
-class Tensor:
-    """A tensor of any framework, held through DLPack; strides are in bytes."""
-
-    def __init__(self, tensor: object) -> None: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def strides(self) -> tuple[int, ...]: ...
-    @property
-    def itemsize(self) -> int: ...
-    @property
-    def device_type(self) -> int: ...
-
-class PlaneTable:
-    """Where the planes of every device block are; ``owner`` keeps that memory alive."""
-
-    def __init__(
-        self,
-        addresses: Sequence[int],
-        strides: Sequence[int],
-        sizes: Sequence[int],
-        offsets: Sequence[int],
-        owner: object,
-    ) -> None: ...
+        """Return the invariants that do not hold, in words."""
 
 class SlotHeader:
-    """The 128-byte header of a slot outside the device; sealed with magic, version and checksum."""
+    """The header of a slot outside the device (docs/format-record.md)."""
 
     def __init__(
         self,
@@ -483,12 +688,18 @@ class SlotHeader:
         fingerprint: bytes,
         payload_bytes: int,
         payload_checksum: int,
-    ) -> None: ...
+    ) -> None:
+        """``state``: 0 empty, 1 being written, 2 ready."""
+
     @staticmethod
-    def from_bytes(data: bytes) -> SlotHeader: ...
+    def from_bytes(data: bytes) -> SlotHeader:
+        """Read a header from its 128 bytes; ``is_valid`` tells if they are one."""
+
     def to_bytes(self) -> bytes: ...
     @property
-    def is_valid(self) -> bool: ...
+    def is_valid(self) -> bool:
+        """True if magic, version and header checksum are right."""
+
     @property
     def version(self) -> int: ...
     @property
@@ -506,10 +717,63 @@ class SlotHeader:
     @property
     def fingerprint(self) -> bytes: ...
     @property
-    def written_ms(self) -> int: ...
+    def written_ms(self) -> int:
+        """In a slab file, milliseconds since 1970; 0 in an arena."""
+
+class HostMemory:
+    """Page-aligned anonymous memory, filled with zeros."""
+
+    def __init__(self, nbytes: int) -> None: ...
+    def prefer_node(self, node: int) -> None:
+        """
+        Take pages that are not touched yet from this NUMA node while it has free ones.
+        """
+
+    def populate(self, threads: int) -> None:
+        """Allocate every page now, with several threads. Raises MemoryError."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Tensor:
+    """A tensor of any framework, imported through DLPack."""
+
+    def __init__(self, tensor: object) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In bytes."""
+
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def device_type(self) -> int:
+        """DLPack's number of the device type."""
+
+class PlaneTable:
+    """
+    The planes of a device cache; block b of a plane is at address + b * stride.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[int],
+        strides: Sequence[int],
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        owner: object,
+    ) -> None:
+        """
+        ``offsets``: of the planes in a record, multiples of 8. ``owner`` keeps the memory alive.
+        """
 
 class RecordTable:
-    """Records in equal extents with each extent's slot headers; ``owner`` keeps that memory alive."""
+    """Records in extents of equal size, and their slot headers."""
 
     def __init__(
         self,
@@ -519,24 +783,128 @@ class RecordTable:
         headers: Sequence[int],
         num_slots: int,
         owner: object,
-    ) -> None: ...
+    ) -> None:
+        """
+        ``headers``: address of the first header of each extent. ``owner`` keeps the memory alive.
+        """
+
     @property
     def num_slots(self) -> int: ...
-    def record(self, slot: int) -> NDArray[np.uint8]: ...
-    def addresses(self, slots: Int32s) -> tuple[UInt64s, UInt64s]: ...
-    def header(self, slot: int) -> SlotHeader: ...
+    def record(self, slot: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """Return the bytes of a record, without a copy."""
+
+    def addresses(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> tuple[
+        Annotated[NDArray[numpy.uint64], dict(shape=(None,))],
+        Annotated[NDArray[numpy.uint64], dict(shape=(None,))],
+    ]:
+        """Return the addresses of the slots' records and of their headers."""
+
+    def header(self, slot: int) -> SlotHeader:
+        """Return a copy of the slot's header."""
+
     def set_header(self, slot: int, header: SlotHeader) -> None: ...
 
-def wait_any(events: Sequence[Event], timeout: float | None = None) -> bool: ...
-def set_leak_warnings(on: bool) -> None: ...
-def record_checksum(record: NDArray[np.uint8], offsets: Sequence[int], sizes: Sequence[int]) -> int: ...
-def copy_with_checksum(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> int: ...
+class Event:
+    """A one-shot event between copy streams and the host."""
 
-# --- slab ------------------------------------------------------------------------------------------
-# Faults per block: 0 none, 1 miss, 2 corrupt, 3 source changed, 4 error, 5 timeout, 6 cancelled.
+    def __init__(self) -> None: ...
+    def set(self) -> None: ...
+    def query(self) -> bool:
+        """Return True if the event is set."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the event is set; return False after ``timeout`` seconds."""
+
+def wait_any(events: Sequence[Event], timeout: float | None = None) -> bool:
+    """
+    Wait until one of the events is set; return False after ``timeout`` seconds.
+    """
+
+class BlockCopy:
+    """
+    A batch of block copies in one direction. Read ``faults()`` and ``checksums()`` once
+    ``done`` is set.
+    """
+
+    def __init__(
+        self,
+        to_host: bool,
+        planes: PlaneTable,
+        records: RecordTable,
+        device_slots: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        host_slots: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        fingerprint: bytes,
+        verify: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)]
+        | None = None,
+    ) -> None:
+        """
+        ``verify``: 1 for each block whose load fails unless its bytes have the record's checksum.
+        """
+
+    def cancel(self) -> bool:
+        """
+        Cancel the batch unless it has started. Return True if it will never touch memory.
+        """
+
+    @property
+    def done(self) -> Event: ...
+    @property
+    def started(self) -> bool: ...
+    @property
+    def copied_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    def faults(self) -> bytes:
+        """
+        A byte per block: 0 if it was copied, else the reason (BlockFault in csrc/copy/record.hpp).
+        """
+
+    def checksums(self) -> bytes:
+        """A 64-bit checksum per block of a copy to the host; empty for loads."""
+
+class CopyStream:
+    """
+    A stream of the CPU device: runs operations in order on its own threads.
+    """
+
+    def __init__(self, threads: int, background: bool = False) -> None: ...
+    def copy(self, copy: BlockCopy, first_plane: int, last_plane: int) -> None:
+        """
+        Enqueue planes [first_plane, last_plane) of a batch. Ranges of a batch come in order.
+        """
+
+    def record(self, event: Event) -> None:
+        """Set the event once all earlier operations are done."""
+
+    def wait(self, event: Event) -> None:
+        """Make later operations wait until the event is set."""
+
+    def retire(self) -> None:
+        """Drop the references to copies that are done."""
+
+    def close(self) -> None:
+        """
+        Stop after the blocks in flight, abandon queued copies and set queued events.
+        """
 
 class CancelFlag:
-    """Set once, from any thread, to take back what has not begun."""
+    """Set once, from any thread, to cancel requests that have not started."""
 
     def __init__(self) -> None: ...
     def set(self) -> None: ...
@@ -544,9 +912,12 @@ class CancelFlag:
     def is_set(self) -> bool: ...
 
 class SlabFile:
-    """Records and headers of an open slab file.
+    """
+    Records and headers of an open slab file (docs/format-storage.md).
 
-    Reads, writes and checks give (faults, checksums, errno by block, bytes, errno of headers or a sync).
+    ``read``, ``write`` and ``verify`` return the fault of each block, its checksum, its
+    errno, the bytes of all copied records, and an errno that concerns the whole file. Faults:
+    0 none, 1 miss, 2 corrupt, 3 source changed, 4 error, 5 timeout, 6 cancelled, 7 no room.
     """
 
     def __init__(
@@ -560,100 +931,159 @@ class SlabFile:
         fingerprint: bytes,
         parts: Sequence[tuple[int, int]],
         threads: int,
-    ) -> None: ...
-    def scan(self, first: int, last: int) -> tuple[int, int, int]:
-        """Read slot headers: how many are ready and corrupt, and an errno or 0."""
+    ) -> None:
+        """
+        ``parts``: (offset, bytes) of each plane in a record, in order. The caller closes the
+        descriptors.
+        """
 
-    def entries(self) -> tuple[Int32s, UInt32s, Bytes, Bytes, UInt64s, UInt64s]: ...
+    def scan(self, first: int, last: int) -> tuple[int, int, int]:
+        """
+        Read the headers of slots [first, last); return the numbers of ready and corrupt ones, and
+        an errno or 0.
+        """
+
+    def entries(
+        self,
+    ) -> tuple[
+        Annotated[NDArray[numpy.int32], dict(shape=(None,))],
+        Annotated[NDArray[numpy.uint32], dict(shape=(None,))],
+        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))],
+        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))],
+        Annotated[NDArray[numpy.uint64], dict(shape=(None,))],
+        Annotated[NDArray[numpy.uint64], dict(shape=(None,))],
+    ]:
+        """
+        Return slots, generations, hashes, parents, checksums and write times (ms since 1970) of
+        ready slots.
+        """
+
     def read(
         self,
-        slots: Int32s,
-        generations: UInt32s,
-        host_generations: UInt32s,
-        hashes: Bytes,
-        parents: Bytes,
-        records: UInt64s,
-        headers: UInt64s,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        host_generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        records: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        headers: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
         timeout: float,
         verify: bool,
         cancel: CancelFlag | None = None,
-    ) -> tuple[Bytes, UInt64s, Int32s, int, int]: ...
+    ) -> tuple[
+        Annotated[NDArray[numpy.uint8], dict(shape=(None,))],
+        Annotated[NDArray[numpy.uint64], dict(shape=(None,))],
+        Annotated[NDArray[numpy.int32], dict(shape=(None,))],
+        int,
+        int,
+    ]:
+        """
+        Read slots into host records. ``records``, ``headers``: addresses. ``timeout``: seconds.
+
+        Checks every record, unless ``verify`` is false and this object wrote or checked the slot
+        before.
+        """
+
     def write(
         self,
-        slots: Int32s,
-        generations: UInt32s,
-        host_generations: UInt32s,
-        hashes: Bytes,
-        parents: Bytes,
-        records: UInt64s,
-        headers: UInt64s,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        host_generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        records: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        headers: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
         timeout: float,
         sync: bool,
         now_ms: int,
         cancel: CancelFlag | None = None,
-    ) -> tuple[Bytes, UInt64s, Int32s, int, int]: ...
-    def verify(self, slots: Int32s) -> tuple[Bytes, UInt64s, Int32s, int, int]: ...
-    def erase(self, slots: Int32s) -> int: ...
-    def sync(self) -> int: ...
-    @property
-    def unsynced(self) -> bool: ...
+    ) -> tuple[
+        Annotated[NDArray[numpy.uint8], dict(shape=(None,))],
+        Annotated[NDArray[numpy.uint64], dict(shape=(None,))],
+        Annotated[NDArray[numpy.int32], dict(shape=(None,))],
+        int,
+        int,
+    ]:
+        """
+        Write host records into slots. ``sync``: flush to disk before and after the headers change.
+        """
 
-# --- pattern ---------------------------------------------------------------------------------------
-
-class PatternModel:
-    """The stand-in for a model: computing a token writes bytes derived from its whole prefix."""
-
-    def __init__(
+    def verify(
         self,
-        planes: list[NDArray[np.uint8]],
-        layers: NDArray[np.int32],
-        num_layers: int,
-        block_size: int,
-        rank: int,
-    ) -> None:
-        """``planes[i]``, shape (device blocks, bytes of a block), rows contiguous, is of layer ``layers[i]``."""
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> tuple[
+        Annotated[NDArray[numpy.uint8], dict(shape=(None,))],
+        Annotated[NDArray[numpy.uint64], dict(shape=(None,))],
+        Annotated[NDArray[numpy.int32], dict(shape=(None,))],
+        int,
+        int,
+    ]:
+        """Check the records of ready slots against their headers."""
 
-    def begin(self, sequence: int, tokens: NDArray[np.int32]) -> None:
-        """Give a sequence its tokens, shape (tokens,), replacing what it had."""
+    def erase(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> int:
+        """Empty slots; return an errno or 0."""
 
-    def end(self, sequence: int) -> None:
-        """Forget a sequence."""
+    def sync(self) -> int:
+        """Make all writes so far survive power loss; return an errno or 0."""
 
-    def prepare(self, segments: Int32s, blocks: Int32s, every: int) -> int:
-        """Take a step's segments, shape (6, n), with the rows sequence, start, end, keep, grow, verify.
+    @property
+    def unsynced(self) -> bool:
+        """True if there are writes since the last ``sync``."""
 
-        Tokens [start, end) of the sequence will be computed. Its block table keeps ``keep`` entries and grows by
-        the next ``grow`` of ``blocks``; its ``verify`` leading blocks (every ``every``-th and the last; none if
-        0) are compared before anything is written. Returns how many blocks will be compared. Raises
-        ``ValueError``, with nothing changed, for anything out of range.
-        """
+class SwapMethod(enum.Enum):
+    """How the planes of a batch are copied."""
 
-    def run_layer(self, layer: int) -> list[tuple[int, int]]:
-        """Compare, then write, one layer; layers go in order.
+    DIRECT = 0
+    """By the copy engine, between records and layers."""
 
-        Returns (segment, block of the sequence) of each block that differs; such a sequence computes garbage
-        until a later comparison of its prefix succeeds.
-        """
+    STAGED = 1
+    """
+    By the copy engine between records and a staging ring, by a kernel between ring and layers.
+    """
 
-# --- swap ------------------------------------------------------------------------------------------
+    KERNEL = 2
+    """By a kernel that accesses host memory in place."""
 
-class SwapMethod(Enum):
-    """How a plane range of a batch is copied."""
+class SwapChoice(enum.Enum):
+    """The method that the settings ask for."""
 
-    DIRECT = ...
-    STAGED = ...
-    KERNEL = ...
+    AUTO = 0
 
-class SwapChoice(Enum):
-    """Which method is wanted."""
+    DIRECT = 1
 
-    AUTO = ...
-    DIRECT = ...
-    STAGED = ...
-    KERNEL = ...
+    STAGED = 2
+
+    KERNEL = 3
 
 class SwapPolicy:
-    """What is fastest on a machine; thresholds are direct_plane, staged_column, run_copy, in bytes."""
+    """The fastest way to copy on a machine, as measured."""
 
     def __init__(
         self,
@@ -665,7 +1095,12 @@ class SwapPolicy:
         transpose_ctas: int,
         direct_pieces: int,
         batched: bool,
-    ) -> None: ...
+    ) -> None:
+        """
+        ``to_host``, ``to_device``: the thresholds direct_plane, staged_column and run_copy, in
+        bytes.
+        """
+
     @property
     def kernel_ctas(self) -> int: ...
     @property
@@ -673,9 +1108,29 @@ class SwapPolicy:
     @property
     def batched(self) -> bool: ...
 
-def are_sound_slots(slots: NDArray[np.int32], limit: int, distinct: bool) -> bool: ...
-def are_disjoint_slots(first: NDArray[np.int32], second: NDArray[np.int32]) -> bool: ...
-def find_runs(host_slots: NDArray[np.int32], records_per_extent: int) -> list[tuple[int, int]]: ...
+def are_valid_slots(
+    slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    limit: int,
+    distinct: bool,
+) -> bool:
+    """
+    Return True if all slots are in [0, limit) and, with ``distinct``, none occurs twice.
+    """
+
+def are_disjoint_slots(
+    first: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    second: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> bool:
+    """Return True if no slot is in both arrays."""
+
+def find_runs(
+    host_slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    records_per_extent: int,
+) -> list[tuple[int, int]]:
+    """
+    Return (first index, count) of the maximal runs of adjacent slots within one extent.
+    """
+
 def choose_method(
     policy: SwapPolicy,
     to_host: bool,
@@ -686,26 +1141,43 @@ def choose_method(
     rows: int,
     runs: int,
     contended: bool,
-) -> SwapMethod: ...
+) -> SwapMethod:
+    """Choose the method for a plane range of a batch of ``rows`` blocks."""
+
 def plan_steps(
     policy: SwapPolicy,
     to_host: bool,
     planes: PlaneTable,
     records: RecordTable,
-    device_slots: NDArray[np.int32],
-    host_slots: NDArray[np.int32],
+    device_slots: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    host_slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
     first_plane: int,
     last_plane: int,
     slot_bytes: int,
     contended: bool,
 ) -> list[tuple[Any, ...]]:
-    """The steps of a batch, each a tuple that begins with its name (csrc/core/swap_steps.hpp)."""
+    """
+    Plan a plane range of a batch: tuples that start with the name of a step
+    (csrc/cuda/swap_steps.hpp).
+    """
 
 def split_range(
     planes: PlaneTable, first_plane: int, last_plane: int, record_bytes: int, limit: int
-) -> list[tuple[int, int]]: ...
-def swap_chunks(planes: PlaneTable, record_bytes: int) -> tuple[bytes, list[int]]: ...
-def swap_source() -> str: ...
+) -> list[tuple[int, int]]:
+    """
+    Split a plane range into parts whose columns have at most ``limit`` bytes, or one plane.
+    """
+
+def swap_chunks(planes: PlaneTable, record_bytes: int) -> tuple[bytes, list[int]]:
+    """
+    Return the chunk table of the kernels, as bytes, and the first chunk of each plane and the
+    end.
+    """
+
+def swap_source() -> str:
+    """Return the CUDA source of the copy kernels."""
 
 class CudaError(RuntimeError):
     """A call of the CUDA driver failed."""
@@ -715,62 +1187,95 @@ class CudaContext:
 
     def __init__(self, ordinal: int) -> None: ...
     @property
-    def lost(self) -> str | None: ...
-    def is_stream_of(self, stream: int) -> bool: ...
-    def is_capturing(self, stream: int) -> bool: ...
+    def lost(self) -> str | None:
+        """The error that made the GPU unusable, if any."""
 
-def device_uuid(ordinal: int) -> bytes: ...
-def has_batched_copies() -> bool: ...
+    def is_stream_of(self, stream: int) -> bool:
+        """Return True if the stream belongs to this context."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """Return True if the stream is being captured into a graph."""
+
+def device_uuid(ordinal: int) -> bytes:
+    """Return the 16-byte UUID of a GPU."""
+
+def has_batched_copies() -> bool:
+    """Return True if the driver takes many copies in one call."""
 
 class CudaEvent:
-    """An event of a GPU; recorded once."""
+    """An event of a GPU that is recorded once."""
 
     def __init__(self, context: CudaContext, timing: bool = False) -> None: ...
     def record(self, stream: int) -> None: ...
-    def hold(self, stream: int) -> None: ...
-    def query(self) -> bool: ...
-    def seconds_since(self, earlier: CudaEvent) -> float: ...
+    def hold(self, stream: int) -> None:
+        """
+        Make the stream wait for the event. Blocks until a promised event is recorded.
+        """
 
-def wait_cuda_events(events: Sequence[CudaEvent], timeout: float | None = None) -> bool: ...
+    def query(self) -> bool:
+        """Return True if the event is reached."""
+
+def wait_cuda_events(events: Sequence[CudaEvent], timeout: float | None = None) -> bool:
+    """
+    Wait until one of the events is reached; return False after ``timeout`` seconds.
+    """
 
 class CudaRegistration:
-    """Host memory pinned for the GPUs; ``owner`` keeps it."""
+    """Host memory pinned for all GPUs, until the object is deleted."""
 
-    def __init__(self, context: CudaContext, address: int, nbytes: int, owner: object) -> None: ...
+    def __init__(self, context: CudaContext, address: int, nbytes: int, owner: object) -> None:
+        """``owner`` keeps the memory alive."""
+
     @property
     def device_address(self) -> int: ...
 
 class CudaExtents:
-    """Where a GPU sees the extents of an arena."""
+    """Addresses of the extents of an arena, as a GPU sees them."""
 
     def __init__(self, addresses: Sequence[int]) -> None: ...
 
 class CudaLane:
-    """A stream for kernels, one for the copy engine, and the ring between them."""
+    """
+    A stream for kernels, one for the copy engine, and the staging ring between them.
+    """
 
     def __init__(
         self, context: CudaContext, main: int, copy: int, staging: int, slot_bytes: int, slots: int
     ) -> None: ...
 
 class CudaSubmitter:
-    """Puts work on one stream in order: at once while nothing waits, else from a thread of its own."""
+    """
+    Enqueues work on one stream in order: small batches on the calling thread, others on a
+    thread of its own.
+    """
 
     def __init__(self, context: CudaContext, main: int, background: bool) -> None: ...
     def record(self, event: CudaEvent) -> None: ...
-    def wait(self, event: CudaEvent) -> None: ...
-    def enqueue(
-        self, batch: CudaSwap, lane: CudaLane, ranges: Sequence[tuple[int, int]]
-    ) -> list[CudaEvent]: ...
-    def refuse(self, batch: CudaSwap, reason: str) -> None: ...
-    def close(self) -> None: ...
+    def wait(self, event: CudaEvent) -> None:
+        """
+        Make later work wait for the event. If the driver refuses, the next batch fails.
+        """
+
+    def enqueue(self, batch: CudaSwap, lane: CudaLane, ranges: Sequence[tuple[int, int]]) -> list[CudaEvent]:
+        """Enqueue plane ranges of a batch and return the event of each."""
+
+    def refuse(self, batch: CudaSwap, reason: str) -> None:
+        """End a batch that cannot be copied."""
+
+    def close(self) -> None:
+        """
+        Run the queued work and end the thread; later work runs on the calling thread.
+        """
 
 class CudaTraffic:
-    """How many batches of one GPU have not ended, by direction."""
+    """Number of batches in flight on one GPU, by direction."""
 
     def __init__(self) -> None: ...
 
 class CudaSwap:
-    """One batch of block copies on a GPU; ``faults()`` and ``checksums()`` after ``finish()``."""
+    """
+    A batch of block copies on a GPU. Read ``faults()`` and ``checksums()`` after ``finish()``.
+    """
 
     def __init__(
         self,
@@ -784,18 +1289,43 @@ class CudaSwap:
         first_chunk: Sequence[int],
         records: RecordTable,
         extents: CudaExtents,
-        device_slots: NDArray[np.int32],
-        host_slots: NDArray[np.int32],
-        generations: NDArray[np.uint32],
-        hashes: NDArray[np.uint8],
-        parents: NDArray[np.uint8],
+        device_slots: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        host_slots: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
         fingerprint: bytes,
         verify: bool,
-    ) -> None: ...
+    ) -> None:
+        """
+        ``kernels``: copy_in, copy_out, sum, copy_words. ``chunks``, ``first_chunk``: of
+        ``swap_chunks``.
+        """
+
     @property
-    def table_bytes(self) -> int: ...
-    def set_table(self, host: int, device: int) -> None: ...
-    def finish(self) -> None: ...
+    def table_bytes(self) -> int:
+        """Size of the block table."""
+
+    def set_table(self, host: int, device: int) -> None:
+        """
+        Set the addresses of the block table in pinned host memory and on the GPU.
+        """
+
+    def finish(self) -> None:
+        """
+        Check the headers again and mark complete records ready. Call once ``done`` is reached.
+        """
+
     @property
     def started(self) -> bool: ...
     @property
@@ -806,5 +1336,15 @@ class CudaSwap:
     def seconds(self) -> float: ...
     @property
     def error(self) -> str: ...
-    def faults(self) -> bytes: ...
-    def checksums(self) -> bytes: ...
+    def faults(self) -> bytes:
+        """
+        A byte per block: 0 if it was copied, else the reason (BlockFault in csrc/copy/record.hpp).
+        """
+
+    def checksums(self) -> bytes:
+        """A 64-bit checksum per block of a copy to the host; empty for loads."""
+
+def set_leak_warnings(on: bool) -> None:
+    """
+    Report on stderr the native objects that are left when the process ends, or not.
+    """

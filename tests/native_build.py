@@ -19,7 +19,7 @@ DRIVER = [
     NATIVE / f"stand_in_{part}.cpp"
     for part in ("control", "driver", "faults", "gpus", "holdings", "kernels", "memory", "streams")
 ]
-CHECKSUM = ROOT / "csrc/core/checksum.cpp"
+CHECKSUM = ROOT / "csrc/hash/checksum.cpp"
 FLAGS = ["-std=c++20", "-g1", "-fPIC", "-Wall", "-Wextra", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]
 
 

@@ -1,4 +1,4 @@
-// What the host hands to the swap kernels. Read by the C++ core, by nvcc and by NVRTC, which has no headers.
+// Arguments of the swap kernels. Compiled by the C++ core, by nvcc and by NVRTC, which has no headers.
 #ifndef FDCACHE_SWAP_ITEMS_HPP
 #define FDCACHE_SWAP_ITEMS_HPP
 
@@ -6,10 +6,10 @@ namespace fdcache::swap {
 
 using Word = unsigned long long;
 
-// Most bytes of a chunk: what one warp copies at a time.
+// Largest chunk: the bytes that one warp copies at a time.
 constexpr unsigned kChunkBytes = 8192;
 
-// A piece of one plane: of every device block on one side, of every record on the other.
+// A piece of one plane, the same in every device block and every record.
 struct Chunk {
     Word base;         // device address of the piece in block 0
     long long stride;  // bytes to the same piece of the next block
@@ -21,13 +21,13 @@ struct Chunk {
 // One block of a batch.
 struct Block {
     Word record;  // device-visible address of the record
-    Word sum;     // what its words add to the record checksum so far
+    Word sum;     // of its words so far, for the record checksum
     long long slot;
 };
 
-// Where the other side of a copy is: the records themselves, or rows of a staging buffer.
+// The other side of a copy: the records themselves, or rows of a staging buffer.
 struct Target {
-    Word staging;  // address of the first block's row, 0 for the records
+    Word staging;  // address of the first block's row; 0: the records
     Word pitch;    // bytes from row to row
     Word offset;   // of the rows' first byte in the record
 };

@@ -1,8 +1,8 @@
 // Block copies between the layers' tensors and records, in place in host memory or staged on the device.
 //
 // A warp takes one chunk at a time and keeps eight 16-byte accesses a lane in flight, so that two CTAs cover
-// the latency of the link. Copies out add each word, mixed with its position, to the record's checksum: the
-// one of csrc/core/checksum.cpp.
+// the latency of the link. Copies out add each word, mixed with its position, to the record's checksum
+// (csrc/hash/checksum.hpp).
 #ifndef __CUDACC_RTC__
 #include "swap/items.hpp"
 #endif
@@ -45,7 +45,7 @@ struct Piece {
     Word position;  // of its first word in the record
 };
 
-// Copies `count` elements, streaming past the caches: nothing here is read twice.
+// Copies whole 16-byte elements, streaming past the caches: nothing is read twice.
 template <bool kCopy, bool kSum>
 __device__ inline Word move_vectors(const Piece &piece, unsigned lane) {
     const auto *from = reinterpret_cast<const uint4 *>(piece.from);
@@ -84,7 +84,7 @@ __device__ inline Piece rest_of(const Piece &piece, unsigned done) {
             piece.position + done / 8};
 }
 
-// Any alignment and length: what whole 16-byte accesses leave over, or cannot reach.
+// Copies pieces of any alignment and length: those that 16-byte accesses cannot reach, and their remainders.
 template <bool kCopy, bool kSum>
 __device__ inline Word move_rest(const Piece &piece, unsigned lane) {
     if (kCopy) {
@@ -144,7 +144,7 @@ __device__ inline void move_blocks(const Chunk *chunks, Block *blocks, Range ran
         auto *to = kWay == Way::kOut ? record : nullptr;
         const Word sum =
             move_piece<kWay == Way::kOut, kSum>({to, plane, chunk.nbytes, chunk.offset / 8}, lane);
-        // A staging row goes to the record as a whole; between planes a record holds zeros.
+        // Staging rows are copied to records as a whole, and records hold zeros between planes.
         if (kWay == Way::kOut && target.staging != 0) {
             for (unsigned i = lane; i < chunk.padding; i += kLanes) record[chunk.nbytes + i] = 0;
         }
@@ -171,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     move_blocks<Way::kSumOnly>(chunks, blocks, range, target);
 }
 
-// A small table to or from pinned host memory. A copy engine would make it wait behind the large copies of
-// other batches in the same direction.
+// Copies a small table to or from pinned host memory. On a copy engine it would wait behind the large copies
+// of other batches in the same direction.
 extern "C" __global__ void __launch_bounds__(1024)
     fdcache_copy_words(const Word *from, Word *to, unsigned count) {
     for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {

@@ -18,8 +18,8 @@ def check_swap(swap: CacheSwapMetadata, *, device_blocks: int, host_blocks: int)
     """
     check_arrays(swap)
     device_slots, host_slots = swap.device_slots, swap.host_slots
-    device_sound = _core.are_sound_slots(device_slots, device_blocks, distinct=not swap.to_host)
-    host_sound = _core.are_sound_slots(host_slots, host_blocks, distinct=swap.to_host)
+    device_sound = _core.are_valid_slots(device_slots, device_blocks, distinct=not swap.to_host)
+    host_sound = _core.are_valid_slots(host_slots, host_blocks, distinct=swap.to_host)
     if device_sound and host_sound:
         return
     _check_range(swap, "device", device_slots, device_blocks)

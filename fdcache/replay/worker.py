@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from fdcache._core import PatternModel
+from fdcache.replay._pattern import PatternModel
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import Device
 from fdcache.layout import KVLayout

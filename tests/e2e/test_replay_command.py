@@ -194,7 +194,7 @@ def test_without_matplotlib_a_picture_is_refused_before_the_run(tmp_path: Path) 
 
 def test_corrupt_blocks_end_with_status_one() -> None:
     program = (
-        "from fdcache._core import PatternModel\n"
+        "from fdcache.replay._pattern import PatternModel\n"
         "from fdcache.replay import worker\n"
         "class Wrong:\n"
         "    def __init__(self, *arguments):\n"

@@ -26,18 +26,17 @@ from tests.swaps import PATIENCE
 pytestmark = pytest.mark.slow  # compiling takes half a minute of one core
 
 CORE = [
-    "cuda_context",
-    "cuda_driver",
-    "cuda_lane",
-    "cuda_steps",
-    "cuda_swap",
-    "cuda_swap_result",
-    "record_check",
-    "submitter",
-    "swap_plan",
-    "swap_steps",
+    "copy/record",
+    "cuda/context",
+    "cuda/driver",
+    "cuda/lane",
+    "cuda/step_runner",
+    "cuda/submitter",
+    "cuda/swap",
+    "cuda/swap_plan",
+    "cuda/swap_steps",
 ]
-PROGRAM = [ROOT / f"csrc/core/{name}.cpp" for name in CORE] + [
+PROGRAM = [ROOT / f"csrc/{name}.cpp" for name in CORE] + [
     NATIVE / f"{name}.cpp" for name in ("submission", "mixed_copies", "copy_world")
 ]
 SANITIZER = ["-fsanitize=thread", "-Wno-tsan"]

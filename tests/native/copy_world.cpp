@@ -89,7 +89,7 @@ void submit(cuda::Submitter &submitter, const LaneWorld &lane, Batch &batch,
     }
 }
 
-World::World(SwapChoice way)
+World::World(cuda::SwapChoice way)
     : context(std::make_shared<cuda::Context>(0)),
       device_(kBlocks * kRecordBytes),
       host_(kHostSlots * kRecordBytes),

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/cuda_swap.hpp"
-#include "core/submitter.hpp"
+#include "cuda/swap.hpp"
+#include "cuda/submitter.hpp"
 #include "native/stand_in_kernels.hpp"
 #include "native/stand_in_streams.hpp"
 
@@ -75,7 +75,7 @@ void submit(cuda::Submitter &submitter, const LaneWorld &lane, Batch &batch,
 
 class World {
   public:
-    explicit World(SwapChoice way = SwapChoice::kDirect);
+    explicit World(cuda::SwapChoice way = cuda::SwapChoice::kDirect);
 
     const std::shared_ptr<cuda::Context> context;
 
@@ -93,7 +93,7 @@ class World {
     Batch make(Direction direction, std::string name, std::vector<SlotPair> pairs) const;
 
     const std::shared_ptr<cuda::Traffic> traffic_ = std::make_shared<cuda::Traffic>();
-    SwapPolicy policy_{};
+    cuda::SwapPolicy policy_{};
     std::vector<std::uint8_t> device_, host_;
     std::vector<SlotHeader> headers_;
     std::vector<Plane> planes_;

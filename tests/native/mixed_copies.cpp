@@ -19,7 +19,7 @@ using cuda::Submitter;
 
 class MixedCopies {
   public:
-    explicit MixedCopies(SwapChoice way) : world_(way) {}
+    explicit MixedCopies(cuda::SwapChoice way) : world_(way) {}
 
     void run() {
         for (int round = 0; round < kRounds; ++round) {
@@ -121,7 +121,7 @@ class MixedCopies {
 
 }  // namespace
 
-void run_mixed_copies(SwapChoice way, Delays delays) {
+void run_mixed_copies(cuda::SwapChoice way, Delays delays) {
     set_delays(delays);
     MixedCopies(way).run();
 }

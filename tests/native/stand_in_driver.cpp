@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/cuda_driver.hpp"
+#include "cuda/driver.hpp"
 #include "native/stand_in_faults.hpp"
 #include "native/stand_in_gpus.hpp"
 #include "native/stand_in_holdings.hpp"

@@ -5,7 +5,7 @@
 #include <optional>
 #include <utility>
 
-#include "core/cuda_driver.hpp"
+#include "cuda/driver.hpp"
 
 namespace fdcache::stand_in {
 namespace {

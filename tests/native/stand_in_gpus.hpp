@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "core/cuda_driver.hpp"
+#include "cuda/driver.hpp"
 
 namespace fdcache::stand_in {
 

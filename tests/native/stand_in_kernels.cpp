@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/checksum.hpp"
+#include "hash/checksum.hpp"
 #include "native/stand_in_gpus.hpp"
 #include "native/stand_in_memory.hpp"
 #include "swap/items.hpp"

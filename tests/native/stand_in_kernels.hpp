@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "core/cuda_steps.hpp"
+#include "cuda/step_runner.hpp"
 
 namespace fdcache::cuda {
 

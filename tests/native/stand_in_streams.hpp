@@ -10,7 +10,7 @@
 #include <mutex>
 #include <thread>
 
-#include "core/cuda_driver.hpp"
+#include "cuda/driver.hpp"
 
 namespace fdcache::stand_in {
 

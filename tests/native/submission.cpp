@@ -230,11 +230,11 @@ void close_with_work_left() {
 }
 
 const std::map<std::string, std::function<void()>> kCases{
-    {"last-writer-direct", [] { run_mixed_copies(SwapChoice::kDirect); }},
-    {"last-writer-staged", [] { run_mixed_copies(SwapChoice::kStaged); }},
-    {"last-writer-kernel", [] { run_mixed_copies(SwapChoice::kKernel); }},
-    {"last-writer-slow-calls", [] { run_mixed_copies(SwapChoice::kDirect, {.call = 200}); }},
-    {"last-writer-slow-copies", [] { run_mixed_copies(SwapChoice::kDirect, {.copy = 200}); }},
+    {"last-writer-direct", [] { run_mixed_copies(cuda::SwapChoice::kDirect); }},
+    {"last-writer-staged", [] { run_mixed_copies(cuda::SwapChoice::kStaged); }},
+    {"last-writer-kernel", [] { run_mixed_copies(cuda::SwapChoice::kKernel); }},
+    {"last-writer-slow-calls", [] { run_mixed_copies(cuda::SwapChoice::kDirect, {.call = 200}); }},
+    {"last-writer-slow-copies", [] { run_mixed_copies(cuda::SwapChoice::kDirect, {.copy = 200}); }},
     {"promised-event", wait_for_what_is_not_recorded_yet},
     {"ranges-at-once", [] { enqueue_range_by_range(false); }},
     {"ranges-queued", [] { enqueue_range_by_range(true); }},

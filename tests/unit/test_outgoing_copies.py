@@ -31,9 +31,9 @@ class Elsewhere:
         assert taken.generations.tolist() == [slot + 7 for slot in taken.slots.tolist()]
         return taken.slots.tolist(), taken.status.tolist(), taken.missing
 
-    def end(self, slots: list[int], copied: str, *, told: bool = True) -> list[bytes]:
+    def end(self, slots: list[int], copied: str, *, reported: bool = True) -> list[bytes]:
         marks = np.array([mark == "1" for mark in copied], np.uint8)
-        _, hashes = self.copies.end(np.array(slots, np.int32), marks, told)
+        _, hashes = self.copies.end(np.array(slots, np.int32), marks, reported)
         return [row.tobytes() for row in hashes]
 
     def seen(self, *keys: bytes) -> list[int]:
@@ -44,7 +44,7 @@ def test_a_path_takes_slots_in_ascending_order() -> None:
     there = Elsewhere(stock=0)
     there.grant(9, 4, 6, 5)
     assert there.reserve((ROOT, A), (A, B), (B, C)) == ([4, 6, 9], [0, 0, 0], 0)
-    assert (there.copies.stock, there.copies.under_way) == (1, 3)
+    assert (there.copies.stock, there.copies.in_flight) == (1, 3)
 
 
 def test_what_is_there_or_coming_or_an_orphan_takes_none() -> None:
@@ -57,7 +57,7 @@ def test_what_is_there_or_coming_or_an_orphan_takes_none() -> None:
 def test_a_stock_too_small_gives_nothing() -> None:
     there = Elsewhere(stock=2)
     assert there.reserve((ROOT, A), (A, B), (B, C), (C, D)) == ([], [0, 0, 0, 0], 2)
-    assert (there.copies.stock, there.copies.under_way, there.seen(A)) == (2, 0, [0])
+    assert (there.copies.stock, there.copies.in_flight, there.seen(A)) == (2, 0, [0])
 
 
 def test_a_copy_is_pending_then_ready_then_what_the_table_says() -> None:
@@ -68,7 +68,7 @@ def test_a_copy_is_pending_then_ready_then_what_the_table_says() -> None:
     assert there.seen(A, B) == [1, 1]
     assert there.reserve((B, C))[1] == [0]
     store(there.tier, there.tier.open_lease(), ROOT, [A])
-    there.copies.answered(rows(A, B, C))
+    there.copies.acknowledge(rows(A, B, C))
     assert there.seen(A, B, C) == [1, 0, 2]
 
 
@@ -78,8 +78,8 @@ def test_a_failed_copy_and_one_that_nobody_hears_of_leave_nothing() -> None:
     there.end(slots, "10")
     assert there.seen(A, B) == [1, 0]
     slots, _, _ = there.reserve((A, B))
-    there.end(slots, "1", told=False)
-    assert (there.seen(B), there.copies.under_way) == ([0], 0)
+    there.end(slots, "1", reported=False)
+    assert (there.seen(B), there.copies.in_flight) == ([0], 0)
 
 
 def test_without_answers_only_what_is_being_copied_is_remembered() -> None:
@@ -87,7 +87,7 @@ def test_without_answers_only_what_is_being_copied_is_remembered() -> None:
     slots, _, _ = there.reserve((ROOT, A))
     there.end(slots, "1")
     there.reserve((A, B))
-    there.copies.forget_answers()
+    there.copies.drop_unacknowledged()
     assert there.seen(A, B) == [0, 2]
 
 
@@ -96,7 +96,7 @@ def test_the_end_of_a_copy_that_is_not_under_way_changes_nothing() -> None:
     slots, _, _ = there.reserve((ROOT, A))
     with pytest.raises(IndexError, match="slot 55"):
         there.end([*slots, 55], "11")
-    assert there.copies.under_way == 1
+    assert there.copies.in_flight == 1
 
 
 def test_a_stock_is_given_up_from_a_slot_on() -> None:

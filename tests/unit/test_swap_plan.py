@@ -92,7 +92,7 @@ def test_sound_slots_are_in_range_and_distinct_when_asked(
     values: list[int], limit: int, distinct: bool
 ) -> None:
     sound = all(0 <= value < limit for value in values) and (not distinct or len(set(values)) == len(values))
-    assert _core.are_sound_slots(slots(values), limit, distinct) == sound
+    assert _core.are_valid_slots(slots(values), limit, distinct) == sound
 
 
 @given(

@@ -317,7 +317,7 @@ class RemoteHostTier:
         """Have the service forget every block of this layout. Until it has, nothing is found."""
         self._reset_owed = True
         if (session := self.sessions.session) is not None:
-            session.copies.forget_answers()
+            session.copies.drop_unacknowledged()
         self._finish_reset()
 
     def _finish_reset(self) -> None:

@@ -264,7 +264,7 @@ class SessionKeeper:
     @property
     def blocks_in_flight(self) -> int:
         """Blocks being copied to the service."""
-        return self.latest.copies.under_way if self.latest else 0
+        return self.latest.copies.in_flight if self.latest else 0
 
     def wait_connected(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for a session; return True if there is one."""
@@ -458,7 +458,7 @@ class SessionKeeper:
             with self.lock:
                 session.grant(slots, generations, answer.num_slots)
         elif isinstance(answer, Published):
-            session.copies.answered(hashes_from(answer.hashes))
+            session.copies.acknowledge(hashes_from(answer.hashes))
         elif isinstance(answer, Events):
             if (uint8_from(answer.kinds, "kinds") >= EVENT_CLEARED).any():
                 self.return_stock(session)  # copies into slots granted before a reset are not kept
@@ -474,7 +474,7 @@ class SessionKeeper:
             elif answer.code == "no_session":
                 self.lose(session, answer.message)
             else:
-                session.copies.forget_answers()
+                session.copies.drop_unacknowledged()
 
 
 def open_session(

@@ -1,0 +1,18 @@
+// The extension module fdcache._core.
+#include "bindings.hpp"
+
+NB_MODULE(_core, module) {
+    module.doc() = "The native core: block hashes, tiers, block copies on the CPU and on GPUs, slab files.";
+    fdcache::bind_hashing(module);
+    fdcache::bind_tier_results(module);
+    fdcache::bind_presence(module);
+    fdcache::bind_tier(module);
+    fdcache::bind_records(module);
+    fdcache::bind_copies(module);
+    fdcache::bind_slab(module);
+    fdcache::bind_swap_plan(module);
+    fdcache::bind_cuda(module);
+    module.def(
+        "set_leak_warnings", [](bool on) { nanobind::set_leak_warnings(on); }, nanobind::arg("on"),
+        "Report on stderr the native objects that are left when the process ends, or not.");
+}

@@ -1,0 +1,115 @@
+// Tenants of a tier: whose each entry is, how many entries each may have, and the order of its idle ones.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "tier/eviction.hpp"
+
+namespace fdcache {
+
+using Tenant = std::uint32_t;
+
+// Off, and free of cost, until a limit is set. Numbers are small: there is one record for each up to the
+// largest.
+class Tenants {
+  public:
+    static constexpr std::uint32_t kNoLimit = std::numeric_limits<std::uint32_t>::max();
+
+    bool on() const { return on_; }
+
+    void turn_on(std::uint32_t slots) {
+        links_.resize(slots);
+        of_.resize(slots);
+        on_ = true;
+    }
+
+    void set_limit(Tenant tenant, std::uint32_t most) {
+        if (tenant >= owners_.size()) owners_.resize(tenant + std::size_t{1});
+        owners_[tenant].most = most;
+    }
+
+    void resize(std::uint32_t slots) {
+        if (!on_) return;
+        for (Owner &owner : owners_) owner.order.forget_removed(links_);
+        links_.resize(slots);
+        of_.resize(slots);
+    }
+
+    Tenant of(Slot slot) const { return on_ ? of_[slot] : 0; }
+    std::uint32_t entries(Tenant tenant) const {
+        return tenant < owners_.size() ? owners_[tenant].entries : 0;
+    }
+    bool known(Tenant tenant) const { return tenant < owners_.size(); }
+    bool full(Tenant tenant) const { return on_ && owners_[tenant].entries >= owners_[tenant].most; }
+    std::size_t size() const { return owners_.size(); }
+
+    // An entry appears in the table, below its parent's tenant; leaves it.
+    void join(Slot slot, Tenant tenant) {
+        if (!on_) return;
+        of_[slot] = tenant;
+        ++owners_[tenant].entries;
+    }
+
+    void leave(Slot slot) {
+        if (on_) --owners_[of_[slot]].entries;
+    }
+
+    // An entry joins the eviction order of its tenant as it joins that of the tier; leaves it; is passed
+    // over.
+    void add(Slot slot, bool busy) {
+        if (on_) order_of(slot).add(links_, slot, busy);
+    }
+
+    void remove(Slot slot) {
+        if (on_) order_of(slot).remove(links_, slot);
+    }
+
+    void set_busy(Slot slot, bool busy) {
+        if (on_) order_of(slot).set_busy(links_, slot, busy);
+    }
+
+    // How many entries of a tenant may be evicted, and which, in order.
+    std::uint32_t idle(Tenant tenant) const { return owners_[tenant].order.size(); }
+    std::vector<Slot> first(Tenant tenant) const { return owners_[tenant].order.first(links_, idle(tenant)); }
+
+    // The next one of those leaves the order.
+    Slot take(Tenant tenant) {
+        std::vector<Slot> taken;
+        owners_[tenant].order.take(links_, 1, taken);
+        return taken.front();
+    }
+
+    void clear() {
+        std::fill(links_.begin(), links_.end(), LruLink{});
+        for (Owner &owner : owners_) {
+            owner.entries = 0;
+            owner.order.clear();
+        }
+    }
+
+    std::size_t bytes() const {
+        std::size_t total = links_.capacity() * sizeof(LruLink) + of_.capacity() * sizeof(Tenant) +
+                            owners_.capacity() * sizeof(Owner);
+        for (const Owner &owner : owners_) total += owner.order.bytes();
+        return total;
+    }
+
+  private:
+    struct Owner {
+        std::uint32_t most = kNoLimit;
+        std::uint32_t entries = 0;
+        LruLine order;
+    };
+
+    LruLine &order_of(Slot slot) { return owners_[of_[slot]].order; }
+
+    LruLinks links_;
+    std::vector<Tenant> of_;
+    std::vector<Owner> owners_;
+    bool on_ = false;
+};
+
+}  // namespace fdcache

@@ -1,0 +1,305 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "tier/tier.hpp"
+
+namespace fdcache {
+namespace {
+
+// For calls that walk the whole tier. The others are short and keep the GIL, so that no thread changes the
+// arrays that they read.
+using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
+
+constexpr std::uint32_t kLongListing = 16384;
+
+void wait_without_gil(std::mutex &mutex) {
+    if (!PyGILState_Check()) return mutex.lock();
+    const nb::gil_scoped_release release;
+    mutex.lock();
+}
+
+std::span<const Tenant> tenants_of(const std::optional<VectorIn<std::uint32_t>> &tenants, std::size_t count) {
+    if (!tenants) return {};
+    require_equal(tenants->shape(0), count);
+    return span_of(*tenants);
+}
+
+std::tuple<VectorOut<std::uint8_t>, HashesOut, HashesOut> take_events(Tier &tier) {
+    std::vector<TierEvent> events = tier.take_events();
+    std::vector<std::uint8_t> kinds;
+    std::vector<Digest> hashes, parents;
+    for (const TierEvent &event : events) {
+        kinds.push_back(static_cast<std::uint8_t>(event.kind));
+        hashes.push_back(event.hash);
+        parents.push_back(event.parent);
+    }
+    return {to_numpy<std::uint8_t>(std::move(kinds)), hashes_to_numpy(std::move(hashes)),
+            hashes_to_numpy(std::move(parents))};
+}
+
+}  // namespace
+
+void bind_tier(nb::module_ &module) {
+    nb::register_exception_translator([](const std::exception_ptr &error, void *) {
+        try {
+            std::rethrow_exception(error);
+        } catch (const StaleLease &stale) {
+            PyErr_SetString(nb::module_::import_("fdcache.errors").attr("StaleLeaseError").ptr(),
+                            stale.what());
+        }
+    });
+    TierMutex::wait = wait_without_gil;
+    module.attr("SLOT_FREE") = static_cast<int>(SlotState::kFree);
+    module.attr("SLOT_WRITING") = static_cast<int>(SlotState::kWriting);
+    module.attr("SLOT_READY") = static_cast<int>(SlotState::kReady);
+    nb::class_<Tier>(
+        module, "Tier",
+        "Slots, the entries in them and their users; any thread may call.\n\n"
+        "Hash arrays have shape (n, 32); a parent of 32 zero bytes stands for the root. Every\n"
+        "operation is all or nothing. Raises IndexError for a slot that is not in use, ValueError\n"
+        "for other bad arguments, and StaleLeaseError for a lease that was released or, unless\n"
+        "noted, opened before a reset.")
+        .def(nb::init<std::uint32_t, std::string_view, std::uint32_t, double>(), "slots"_a,
+             "eviction"_a = "lru", "extent"_a = 0, "spare"_a = 0.0,
+             "``extent``: runs of slots cross no multiple of it; 0: there is one extent. ``spare``:\n"
+             "reservations evict ahead of need, for longer runs, while less than this share of the slots\n"
+             "(0 to 0.5) is free.")
+        .def("open_lease", &Tier::open_lease,
+             "Open a lease, which owns pins and reserved slots until ``release``.")
+        .def("release", &Tier::release, "lease"_a,
+             "Release everything the lease owns. Return False if that was done before.")
+        .def(
+            "match",
+            [](Tier &tier, LeaseId lease, const HashesIn &hashes, std::size_t start, std::size_t known) {
+                return tier.match(lease, digests_of(hashes), start, known);
+            },
+            "lease"_a, "hashes"_a, "start"_a = 0, "known"_a = 0,
+            "Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the\n"
+            "root.\n\n"
+            "Adds a hit to each block except the first ``known``.")
+        .def(
+            "contains",
+            [](const Tier &tier, const HashesIn &hashes) {
+                return to_numpy<std::uint8_t>(tier.contains(digests_of(hashes)));
+            },
+            "hashes"_a, "Per hash: 0 absent, 1 ready, 2 pending.")
+        .def("reserve", &Tier::reserve, "lease"_a, "count"_a, "Reserve anonymous slots to compute into.")
+        .def(
+            "reserve_copies",
+            [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes) {
+                require_equal(parents.shape(0), hashes.shape(0));
+                return tier.reserve_copies(lease, digests_of(parents), digests_of(hashes));
+            },
+            "lease"_a, "parents"_a, "hashes"_a,
+            "Reserve slots for copies into this tier. They are pending until ``complete``.\n\n"
+            "Reserves a slot for each hash that is absent and whose parent is ready or reserved earlier\n"
+            "in this call. Never evicts a block that the result calls ready. Lease 0: no lease owns the\n"
+            "slots.")
+        .def(
+            "commit",
+            [](Tier &tier, LeaseId lease, const nb::bytes &parent, const HashesIn &hashes,
+               const VectorIn<std::int32_t> &slots) {
+                require_equal(slots.shape(0), hashes.shape(0));
+                return to_numpy<std::uint8_t>(
+                    tier.commit(lease, digest_of("parent", parent), digests_of(hashes), slots_of(slots)));
+            },
+            "lease"_a, "parent"_a, "hashes"_a, "slots"_a,
+            "Make slots that the lease reserved matchable below ``parent``, in path order. Per block: 0\n"
+            "stored, 1 duplicate.\n\n"
+            "Stops at the first block that cannot be committed yet: its parent is not ready, its hash\n"
+            "is pending or below another parent, or a copy uses its slot. For a duplicate, pins the\n"
+            "existing entry; the slot stays with the lease.")
+        .def(
+            "publish",
+            [](Tier &tier, LeaseId lease, const HashesIn &parents, const HashesIn &hashes,
+               const VectorIn<std::int32_t> &slots, const VectorIn<std::uint8_t> &copied,
+               const VectorIn<std::uint64_t> &checksums,
+               const std::optional<VectorIn<std::uint32_t>> &tenants) {
+                for (const auto size :
+                     {parents.shape(0), slots.shape(0), copied.shape(0), checksums.shape(0)})
+                    require_equal(size, hashes.shape(0));
+                return to_numpy<std::uint8_t>(
+                    tier.publish(lease, digests_of(parents), digests_of(hashes), slots_of(slots),
+                                 span_of(copied), span_of(checksums), tenants_of(tenants, hashes.shape(0))));
+            },
+            "lease"_a, "parents"_a, "hashes"_a, "slots"_a, "copied"_a, "checksums"_a,
+            "tenants"_a = nb::none(),
+            "Make slots that the lease reserved, and others filled, matchable. Per block: 0 stored, 1\n"
+            "duplicate, 2 no parent, 3 dropped, 4 over limit.\n\n"
+            "The lease gives up all these slots. A lease from before a reset drops them all.\n"
+            "``tenants``: of the blocks below the root, inherited by the blocks below them. A tenant at\n"
+            "its limit evicts its own coldest leaves.")
+        .def("set_tenant_limit", &Tier::set_tenant_limit, "tenant"_a, "most"_a,
+             "Limit the entries of a tenant. The first call enables tenants; ValueError if there are\n"
+             "entries.")
+        .def(
+            "tenant_entries", [](const Tier &tier) { return to_numpy<std::uint32_t>(tier.tenant_entries()); },
+            "Number of entries by tenant.")
+        .def(
+            "drop",
+            [](Tier &tier, const HashesIn &hashes) {
+                const auto given = digests_of(hashes);
+                const std::vector<Digest> dropped(given.begin(), given.end());
+                const nb::gil_scoped_release release;
+                return tier.drop(dropped);
+            },
+            "hashes"_a,
+            "Remove entries and everything below them; return how many. Slots in use stay until they\n"
+            "are not.")
+        .def(
+            "complete",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots, const VectorIn<std::uint8_t> &copied,
+               const VectorIn<std::uint64_t> &checksums) {
+                require_equal(slots.shape(0), copied.shape(0));
+                if (checksums.shape(0)) require_equal(slots.shape(0), checksums.shape(0));
+                return to_numpy<std::uint8_t>(
+                    tier.complete(slots_of(slots), span_of(copied), span_of(checksums)));
+            },
+            "slots"_a, "copied"_a, "checksums"_a,
+            "Report copies into this tier, parents first. 1 for each block that became ready.\n\n"
+            "A block that was not copied, or whose parent is not ready, is removed. ``checksums`` may\n"
+            "be empty.")
+        .def(
+            "hold", [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.hold(slots_of(slots)); },
+            "slots"_a, "Keep slots while a copy reads them, without a change to the eviction order.")
+        .def(
+            "unhold", [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.unhold(slots_of(slots)); },
+            "slots"_a, "End a ``hold``.")
+        .def(
+            "find", [](const Tier &tier, const HashesIn &hashes) { return tier.find(digests_of(hashes)); },
+            "hashes"_a, "Return the blocks that are ready, in the order of ``hashes``.")
+        .def(
+            "ancestry",
+            [](const Tier &tier, const VectorIn<std::int32_t> &slots, std::uint32_t levels) {
+                return tier.ancestry(slots_of(slots), levels);
+            },
+            "slots"_a, "levels"_a = UINT32_MAX,
+            "Return the entries in ``slots`` and their ancestors, each once, parents first.\n\n"
+            "A walk up ends ``levels`` above the last of ``slots`` that it met, or at an entry listed\n"
+            "before.")
+        .def(
+            "coldest",
+            [](const Tier &tier, std::uint32_t count) {
+                if (count < kLongListing) return tier.coldest(count);
+                const nb::gil_scoped_release release;
+                return tier.coldest(count);
+            },
+            "count"_a, "Return the next entries to be evicted, in order.")
+        .def("hottest", &Tier::hottest, "count"_a, ReleaseGil(), "Return the entries with the most hits.")
+        .def(
+            "idle",
+            [](const Tier &tier, double seconds, std::optional<Tenant> tenant) {
+                const auto most = static_cast<double>(std::numeric_limits<std::uint32_t>::max());
+                const double milliseconds = std::clamp(seconds * 1000.0, 0.0, most);
+                const nb::gil_scoped_release release;
+                return tier.idle(static_cast<std::uint32_t>(milliseconds), tenant ? &*tenant : nullptr);
+            },
+            "seconds"_a, "tenant"_a = nb::none(),
+            "Return the entries not used for this long, of one tenant or all.")
+        .def(
+            "starting_with",
+            [](const Tier &tier, const nb::bytes &prefix) {
+                const auto *bytes = reinterpret_cast<const std::uint8_t *>(prefix.c_str());
+                const nb::gil_scoped_release release;
+                return tier.starting_with({bytes, prefix.size()});
+            },
+            "prefix"_a, "Return the entries whose hash starts with ``prefix``.")
+        .def(
+            "restore",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots, const VectorIn<std::uint32_t> &generations,
+               const HashesIn &hashes, const HashesIn &parents, const VectorIn<std::uint64_t> &checksums,
+               const std::optional<VectorIn<std::uint64_t>> &times, std::uint32_t generation,
+               const std::optional<VectorIn<std::uint32_t>> &tenants) {
+                for (const std::size_t size :
+                     {generations.shape(0), hashes.shape(0), parents.shape(0), checksums.shape(0)})
+                    require_equal(slots.shape(0), size);
+                if (times) require_equal(slots.shape(0), times->shape(0));
+                const FoundEntries found{slots_of(slots),
+                                         span_of(generations),
+                                         digests_of(hashes),
+                                         digests_of(parents),
+                                         span_of(checksums),
+                                         times ? span_of(*times) : std::span<const std::uint64_t>{},
+                                         tenants_of(tenants, slots.shape(0))};
+                std::vector<std::uint8_t> restored;
+                {
+                    const nb::gil_scoped_release release;
+                    restored = tier.restore(found, generation);
+                }
+                return to_numpy<std::uint8_t>(std::move(restored));
+            },
+            "slots"_a, "generations"_a, "hashes"_a, "parents"_a, "checksums"_a, "times"_a = nb::none(),
+            "generation"_a = 0, "tenants"_a = nb::none(),
+            "Create entries for blocks whose bytes are there already, in free slots and any order; 1\n"
+            "for each one created.\n\n"
+            "Of equal hashes the newest by ``times`` counts, or the first. Later content of any slot\n"
+            "gets a generation above ``generation`` and all those given. Releases the GIL: do not\n"
+            "change the arrays meanwhile.")
+        .def(
+            "discard",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots, bool quarantine) {
+                const auto given = slots_of(slots);
+                const std::vector<Slot> discarded(given.begin(), given.end());
+                const nb::gil_scoped_release release;
+                return tier.discard(discarded, quarantine);
+            },
+            "slots"_a, "quarantine"_a = false,
+            "Remove READY entries and everything below them. ``quarantine`` takes the slots out of use\n"
+            "for good.",
+            "Take slots in use out of use for good, once nothing uses them.")
+        .def(
+            "quarantine",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.quarantine(slots_of(slots)); },
+            "slots"_a)
+        .def(
+            "withhold",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.withhold(slots_of(slots)); },
+            "slots"_a, "Take slots in use out of use until ``give_back``, once nothing uses them.")
+        .def(
+            "give_back",
+            [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.give_back(slots_of(slots)); },
+            "slots"_a, "Return withheld slots to use.")
+        .def("reset", &Tier::reset, ReleaseGil(),
+             "Remove all entries. Slots in use stay with their leases and copies.")
+        .def("resize", &Tier::resize, "slots"_a, ReleaseGil(),
+             "Change the number of slots. If slots to remove are in use, return how many and change\n"
+             "nothing.\n\n"
+             "Raises MemoryError if there is no room to grow.")
+        .def(
+            "mirror",
+            [](Tier &tier, nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> memory) {
+                const PresenceTable table(memory.data(), memory.shape(0));
+                const nb::gil_scoped_release release;
+                tier.mirror(table);
+            },
+            "memory"_a, nb::keep_alive<1, 2>(),
+            "Keep a presence table of the READY blocks in ``memory``, which may be shared.")
+        .def("record_events", &Tier::record_events, "capacity"_a,
+             "Keep up to ``capacity`` events for ``take_events``; 0 keeps none.")
+        .def("take_events", &take_events,
+             "Return kinds (0 stored, 1 removed, 2 cleared, 3 lost: some are missing), hashes and\n"
+             "parents, oldest first.")
+        .def("stats", &Tier::stats)
+        .def("node", &Tier::node, "slot"_a, "Return the state of a slot.")
+        .def_prop_ro("available", &Tier::available,
+                     "Number of slots that ``reserve`` can provide: free or evictable.")
+        .def("check_integrity", &Tier::check_integrity, ReleaseGil(),
+             "Return the invariants that do not hold, in words.");
+}
+
+}  // namespace fdcache

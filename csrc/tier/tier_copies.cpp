@@ -1,0 +1,141 @@
+// Copies into and out of a tier, from plan to report.
+#include "tier/tier.hpp"
+
+namespace fdcache {
+
+CopyReservation Tier::reserve_copies(LeaseId lease_id, std::span<const Digest> parents,
+                                     std::span<const Digest> hashes) {
+    std::lock_guard lock(mutex_);
+    Lease *lease = lease_id ? &current_lease(lease_id) : nullptr;
+    check_hashes(hashes);
+    CopyReservation out;
+    out.status.reserve(hashes.size());
+    std::unordered_set<Digest, DigestHash> wanted;
+    wanted.reserve(hashes.size());
+    Kept kept(*this);  // with each, all above it
+    kept.reserve(hashes.size());
+    for (std::size_t i = 0; i < hashes.size(); ++i) {
+        const Slot present = index_.find(hashes[i]);
+        ReserveStatus status = ReserveStatus::kReserved;
+        if (present != kNoSlot) {
+            const bool ready = entries_[present].state == SlotState::kReady;
+            status = ready ? ReserveStatus::kReady : ReserveStatus::kPending;
+            if (ready) kept.add(present);
+        } else if (wanted.contains(hashes[i])) {
+            status = ReserveStatus::kPending;
+        } else if (!wanted.contains(parents[i])) {
+            const Slot parent = resolve_parent(parents[i]);
+            if (parent == kNoSlot)
+                status = ReserveStatus::kNoParent;
+            else if (parent != kRoot)
+                kept.add(parent);
+        }
+        if (status == ReserveStatus::kReserved) wanted.insert(hashes[i]);
+        out.status.push_back(status);
+    }
+    out.missing = missing(wanted.size());
+    if (out.missing) return out;
+    if (lease) lease->make_room(wanted.size());
+    take_slots(static_cast<std::uint32_t>(wanted.size()), out);
+    auto slot = out.slots.begin();
+    for (std::size_t i = 0; i < hashes.size(); ++i) {
+        if (out.status[i] != ReserveStatus::kReserved) continue;
+        entries_[*slot].owner = lease_id;
+        entries_[*slot].holds = 1;
+        ++holds_;
+        link(*slot, hashes[i], parents[i].is_zero() ? kRoot : index_.find(parents[i]));
+        if (lease) pin(*lease, *slot);
+        ++slot;
+    }
+    return out;
+}
+
+// Each of `slots` is held at least as often as it is named. Only the end of an arriving copy (`arriving`) may
+// take a pending slot's last hold: nothing else would ever settle it.
+void Tier::check_held(std::span<const Slot> slots, bool arriving) {
+    std::size_t held = 0;
+    for (; held < slots.size(); ++held) {
+        if (slots[held] >= entries_.size()) break;
+        Entry &entry = entries_[slots[held]];
+        const bool pending = entry.findable && entry.state == SlotState::kWriting;
+        if (entry.holds <= (pending && !arriving ? 1u : 0u)) break;
+        --entry.holds;
+    }
+    for (const Slot slot : slots.first(held)) ++entries_[slot].holds;
+    if (held == slots.size()) return;
+    check_slot(slots[held]);
+    throw std::invalid_argument("no copy " + std::string(arriving ? "" : "out of it ") + "holds slot " +
+                                std::to_string(slots[held]));
+}
+
+std::vector<std::uint8_t> Tier::complete(std::span<const Slot> slots, std::span<const std::uint8_t> copied,
+                                         std::span<const std::uint64_t> checksums) {
+    std::lock_guard lock(mutex_);
+    check_held(slots, true);
+    std::vector<std::uint8_t> ready(slots.size(), 0);
+    for (std::size_t i = 0; i < slots.size(); ++i)
+        ready[i] = settle(slots[i], copied[i], checksums.empty() ? 0 : checksums[i]);
+    return ready;
+}
+
+void Tier::end_hold(Slot slot) {
+    --entries_[slot].holds;
+    --holds_;
+    refresh(slot);
+    free_if_unused(slot);
+}
+
+void Tier::begin_hold(Slot slot) {
+    ++entries_[slot].holds;
+    ++holds_;
+    refresh(slot);
+}
+
+// The report for one slot, which becomes an entry if it is pending still (no reset came between), its bytes
+// are there, and so are its parent's.
+bool Tier::settle(Slot slot, bool copied, std::uint64_t checksum) {
+    end_hold(slot);
+    Entry &entry = entries_[slot];
+    if (!entry.findable || entry.state != SlotState::kWriting) return false;
+    const bool parent_ready = entry.parent == kRoot || (entries_[entry.parent].findable &&
+                                                        entries_[entry.parent].state == SlotState::kReady);
+    if (copied && parent_ready) {
+        entry.checksum = checksum;
+        make_ready(slot);
+        return true;
+    }
+    drop_pending(slot);
+    return false;
+}
+
+// A copy failed: nobody may find the slot any more. It stays WRITING for whoever still pins or holds it, and
+// as long as pending children name it as their parent.
+void Tier::drop_pending(Slot slot) {
+    Entry &entry = entries_[slot];
+    index_.erase(slot);
+    tenants_.leave(slot);
+    entry.findable = false;
+    const Slot parent = entry.parent;
+    entry.parent = kNoSlot;
+    if (parent != kRoot) {
+        unlink_child(parent, entry);
+        refresh(parent);
+        free_if_unused(parent);
+    }
+    entry.used = entry.busy = false;
+    free_if_unused(slot);
+}
+
+void Tier::hold(std::span<const Slot> slots) {
+    std::lock_guard lock(mutex_);
+    for (const Slot slot : slots) check_slot(slot);
+    for (const Slot slot : slots) begin_hold(slot);
+}
+
+void Tier::unhold(std::span<const Slot> slots) {
+    std::lock_guard lock(mutex_);
+    check_held(slots, false);
+    for (const Slot slot : slots) end_hold(slot);
+}
+
+}  // namespace fdcache

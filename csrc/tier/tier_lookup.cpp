@@ -1,0 +1,193 @@
+// Reading a tier: matches, listings, figures.
+#include "tier/tier.hpp"
+
+namespace fdcache {
+
+MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start, std::size_t known) {
+    std::lock_guard lock(mutex_);
+    Lease &lease = current_lease(lease_id);
+    MatchRun run;
+    // READY entries are closed under prefixes, so the end of the run is found by bisection.
+    std::size_t low = start, high = hashes.size();
+    Slot last = kNoSlot;
+    while (low < high) {
+        const std::size_t middle = low + (high - low) / 2;
+        ++lookups_;
+        const Slot slot = find_ready(hashes[middle]);
+        if (slot == kNoSlot) {
+            high = middle;
+        } else {
+            last = slot;
+            low = middle + 1;
+        }
+    }
+    if (low < hashes.size()) {
+        const Slot next = index_.find(hashes[low]);
+        run.pending = next != kNoSlot && entries_[next].state == SlotState::kWriting;
+    }
+    if (last == kNoSlot) return run;
+    // Whatever the hashes are, only blocks that carry them are handed out.
+    bool one_path = entries_[last].depth == low - 1;
+    run.slots.resize(low - start);
+    for (std::size_t i = run.slots.size(); one_path && i-- > 0; last = entries_[last].parent) {
+        run.slots[i] = last;
+        one_path = digests_[last] == hashes[start + i];
+    }
+    if (!one_path) throw std::invalid_argument("hashes are not one path from the root");
+    const std::uint32_t now = now_ms();
+    lease.make_room(run.slots.size());
+    run.generations.reserve(run.slots.size());
+    run.hits.reserve(run.slots.size());
+    for (std::size_t i = 0; i < run.slots.size(); ++i) {
+        const Slot slot = run.slots[i];
+        Entry &entry = entries_[slot];
+        entry.touched_ms = now;
+        if (start + i >= known && entry.hits != UINT32_MAX) ++entry.hits;
+        run.generations.push_back(entry.generation);
+        run.hits.push_back(entry.hits);
+        pin(lease, slot);
+    }
+    return run;
+}
+
+std::vector<Presence> Tier::contains(std::span<const Digest> hashes) const {
+    std::lock_guard lock(mutex_);
+    std::vector<Presence> presence;
+    presence.reserve(hashes.size());
+    for (const Digest &hash : hashes) {
+        const Slot slot = index_.find(hash);
+        presence.push_back(slot == kNoSlot                             ? Presence::kAbsent
+                           : entries_[slot].state == SlotState::kReady ? Presence::kReady
+                                                                       : Presence::kPending);
+    }
+    lookups_ += hashes.size();
+    return presence;
+}
+
+BlockList Tier::find(std::span<const Digest> hashes) const {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    for (const Digest &hash : hashes)
+        if (const Slot slot = find_ready(hash); slot != kNoSlot) append(list, slot);
+    return list;
+}
+
+BlockList Tier::ancestry(std::span<const Slot> slots, std::uint32_t levels) const {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    const std::unordered_set<Slot> named(slots.begin(), slots.end());
+    std::unordered_set<Slot> seen;
+    std::vector<Slot> path;
+    for (Slot slot : slots) {
+        check_slot(slot);
+        path.clear();
+        std::uint32_t above = 0;  // the last one named
+        for (; slot != kRoot && entries_[slot].findable; slot = entries_[slot].parent) {
+            above = named.contains(slot) ? 0 : above + 1;
+            if (above > levels || !seen.insert(slot).second) break;
+            path.push_back(slot);
+        }
+        for (auto up = path.rbegin(); up != path.rend(); ++up) append(list, *up);
+    }
+    return list;
+}
+
+std::uint32_t Tier::available() const {
+    std::lock_guard lock(mutex_);
+    return static_cast<std::uint32_t>(free_.size()) + order_->size();
+}
+
+BlockList Tier::coldest(std::uint32_t count) const {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    for (const Slot slot : order_->first(count)) append(list, slot);
+    return list;
+}
+
+BlockList Tier::hottest(std::uint32_t count) const {
+    std::lock_guard lock(mutex_);
+    std::vector<Slot> slots;
+    slots.reserve(ready_);
+    for (Slot slot = 0; slot < entries_.size(); ++slot)
+        if (entries_[slot].findable && entries_[slot].state == SlotState::kReady) slots.push_back(slot);
+    const auto most = slots.begin() + static_cast<std::ptrdiff_t>(std::min<std::size_t>(count, slots.size()));
+    std::partial_sort(slots.begin(), most, slots.end(), [this](Slot a, Slot b) {
+        const Entry &left = entries_[a], &right = entries_[b];
+        return left.hits != right.hits ? left.hits > right.hits : left.depth < right.depth;
+    });
+    BlockList list;
+    for (auto slot = slots.begin(); slot != most; ++slot) append(list, *slot);
+    return list;
+}
+
+BlockList Tier::idle(std::uint32_t milliseconds, const Tenant *tenant) const {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    const std::uint32_t now = now_ms();
+    for (Slot slot = 0; slot < entries_.size(); ++slot) {
+        const Entry &entry = entries_[slot];
+        if (entry.findable && entry.state == SlotState::kReady && now - entry.touched_ms >= milliseconds &&
+            (!tenant || tenants_.of(slot) == *tenant))
+            append(list, slot);
+    }
+    return list;
+}
+
+BlockList Tier::starting_with(std::span<const std::uint8_t> prefix) const {
+    std::lock_guard lock(mutex_);
+    BlockList list;
+    if (prefix.size() > sizeof(Digest)) return list;
+    for (Slot slot = 0; slot < entries_.size(); ++slot)
+        if (entries_[slot].findable && entries_[slot].state == SlotState::kReady &&
+            std::equal(prefix.begin(), prefix.end(), digests_[slot].bytes.begin()))
+            append(list, slot);
+    return list;
+}
+
+TierStats Tier::stats() const {
+    std::lock_guard lock(mutex_);
+    TierStats stats{};
+    stats.slots = static_cast<std::uint32_t>(entries_.size());
+    stats.free = static_cast<std::uint32_t>(free_.size());
+    stats.writing = writing_;
+    stats.ready = ready_;
+    stats.pending = index_.size() - ready_;
+    stats.evictable = order_->size();
+    stats.pins = pins_;
+    stats.quarantined = quarantined_;
+    stats.withheld = withheld_;
+    stats.holds = holds_ - quarantined_ - withheld_;
+    stats.leases = leases_.size();
+    stats.epoch = epoch_;
+    stats.evictions = evictions_;
+    stats.lookups = lookups_;
+    stats.memory_bytes = entries_.capacity() * sizeof(Entry) + digests_.capacity() * sizeof(Digest) +
+                         index_.bytes() + order_->bytes() + tenants_.bytes() + free_.bytes();
+    return stats;
+}
+
+NodeView Tier::node(Slot slot) const {
+    std::lock_guard lock(mutex_);
+    if (slot >= entries_.size()) throw std::out_of_range("slot " + std::to_string(slot) + " is out of range");
+    const Entry &entry = entries_[slot];
+    NodeView view{};
+    view.slot = slot;
+    view.parent = entry.findable && entry.parent != kRoot ? entry.parent : kNoSlot;
+    view.tenant = tenants_.of(slot);
+    view.generation = entry.generation;
+    view.children = entry.children;
+    view.pins = entry.pins;
+    view.holds = entry.holds;
+    view.hits = entry.hits;
+    view.depth = entry.depth;
+    view.state = entry.state;
+    view.findable = entry.findable;
+    view.hash = entry.findable ? digests_[slot] : Digest{};
+    view.checksum = entry.checksum;
+    const std::uint32_t now = now_ms();
+    view.idle_seconds = (now - entry.touched_ms) / 1000.0;
+    view.ready_seconds = (now - entry.ready_ms) / 1000.0;
+    return view;
+}
+
+}  // namespace fdcache

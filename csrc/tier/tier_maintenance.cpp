@@ -1,0 +1,220 @@
+// What changes a tier as a whole: reset, resize; its mirror and its record of events.
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <utility>
+
+#include "tier/tier.hpp"
+
+namespace fdcache {
+
+void Tier::reset() {
+    std::lock_guard lock(mutex_);
+    index_.clear();
+    order_->clear();
+    tenants_.clear();
+    ++epoch_;
+    for (Slot slot = 0; slot < entries_.size(); ++slot) {
+        if (entries_[slot].state == SlotState::kFree) continue;
+        cut_off(slot);
+        free_if_unused(slot);
+    }
+    if (mirror_) mirror_->clear();
+    if (event_capacity_) {
+        events_.clear();
+        events_.push_back({TierEvent::Kind::kCleared, {}, {}});
+    }
+}
+
+std::uint32_t Tier::resize(std::uint32_t slots) {
+    std::lock_guard lock(mutex_);
+    if (slots == 0 || slots > INT32_MAX)
+        throw std::invalid_argument("a tier has between 1 and 2^31 - 1 slots");
+    const auto old = static_cast<std::uint32_t>(entries_.size());
+    std::uint32_t in_use = 0;
+    for (Slot slot = slots; slot < old; ++slot)
+        in_use += entries_[slot].state == SlotState::kWriting || entries_[slot].busy;
+    if (in_use) return in_use;
+    if (slots < old)
+        evict_above(slots);
+    else
+        make_room(slots);
+    entries_.resize(slots);
+    digests_.resize(slots);
+    order_->resize(slots);
+    tenants_.resize(slots);
+    for (Slot slot = old; slot < slots; ++slot) entries_[slot].generation = first_generation_;
+    free_.resize(slots);
+    if (slots > old) free_.add(old, slots - old);
+    return 0;
+}
+
+// Everything that growing allocates, before anything changes.
+void Tier::make_room(std::uint32_t slots) {
+    entries_.reserve(slots);
+    digests_.reserve(slots);
+    free_.reserve(slots);
+    order_->resize(slots);
+    tenants_.resize(slots);
+    index_.rebuild(slots);
+}
+
+// Drops what lies in slots that go, none of it in use, and with each block what hangs below it.
+void Tier::evict_above(std::uint32_t slots) {
+    const std::vector<Slot> idle = order_->first(order_->size());  // children before parents
+    std::vector<bool> doomed(entries_.size(), false);
+    for (auto slot = idle.rbegin(); slot != idle.rend(); ++slot) {
+        const Slot parent = entries_[*slot].parent;
+        doomed[*slot] = *slot >= slots || (parent != kRoot && doomed[parent]);
+    }
+    for (const Slot slot : idle) {
+        if (!doomed[slot]) continue;
+        order_remove(slot);
+        evict(slot);
+    }
+    for (std::size_t slot = slots; slot < entries_.size(); ++slot)
+        first_generation_ = std::max(first_generation_, entries_[slot].generation);
+}
+
+void Tier::mirror(PresenceTable table) {
+    std::lock_guard lock(mutex_);
+    table.clear();
+    for (Slot slot = 0; slot < entries_.size(); ++slot)
+        if (entries_[slot].findable && entries_[slot].state == SlotState::kReady) table.add(digests_[slot]);
+    mirror_ = table;
+}
+
+void Tier::record_events(std::size_t capacity) {
+    std::lock_guard lock(mutex_);
+    std::vector<TierEvent> events;
+    events.reserve(std::max<std::size_t>(capacity, 2));
+    events_ = std::move(events);
+    event_capacity_ = capacity;
+}
+
+void Tier::note(TierEvent::Kind kind, Slot slot) {
+    if (mirror_ && kind == TierEvent::Kind::kStored) mirror_->add(digests_[slot]);
+    if (mirror_ && kind == TierEvent::Kind::kRemoved) mirror_->remove(digests_[slot]);
+    if (!event_capacity_) return;
+    if (events_.size() >= event_capacity_) {
+        // Whoever reads too late learns that events are missing and has to start over from a snapshot.
+        events_.clear();
+        events_.push_back({TierEvent::Kind::kLost, {}, {}});
+    }
+    const Slot parent = entries_[slot].parent;
+    events_.push_back({kind, digests_[slot], parent == kRoot ? Digest{} : digests_[parent]});
+}
+
+std::vector<TierEvent> Tier::take_events() {
+    std::lock_guard lock(mutex_);
+    std::vector<TierEvent> taken = events_;  // a copy: the room for the next ones stays
+    events_.clear();
+    return taken;
+}
+
+std::vector<std::string> Tier::check_integrity() const {
+    std::lock_guard lock(mutex_);
+    std::vector<std::string> broken = free_.check_integrity();
+    const auto expect = [&broken](bool holds, const std::string &what) {
+        if (!holds) broken.push_back(what);
+    };
+    const std::size_t slots = entries_.size();
+    std::vector<std::uint32_t> pins(slots), children(slots), used_children(slots), busy_children(slots),
+        listed(slots);
+    for (const auto &[id, lease] : leases_)
+        for (const Slot slot : lease.slots) ++pins[slot];
+    for (const FreeRuns::Run &run : free_.runs())
+        for (Slot slot = run.first; slot < run.first + run.count; ++slot) ++listed[slot];
+
+    std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, unused = 0, evictable = 0, withheld = 0;
+    std::uint64_t holds = 0;
+    std::vector<std::uint32_t> of_tenant(tenants_.size());
+    for (Slot slot = 0; slot < slots; ++slot) {
+        const Entry &entry = entries_[slot];
+        const std::string name = "slot " + std::to_string(slot) + ": ";
+        expect(!mirror_ || entry.state != SlotState::kReady || mirror_->holds(digests_[slot]),
+               name + "ready but not in the mirror");
+        free += entry.state == SlotState::kFree;
+        writing += entry.state == SlotState::kWriting;
+        ready += entry.state == SlotState::kReady;
+        findable += entry.findable;
+        holds += entry.holds;
+        withheld += entry.withheld;
+        expect(!entry.withheld || entry.holds, name + "withheld but not held");
+        expect(entry.pins == pins[slot], name + "pins differ from what the leases hold");
+        expect(listed[slot] == (entry.state == SlotState::kFree ? 1u : 0u),
+               name + "free list disagrees with state");
+        expect(entry.state != SlotState::kFree || (!entry.pins && !entry.holds), name + "freed while in use");
+        expect(entry.state != SlotState::kReady || entry.findable, name + "ready but not in the table");
+        expect(entry.state != SlotState::kWriting || !entry.findable || entry.holds,
+               name + "pending but no copy is to complete it");
+        if (!entry.findable) {
+            expect(!order_->holds(slot), name + "evictable but not in the table");
+            expect(entry.state == SlotState::kFree || entry.pins || entry.holds || entry.children,
+                   name + "neither free nor owned");
+            continue;
+        }
+        expect(index_.find(digests_[slot]) == slot, name + "its hash leads elsewhere");
+        if (tenants_.on()) ++of_tenant[tenants_.of(slot)];
+        if (entry.parent != kRoot) {
+            const Entry &parent = entries_[entry.parent];
+            ++children[entry.parent];
+            used_children[entry.parent] += entry.used;
+            busy_children[entry.parent] += entry.busy;
+            expect(entry.state != SlotState::kReady || (parent.findable && parent.state == SlotState::kReady),
+                   name + "ready below a parent that is not");
+            expect(tenants_.of(slot) == tenants_.of(entry.parent), name + "another tenant's than its parent");
+            expect(!parent.findable || entry.depth == parent.depth + 1,
+                   name + "depth is not its parent's plus one");
+        } else {
+            expect(entry.depth == 0, name + "below the root but not at depth 0");
+        }
+    }
+    for (Slot slot = 0; slot < slots; ++slot) {
+        const Entry &entry = entries_[slot];
+        if (entry.state == SlotState::kFree) continue;
+        const std::string name = "slot " + std::to_string(slot) + ": ";
+        expect(entry.children == children[slot], name + "child count is wrong");
+        if (!entry.findable) continue;
+        expect(entry.used_children == used_children[slot], name + "used child count is wrong");
+        expect(entry.busy_children == busy_children[slot], name + "busy child count is wrong");
+        const bool used = entry.pins || entry.used_children || entry.state != SlotState::kReady;
+        const bool busy = used || entry.holds || entry.busy_children;
+        expect(entry.used == used, name + "used flag is wrong");
+        expect(entry.busy == busy, name + "busy flag is wrong");
+        expect(order_->holds(slot) == !used, name + "eviction order disagrees with its use");
+        unused += !used;
+        evictable += !busy;
+    }
+    std::vector<bool> seen(slots, false);
+    const std::vector<Slot> order = order_->all();
+    std::vector<Slot> idle;
+    for (const Slot slot : order) {
+        const Slot parent = entries_[slot].parent;
+        expect(parent == kRoot || !seen[parent],
+               "slot " + std::to_string(slot) + ": evicted after its parent");
+        seen[slot] = true;
+        if (!entries_[slot].busy) idle.push_back(slot);
+    }
+    expect(order.size() == unused, "eviction order has lost or gained entries");
+    expect(order_->size() == evictable && order_->first(order_->size()) == idle,
+           "eviction order has lost or gained entries that are not busy");
+    for (Tenant tenant = 0; tenant < of_tenant.size(); ++tenant) {
+        const std::string name = "tenant " + std::to_string(tenant) + ": ";
+        expect(tenants_.entries(tenant) == of_tenant[tenant], name + "its entries are miscounted");
+        std::vector<Slot> own;
+        for (const Slot slot : idle)
+            if (tenants_.of(slot) == tenant) own.push_back(slot);
+        expect(tenants_.first(tenant) == own, name + "its eviction order is wrong");
+    }
+    expect(free + writing + ready == slots, "slots are not conserved");
+    expect(free == free_.size() && writing == writing_ && ready == ready_, "slot counters are wrong");
+    expect(findable == index_.size(), "hash table and entries disagree");
+    expect(!mirror_ || mirror_->size() == ready_, "mirror and entries disagree");
+    expect(holds == holds_, "hold counter is wrong");
+    expect(withheld == withheld_, "counter of withheld slots is wrong");
+    expect(std::accumulate(pins.begin(), pins.end(), std::uint64_t{0}) == pins_, "pin counter is wrong");
+    return broken;
+}
+
+}  // namespace fdcache

@@ -1,0 +1,143 @@
+// What a tier needs whose slots are filled by other processes: publish, drop.
+#include <algorithm>
+#include <unordered_set>
+
+#include "tier/tier.hpp"
+
+namespace fdcache {
+
+std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Digest> parents,
+                                         std::span<const Digest> hashes, std::span<const Slot> slots,
+                                         std::span<const std::uint8_t> copied,
+                                         std::span<const std::uint64_t> checksums,
+                                         std::span<const Tenant> tenants) {
+    std::lock_guard lock(mutex_);
+    Lease &lease = lease_of(lease_id);
+    check_computed(lease_id, slots);
+    check_hashes(hashes);
+    check_tenants(tenants);
+    const bool current = lease.epoch == epoch_;
+    std::vector<PublishStatus> status(slots.size(), PublishStatus::kDropped);
+    for (std::size_t i = 0; i < slots.size(); ++i) {
+        if (!copied[i] || !current) continue;
+        const Slot parent = resolve_parent(parents[i]);
+        const Tenant tenant = parent < kRoot ? tenants_.of(parent) : tenants.empty() ? 0 : tenants[i];
+        if (index_.find(hashes[i]) != kNoSlot) {
+            status[i] = PublishStatus::kDuplicate;
+        } else if (parent == kNoSlot) {
+            status[i] = PublishStatus::kNoParent;
+        } else if (!make_tenant_room(tenant, parent)) {
+            status[i] = PublishStatus::kOverLimit;
+        } else {
+            link(slots[i], hashes[i], parent, tenant);
+            entries_[slots[i]].checksum = checksums[i];
+            make_ready(slots[i]);
+            status[i] = PublishStatus::kStored;
+        }
+    }
+    // Path by path in the order given, each from its end, as in a release: so it is walked up once and not
+    // once a block.
+    for (std::size_t first = 0, last = 0; first < slots.size(); first = last) {
+        for (++last; last < slots.size() && parents[last] == hashes[last - 1];) ++last;
+        for (std::size_t i = last; i-- > first;) unpin(slots[i]);
+    }
+    const std::unordered_set<Slot> gone(slots.begin(), slots.end());
+    std::erase_if(lease.slots, [&gone](Slot slot) { return gone.contains(slot); });
+    return status;
+}
+
+void Tier::check_tenants(std::span<const Tenant> tenants) const {
+    for (const Tenant tenant : tenants)
+        if (!tenants_.known(tenant))
+            throw std::invalid_argument("tenant " + std::to_string(tenant) + " has no limit yet");
+}
+
+void Tier::set_tenant_limit(Tenant tenant, std::uint32_t most) {
+    std::lock_guard lock(mutex_);
+    if (!tenants_.on()) {
+        if (index_.size()) throw std::invalid_argument("tenants are turned on while the tier is empty");
+        tenants_.turn_on(static_cast<std::uint32_t>(entries_.size()));
+    }
+    tenants_.set_limit(tenant, most);
+}
+
+std::vector<std::uint32_t> Tier::tenant_entries() const {
+    std::lock_guard lock(mutex_);
+    std::vector<std::uint32_t> entries(tenants_.size());
+    for (Tenant tenant = 0; tenant < entries.size(); ++tenant) entries[tenant] = tenants_.entries(tenant);
+    return entries;
+}
+
+// Evicts the coldest leaves of a tenant that has all it may have, but never what the new block hangs below:
+// whether there is room for one more below `parent`.
+bool Tier::make_tenant_room(Tenant tenant, Slot parent) {
+    Kept kept(*this);
+    if (tenants_.full(tenant) && parent != kRoot) kept.add(parent);
+    while (tenants_.full(tenant)) {
+        if (!tenants_.idle(tenant)) return false;
+        const Slot victim = tenants_.take(tenant);
+        order_->remove(victim);
+        evict(victim);
+    }
+    return true;
+}
+
+std::uint32_t Tier::drop(std::span<const Digest> hashes) {
+    std::lock_guard lock(mutex_);
+    std::vector<Slot> named;
+    for (const Digest &hash : hashes)
+        if (const Slot slot = index_.find(hash); slot != kNoSlot) named.push_back(slot);
+    std::sort(named.begin(), named.end());
+    named.erase(std::unique(named.begin(), named.end()), named.end());
+    const std::uint32_t before = ready_;
+    cut_out(subtree(named));
+    return before - ready_;
+}
+
+// What is findable in `named`, and all that hangs below it, ascending. Looks at every slot, but for leaves.
+std::vector<Slot> Tier::subtree(const std::vector<Slot> &named) const {
+    if (std::none_of(named.begin(), named.end(), [this](Slot slot) { return entries_[slot].children; }))
+        return named;
+    enum class Fate : std::uint8_t { kUnknown, kStays, kGoes };
+    std::vector<Fate> fates(entries_.size(), Fate::kUnknown);
+    for (const Slot slot : named) fates[slot] = Fate::kGoes;
+    std::vector<Slot> path, doomed;
+    for (Slot slot = 0; slot < entries_.size(); ++slot) {
+        if (!entries_[slot].findable) continue;
+        path.clear();
+        Slot above = slot;
+        // Above a pending block may stand one whose copy failed, which has no parent any more.
+        for (; above != kRoot && entries_[above].findable && fates[above] == Fate::kUnknown;
+             above = entries_[above].parent)
+            path.push_back(above);
+        const bool goes = above != kRoot && entries_[above].findable && fates[above] == Fate::kGoes;
+        for (const Slot each : path) fates[each] = goes ? Fate::kGoes : Fate::kStays;
+        if (fates[slot] == Fate::kGoes) doomed.push_back(slot);
+    }
+    return doomed;
+}
+
+// Takes whole subtrees out of the table. What is pinned or held stays, anonymous, until it is not.
+void Tier::cut_out(const std::vector<Slot> &doomed) {
+    for (const Slot slot : doomed)
+        if (entries_[slot].state == SlotState::kReady) note(TierEvent::Kind::kRemoved, slot);
+    for (const Slot slot : doomed) {
+        Entry &entry = entries_[slot];
+        index_.erase(slot);
+        if (order_->holds(slot)) order_remove(slot);
+        tenants_.leave(slot);
+        entry.findable = false;
+        if (entry.parent < kRoot) unlink_child(entry.parent, entry);
+    }
+    for (const Slot slot : doomed) {
+        const Slot parent = entries_[slot].parent;
+        cut_off(slot);
+        if (parent < kRoot) {
+            refresh(parent);
+            free_if_unused(parent);
+        }
+    }
+    for (const Slot slot : doomed) free_if_unused(slot);
+}
+
+}  // namespace fdcache
