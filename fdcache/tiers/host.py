@@ -38,7 +38,7 @@ class HostCache(msgspec.Struct, frozen=True):
         memory, block_bytes = settings.host_memory, host_block_bytes(layout)
         if memory and memory < block_bytes:
             raise ConfigurationError(
-                f"host_memory: {memory} bytes hold not one block of {block_bytes} bytes; give at least that, or 0"
+                f"host_memory: {memory} bytes are less than one block of {block_bytes} bytes; give at least that, or 0"
             )
         return cls(memory // block_bytes)
 

@@ -28,4 +28,6 @@ def test_a_stub_is_that_of_the_installed_module(name: str) -> None:
     generator = StubGen(module)
     generator.put(module)
     committed = ROOT / f"{name.replace('.', '/')}.pyi"
-    assert meaning(committed.read_text()) == meaning(generator.get()), f"{committed} is stale; run `make stubs`"
+    assert meaning(committed.read_text()) == meaning(generator.get()), (
+        f"{committed} is stale; run `make stubs`"
+    )

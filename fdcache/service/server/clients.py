@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from fdcache.metadata import HashArray
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
-from fdcache.service.wire.liveness import Watch
-from fdcache.service.wire.protocol import FETCHED, NOT_FETCHED, FetchTerms, Heartbeat, Live
+from fdcache.service.wire.liveness import Live, Watch
+from fdcache.service.wire.protocol import FETCHED, NOT_FETCHED, FetchTerms, Heartbeat
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.fetches import Fetch
 from fdcache.tiers.traffic import Traffic
