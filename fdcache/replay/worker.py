@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from fdcache.replay._pattern import PatternModel
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import Device
 from fdcache.layout import KVLayout
+from fdcache.replay._pattern import PatternModel
 from fdcache.replay.faults import FaultyDevice, LoadFaults
 from fdcache.replay.messages import StepOrder, StepResult
 from fdcache.replay.planes import DeviceName, GpuPlanes, HostPlanes, Planes, open_gpu

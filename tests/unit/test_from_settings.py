@@ -56,7 +56,7 @@ def test_a_share_of_device_memory_is_one_of_what_the_caller_says() -> None:
     block_bytes = sum(plane.device_stride for plane in LAYOUT.planes)
     manager = CacheManager.from_settings(LAYOUT, settings, device_bytes=lambda: 20 * block_bytes)
     assert manager.num_device_blocks == 10
-    with pytest.raises(SettingsError, match="not known; give a size such as 40GiB"):
+    with pytest.raises(SettingsError, match="unknown; give a size such as 40GiB"):
         CacheManager.from_settings(LAYOUT, settings)
 
 
