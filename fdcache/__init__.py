@@ -1,6 +1,8 @@
 """fdcache: the KV-cache layer of an LLM serving engine.
 
-Importing the package loads nothing else; each public name brings its module when it is first used.
+    from fdcache import CacheManager, KVLayout
+
+Importing the package imports nothing else; each public name imports its module when it is first used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
-"""Drop-in for the old environment module: ``envs.NAME`` gives a variable's value in its old type.
+"""Drop-in for the old environment module: ``envs.NAME`` is a variable's value in its old type.
 
-Reads follow the environment. Assigning validates and writes the environment (None removes), ``del`` removes,
-``dir()`` lists the variables. The description of the variables is loaded at the first access.
+    from fdcache import envs
+
+    envs.FD_LOG_DIR               # "log"
+    envs.FD_DEBUG = 1             # validates and sets os.environ["FD_DEBUG"]
+
+Reads follow the environment. Assigning None, or ``del``, removes a variable; ``dir()`` lists them. The description of
+the variables is imported at the first access.
 """
 
 import sys
@@ -13,12 +18,12 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
     def get_unique_name(name: str) -> str:
-        """Give a shared-memory name of its own to each deployment that sets ``SHM_UUID``."""
+        """Return ``name`` with the suffix ``SHM_UUID``, which differs between deployments, if it is set."""
         ...
 
 
 class _Unloaded(ModuleType):
-    """The module before its first access, which turns it into the real one."""
+    """The module before its first access, which replaces its class."""
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]

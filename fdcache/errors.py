@@ -1,88 +1,135 @@
-"""The exception family. Every error names what was wrong, where, and what to do about it.
+"""The exception hierarchy.
 
-Failures of the data path (a load that failed, a pool that is full) are values, not exceptions; what stands
-here is raised for a caller's mistake or for a machine that cannot do what was asked.
+    from fdcache import CacheManager, FdcacheError
+
+    try:
+        manager = CacheManager.from_settings(layout)
+    except FdcacheError as error:
+        sys.exit(f"error: {error}")
+
+* FdcacheError
+  * ConfigurationError
+    * SettingsError (in fdcache.settings)
+    * ReplayOptionError
+    * ConnectorNotFoundError (also a StorageError)
+  * LayoutError
+    * UnsupportedLayoutError
+  * HashingError
+  * RequestStateError
+  * UnsupportedCallError
+  * StaleLeaseError
+  * IntegrityError
+  * PlanError
+  * CacheNotReadyError
+  * HostMemoryError
+  * TensorError
+  * StreamError
+  * DeviceError
+    * KernelError
+    * DeviceLostError
+  * TransferTimeoutError
+  * TaskCancelledError
+  * ForkedProcessError
+  * LayerSwapTimeoutError
+  * TraceError
+  * ReplayError
+  * StorageError
+    * StorageFormatError
+    * StorageBusyError
+    * StorageFullError
+    * StorageReadOnlyError
+    * StorageGoneError
+    * StorageDeviceError
+    * StorageTimeoutError
+  * ServiceError
+    * ServiceUnavailableError
+    * ProtocolError
+    * RefusedError
+    * ServiceRunningError
+
+Every message says what is wrong, where, and the remedy. Failures on the data path, such as a failed load or a full
+pool, are values and not exceptions.
 """
 
 
 class FdcacheError(Exception):
-    """The base of every error that fdcache raises on purpose."""
+    """Base class of every error that fdcache raises on purpose."""
 
 
 class ConfigurationError(FdcacheError):
-    """A setting is missing, malformed or contradicts another."""
+    """A setting is missing, malformed or conflicts with another."""
 
 
 class LayoutError(FdcacheError, ValueError):
-    """A KV layout field is out of range or inconsistent with another."""
+    """A field of a KV layout is out of range or inconsistent with another."""
 
 
 class UnsupportedLayoutError(LayoutError):
-    """A layout that fdcache does not support yet, such as sliding-window or hybrid cache groups."""
+    """The layout is not supported yet, such as sliding-window or hybrid cache groups."""
 
 
 class HashingError(FdcacheError, ValueError):
-    """Tokens or extra keys that cannot be hashed."""
+    """Tokens or extra keys cannot be hashed."""
 
 
 class RequestStateError(FdcacheError):
-    """A call that the request's state does not admit, such as committing a finished request."""
+    """The request's state does not allow the call, such as committing a finished request."""
 
 
 class UnsupportedCallError(FdcacheError, NotImplementedError):
-    """A call that fdcache refuses on purpose; the message says what to call instead."""
+    """The call is refused on purpose; the message names the call to use instead."""
 
 
 class StaleLeaseError(FdcacheError):
-    """A lease from before a reset was asked to match, reserve or commit."""
+    """A lease from before a reset was used to match, reserve or commit."""
 
 
 class IntegrityError(FdcacheError):
-    """An invariant of a tier does not hold; the message says which."""
+    """An invariant of a tier is violated; the message names it."""
 
 
 class PlanError(FdcacheError, ValueError):
-    """A transfer plan that a worker cannot carry out: slots out of range, unequal lengths, no such layer."""
+    """A worker cannot execute a plan: slots out of range, unequal lengths, unknown layer."""
 
 
 class CacheNotReadyError(FdcacheError):
-    """A worker call that needs device or host memory which is not there yet."""
+    """A worker call needs device or host memory that is not allocated yet."""
 
 
 class HostMemoryError(FdcacheError, MemoryError):
-    """Host memory that was asked for is not there; the message says what would fit."""
+    """Host memory cannot be allocated; the message says what would fit."""
 
 
 class TensorError(FdcacheError, ValueError):
-    """A tensor that is not a plane of the layout: wrong device, shape, bytes or strides."""
+    """A tensor is not a plane of the layout: wrong device, shape, bytes or strides."""
 
 
 class StreamError(FdcacheError, ValueError):
-    """A stream that cannot be used here: of another device, or being captured into a graph."""
+    """A stream cannot be used: it belongs to another device or is being captured into a graph."""
 
 
 class DeviceError(FdcacheError):
-    """No such device, or none at all; the message says what there is."""
+    """There is no such device; the message lists the devices."""
 
 
 class KernelError(DeviceError):
-    """The swap kernels cannot be compiled or loaded for a GPU; the message says why and has the remedy."""
+    """The swap kernels cannot be compiled or loaded for a GPU; the message gives reason and remedy."""
 
 
 class DeviceLostError(DeviceError):
-    """The device failed for good; the process must be started anew."""
+    """The device failed permanently; restart the process."""
 
 
 class TransferTimeoutError(FdcacheError, TimeoutError):
-    """Copies in flight did not end within the caller's timeout; nothing that they touch was freed."""
+    """Copies in flight did not end within the caller's timeout. Their memory stays allocated."""
 
 
 class TaskCancelledError(FdcacheError):
-    """The result of a cancelled task was asked for."""
+    """A cancelled task has no result."""
 
 
 class ForkedProcessError(FdcacheError):
-    """An object that owns threads or memory was used in a forked child; start workers with 'spawn'."""
+    """An object with threads or memory was used in a forked child; start workers with 'spawn'."""
 
 
 class LayerSwapTimeoutError(FdcacheError, TimeoutError):
@@ -90,15 +137,15 @@ class LayerSwapTimeoutError(FdcacheError, TimeoutError):
 
 
 class TraceError(FdcacheError, ValueError):
-    """A trace line that cannot be read; the message names file, line and field."""
+    """A trace line cannot be read; the message names file, line and field."""
 
 
 class ReplayError(FdcacheError):
-    """A replay that cannot go on: a rank that failed or died, or requests that can make no progress."""
+    """A replay cannot continue: a rank failed or died, or no request can make progress."""
 
 
 class ReplayOptionError(ConfigurationError, ValueError):
-    """A replay option that this machine or another option does not admit: ``option`` and ``reason``."""
+    """A replay option conflicts with the machine or another option, named by ``option`` and ``reason``."""
 
     def __init__(self, option: str, reason: str) -> None:
         super().__init__(f"{option}: {reason}")
@@ -107,11 +154,11 @@ class ReplayOptionError(ConfigurationError, ValueError):
 
 
 class StorageError(FdcacheError):
-    """The storage tier cannot do what was asked; engines go on without it."""
+    """The storage tier cannot do what was asked; engines continue without it."""
 
 
 class StorageFormatError(StorageError):
-    """A storage file of another program, version, layout or rank, or one whose superblock is damaged."""
+    """A storage file has another program, version, layout or rank, or a damaged superblock."""
 
 
 class StorageBusyError(StorageError):
@@ -119,39 +166,39 @@ class StorageBusyError(StorageError):
 
 
 class StorageFullError(StorageError, OSError):
-    """No room on the file system, or a quota or file size limit is reached; the tier goes on in what it has."""
+    """File system, quota or file size limit is exhausted; the tier continues within the space that it has."""
 
 
 class StorageReadOnlyError(StorageError, OSError):
-    """The file system or its permissions do not allow writing; the tier reads but does not write."""
+    """File system or permissions do not allow writing; the tier only reads."""
 
 
 class StorageGoneError(StorageError, OSError):
-    """The storage file or its mount is not there any more; the tier is off until it is back."""
+    """The storage file or its mount is gone; the tier is off until it is back."""
 
 
 class StorageDeviceError(StorageError, OSError):
-    """The device failed at slot headers or at several records; the tier is off until it answers again."""
+    """The device failed at slot headers or at several records; the tier is off until it responds again."""
 
 
 class StorageTimeoutError(StorageError, TimeoutError):
-    """The storage did not answer within the deadline."""
+    """The storage did not respond within the deadline."""
 
 
 class ConnectorNotFoundError(StorageError, ConfigurationError):
-    """No connector of the configured name; the message says what to install."""
+    """There is no connector of the configured name; the message says what to install."""
 
 
 class ServiceError(FdcacheError):
-    """Something between a service and its clients."""
+    """Base class of errors between a service and its clients."""
 
 
 class ServiceUnavailableError(ServiceError):
-    """No service answered in time."""
+    """No service responded in time."""
 
 
 class ProtocolError(ServiceError):
-    """A message that cannot be understood, or that breaks a limit."""
+    """A message cannot be decoded or exceeds a limit."""
 
 
 class RefusedError(ServiceError):
@@ -163,4 +210,4 @@ class RefusedError(ServiceError):
 
 
 class ServiceRunningError(ServiceError):
-    """Another service serves this address, or holds this arena; the message has its process id."""
+    """Another service uses this address or arena; the message has its process id."""

@@ -1,8 +1,11 @@
 """Chained block hashes: the keys of every tier.
 
-A block's hash covers its tokens, everything before it, and what else decides its KV: model and layout (the
-fingerprint), tenant, adapter, multimodal items, and the tokens after it where draft layers look ahead. docs/format.md
-writes every byte down.
+    root = root_hash(layout.fingerprint)
+    hashes = hash_blocks(prompt_tokens, layout.block_size, parent=root)     # shape (blocks, 32)
+
+A block's hash covers its tokens, everything before it, and whatever else determines its KV: model and layout (the
+fingerprint), tenant, adapter, multimodal items, and the tokens after it if draft layers look ahead. docs/format.md
+defines every byte.
 """
 
 from __future__ import annotations
@@ -24,14 +27,19 @@ TENANT_BYTES = 16
 NO_TENANT = bytes(TENANT_BYTES)
 
 Tokens: TypeAlias = "Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | array[int]"
-"""Token ids: list or tuple of int, or a one-dimensional int32 or int64 array; each must fit an int32."""
+"""Token ids: list or tuple of int, or a one-dimensional int32 or int64 array. Each must fit an int32."""
 
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """An image, clip or the like whose placeholders are the tokens [offset, offset + length) of a request.
+    """An image, clip or the like, whose placeholders are the tokens [offset, offset + length) of a request.
 
-    ``hash`` identifies its content; text and bytes never count as equal. Raises ``HashingError``.
+        MultimodalItem(offset=12, length=576, hash="sha256:...")
+
+    ``hash`` identifies the content; a text and bytes are never equal.
+
+    Raises:
+        HashingError: a field is out of range.
     """
 
     offset: int
@@ -47,14 +55,19 @@ class MultimodalItem:
 
 
 class TokenBlocks(_core.TokenBlocks):
-    """The tokens of one request and the hashes of its full blocks, growing at the end.
+    """Tokens of one request and the hashes of its full blocks.
 
-    With ``lookahead`` a block's hash covers that many tokens after it, and is there once they are. ``append`` takes
-    an int or ``Tokens`` and hashes the blocks that it completes; a call that raises ``HashingError`` changes nothing.
-    ``hashes`` (num_blocks, 32) and ``tokens`` (num_tokens,) are read-only snapshots that copy nothing and stay valid
-    and unchanged while the request grows.
+        blocks = TokenBlocks(64, root_hash(layout.fingerprint))
+        blocks.append(prompt_tokens)
+        blocks.hashes     # shape (num_blocks, 32)
 
-    Raises ``HashingError`` for a bad block size, root or look-ahead, or items that overlap or are out of order.
+    ``append`` takes an int or ``Tokens`` and hashes the blocks that become full. If it raises ``HashingError``, it
+    changes nothing. With ``lookahead`` a block's hash covers that many tokens after it, and exists once they do.
+    ``hashes`` and ``tokens`` (num_tokens,) are read-only snapshots without a copy; they stay valid and unchanged
+    while the request grows.
+
+    Raises:
+        HashingError: a bad block size, root or look-ahead, or items that overlap or are out of order.
     """
 
     __slots__ = ()
@@ -72,12 +85,12 @@ class TokenBlocks(_core.TokenBlocks):
 
 
 def root_hash(fingerprint: bytes, tenant: str | None = None) -> bytes:
-    """The 32 bytes that stand before the first block: one chain for each layout fingerprint and tenant."""
+    """Return the parent hash (32 bytes) of first blocks: one chain for each layout fingerprint and tenant."""
     return _core.root_hash(fingerprint, _encode("tenant", tenant))
 
 
 def tenant_key(tenant: str | None) -> bytes:
-    """The 16 bytes that stand for a tenant where its name is nobody's business; zeros for no tenant."""
+    """Return 16 bytes that identify a tenant without its name; zeros for no tenant."""
     name = _encode("tenant", tenant)
     return NO_TENANT if name is None else hashlib.sha256(b"fdcache.tenant.1" + name).digest()[:TENANT_BYTES]
 
@@ -92,12 +105,19 @@ def hash_blocks(
     multimodal: Sequence[MultimodalItem] = (),
     lookahead: int = 0,
 ) -> HashArray:
-    """The hashes of the full blocks in ``tokens``, shape (blocks, 32).
+    """Return the hashes of the full blocks in ``tokens``, shape (blocks, 32).
 
-    ``tokens`` begin at token ``start`` of the request, a multiple of ``block_size``; ``parent`` is the hash
-    of the block before them, or the root when ``start`` is 0. With ``lookahead`` a hash covers that many tokens
-    after its block. Blocks whose tokens are not all there are left out. Raises ``HashingError`` naming the first
-    token that is not an integer of 32 bits.
+    Args:
+        tokens: token ids from token ``start`` of the request on. An incomplete block at the end is left out.
+        block_size: tokens of a block.
+        parent: hash of the block before ``start``; the root if ``start`` is 0.
+        start: position of the first token, a multiple of ``block_size``.
+        adapter_id: LoRA adapter or the like.
+        multimodal: items of the request, in order, without overlaps.
+        lookahead: tokens after a block that its hash covers.
+
+    Raises:
+        HashingError: a token is not a 32-bit integer; the message names the first one.
     """
     return _core.hash_blocks(
         tokens, block_size, parent, start, _extra_keys(adapter_id, multimodal), lookahead
@@ -107,10 +127,10 @@ def hash_blocks(
 def get_block_hash_extra_keys(
     items: Sequence[MultimodalItem] | None, start: int, end: int, mm_idx: int
 ) -> tuple[int, list[str | bytes]]:
-    """The keys of the items that the block of tokens [start, end) meets, searching from item ``mm_idx`` on.
+    """Return where to search next, and the keys of the items that overlap the tokens [start, end) of a block.
 
-    Also returns the index from which to search for the next block. An item that crosses ``end`` is met again
-    by the next block; one that ends at ``start``, or starts at ``end``, is outside.
+    The search starts at item ``mm_idx``. An item that crosses ``end`` overlaps the next block, too; one that ends at
+    ``start``, or starts at ``end``, does not overlap.
     """
     if not items:
         return mm_idx, []

@@ -1,7 +1,9 @@
-"""Enums and records that travel between rooms and processes.
+"""Plans, reports and the enums in them: plain data between scheduler, workers and service.
 
-Plans and reports are plain data: they hold no handle, pointer or lock, pickle and pack with msgpack
-(``encode``/``decode_plan``/``decode_report``), and mean the same on every rank.
+    data = encode(plan)                                 # in the scheduler
+    controller.submit_swap_tasks(decode_plan(data))     # in a worker
+
+They contain no handle, pointer or lock, can be pickled or packed with msgpack, and mean the same on every rank.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ HashArray = NDArray[np.uint8]
 """Block hashes, shape (blocks, 32)."""
 
 SLOT_HEADER_BYTES = 128
-"""Bytes of the header that stands beside each record."""
+"""Bytes of the header of each record."""
 
 EXTENT_BYTES = 64 << 20
-"""Most bytes of an extent of a worker's own arena, unless one record needs more. No record and no copy crosses two."""
+"""Maximum size of an extent of a worker's own arena, unless one record is larger. No record or copy spans two."""
 
 
 class CacheLevel(StrEnum):
@@ -58,7 +60,7 @@ class CacheLevel(StrEnum):
 
 
 class CacheStatus(StrEnum):
-    """Where one block is, or is going."""
+    """Place of one block, or the copy in flight to it."""
 
     DEVICE = "device"
     HOST = "host"
@@ -70,7 +72,7 @@ class CacheStatus(StrEnum):
 
 
 class SwapPurpose(StrEnum):
-    """Why blocks are copied; loads go first, backups last. Stores and prefetches move between host and storage."""
+    """Reason for a copy. Loads go first, backups last. Stores and prefetches copy between host and storage."""
 
     LOAD = "load"
     EVICT = "evict"
@@ -80,7 +82,7 @@ class SwapPurpose(StrEnum):
 
 
 class BlockNode(msgspec.Struct, kw_only=True, frozen=True):
-    """One findable block of one tier at one moment. Hashable; ``parent`` is the slot above it, None at the root."""
+    """Snapshot of one block of one tier. Hashable; ``parent`` is the slot of its parent, None for a first block."""
 
     block_id: int
     generation: int
@@ -95,12 +97,12 @@ class BlockNode(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def is_leaf(self) -> bool:
-        """Whether no block of this tier continues it."""
+        """True if the block has no children in this tier."""
         return self.children == 0
 
     @property
     def is_swapping(self) -> bool:
-        """Whether a copy into its slot is under way."""
+        """True while a copy into its slot is in flight."""
         return self.cache_status not in (CacheStatus.DEVICE, CacheStatus.HOST, CacheStatus.STORAGE)
 
 
@@ -156,9 +158,9 @@ class CacheSwapMetadata(msgspec.Struct, kw_only=True):
 
 
 class StorageTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One transfer between host and storage: a plan by itself, with its own report, for disks take their time.
+    """One transfer between host and storage. It has its own plan id and report, since disks are slow.
 
-    ``timeout``: seconds after which a rank begins nothing more of it.
+    ``timeout``: seconds after which a rank starts no further block of it.
     """
 
     plan_id: int
@@ -166,12 +168,12 @@ class StorageTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     timeout: float
 
     def swaps(self) -> tuple[CacheSwapMetadata, ...]:
-        """The transfer."""
+        """Return the transfer."""
         return (self.swap,)
 
 
 class StorageScan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What one rank's storage held when it was opened: parallel arrays, element i is one block in one slot."""
+    """Blocks in one rank's storage when it was opened. Arrays are parallel: element i is one block in one slot."""
 
     rank: int
     capacity: int
@@ -184,14 +186,16 @@ class StorageScan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
 
 class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What every rank copies for one scheduler step.
+    """Copies of every rank for one scheduler step.
 
-    Evictions empty device slots that loads and the step itself then write, so a worker orders loads and the
-    step's compute after them. Backups only read the device and are ordered after nothing but the compute
-    that wrote their blocks. ``arena`` names the shared arena whose slots it means; None: the worker's own.
+    Evictions read device slots that loads and the step itself then write, so a worker orders both after them. Backups
+    only read the device and are ordered after the compute that wrote their blocks.
 
-    ``storage`` are reported one by one as they end, ``cancelled`` names earlier ones that nobody wants any more;
-    ``clear_storage`` empties the storage before anything of this plan.
+    Args:
+        arena: the shared arena that host slots refer to; None for the worker's own.
+        storage: transfers between host and storage, each reported when it ends.
+        cancelled: ids of earlier storage transfers that are no longer needed.
+        clear_storage: empty the storage before anything else of this plan.
     """
 
     plan_id: int
@@ -204,12 +208,12 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     clear_storage: bool = False
 
     def swaps(self) -> tuple[CacheSwapMetadata, ...]:
-        """The non-empty transfers in the order of execution: evictions, loads, backups."""
+        """Return the transfers in order of execution: evictions, loads, backups."""
         return tuple(swap for swap in (self.evictions, self.loads, self.backups) if swap is not None)
 
     @property
     def plan_ids(self) -> tuple[int, ...]:
-        """The plans in it that every rank reports: itself and its storage tasks."""
+        """Ids that every rank reports: of this plan and of its storage tasks."""
         return (self.plan_id, *(task.plan_id for task in self.storage))
 
 
@@ -253,9 +257,9 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class TransferReport(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One rank's report of one finished plan: a result for each transfer that the plan has.
+    """One rank's report of one finished plan, with a result for each of the plan's transfers.
 
-    ``refused``: the rank never got the plan, so it does nothing of it and reports none of its storage tasks.
+    ``refused``: the rank did not get the plan, and reports none of its storage tasks.
     """
 
     plan_id: int
@@ -265,9 +269,9 @@ class TransferReport(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
     @classmethod
     def refusal(cls, plan: TransferPlan, rank: int, reason: str) -> TransferReport:
-        """The report of a rank that never got the plan, for all of it: its transfers and its storage tasks.
+        """Return the report of a rank that did not get the plan, for its transfers and its storage tasks.
 
-        A plan that a ``CacheController`` was given is reported by ``CacheController.poll``.
+        For a plan that a ``CacheController`` did get, ``CacheController.poll`` returns the report.
         """
         return cls(
             plan_id=plan.plan_id,

@@ -1,4 +1,4 @@
-"""Tasks that run elsewhere: how far one has come, and a hold on it."""
+"""Handle to an asynchronous task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class TransferStatus(StrEnum):
-    """How far a transfer has come."""
+    """State of a transfer."""
 
     PENDING = "pending"
     IN_PROGRESS = "in_progress"
@@ -22,26 +22,29 @@ class TransferStatus(StrEnum):
 
 
 class AsyncTask(Protocol[T_co]):
-    """What a handler needs of the task that it stands for. Its methods may be called from any thread."""
+    """The task behind a handle. Its methods may be called from any thread."""
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until the task has ended; whether it has."""
+        """Wait for the end of the task. Return False after the timeout (seconds, None waits forever)."""
 
     def cancel(self) -> bool:
-        """Take back what has not started; whether there was anything."""
+        """Cancel what has not started. Return False if everything has."""
 
     def status(self) -> TransferStatus:
-        """How far the task has come."""
+        """Return the state of the task."""
 
     def result(self) -> T_co:
-        """The result of a task that has ended."""
+        """Return the result of a task that has ended."""
 
 
 class AsyncTaskHandler(Generic[T_co]):
-    """A hold on a task that runs elsewhere: wait for it, look at it, take back what has not started.
+    """Handle to an asynchronous task.
 
-    A cancel that succeeded is final: whatever the task does later, its status stays ``CANCELLED`` and
-    ``get_result`` raises.
+        handler = controller.handler(plan.plan_id)
+        if handler.wait(timeout=1.0):
+            report = handler.get_result()
+
+    A successful cancel is final: the status stays ``CANCELLED`` and ``get_result`` raises, whatever the task does.
     """
 
     def __init__(self, task: AsyncTask[T_co]) -> None:
@@ -51,23 +54,25 @@ class AsyncTaskHandler(Generic[T_co]):
 
     @property
     def status(self) -> TransferStatus:
-        """How far the task has come."""
+        """State of the task."""
         return TransferStatus.CANCELLED if self._cancelled else self._task.status()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds, None for ever; whether the task has ended or was cancelled."""
+        """Wait up to ``timeout`` seconds (None waits forever). Return True if the task has ended or was cancelled."""
         return self._cancelled or self._task.wait(timeout)
 
     def cancel(self) -> bool:
-        """Take back whatever of the task has not started; False when nothing could be taken back."""
+        """Cancel the part of the task that has not started. Return False if there is none."""
         with self._lock:
             self._cancelled = self._cancelled or self._task.cancel()
             return self._cancelled
 
     def get_result(self, timeout: float | None = None) -> T_co:
-        """The result, waiting up to ``timeout`` seconds for it, None for ever.
+        """Wait up to ``timeout`` seconds (None waits forever) and return the result.
 
-        Raises ``TaskCancelledError`` after a cancel, ``TransferTimeoutError`` when it does not end in time.
+        Raises:
+            TaskCancelledError: the task was cancelled.
+            TransferTimeoutError: the task did not end in time.
         """
         ended = self.wait(timeout)
         if self._cancelled:

@@ -1,1 +1,1 @@
-"""Limits and facilities of the machine: memory, huge pages, folders, process exit."""
+"""The machine: memory limits, huge pages, NUMA nodes, the user's session, process exit."""

@@ -1,4 +1,4 @@
-"""What owns threads and mappings says so in a forked process, and is closed before its own process ends."""
+"""Objects that own threads and mappings: refused in a forked process, shut down when their own process exits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fdcache.errors import FdcacheError, ForkedProcessError
 logger = logging.getLogger(__name__)
 
 _SECONDS_AT_EXIT = 5.0
-"""How long the end of a process waits for copies in flight: they take milliseconds, unless something hangs."""
+"""Longest wait of a process exit for copies in flight, which take milliseconds unless something hangs."""
 
 
 class ProcessGuard:
-    """Remembers the process that made it."""
+    """Remembers the process that created its owner."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -26,7 +26,7 @@ class ProcessGuard:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is that process."""
+        """True in the process that created it."""
         return os.getpid() == self._process
 
     def check(self) -> None:
@@ -34,24 +34,24 @@ class ProcessGuard:
         if not self.is_own:
             raise ForkedProcessError(
                 f"this {self._owner} belongs to process {self._process} and was forked into {os.getpid()}; "
-                "start workers with the 'spawn' method and make one there"
+                "start workers with the 'spawn' method and create one there"
             )
 
 
 class Closable(Protocol):
-    """What ``close_at_exit`` closes."""
+    """An object that ``close_at_exit`` shuts down."""
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End, within ``timeout`` seconds."""
+        """Shut down within ``timeout`` seconds."""
 
 
 _open: weakref.WeakKeyDictionary[Closable, ProcessGuard] = weakref.WeakKeyDictionary()
 
 
 def close_at_exit(owner: Closable, guard: ProcessGuard) -> None:
-    """Shut ``owner`` down when its process ends with it open, as after an exception.
+    """Shut ``owner`` down if its process exits while it is open, as after an exception.
 
-    Exit handlers run last in, first out: registered anew for each owner, this one runs before those of the libraries
+    Exit handlers run last in, first out. Registered again for each owner, this one runs before those of the libraries
     that the owner uses.
     """
     _open[owner] = guard
@@ -60,19 +60,19 @@ def close_at_exit(owner: Closable, guard: ProcessGuard) -> None:
 
 
 def forget_at_exit(owner: Closable) -> None:
-    """``owner`` was shut down."""
+    """Drop an owner that was shut down."""
     _open.pop(owner, None)
 
 
 def _close_all() -> None:
     left = [owner for owner, guard in _open.items() if guard.is_own]
     for owner in left:
-        if owner not in _open:  # another one has closed it
+        if owner not in _open:  # shut down by another owner
             continue
         try:
             owner.shutdown(_SECONDS_AT_EXIT)
         except FdcacheError as error:
-            logger.warning("the process ends with copies in flight: %s", error)
+            logger.warning("the process exits with copies in flight: %s", error)
     if left:
-        # They are closed, and yet frames of the exception or of threads that never end may refer to them.
+        # Frames of the exception or of daemon threads may still refer to them.
         _core.set_leak_warnings(False)
