@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
-from fdcache.replay.items import WorkItem
 from fdcache.replay.trace import read_trace
-from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 from fdcache.settings.cache import CacheSettings
 
 BLOCK = 64

@@ -19,16 +19,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fdcache.errors import ReplayOptionError
-from fdcache.replay.config import ReplayConfig, Verify
+from fdcache.replay.config import (
+    LAPTOP_DEFAULTS,
+    MOST_LAYERS,
+    LayoutName,
+    ReplayConfig,
+    Shape,
+    Verify,
+    layout_of,
+    load_settings,
+)
+from fdcache.replay.devices import DeviceName, device_bytes
 from fdcache.replay.engine import replay as run_replay
-from fdcache.replay.items import WorkItem
-from fdcache.replay.options import LAPTOP_DEFAULTS, MOST_LAYERS, LayoutName, Shape, layout_of, load_settings
-from fdcache.replay.planes import DeviceName, device_bytes
-from fdcache.replay.plot import require_plotting, write_plot
-from fdcache.replay.report import MANAGER_CALLS, Report
-from fdcache.replay.tally import Tally, Traffic
+from fdcache.replay.report import MANAGER_CALLS, Report, require_plotting, write_plot
+from fdcache.replay.statistics import Tally, Traffic
 from fdcache.replay.trace import read_trace
-from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 from fdcache.settings import VARIABLES, Settings, SettingsError
 from fdcache.settings.cache import EvictionPolicy, WritePolicy
 from fdcache.settings.kinds import parse_size, readable_size

@@ -13,8 +13,8 @@ from fdcache import _core
 from fdcache.errors import DeviceError, StreamError
 from fdcache.metadata import TransferPlan
 from fdcache.replay.config import ReplayConfig, Verify
+from fdcache.replay.devices import DeviceName
 from fdcache.replay.engine import replay
-from fdcache.replay.planes import DeviceName
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import CacheSettings, TransferSettings, WritePolicy
 from tests.cuda_stand_in import LOST, REFUSED, Driver

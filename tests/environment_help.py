@@ -341,23 +341,23 @@ def look_at_adapter(look: Look) -> object:
 
 
 def look_at_replay(look: Look) -> object:
-    """The halves that the command `fdcache replay` makes, instead of its workload."""
+    """Look at the manager and controller that the command `fdcache replay` makes, instead of running a workload."""
     from fdcache.replay import engine as replaying
+    from fdcache.replay.ranks import LocalRank
     from fdcache_cli.replay import replay
 
     found: list[object] = []
 
-    class Looking(replaying._Run):
+    class LookingRun(replaying.Run):
         def work(self, *_: object) -> bool:
-            worker = getattr(self._ranks, "_worker", None)
-            blocks = worker._planes.arrays[0].shape[0] if worker else 0
-            controller: Any = (
-                worker and worker._controller
-            )  # the ranks of several have processes of their own
-            found.append(look(Engine(self._manager, controller, blocks)))
+            # Several ranks have processes of their own, whose controllers are out of reach.
+            worker = self.ranks.worker if isinstance(self.ranks, LocalRank) else None
+            blocks = worker.planes.arrays[0].shape[0] if worker else 0
+            controller: Any = worker and worker.controller
+            found.append(look(Engine(self.manager, controller, blocks)))
             return True
 
-    with mock.patch.object(replaying, "_Run", Looking), redirect_stdout(StringIO()):
+    with mock.patch.object(replaying, "Run", LookingRun), redirect_stdout(StringIO()):
         try:
             replay(layers=6, json_output=True)
         except SystemExit as end:

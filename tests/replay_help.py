@@ -7,12 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fdcache.replay.config import ReplayConfig
+from fdcache.replay.config import LayoutName, ReplayConfig, Shape
 from fdcache.replay.engine import replay
-from fdcache.replay.items import WorkItem
-from fdcache.replay.options import LayoutName, Shape
 from fdcache.replay.report import Report
-from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 from fdcache.settings.cache import CacheSettings
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fdcache import KVLayout
-from fdcache.replay.config import PLAIN_SCHEDULING
-from fdcache.replay.options import PLAIN_VALUES
+from fdcache.replay.config import PLAIN_SCHEDULING, PLAIN_VALUES
 from fdcache.settings import Settings
 from fdcache.settings.engine_serving import SchedulingSettings
 

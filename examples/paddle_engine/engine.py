@@ -15,7 +15,7 @@ from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
 from examples.paddle_engine.task import Task
 from examples.paddle_engine.worker import ChunkResult, StepResult
 from fdcache import LoadOutcome, LoadStatus, TransferPlan
-from fdcache.replay.admission import DecodeReserve
+from fdcache.replay.scheduler import DecodeReserve
 
 KVCache = FdcacheBlocks | FreshBlocks
 

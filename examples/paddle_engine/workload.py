@@ -11,8 +11,7 @@ import numpy as np
 from examples.paddle_engine.engine import Engine
 from examples.paddle_engine.kv_cache import Prompt
 from examples.paddle_engine.task import Task
-from fdcache.replay.items import OUTPUT_STREAMS, WorkItem, stream_tokens
-from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.replay.workloads import OUTPUT_STREAMS, WorkItem, WorkloadName, generate, stream_tokens
 
 Answers = Mapping[int, Sequence[int]]
 """The tokens generated for each item, by its index."""

@@ -1,1 +1,1 @@
-"""fdcache beside other systems: Paddle and FastDeploy."""
+"""Integrations with other systems: Paddle and FastDeploy."""

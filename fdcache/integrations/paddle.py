@@ -16,9 +16,9 @@ from fdcache.settings.cache import TransferSettings
 
 
 def current_device(settings: TransferSettings | None = None) -> Device:
-    """The fdcache device of Paddle's current place: CPU memory, or the GPU that ``paddle.set_device`` chose.
+    """Return the device of Paddle's current place: CPU memory, or the GPU chosen with ``paddle.set_device``.
 
-    ``settings`` are those of the controller: they say how the device copies, and what it verifies.
+    ``settings`` are the controller's transfer settings; they decide how the device copies and verifies.
     """
     settings = settings or TransferSettings()
     kind, _, ordinal = paddle.device.get_device().partition(":")
@@ -29,14 +29,14 @@ def current_device(settings: TransferSettings | None = None) -> Device:
 
         return CudaDevice(int(ordinal or 0), settings=settings)
     raise TensorError(
-        f"Paddle's device is {kind}; fdcache knows cpu and gpu, so choose one with paddle.set_device"
+        f"Paddle's device is {kind}; fdcache supports cpu and gpu, so choose one with paddle.set_device"
     )
 
 
 def device_bytes(ranks: int = 1) -> int:
-    """Return the memory of one rank's device, of which ``FDCACHE_DEVICE_MEMORY`` may be a share.
+    """Return the memory of one rank's device in bytes: the current GPU's, or a rank's share of this machine's.
 
-    That is the GPU's that ``paddle.set_device`` chose, or a rank's share of this machine's.
+    ``FDCACHE_DEVICE_MEMORY`` may be a share of it.
     """
     kind, _, ordinal = paddle.device.get_device().partition(":")
     if kind == "gpu":
@@ -45,18 +45,18 @@ def device_bytes(ranks: int = 1) -> int:
 
 
 def current_stream() -> Any | None:
-    """The stream that Paddle computes on, for ``CacheController.submit_swap_tasks``; None where it has none."""
+    """Return the stream that Paddle computes on, for ``CacheController.submit_swap_tasks``; None on a CPU."""
     if paddle.device.get_device().startswith("gpu"):
         return paddle.device.current_stream()
     return None
 
 
 def allocate_planes(layout: KVLayout, num_blocks: int) -> list[paddle.Tensor]:
-    """Zero-filled tensors for ``CacheController.register_kv_cache``: one for each of ``layout.planes``.
+    """Allocate zero-filled tensors for ``CacheController.register_kv_cache``, one per plane of the layout.
 
-    Shapes are (blocks, *plane.shape), on Paddle's current device; a draft layer has ``layout.draft_blocks(num_blocks)``
-    blocks. Paddle keeps the memory, so its kernels use the tensors like any others. The other way round,
-    ``CacheController.initialize_kv_cache(num_blocks, framework="paddle")`` keeps it, and gives it back in ``sleep``.
+    Shapes are (blocks, *plane.shape) on Paddle's current device; a draft layer has ``layout.draft_blocks(num_blocks)``
+    blocks. Paddle owns the memory. To let fdcache own it, and release it in ``sleep``, use
+    ``CacheController.initialize_kv_cache(num_blocks, framework="paddle")`` instead.
     """
     if num_blocks < 1:
         raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
@@ -69,7 +69,7 @@ def _zeros(plane: Plane, num_blocks: int) -> paddle.Tensor:
         place = paddle.CUDAPlace(int(ordinal or 0)) if kind == "gpu" else paddle.CPUPlace()
         tensor: paddle.Tensor = zeros_in_paddle(paddle, plane, num_blocks, place)
         return tensor
-    # Paddle cannot fill fp8, but bytes.
+    # Paddle can fill bytes but not fp8.
     dtype: Any = getattr(paddle, plane.dtype)
     shape = [num_blocks, *plane.shape]
     if plane.dtype.startswith("float8"):
@@ -79,11 +79,11 @@ def _zeros(plane: Plane, num_blocks: int) -> paddle.Tensor:
 
 def _refuse_ipc(*_: object, **__: object) -> Never:
     raise UnsupportedCallError(
-        "KV planes are not passed to another process: the worker that owns the GPU copies its blocks itself; register "
-        "the tensors with CacheController.register_kv_cache in that process, and share host memory between processes "
-        "with `fdcache serve`"
+        "KV planes are not shared with another process: the worker that owns the GPU copies its blocks itself; "
+        "register the tensors with CacheController.register_kv_cache in that process, and share host memory between "
+        "processes with `fdcache serve`"
     )
 
 
 set_data_ipc = share_external_data = unset_data_ipc = _refuse_ipc
-"""The calls with which FastDeploy's former transfer process mapped planes over CUDA IPC: ``UnsupportedCallError``."""
+"""Calls of FastDeploy's former transfer process, which mapped planes over CUDA IPC. Raise ``UnsupportedCallError``."""

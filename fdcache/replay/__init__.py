@@ -1,1 +1,1 @@
-"""Workloads in, engine-like traffic through the real manager and controller, a report out."""
+"""Replay of workloads: engine-like traffic through the real manager and controllers, and a report."""

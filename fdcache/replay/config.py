@@ -1,26 +1,60 @@
-"""ReplayConfig: everything a replay is told beside its workload."""
+"""Configuration of a replay: the model shape, the settings, the options, and the memory they need."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from fdcache.errors import ReplayOptionError
-from fdcache.layout import KVLayout
-from fdcache.replay.planes import DeviceName
+from fdcache.errors import LayoutError, ReplayOptionError
+from fdcache.layout import KVLayout, LayoutOptions
+from fdcache.machine.memory import available_memory
+from fdcache.replay.devices import DeviceName
+from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, MooncakeSettings, StorageTierSettings, TransferSettings
+from fdcache.settings.engine_model import AttentionBackend, AttentionSettings
 from fdcache.settings.engine_serving import SchedulingSettings
+from fdcache.settings.kinds import readable_size
+from fdcache.tiers.host import host_block_bytes
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "int8": "int8"}
+"""Short names of element types; the full names of ``KVLayout`` work too."""
 
 PLAIN_SCHEDULING = SchedulingSettings(decode_blocks=1, prefill_reserve=0)
-"""A block at a time for decodes, and no reserve for them when a new request is admitted."""
+"""Decodes get one block at a time, and admission keeps no reserve for them."""
+
+PLAIN_VALUES: Mapping[str, int | str] = {
+    "FD_ENC_DEC_BLOCK_NUM": 1,
+    "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL": 0,
+}
+"""``PLAIN_SCHEDULING`` as defaults of variables."""
+
+LAPTOP_DEFAULTS: Mapping[str, int | str] = {
+    "FDCACHE_DEVICE_BLOCKS": 1024,
+    "FDCACHE_HOST_MEMORY": "64MiB",
+    "FDCACHE_STORAGE_SIZE": "1GiB",
+    **PLAIN_VALUES,
+}
+"""Defaults of a replay for variables that neither an option nor the environment sets."""
+
+MOST_LAYERS = 1024
+"""Maximum number of main or draft layers; every plane of every layer is a tensor of its own."""
 
 SAMPLE_EVERY = 8
-"""``Verify.SAMPLE`` compares every so many blocks of a reused prefix, and its last."""
+"""``Verify.SAMPLE`` compares every 8th block of a reused prefix, and its last block."""
+
+
+class LayoutName(StrEnum):
+    """Layouts that a replay can build."""
+
+    UNIFORM = "uniform"
+    MLA = "mla"
+    FP8 = "fp8"
 
 
 class Verify(StrEnum):
-    """How many of the reused blocks are compared with what they must hold."""
+    """Share of the reused blocks whose bytes are compared."""
 
     OFF = "off"
     SAMPLE = "sample"
@@ -28,16 +62,60 @@ class Verify(StrEnum):
 
     @property
     def every(self) -> int:
-        """The distance between compared blocks; 0 compares none."""
+        """Distance between compared blocks; 0 compares none."""
         return {Verify.OFF: 0, Verify.SAMPLE: SAMPLE_EVERY, Verify.ALL: 1}[self]
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayConfig:
-    """One replay. ``layout.tp_size`` ranks; ``speed`` None is as fast as possible.
+class Shape:
+    """Shape of a small model. ``mla`` caches one latent of ``kv_heads * head_dim`` elements per token."""
 
-    ``load_failures`` is the share of loads into the device that are made to fail, from 0 to 1.
-    Raises ``ReplayOptionError`` naming the option that is out of range.
+    layout: LayoutName = LayoutName.UNIFORM
+    layers: int = 2
+    draft_layers: int = 0
+    kv_heads: int = 1
+    head_dim: int = 16
+    dtype: str = "bf16"
+
+    def build(self, block_size: int, ranks: int) -> KVLayout:
+        """Build the layout of one rank. Raises ``ReplayOptionError`` for an invalid shape."""
+        dtype = DTYPES.get(self.dtype, self.dtype)
+        common = LayoutOptions(
+            model="replay",
+            revision="1",
+            num_layers=self.layers,
+            num_draft_layers=self.draft_layers,
+            tp_size=ranks,
+        )
+        try:
+            if self.layout is LayoutName.FP8:
+                return KVLayout.block_fp8(
+                    block_size=block_size, kv_heads=self.kv_heads, head_dim=self.head_dim, **common
+                )
+            if self.layout is LayoutName.MLA:
+                latent_dim = self.kv_heads * self.head_dim
+                return KVLayout.mla(block_size=block_size, latent_dim=latent_dim, dtype=dtype, **common)
+            return KVLayout.uniform(
+                block_size=block_size, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype, **common
+            )
+        except LayoutError as error:
+            raise ReplayOptionError("--dtype" if "dtype" in str(error) else "--layout", str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    """Options of one replay.
+
+        layout = Shape(layers=4).build(block_size=64, ranks=1)
+        config = ReplayConfig(layout, CacheSettings(device_blocks=512, host_memory=1 << 30))
+
+    The replay runs ``layout.tp_size`` ranks. Raises ``ReplayOptionError`` naming an option that is out of range.
+
+    Attributes:
+        concurrency: maximum number of running requests.
+        chunk_tokens: maximum number of tokens computed in one step.
+        speed: clock of the workload relative to the wall clock; None runs as fast as possible.
+        load_failures: share of loads into the device that fail, from 0 to 1.
     """
 
     layout: KVLayout
@@ -70,10 +148,60 @@ class ReplayConfig:
         if self.seed < 0:
             raise ReplayOptionError("--seed", f"{self.seed} is below 0")
         if self.load_failures and self.device is not DeviceName.CPU:
-            raise ReplayOptionError("--load-failures", "failures are made on the CPU device only")
+            raise ReplayOptionError("--load-failures", "failures can be injected on the CPU device only")
         if not 0 <= self.load_failures <= 1:
             raise ReplayOptionError("--load-failures", f"{self.load_failures} is not between 0 and 1")
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Return the number of blocks that hold ``tokens`` tokens."""
         return -(-tokens // self.layout.block_size)
+
+
+def layout_of(attention: AttentionSettings) -> LayoutName:
+    """Return the layout of the engine's attention backend."""
+    return LayoutName.MLA if attention.backend is AttentionBackend.MLA_ATTN else LayoutName.UNIFORM
+
+
+def load_settings(given: Mapping[str, object]) -> Settings:
+    """Load the settings: options first, then the environment, then ``LAPTOP_DEFAULTS``.
+
+    ``given`` maps variable names to option values, None for an option that was left out. Raises ``SettingsError`` for
+    values out of range.
+    """
+    return Settings.load(arguments=given, defaults=LAPTOP_DEFAULTS)
+
+
+def require_memory(config: ReplayConfig) -> None:
+    """Raise ``ReplayOptionError`` if the tiers do not fit in memory, naming the option and a size that fits."""
+    layout, ranks = config.layout, config.layout.tp_size
+    free = available_memory().nbytes
+    block_bytes = sum(plane.device_stride for plane in layout.planes)
+    device = config.cache.device_blocks * block_bytes * ranks
+    if device > free:
+        fits = free // (block_bytes * ranks)
+        if not fits:
+            raise ReplayOptionError(
+                "--device-blocks",
+                f"not one block of {readable_size(block_bytes)} on {ranks} ranks fits into the "
+                f"{readable_size(free)} that are free; make --block-size, --layers, --kv-heads or --head-dim smaller",
+            )
+        raise ReplayOptionError(
+            "--device-blocks",
+            f"{config.cache.device_blocks} blocks of {readable_size(block_bytes)} on {ranks} ranks take "
+            f"{readable_size(device)}, but {readable_size(free)} are free; at most {fits} would fit",
+        )
+    if config.cache.server is not None:
+        return
+    host, host_block = config.cache.host_memory, host_block_bytes(layout)
+    if host > free - device:
+        raise ReplayOptionError(
+            "--host-memory",
+            f"{readable_size(host)}, beside {readable_size(device)} of device blocks, do not fit into the "
+            f"{readable_size(free)} that are free; at most {readable_size(free - device)} would fit",
+        )
+    if 0 < host < host_block:
+        raise ReplayOptionError(
+            "--host-memory",
+            f"{readable_size(host)} hold no block of {readable_size(host_block)}; give at least {host_block} bytes, "
+            "or 0 to do without a host tier",
+        )

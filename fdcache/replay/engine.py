@@ -1,4 +1,4 @@
-"""replay(): a workload through the real manager and controllers, one step planned ahead of the ranks."""
+"""Run a workload through the real manager and controllers, one step planned ahead of the ranks."""
 
 from __future__ import annotations
 
@@ -6,29 +6,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from fdcache.manager import CacheManager
-from fdcache.replay.arrivals import Arrivals
-from fdcache.replay.config import ReplayConfig
-from fdcache.replay.faults import LoadFaults
-from fdcache.replay.items import WorkItem
-from fdcache.replay.memory import require_memory
+from fdcache.replay.config import ReplayConfig, require_memory
+from fdcache.replay.devices import LoadFaults
+from fdcache.replay.jobs import Step
 from fdcache.replay.messages import StepOrder
 from fdcache.replay.ranks import Ranks, start_ranks
 from fdcache.replay.report import Report, build_report
 from fdcache.replay.scheduler import Scheduler
-from fdcache.replay.settle import Settlement
-from fdcache.replay.step import Step
-from fdcache.replay.stopwatch import Stopwatch
-from fdcache.replay.tally import Tally
-from fdcache.replay.timeline import Timeline
-from fdcache.replay.worker import WorkerSpec
+from fdcache.replay.statistics import Stopwatch, Tally, Timeline
+from fdcache.replay.worker import StartProgress, WorkerSpec
+from fdcache.replay.workloads import Arrivals, WorkItem
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_lookup
 
 STEPS_AHEAD = 2
-"""Steps sent and not yet answered, at most: the one being computed and the one planned ahead of it."""
+"""Maximum number of steps in flight: the one being computed and the one planned ahead of it."""
 
 _STALL_SECONDS = 60.0
 _DRAIN_SECONDS = 60.0
@@ -36,7 +29,7 @@ _IDLE_SECONDS = 0.0005
 _LONGEST_SLEEP = 0.05
 
 Progress = Callable[[Tally], None]
-"""Called after every step with the counts so far."""
+"""Callback after every step, with the counts so far."""
 
 
 def replay(
@@ -44,15 +37,17 @@ def replay(
     config: ReplayConfig,
     *,
     on_progress: Progress | None = None,
-    on_start: Callable[[str, int, int], None] | None = None,
+    on_start: StartProgress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """Run a workload to its end, or until ``should_stop``; returns the report of what was done by then.
+    """Run a workload to its end, or until ``should_stop`` returns True, and report on it.
 
-    ``on_start`` is told what a rank does before it begins, how much of it is done, and how much there is.
-    Raises ``ReplayOptionError`` when the machine has not the memory, ``ReplayError`` when a rank is lost or
-    nothing can make progress, ``TraceError`` for a bad trace line. Ranks and their memory are gone
-    afterwards, whatever happens.
+        report = replay(generate(WorkloadName.CHAT, requests=100, seed=0), config)
+        assert report.clean
+
+    ``on_start`` receives the progress of each rank's start: an activity, the amount done, the total. Ranks and their
+    memory are released in any case. Raises ``ReplayOptionError`` if the machine lacks the memory, ``ReplayError`` if a
+    rank is lost or no progress is possible, ``TraceError`` for an invalid trace line.
     """
     require_memory(config)
     lookup = open_lookup(ConnectorContext(config.layout, None, config.storage, config.mooncake))
@@ -71,99 +66,89 @@ def replay(
     with manager:
         ranks = start_ranks(spec, config.layout.tp_size, on_start)
         try:
-            run = _Run(items, config, manager, ranks)
+            run = Run(items, config, manager, ranks)
             run.restore_storage()
             interrupted = run.work(on_progress, should_stop)
             run.drain()
-            return run.report(config, interrupted)
+            return run.report(interrupted)
         finally:
             ranks.close()
 
 
-class _Run:
-    """One replay under way."""
+class Run:
+    """One replay from its first step to its report."""
 
     def __init__(
         self, items: Iterator[WorkItem], config: ReplayConfig, manager: CacheManager, ranks: Ranks
     ) -> None:
+        self.manager = manager
+        self.ranks = ranks
         self.tally = Tally()
-        self.watch = Stopwatch()
-        self.timeline = Timeline()
-        self._manager = manager
-        self._ranks = ranks
-        self._num_ranks = config.layout.tp_size
-        self._has_storage = config.storage.is_on
-        arrivals = Arrivals(items, config.speed, window=64 + 4 * config.concurrency)
-        self._arrivals = arrivals
-        self._scheduler = Scheduler(config, manager, arrivals, self.tally, self.watch)
-        self._settlement = Settlement(
-            manager,
-            self._scheduler,
-            self.tally,
-            self.watch,
-            keeps_preempted_output=config.scheduling.save_preempted_output,
-        )
-        self._sent: deque[Step] = deque()
+        self._config = config
+        self._watch = Stopwatch()
+        self._timeline = Timeline()
+        self._arrivals = Arrivals(items, config.speed, window=64 + 4 * config.concurrency)
+        self._scheduler = Scheduler(config, manager, self._arrivals, self.tally, self._watch)
+        self._in_flight: deque[Step] = deque()
         self._start = time.monotonic()
         self._last_progress = 0.0
 
-    def now(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._start
+    def restore_storage(self) -> None:
+        """Restore the blocks that earlier runs left in the ranks' local storage."""
+        if not self._config.storage.is_on:
+            return
+        self.ranks.send(_empty_order())
+        scans = [result.scan for result in self.ranks.receive() if result.scan is not None]
+        if scans:
+            self.tally.storage_restored = self.manager.restore_storage(scans)
 
     def work(self, on_progress: Progress | None, should_stop: Callable[[], bool]) -> bool:
-        """Plan, send, settle until the workload has ended; returns whether it was stopped before."""
-        while not (self._scheduler.done and not self._sent):
+        """Run steps until the workload has ended; return True if ``should_stop`` ended it earlier."""
+        while not (self._scheduler.done and not self._in_flight):
             if should_stop():
                 return True
-            now = self.now()
+            now = self._now()
             sent = self._send_next(now)
-            if len(self._sent) >= STEPS_AHEAD or (self._sent and not sent):
-                self._settle_oldest()
+            if len(self._in_flight) >= STEPS_AHEAD or (self._in_flight and not sent):
+                self._receive_oldest()
                 if on_progress is not None:
                     on_progress(self.tally)
             elif not sent:
                 self._idle(now)
-            self.timeline.record(now, self.tally, self._manager)
+            self._timeline.record(now, self.tally, self.manager)
         return False
 
-    def restore_storage(self) -> None:
-        """Take up what the ranks' local storage holds from earlier runs."""
-        if not self._has_storage:
-            return
-        nothing = np.empty((6, 0), dtype=np.int32)
-        self._ranks.send(StepOrder([], nothing, nothing[0]))
-        scans = [result.scan for result in self._ranks.receive() if result.scan is not None]
-        if scans:
-            self.tally.storage_restored = self._manager.restore_storage(scans)
-
     def drain(self) -> None:
-        """Settle what was sent, release every request, and wait for all copies."""
-        while self._sent:
-            self._settle_oldest()
+        """Wait for the steps in flight, release every request, and wait for all copies."""
+        while self._in_flight:
+            self._receive_oldest()
         self._scheduler.abort()
-        self._manager.pause()  # no more backups of its own accord
-        deadline = self.now() + _DRAIN_SECONDS
-        while self._send_next(self.now(), admit=False) or self._settlement.copies_in_flight:
+        self.manager.pause()  # plan no further backups
+        deadline = self._now() + _DRAIN_SECONDS
+        while self._send_next(self._now(), admit=False) or self._scheduler.copies_in_flight:
             self._poll()
-            if self.now() > deadline:
-                break  # what is still held then is reported as leaked
-        self.timeline.record(self.now(), self.tally, self._manager, last=True)
+            if self._now() > deadline:
+                break  # the report counts slots that are still held as leaked
+        self._timeline.record(self._now(), self.tally, self.manager, last=True)
 
-    def report(self, config: ReplayConfig, interrupted: bool) -> Report:
-        """What was found; to be asked for when drained."""
+    def report(self, interrupted: bool) -> Report:
+        """Build the report; call it after ``drain``."""
         return build_report(
-            config,
-            self._manager,
+            self._config,
+            self.manager,
             self.tally,
-            self.watch,
-            self.timeline,
-            wall_seconds=self.now(),
+            self._watch,
+            self._timeline,
+            wall_seconds=self._now(),
             interrupted=interrupted,
         )
 
+    def _now(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self._start
+
     def _send_next(self, now: float, *, admit: bool = True) -> bool:
-        planned = self._scheduler.plan(now, self._settlement.copies_in_flight, admit=admit)
+        planned = self._scheduler.plan(now, admit=admit)
         if planned is None:
             return False
         self._send(*planned)
@@ -172,27 +157,23 @@ class _Run:
         return True
 
     def _send(self, step: Step, order: StepOrder) -> None:
-        for plan in order.plans:
-            for plan_id in plan.plan_ids:
-                self._settlement.expect(plan_id, self._num_ranks)
-        self._ranks.send(order)
-        self._sent.append(step)
+        self.ranks.send(order)
+        self._in_flight.append(step)
 
-    def _settle_oldest(self) -> None:
-        step = self._sent.popleft()
-        self._settlement.settle(step, self._ranks.receive(), self.now())
+    def _receive_oldest(self) -> None:
+        step = self._in_flight.popleft()
+        self._scheduler.update(step, self.ranks.receive(), self._now())
 
     def _poll(self) -> None:
-        """Ask the ranks for finished copies without computing anything."""
-        if not self._sent:
-            nothing = np.empty((6, 0), dtype=np.int32)
-            self._send(Step(), StepOrder([], nothing, nothing[0]))
-        self._settle_oldest()
+        """Collect finished copies from the ranks, with an empty step if none is in flight."""
+        if not self._in_flight:
+            self._send(Step(), _empty_order())
+        self._receive_oldest()
         time.sleep(_IDLE_SECONDS)
 
     def _idle(self, now: float) -> None:
-        """Nothing can be planned: wait for copies, for an arrival, or for a deferred request's turn."""
-        if self._settlement.copies_in_flight:
+        """Wait for copies, for an arrival, or for the retry of a deferred match."""
+        if self._scheduler.copies_in_flight:
             self._poll()
             return
         arrival = self._arrivals.next_arrival()
@@ -202,3 +183,7 @@ class _Run:
             return
         self._scheduler.require_progress(now - self._last_progress, _STALL_SECONDS)
         time.sleep(_IDLE_SECONDS)
+
+
+def _empty_order() -> StepOrder:
+    return Step().build_order([], [])

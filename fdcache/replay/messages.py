@@ -1,4 +1,4 @@
-"""What the scheduler tells every rank for one step, and what a rank answers."""
+"""Messages between the scheduler and the ranks: one order per step, one result per rank, packed with msgpack."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ Int32Array = NDArray[np.int32]
 class StepOrder:
     """One step: the plans to submit, then the tokens to compute.
 
-    ``segments``, shape (6, n), has the rows sequence, start, end, keep, grow, verify of
-    ``PatternModel.prepare``; ``blocks`` are the new entries of all block tables. ``begins`` gives sequences
-    their tokens before the step, ``ends`` names those to forget.
+    Attributes:
+        segments: shape (6, n), with the rows sequence, start, end, keep, grow, verify of ``PatternModel.prepare``.
+        blocks: new entries of all block tables, concatenated.
+        begins: sequences that start with this step, with their tokens.
+        ends: sequences that the ranks can forget.
     """
 
     plans: list[TransferPlan]
@@ -40,10 +42,15 @@ class StepOrder:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of one step: blocks compared, the (segment, block) pairs that differ, finished transfers.
+    """Result of one step on one rank.
 
-    ``peak_rss_bytes`` is that of the process that computed it. ``scan`` is what the rank's storage held, in its
-    first answer, ``storage`` the storage's counts so far.
+    Attributes:
+        verified: number of blocks compared.
+        differing: (segment, block) pairs whose bytes differ.
+        reports: reports of finished transfers.
+        peak_rss_bytes: peak memory of the rank's process.
+        scan: contents of the rank's storage; in its first result only.
+        storage: counts of the storage so far.
     """
 
     verified: int
@@ -56,9 +63,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """What a rank does before its first order, how much of it is done, and how much there is."""
+    """Progress of a rank's start: an activity, the amount done, the total."""
 
-    what: str
+    activity: str
     done: int
     total: int
 
@@ -88,7 +95,7 @@ _result_decoder = msgspec.msgpack.Decoder(_ResultWire)
 
 
 class RankError(Exception):
-    """A rank could not carry out a step; the text is its own."""
+    """A rank failed to execute a step. The message is the rank's."""
 
 
 def encode_order(order: StepOrder) -> bytes:
@@ -101,7 +108,7 @@ def encode_order(order: StepOrder) -> bytes:
 
 
 def decode_order(data: bytes) -> StepOrder:
-    """Unpack an order. Raises ``msgspec.DecodeError`` for anything else."""
+    """Unpack an order. Raises ``msgspec.DecodeError`` for other messages."""
     wire = _order_decoder.decode(data)
     return StepOrder(
         plans=[decode_plan(plan) for plan in wire.plans],
@@ -127,17 +134,17 @@ def encode_result(result: StepResult) -> bytes:
 
 
 def encode_failure(message: str) -> bytes:
-    """Pack the answer of a rank that cannot go on."""
+    """Pack the last answer of a rank that failed."""
     return _encoder.encode(_ResultWire(0, [], [], 0, message))
 
 
-def encode_starting(what: str, done: int, total: int) -> bytes:
-    """Pack a word of progress."""
-    return _encoder.encode(_ResultWire(0, [], [], 0, starting=(what, done, total)))
+def encode_starting(activity: str, done: int, total: int) -> bytes:
+    """Pack the progress of a rank's start."""
+    return _encoder.encode(_ResultWire(0, [], [], 0, starting=(activity, done, total)))
 
 
 def decode_result(data: bytes) -> StepResult | Starting:
-    """Unpack what a rank says. Raises ``RankError`` for the answer of a rank that cannot go on."""
+    """Unpack a rank's message. Raises ``RankError`` if the rank failed."""
     wire = _result_decoder.decode(data)
     if wire.error is not None:
         raise RankError(wire.error)

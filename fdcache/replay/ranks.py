@@ -1,4 +1,4 @@
-"""The ranks of a replay: one in this process, or one process each."""
+"""The ranks of a replay: a single one in this process, several in processes of their own."""
 
 from __future__ import annotations
 
@@ -23,37 +23,38 @@ from fdcache.replay.messages import (
     encode_result,
     encode_starting,
 )
-from fdcache.replay.worker import Progress, RankWorker, WorkerSpec
+from fdcache.replay.worker import RankWorker, StartProgress, WorkerSpec
 
 STEP_TIMEOUT = 120.0
-"""Seconds a rank process has for one step before the run is given up."""
+"""Seconds that a rank process has for one step before the run fails."""
 
 _STOP = b""
 
 
 class Ranks(Protocol):
-    """Every rank of the engine. Orders are carried out in the order sent; each is answered once."""
+    """All ranks of the engine. They execute orders in sequence and answer each once."""
 
     def send(self, order: StepOrder) -> None:
-        """Hand every rank the next step without waiting for it."""
+        """Send the next step to every rank, without waiting for results."""
 
     def receive(self) -> list[StepResult]:
-        """The answers to the oldest unanswered order, by rank. Raises ``ReplayError`` for a lost rank."""
+        """Return the results of the oldest unanswered order, by rank. Raises ``ReplayError`` for a lost rank."""
 
     def close(self) -> None:
-        """End the ranks and give their memory back; harmless when done before."""
+        """End the ranks and release their memory. Idempotent."""
 
 
-def start_ranks(spec: WorkerSpec, count: int, on_start: Progress | None = None) -> Ranks:
-    """One rank in this process, several in processes of their own; ``on_start`` hears of their memory and storage."""
+def start_ranks(spec: WorkerSpec, count: int, on_start: StartProgress | None = None) -> Ranks:
+    """Start a single rank in this process, or several in processes of their own."""
     return LocalRank(spec, on_start) if count == 1 else RankProcesses(spec, count, on_start)
 
 
 class LocalRank:
-    """A single rank, whose steps run when their answer is asked for: after the next one was planned."""
+    """A single rank in this process. A step runs when its result is received, after the next one is planned."""
 
-    def __init__(self, spec: WorkerSpec, on_start: Progress | None = None) -> None:
-        self._worker: RankWorker | None = RankWorker(spec, 0, on_start)
+    def __init__(self, spec: WorkerSpec, on_start: StartProgress | None = None) -> None:
+        self.worker = RankWorker(spec, 0, on_start)
+        self._closed = False
         self._orders: deque[StepOrder] = deque()
 
     def send(self, order: StepOrder) -> None:
@@ -61,22 +62,20 @@ class LocalRank:
         self._orders.append(order)
 
     def receive(self) -> list[StepResult]:
-        """Carry out the oldest order."""
-        if self._worker is None:
-            raise ReplayError("the rank was closed")
-        return [self._worker.execute(self._orders.popleft())]
+        """Execute the oldest order."""
+        return [self.worker.execute(self._orders.popleft())]
 
     def close(self) -> None:
         """Shut the rank down."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
+        if not self._closed:
+            self._closed = True
+            self.worker.close()
 
 
 class RankProcesses:
-    """Spawned ranks, spoken to over pipes in msgpack."""
+    """One spawned process per rank, with a pipe to each."""
 
-    def __init__(self, spec: WorkerSpec, count: int, on_start: Progress | None = None) -> None:
+    def __init__(self, spec: WorkerSpec, count: int, on_start: StartProgress | None = None) -> None:
         self._on_start = on_start
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
@@ -92,7 +91,7 @@ class RankProcesses:
                 theirs.close()
                 self._pipes.append(ours)
                 self._processes.append(process)
-            self.receive()  # every rank answers once before its first order, when its memory is there
+            self.receive()  # every rank answers once when it has started
         except BaseException:
             self.close()
             raise
@@ -107,19 +106,19 @@ class RankProcesses:
                 raise self._lost(rank) from error
 
     def receive(self) -> list[StepResult]:
-        """Wait for every rank's answer."""
+        """Wait for the result of every rank."""
         return [self._receive_from(rank) for rank in range(len(self._pipes))]
 
     def _receive_from(self, rank: int) -> StepResult:
-        while isinstance(said := self._hear(rank), Starting):
+        while isinstance(message := self._next_message(rank), Starting):
             if self._on_start is not None:
-                self._on_start(said.what, said.done, said.total)
-        return said
+                self._on_start(message.activity, message.done, message.total)
+        return message
 
-    def _hear(self, rank: int) -> StepResult | Starting:
+    def _next_message(self, rank: int) -> StepResult | Starting:
         pipe, process = self._pipes[rank], self._processes[rank]
         if not wait([pipe, process.sentinel], timeout=STEP_TIMEOUT):
-            raise ReplayError(f"rank {rank} gave no answer within {STEP_TIMEOUT:.0f} s; see whether it hangs")
+            raise ReplayError(f"rank {rank} did not answer within {STEP_TIMEOUT:.0f} s; check if it hangs")
         try:
             if not pipe.poll():
                 raise self._lost(rank)
@@ -134,15 +133,15 @@ class RankProcesses:
         process.join(timeout=5.0)
         code = process.exitcode
         how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
-        return ReplayError(f"rank {rank} (process {process.pid}) {how}; the run cannot go on without it")
+        return ReplayError(f"rank {rank} (process {process.pid}) {how}; the run cannot continue without it")
 
     def close(self) -> None:
-        """Ask every rank to end, and end by force those that do not."""
+        """Ask every rank to end, and kill those that do not within the drain timeout."""
         for pipe in self._pipes:
             try:
                 pipe.send_bytes(_STOP)
             except OSError:
-                continue  # this rank is gone already, which is what was asked for
+                continue  # the rank has ended already
         for process in self._processes:
             process.join(timeout=self._drain_timeout)
             if process.exitcode is None:
@@ -154,13 +153,13 @@ class RankProcesses:
 
 
 def _serve(pipe: Connection, spec: WorkerSpec, rank: int) -> None:
-    """A rank process: orders in, results out, until the stop order or the end of the scheduler's process."""
+    """Run a rank process: execute orders until the stop order or the end of the scheduler's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders: SimpleQueue[bytes] = SimpleQueue()
-    # A thread of its own reads, so that neither side can wait for the other to empty a full pipe.
+    # Read in a separate thread, so that full pipes cannot block both sides.
     threading.Thread(target=_read_orders, args=(pipe, orders), daemon=True).start()
     try:
-        worker = RankWorker(spec, rank, lambda *words: pipe.send_bytes(encode_starting(*words)))
+        worker = RankWorker(spec, rank, lambda *progress: pipe.send_bytes(encode_starting(*progress)))
         try:
             pipe.send_bytes(encode_result(StepResult(0, [], [], 0)))
             while data := orders.get():
@@ -178,5 +177,5 @@ def _read_orders(pipe: Connection, orders: SimpleQueue[bytes]) -> None:
         while data := pipe.recv_bytes():
             orders.put(data)
     except (EOFError, OSError):
-        pass  # the scheduler's process is gone; the rank ends as if told to
+        pass  # the scheduler's process has ended, and so does this rank
     orders.put(_STOP)

@@ -1,16 +1,16 @@
-"""Report: what a replay found, as fields and as one JSON object."""
+"""Report of a replay: its fields, one JSON object, and a plot."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fdcache.errors import IntegrityError
+from fdcache.errors import IntegrityError, ReplayError, ReplayOptionError
 from fdcache.manager import CacheManager
 from fdcache.replay.config import ReplayConfig
-from fdcache.replay.stopwatch import Stopwatch
-from fdcache.replay.tally import Tally, Traffic
-from fdcache.replay.timeline import Timeline
+from fdcache.replay.statistics import Stopwatch, Tally, Timeline, Traffic
 from fdcache.replay.worker import peak_rss_bytes
 
 MANAGER_CALLS = ("match", "allocate", "plan", "apply", "commit", "finish")
@@ -18,11 +18,14 @@ MANAGER_CALLS = ("match", "allocate", "plan", "apply", "commit", "finish")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One replay. Bytes and seconds of ``h2d`` and ``d2h`` are summed over ranks.
+    """Results of one replay.
 
-    ``manager_us`` has microseconds per request of each manager call: a call's time divided by the requests
-    (for ``apply``: reports) of its batch. ``leaked_slots`` and ``leaked_pins`` are what the manager still
-    holds after every request ended and every copy was reported.
+    Attributes:
+        leaked_slots, leaked_pins: slots and pins that are still held after the last request and the last copy.
+        integrity_error: the first broken invariant of the manager, or None.
+        manager_us: microseconds per request by manager call: the duration of a call divided by the requests
+            (``apply``: reports) of its batch.
+        peak_rss_bytes: peak memory of this process and the rank processes together.
     """
 
     tally: Tally
@@ -41,12 +44,12 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        """Whether no block was corrupt, nothing leaked and every invariant held."""
+        """True if no block was corrupt, nothing leaked and every invariant held."""
         faults = self.tally.corrupt_blocks + self.leaked_slots + self.leaked_pins
         return faults == 0 and self.integrity_error is None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
+        """Return the fields as JSON values."""
         tally = self.tally
         return {
             "requests": tally.requests,
@@ -80,7 +83,7 @@ class Report:
         }
 
     def _storage(self) -> dict[str, Any]:
-        """Counts summed over ranks; what was refused for its checksum was recomputed, never served."""
+        """Return the storage counts, summed over ranks."""
         ranks = self.tally.storage
         summed = (
             "hits",
@@ -116,9 +119,9 @@ def build_report(
     wall_seconds: float,
     interrupted: bool,
 ) -> Report:
-    """The report of a replay whose requests have all ended and whose copies were all reported."""
+    """Build the report; all requests have ended and all copies are reported."""
     stats = manager.get_stats()
-    # The host tier of a service counts what all engines hold.
+    # The statistics of a service's host tier cover all engines.
     shared = config.cache.server is not None
     own_host = None if shared else stats.host
     tiers = [tier for tier in (stats.device, own_host, stats.storage) if tier is not None]
@@ -172,3 +175,45 @@ def _settings(config: ReplayConfig) -> dict[str, Any]:
         "seed": config.seed,
         "load_failures": config.load_failures,
     }
+
+
+def require_plotting(path: Path) -> None:
+    """Raise ``ReplayOptionError`` if no plot can be written to ``path``. Cheap enough to check before a run."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ReplayOptionError("--plot", "needs matplotlib; install it with: pip install 'fdcache[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in formats:
+        raise ReplayOptionError("--plot", f"{path}: the name must end in one of {', '.join(sorted(formats))}")
+    if not path.absolute().parent.is_dir():
+        raise ReplayOptionError("--plot", f"{path}: the directory {path.parent} does not exist")
+
+
+def write_plot(report: Report, path: Path) -> None:
+    """Plot hit rate and occupancy over time; the file name's suffix chooses the format.
+
+    Raises ``ReplayError`` if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    samples = report.timeline.samples
+    seconds = [sample.seconds for sample in samples]
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    rates, tiers = figure.subplots(2, sharex=True)
+    rates.plot(seconds, [sample.hit_rate for sample in samples], label="so far")
+    recent = [sample.recent_hit_rate for sample in samples]
+    rates.plot(seconds, recent, label="recently", linewidth=0.6, alpha=0.6)
+    rates.set_ylabel("hit rate (tokens)")
+    for tier in samples[-1].occupancy if samples else ():
+        tiers.plot(seconds, [sample.occupancy[tier] for sample in samples], label=tier)
+    tiers.set_ylabel("occupied share of the tier")
+    tiers.set_xlabel("seconds")
+    for axes in (rates, tiers):
+        axes.set_ylim(0, 1.02)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(loc="lower right")
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ReplayError(f"--plot: {path} cannot be written: {error.strerror or error}") from error

@@ -1,27 +1,56 @@
-"""Scheduler: decides what each step computes, as an engine's scheduler does."""
+"""The replay's scheduler: plans each step and applies its results, as the scheduler of an engine does."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from fdcache.errors import ReplayError
-from fdcache.manager import Allocation, CacheManager, MatchResult, MatchStatus
-from fdcache.replay.admission import DecodeReserve
-from fdcache.replay.arrivals import Arrivals
+from fdcache.manager import Allocation, CacheManager, LoadOutcome, LoadStatus, MatchResult, MatchStatus
 from fdcache.replay.config import ReplayConfig
-from fdcache.replay.job import Job
-from fdcache.replay.messages import StepOrder
-from fdcache.replay.step import Step
-from fdcache.replay.stopwatch import Stopwatch
-from fdcache.replay.tally import Tally
+from fdcache.replay.jobs import Job, Segment, Step
+from fdcache.replay.messages import StepOrder, StepResult
+from fdcache.replay.statistics import Stopwatch, Tally
+from fdcache.replay.workloads import Arrivals
+from fdcache.settings.engine_serving import SchedulingSettings
+
+
+class DecodeReserve:
+    """Number of free blocks that the admission of a new request must leave for running ones.
+
+    Zero before the first preemption. A preemption sets it to ``prefill_reserve`` blocks per running request; each
+    step lowers it by ``prefill_reserve_decay``, down to ``prefill_reserve_minimum``.
+    """
+
+    def __init__(self, settings: SchedulingSettings) -> None:
+        self._settings = settings
+        self._each = 0.0
+        self._is_on = False
+
+    @property
+    def blocks_each(self) -> int:
+        """Blocks per running request."""
+        return max(int(self._each), self._settings.prefill_reserve_minimum) if self._is_on else 0
+
+    def note_preemption(self) -> None:
+        """Reset to the full reserve."""
+        self._is_on = True
+        self._each = float(self._settings.prefill_reserve)
+
+    def note_step(self) -> bool:
+        """Decay by one step; return True if the reserve became smaller."""
+        before = self.blocks_each
+        self._each = max(self._each - self._settings.prefill_reserve_decay, 0.0)
+        self._is_on &= self.blocks_each > 0
+        return self.blocks_each < before
 
 
 class Scheduler:
-    """Running requests in the order of their admission, the requests that wait, and the step being planned.
+    """Scheduler of running and waiting requests.
 
-    Decodes come first, then prompts in chunks of what is left of ``chunk_tokens``, then new requests. When
-    blocks run out the newest running request is preempted, and new requests leave the running ones a reserve for
-    a while.
+    ``plan`` fills a step with decodes first, then with prompts in chunks of the remaining ``chunk_tokens``, then with
+    new requests. When blocks run out, the newest running request is preempted. ``update`` applies the results of
+    steps in the order in which they were planned.
     """
 
     def __init__(
@@ -35,22 +64,26 @@ class Scheduler:
         self._watch = watch
         self._waiting: deque[Job] = deque()
         self._ended: list[int] = []
-        self._room_may_have_come = True
+        self._missing_reports: dict[int, int] = {}
+        self._blocks_may_be_free = True
         self._reserve = DecodeReserve(config.scheduling)
         self.running: list[Job] = []
 
     @property
     def done(self) -> bool:
-        """Whether every request of the workload has ended."""
+        """True once every request of the workload has ended."""
         return not self.running and not self._waiting and self._arrivals.exhausted
 
-    def plan(
-        self, now: float, copies_in_flight: bool, *, admit: bool = True
-    ) -> tuple[Step, StepOrder] | None:
-        """The next step, without new requests unless ``admit``; None when there is nothing to do."""
+    @property
+    def copies_in_flight(self) -> bool:
+        """True while a rank has not reported a plan yet."""
+        return bool(self._missing_reports)
+
+    def plan(self, now: float, *, admit: bool = True) -> tuple[Step, StepOrder] | None:
+        """Plan the next step; None if there is nothing to do. Without ``admit`` no new request is started."""
         step = Step()
         preemptions = self._tally.preemptions
-        budget = self._schedule_running(step, copies_in_flight)
+        budget = self._schedule_running(step)
         if admit and self._tally.preemptions == preemptions:
             self._admit(step, budget, now)
         since = self._watch.now()
@@ -58,12 +91,31 @@ class Scheduler:
         self._watch.add("plan", since, len(step.segments))
         if not plans and not step.segments and not self._ended:
             return None
-        self._room_may_have_come |= self._reserve.note_step()
+        for plan in plans:
+            self._missing_reports |= dict.fromkeys(plan.plan_ids, self._config.layout.tp_size)
+        self._blocks_may_be_free |= self._reserve.note_step()
         ended, self._ended = self._ended, []
-        return step, step.order(plans, ended)
+        return step, step.build_order(plans, ended)
+
+    def update(self, step: Step, results: list[StepResult], now: float) -> None:
+        """Apply the results of one step, one per rank: confirm loads, accept tokens, finish requests.
+
+        A block that differs counts as corrupt once the load that may have written it is confirmed. If that load
+        failed, the request recomputes from there and the block does not count.
+        """
+        self._tally.count_results(results)
+        advanced = self._apply_reports(results)
+        segments = list(step.segments.values())
+        for position, block in {pair for result in results for pair in result.differing}:
+            if segments[position].epoch == segments[position].job.epoch:
+                segments[position].job.differing_blocks.add(block)
+        advanced += self._accept_tokens(segments)
+        ended = [job for job in dict.fromkeys(advanced) if job.ended]
+        if ended:
+            self._finish(ended, now)
 
     def preempt(self, job: Job, step: Step | None = None) -> None:
-        """Take a running request's blocks; it starts again from its next match."""
+        """Take the blocks of a running request; it starts over from its next match."""
         if step is not None:
             step.drop(job)
         self.running.remove(job)
@@ -72,23 +124,10 @@ class Scheduler:
         self._waiting.appendleft(job)
         self._tally.preemptions += 1
         self._reserve.note_preemption()
-        self._room_may_have_come = True
-
-    def finish(self, jobs: list[Job], now: float) -> None:
-        """Release requests that have all their tokens."""
-        since = self._watch.now()
-        self._manager.request_finish([job.request for job in jobs])
-        self._watch.add("finish", since, len(jobs))
-        for job in jobs:
-            self.running.remove(job)
-            self._ended.append(job.index)
-            self._arrivals.ended(job.index, now)
-            self._tally.output_tokens += job.item.output_length
-        self._tally.finished += len(jobs)
-        self._room_may_have_come = True
+        self._blocks_may_be_free = True
 
     def abort(self) -> None:
-        """Release every request, wherever it is."""
+        """Release every request, running or waiting."""
         self._manager.request_finish([job.request for job in (*self.running, *self._waiting)])
         self._ended += [job.index for job in self.running]
         for job in self.running:
@@ -96,7 +135,18 @@ class Scheduler:
         self.running.clear()
         self._waiting.clear()
 
-    def _schedule_running(self, step: Step, copies_in_flight: bool) -> int:
+    def require_progress(self, idle_seconds: float, limit: float) -> None:
+        """Raise ``ReplayError`` if requests wait and nothing has happened for more than ``limit`` seconds."""
+        if idle_seconds > limit:
+            raise ReplayError(
+                f"no progress for {limit:.0f} s with {len(self.running)} requests running and "
+                f"{len(self._waiting)} waiting; the manager gives no blocks though no copy is in flight"
+            )
+
+    # --- running requests ---------------------------------------------------------------------------------
+
+    def _schedule_running(self, step: Step) -> int:
+        """Plan decodes and chunks of prompts; return the tokens left for new requests."""
         budget = self._config.chunk_tokens
         ahead = max(self._config.scheduling.decode_blocks - 1, 0) * self._block_size
         prefills = []
@@ -111,18 +161,16 @@ class Scheduler:
                 break
             budget -= self._extend(step, job, min(job.known, job.total, job.planned + budget), grown)
         for (job, asked), allocation in zip(grown, self._allocate(grown), strict=True):
-            if not allocation.ok and job.index in step.segments:
-                self._settle_for(step, job, asked, copies_in_flight)
+            if allocation.ok or job.index not in step.segments:
+                continue
+            end = step.segments[job.index].end
+            # Try without the blocks asked for ahead before another request has to go.
+            if asked == end or not self._allocate([(job, end)])[0].ok:
+                self._make_room(step, job, end)
         return budget
 
-    def _settle_for(self, step: Step, job: Job, asked: int, copies_in_flight: bool) -> None:
-        """Get the job the blocks that it needs now, where those asked for ahead were too many."""
-        end = step.segments[job.index].end
-        if asked == end or not self._allocate([(job, end)])[0].ok:
-            self._make_room(step, job, end, copies_in_flight)
-
     def _extend(self, step: Step, job: Job, end: int, grown: list[tuple[Job, int]], ahead: int = 0) -> int:
-        """Plan the job up to ``end``, with blocks for ``ahead`` more tokens; returns the tokens that takes."""
+        """Plan the job up to ``end``, with blocks for ``ahead`` more tokens; return the number of tokens planned."""
         if end > job.num_blocks * self._block_size:
             grown.append((job, max(end, min(end + ahead, job.total))))
         step.add(job, end)
@@ -139,12 +187,12 @@ class Scheduler:
                 job.num_blocks = len(job.request.block_table)
         return allocations
 
-    def _make_room(self, step: Step, job: Job, end: int, copies_in_flight: bool) -> None:
-        """Preempt the newest requests until the job has its blocks, or is the newest itself."""
+    def _make_room(self, step: Step, job: Job, end: int) -> None:
+        """Preempt the newest requests until the job has its blocks or is itself the newest."""
         while True:
             victim = self.running[-1]
-            if victim is job and len(self.running) == 1 and copies_in_flight:
-                step.drop(job)  # blocks being copied come free without it: wait for them
+            if victim is job and len(self.running) == 1 and self.copies_in_flight:
+                step.drop(job)  # wait: blocks become free when the copies end
                 return
             self.preempt(victim, step)
             if victim is job:
@@ -153,18 +201,20 @@ class Scheduler:
             if allocation.ok:
                 return
 
+    # --- new requests -------------------------------------------------------------------------------------
+
     def _admit(self, step: Step, budget: int, now: float) -> None:
-        """Match and start waiting requests while there are places, tokens and blocks for them."""
+        """Match and start waiting requests while places, tokens and blocks last."""
         if self._config.storage.is_on or self._config.cache.server is not None:
-            self._look_ahead(now)
+            self._prefetch(now)
         put_back: list[Job] = []
-        # No further than the requests that may run at once: those beyond would only be deferred as well.
+        # Stop after as many deferred requests as may run at once: later ones would be deferred too.
         while (
             budget > 0
             and len(put_back) < self._config.concurrency
-            and (self._room_may_have_come or not self.running)
+            and (self._blocks_may_be_free or not self.running)
         ):
-            # Matches pin blocks: the first request must not be kept out by what its fellows in the batch pin.
+            # Matches pin blocks: with none running, the first request must not compete with others of its batch.
             places = self._config.concurrency - len(self.running) if self.running else 1
             batch = self._next_jobs(budget, places, now)
             if not batch:
@@ -177,36 +227,36 @@ class Scheduler:
         self._waiting.extendleft(reversed(put_back))
 
     def _next_jobs(self, budget: int, places: int, now: float) -> list[Job]:
-        """Requests in order whose tokens fit the budget if nothing is cached; at least one if any waits."""
+        """Take waiting requests that fit the budget even with nothing cached; at least one if any waits."""
         batch: list[Job] = []
         while len(batch) < places and budget > 0:
-            job = self._waiting.popleft() if self._waiting else self._arrive(now)
+            job = self._waiting.popleft() if self._waiting else self._next_arrival(now)
             if job is None:
                 break
             batch.append(job)
             budget -= job.request.num_tokens
         return batch
 
-    def _look_ahead(self, now: float) -> None:
-        """Let requests arrive before their turn, so that their blocks come from storage meanwhile."""
-        while len(self._waiting) < self._config.concurrency and (job := self._arrive(now)) is not None:
+    def _prefetch(self, now: float) -> None:
+        """Take requests before their turn, so that their blocks are read from storage meanwhile."""
+        while len(self._waiting) < self._config.concurrency and (job := self._next_arrival(now)) is not None:
             self._waiting.append(job)
             self._manager.prefetch([job.request])
 
-    def _arrive(self, now: float) -> Job | None:
-        """The next request that the pool can hold at all."""
+    def _next_arrival(self, now: float) -> Job | None:
+        """Take the next request that has arrived; reject those that are larger than the device pool."""
         while (item := self._arrivals.take(now)) is not None:
             self._tally.requests += 1
             if self._config.blocks_for(item.computed_length) <= self._config.cache.device_blocks:
                 return Job(item, self._config.seed, self._block_size)
             self._tally.rejected += 1
-            self._arrivals.ended(item.index, now)
+            self._arrivals.finish(item.index, now)
         return None
 
     def _start(
         self, step: Step, batch: list[Job], matches: list[MatchResult], budget: int
     ) -> tuple[int, list[Job]]:
-        """Allocate for the matched; returns the budget left and the jobs that must wait."""
+        """Allocate blocks for matched requests; return the remaining budget and the requests that must wait."""
         put_back: list[Job] = []
         demands: list[tuple[Job, int]] = []
         found: list[MatchResult] = []
@@ -230,16 +280,16 @@ class Scheduler:
                 self._enter(step, job, match, end)
             else:
                 self._manager.request_finish([job.request])
-                self._room_may_have_come = False
+                self._blocks_may_be_free = False
                 put_back.append(job)
         return budget, put_back
 
     def _has_room(self, missing: int) -> bool:
-        """Whether a whole prompt can be held now; a lone request is let in regardless."""
+        """Return True if the whole prompt fits beside the reserve, or if no other request is running."""
         reserved = self._reserve.blocks_each * len(self.running)
         if not self.running or self._manager.can_allocate_device_blocks(missing + reserved):
             return True
-        self._room_may_have_come = False
+        self._blocks_may_be_free = False
         return False
 
     def _enter(self, step: Step, job: Job, match: MatchResult, end: int) -> None:
@@ -250,10 +300,84 @@ class Scheduler:
         self.running.append(job)
         step.add(job, end)
 
-    def require_progress(self, idle_seconds: float, limit: float) -> None:
-        """Raise ``ReplayError`` when requests wait and nothing has happened for too long."""
-        if idle_seconds > limit:
-            raise ReplayError(
-                f"no progress for {limit:.0f} s with {len(self.running)} requests running and "
-                f"{len(self._waiting)} waiting; the manager gives no blocks though no copy is in flight"
-            )
+    # --- results ------------------------------------------------------------------------------------------
+
+    def _apply_reports(self, results: list[StepResult]) -> list[Job]:
+        """Apply the ranks' reports; return the jobs whose loads are confirmed."""
+        reports = [report for result in results for report in result.reports]
+        for report in reports:
+            self._missing_reports[report.plan_id] -= 1
+            if not self._missing_reports[report.plan_id]:
+                del self._missing_reports[report.plan_id]
+        outcomes: list[LoadOutcome] = []
+        if reports:
+            since = self._watch.now()
+            outcomes = self._manager.apply(reports)
+            self._watch.add("apply", since, len(reports))
+        if self._missing_reports:
+            outcomes += self._manager.expire()
+        return self._apply_outcomes(outcomes) if outcomes else []
+
+    def _apply_outcomes(self, outcomes: Iterable[LoadOutcome]) -> list[Job]:
+        jobs = {job.request.request_id: job for job in self.running}
+        confirmed = []
+        for outcome in outcomes:
+            job = jobs.get(outcome.request_id)
+            if job is None:
+                continue
+            if outcome.status is LoadStatus.CONFIRMED:
+                job.loading = False
+                self._count_corrupt(job)
+                confirmed.append(job)
+            elif outcome.status is LoadStatus.FAILED:
+                self._tally.failed_loads += 1
+                self._tally.recomputed_tokens += job.planned - outcome.recompute_from
+                job.rewind(outcome.recompute_from)
+            else:
+                self._tally.overdue_loads += 1
+                self.preempt(job)
+        return confirmed
+
+    def _accept_tokens(self, segments: list[Segment]) -> list[Job]:
+        """Accept the tokens of segments that are still valid; return the jobs that advanced.
+
+        Without ``save_preempted_output`` only the prompt is committed until the request has ended.
+        """
+        keep_output = self._config.scheduling.save_preempted_output
+        progress = []
+        advanced = []
+        for segment in segments:
+            job = segment.job
+            if segment.epoch != job.epoch:
+                continue
+            filled_block = segment.end // job.block_size > job.computed // job.block_size
+            job.computed = segment.end
+            if job.differing_blocks and not job.loading:
+                self._count_corrupt(job)
+            if filled_block or not keep_output:
+                job.append_accepted()
+                whole = keep_output or job.ended
+                progress.append((job.request, segment.end if whole else min(segment.end, job.prompt_length)))
+            advanced.append(job)
+        if progress:
+            since = self._watch.now()
+            self._manager.commit(progress)
+            self._watch.add("commit", since, len(progress))
+        return advanced
+
+    def _count_corrupt(self, job: Job) -> None:
+        self._tally.corrupt_blocks += len(job.differing_blocks)
+        job.differing_blocks.clear()
+
+    def _finish(self, jobs: list[Job], now: float) -> None:
+        """Release requests that have all their tokens."""
+        since = self._watch.now()
+        self._manager.request_finish([job.request for job in jobs])
+        self._watch.add("finish", since, len(jobs))
+        for job in jobs:
+            self.running.remove(job)
+            self._ended.append(job.index)
+            self._arrivals.finish(job.index, now)
+            self._tally.output_tokens += job.item.output_length
+        self._tally.finished += len(jobs)
+        self._blocks_may_be_free = True

@@ -1,4 +1,4 @@
-"""The Mooncake trace format: one JSON object a line, prompts as ids of 512-token blocks."""
+"""Mooncake trace format: one JSON object per line, prompts as ids of 512-token blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from fdcache.errors import TraceError
-from fdcache.replay.items import OUTPUT_STREAMS, WorkItem
+from fdcache.replay.workloads import OUTPUT_STREAMS, WorkItem
 
 TRACE_BLOCK_TOKENS = 512
 
@@ -20,7 +20,7 @@ _TraceId = Annotated[int, msgspec.Meta(ge=0, lt=OUTPUT_STREAMS)]
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """One request of the trace; other fields of the line are ignored."""
+    """One request of a trace; other fields of the line are ignored."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: Annotated[int, msgspec.Meta(ge=1)]
@@ -34,10 +34,10 @@ _FIELD_MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 def read_trace(path: Path, limit: int | None = None) -> Iterator[WorkItem]:
-    """Requests of a Mooncake JSONL file, read as they are asked for; blank lines are skipped.
+    """Iterate over the requests of a Mooncake JSONL file; blank lines are skipped.
 
-    A prompt longer than its ``hash_ids`` cover (512 tokens each) is clipped to them (``clipped_tokens``).
-    Raises ``TraceError`` naming file, line and field for a line that cannot be read, and for a missing file.
+    A prompt longer than its ``hash_ids`` cover (512 tokens each) is clipped; ``clipped_tokens`` counts the rest.
+    Raises ``TraceError`` naming file, line and field for an invalid line, and for a file that cannot be opened.
     """
     try:
         with path.open("rb") as lines:

@@ -1,4 +1,4 @@
-"""RankWorker: one rank's controller and the computation that reads and writes its device planes."""
+"""One rank of a replay: its controller, and a computation that reads and writes its device planes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,33 @@ from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.base import Device
 from fdcache.layout import KVLayout
 from fdcache.replay._pattern import PatternModel
-from fdcache.replay.faults import FaultyDevice, LoadFaults
+from fdcache.replay.devices import (
+    DeviceName,
+    FaultyDevice,
+    GpuPlanes,
+    HostPlanes,
+    LoadFaults,
+    Planes,
+    open_gpu,
+)
 from fdcache.replay.messages import StepOrder, StepResult
-from fdcache.replay.planes import DeviceName, GpuPlanes, HostPlanes, Planes, open_gpu
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings, TransferSettings, Verify
 from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.tiers.host import HostCache
 
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
+StartProgress = Callable[[str, int, int], None]
+"""Callback with the progress of a rank's start: an activity, the amount done, the total."""
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process had at once."""
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a rank is built from; plain data, so that it can be sent to a process."""
+    """Parameters of a rank; plain data that can be sent to another process."""
 
     layout: KVLayout
     transfer: TransferSettings
@@ -46,13 +53,13 @@ class WorkerSpec:
 
 
 class RankWorker:
-    """Executes steps in the order given, as a forward pass would.
+    """One rank, which executes steps as a forward pass would.
 
     For each layer it waits for that layer's copies, compares the reused blocks, and writes the step's tokens.
-    ``on_start`` is told how much of its host memory is there, and how much of its storage was scanned.
+    ``on_start`` receives the progress of allocating host memory and of scanning the storage.
     """
 
-    def __init__(self, spec: WorkerSpec, rank: int, on_start: Progress | None = None) -> None:
+    def __init__(self, spec: WorkerSpec, rank: int, on_start: StartProgress | None = None) -> None:
         layout = spec.layout
         device: Device | None = None
         if spec.device is DeviceName.CUDA:
@@ -61,10 +68,10 @@ class RankWorker:
             device = FaultyDevice(spec.faults, layout, rank, spec.transfer)
         self._verify_every = spec.verify_every
         self._layers = layout.total_layers
-        self._controller = CacheController(spec.transfer, layout, rank=rank, device=device)
-        tensors = self._controller.initialize_kv_cache(spec.device_blocks)
-        taking = on_start and partial(on_start, f"taking the host memory of rank {rank}")
-        self._controller.initialize_host_cache(spec.host, taking)
+        self.controller = CacheController(spec.transfer, layout, rank=rank, device=device)
+        tensors = self.controller.initialize_kv_cache(spec.device_blocks)
+        on_memory = on_start and partial(on_start, f"allocating the host memory of rank {rank}")
+        self.controller.initialize_host_cache(spec.host, on_memory)
         context = ConnectorContext(
             layout,
             rank,
@@ -74,11 +81,11 @@ class RankWorker:
             on_progress=on_start and partial(on_start, f"scanning the storage of rank {rank}"),
         )
         storage = open_storage(context) if spec.host.num_blocks else None
-        self._scan = self._controller.initialize_storage(storage) if storage is not None else None
+        self._scan = self.controller.initialize_storage(storage) if storage is not None else None
         gpu = spec.device is DeviceName.CUDA
-        self._planes: Planes = GpuPlanes(tensors, layout) if gpu else HostPlanes(tensors)
+        self.planes: Planes = GpuPlanes(tensors, layout) if gpu else HostPlanes(tensors)
         self._model = PatternModel(
-            [array.reshape(array.shape[0], -1).view(np.uint8) for array in self._planes.arrays],
+            [array.reshape(array.shape[0], -1).view(np.uint8) for array in self.planes.arrays],
             np.array([plane.layer for plane in layout.planes], dtype=np.int32),
             layout.total_layers,
             layout.block_size,
@@ -86,33 +93,33 @@ class RankWorker:
         )
 
     def execute(self, order: StepOrder) -> StepResult:
-        """Submit the step's plans, compute its tokens layer by layer, and say what came of it."""
+        """Submit the step's plans, compute its tokens layer by layer, and return the result."""
         model = self._model
         for sequence, tokens in order.begins:
             model.begin(sequence, tokens)
-        stream = self._planes.stream
-        counters = [self._controller.submit_swap_tasks(plan, stream) for plan in order.plans]
+        stream = self.planes.stream
+        counters = [self.controller.submit_swap_tasks(plan, stream) for plan in order.plans]
         verified = model.prepare(order.segments, order.blocks, self._verify_every)
-        self._planes.open_step(order)
+        self.planes.open_step(order)
         differing: list[tuple[int, int]] = []
         for layer in range(self._layers):
             for counter in counters:
                 counter.wait_for_layer(layer)
-            self._planes.fetch(layer)
+            self.planes.fetch(layer)
             differing += model.run_layer(layer)
-            self._planes.store(layer)
+            self.planes.store(layer)
         for sequence in order.ends:
             model.end(sequence)
         scan, self._scan = self._scan, None
         return StepResult(
             verified,
             differing,
-            self._controller.poll(),
+            self.controller.poll(),
             peak_rss_bytes(),
             scan,
-            self._controller.storage_stats(),
+            self.controller.storage_stats(),
         )
 
     def close(self) -> None:
-        """Wait for the copies in flight and give all memory back."""
-        self._controller.shutdown()
+        """Wait for the copies in flight and release all memory."""
+        self.controller.shutdown()

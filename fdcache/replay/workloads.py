@@ -1,4 +1,4 @@
-"""Seeded generators of engine traffic: chat, agent, rag and unique."""
+"""Workloads: requests as lengths of token streams, seeded generators of engine traffic, and their arrival over time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,81 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fdcache.replay.items import OUTPUT_STREAMS, WorkItem
+VOCABULARY = 128_000
+OUTPUT_STREAMS = 1 << 62
+"""First stream of outputs. Request i has output stream ``OUTPUT_STREAMS + i``, so every output is unique."""
+
+_STRIDE = np.uint64(0x9FB21C651E98DF25)
+_FOLD = np.uint64(0xD6E8FEB86659FD93)
+_SHIFT = np.uint64(32)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """One request of a workload.
+
+    The prompt is the first ``lengths[i]`` tokens of ``streams[i]``, concatenated over i. Equal streams give equal
+    tokens, so two prompts share a prefix where their (stream, length) pairs agree.
+
+    Attributes:
+        timestamp_ms: arrival on the workload's own clock.
+        after: index of the request that must end before this one arrives (the previous turn), or None.
+        think_ms: time between the end of ``after`` and the arrival of this request.
+        clipped_tokens: prompt tokens of the recording that are left out because their content is unknown.
+    """
+
+    index: int
+    timestamp_ms: float
+    streams: NDArray[np.uint64]
+    lengths: NDArray[np.int64]
+    output_stream: int
+    output_length: int
+    after: int | None = None
+    think_ms: float = 0.0
+    clipped_tokens: int = 0
+
+    @property
+    def prompt_length(self) -> int:
+        """Length of the prompt in tokens."""
+        return int(self.lengths.sum())
+
+    @property
+    def computed_length(self) -> int:
+        """Number of tokens whose KV the request computes or reuses: all but the last sampled one."""
+        return self.prompt_length + max(self.output_length - 1, 0)
+
+    def tokens(self, seed: int) -> NDArray[np.int32]:
+        """Return prompt and output tokens, shape (prompt_length + output_length,)."""
+        streams = np.append(self.streams, np.uint64(self.output_stream))
+        lengths = np.append(self.lengths, self.output_length)
+        return stream_tokens(streams, lengths, seed)
+
+
+def stream_tokens(streams: NDArray[np.uint64], lengths: NDArray[np.int64], seed: int) -> NDArray[np.int32]:
+    """Return the first ``lengths[i]`` tokens of each stream, concatenated; int32 values in [0, VOCABULARY)."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    positions = np.arange(total, dtype=np.uint64) - np.repeat((ends - lengths).astype(np.uint64), lengths)
+    keys = _fold(streams * _STRIDE + np.uint64(seed & 0xFFFFFFFFFFFFFFFF))
+    mixed = _fold(np.repeat(keys, lengths) + positions * _STRIDE)
+    return ((mixed >> _SHIFT) % np.uint64(VOCABULARY)).astype(np.int32)
+
+
+def _fold(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mix the bits of 64-bit words; the multiplication wraps around."""
+    values = (values ^ (values >> _SHIFT)) * _FOLD
+    values = (values ^ (values >> _SHIFT)) * _FOLD
+    return values ^ (values >> _SHIFT)
+
 
 _MS_PER_OUTPUT_TOKEN = 20.0
-"""How long the generator's clock gives an engine for a token, so that a turn follows the answer before it."""
+"""Assumed decoding time of a token on the generator's clock; places a turn after the previous answer."""
 
 
 class WorkloadName(StrEnum):
-    """The shapes of traffic that can be generated."""
+    """Kinds of generated traffic."""
 
     CHAT = "chat"
     AGENT = "agent"
@@ -27,7 +93,7 @@ class WorkloadName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DialogueShape:
-    """Conversations that share system prompts and grow turn by turn (tokens and milliseconds)."""
+    """Parameters of conversations that share system prompts and grow turn by turn. Ranges include both ends."""
 
     systems: int
     system_tokens: tuple[int, int]
@@ -40,7 +106,7 @@ class DialogueShape:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalShape:
-    """Single questions over documents whose popularity falls like Zipf's law."""
+    """Parameters of single questions over documents with Zipf-distributed popularity. Ranges include both ends."""
 
     documents: int
     document_tokens: tuple[int, int]
@@ -58,12 +124,12 @@ UNIQUE = DialogueShape(0, (0, 0), (1, 1), (256, 4096), (32, 200), think_ms=0, be
 
 
 def generate(name: WorkloadName, requests: int, seed: int) -> Iterator[WorkItem]:
-    """``requests`` items in the order of their arrival; equal arguments give equal items.
+    """Generate requests in order of arrival; equal arguments give equal requests.
 
-    ``chat``: a few shared system prompts, conversations with think time in which each prompt contains the
-    former prompt and its output. ``agent``: the same with long system prompts (tools), short outputs, tool
-    results as inputs and hardly any pause. ``rag``: documents re-read, a few of them often. ``unique``: no
-    reuse.
+    - ``chat``: conversations with a few shared system prompts and think time; each prompt extends the previous one.
+    - ``agent``: the same with long system prompts (tools), short outputs, tool results as inputs, and short pauses.
+    - ``rag``: questions over documents, a few of which are read often.
+    - ``unique``: no reuse.
     """
     random = np.random.default_rng(seed)
     if name is WorkloadName.RAG:
@@ -74,30 +140,30 @@ def generate(name: WorkloadName, requests: int, seed: int) -> Iterator[WorkItem]
 
 @dataclass(slots=True)
 class _Dialogue:
-    """A conversation so far: the segments of its next prompt, and the turn to come."""
+    """A conversation: the segments of its next prompt and the number of turns left."""
 
     streams: list[int]
     lengths: list[int]
     turns_left: int
-    former: int | None = None
+    previous: int | None = None
     think_ms: float = 0.0
 
     def next_turn(self, index: int, now_ms: float, stream: int, tokens: int, output: int) -> WorkItem:
-        """The next request; its prompt and output become part of the one after it."""
+        """Return the next request; the one after it extends its prompt and output."""
         self.streams.append(stream)
         self.lengths.append(tokens)
         item = _item(
-            index, now_ms, self.streams, self.lengths, output, after=self.former, think_ms=self.think_ms
+            index, now_ms, self.streams, self.lengths, output, after=self.previous, think_ms=self.think_ms
         )
         self.streams.append(item.output_stream)
         self.lengths.append(output)
-        self.former = index
+        self.previous = index
         self.turns_left -= 1
         return item
 
 
 def _dialogues(shape: DialogueShape, random: np.random.Generator) -> Iterator[WorkItem]:
-    """Endless conversations, interleaved by arrival time."""
+    """Generate conversations without end, interleaved by arrival time."""
     systems = [(stream, _between(random, shape.system_tokens)) for stream in range(shape.systems)]
     fresh_streams = itertools.count(shape.systems)
     arrivals = itertools.count()
@@ -128,7 +194,7 @@ def _open_dialogue(
 
 
 def _retrieval(shape: RetrievalShape, random: np.random.Generator) -> Iterator[WorkItem]:
-    """Endless questions; stream 0 is the system prompt, 1..documents the documents."""
+    """Generate questions without end; stream 0 is the system prompt, streams 1 to ``documents`` the documents."""
     lengths = random.integers(*shape.document_tokens, size=shape.documents, endpoint=True)
     weights = np.arange(1, shape.documents + 1, dtype=np.float64) ** -shape.zipf_exponent
     weights /= weights.sum()
@@ -165,3 +231,67 @@ def _item(
 
 def _between(random: np.random.Generator, bounds: tuple[int, int]) -> int:
     return int(random.integers(*bounds, endpoint=True))
+
+
+class Arrivals:
+    """Queue of a workload's requests by arrival time; reads the workload as needed.
+
+    Without ``speed`` a request arrives as soon as it is taken and its previous turn has ended. With it, the
+    workload's clock runs ``speed`` times as fast as the wall clock. At most ``window`` requests wait for a previous
+    turn. Times are seconds since the start.
+    """
+
+    def __init__(self, items: Iterator[WorkItem], speed: float | None, window: int) -> None:
+        self._items = items
+        self._speed = speed
+        self._window = window
+        self._due: list[tuple[float, int, WorkItem]] = []
+        self._waiting: dict[int, list[WorkItem]] = {}
+        self._unfinished: set[int] = set()
+        self._next: WorkItem | None = next(items, None)
+
+    @property
+    def exhausted(self) -> bool:
+        """True once every request has been taken."""
+        return self._next is None and not self._due and not self._waiting
+
+    def take(self, now: float) -> WorkItem | None:
+        """Return the next request that has arrived by ``now``, or None."""
+        self._read(now)
+        if not self._due or self._due[0][0] > now:
+            return None
+        return heapq.heappop(self._due)[2]
+
+    def finish(self, index: int, now: float) -> None:
+        """Mark a request as ended; the turn that follows it arrives after its think time."""
+        self._unfinished.discard(index)
+        for item in self._waiting.pop(index, ()):
+            think = 0.0 if self._speed is None else item.think_ms / 1000 / self._speed
+            self._arrive(item, now + think)
+
+    def next_arrival(self) -> float | None:
+        """Return the time of the next arrival; None when it depends on a request that has not ended."""
+        times = [self._due[0][0]] if self._due else []
+        if self._next is not None:
+            times.append(self._time_of(self._next))
+        return min(times, default=None)
+
+    def _read(self, now: float) -> None:
+        while self._next is not None and self._wants_more(now):
+            item, self._next = self._next, next(self._items, None)
+            self._unfinished.add(item.index)
+            if item.after in self._unfinished:
+                self._waiting.setdefault(item.after, []).append(item)
+            else:
+                self._arrive(item, 0.0)
+
+    def _wants_more(self, now: float) -> bool:
+        if self._speed is None:
+            return not self._due and len(self._waiting) < self._window
+        return self._next is not None and self._time_of(self._next) <= now
+
+    def _arrive(self, item: WorkItem, earliest: float) -> None:
+        heapq.heappush(self._due, (max(earliest, self._time_of(item)), item.index, item))
+
+    def _time_of(self, item: WorkItem) -> float:
+        return 0.0 if self._speed is None else item.timestamp_ms / 1000 / self._speed

@@ -17,7 +17,7 @@ import pytest
 
 from fdcache.errors import ServiceUnavailableError
 from fdcache.layout import KVLayout
-from fdcache.replay.options import Shape
+from fdcache.replay.config import Shape
 from fdcache.service.client.connection import Client
 from tests.service_help import until
 from tests.storage_help import Records, open_store, path_hashes
@@ -124,7 +124,7 @@ def test_a_replay(tmp_path: Path, ranks: int) -> None:
     assert report["corrupt_blocks"] == 0
     for rank in range(ranks):
         assert f"scanning the storage of rank {rank}" in terminal.shown
-        assert f"taking the host memory of rank {rank}" in terminal.shown
+        assert f"allocating the host memory of rank {rank}" in terminal.shown
     assert "hit rate" in terminal.shown
     assert quietly(*arguments).stderr == ""
 

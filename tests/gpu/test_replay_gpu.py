@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fdcache.replay.config import ReplayConfig, Verify
+from fdcache.replay.devices import DeviceName
 from fdcache.replay.engine import replay
-from fdcache.replay.planes import DeviceName
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import CacheSettings, SwapMethod, TransferSettings, WritePolicy
 from tests.gpu.test_cuda_swaps import METHODS

@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 from fdcache.errors import CacheNotReadyError, ConfigurationError
-from fdcache.integrations.fastdeploy_engine import CacheController, CacheManager, socket_of
+from fdcache.integrations.fastdeploy.engine import CacheController, CacheManager, socket_of
 from fdcache.settings import Settings
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request
 from tests.faults import FailingLoadsDevice
@@ -163,7 +163,7 @@ def test_a_plan_that_cannot_be_carried_out_is_reported_as_refused(wired: Wired) 
 def test_the_end_of_a_worker_empties_the_tiers_and_another_may_come(wired: Wired) -> None:
     again = wired.drive_out()
     wired.controller.shutdown()
-    until(lambda: bool(wired.manager._link._news), "the loss is noticed")
+    until(lambda: len(wired.manager.link.pending_events) > 0, "the loss is noticed")
     wired.manager.check_and_add_pending_backup()
     assert wired.manager.num_free_device_blocks == wired.manager.num_gpu_blocks
     wired.controller = CacheController(wired.config, 0, 0)
@@ -185,11 +185,11 @@ def test_a_request_waits_for_storage_as_for_its_preprocessing(
     prompt = [1] * (4 * BLOCK) + [3]
     for found in (0, 4):
         wired = Wired(total_block_num=16, num_cpu_blocks=32)
-        until(lambda wired=wired: wired.manager._link._news, "the scan has come")  # type: ignore[misc]
+        until(lambda wired=wired: wired.manager.link.pending_events, "the scan has come")  # type: ignore[misc]
         wired.manager.check_and_add_pending_backup()
         request = fd_request("a", prompt=prompt)
         request.async_process_futures, request.multimodal_inputs = [], None
-        wired.manager.expect(request)
+        wired.manager.request_arrived(request)
         ready: Future[None] = request.async_process_futures[0]
         if found:
             with pytest.raises(CacheNotReadyError, match="later"):

@@ -18,17 +18,13 @@ from fdcache.errors import ReplayError, ReplayOptionError
 from fdcache.manager import CacheManager, Request
 from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferReport
 from fdcache.replay import engine, worker
-from fdcache.replay.config import Verify
+from fdcache.replay.config import LayoutName, Verify
 from fdcache.replay.engine import replay
-from fdcache.replay.items import WorkItem
 from fdcache.replay.messages import StepResult
-from fdcache.replay.options import LayoutName
 from fdcache.replay.ranks import LocalRank
 from fdcache.replay.report import build_report
-from fdcache.replay.stopwatch import Stopwatch
-from fdcache.replay.tally import Tally
-from fdcache.replay.timeline import Timeline
-from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.replay.statistics import Stopwatch, Tally, Timeline
+from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 from fdcache.settings.cache import WritePolicy
 from tests.replay_help import assert_clean, run_chat, small_config
 
@@ -68,7 +64,7 @@ def test_traffic_is_counted_by_direction() -> None:
 class LateReports:
     """A rank whose reports come two steps late, as those of a busy link do."""
 
-    def __init__(self, spec: worker.WorkerSpec, _count: int, _on_start: worker.Progress | None) -> None:
+    def __init__(self, spec: worker.WorkerSpec, _count: int, _on_start: worker.StartProgress | None) -> None:
         self._rank = LocalRank(spec)
         self._held: deque[list[TransferReport]] = deque([[], []])
         self.send = self._rank.send

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from fdcache.replay.config import LayoutName
 from fdcache.replay.engine import replay
-from fdcache.replay.options import LayoutName
 from fdcache.replay.trace import read_trace
 from fdcache.replay.workloads import WorkloadName
 from fdcache.settings.cache import WritePolicy

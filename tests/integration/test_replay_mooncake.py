@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fdcache.replay.engine import replay
-from fdcache.replay.tally import Tally
+from fdcache.replay.statistics import Tally
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import MooncakeSettings, PrefetchPolicy, StorageTierSettings
 from fdcache.storage.conformance import HostRecords, conformance_layout

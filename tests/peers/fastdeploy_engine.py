@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fdcache.integrations.fastdeploy_link import Lost
+from fdcache.integrations.fastdeploy.link import WorkerLost
 from tests.faults import FailingLoadsDevice
 from tests.peers.fastdeploy_worker import PREEMPTED, ControllerCopier, FastDeployCopier, Worker, answer_to
 
@@ -318,7 +318,7 @@ class Engine:
         for worker in self.workers:
             if worker.rank != rank:
                 worker.drop_requests()
-        while not any(isinstance(news, Lost) for news in self.manager._link._news):
+        while not any(isinstance(event, WorkerLost) for event in self.manager.link.pending_events):
             time.sleep(0.01)
         self.manager.check_and_add_pending_backup()
         self.workers[rank] = self._worker(rank)

@@ -86,8 +86,8 @@ def test_deterministic_mode_cuts_reuse_to_the_split_kv_size(monkeypatch: pytest.
 
 
 def overruled(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the log says of the configuration's attributes that do not count."""
-    return [each.getMessage() for each in caplog.records if each.name.endswith("fastdeploy_config")]
+    """Return the log lines about attributes of the configuration that a variable overrides."""
+    return [line for each in caplog.records if "is in force instead of" in (line := each.getMessage())]
 
 
 class TestEnvironment:
@@ -105,7 +105,7 @@ class TestEnvironment:
         }
         for name, text in given.items():
             monkeypatch.setenv(name, text)
-        caplog.set_level(logging.INFO, "fdcache.integrations.fastdeploy_config")
+        caplog.set_level(logging.INFO, "fdcache.integrations.fastdeploy.config")
         core = make().core
         assert core.num_device_blocks == 48
         assert core.num_host_blocks == (64 << 20) // (core.layout.record_bytes + SLOT_HEADER_BYTES)
@@ -128,7 +128,7 @@ class TestEnvironment:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("FDCACHE_PLAN_TIMEOUT", "7s")
-        caplog.set_level(logging.INFO, "fdcache.integrations.fastdeploy_config")
+        caplog.set_level(logging.INFO, "fdcache.integrations.fastdeploy.config")
         core = make(write_policy="write_back", total_block_num=9, num_cpu_blocks=3).core
         assert (core.settings.write_policy, core.num_device_blocks, core.num_host_blocks) == (
             "write_back",

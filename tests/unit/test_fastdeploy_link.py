@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from fdcache.errors import CacheNotReadyError, ConfigurationError, LayoutError
-from fdcache.integrations import fastdeploy_link
-from fdcache.integrations.fastdeploy import layout_from_config
-from fdcache.integrations.fastdeploy_engine import PlanMark, marked_plan
-from fdcache.integrations.fastdeploy_link import Lost, SchedulerLink, WorkerLink
+from fdcache.integrations.fastdeploy import layout_from_config, link
+from fdcache.integrations.fastdeploy.engine import PlanMark, marked_plan
+from fdcache.integrations.fastdeploy.link import SchedulerLink, WorkerLink, WorkerLost
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from tests.fastdeploy_help import fd_config
 from tests.service_help import until
@@ -86,7 +85,7 @@ def test_reports_and_scans_come_back_in_order(scheduler: SchedulerLink) -> None:
             written_ms=figures,
         )
     )
-    until(lambda: len(scheduler._news) == 3, "all have come")
+    until(lambda: len(scheduler.pending_events) == 3, "all have come")
     first, second, scan = scheduler.collect()
     assert isinstance(first, TransferReport) and isinstance(second, TransferReport)
     assert (first.plan_id, second.plan_id) == (1, 2)
@@ -100,8 +99,8 @@ def test_a_successor_is_let_in_once_the_loss_is_settled_and_gets_no_older_plan(
 ) -> None:
     first = worker(scheduler)
     first.close()
-    until(lambda: bool(scheduler._news), "the loss is noticed")
-    assert scheduler.collect() == [Lost(0)]
+    until(lambda: len(scheduler.pending_events) > 0, "the loss is noticed")
+    assert scheduler.collect() == [WorkerLost(0)]
     settled = scheduler.announce(TransferPlan(plan_id=1))
     scheduler.forget(0)
     second = worker(scheduler)
@@ -143,7 +142,7 @@ def test_a_scheduler_that_ends_wakes_whoever_waits_for_plans(tmp_path: Path) -> 
     rank.start(lambda plan: None)
     scheduler.close()
     scheduler.close()
-    with pytest.raises(CacheNotReadyError, match="has gone"):
+    with pytest.raises(CacheNotReadyError, match="has ended"):
         rank.take(7, SECONDS)
 
 
@@ -157,13 +156,13 @@ def test_marks_survive_the_merging_of_batches() -> None:
 def test_a_second_engine_on_the_port_is_refused_until_the_first_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastdeploy_link, "_PREDECESSOR_SECONDS", 0.1)
+    monkeypatch.setattr(link, "_PREDECESSOR_SECONDS", 0.1)
     layout, path = layout_from_config(fd_config()), tmp_path / "fastdeploy-1.sock"
     first = SchedulerLink(path, layout, None)
     with pytest.raises(ConfigurationError, match="an engine with this port is running"):
         SchedulerLink(path, layout, None)
     assert path.is_socket(), "the first one keeps its socket"
-    monkeypatch.setattr(fastdeploy_link, "_PREDECESSOR_SECONDS", 10.0)
+    monkeypatch.setattr(link, "_PREDECESSOR_SECONDS", 10.0)
     first.close()
     second = SchedulerLink(path, layout, None)
     assert path.is_socket(), "the end of the first one does not take the socket of the second"

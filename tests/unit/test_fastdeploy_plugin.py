@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from fdcache.integrations import fastdeploy_plugin
-from fdcache.integrations.fastdeploy_plugin import find_differences
+from fdcache.integrations.fastdeploy import plugin
+from fdcache.integrations.fastdeploy.plugin import EXPECTED_SIGNATURES, find_differences
 
 
 def known() -> dict[str, Any]:
     """Modules with everything that the plug-in expects, and nothing else."""
     modules: dict[str, Any] = {}
-    for (module, path), parameters in fastdeploy_plugin._SHAPE.items():
+    for (module, path), parameters in EXPECTED_SIGNATURES.items():
         owner, member = path.split(".")
         place = modules.setdefault(module, ModuleType(module))
         if not hasattr(place, owner):
@@ -40,8 +40,8 @@ def test_every_difference_is_named() -> None:
     del scheduler._prepare_preempt_task
     found = "; ".join(find_differences(modules))
     assert "CacheManager.match_prefix takes ('self', 'request', 'skip_storage', 'tenant')" in found
-    assert "CacheManager has evacuate besides" in found
-    assert "ResourceManagerV1._prepare_preempt_task is not there" in found
+    assert "CacheManager has unknown members: evacuate" in found
+    assert "ResourceManagerV1._prepare_preempt_task is missing" in found
     assert len(find_differences(modules)) == 3
 
 
@@ -49,7 +49,7 @@ def test_a_class_that_is_gone_is_named() -> None:
     modules = known()
     modules["fastdeploy.cache_manager.v1"] = SimpleNamespace(CacheManager=object)
     found = find_differences(modules)
-    assert "fastdeploy.cache_manager.v1.CacheController.submit_swap_tasks is not there" in found
+    assert "fastdeploy.cache_manager.v1.CacheController.submit_swap_tasks is missing" in found
 
 
 def test_a_scheduler_that_another_plug_in_has_decorated_is_adapted_all_the_same(
@@ -66,8 +66,8 @@ def test_a_scheduler_that_another_plug_in_has_decorated_is_adapted_all_the_same(
         return original(self)
 
     scheduler.schedule = schedule
-    fastdeploy_plugin._adapt_scheduler()
+    plugin._adapt_scheduler()
     adapted = scheduler.schedule
     assert adapted is not schedule
-    fastdeploy_plugin._adapt_scheduler()
+    plugin._adapt_scheduler()
     assert scheduler.schedule is adapted, "once is enough"

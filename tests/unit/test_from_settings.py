@@ -11,8 +11,8 @@ from fdcache import CacheController, CacheManager, KVLayout, TransferSettings, W
 from fdcache.devices import topology
 from fdcache.devices.cpu import CpuDevice, memory_bytes
 from fdcache.errors import CacheNotReadyError, ConfigurationError
-from fdcache.replay import planes
-from fdcache.replay.planes import DeviceName
+from fdcache.replay import devices
+from fdcache.replay.devices import DeviceName
 from fdcache.settings import Settings, SettingsError
 from fdcache.storage.slab import SlabStore
 from fdcache.tiers.host import HostCache, host_block_bytes
@@ -170,11 +170,11 @@ class TestLookup:
 
 
 def test_ranks_on_one_gpu_have_equal_parts_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planes, "visible_gpus", lambda: [GPU, GPU])
+    monkeypatch.setattr(devices, "visible_gpus", lambda: [GPU, GPU])
     assert isinstance(GPU, topology.Gpu)
-    found = [planes.device_bytes(DeviceName.CUDA, ranks) for ranks in (1, 2, 3, 4, 5)]
+    found = [devices.device_bytes(DeviceName.CUDA, ranks) for ranks in (1, 2, 3, 4, 5)]
     assert found == [GPU.memory_bytes // share for share in (1, 1, 2, 2, 3)]
-    assert planes.device_bytes(DeviceName.CPU, 4) == memory_bytes() // 4
+    assert devices.device_bytes(DeviceName.CPU, 4) == memory_bytes() // 4
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fdcache.errors import TraceError
-from fdcache.replay.items import VOCABULARY
 from fdcache.replay.trace import read_trace
+from fdcache.replay.workloads import VOCABULARY
 
 GOOD = {"timestamp": 27, "input_length": 1000, "output_length": 3, "hash_ids": [7, 9]}
 

@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from fdcache.replay.items import WorkItem
-from fdcache.replay.workloads import WorkloadName, generate
+from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 
 ALL = list(WorkloadName)
 

@@ -6,8 +6,7 @@ import math
 
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager
-from fdcache.replay.tally import Tally
-from fdcache.replay.timeline import Timeline
+from fdcache.replay.statistics import Tally, Timeline
 from fdcache.settings.cache import CacheSettings
 
 

@@ -1,9 +1,13 @@
-"""The plug-in: with FD_PLUGINS=fdcache FastDeploy runs on fdcache's cache manager and controller.
+"""FastDeploy plug-in: with FD_PLUGINS=fdcache, FastDeploy uses fdcache's cache manager and controller.
 
-``install`` is an entry point that FastDeploy calls in the engine's and in the workers' processes. It puts the classes
-of ``fastdeploy_engine`` in the place of FastDeploy's. The first manager adds three things to FastDeploy's engine: a
-request whose load failed is preempted, the tokens that it sampled above that load are dropped before anybody sees them,
-and one whose blocks come from storage waits for them. A FastDeploy of another shape is refused.
+FastDeploy calls the entry point ``install`` in the engine's and the workers' processes. It replaces FastDeploy's
+classes by those of ``fastdeploy.engine``. The first manager adapts FastDeploy's scheduler in three points:
+
+- a request whose load failed is preempted;
+- tokens that were sampled after a failed load are dropped before they are sent;
+- a request whose blocks are in storage waits for them.
+
+A FastDeploy with other classes or signatures is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ from types import ModuleType
 from typing import Any
 
 from fdcache.errors import ConfigurationError
-from fdcache.integrations import fastdeploy_engine
-from fdcache.integrations.fastdeploy_engine import CacheController
+from fdcache.integrations.fastdeploy import engine
+from fdcache.integrations.fastdeploy.engine import CacheController
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ _TOKENS = "fastdeploy.output.token_processor"
 _ADAPTED = "_fdcache_adapted"
 _ENVIRONMENT = "fastdeploy.envs"
 
-_SHAPE: dict[tuple[str, str], tuple[str, ...]] = {
+EXPECTED_SIGNATURES: dict[tuple[str, str], tuple[str, ...]] = {
     (_CACHE, "CacheManager.__init__"): ("self", "config"),
     (_CACHE, "CacheManager.match_prefix"): ("self", "request", "skip_storage"),
     (_CACHE, "CacheManager.allocate_gpu_blocks"): ("self", "request", "num_blocks"),
@@ -56,10 +60,10 @@ _SHAPE: dict[tuple[str, str], tuple[str, ...]] = {
     (_SCHEDULER, "ResourceManagerV1.waiting_async_process"): ("self", "request"),
     (_TOKENS, "TokenProcessor.postprocess"): ("self", "batch_result", "mtype"),
 }
-"""What is called or replaced, and the parameters that it has."""
+"""FastDeploy's functions that the plug-in calls or replaces, with their parameters."""
 
 _TARGET_TOKENS = 3
-"""FastDeploy's ``mtype`` of tokens that were sampled; others are drafts."""
+"""FastDeploy's ``mtype`` of sampled tokens; other types are drafts."""
 
 _KNOWN_MEMBERS = {
     "CacheManager": (
@@ -81,12 +85,13 @@ _KNOWN_MEMBERS = {
         "wait_for_transfer_from_node write_policy"
     ),
 }
-"""The public members of FastDeploy's classes that docs/migration.md knows; a new one may be something new to do."""
+"""Public members of FastDeploy's classes that docs/migration.md covers. A new member may be a new duty."""
 
 
-class CacheManager(fastdeploy_engine.CacheManager):
-    """FastDeploy's scheduler makes one, and is adapted by then. Raises ``ConfigurationError`` for one of another
-    shape.
+class CacheManager(engine.CacheManager):
+    """The manager that FastDeploy's scheduler makes; adapts the scheduler first.
+
+    Raises ``ConfigurationError`` if the scheduler has other functions than expected.
     """
 
     def __init__(self, config: Any) -> None:
@@ -95,15 +100,16 @@ class CacheManager(fastdeploy_engine.CacheManager):
 
 
 def install() -> None:
-    """Put fdcache in the place of FastDeploy's own cache manager; does nothing the second time.
+    """Replace FastDeploy's cache manager and controller by fdcache's. Idempotent.
 
-    Raises ``ConfigurationError`` when ENABLE_V1_KVCACHE_MANAGER is not set, or FastDeploy has another shape.
+    Raises ``ConfigurationError`` if ENABLE_V1_KVCACHE_MANAGER is not set, or FastDeploy has other functions than
+    expected.
     """
     envs = importlib.import_module(_ENVIRONMENT)
     if not getattr(envs, "ENABLE_V1_KVCACHE_MANAGER", 0):
         raise ConfigurationError(
-            "FD_PLUGINS names fdcache, but ENABLE_V1_KVCACHE_MANAGER is not 1: set it, for without it FastDeploy asks "
-            "for no cache manager of this kind"
+            "FD_PLUGINS names fdcache, but ENABLE_V1_KVCACHE_MANAGER is not 1; set it to 1, because FastDeploy uses "
+            "its old cache manager otherwise"
         )
     package = importlib.import_module(_CACHE)
     if package.CacheManager is CacheManager:
@@ -122,7 +128,7 @@ def _adapt_scheduler() -> None:
     scheduler.schedule = _with_preemption(scheduler.schedule)
     scheduler.add_request = _with_storage(scheduler.add_request)
     tokens = modules[_TOKENS].TokenProcessor
-    tokens.postprocess = _without_unsound(tokens.postprocess)
+    tokens.postprocess = _with_sound_tokens(tokens.postprocess)
     logger.warning(
         "fdcache added to %s.ResourceManagerV1.schedule and add_request, and to %s.TokenProcessor.postprocess",
         _SCHEDULER,
@@ -133,34 +139,34 @@ def _adapt_scheduler() -> None:
 def _refuse_differences(modules: Mapping[str, ModuleType]) -> None:
     if differences := find_differences(modules):
         raise ConfigurationError(
-            "this FastDeploy is not one that fdcache's plug-in knows: "
+            "fdcache's plug-in does not support this FastDeploy: "
             + "; ".join(differences)
-            + ". Take the release that docs/fastdeploy.md names, or take fdcache out of FD_PLUGINS"
+            + ". Use the release that docs/fastdeploy.md names, or remove fdcache from FD_PLUGINS"
         )
 
 
 def find_differences(modules: Mapping[str, ModuleType]) -> list[str]:
-    """What in these modules is not as the plug-in expects it, in words."""
+    """Return the differences between these modules and what the plug-in expects, one sentence each."""
     differences = []
-    for (module, path), expected in _SHAPE.items():
+    for (module, path), expected in EXPECTED_SIGNATURES.items():
         if module not in modules:
             continue
         found: Any = modules[module]
         for name in path.split("."):
             found = getattr(found, name, None)
         if found is None:
-            differences.append(f"{module}.{path} is not there")
+            differences.append(f"{module}.{path} is missing")
         elif (parameters := tuple(inspect.signature(found).parameters)) != expected:
             differences.append(f"{module}.{path} takes {parameters}, not {expected}")
     for name, known in _KNOWN_MEMBERS.items() if _CACHE in modules else ():
         members = {each for each in vars(getattr(modules[_CACHE], name, object)) if not each.startswith("_")}
         if unknown := sorted(members.difference(known.split())):
-            differences.append(f"{_CACHE}.{name} has {', '.join(unknown)} besides")
+            differences.append(f"{_CACHE}.{name} has unknown members: {', '.join(unknown)}")
     return differences
 
 
 def _replace(theirs: type, ours: type) -> list[str]:
-    """Put a class in the place of another wherever FastDeploy has a name for it; returns these places."""
+    """Replace a class wherever a module of FastDeploy names it; return these names."""
     places = []
     for module_name, module in list(sys.modules.items()):
         if module is None or module_name.partition(".")[0] != "fastdeploy":
@@ -185,8 +191,8 @@ def _with_preemption(schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _preempt_failed(scheduler: Any) -> list[Any]:
-    """Preempt, as the scheduler itself would, the running requests whose blocks hold what they should not."""
-    if not isinstance(scheduler.cache_manager, fastdeploy_engine.CacheManager):
+    """Preempt running requests whose load failed, as the scheduler itself preempts; return the tasks for the batch."""
+    if not isinstance(scheduler.cache_manager, engine.CacheManager):
         return []
     request_type = sys.modules[_REQUESTS]
     with scheduler.lock:
@@ -208,17 +214,17 @@ def _preempt_failed(scheduler: Any) -> list[Any]:
 def _with_storage(add_request: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @functools.wraps(add_request)
     def add_request_with_storage(self: Any, request: Any) -> None:
-        if isinstance(self.cache_manager, fastdeploy_engine.CacheManager):
-            self.cache_manager.expect(request)
+        if isinstance(self.cache_manager, engine.CacheManager):
+            self.cache_manager.request_arrived(request)
         add_request(self, request)
 
     return add_request_with_storage
 
 
-def _without_unsound(postprocess: Callable[..., None]) -> Callable[..., None]:
+def _with_sound_tokens(postprocess: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(postprocess)
     def postprocess_sound(self: Any, batch_result: list[Any], mtype: int = _TARGET_TOKENS) -> None:
-        if isinstance(self.resource_manager.cache_manager, fastdeploy_engine.CacheManager):
+        if isinstance(self.resource_manager.cache_manager, engine.CacheManager):
             batch_result = _drop_unsound(self, batch_result, mtype)
         postprocess(self, batch_result, mtype)
 
@@ -226,7 +232,7 @@ def _without_unsound(postprocess: Callable[..., None]) -> Callable[..., None]:
 
 
 def _drop_unsound(processor: Any, results: list[Any], mtype: int) -> list[Any]:
-    """Take back the tokens of requests whose load failed; one that has ended with them cannot be computed again."""
+    """Drop the tokens of requests whose load failed; a request that ended with them cannot be recomputed."""
     scheduler = processor.resource_manager
     unsound = scheduler.cache_manager.unsound([result.request_id for result in results])
     kept = []

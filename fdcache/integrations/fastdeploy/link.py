@@ -1,7 +1,7 @@
-"""What goes between FastDeploy's scheduler and its workers beside FastDeploy's own batches: plans there, reports back.
+"""Link between FastDeploy's scheduler and its workers, beside FastDeploy's own batches: plans there, reports back.
 
-A step's plans are numbered. They wait at the worker until a batch says up to which number it needs them, so that a
-batch that is empty or gets lost loses no plan. All others are carried out as they come.
+The plans of steps are numbered. They wait at the worker until a batch names the last number that it needs, so an empty
+or lost batch loses no plan. Plans without a number are submitted when they arrive.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.05
 _PREDECESSOR_SECONDS = 10.0
-"""How long an engine waits for one that had its port before, and is still ending."""
+"""Seconds that an engine waits for the previous engine on its port to end."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """A worker's first word: who it is, and what it takes a block to be."""
+    """First message of a worker: its rank and its layout."""
 
     rank: int
     layout: str
@@ -49,7 +49,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """The answer: the layout that holds for all, and the number of the last plan before this worker's time."""
+    """Answer to ``Hello``: the scheduler's layout, and the number of the last plan that this worker does not get."""
 
     layout: str
     number: int
@@ -57,41 +57,41 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
 
 class Order(msgspec.Struct, tag=True, frozen=True):
-    """A plan; ``number`` is 0 for one that belongs to no step."""
+    """A plan; ``number`` is 0 for a plan that belongs to no step."""
 
     number: int
     plan: bytes
 
 
 class Report(msgspec.Struct, tag=True, frozen=True):
-    """One rank's report of a plan."""
+    """Report of a plan by one rank."""
 
     report: bytes
 
 
 class Scan(msgspec.Struct, tag=True, frozen=True):
-    """What one rank's storage held when it was opened."""
+    """Contents of one rank's storage when it was opened."""
 
     scan: bytes
 
 
-class Lost(msgspec.Struct, frozen=True):
-    """The process of a rank has ended."""
+class WorkerLost(msgspec.Struct, frozen=True):
+    """Event: the process of a rank has ended."""
 
     rank: int
 
 
-News: TypeAlias = TransferReport | StorageScan | Lost
+WorkerEvent: TypeAlias = TransferReport | StorageScan | WorkerLost
 _to_scheduler = msgspec.msgpack.Decoder(Hello | Report | Scan)
 _to_worker = msgspec.msgpack.Decoder(Welcome | Order)
 _encode = msgspec.msgpack.encode
 
 
 def _lock(path: Path) -> int:
-    """Lock the address for as long as this process lives, or its descriptor is closed; return the descriptor.
+    """Lock the socket's path until the returned descriptor is closed or the process ends.
 
-    A listener removes its socket by name when it ends, so the next engine on the port waits for that. Raises
-    ``ConfigurationError`` where one goes on running.
+    A listener removes its socket by name when it ends, so the next engine on the port has to wait for that. Raises
+    ``ConfigurationError`` if the previous engine keeps running.
     """
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + _PREDECESSOR_SECONDS
@@ -111,23 +111,23 @@ def _lock(path: Path) -> int:
 
 
 class SchedulerLink:
-    """The scheduler's end: a socket in a folder of this user, and one thread for each worker.
+    """Scheduler's end of the link: a Unix socket and one thread per worker.
 
-    What is sent before a worker comes waits for it. When one is lost, what is sent waits for its successor, which is
-    let in when the scheduler has heard of the loss and called ``forget``.
+    Plans sent before a worker connects wait for it. After a worker is lost, plans wait for its successor, which is
+    admitted once the scheduler has collected the ``WorkerLost`` event and called ``forget``.
     """
 
     def __init__(self, path: Path, layout: KVLayout, quantisation: str | None) -> None:
         self.path = path
         self.announced = 0
-        """The number of the last plan of a step."""
+        """Number of the last plan that belongs to a step."""
         self._layout = layout
         self._quantisation = quantisation
         self._changed = threading.Condition()
         self._workers: dict[int, Connection] = {}
         self._waiting: dict[int, list[bytes]] = {rank: [] for rank in range(layout.tp_size)}
         self._lost: set[int] = set()
-        self._news: deque[News] = deque()
+        self._events: deque[WorkerEvent] = deque()
         self._closed = False
         try:
             self._lock = _lock(path)
@@ -135,47 +135,52 @@ class SchedulerLink:
             self._listener = Listener(str(path), family="AF_UNIX", backlog=64)
         except OSError as error:
             raise ConfigurationError(
-                f"{path}: the socket cannot be made: {error}; set FDCACHE_RUNTIME_DIR to another folder"
+                f"{path}: the socket cannot be made: {error}; set FDCACHE_RUNTIME_DIR to another directory"
             ) from error
         self._accepting = self._thread("accept", self._accept)
 
     def announce(self, plan: TransferPlan) -> int:
-        """Send a step's plan, which workers submit with the first batch that needs it; returns its number."""
+        """Send a step's plan and return its number; workers submit it with the first batch that needs it."""
         with self._changed:
             self.announced += 1
             self._send(_encode(Order(self.announced, encode(plan))))
             return self.announced
 
     def send(self, plan: TransferPlan) -> None:
-        """Send a plan that workers submit at once."""
+        """Send a plan that workers submit when it arrives."""
         with self._changed:
             self._send(_encode(Order(0, encode(plan))))
 
-    def collect(self) -> list[News]:
-        """What has come since the last call, in order."""
-        news: list[News] = []
-        while self._news:
-            news.append(self._news.popleft())
-        return news
+    @property
+    def pending_events(self) -> tuple[WorkerEvent, ...]:
+        """Events that ``collect`` has not returned yet."""
+        return tuple(self._events)
+
+    def collect(self) -> list[WorkerEvent]:
+        """Return the events since the last call, in order."""
+        events: list[WorkerEvent] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
 
     def forget(self, rank: int) -> None:
-        """Drop what waits for a rank that was lost: its plans are settled. A new process may take its place."""
+        """Drop the plans that wait for a lost rank, and admit a new process in its place."""
         with self._changed:
             self._waiting[rank].clear()
             self._lost.discard(rank)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let the workers go. Harmless when done before."""
+        """Disconnect the workers. Idempotent."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             self._changed.notify_all()
-            for worker in self._workers.values():  # open as long as they stand here
-                _hang_up(worker)
+            for worker in self._workers.values():
+                _shut_down(worker)
         with suppress(OSError), Client(str(self.path), family="AF_UNIX"):
-            pass  # wakes the thread that accepts
+            pass  # wakes the accepting thread
         self._accepting.join(_PREDECESSOR_SECONDS)
         os.close(self._lock)
 
@@ -187,8 +192,8 @@ class SchedulerLink:
                 continue
             try:
                 worker.send_bytes(message)
-            except OSError:  # its thread tells of the loss
-                logger.debug("rank %d does not listen any more", rank)
+            except OSError:  # its thread reports the loss
+                logger.debug("rank %d is no longer connected", rank)
 
     def _thread(self, name: str, target: Callable[..., None], *arguments: object) -> threading.Thread:
         thread = threading.Thread(target=target, args=arguments, name=f"fdcache-{name}", daemon=True)
@@ -207,25 +212,26 @@ class SchedulerLink:
     def _serve(self, worker: Connection) -> None:
         with worker:
             try:
-                rank = self._let_in(worker)
+                rank = self._welcome(worker)
             except (EOFError, OSError, msgspec.DecodeError, LayoutError) as error:
-                logger.warning("a worker left before it was known: %s", error)
+                logger.warning("a worker disconnected before it was admitted: %s", error)
                 return
             if rank is None:
                 return
             with suppress(EOFError, OSError):
                 while True:
-                    self._heed(_to_scheduler.decode(worker.recv_bytes()))
+                    self._handle(_to_scheduler.decode(worker.recv_bytes()))
             with self._changed:
                 del self._workers[rank]
                 if not self._closed:
                     self._lost.add(rank)
-                    self._news.append(Lost(rank))
+                    self._events.append(WorkerLost(rank))
 
-    def _let_in(self, worker: Connection) -> int | None:
+    def _welcome(self, worker: Connection) -> int | None:
+        """Admit a worker and send it the waiting plans; return its rank, or None if it was refused."""
         hello = _to_scheduler.decode(worker.recv_bytes())
         if not isinstance(hello, Hello):
-            raise msgspec.DecodeError("its first word is no greeting")
+            raise msgspec.DecodeError("its first message is not a Hello")
         with self._changed:
             refusal = self._refusal(hello)
             if refusal is None:
@@ -240,12 +246,13 @@ class SchedulerLink:
             return hello.rank
 
     def _start(self, rank: int) -> int:
-        """The number before the first plan that this rank is sent."""
+        """Return the number before the first plan that this rank is sent."""
         orders = (_to_worker.decode(message) for message in self._waiting.get(rank, ()))
         numbers = [order.number for order in orders if isinstance(order, Order) and order.number]
         return numbers[0] - 1 if numbers else self.announced
 
     def _refusal(self, hello: Hello) -> str | None:
+        """Return the reason to refuse a worker, or None."""
         theirs = KVLayout.from_json(hello.layout)
         if hello.rank not in self._waiting:
             return f"rank {hello.rank} is not one of the {self._layout.tp_size} ranks"
@@ -262,16 +269,18 @@ class SchedulerLink:
                 return f"{name} differs: {other} at the worker, {ours} at the scheduler; give both one configuration"
         return None
 
-    def _heed(self, message: Hello | Report | Scan) -> None:
+    def _handle(self, message: Hello | Report | Scan) -> None:
         if isinstance(message, Report):
-            self._news.append(decode_report(message.report))
+            self._events.append(decode_report(message.report))
         elif isinstance(message, Scan):
-            self._news.append(decode_scan(message.scan))
+            self._events.append(decode_scan(message.scan))
 
 
 class WorkerLink:
-    """A worker's end. ``layout`` is the scheduler's. Raises ``CacheNotReadyError`` when no scheduler answers within
-    ``timeout`` seconds, ``LayoutError`` when it refuses this worker.
+    """Worker's end of the link; its ``layout`` is the scheduler's.
+
+    Raises ``CacheNotReadyError`` if no scheduler answers within ``timeout`` seconds, ``LayoutError`` if the scheduler
+    refuses this worker.
     """
 
     def __init__(
@@ -282,7 +291,7 @@ class WorkerLink:
         try:
             welcome = _to_worker.decode(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise CacheNotReadyError(f"{path}: the scheduler has gone; start the engine again") from error
+            raise CacheNotReadyError(f"{path}: the scheduler has ended; start the engine again") from error
         if not isinstance(welcome, Welcome) or welcome.refusal is not None:
             self._connection.close()
             raise LayoutError(
@@ -293,22 +302,22 @@ class WorkerLink:
         self._received = welcome.number
         self._steps: deque[tuple[int, TransferPlan]] = deque()
         self._sending = threading.Lock()
-        self._gone = False
+        self._closed = False
 
     def start(self, submit: Callable[[TransferPlan], None]) -> None:
-        """Listen from now on, in a thread of its own; ``submit`` is given the plans that belong to no step."""
+        """Start the listening thread, which calls ``submit`` with plans that belong to no step."""
         threading.Thread(target=self._listen, args=(submit,), name="fdcache-plans", daemon=True).start()
 
     def take(self, number: int, timeout: float) -> list[TransferPlan]:
-        """The plans of steps up to this number that were not taken yet, in order.
+        """Return the plans of steps up to ``number`` that were not taken yet, in order.
 
-        Raises ``CacheNotReadyError`` when they do not come within ``timeout`` seconds.
+        Raises ``CacheNotReadyError`` if they do not arrive within ``timeout`` seconds.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._gone or self._received >= number, timeout):
-                raise CacheNotReadyError(f"plan {number} of the scheduler did not come within {timeout} s")
+            if not self._changed.wait_for(lambda: self._closed or self._received >= number, timeout):
+                raise CacheNotReadyError(f"plan {number} of the scheduler did not arrive within {timeout} s")
             if self._received < number:
-                raise CacheNotReadyError("the scheduler has gone; start the engine again")
+                raise CacheNotReadyError("the scheduler has ended; start the engine again")
             plans = []
             while self._steps and self._steps[0][0] <= number:
                 plans.append(self._steps.popleft()[1])
@@ -320,21 +329,21 @@ class WorkerLink:
             self._send(_encode(Report(encode(report))))
 
     def send_scan(self, scan: StorageScan) -> None:
-        """Send what this rank's storage holds to the scheduler."""
+        """Send the scan of this rank's storage to the scheduler."""
         self._send(_encode(Scan(encode(scan))))
 
     def close(self) -> None:
-        """Say goodbye: this rank's copies have ended."""
-        self._gone = True
-        _hang_up(self._connection)
+        """Disconnect; call it when this rank's copies have ended."""
+        self._closed = True
+        _shut_down(self._connection)
 
     def _send(self, message: bytes) -> None:
         with self._sending:
             try:
                 self._connection.send_bytes(message)
             except OSError as error:
-                if not self._gone:
-                    logger.error("the scheduler does not listen any more: %s", error)
+                if not self._closed:
+                    logger.error("the scheduler is no longer connected: %s", error)
 
     def _listen(self, submit: Callable[[TransferPlan], None]) -> None:
         try:
@@ -352,12 +361,12 @@ class WorkerLink:
                     self._changed.notify_all()
         except (EOFError, OSError):
             with self._changed:
-                self._gone = True
+                self._closed = True
                 self._changed.notify_all()
 
 
-def _hang_up(connection: Connection) -> None:
-    """End a connection under whoever reads from it; closing it would not wake them."""
+def _shut_down(connection: Connection) -> None:
+    """Shut a connection down, which wakes its reading thread; closing it would not."""
     with socket.socket(fileno=os.dup(connection.fileno())) as line, suppress(OSError):
         line.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""The two classes as the plug-in puts them into FastDeploy: plans and reports travel by themselves."""
+"""The two classes that the plug-in installs in FastDeploy: plans and reports travel between them over a link."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from typing import Any
 
 from fdcache.controller.layers import LayerDoneCounter
 from fdcache.errors import CacheNotReadyError, ConfigurationError, FdcacheError
-from fdcache.integrations.fastdeploy_config import layout_from_config, load_settings, quantisation
-from fdcache.integrations.fastdeploy_controller import CacheController as Controller
-from fdcache.integrations.fastdeploy_link import Lost, News, SchedulerLink, WorkerLink
-from fdcache.integrations.fastdeploy_manager import CacheManager as Manager
-from fdcache.integrations.fastdeploy_variables import is_preempted
+from fdcache.integrations.fastdeploy.config import (
+    layout_from_config,
+    load_settings,
+    quantisation,
+)
+from fdcache.integrations.fastdeploy.controller import CacheController as Controller
+from fdcache.integrations.fastdeploy.link import SchedulerLink, WorkerLink, WorkerLost
+from fdcache.integrations.fastdeploy.manager import CacheManager as Manager
+from fdcache.integrations.fastdeploy.manager import is_preempted
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.service.wire.address import default_runtime_dir, make_runtime_dir
@@ -28,18 +32,19 @@ logger = logging.getLogger(__name__)
 _MARK = "fdcache:"
 _CONNECT_SECONDS = 60.0
 _REPORT_SECONDS = 0.01
-_DUE_SECONDS, _TURN_SECONDS = 5.0, 0.0005
+_LATE_REPORT_SECONDS, _POLL_SECONDS = 5.0, 0.0005
 
 
 def socket_of(config: Any, settings: Settings) -> Path:
-    """The socket between the scheduler and the workers of one engine, told apart by the engine's queue port.
+    """Return the path of the socket between an engine's scheduler and workers, named by the engine's queue port.
 
-    Raises ``ConfigurationError`` where the configuration has none, or its folder cannot be used.
+    Raises ``ConfigurationError`` if the configuration has no port, or the directory cannot be used.
     """
     port = getattr(config.parallel_config, "local_engine_worker_queue_port", None)
     if port is None:
         raise ConfigurationError(
-            "parallel_config.local_engine_worker_queue_port is not set; scheduler and workers find each other by it"
+            "parallel_config.local_engine_worker_queue_port is not set; set it, so that scheduler and "
+            "workers find each other"
         )
     folder = default_runtime_dir(settings.server.runtime_dir)
     make_runtime_dir(folder)
@@ -48,7 +53,10 @@ def socket_of(config: Any, settings: Settings) -> Path:
 
 @dataclass
 class PlanMark:
-    """What a batch carries: up to which plan its step needs. FastDeploy joins the lists of batches that it merges."""
+    """Number of the last plan that a batch's step needs, in the shape of FastDeploy's swap record.
+
+    FastDeploy concatenates the lists of batches that it merges.
+    """
 
     hash_values: list[str]
     src_block_ids: list[int] = field(default_factory=list)
@@ -56,122 +64,125 @@ class PlanMark:
 
     @classmethod
     def of(cls, number: int) -> PlanMark:
-        """The mark of one plan."""
+        """Return the mark of one plan."""
         return cls([f"{_MARK}{number}"])
 
 
 def marked_plan(metadata: Any) -> int:
-    """The highest plan that a batch's record names; 0 for none."""
+    """Return the highest plan number in a batch's record; 0 for none."""
     values = getattr(metadata, "hash_values", None) or ()
     return max((int(value[len(_MARK) :]) for value in values if value.startswith(_MARK)), default=0)
 
 
 class CacheManager(Manager):
-    """FastDeploy's cache manager, with a line to its workers.
+    """FastDeploy's cache manager, connected to its workers.
 
-    A request whose load failed is not computed again in place: it publishes nothing more, ``take_failed`` names it to
-    be preempted, and ``unsound`` until it is matched again, for tokens that are still on their way. One that waits
-    for storage stands back by FastDeploy's own means, a future of its preprocessing.
+    A request whose load failed is preempted: it publishes nothing more, ``take_failed`` returns it once, and
+    ``unsound`` returns it until its next match, so that tokens in flight are dropped. A request that waits for storage
+    is held back by FastDeploy's own means: a future of its preprocessing.
     """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._link = SchedulerLink(socket_of(config, self._settings), self.core.layout, quantisation(config))
+        self.link = SchedulerLink(socket_of(config, self._settings), self.core.layout, quantisation(config))
         self._scans: dict[int, StorageScan] = {}
         self._failed: dict[str, Any] = {}
         self._unsound: set[str] = set()
         self._reading: dict[str, tuple[Any, Future[None]]] = {}
 
     def close(self) -> None:
-        """Let the workers go, and say goodbye to the service. Harmless when done before."""
-        self._link.close()
+        """Disconnect the workers and the service. Idempotent."""
+        self.link.close()
         self.core.close()
 
     def reset_cache(self) -> bool:
-        """As before."""
-        with self._requests:
+        """Drop everything that is cached; no request counts as unsound afterwards."""
+        with self._lock:
             self._unsound.clear()
         return super().reset_cache()
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def expect(self, request: Any) -> None:
-        """A request has arrived: read from storage what it will need, and keep it out of the way meanwhile.
+    def request_arrived(self, request: Any) -> None:
+        """Start reading a new request's blocks from storage, and hold it back meanwhile.
 
-        The items of a multimodal one may still be on their way, so it reads when it is matched.
+        The items of a multimodal request may be incomplete still, so its reads start with its match.
         """
         if self.core.reads_storage and not request.multimodal_inputs:
             self.prefetch_storage(request)
-            self._let_wait(request)
+            self._hold_back(request)
 
     def match_prefix(self, request: Any, skip_storage: bool = True) -> None:
-        """As before. Raises ``CacheNotReadyError``, which FastDeploy takes for "later", while storage is being read."""
-        with self._requests:
+        """Pin the longest cached prefix and store the result in ``request._match_result``.
+
+        Raises ``CacheNotReadyError`` while storage is being read; FastDeploy then tries again later.
+        """
+        with self._lock:
             super().match_prefix(request, skip_storage)
             if not request._match_result.deferred:
                 self._unsound.discard(request.request_id)
-                self._let_go_on(request.request_id)
+                self._resume(request.request_id)
                 return
-            self._let_wait(request)
+            self._hold_back(request)
         raise CacheNotReadyError(f"request {request.request_id!r} waits for blocks; match it again later")
 
     def request_finish(self, request: Any) -> None:
-        """As before; a request that waits for storage goes on waiting.
+        """End, abort or preempt a request. Idempotent. A request that waits for storage keeps waiting.
 
-        FastDeploy may preempt a request for want of blocks while its load is in flight. The load's outcome then belongs
-        to no request, so tokens that were sampled above it count as unsound until the request is matched again.
+        FastDeploy may preempt a request while its load is in flight. The load's outcome is then unknown to the
+        request, so its tokens count as unsound until its next match.
         """
-        with self._requests:
+        with self._lock:
             if request.request_id in self._reading:
                 return
-            served = self._served.get(request.request_id)
+            tracked = self._tracked.get(request.request_id)
             if not is_preempted(request):
                 self._unsound.discard(request.request_id)
-            elif served is not None and served.request.is_loading:
+            elif tracked is not None and tracked.request.is_loading:
                 self._unsound.add(request.request_id)
             super().request_finish(request)
 
     def take_failed(self) -> list[Any]:
-        """The requests whose load failed since the last call; they have to be preempted."""
-        with self._requests:
+        """Return the requests whose load failed since the last call; the caller preempts them."""
+        with self._lock:
             failed, self._failed = list(self._failed.values()), {}
             return failed
 
     def unsound(self, names: Iterable[str]) -> set[str]:
-        """Those of the requests whose tokens were sampled above a load that failed.
+        """Return the requests among ``names`` whose tokens were sampled after a failed load.
 
-        Workers have waited for the loads of a step by the time that they sample its tokens, so their reports are due.
+        Waits for reports of loads in flight: workers finish a step's loads before they sample its tokens.
         """
         names = list(names)
-        deadline = time.monotonic() + _DUE_SECONDS
+        deadline = time.monotonic() + _LATE_REPORT_SECONDS
         while loading := self._loading(names):
             if time.monotonic() > deadline:
-                late = "its tokens came and its report did not"
-                self._heed([LoadOutcome(name, LoadStatus.OVERDUE, 0, late) for name in loading])
+                late = "its tokens arrived but not its report"
+                self._handle_outcomes([LoadOutcome(name, LoadStatus.OVERDUE, 0, late) for name in loading])
                 break
-            time.sleep(_TURN_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return self._unsound.intersection(names)
 
     def _loading(self, names: Iterable[str]) -> list[str]:
-        with self._requests:
+        with self._lock:
             loading = [
-                name for name in names if (served := self._served.get(name)) and served.request.is_loading
+                name for name in names if (tracked := self._tracked.get(name)) and tracked.request.is_loading
             ]
             if loading:
                 self.collect()
-            return [name for name in loading if self._served[name].request.is_loading]
+            return [name for name in loading if self._tracked[name].request.is_loading]
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
-        """Take the workers' reports; what failed is kept for ``take_failed``."""
+        """Apply the workers' reports; ``take_failed`` returns the requests whose loads failed."""
         outcomes = super().apply(reports)
-        self._heed(outcomes)
+        self._handle_outcomes(outcomes)
         return outcomes
 
-    def _heed(self, outcomes: Sequence[LoadOutcome]) -> None:
-        with self._requests:
+    def _handle_outcomes(self, outcomes: Sequence[LoadOutcome]) -> None:
+        with self._lock:
             for outcome in outcomes:
-                served = self._served.get(outcome.request_id)
-                if outcome.status is LoadStatus.CONFIRMED or served is None:
+                tracked = self._tracked.get(outcome.request_id)
+                if outcome.status is LoadStatus.CONFIRMED or tracked is None:
                     continue
                 logger.warning(
                     "a load of request %s is %s: %s",
@@ -179,89 +190,84 @@ class CacheManager(Manager):
                     outcome.status,
                     outcome.error_message,
                 )
-                served.load_failed = True
+                tracked.load_failed = True
                 self._unsound.add(outcome.request_id)
-                self._failed[outcome.request_id] = served.engine_request
+                self._failed[outcome.request_id] = tracked.engine_request
 
-    def _let_wait(self, request: Any) -> None:
+    def _hold_back(self, request: Any) -> None:
         if request.request_id not in self._reading:
             ready: Future[None] = Future()
             request.async_process_futures.append(ready)
             self._reading[request.request_id] = (request, ready)
 
-    def _let_go_on(self, name: str) -> None:
+    def _resume(self, name: str) -> None:
         _, ready = self._reading.pop(name, (None, None))
         if ready is not None:
             ready.set_result(None)
 
-    def _look_after_readers(self) -> None:
-        """Let those go on whose blocks have come; their match finds them in the host tier."""
-        with self._requests:
+    def _resume_readers(self) -> None:
+        """Resume the requests whose blocks have been read; their match finds them in the host tier."""
+        with self._lock:
             for name, (request, _) in list(self._reading.items()):
                 super().match_prefix(request)
                 if request._match_result.deferred:
                     continue
-                served = self._served[name]
-                self.core.unmatch([served.request])
-                served.matched = False
-                self._let_go_on(name)
+                tracked = self._tracked[name]
+                self.core.unmatch([tracked.request])
+                tracked.matched = False
+                self._resume(name)
 
     # --- a step -------------------------------------------------------------------------------------------
 
     def issue_pending_backup_to_batch_request(self) -> Any:
-        """Close the step and send its plans; returns the mark that its batch carries, None before the first plan.
+        """Close the step, send its plans, and return the mark for its batch; None before the first plan.
 
-        A batch names the last plan even when it needs none, for the batch before might have been lost.
+        Every batch names the last plan, even if it needs none: the previous batch may have been lost.
         """
         self._send_plans()
-        return PlanMark.of(self._link.announced) if self._link.announced else None
+        return PlanMark.of(self.link.announced) if self.link.announced else None
 
     def check_and_add_pending_backup(self) -> None:
-        """Publish what was computed, take the workers' news, and send what does not depend on a step."""
+        """Commit computed blocks, process the workers' messages, and send plans that do not depend on a step."""
         super().check_and_add_pending_backup()
         self.collect()
-        self._look_after_readers()
+        self._resume_readers()
         self._send_plans()
 
     def collect(self) -> None:
-        """Take what has come from the workers, and what is overdue."""
-        with self._requests:
-            self._take(self._link.collect())
-
-    def _take(self, all_news: Iterable[News]) -> None:
-        reports: list[TransferReport] = []
-        for news in all_news:
-            if isinstance(news, TransferReport):
-                reports.append(news)
-            elif isinstance(news, Lost):
-                self.apply(reports)
-                reports = []
-                logger.warning(
-                    "the worker of rank %d is gone, and what it held: the cache begins anew", news.rank
-                )
-                self._heed(self.core.worker_lost(news.rank))
-                self._link.forget(news.rank)
-            else:
-                self._restore(news)
-        self.apply(reports)
+        """Process the workers' messages and overdue plans."""
+        with self._lock:
+            reports: list[TransferReport] = []
+            for event in self.link.collect():
+                if isinstance(event, TransferReport):
+                    reports.append(event)
+                elif isinstance(event, WorkerLost):
+                    self.apply(reports)
+                    reports = []
+                    logger.warning("the worker of rank %d has ended; the cache is reset", event.rank)
+                    self._handle_outcomes(self.core.worker_lost(event.rank))
+                    self.link.forget(event.rank)
+                else:
+                    self._restore(event)
+            self.apply(reports)
 
     def _send_plans(self) -> None:
         for plan in self.core.take_plans():
             if plan.loads is None and plan.evictions is None:
-                self._link.send(plan)
+                self.link.send(plan)
             else:
-                self._link.announce(plan)
+                self.link.announce(plan)
 
     def _restore(self, scan: StorageScan) -> None:
         self._scans[scan.rank] = scan
         if len(self._scans) == self.core.layout.tp_size:
             restored = self.core.restore_storage(list(self._scans.values()))
-            logger.info("%d blocks are in the storage", restored)
+            logger.info("restored %d blocks of the storage", restored)
             self._scans.clear()
 
 
 class CacheController(Controller):
-    """FastDeploy's cache controller, with a line to its scheduler, whose layout it takes over."""
+    """FastDeploy's cache controller, connected to its scheduler, whose layout it adopts."""
 
     def __init__(self, config: Any, local_rank: int, device_id: int, **parts: Any) -> None:
         own = layout_from_config(config)
@@ -281,7 +287,7 @@ class CacheController(Controller):
         self._reporter.start()
 
     def initialize_kv_cache(self, attn_backend: Any, num_gpu_blocks: int) -> list[Any]:
-        """As before; opens the storage too, once everything is there."""
+        """Make the tensors of the main layers and the host cache; without draft layers, also open the storage."""
         tensors = super().initialize_kv_cache(attn_backend, num_gpu_blocks)
         self._open_storage()
         return tensors
@@ -289,13 +295,13 @@ class CacheController(Controller):
     def initialize_mtp_kv_cache(
         self, attn_backend: Any, num_gpu_blocks: int, num_mtp_layers: int, layer_offset: int
     ) -> list[Any]:
-        """As before; opens the storage too, once everything is there."""
+        """Make the tensors of the draft layers and open the storage."""
         tensors = super().initialize_mtp_kv_cache(attn_backend, num_gpu_blocks, num_mtp_layers, layer_offset)
         self._open_storage()
         return tensors
 
     def submit_swap_tasks(self, evict_metadata: Any, swap_in_metadata: Any = None) -> LayerDoneCounter | None:
-        """Put on the streams what the batch's step needs; the counter is that of its last plan."""
+        """Submit the plans that the batch's step needs; return the layer counter of the last one."""
         plans = self._link.take(marked_plan(evict_metadata), self._timeout)
         stream = self._stream() if plans else None
         counters = [counter for plan in plans if (counter := self._submit(plan, stream))]
@@ -305,12 +311,12 @@ class CacheController(Controller):
         return self.swap_layer_done_counter
 
     def free_cache(self, clear_storage: bool = False) -> bool:
-        """As before."""
+        """Release device tensors and host cache; the next initialisation opens the storage again."""
         self._has_storage = False
         return super().free_cache(clear_storage)
 
     def shutdown(self) -> None:
-        """Wait for copies, report them, free everything, and say goodbye."""
+        """Wait for copies in flight, report them, release everything, and disconnect. Idempotent."""
         if self._is_closed:
             return
         super().shutdown()
@@ -328,22 +334,22 @@ class CacheController(Controller):
                 self._link.send_scan(scan)
 
     def _submit_now(self, plan: TransferPlan) -> None:
-        """A plan that belongs to no step; it reads what is computed already."""
+        """Submit a plan that belongs to no step."""
         self._submit(plan, self._stream())
 
     def _submit(self, plan: TransferPlan, stream: Any) -> LayerDoneCounter | None:
         try:
             return self.core.submit_swap_tasks(plan, stream)
         except FdcacheError as error:
-            logger.error("plan %d cannot be carried out: %s", plan.plan_id, error)
+            logger.error("plan %d cannot be executed: %s", plan.plan_id, error)
             return None
-        finally:  # carried out or refused, it is reported
+        finally:  # executed or refused, the plan is reported
             with self._submitted:
                 self._to_report.update(plan.plan_ids)
                 self._submitted.notify_all()
 
     def _report(self) -> None:
-        """Send each report when its plan has ended."""
+        """Send each report as soon as its plan has ended."""
         while True:
             with self._submitted:
                 self._submitted.wait_for(lambda: self._to_report or self._is_closed)

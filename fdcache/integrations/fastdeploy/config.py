@@ -1,4 +1,4 @@
-"""What fdcache reads of FastDeploy's configuration, by attribute name; FastDeploy itself is not imported."""
+"""Layout and settings from FastDeploy's configuration and variables, read by attribute name."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ from functools import partial
 from typing import Any
 
 from fdcache.errors import ConfigurationError
-from fdcache.integrations.fastdeploy_variables import keeps_latents
 from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
-from fdcache.settings import Settings, SettingsError, Source, Sourced
+from fdcache.settings import Settings, SettingsError, Source, Sourced, read_settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, TransferSettings
+from fdcache.settings.engine_model import AttentionBackend
 from fdcache.settings.problems import error
 from fdcache.tiers.host import host_block_bytes
 
+_BACKEND, _MANAGER = "FD_ATTENTION_BACKEND", "ENABLE_V1_KVCACHE_MANAGER"
 _BLOCK_FP8, _INT4 = "block_wise_fp8", "int4_zp"
 _BLOCKS, _MEMORY = "FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY"
-_OTHER_WAYS = {_BLOCKS: (_MEMORY,), "FDCACHE_HOST_MEMORY": ("FDCACHE_SERVER",)}
-"""What else decides the sizes of the tiers."""
+_ALTERNATIVES = {_BLOCKS: (_MEMORY,), "FDCACHE_HOST_MEMORY": ("FDCACHE_SERVER",)}
+"""Variables that decide a tier's size in place of another."""
 
 logger = logging.getLogger(__name__)
 
 
 def layout_from_config(config: Any) -> KVLayout:
-    """The layout that FastDeploy's attention backends make for this configuration.
+    """Return the layout of the caches that FastDeploy's attention backends make for this configuration.
 
-    Keys and values of shape [kv_heads, block_size, head_dim] in the model's dtype, bytes for a quantised cache (two
-    elements a byte for ``int4_zp``), with scales in the model's dtype for ``block_wise_fp8``; one latent per token for
-    models with a ``kv_lora_rank``, or as ``FD_ATTENTION_BACKEND`` says; one draft layer for the speculative method
-    ``mtp``. A backend that differs needs its own layout. Each dtype and each quantisation has keys of its own. Raises
-    ``ConfigurationError`` naming the attribute that is missing, or the backend.
+    - Keys and values have shape [kv_heads, block_size, head_dim] in the model's dtype.
+    - A quantised cache has bytes instead (``int4_zp`` packs two elements per byte), and ``block_wise_fp8`` adds scales
+      in the model's dtype.
+    - Models with a ``kv_lora_rank`` keep one latent per token, unless ``FD_ATTENTION_BACKEND`` says otherwise.
+    - The speculative method ``mtp`` adds one draft layer.
+
+    Each dtype and each quantisation gets block keys of its own. A backend that makes other shapes needs a layout of
+    its own. Raises ``ConfigurationError`` naming a missing attribute, or the backend.
     """
     model, cache = _get(config, "model_config"), _get(config, "cache_config")
     ranks = int(_get(config, "parallel_config.tensor_parallel_size"))
@@ -69,8 +73,8 @@ def layout_from_config(config: Any) -> KVLayout:
 def quantisation(config: Any) -> str | None:
     """Return the ``kv_cache_quant_type`` of the configuration, or None.
 
-    The workers have parsed it into ``quant_config``; the engine's process has it only as the model's configuration or
-    the command line gave it. Raises ``ConfigurationError`` where the two differ.
+    Workers have it in ``quant_config``; the engine's process has it only as the model's configuration or the command
+    line gave it. Raises ``ConfigurationError`` if the two differ.
     """
     parsed = getattr(getattr(config, "quant_config", None), "kv_cache_quant_type", None)
     model = _get(config, "model_config")
@@ -87,6 +91,28 @@ def quantisation(config: Any) -> str | None:
     return None if parsed is None else str(parsed)
 
 
+def keeps_latents(latent_size: int) -> bool:
+    """Return True if the attention backend keeps one latent per token instead of keys and values.
+
+    ``FD_ATTENTION_BACKEND`` decides if it is set, otherwise the model does: its latents have ``latent_size`` elements,
+    0 for none. Raises ``ConfigurationError`` for a backend that does not suit the model or has unknown planes.
+    """
+    settings = read_settings().settings
+    backend, place = settings.attention.backend, settings.place(_BACKEND)
+    if settings.source(_BACKEND) is Source.DEFAULT:
+        return latent_size > 0
+    if backend is AttentionBackend.DSA_ATTN:
+        raise ConfigurationError(
+            f"{_BACKEND}={backend} ({place}): its cache has planes for the indexer, which the configuration does not "
+            "describe; give the adapter a layout of your own"
+        )
+    if backend is AttentionBackend.MLA_ATTN and not latent_size:
+        raise ConfigurationError(
+            f"{_BACKEND}={backend} ({place}): the model has no kv_lora_rank to keep latents of; unset {_BACKEND}"
+        )
+    return backend is AttentionBackend.MLA_ATTN
+
+
 def load_settings(
     config: Any,
     layout: KVLayout,
@@ -95,13 +121,13 @@ def load_settings(
     storage: StorageTierSettings | None = None,
     transfer: TransferSettings | None = None,
 ) -> Settings:
-    """Read the settings: groups that are given, above the environment, above FastDeploy's cache configuration.
+    """Load the settings. The given groups take precedence, then the environment, then FastDeploy's cache configuration.
 
-    A variable that is set in place of an attribute of the configuration is named in the log. Draft layers are fed the
-    next token, so a match leaves out the block at its end. ``write_through`` stays what it was: a backup of each block
-    when it is computed. A match waits for no other request's copy unless ``FDCACHE_DEFER_TIMEOUT`` says so.
+    The log names each variable that overrides an attribute of the configuration. Draft layers depend on the next
+    token, so a match then looks one token ahead. By default a match does not wait for another request's copy
+    (``FDCACHE_DEFER_TIMEOUT``).
 
-    Raises ``SettingsError`` for a value that is wrong, ``ConfigurationError`` naming an attribute that is missing.
+    Raises ``SettingsError`` for an invalid value, ``ConfigurationError`` naming a missing attribute.
     """
     theirs = {} if cache is not None else _cache_config(config, layout)
     lookahead = 1 if layout.num_draft_layers else 0
@@ -116,7 +142,7 @@ def load_settings(
         wrong = f"the KV of draft layers depends on {lookahead} token more than its own"
         raise SettingsError([error(name, settings.place(name), wrong, f"set it to {lookahead}, or unset it")])
     for name, attribute in theirs.items():
-        for ours in (name, *_OTHER_WAYS.get(name, ())):
+        for ours in (name, *_ALTERNATIVES.get(name, ())):
             if settings.source(ours) is not Source.DEFAULT:
                 value, place = settings.render(ours), settings.place(ours)
                 logger.info("%s=%s (%s) is in force instead of %s", ours, value, place, attribute.place)
@@ -128,26 +154,37 @@ def load_settings(
 
 
 def settings_from_config(config: Any, layout: KVLayout) -> CacheSettings:
-    """Return the cache's settings: those of the environment, and FastDeploy's cache configuration for the others."""
+    """Return the cache's settings: the environment, and FastDeploy's cache configuration for what it does not set."""
     return load_settings(config, layout).cache_for(layout, partial(device_bytes, layout.tp_size))
 
 
 def device_blocks(settings: Settings, layout: KVLayout, engine_blocks: int) -> int:
-    """Return the blocks of the device tier: those the environment asks for, else those the engine has room for."""
+    """Return the number of device blocks: the environment's, or ``engine_blocks`` if it sets none."""
     if all(settings.source(name) is Source.DEFAULT for name in (_BLOCKS, _MEMORY)):
         return engine_blocks
     return settings.cache_for(layout, partial(device_bytes, layout.tp_size)).device_blocks
 
 
 def device_bytes(ranks: int) -> int:
-    """Return the memory of one rank's device, as Paddle says."""
+    """Return the memory of one rank's device in bytes, as Paddle reports it."""
     from fdcache.integrations.paddle import device_bytes
 
     return device_bytes(ranks)
 
 
+def warn_of_old_manager(settings: Settings) -> None:
+    """Log a warning if FastDeploy is configured to use its old cache manager instead of this one."""
+    if not settings.engine_cache.v1_manager:
+        logger.warning(
+            "%s=0 (%s): FastDeploy uses its old cache manager, not this one, and write_through alone; set %s=1",
+            _MANAGER,
+            settings.place(_MANAGER),
+            _MANAGER,
+        )
+
+
 def _cache_config(config: Any, layout: KVLayout) -> dict[str, Sourced]:
-    """Return what FastDeploy's cache configuration says as values of our variables."""
+    """Return FastDeploy's cache configuration as values of fdcache's variables."""
     cache = _get(config, "cache_config")
     host_blocks = int(getattr(cache, "num_cpu_blocks", None) or 0)
     threshold = int(getattr(cache, "write_through_threshold", None) or 2)
@@ -162,7 +199,7 @@ def _cache_config(config: Any, layout: KVLayout) -> dict[str, Sourced]:
 
 
 def _get(config: Any, path: str) -> Any:
-    """An attribute of the configuration, or of a part of it. Raises ``ConfigurationError`` naming it."""
+    """Return an attribute by its dotted path. Raises ``ConfigurationError`` naming the path if it is missing."""
     value = config
     for name in path.split("."):
         value = getattr(value, name, None)

@@ -1,4 +1,4 @@
-"""FastDeploy's worker-side cache controller, its names over fdcache's ``CacheController``."""
+"""FastDeploy's cache controller of a worker, with its method names, built on fdcache's ``CacheController``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from fdcache.controller.layers import LayerDoneCounter
 from fdcache.devices.base import Device
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import CacheNotReadyError, LayoutError
-from fdcache.integrations.fastdeploy_config import (
+from fdcache.integrations.fastdeploy.config import (
     device_blocks,
     layout_from_config,
     load_settings,
     quantisation,
 )
-from fdcache.integrations.fastdeploy_variables import EngineVariables
 from fdcache.layout import KVLayout, Plane, PlaneKind
 from fdcache.metadata import CacheSwapMetadata, StorageScan, SwapPurpose, TransferPlan, TransferReport
 from fdcache.settings.cache import TransferSettings
@@ -30,13 +29,22 @@ Allocate = Callable[[KVLayout, int], Sequence[Any]]
 
 
 class CacheController:
-    """What FastDeploy's worker calls, under the old names; ``core`` is fdcache's own controller.
+    """Cache controller with the interface of FastDeploy's; ``core`` is fdcache's own controller.
 
-    ``allocate`` makes the tensors of all planes; by default Paddle does, or the attention backend where it has
-    ``create_kv_cache``. ``device`` says where they are, by default Paddle's current device. ``host_cache`` is the
-    manager's, where that was not made by the environment. ``compute_stream`` is asked at each submission for the
-    stream that the model computes on; by default that is Paddle's current one, and none on a CPU. What is not given
-    comes from the environment, and what is not set there from FastDeploy's configuration, as for the manager.
+        tensors = controller.initialize_kv_cache(attn_backend, num_gpu_blocks)
+        counter = controller.submit_swap_tasks(plans)  # with each batch
+        reports = controller.poll()                    # to CacheManager.apply
+
+    Parameters that are not given come from the environment, and what that does not set from FastDeploy's
+    configuration.
+
+    Args:
+        device: device of the planes; Paddle's current device by default.
+        allocate: allocates the tensors of all planes. By default the attention backend's ``create_kv_cache`` does, or
+            Paddle if the backend has none.
+        host_cache: the manager's ``host_cache``, if the environment does not describe it.
+        compute_stream: returns the stream that the model computes on, called at each submission. By default Paddle's
+            current stream, and none on a CPU.
     """
 
     def __init__(
@@ -69,17 +77,17 @@ class CacheController:
         self._own_plans = count(-1, -1)
 
     def is_initialized(self) -> bool:
-        """Whether the device planes are registered."""
+        """Return True once the device planes are registered."""
         return self._ready
 
     # --- memory -------------------------------------------------------------------------------------------
 
     def initialize_kv_cache(self, attn_backend: Any, num_gpu_blocks: int) -> list[Any]:
-        """The tensors of the main layers, K, V and scales layer by layer; also makes the host cache.
+        """Make the tensors of the main layers (K, V and scales, layer by layer) and the host cache.
 
-        They have ``num_gpu_blocks`` blocks, unless the environment says how many there are to be.
-        With draft layers everything is registered once ``initialize_mtp_kv_cache`` was called too. Raises
-        ``LayoutError`` when the backend's shapes are not the layout's.
+        The tensors have ``num_gpu_blocks`` blocks, unless the environment sets another number. With draft layers,
+        planes are registered after ``initialize_mtp_kv_cache``. Raises ``LayoutError`` if the backend's shapes differ
+        from the layout's.
         """
         main = [plane for plane in self.layout.planes if not self.layout.is_draft(plane.layer)]
         return self._make(attn_backend, main, device_blocks(self._settings, self.layout, num_gpu_blocks))
@@ -87,14 +95,12 @@ class CacheController:
     def initialize_mtp_kv_cache(
         self, attn_backend: Any, num_gpu_blocks: int, num_mtp_layers: int, layer_offset: int
     ) -> list[Any]:
-        """The tensors of the draft layers, which are copied with the main ones. Raises ``LayoutError`` when they are
-        not the layout's.
-        """
+        """Make the tensors of the draft layers. Raises ``LayoutError`` if they differ from the layout's."""
         expected = (self.layout.num_draft_layers, self.layout.num_layers)
         if (num_mtp_layers, layer_offset) != expected:
             raise LayoutError(
                 f"{num_mtp_layers} draft layers from layer {layer_offset} on, but the layout has "
-                f"{expected[0]} from layer {expected[1]} on; give the adapter that layout"
+                f"{expected[0]} from layer {expected[1]} on; pass a matching layout to the adapter"
             )
         planes = self.layout.planes[len(self._tensors) :]
         if blocks := device_blocks(self._settings, self.layout, 0):
@@ -102,18 +108,19 @@ class CacheController:
         return self._make(attn_backend, planes, num_gpu_blocks)
 
     def initialize_host_cache(self, attn_backend: Any = None) -> None:
-        """Make the host cache, all or nothing, or use a service's; once."""
+        """Allocate the host cache, or map a service's. Idempotent."""
         if self.core.host_arena is None:
             self.core.initialize_host_cache(self._host_cache)
 
     def initialize_storage(self, storage: BlockStorage | None = None) -> StorageScan | None:
-        """Use this rank's storage from now on, by default that of the environment, which may be none; the scan goes to
-        ``CacheManager.core.restore_storage``.
+        """Open this rank's storage, by default the environment's, and return its scan; None without storage.
+
+        Pass the scans of all ranks to ``CacheManager.core.restore_storage``.
         """
         return self.core.open_storage() if storage is None else self.core.initialize_storage(storage)
 
     def get_kv_caches(self) -> dict[str, Any]:
-        """The tensors by name: kind, layer, rank and device."""
+        """Return the tensors by name: kind, layer, rank and device."""
         where = f"rank{self.core.rank}.device{self.device_id}"
         named = zip(self.layout.planes, self._tensors, strict=False)
         return {f"{_name(plane.kind)}_{plane.layer}_{where}": tensor for plane, tensor in named}
@@ -139,7 +146,7 @@ class CacheController:
         return made
 
     def _from_backend(self, attn_backend: Any, planes: Sequence[Plane], num_blocks: int) -> list[Any] | None:
-        """The tensors of a backend that makes them itself, by role; None for one that does not."""
+        """Return the tensors of a backend that makes them itself; None for other backends."""
         create = getattr(attn_backend, "create_kv_cache", None)
         if create is None:
             return None
@@ -166,12 +173,11 @@ class CacheController:
         evict_metadata: Sequence[TransferPlan] | None,
         swap_in_metadata: Sequence[TransferPlan] | None = None,
     ) -> LayerDoneCounter | None:
-        """Put a batch's plans on the streams and return at once; the counter is that of the step's own plan.
+        """Submit a batch's plans without waiting; return the layer counter of the first plan, the step's own.
 
-        Copies wait for what the compute stream holds now, and what it is given later waits for the evictions. Both
-        records of a batch may be the list that ``issue_pending_backup_to_batch_request`` returned; a plan that stands
-        in both is submitted once. ``poll`` reports every one of them, submitted or not; when a caller's mistake is
-        raised there is no counter, and the plans behind the one concerned are refused.
+        Copies wait for the work that the compute stream holds now; its later work waits for the evictions. A plan in
+        both lists is submitted once. If a submission raises, the plans after it are refused. ``poll`` reports every
+        plan, submitted or refused.
         """
         self.swap_layer_done_counter = None
         plans = {plan.plan_id: plan for plan in (*(evict_metadata or ()), *(swap_in_metadata or ()))}
@@ -189,15 +195,15 @@ class CacheController:
         return self.swap_layer_done_counter
 
     def load_host_to_device(self, metadata: CacheSwapMetadata) -> LayerDoneCounter:
-        """Copy one batch of blocks to the device, outside any plan; ``poll`` does not report it."""
+        """Copy a batch of blocks to the device, outside any plan; ``poll`` does not report it."""
         return self._copy(metadata, SwapPurpose.LOAD)
 
     def evict_device_to_host(self, metadata: CacheSwapMetadata) -> LayerDoneCounter:
-        """Copy one batch of blocks to the host, outside any plan; ``poll`` does not report it."""
+        """Copy a batch of blocks to the host, outside any plan; ``poll`` does not report it."""
         return self._copy(metadata, SwapPurpose.EVICT)
 
     def poll(self) -> list[TransferReport]:
-        """The reports of plans that ended since the last call; they go to ``CacheManager.apply``."""
+        """Return the reports of plans that ended since the last call; pass them to ``CacheManager.apply``."""
         return [report for report in self.core.poll() if report.plan_id > 0]
 
     def _copy(self, metadata: CacheSwapMetadata, purpose: SwapPurpose) -> LayerDoneCounter:
@@ -213,25 +219,25 @@ class CacheController:
     # --- the end ------------------------------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
-        """Nothing to do: only the manager knows what is cached, and copies under way end by themselves."""
+        """Do nothing and return True: only the manager knows what is cached, and copies in flight end by themselves."""
         return True
 
     def free_gpu_cache(self) -> None:
-        """Give up the device tensors, after the copies in flight; the host cache stays.
+        """Release the device tensors, after the copies in flight; the host cache stays.
 
-        With ``FD_ENABLE_SWAP_SPACE_CLEARING`` it goes too, and the manager hears of that by
-        ``CacheManager.reset_cache``.
+        With ``FD_ENABLE_SWAP_SPACE_CLEARING`` the host cache is released too; call ``CacheManager.reset_cache`` then.
         """
-        if EngineVariables.load().frees_host_cache_asleep:
+        if self._settings.engine_cache.clear_swap_space:
             self.core.free_cache()
         else:
             self.core.sleep()
         self._forget_tensors()
 
     def free_cache(self, clear_storage: bool = False) -> bool:
-        """Give up device tensors and host cache, after the copies in flight, and with ``clear_storage`` empty this
-        rank's storage before. The manager hears of that by ``CacheManager.reset_cache``; until then it plans reads that
-        find nothing. Raises ``StorageError`` when the storage is not known to be empty; then nothing is freed.
+        """Release device tensors and host cache, after the copies in flight; ``clear_storage`` empties storage first.
+
+        Call ``CacheManager.reset_cache`` afterwards; until then the manager plans reads that find nothing. Raises
+        ``StorageError`` if the storage could not be emptied; nothing is released then.
         """
         if clear_storage:
             self.core.clear_storage()
@@ -245,7 +251,7 @@ class CacheController:
         self._ready = False
 
     def shutdown(self) -> None:
-        """Wait for copies and free everything."""
+        """Wait for copies in flight and release everything."""
         self.core.shutdown()
 
 
@@ -254,7 +260,7 @@ def _name(kind: PlaneKind) -> str:
 
 
 def _check_shapes(attn_backend: Any, planes: Sequence[Plane], num_blocks: int, quantised: str | None) -> None:
-    """Compare with the shapes [blocks, heads, block_size, dim] that a backend names for key and value."""
+    """Raise ``LayoutError`` if the backend names other shapes [blocks, heads, block_size, dim] for key and value."""
     shapes_of = getattr(attn_backend, "get_kv_cache_shape", None)
     if shapes_of is None:
         return
@@ -278,7 +284,7 @@ def _paddle_stream() -> Any | None:
 
 
 def _no_stream() -> None:
-    """A CPU has computed when a call returns."""
+    """Return None: a CPU computes synchronously."""
 
 
 def _allocate_in_paddle(layout: KVLayout, num_blocks: int) -> Sequence[Any]:
