@@ -25,7 +25,7 @@ std::uint64_t word(std::uint64_t seed, std::size_t index) {
     return (value ^ (value >> 31)) * kMultiplier;
 }
 
-// The bytes that one token has in a plane: every token an equal share, the last one the remainder too.
+// The bytes of one token in a plane: equal shares, and the remainder for the last token.
 struct Share {
     std::size_t offset, bytes;
 };
@@ -95,7 +95,8 @@ void PatternModel::end(std::int32_t sequence) {
 PatternModel::Sequence &PatternModel::find(std::int32_t sequence) {
     const auto found = sequences_.find(sequence);
     if (found == sequences_.end()) {
-        throw std::invalid_argument("sequence " + std::to_string(sequence) + " was never begun");
+        throw std::invalid_argument("sequence " + std::to_string(sequence) +
+                                    " has no tokens; call begin first");
     }
     return found->second;
 }

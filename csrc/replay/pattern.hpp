@@ -1,6 +1,6 @@
-// The stand-in for a model's forward pass: "computing" a token writes bytes derived from its whole prefix
-// into every plane of its block, so that any block found again can be checked byte by byte. Independent of
-// block hashing on purpose: a fault there must not hide itself here.
+// A stand-in for a model's forward pass: "computing" a token writes bytes derived from its whole prefix into
+// every plane of its block, so that every reused block can be compared byte by byte. Does not use the block
+// hashes, so that it also detects their faults.
 #pragma once
 
 #include <cstddef>
@@ -18,17 +18,17 @@ struct PatternPlane {
     std::size_t bytes;   // bytes of one block
     std::int32_t blocks;
     std::int32_t layer;
-    std::uint64_t salt;  // tells layer, kind and rank apart
+    std::uint64_t salt;  // differs by layer, kind and rank
 };
 
-// Segments of one step, element i of every span being one sequence's.
+// The segments of a step; element i of each span belongs to one sequence.
 struct PatternStep {
     std::span<const std::int32_t> sequences;
-    std::span<const std::int32_t> starts;  // tokens [start, end) are computed
+    std::span<const std::int32_t> starts;  // compute tokens [start, end)
     std::span<const std::int32_t> ends;
-    std::span<const std::int32_t> keep;    // block table: this many entries stay,
-    std::span<const std::int32_t> grow;    // this many come from `blocks`
-    std::span<const std::int32_t> verify;  // this many leading blocks are compared first
+    std::span<const std::int32_t> keep;    // entries of the block table to keep
+    std::span<const std::int32_t> grow;    // entries to append, from `blocks`
+    std::span<const std::int32_t> verify;  // leading blocks to compare first
     std::span<const std::int32_t> blocks;
 };
 
@@ -36,17 +36,17 @@ class PatternModel {
   public:
     PatternModel(std::vector<PatternPlane> planes, std::int32_t block_size, std::int32_t layers);
 
-    // Gives a sequence its tokens. Replaces what it had.
+    // Sets the tokens of a sequence, replacing earlier ones.
     void begin(std::int32_t sequence, std::span<const std::int32_t> tokens);
     void end(std::int32_t sequence);
 
-    // Takes the next step's segments, all or nothing, and returns how many blocks it will compare: of each
-    // segment's leading blocks every `every`-th and the last; none if `every` is 0.
+    // Prepares the next step and returns how many blocks it will compare: of each segment's leading blocks
+    // every `every`-th and the last; none if `every` is 0. Changes nothing if it throws.
     std::int64_t prepare(const PatternStep &step, std::int32_t every);
 
-    // Compares, then writes, one layer of the prepared step; layers go in order. Returns (segment, block of
-    // the sequence) for each block that differs. A sequence with a differing block computes garbage from then
-    // on, as a model would, until a later comparison of its prefix succeeds or it starts over.
+    // Compares, then writes, one layer of the prepared step; layers come in order. Returns (segment, block of
+    // the sequence) of each block that differs. Such a sequence computes garbage, as a model would, until a
+    // later comparison of its prefix succeeds or it starts again.
     std::vector<std::pair<std::int32_t, std::int32_t>> run_layer(std::int32_t layer);
 
   private:

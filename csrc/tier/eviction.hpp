@@ -1,4 +1,4 @@
-// The order in which a full tier gives up blocks.
+// The order in which a full tier evicts entries.
 #pragma once
 
 #include <algorithm>
@@ -15,24 +15,24 @@ namespace fdcache {
 using Slot = std::uint32_t;
 inline constexpr Slot kNoSlot = 0xFFFFFFFFu;
 
-// Holds the entries that are not used. The tier adds a child before its parent and removes a parent when a
-// child of it is used again. A *busy* entry (a copy reads it, or something below it) keeps its place and is
-// passed over; a parent is busy with its child.
+// The entries that are not used. The tier adds a child before its parent, and removes a parent when one of
+// its children is used again. A *busy* entry (a copy reads it, or an entry below it) keeps its place but is
+// skipped; the parent of a busy entry is busy.
 class EvictionOrder {
   public:
     virtual ~EvictionOrder() = default;
     virtual void add(Slot slot, bool busy) = 0;
     virtual void remove(Slot slot) = 0;
     virtual void set_busy(Slot slot, bool busy) = 0;
-    // Removes the first `count` entries that are not busy and appends them to `taken`. There are as many;
-    // when memory runs out, nothing has changed.
+    // Removes the first `count` entries that are not busy and appends them to `taken`. The caller checks that
+    // there are as many. Changes nothing if it throws std::bad_alloc.
     virtual void take(std::uint32_t count, std::vector<Slot> &taken) = 0;
-    // The first `count` entries that are not busy, or as many as there are.
+    // Up to `count` entries that are not busy, in order.
     virtual std::vector<Slot> first(std::uint32_t count) const = 0;
-    // All entries in order, busy ones too. Looks at every slot.
+    // All entries in order, including busy ones. Walks all slots.
     virtual std::vector<Slot> all() const = 0;
     virtual bool holds(Slot slot) const = 0;
-    // How many entries are not busy.
+    // Number of entries that are not busy.
     virtual std::uint32_t size() const = 0;
     virtual void resize(std::uint32_t slots) = 0;
     virtual void clear() = 0;
@@ -48,7 +48,7 @@ struct LruLink {
 
     union {
         Neighbours beside;     // while listed
-        std::uint64_t ticket;  // while parked or waiting: in the order of parking
+        std::uint64_t ticket;  // while parked or waiting: increases with each parking
     };
     Place place = Place::kOutside;
     bool busy = false;
@@ -58,9 +58,9 @@ struct LruLink {
 
 using LruLinks = std::vector<LruLink>;
 
-// Entries by the end of their last use, in a list. A busy entry that comes to the front is parked: it leaves
-// the list, at most once from one use to the next. Whatever was parked is colder than the whole list. Parked
-// entries that are not busy any more wait in a small heap, and go before the list.
+// A list of entries by the end of their last use. A busy entry that reaches the front is parked: it leaves
+// the list, at most once between two uses. Parked entries are colder than the whole list. Parked entries that
+// are not busy any more wait in a small heap, which is evicted before the list.
 class LruLine {
   public:
     void add(LruLinks &links, Slot slot, bool busy) {
@@ -93,7 +93,7 @@ class LruLine {
     }
 
     void take(LruLinks &links, std::uint32_t count, std::vector<Slot> &taken) {
-        // Entries are parked only while nothing waits, all of them busy then: so many can come to wait.
+        // Only busy entries are parked, and only while the heap is empty, so it never exceeds busy_.
         if (waiting_.capacity() < busy_)
             waiting_.reserve(std::max<std::size_t>(busy_, 2 * waiting_.capacity()));
         taken.reserve(taken.size() + count);
@@ -134,7 +134,7 @@ class LruLine {
         return listed;
     }
 
-    // Before links go away: none of those that went is named any more.
+    // Call before links are removed: forgets removed entries.
     void forget_removed(const LruLinks &links) {
         std::erase_if(waiting_, [&](const Waiting &each) { return !is_current(links, each); });
         std::make_heap(waiting_.begin(), waiting_.end(), std::greater<>());
@@ -156,7 +156,7 @@ class LruLine {
         auto operator<=>(const Waiting &) const = default;
     };
 
-    // Whether the entry has not been used since it was parked.
+    // True if the entry was not used since it was parked.
     static bool is_current(const LruLinks &links, const Waiting &each) {
         const LruLink &link = links[each.slot];
         return link.place == LruLink::Place::kWaiting && link.ticket == each.ticket;
@@ -168,7 +168,7 @@ class LruLine {
         (next == kNoSlot ? tail_ : links[next].beside.previous) = previous;
     }
 
-    // The first entry that is not busy; what is busy before it is parked.
+    // The first entry that is not busy. Parks the busy entries before it.
     Slot coldest(LruLinks &links) {
         while (!waiting_.empty()) {
             const Waiting first = waiting_.front();
@@ -225,7 +225,7 @@ class LruOrder final : public EvictionOrder {
 
 inline std::unique_ptr<EvictionOrder> make_eviction_order(std::string_view name) {
     if (name == "lru") return std::make_unique<LruOrder>();
-    throw std::invalid_argument("no eviction order is called " + std::string(name) + "; there is lru");
+    throw std::invalid_argument("unknown eviction order '" + std::string(name) + "'; use 'lru'");
 }
 
 }  // namespace fdcache

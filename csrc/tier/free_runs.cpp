@@ -12,7 +12,7 @@ std::uint32_t FreeRuns::bin_of(std::uint32_t length) {
     return step * kSplits + (length >> step);
 }
 
-// The first bin from `bin` on that has runs.
+// The first bin at or after `bin` that has runs.
 std::uint32_t FreeRuns::bin_from(std::uint32_t bin) const {
     if (bin >= kBins) return kNoBin;
     std::uint64_t word = filled_[bin / 64] & (~std::uint64_t{0} << bin % 64);
@@ -28,7 +28,7 @@ std::uint32_t FreeRuns::last_bin() const {
     return kNoBin;
 }
 
-// Whether the slot and the one before it may be in one run.
+// True if the slot and the one before it may be in one run.
 bool FreeRuns::joined(Slot slot) const {
     return slot > 0 && slot < nodes_.size() && (!extent_ || slot % extent_);
 }
@@ -68,7 +68,7 @@ void FreeRuns::add(Slot first, std::uint32_t count) {
         end += nodes_[next].length;
         erase(next);
     }
-    // The last extent first: of runs of one length the newest is taken first.
+    // From the last extent, because the newest of equally long runs is taken first.
     while (extent_ && (end - 1) / extent_ != first / extent_) {
         const Slot start = (end - 1) / extent_ * extent_;
         insert(start, end - start);
@@ -77,11 +77,13 @@ void FreeRuns::add(Slot first, std::uint32_t count) {
     insert(first, end - first);
 }
 
-// Of runs of one length the lowest: what a tier gives back first are its last slots.
+// The smallest run of the bin with `count` slots; of equal ones the lowest, because a tier shrinks from its
+// end.
 Slot FreeRuns::tightest(std::uint32_t bin, std::uint32_t count) const {
     Slot best = kNoSlot;
     Slot slot = heads_[bin];
-    for (int looks = 0; slot != kNoSlot && looks < kLooks; slot = nodes_[slot].next, ++looks) {
+    for (int compared = 0; slot != kNoSlot && compared < kMostCompared;
+         slot = nodes_[slot].next, ++compared) {
         const std::uint32_t length = nodes_[slot].length;
         if (length < count) continue;
         if (best == kNoSlot || length < nodes_[best].length || (length == nodes_[best].length && slot < best))
@@ -90,7 +92,7 @@ Slot FreeRuns::tightest(std::uint32_t bin, std::uint32_t count) const {
     return best;
 }
 
-// The tightest run that holds `count` slots, else the longest.
+// The smallest run with `count` slots, else the longest run.
 Slot FreeRuns::find(std::uint32_t count) const {
     const std::uint32_t bin = bin_of(count);
     if (const Slot slot = tightest(bin, count); slot != kNoSlot) return slot;
@@ -177,8 +179,8 @@ std::vector<std::string> FreeRuns::check_integrity() const {
         }
     }
     if (free != size_) broken.push_back("free slots are miscounted");
-    if (ends != marks) broken.push_back("a length stands where no free run begins or ends");
-    if (listed != found) broken.push_back("the bins of free runs have lost or gained some");
+    if (ends != marks) broken.push_back("there is a length where no free run starts or ends");
+    if (listed != found) broken.push_back("the bins have lost or gained free runs");
     return broken;
 }
 

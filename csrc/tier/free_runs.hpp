@@ -10,12 +10,11 @@
 
 namespace fdcache {
 
-// Runs are maximal and cross no extent. A run's length stands at its first and at its last slot, so that a
-// slot that is freed finds its neighbours at once. Runs of about the same length are in one bin: below 32
-// slots a bin has one length, above that its lengths differ by less than a sixteenth. So a fit is found
-// without a search.
+// Runs are maximal and cross no extent. A run's length is stored at its first and last slot, so that a freed
+// slot finds its neighbours at once. Runs of similar length share a bin: below 32 slots a bin has one length,
+// above that its lengths differ by less than a sixteenth. So finding a fit needs no search.
 //
-// Adding a run, and taking one, cost O(1). Only `resize` and `reserve` allocate.
+// Adding and taking a run cost O(1). Only `resize` and `reserve` allocate.
 class FreeRuns {
   public:
     struct Run {
@@ -23,28 +22,27 @@ class FreeRuns {
         std::uint32_t count;
     };
 
-    // `extent`: the slots of an extent; 0: there is one, without end.
+    // `extent`: slots of an extent; 0: there is one extent.
     explicit FreeRuns(std::uint32_t extent = 0) : extent_(extent) { heads_.fill(kNoSlot); }
 
     std::uint32_t size() const { return size_; }
     std::uint32_t slots() const { return static_cast<std::uint32_t>(nodes_.size()); }
 
-    // The run becomes free. None of it is.
+    // Frees a run, none of which is free.
     void add(Slot first, std::uint32_t count = 1);
-    // Appends `count` free slots to `runs`, ascending: part of the tightest run that holds them all, else as
-    // few runs as there are. The caller makes sure that there are as many, and that `runs` has room for as
-    // many.
+    // Appends `count` free slots to `runs`, ascending: from the smallest run that has them all, else from as
+    // few runs as possible. The caller checks that there are as many, and reserves room in `runs`.
     void take(std::uint32_t count, std::vector<Run> &runs);
-    // No slot is free.
+    // Makes no slot free.
     void clear();
-    // The tier has `slots` slots. New ones are not free; of those that go, the free ones are forgotten.
+    // Changes the number of slots. New slots are not free.
     void resize(std::uint32_t slots);
     void reserve(std::uint32_t slots) { nodes_.reserve(slots); }
 
     // All runs, ascending.
     std::vector<Run> runs() const;
     std::size_t bytes() const { return nodes_.capacity() * sizeof(Node); }
-    // Every invariant that does not hold, in words.
+    // The invariants that do not hold, in words.
     std::vector<std::string> check_integrity() const;
 
   private:
@@ -52,11 +50,11 @@ class FreeRuns {
     static constexpr std::uint32_t kWords = 7;
     static constexpr std::uint32_t kBins = 64 * kWords;
     static constexpr std::uint32_t kNoBin = kBins;
-    static constexpr int kLooks = 8;  // runs of a bin that are compared
+    static constexpr int kMostCompared = 8;  // runs of a bin
 
     struct Node {
-        std::uint32_t length = 0;  // of the run that begins or ends here; 0: none does
-        Slot previous = kNoSlot;   // in its bin; of a run's first slot only
+        std::uint32_t length = 0;  // of the run that starts or ends here; 0: none
+        Slot previous = kNoSlot;   // in its bin; set at a run's first slot only
         Slot next = kNoSlot;
     };
 
@@ -71,7 +69,7 @@ class FreeRuns {
 
     std::vector<Node> nodes_;
     std::array<Slot, kBins> heads_;
-    std::array<std::uint64_t, kWords> filled_{};  // a bit for each bin that has runs
+    std::array<std::uint64_t, kWords> filled_{};  // a bit per bin that has runs
     std::uint32_t extent_;
     std::uint32_t size_ = 0;
 };

@@ -11,9 +11,9 @@
 
 namespace fdcache {
 
-// The digests themselves stay with the tier (one per slot); a cell keeps the slot and 32 bits of its digest:
-// they say where the cell belongs, and a probe rarely touches a digest that is not the one looked for. At
-// most half full: 16 bytes per slot.
+// The tier stores the digests, one per slot. A cell has the slot and 32 bits of its digest, which give the
+// cell's place, so that a probe rarely reads the digest of another block. At most half full: 16 bytes per
+// slot.
 class HashIndex {
   public:
     explicit HashIndex(const std::vector<Digest> &digests) : digests_(digests) {}
@@ -32,7 +32,7 @@ class HashIndex {
         ++size_;
     }
 
-    // Asks for the cells that a look-up of `digest` will read.
+    // Prefetches the cells that a look-up of `digest` will read.
     void prefetch(const Digest &digest) const { __builtin_prefetch(&cells_[tag_of(digest) & mask_], 1); }
 
     void erase(Slot slot) {
@@ -53,7 +53,7 @@ class HashIndex {
         size_ = 0;
     }
 
-    // Room for `slots` entries; what was in the index stays in it.
+    // Grows to `slots` entries and keeps those in the index.
     void rebuild(std::uint32_t slots) {
         std::vector<Cell> old(std::bit_ceil(std::max<std::size_t>(2 * std::size_t{slots}, 8)));
         old.swap(cells_);

@@ -1,4 +1,4 @@
-// Tenants of a tier: whose each entry is, how many entries each may have, and the order of its idle ones.
+// Tenants of a tier: the tenant of each entry, and each tenant's limit and eviction order.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace fdcache {
 
 using Tenant = std::uint32_t;
 
-// Off, and free of cost, until a limit is set. Numbers are small: there is one record for each up to the
-// largest.
+// Off, and without cost, until a limit is set. Tenant numbers are small: there is a record for each number up
+// to the largest.
 class Tenants {
   public:
     static constexpr std::uint32_t kNoLimit = std::numeric_limits<std::uint32_t>::max();
@@ -46,7 +46,7 @@ class Tenants {
     bool full(Tenant tenant) const { return on_ && owners_[tenant].entries >= owners_[tenant].most; }
     std::size_t size() const { return owners_.size(); }
 
-    // An entry appears in the table, below its parent's tenant; leaves it.
+    // An entry joins the table, or leaves it.
     void join(Slot slot, Tenant tenant) {
         if (!on_) return;
         of_[slot] = tenant;
@@ -57,8 +57,7 @@ class Tenants {
         if (on_) --owners_[of_[slot]].entries;
     }
 
-    // An entry joins the eviction order of its tenant as it joins that of the tier; leaves it; is passed
-    // over.
+    // The same changes as in the tier's eviction order.
     void add(Slot slot, bool busy) {
         if (on_) order_of(slot).add(links_, slot, busy);
     }
@@ -71,11 +70,11 @@ class Tenants {
         if (on_) order_of(slot).set_busy(links_, slot, busy);
     }
 
-    // How many entries of a tenant may be evicted, and which, in order.
+    // Number of a tenant's evictable entries, and the entries in order.
     std::uint32_t idle(Tenant tenant) const { return owners_[tenant].order.size(); }
     std::vector<Slot> first(Tenant tenant) const { return owners_[tenant].order.first(links_, idle(tenant)); }
 
-    // The next one of those leaves the order.
+    // Removes the next evictable entry from the order.
     Slot take(Tenant tenant) {
         std::vector<Slot> taken;
         owners_[tenant].order.take(links_, 1, taken);

@@ -26,7 +26,7 @@ bool Tier::release(LeaseId lease) {
     if (found == leases_.end()) return false;
     const std::vector<Slot> slots = std::move(found->second.slots);
     leases_.erase(found);
-    // The end of the path first: so the deepest block is the first to be evicted.
+    // From the end of the path, so that the deepest block is evicted first.
     for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) unpin(*slot);
     return true;
 }
@@ -69,7 +69,7 @@ Slot Tier::resolve_parent(const Digest &parent) const {
     return parent.is_zero() ? kRoot : find_ready(parent);
 }
 
-// Follows a change of pins, holds, state or children up the path, as far as it changes anything.
+// Propagates a change of pins, holds, state or children up the path, as far as it changes anything.
 void Tier::refresh(Slot slot) {
     while (slot != kRoot && entries_[slot].findable) {
         Entry &entry = entries_[slot];
@@ -92,7 +92,7 @@ void Tier::refresh(Slot slot) {
     }
 }
 
-// `child`, as it was before it was cut off, does not hang below `parent` any more.
+// Removes `child`, in its state before make_anonymous, from the counts of `parent`.
 void Tier::unlink_child(Slot parent, const Entry &child) {
     Entry &entry = entries_[parent];
     --entry.children;
@@ -100,8 +100,8 @@ void Tier::unlink_child(Slot parent, const Entry &child) {
     entry.busy_children -= child.busy;
 }
 
-// What is left of an entry, or of a pending slot, that is not in the table any more.
-void Tier::cut_off(Slot slot) {
+// Resets an entry or pending slot that was removed from the table.
+void Tier::make_anonymous(Slot slot) {
     Entry &entry = entries_[slot];
     entry.parent = kNoSlot;
     entry.children = entry.used_children = entry.busy_children = 0;
@@ -141,7 +141,7 @@ void Tier::free_if_unused(Slot slot) {
         free_slot(slot);
 }
 
-// Makes a WRITING slot findable below `parent`; the caller sets what keeps it in place.
+// Makes a WRITING slot findable below `parent`. The caller sets the pins or holds that protect it.
 void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant) {
     Entry &entry = entries_[slot];
     digests_[slot] = digest;
@@ -162,7 +162,7 @@ void Tier::make_ready(Slot slot) {
     entry.touched_ms = entry.ready_ms = now_ms();
     --writing_;
     ++ready_;
-    note(TierEvent::Kind::kStored, slot);
+    publish_event(TierEvent::Kind::kStored, slot);
     refresh(slot);
 }
 
@@ -181,11 +181,10 @@ void Tier::order_set_busy(Slot slot, bool busy) {
     tenants_.set_busy(slot, busy);
 }
 
-// Takes an entry that left the eviction order out of the table; its slot is still READY and the caller frees
-// it.
-void Tier::forget(Slot slot) {
+// Removes an entry that left the eviction order from the table. Its slot is still READY; the caller frees it.
+void Tier::remove_entry(Slot slot) {
     Entry &entry = entries_[slot];
-    note(TierEvent::Kind::kRemoved, slot);
+    publish_event(TierEvent::Kind::kRemoved, slot);
     index_.erase(slot);
     tenants_.leave(slot);
     entry.findable = false;
@@ -202,7 +201,7 @@ void Tier::append(BlockList &list, Slot slot) const {
 }
 
 void Tier::evict(Slot slot) {
-    forget(slot);
+    remove_entry(slot);
     free_slot(slot);
     ++evictions_;
 }
@@ -212,12 +211,11 @@ std::uint32_t Tier::missing(std::size_t count) const {
     return static_cast<std::uint32_t>(count > room ? count - room : 0);
 }
 
-// Evicts the coldest `count` entries, as far as there are as many; `victims` and `evicted` have room for
-// them.
+// Evicts up to `count` of the coldest entries. `victims` and `evicted` have room for them.
 void Tier::evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockList &evicted) {
     victims.clear();
     order_->take(static_cast<std::uint32_t>(std::min<std::size_t>(count, order_->size())), victims);
-    // In three rounds, each fetching what the next one reads: a large tier costs cache misses, not steps.
+    // In three rounds, each of which prefetches the data of the next: in a large tier, cache misses dominate.
     for (const Slot slot : victims) {
         tenants_.remove(slot);
         __builtin_prefetch(&entries_[slot], 1);
@@ -230,9 +228,9 @@ void Tier::evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockLis
     for (const Slot slot : victims) evict(slot);
 }
 
-// Takes `count` free slots, ascending, evicting what it must. While they would lie in short runs it evicts
-// ahead of need, in growing batches, as far as the tier may have slots to spare: the more are free, the
-// longer their runs.
+// Takes `count` free slots, ascending, and evicts entries for them if it must. While the slots form short
+// runs, evicts ahead of need, in growing batches, up to the spare share: with more free slots, runs are
+// longer.
 std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, BlockList &evicted) {
     const std::size_t short_of = count > free_.size() ? count - free_.size() : 0;
     const std::size_t left = free_.size() + short_of - count;
@@ -256,7 +254,7 @@ std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, BlockList &evict
     return runs;
 }
 
-// Blocks of one path go into the slots in order.
+// Takes slots in the order in which the blocks of a path will use them.
 void Tier::take_slots(std::uint32_t count, Reservation &out) {
     out.slots.reserve(count);
     out.generations.reserve(count);
@@ -316,8 +314,7 @@ std::vector<CommitStatus> Tier::commit(LeaseId lease_id, const Digest &parent_ha
     Slot parent = resolve_parent(parent_hash);
     for (std::size_t i = 0; i < hashes.size() && parent != kNoSlot; ++i) {
         const Entry &entry = entries_[slots[i]];
-        if (entry.children || entry.holds)
-            break;  // of a copy that is, or whose children are, still under way
+        if (entry.children || entry.holds) break;  // a copy into it, or into its children, is in flight
         const Slot present = index_.find(hashes[i]);
         if (present == kNoSlot) {
             link(slots[i], hashes[i], parent);

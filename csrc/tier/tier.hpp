@@ -1,15 +1,16 @@
 // A tier: fixed-size slots, a prefix-closed hash table over them, an eviction order, and leases.
 //
 // A slot is FREE, WRITING or READY. A READY slot is an entry: findable by its block hash, below a READY
-// parent (or the root). A WRITING slot is pending (findable, a copy into it is under way) or anonymous
-// (nobody can find it: it is being computed, it duplicates an entry, or a reset cut it off).
+// parent or the root. A WRITING slot is either pending (findable, a copy into it is in flight) or anonymous
+// (not findable: it is being computed, it duplicates an entry, or a reset removed it).
 //
-// Two counts keep a slot in place: pins belong to leases, holds belong to copies from plan to report. An
-// entry is *used* while it is pinned or pending, or has a used child. What is not used stands in the eviction
-// order, by the end of its last use. It is *busy*, and not evicted, while it is used or held, or has a busy
-// child: a copy out of an entry keeps it there, but is no use of it.
+// Two reference counts protect a slot: pins, owned by leases, and holds, owned by copies from plan to report.
+// An entry is *used* while it is pinned or pending, or has a used child. Entries that are not used are in the
+// eviction order, by the end of their last use. An entry is *busy*, and is not evicted, while it is used or
+// held, or has a busy child: a copy from an entry protects it without counting as a use.
 //
-// Every operation is all or nothing: what can fail (bad input, memory) comes before the first change.
+// Every operation is all or nothing: it changes nothing before everything that can fail (bad arguments,
+// memory) has succeeded.
 #pragma once
 
 #include <algorithm>
@@ -43,8 +44,8 @@ struct StaleLease : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Who waits for a tier while another thread walks all of it does so by `wait`, which keeps no interpreter
-// lock.
+// A mutex that calls `wait` if it is taken, so that a thread does not hold the interpreter lock while another
+// thread walks the whole tier.
 class TierMutex {
   public:
     void lock() {
@@ -58,7 +59,7 @@ class TierMutex {
     std::mutex mutex_;
 };
 
-// Parallel arrays that describe blocks; a zero parent digest stands for the root.
+// Parallel arrays that describe blocks. A zero parent digest is the root.
 struct BlockList {
     std::vector<Slot> slots;
     std::vector<std::uint32_t> generations;
@@ -85,8 +86,8 @@ struct MatchRun {
 struct Reservation {
     std::vector<Slot> slots;
     std::vector<std::uint32_t> generations;
-    BlockList evicted;          // what was dropped, some perhaps ahead of need, children before parents
-    std::uint32_t missing = 0;  // slots that could not be had; nothing is reserved then
+    BlockList evicted;          // evicted entries, perhaps ahead of need, children before parents
+    std::uint32_t missing = 0;  // slots that are not available; if not 0, none is reserved
 };
 
 enum class Presence : std::uint8_t { kAbsent, kReady, kPending };
@@ -94,22 +95,22 @@ enum class Presence : std::uint8_t { kAbsent, kReady, kPending };
 enum class ReserveStatus : std::uint8_t { kReserved, kReady, kPending, kNoParent };
 
 struct CopyReservation : Reservation {
-    std::vector<ReserveStatus> status;  // per hash; `slots` holds the reserved ones, in order
+    std::vector<ReserveStatus> status;  // per hash; `slots` has the reserved ones, in order
 };
 
 enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
 
 enum class PublishStatus : std::uint8_t { kStored, kDuplicate, kNoParent, kDropped, kOverLimit };
 
-// Blocks whose bytes are there already, as a scan found them, in any order.
+// Blocks that a scan found in slots, in any order.
 struct FoundEntries {
     std::span<const Slot> slots;
     std::span<const std::uint32_t> generations;
     std::span<const Digest> hashes;
     std::span<const Digest> parents;
     std::span<const std::uint64_t> checksums;
-    std::span<const std::uint64_t> times;  // when each was written; empty where nobody knows
-    std::span<const Tenant> tenants = {};  // of blocks below the root; empty: all are tenant 0's
+    std::span<const std::uint64_t> times;  // write time of each; empty if unknown
+    std::span<const Tenant> tenants = {};  // of blocks below the root; empty: tenant 0
 
     std::uint64_t time(std::size_t i) const { return times.empty() ? 0 : times[i]; }
 };
@@ -134,101 +135,100 @@ struct NodeView {
     bool findable;
     Digest hash;
     std::uint64_t checksum;
-    double idle_seconds;   // since it was last found, or stored
+    double idle_seconds;   // since it was last matched, or stored
     double ready_seconds;  // since it was stored
 };
 
 class Tier {
   public:
-    // `extent`: no run of slots crosses a multiple of it; 0: there is one extent. `spare`: the share of the
-    // slots up to which reservations may evict ahead of need, so that they find longer runs.
+    // `extent`: runs of slots cross no multiple of it; 0: there is one extent. `spare`: reservations evict
+    // ahead of need, for longer runs, while less than this share of the slots is free.
     explicit Tier(std::uint32_t slots, std::string_view eviction = "lru", std::uint32_t extent = 0,
                   double spare = 0);
 
     LeaseId open_lease();
-    // False when the lease is unknown or was released before.
+    // Releases everything the lease owns. Returns false if it is unknown or was released before.
     bool release(LeaseId lease);
 
-    // Pins under `lease` the leading run of `hashes` that is READY, from index `start` on. The first `known`
-    // hashes were hit by the same request before, which counts once.
+    // Pins, for `lease`, the leading run of READY blocks from index `start` on. Adds a hit to each block
+    // except the first `known`, which the same request has matched before.
     MatchRun match(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known = 0);
     std::vector<Presence> contains(std::span<const Digest> hashes) const;
 
-    // `count` anonymous slots for computing, all or nothing.
+    // Reserves `count` anonymous slots to compute into.
     Reservation reserve(LeaseId lease, std::uint32_t count);
-    // Pending slots, each held by one copy, for those hashes that are absent and whose parent is READY or
-    // reserved before them in the same call; all of these or nothing. Lease 0: they belong to nobody. No
-    // block that the answer calls READY, and no parent, is evicted to make the room.
+    // Reserves a pending slot, held by one copy, for each hash that is absent and whose parent is READY or
+    // reserved earlier in this call. Lease 0: no lease owns the slots. Evicts no block that the result calls
+    // READY, and no parent of one.
     CopyReservation reserve_copies(LeaseId lease, std::span<const Digest> parents,
                                    std::span<const Digest> hashes);
-    // Anonymous slots of this lease become entries, in path order below `parent`. Stops at the first block
-    // whose parent is not READY, whose hash is pending or stands below another parent, or whose slot a copy
-    // still uses; the result has one status per block done.
+    // Turns anonymous slots of this lease into entries, in path order below `parent`. Stops at the first
+    // block whose parent is not READY, whose hash is pending or below another parent, or whose slot a copy
+    // still uses. Returns one status per committed block.
     std::vector<CommitStatus> commit(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
                                      std::span<const Slot> slots);
 
-    // Anonymous slots of this lease, filled elsewhere, become entries where they were `copied`, parents
-    // first; whatever becomes of them the lease gives them up. Those not copied, of a lease from before a
-    // reset, of a hash that is there already, or without a READY parent are freed.
+    // Turns anonymous slots of this lease that another process has filled into entries if they were `copied`,
+    // parents first. The lease gives up all of them. Frees slots that were not copied, of a lease from before
+    // a reset, of a hash that is present, or without a READY parent.
     //
-    // A block below the root is its tenant's, as `tenants` says (empty: tenant 0's), all below it too. One of
-    // a tenant that has all it may have takes the place of the tenant's own coldest; where none can go, it is
-    // freed.
+    // `tenants`: of the blocks below the root (empty: tenant 0), inherited by the blocks below them. A tenant
+    // at its limit evicts its own coldest leaf for each new block, or the block's slot is freed.
     std::vector<PublishStatus> publish(LeaseId lease, std::span<const Digest> parents,
                                        std::span<const Digest> hashes, std::span<const Slot> slots,
                                        std::span<const std::uint8_t> copied,
                                        std::span<const std::uint64_t> checksums,
                                        std::span<const Tenant> tenants = {});
-    // The most entries that a tenant may have from its next block on. The first call, on an empty tier, turns
-    // tenants on; every number up to the largest named is one.
+    // Limits the entries of a tenant, from its next block on. The first call, on an empty tier, enables
+    // tenants; all numbers up to the largest one are tenants.
     void set_tenant_limit(Tenant tenant, std::uint32_t most);
-    // Entries by tenant.
+    // Number of entries by tenant.
     std::vector<std::uint32_t> tenant_entries() const;
-    // Takes entries, and all that hangs below them, out of the table; what is pinned or held stays until it
-    // is not. Returns how many entries went.
+    // Removes entries and everything below them, and returns how many. Slots that are pinned or held are
+    // freed once they are not.
     std::uint32_t drop(std::span<const Digest> hashes);
 
-    // The report of a copy into pending slots, parents first. Returns which became READY.
+    // Reports copies into pending slots, parents first. Returns 1 for each that became READY.
     std::vector<std::uint8_t> complete(std::span<const Slot> slots, std::span<const std::uint8_t> copied,
                                        std::span<const std::uint64_t> checksums);
-    // A copy out of these slots begins, ends. What pending slots wait for ends with `complete` alone.
+    // Starts and ends a copy out of these slots. The copy into a pending slot ends with `complete` only.
     void hold(std::span<const Slot> slots);
     void unhold(std::span<const Slot> slots);
 
-    // Those of `hashes` that are READY, in the order given.
+    // The READY blocks, in the order of `hashes`.
     BlockList find(std::span<const Digest> hashes) const;
-    // The entries `slots` and those above them, each once, parents first. A walk up ends `levels` above the
-    // last of `slots` that it met, or at what is listed already.
+    // The entries in `slots` and their ancestors, each once, parents first. A walk up ends `levels` above the
+    // last of `slots` that it met, or at an entry listed before.
     BlockList ancestry(std::span<const Slot> slots, std::uint32_t levels = UINT32_MAX) const;
-    // The next `count` entries to be evicted, in that order.
+    // The next `count` entries to be evicted, in order.
     BlockList coldest(std::uint32_t count) const;
-    // The READY entries with the most hits, those nearer to the root first.
+    // The READY entries with the most hits; of equal ones, those nearer to the root first.
     BlockList hottest(std::uint32_t count) const;
-    // The READY entries that nobody has used for so long, if need be of one tenant.
+    // The READY entries not matched for this long, of one tenant or all.
     BlockList idle(std::uint32_t milliseconds, const Tenant *tenant) const;
-    // The READY entries whose hash begins with these bytes.
+    // The READY entries whose hash starts with these bytes.
     BlockList starting_with(std::span<const std::uint8_t> prefix) const;
 
-    // Entries from a scan, in free slots; says which they became. Not those without a parent, nor a hash
-    // that is there already. They join the eviction order as the warmest, by the newest block of a subtree.
-    // New content of any slot gets a generation above `generation` and all those found.
+    // Creates entries from a scan, in free slots, and returns 1 for each one created. Skips blocks without a
+    // parent and hashes that are present. The entries join the eviction order as the warmest, ordered by the
+    // newest block of their subtree. Later content of any slot gets a generation above `generation` and all
+    // those found.
     std::vector<std::uint8_t> restore(const FoundEntries &found, std::uint32_t generation = 0);
-    // READY entries turned out bad: they and all below them leave, in use or not, and are listed. With
-    // `quarantine` the slots themselves (not those below) are never given to anything again until a resize
-    // or the end of the tier.
+    // Removes bad READY entries and everything below them, in use or not, and returns them. `quarantine`
+    // takes the slots themselves (not those below) out of use until a resize.
     BlockList discard(std::span<const Slot> slots, bool quarantine);
-    // The same for slots that something uses, which fail: nothing gets them once that has ended.
+    // Takes slots in use out of use for good, once nothing uses them.
     void quarantine(std::span<const Slot> slots);
-    // Slots in use that nothing gets once that has ended, until they are given back.
+    // Takes slots in use out of use until `give_back`, once nothing uses them.
     void withhold(std::span<const Slot> slots);
     void give_back(std::span<const Slot> slots);
 
-    // Forgets every entry. Slots in use stay with their leases and copies until those end.
+    // Removes every entry. Slots in use stay with their leases and copies until those end.
     void reset();
-    // The number of slots from `slots` on that are in use and stand against the change; 0 when done.
+    // Changes the number of slots. If slots to remove are in use, returns how many and changes nothing.
     std::uint32_t resize(std::uint32_t slots);
 
-    // From now on `table`, whose memory outlives the tier, says of every block whether it is READY here.
+    // Keeps the READY blocks in `table` from now on. Its memory must outlive the tier.
     void mirror(PresenceTable table);
     void record_events(std::size_t capacity);
     std::vector<TierEvent> take_events();
@@ -236,18 +236,18 @@ class Tier {
     TierStats stats() const;
     NodeView node(Slot slot) const;
     std::uint32_t available() const;
-    // Every invariant that does not hold, in words; empty when all do.
+    // The invariants that do not hold, in words.
     std::vector<std::string> check_integrity() const;
 
   private:
     static constexpr Slot kRoot = kNoSlot - 1;
-    static constexpr std::uint32_t kGoodRun = 16;   // slots: a copy of so many records runs at full speed
-    static constexpr std::size_t kFirstBatch = 32;  // of what is evicted ahead of need
+    static constexpr std::uint32_t kGoodRun = 16;   // slots; a copy of this many records runs at full speed
+    static constexpr std::size_t kFirstBatch = 32;  // entries in the first batch evicted ahead of need
     static constexpr std::size_t kMostAhead = 512;  // entries that one reservation evicts ahead of need
 
     struct Entry {
         std::uint64_t checksum = 0;
-        LeaseId owner = 0;  // who took the slot; it alone may commit it
+        LeaseId owner = 0;  // the lease that reserved the slot; no other may commit it
         std::uint32_t generation = 0;
         Slot parent = kNoSlot;
         std::uint32_t children = 0;
@@ -276,13 +276,13 @@ class Tier {
                 slots.reserve(std::max(slots.size() + pins, 2 * slots.capacity()));
         }
     };
-    // Holds entries while a call makes room, so that they stay.
-    class Kept {
+    // Holds entries for a scope, so that making room does not evict them.
+    class ScopedHolds {
       public:
-        explicit Kept(Tier &tier) : tier_(tier) {}
-        Kept(const Kept &) = delete;
-        Kept &operator=(const Kept &) = delete;
-        ~Kept() {
+        explicit ScopedHolds(Tier &tier) : tier_(tier) {}
+        ScopedHolds(const ScopedHolds &) = delete;
+        ScopedHolds &operator=(const ScopedHolds &) = delete;
+        ~ScopedHolds() {
             for (const Slot slot : slots_) tier_.end_hold(slot);
         }
         void reserve(std::size_t count) { slots_.reserve(count); }
@@ -309,23 +309,23 @@ class Tier {
     Slot resolve_parent(const Digest &parent) const;
     void refresh(Slot slot);
     void unlink_child(Slot parent, const Entry &child);
-    void cut_off(Slot slot);
+    void make_anonymous(Slot slot);
     std::vector<Slot> subtree(const std::vector<Slot> &named) const;
-    void cut_out(const std::vector<Slot> &doomed);
+    void remove_subtrees(const std::vector<Slot> &doomed);
     void pin(Lease &lease, Slot slot);
     void unpin(Slot slot);
     void free_slot(Slot slot);
     void free_if_unused(Slot slot);
     void link(Slot slot, const Digest &digest, Slot parent, Tenant tenant = 0);
     void make_ready(Slot slot);
-    void forget(Slot slot);
+    void remove_entry(Slot slot);
     void order_add(Slot slot, bool busy);
     void order_remove(Slot slot);
     void order_set_busy(Slot slot, bool busy);
     bool make_tenant_room(Tenant tenant, Slot parent);
     void begin_hold(Slot slot);
     void end_hold(Slot slot);
-    bool settle(Slot slot, bool copied, std::uint64_t checksum);
+    bool complete_copy(Slot slot, bool copied, std::uint64_t checksum);
     void drop_pending(Slot slot);
     void evict(Slot slot);
     void make_room(std::uint32_t slots);
@@ -335,7 +335,7 @@ class Tier {
     std::vector<FreeRuns::Run> take_runs(std::uint32_t count, BlockList &evicted);
     void take_slots(std::uint32_t count, Reservation &out);
     void append(BlockList &list, Slot slot) const;
-    void note(TierEvent::Kind kind, Slot slot);
+    void publish_event(TierEvent::Kind kind, Slot slot);
 
     mutable TierMutex mutex_;
     std::vector<Entry> entries_;
@@ -355,10 +355,10 @@ class Tier {
     std::uint64_t pins_ = 0;
     std::uint64_t holds_ = 0;
     std::uint32_t writing_ = 0;
-    std::uint32_t quarantined_ = 0;  // slots that are out of use for good, each by a hold
-    std::uint32_t withheld_ = 0;     // slots that are out of use for now, each by a hold
+    std::uint32_t quarantined_ = 0;  // slots out of use for good, each with a hold
+    std::uint32_t withheld_ = 0;     // slots out of use for now, each with a hold
     std::uint32_t ready_ = 0;
-    std::uint32_t first_generation_ = 0;  // of slots added by a resize: above any that was taken away
+    std::uint32_t first_generation_ = 0;  // of slots added by a resize: above those of all removed slots
     mutable std::uint64_t lookups_ = 0;
     const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };

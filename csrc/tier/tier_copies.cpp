@@ -12,7 +12,7 @@ CopyReservation Tier::reserve_copies(LeaseId lease_id, std::span<const Digest> p
     out.status.reserve(hashes.size());
     std::unordered_set<Digest, DigestHash> wanted;
     wanted.reserve(hashes.size());
-    Kept kept(*this);  // with each, all above it
+    ScopedHolds kept(*this);  // protects each entry and its ancestors
     kept.reserve(hashes.size());
     for (std::size_t i = 0; i < hashes.size(); ++i) {
         const Slot present = index_.find(hashes[i]);
@@ -50,8 +50,8 @@ CopyReservation Tier::reserve_copies(LeaseId lease_id, std::span<const Digest> p
     return out;
 }
 
-// Each of `slots` is held at least as often as it is named. Only the end of an arriving copy (`arriving`) may
-// take a pending slot's last hold: nothing else would ever settle it.
+// Checks that each slot has as many holds as `slots` names it. Only the end of the copy into a pending slot
+// (`arriving`) may release its last hold, because nothing else completes it.
 void Tier::check_held(std::span<const Slot> slots, bool arriving) {
     std::size_t held = 0;
     for (; held < slots.size(); ++held) {
@@ -74,7 +74,7 @@ std::vector<std::uint8_t> Tier::complete(std::span<const Slot> slots, std::span<
     check_held(slots, true);
     std::vector<std::uint8_t> ready(slots.size(), 0);
     for (std::size_t i = 0; i < slots.size(); ++i)
-        ready[i] = settle(slots[i], copied[i], checksums.empty() ? 0 : checksums[i]);
+        ready[i] = complete_copy(slots[i], copied[i], checksums.empty() ? 0 : checksums[i]);
     return ready;
 }
 
@@ -91,9 +91,9 @@ void Tier::begin_hold(Slot slot) {
     refresh(slot);
 }
 
-// The report for one slot, which becomes an entry if it is pending still (no reset came between), its bytes
-// are there, and so are its parent's.
-bool Tier::settle(Slot slot, bool copied, std::uint64_t checksum) {
+// Ends the copy into a slot. The slot becomes an entry if it is still pending (there was no reset), its bytes
+// were copied, and its parent is READY.
+bool Tier::complete_copy(Slot slot, bool copied, std::uint64_t checksum) {
     end_hold(slot);
     Entry &entry = entries_[slot];
     if (!entry.findable || entry.state != SlotState::kWriting) return false;
@@ -108,8 +108,8 @@ bool Tier::settle(Slot slot, bool copied, std::uint64_t checksum) {
     return false;
 }
 
-// A copy failed: nobody may find the slot any more. It stays WRITING for whoever still pins or holds it, and
-// as long as pending children name it as their parent.
+// Removes a pending slot whose copy failed from the table. It stays WRITING while it is pinned, held, or the
+// parent of pending children.
 void Tier::drop_pending(Slot slot) {
     Entry &entry = entries_[slot];
     index_.erase(slot);

@@ -1,4 +1,4 @@
-// Reading a tier: matches, listings, figures.
+// Look-ups in a tier: matches, listings, statistics.
 #include "tier/tier.hpp"
 
 namespace fdcache {
@@ -26,7 +26,7 @@ MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size
         run.pending = next != kNoSlot && entries_[next].state == SlotState::kWriting;
     }
     if (last == kNoSlot) return run;
-    // Whatever the hashes are, only blocks that carry them are handed out.
+    // Return only blocks that have these hashes, whatever the hashes are.
     bool one_path = entries_[last].depth == low - 1;
     run.slots.resize(low - start);
     for (std::size_t i = run.slots.size(); one_path && i-- > 0; last = entries_[last].parent) {
@@ -81,7 +81,7 @@ BlockList Tier::ancestry(std::span<const Slot> slots, std::uint32_t levels) cons
     for (Slot slot : slots) {
         check_slot(slot);
         path.clear();
-        std::uint32_t above = 0;  // the last one named
+        std::uint32_t above = 0;  // levels above the last named slot
         for (; slot != kRoot && entries_[slot].findable; slot = entries_[slot].parent) {
             above = named.contains(slot) ? 0 : above + 1;
             if (above > levels || !seen.insert(slot).second) break;

@@ -1,4 +1,4 @@
-// What changes a tier as a whole: reset, resize; its mirror and its record of events.
+// Changes of a whole tier (reset, resize), its mirror and events, and its invariants.
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
@@ -16,7 +16,7 @@ void Tier::reset() {
     ++epoch_;
     for (Slot slot = 0; slot < entries_.size(); ++slot) {
         if (entries_[slot].state == SlotState::kFree) continue;
-        cut_off(slot);
+        make_anonymous(slot);
         free_if_unused(slot);
     }
     if (mirror_) mirror_->clear();
@@ -49,7 +49,7 @@ std::uint32_t Tier::resize(std::uint32_t slots) {
     return 0;
 }
 
-// Everything that growing allocates, before anything changes.
+// Allocates everything that growing needs, before anything changes.
 void Tier::make_room(std::uint32_t slots) {
     entries_.reserve(slots);
     digests_.reserve(slots);
@@ -59,7 +59,7 @@ void Tier::make_room(std::uint32_t slots) {
     index_.rebuild(slots);
 }
 
-// Drops what lies in slots that go, none of it in use, and with each block what hangs below it.
+// Evicts the entries in slots to remove, none of them in use, and everything below them.
 void Tier::evict_above(std::uint32_t slots) {
     const std::vector<Slot> idle = order_->first(order_->size());  // children before parents
     std::vector<bool> doomed(entries_.size(), false);
@@ -92,12 +92,12 @@ void Tier::record_events(std::size_t capacity) {
     event_capacity_ = capacity;
 }
 
-void Tier::note(TierEvent::Kind kind, Slot slot) {
+void Tier::publish_event(TierEvent::Kind kind, Slot slot) {
     if (mirror_ && kind == TierEvent::Kind::kStored) mirror_->add(digests_[slot]);
     if (mirror_ && kind == TierEvent::Kind::kRemoved) mirror_->remove(digests_[slot]);
     if (!event_capacity_) return;
     if (events_.size() >= event_capacity_) {
-        // Whoever reads too late learns that events are missing and has to start over from a snapshot.
+        // A reader that is too late sees that events are missing, and starts again from a snapshot.
         events_.clear();
         events_.push_back({TierEvent::Kind::kLost, {}, {}});
     }
@@ -107,7 +107,7 @@ void Tier::note(TierEvent::Kind kind, Slot slot) {
 
 std::vector<TierEvent> Tier::take_events() {
     std::lock_guard lock(mutex_);
-    std::vector<TierEvent> taken = events_;  // a copy: the room for the next ones stays
+    std::vector<TierEvent> taken = events_;  // a copy, so that events_ keeps its capacity
     events_.clear();
     return taken;
 }

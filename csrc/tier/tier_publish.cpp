@@ -1,4 +1,4 @@
-// What a tier needs whose slots are filled by other processes: publish, drop.
+// Slots filled by other processes (publish), tenants, and the removal of subtrees (drop).
 #include <algorithm>
 #include <unordered_set>
 
@@ -35,8 +35,8 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
             status[i] = PublishStatus::kStored;
         }
     }
-    // Path by path in the order given, each from its end, as in a release: so it is walked up once and not
-    // once a block.
+    // Path by path, each from its end as in `release`, so that refresh walks up once per path and not per
+    // block.
     for (std::size_t first = 0, last = 0; first < slots.size(); first = last) {
         for (++last; last < slots.size() && parents[last] == hashes[last - 1];) ++last;
         for (std::size_t i = last; i-- > first;) unpin(slots[i]);
@@ -68,10 +68,10 @@ std::vector<std::uint32_t> Tier::tenant_entries() const {
     return entries;
 }
 
-// Evicts the coldest leaves of a tenant that has all it may have, but never what the new block hangs below:
-// whether there is room for one more below `parent`.
+// Evicts the coldest leaves of a tenant at its limit, except the ancestors of the new block. Returns false if
+// there is no room for a block below `parent`.
 bool Tier::make_tenant_room(Tenant tenant, Slot parent) {
-    Kept kept(*this);
+    ScopedHolds kept(*this);
     if (tenants_.full(tenant) && parent != kRoot) kept.add(parent);
     while (tenants_.full(tenant)) {
         if (!tenants_.idle(tenant)) return false;
@@ -90,11 +90,11 @@ std::uint32_t Tier::drop(std::span<const Digest> hashes) {
     std::sort(named.begin(), named.end());
     named.erase(std::unique(named.begin(), named.end()), named.end());
     const std::uint32_t before = ready_;
-    cut_out(subtree(named));
+    remove_subtrees(subtree(named));
     return before - ready_;
 }
 
-// What is findable in `named`, and all that hangs below it, ascending. Looks at every slot, but for leaves.
+// The findable slots in `named` and everything below them, ascending. Walks all slots unless all are leaves.
 std::vector<Slot> Tier::subtree(const std::vector<Slot> &named) const {
     if (std::none_of(named.begin(), named.end(), [this](Slot slot) { return entries_[slot].children; }))
         return named;
@@ -106,7 +106,7 @@ std::vector<Slot> Tier::subtree(const std::vector<Slot> &named) const {
         if (!entries_[slot].findable) continue;
         path.clear();
         Slot above = slot;
-        // Above a pending block may stand one whose copy failed, which has no parent any more.
+        // The parent of a pending block may be one whose copy failed, which has no parent any more.
         for (; above != kRoot && entries_[above].findable && fates[above] == Fate::kUnknown;
              above = entries_[above].parent)
             path.push_back(above);
@@ -117,10 +117,10 @@ std::vector<Slot> Tier::subtree(const std::vector<Slot> &named) const {
     return doomed;
 }
 
-// Takes whole subtrees out of the table. What is pinned or held stays, anonymous, until it is not.
-void Tier::cut_out(const std::vector<Slot> &doomed) {
+// Removes whole subtrees from the table. Slots that are pinned or held stay, anonymous, until they are not.
+void Tier::remove_subtrees(const std::vector<Slot> &doomed) {
     for (const Slot slot : doomed)
-        if (entries_[slot].state == SlotState::kReady) note(TierEvent::Kind::kRemoved, slot);
+        if (entries_[slot].state == SlotState::kReady) publish_event(TierEvent::Kind::kRemoved, slot);
     for (const Slot slot : doomed) {
         Entry &entry = entries_[slot];
         index_.erase(slot);
@@ -131,7 +131,7 @@ void Tier::cut_out(const std::vector<Slot> &doomed) {
     }
     for (const Slot slot : doomed) {
         const Slot parent = entries_[slot].parent;
-        cut_off(slot);
+        make_anonymous(slot);
         if (parent < kRoot) {
             refresh(parent);
             free_if_unused(parent);

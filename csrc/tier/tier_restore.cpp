@@ -1,4 +1,4 @@
-// What a tier needs whose blocks outlive the process: entries found on start, entries that turn out bad.
+// Blocks that outlive the process: entries found on start (restore), and bad entries (discard, quarantine).
 #include <algorithm>
 #include <bit>
 
@@ -10,10 +10,10 @@ namespace {
 
 constexpr std::uint32_t kNone = UINT32_MAX;
 
-// The blocks of a scan as a forest: each block's parent, and all that hang together from the root.
+// The blocks of a scan as trees below the root.
 struct Forest {
-    std::vector<std::uint32_t> parents;  // by position, a position in the scan or kNone
-    std::vector<std::uint32_t> order;    // positions, parents first; of equal hashes the newest alone
+    std::vector<std::uint32_t> parents;  // position of each block's parent in the scan, or kNone
+    std::vector<std::uint32_t> order;    // positions, parents first; of equal hashes only the newest
 };
 
 // Positions in a scan by hash: open addressing, at most half full.
@@ -57,7 +57,7 @@ Forest forest_of(const FoundEntries &found) {
             verdict = known[at];
             if (verdict != kUnknown) break;
             path.push_back(at);
-            known[at] = kOrphan;  // until proved; so that a ring of hashes ends
+            known[at] = kOrphan;  // until proved otherwise, so that a cycle of hashes ends
             if (found.parents[at].is_zero()) {
                 verdict = kRooted;
                 break;
@@ -77,8 +77,7 @@ Forest forest_of(const FoundEntries &found) {
     return forest;
 }
 
-// The forest in the order in which to evict: by the newest block of a subtree, and its deepest blocks before
-// those above them.
+// The forest in eviction order: by the newest block of a subtree, and children before parents.
 std::vector<std::uint32_t> coldest_first(const FoundEntries &found, const Forest &forest) {
     struct Age {
         std::uint64_t newest;
@@ -130,7 +129,7 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         entry.generation = found.generations[i];
         entry.checksum = found.checksums[i];
         entry.state = SlotState::kWriting;
-        // Pinned until all stand, so that each joins the order in its turn.
+        // Pinned until all are created, so that they join the eviction order in the right order.
         entry.pins = 1;
         ++pins_;
         ++writing_;
@@ -185,7 +184,6 @@ void Tier::give_back(std::span<const Slot> slots) {
     }
 }
 
-// Entries turned out bad: as `drop`, but by slot.
 BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
     std::lock_guard lock(mutex_);
     BlockList gone;
@@ -205,7 +203,7 @@ BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
         holds_ += named.size();
         quarantined_ += static_cast<std::uint32_t>(named.size());
     }
-    cut_out(doomed);
+    remove_subtrees(doomed);
     return gone;
 }
 

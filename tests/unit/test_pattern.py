@@ -155,5 +155,5 @@ def test_an_unknown_sequence_is_refused() -> None:
     rig = Rig()
     rig.model.begin(0, int32(TOKENS))
     rig.model.end(0)
-    with pytest.raises(ValueError, match="never begun"):
+    with pytest.raises(ValueError, match="has no tokens; call begin first"):
         rig.step(0, 4, blocks=[0])
