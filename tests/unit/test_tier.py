@@ -260,5 +260,5 @@ class TestArguments:
 
 def test_an_unknown_eviction_order_is_refused() -> None:
     assert _core.Tier(4, eviction="lru").stats().slots == 4
-    with pytest.raises(ValueError, match="unknown eviction order .fifo.; use .lru."):
+    with pytest.raises(ValueError, match=r"unknown eviction order .fifo.; use .lru."):
         _core.Tier(4, eviction="fifo")
