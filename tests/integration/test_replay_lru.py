@@ -66,7 +66,7 @@ def test_hit_rate_on_the_recorded_trace_is_that_of_an_exact_simulation(device_bl
     assert report == pytest.approx(exact, abs=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("device_blocks", [20000])
 def test_hit_rate_on_the_whole_trace_is_that_of_an_exact_simulation(device_blocks: int) -> None:
     trace = recorded_trace()
