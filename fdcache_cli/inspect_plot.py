@@ -1,20 +1,30 @@
-"""Pictures of what ``fdcache inspect`` shows: bars of what each has or did, and the hottest prefixes."""
+"""Pictures of ``fdcache inspect --plot``: bars for tiers, clients, namespaces and tenants, and the tree of prefixes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from fdcache.errors import ConfigurationError
 from fdcache.service.wire.protocol import to_number
+from fdcache.service.wire.views import (
+    HIT_TIERS,
+    ClientFigures,
+    ClientView,
+    NamedTenantView,
+    NamespaceView,
+    TransferView,
+    TreeNode,
+)
 from fdcache.settings.kinds import printable
-from fdcache_cli.service_view import FOUND_IN, Rows, found_shares
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from fdcache_cli.service_view import TierRow
 
 _STATES = ("ready", "writing", "free")
 _GIB = 2**30
@@ -22,7 +32,7 @@ _MOST_LABELS = 40
 
 
 def check_plot(path: Path, json: bool, watch: bool) -> None:
-    """Refuse, before anything is asked, a picture that cannot be drawn."""
+    """Refuse options that exclude a picture, and a file that cannot be drawn. Raises ``BadParameter``."""
     from fdcache.devices.link_plot import require_plotting
 
     if json or watch:
@@ -30,64 +40,64 @@ def check_plot(path: Path, json: bool, watch: bool) -> None:
     require_plotting(path)
 
 
-def plot_tiers(rows: Rows, path: Path) -> None:
-    """A bar for each tier: the shares of its slots that are ready, being written and free."""
+def plot_tiers(rows: Sequence[TierRow], path: Path) -> None:
+    """Draw a bar for each tier: the shares of its slots that are ready, being written and free."""
 
     def draw(axes: Axes) -> None:
         shares = {state: [_share(row, state) for row in rows] for state in _STATES}
-        _bars(axes, [(row["tier"], row["of"]) for row in rows], shares)
+        _bars(axes, [(row.tier, row.of) for row in rows], shares)
         axes.set_xlim(0, 1)
         axes.set_xlabel("share of the slots")
 
     _write(path, draw, len(rows))
 
 
-def _share(row: dict[str, Any], state: str) -> float:
-    """Of what a client tells, only what can be a share is drawn."""
-    blocks = to_number(row.get("blocks"))
-    return min(max(to_number(row.get(state)) / blocks, 0.0), 1.0) if blocks > 0 else 0.0
+def _share(row: TierRow, state: str) -> float:
+    """Return a share of the slots, 0 to 1 whatever a client reported."""
+    blocks = to_number(row.blocks)
+    return min(max(to_number(getattr(row, state)) / blocks, 0.0), 1.0) if blocks > 0 else 0.0
 
 
-def plot_transfers(rows: Rows, path: Path) -> None:
-    """For each client the bytes that it has copied, by direction."""
+def plot_transfers(rows: Sequence[TransferView], path: Path) -> None:
+    """Draw for each client the bytes that it has copied, by direction."""
 
     def draw(axes: Axes) -> None:
-        directions = sorted({each for row in rows for each in row["copied"]})
+        directions = sorted({each for row in rows for each in row.copied})
         copied = {
             direction.replace("_", " "): [
-                row["copied"].get(direction, {"bytes": 0})["bytes"] / _GIB for row in rows
+                row.copied[direction].bytes / _GIB if direction in row.copied else 0.0 for row in rows
             ]
             for direction in directions
         }
-        _bars(axes, [(row["client"],) for row in rows], copied)
+        _bars(axes, [(row.client,) for row in rows], copied)
         axes.set_xlabel("GiB copied")
 
     _write(path, draw, len(rows))
 
 
-def plot_clients(rows: Rows, path: Path) -> None:
-    """For each client the memory that it holds to copy into, and in which tiers its prompts were found."""
+def plot_clients(rows: Sequence[ClientView], path: Path) -> None:
+    """Draw for each client the memory that it may copy into, and the tiers in which its prompts were found."""
 
     def draw(held: Axes, found: Axes) -> None:
-        names = [(row["name"],) for row in rows]
-        _bars(held, names, {"": [row["stock_bytes"] / _GIB for row in rows]})
+        names = [(row.name,) for row in rows]
+        _bars(held, names, {"": [row.stock_bytes / _GIB for row in rows]})
         held.set_xlabel("GiB held to copy into")
-        shares = [found_shares(row["figures"]) for row in rows]
-        _bars(found, names, {tier: [each.get(tier, 0.0) for each in shares] for tier in FOUND_IN})
+        shares = [ClientFigures.of(row.figures).hit_shares() for row in rows]
+        _bars(found, names, {tier: [each.get(tier, 0.0) for each in shares] for tier in HIT_TIERS})
         found.set_xlim(0, 1)
         found.set_xlabel("share of the prompts' tokens that was found")
 
     _write(path, draw, len(rows), panels=2)
 
 
-def plot_namespaces(rows: Rows, path: Path) -> None:
-    """For each layout its memory of the arena: blocks that are ready, slots being written and free ones."""
+def plot_namespaces(rows: Sequence[NamespaceView], path: Path) -> None:
+    """Draw for each namespace its memory of the arena: ready blocks, slots being written and free ones."""
 
     def draw(axes: Axes) -> None:
-        names = [(row["model"], row["namespace"]) for row in rows]
-        slot = [row["record_bytes"] * row["ranks"] / _GIB for row in rows]
+        names = [(row.model, row.namespace) for row in rows]
+        slot = [row.record_bytes * row.ranks / _GIB for row in rows]
         memory = {
-            state: [row.get(state, 0) * size for row, size in zip(rows, slot, strict=True)]
+            state: [getattr(row.tier, state) * size for row, size in zip(rows, slot, strict=True)]
             for state in _STATES
         }
         _bars(axes, names, memory)
@@ -96,16 +106,16 @@ def plot_namespaces(rows: Rows, path: Path) -> None:
     _write(path, draw, len(rows))
 
 
-def plot_tenants(rows: Rows, path: Path) -> None:
-    """For each tenant of a layout the memory of its blocks, and where it has a quota, the most it may have."""
+def plot_tenants(rows: Sequence[NamedTenantView], path: Path) -> None:
+    """Draw for each tenant the memory of its blocks, and its quota if it has one."""
 
     def draw(axes: Axes) -> None:
-        names = [(row["tenant"], row["namespace"]) for row in rows]
-        _bars(axes, names, {"": [row["bytes"] / _GIB for row in rows]})
+        names = [(row.tenant, row.namespace) for row in rows]
+        _bars(axes, names, {"": [row.bytes / _GIB for row in rows]})
         limited = {
-            place: row["most_blocks"] * row["bytes"] / row["blocks"] / _GIB
+            place: row.most_blocks * row.bytes / row.blocks / _GIB
             for place, row in enumerate(rows)
-            if row["quota"] < 1 and row["blocks"]
+            if row.quota < 1 and row.blocks
         }
         if limited:
             most = list(limited.values())
@@ -117,7 +127,7 @@ def plot_tenants(rows: Rows, path: Path) -> None:
 
 
 def _bars(axes: Axes, names: Sequence[Sequence[str]], parts: Mapping[str, Sequence[float]]) -> None:
-    """A bar for each name, the first on top, made of parts by label. The lines of a name may be any text."""
+    """Draw a bar for each name, the first on top, made of parts by label. The lines of a name may be any text."""
     places = range(len(names))
     left = [0.0] * len(names)
     for label, amounts in parts.items():
@@ -130,46 +140,46 @@ def _bars(axes: Axes, names: Sequence[Sequence[str]], parts: Mapping[str, Sequen
         axes.legend(loc="lower right")
 
 
-def plot_tree(found: Rows, path: Path) -> None:
-    """The blocks by depth; a parent stands above its children, and the hotter a block, the darker it is."""
-    children: dict[str | None, Rows] = {}
+def plot_tree(found: Sequence[TreeNode], path: Path) -> None:
+    """Draw the blocks by depth, each parent amid its children; a hotter block is darker."""
+    children: dict[str | None, list[TreeNode]] = {}
     for each in found:
-        children.setdefault(each["parent"], []).append(each)
+        children.setdefault(each.parent, []).append(each)
     place: dict[str, float] = {}
     lanes = 0
-    # Post-order without recursion: paths may be thousands of blocks deep.
+    # Post-order without recursion: paths can be thousands of blocks deep.
     waiting = [(node, False) for node in reversed(children.get(None, []))]
     while waiting:
         node, done = waiting.pop()
-        below = children.get(node["hash"], [])
+        below = children.get(node.hash, [])
         if done or not below:
             if below:
-                place[node["hash"]] = sum(place[each["hash"]] for each in below) / len(below)
+                place[node.hash] = sum(place[each.hash] for each in below) / len(below)
             else:
-                place[node["hash"]] = lanes
+                place[node.hash] = lanes
                 lanes += 1
             continue
         waiting.append((node, True))
         waiting += [(each, False) for each in reversed(below)]
 
     def draw(axes: Axes) -> None:
-        depths = {each["hash"]: each["depth"] for each in found}
+        depths = {each.hash: each.depth for each in found}
         for each in found:
-            if each["parent"] is not None:
-                above, key = each["parent"], each["hash"]
+            if each.parent is not None:
+                above, key = each.parent, each.hash
                 axes.plot(
                     [depths[above], depths[key]], [place[above], place[key]], color="0.7", linewidth=0.8
                 )
         points = axes.scatter(
-            [each["depth"] for each in found],
-            [place[each["hash"]] for each in found],
-            c=[each["hits"] for each in found],
+            [each.depth for each in found],
+            [place[each.hash] for each in found],
+            c=[each.hits for each in found],
             cmap="viridis_r",
             zorder=2,
         )
         if len(found) <= _MOST_LABELS:
             for each in found:
-                axes.annotate(each["hash"][:8], (each["depth"], place[each["hash"]]), fontsize=6)
+                axes.annotate(each.hash[:8], (each.depth, place[each.hash]), fontsize=6)
         axes.figure.colorbar(points, ax=axes, label="hits")
         axes.set_xlabel("block of the path")
         axes.set_yticks([])
@@ -179,7 +189,7 @@ def plot_tree(found: Rows, path: Path) -> None:
 
 
 def _write(path: Path, draw: Callable[..., None], rows: int, panels: int = 1) -> None:
-    """Draw into as many panels beside each other, which share their rows."""
+    """Draw ``panels`` side by side, which share their rows, into a file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.5 + 0.4 * min(max(rows, 3), 60)), layout="constrained")

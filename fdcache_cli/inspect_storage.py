@@ -1,4 +1,4 @@
-"""``fdcache inspect storage``: the files of the local storage in a table, or the storage of a service."""
+"""``fdcache inspect storage``: the storage of a service, or the files of a local storage."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from fdcache.service.wire.views import NamespaceStorageView, StorageView
 from fdcache.settings.kinds import readable_size
 from fdcache_cli import errors, output
 from fdcache_cli.output import progress_bars
-from fdcache_cli.service_view import ServerOption
-from fdcache_cli.storage_view import show_storage
+from fdcache_cli.service_view import ServerOption, ask, connect, show_live, table
 
 
 def storage(
@@ -19,63 +19,91 @@ def storage(
         Path | None,
         typer.Argument(
             metavar="PATH",
-            help="The folder of the storage, or one of its files; without it, the storage of a running service.",
+            help="Directory of a local storage, or one of its files. Without it, the storage of a running service.",
         ),
     ] = None,
     server: ServerOption = None,
     *,
     verify: Annotated[bool, typer.Option("--verify", help="Read and check every record.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show a service's anew every second, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Refresh the view of a service every second until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Tell what the files of the local storage hold, or what a running service has stored; changes nothing.
+    """Show the storage of a running service, or with PATH the files of a local storage. Changes nothing.
 
-    With PATH it needs no service, and ends with status 1 when a record, a header or a file is damaged.
+    With PATH no service is needed, and the exit status is 1 if a record, a header or a file is damaged.
     """
     if path is None:
         if verify:
             raise typer.BadParameter("it reads files; give PATH", param_hint="--verify")
-        show_storage(server, json=json_output, watch=watch)
+        _show_service(server, json_output, watch)
         return
     if watch:
         raise typer.BadParameter("it is for a service; PATH is read once", param_hint="--watch")
     if server is not None:
         raise typer.BadParameter("it is for a service; PATH is read without one", param_hint="--server")
+    _show_files(path, verify, json_output)
+
+
+# --- a service ---------------------------------------------------------------------------------------------
+
+
+def _show_service(server: str | None, json: bool, watch: bool) -> None:
+    with connect(server) as client:
+
+        def show() -> None:
+            found, answer = ask(client, StorageView | None, "storage")  # type: ignore[arg-type]
+            if json:
+                output.print_json(answer)
+            else:
+                _print_service(found)
+
+        show_live(show, watch)
+
+
+def _print_service(found: StorageView | None) -> None:
+    if found is None:
+        output.print_line("the service has no storage tier; FDCACHE_STORAGE or --storage gives it one")
+        return
+    loading = found.loading
+    state = f"loading, {loading.done:,} of {loading.total:,} slots" if loading.active else found.state
+    output.print_line(
+        f"{found.connector}: {state}, {found.blocks:,} blocks, {readable_size(found.bytes or 0)}"
+    )
+    output.print_table(*table(found.layouts, NamespaceStorageView))
+    for each in found.layouts:
+        if each.error:
+            output.print_line(f"{each.namespace}: {each.error}")
+
+
+# --- files -------------------------------------------------------------------------------------------------
+
+_HEADER = ("NAMESPACE", "MODEL", "RANKS", "BLOCKS", "OF", "BYTES", "DEPTH", "AGE", "UNREACHABLE", "CORRUPT")
+
+
+def _show_files(path: Path, verify: bool, json: bool) -> None:
     from fdcache.storage.offline import read_file, slab_files
     from fdcache.storage.summary import summarize
 
     with progress_bars() as advance:
         files = [read_file(file, verify=verify, on_progress=advance) for file in slab_files(path)]
     summary = summarize(files, verified=verify)
-    if json_output:
+    if json:
         output.print_json(summary)
     else:
-        _print(path, summary)
+        _print_files(path, summary)
     if summary["corrupt_blocks"] or summary["damaged_files"]:
         raise typer.Exit(errors.FAILED)
 
 
-def _print(path: Path, summary: dict[str, Any]) -> None:
-    checked = "all checked" if summary["verified"] else "records not checked; --verify does it"
+def _print_files(path: Path, summary: dict[str, Any]) -> None:
+    checked = "all checked" if summary["verified"] else "records not checked; --verify checks them"
     output.print_line(
         f"{path}: {summary['blocks']:,} blocks, {readable_size(summary['bytes'])}, "
         f"{summary['corrupt_blocks']:,} corrupt ({checked})"
     )
-    header = (
-        "NAMESPACE",
-        "MODEL",
-        "RANKS",
-        "BLOCKS",
-        "OF",
-        "BYTES",
-        "DEPTH",
-        "AGE",
-        "UNREACHABLE",
-        "CORRUPT",
-    )
-    output.print_table(header, [_row(namespace) for namespace in summary["namespaces"]])
+    output.print_table(_HEADER, [_row(namespace) for namespace in summary["namespaces"]])
     for damaged in summary["damaged_files"]:
         output.print_line(f"damaged: {damaged['reason']}")
 

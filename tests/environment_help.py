@@ -150,7 +150,7 @@ def namespace(server: Server) -> Any:
     layout = KVLayout.uniform(
         model="m", revision="1", block_size=4, num_layers=1, kv_heads=1, head_dim=8, dtype="float16"
     )
-    return server.service.namespaces.get(layout.fingerprint) or server.service.sessions._shares.open(layout)
+    return server.service.namespaces.get(layout.fingerprint) or server.service.namespaces.open(layout)
 
 
 def drains_for(server: Server) -> object:
@@ -224,7 +224,7 @@ CASES: dict[str, Case] = {
     "FDCACHE_TENANT_QUOTAS": Case(
         "search=0.5", serve=lambda server: [*namespace(server).tenants.quotas.names.values()]
     ),
-    "FDCACHE_EVICTION_LOG": Case("7", serve=lambda server: namespace(server).history.departures.most),
+    "FDCACHE_EVICTION_LOG": Case("7", serve=lambda server: namespace(server).history.evictions.capacity),
     "FDCACHE_LOG_FORMAT": Case("text", serve=formatter),
     "FDCACHE_FIRST_GROUP_LAYERS": Case("2", groups),
     "FDCACHE_GROUP_LAYERS": Case("1", groups),

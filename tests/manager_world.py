@@ -80,7 +80,7 @@ class World:
 
     @property
     def _heard(self) -> int:
-        counts = self._namespace.history.counts
+        counts = self._namespace.history.totals
         return int(counts.stored + counts.duplicates + counts.orphans + counts.dropped)
 
     @property

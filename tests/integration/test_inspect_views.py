@@ -14,10 +14,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fdcache.hashing import TokenBlocks, root_hash
-from fdcache_cli.inspect_tree import draw_tree
+from fdcache.service.wire.views import TreeNode
+from fdcache_cli.inspect_blocks import draw_tree
 from tests.e2e.test_serve_command import run
 from tests.service_engine import BLOCK, PROMPT, Engine, ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, next_line, spawned, until
@@ -57,7 +59,7 @@ def hashes(engine_layout: bytes, tokens: list[int]) -> list[str]:
 def test_the_tree_draws_the_hottest_prefixes_with_their_branches(service: LocalService) -> None:
     (namespace,) = service.service.namespaces
     trunk = hashes(namespace, PROMPT)
-    first, *rest = draw_tree(service.ask("tree", limit=1000))
+    first, *rest = draw_tree(msgspec.convert(service.ask("tree", limit=1000), list[TreeNode]))
     assert re.match(rf"{trunk[0][:12]}  5 blocks, \d+ hits", first)
     assert len(rest) == 2
     assert {re.sub(r"\d+ hits.*", "", line)[14:] for line in rest} == {"  5 blocks, ", "  3 blocks, "}

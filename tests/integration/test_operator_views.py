@@ -13,8 +13,9 @@ from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.service.client.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Heartbeat, Register
+from fdcache.service.wire.views import TreeNode
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache_cli.inspect_tree import draw_trees
+from fdcache_cli.inspect_blocks import draw_trees
 from tests.e2e.test_serve_command import run
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
 from tests.service_help import TIMEOUT, LocalService, local_service, until
@@ -170,8 +171,10 @@ class TestBlocksAndPrompts:
 
 
 def test_trees_of_several_layouts_stand_below_their_names() -> None:
-    block = {"parent": None, "depth": 0, "hits": 1, "children": 0, "pins": 0, "idle_seconds": 1.0}
-    one, two = ({**block, "namespace": name, "hash": name * 32} for name in ("aa", "bb"))
+    one, two = (
+        TreeNode(name, name * 32, parent=None, depth=0, hits=1, children=0, pins=0, idle_seconds=1.0)
+        for name in ("aa", "bb")
+    )
     assert draw_trees([one]) == ["aaaaaaaaaaaa  1 block, 1 hits, idle 1.0s"]
     lines = draw_trees([one, two])
     assert [line.split("  ")[0] for line in lines] == ["namespace aa", "a" * 12, "namespace bb", "b" * 12]

@@ -25,7 +25,7 @@ from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.storage.offline import SlabContents, read_file, slab_files
 from fdcache.storage.slab import SlabStore
-from fdcache_cli.inspect_explain import explain_tokens
+from fdcache_cli.inspect_blocks import explain_tokens
 from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
 from tests.service_help import TIMEOUT, LocalService, ServiceProcess, local_service, service_process, until

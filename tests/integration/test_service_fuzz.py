@@ -111,7 +111,7 @@ def test_fuzzed_frames_are_refused_and_take_no_memory(line: Line) -> None:
     kinds = {type(body).__name__.lower() for body in sound}
     until(lambda: service.ask("stats")["totals"]["latencies"]["kinds"].keys() >= kinds, "each kind was asked")
     assert client in service.service.clients.values()
-    counts = client.namespace.history.counts
+    counts = client.namespace.history.totals
     until(
         lambda: min(client.lookups, client.device_resets_applied, counts.in_flight_misses) > 0,
         "sound ones among them counted",

@@ -219,7 +219,10 @@ def test_a_service_loses_the_block_alone_and_tells_of_it(run: Callable[..., Any]
         + """
 import tempfile
 from fdcache.manager import MatchStatus, Request
-from fdcache.service.server.metrics import storage_metrics
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from fdcache.service.server.metrics import render
+from fdcache.service.wire.views import ServiceView
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
 from tests.integration.test_serve_storage import BLOCKS, storage_settings
 from tests.service_engine import PROMPT, Engine
@@ -246,10 +249,12 @@ with tempfile.TemporaryDirectory(prefix="fdcache-test") as runtime:
         until(lambda: stored()["quarantined"], "the bad record was found")
         until(lambda: stored()["blocks"] == BLOCKS, "what was computed again is stored in other slots")
         storage.index.pool.verify()
-        figures = stored()
+        stats = service.ask("stats")
+        figures = stats["storage"]
+        text = render(msgspec.convert(stats, ServiceView)).decode()
         lines = [
             [sample.name, sample.labels.get("reason"), sample.value]
-            for metric in storage_metrics(figures)
+            for metric in text_string_to_metric_families(text)
             for sample in metric.samples
         ]
         reader.close()

@@ -6,47 +6,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from fdcache.service.wire.views import (
+    ClientFigures,
+    ClientView,
+    NamedTenantView,
+    NamespaceTierView,
+    NamespaceView,
+)
 from fdcache_cli.inspect_plot import plot_clients, plot_namespaces, plot_tenants, plot_tiers, plot_transfers
-from fdcache_cli.service_view import Rows, found_shares
 
 GIB = 2**30
-CLIENTS: Rows = [
-    {
-        "name": r"one $\frac$",
-        "stock_bytes": 3 * GIB,
-        "figures": {"counters": {"lookup_tokens": 200, "device_hit_tokens": 20, "host_hit_tokens": 90}},
-    },
-    {"name": "two", "stock_bytes": GIB, "figures": {"counters": {"lookup_tokens": "many"}}},
-    {"name": "two", "stock_bytes": 0, "figures": {}},
+CLIENTS = [
+    ClientView(
+        session="1",
+        name=r"one $\frac$",
+        stock_bytes=3 * GIB,
+        figures={"counters": {"lookup_tokens": 200, "device_hit_tokens": 20, "host_hit_tokens": 90}},
+    ),
+    ClientView(session="2", name="two", stock_bytes=GIB, figures={"counters": {"lookup_tokens": "many"}}),
+    ClientView(session="3", name="two"),
 ]
-NAMESPACES: Rows = [
-    {
-        "model": "llama",
-        "namespace": "ab12",
-        "record_bytes": GIB,
-        "ranks": 2,
-        "ready": 5,
-        "writing": 1,
-        "free": 3,
-    },
-    {"model": "llama\x1b[2J", "namespace": "cd34", "record_bytes": GIB, "ranks": 1},
+NAMESPACES = [
+    NamespaceView("ab12", "llama", "1", 2, 16, GIB, tier=NamespaceTierView(ready=5, writing=1, free=3)),
+    NamespaceView("cd34", "llama\x1b[2J", "1", 1, 16, GIB),
 ]
-TENANTS: Rows = [
-    {
-        "tenant": "acme",
-        "namespace": "ab12",
-        "blocks": 4,
-        "bytes": 4 * GIB,
-        "quota": 0.5,
-        "most_blocks": 6,
-    },
-    {"tenant": "(none)", "namespace": "ab12", "blocks": 0, "bytes": 0, "quota": 0.5, "most_blocks": 9},
+TENANTS = [
+    NamedTenantView(tenant="acme", namespace="ab12", blocks=4, bytes=4 * GIB, quota=0.5, most_blocks=6),
+    NamedTenantView(tenant="(none)", namespace="ab12", quota=0.5, most_blocks=9),
 ]
 
 
-def texts(draw: Callable[[Rows, Path], None], rows: Rows, folder: Path) -> list[str]:
+def texts(draw: Callable[[Any, Path], None], rows: Any, folder: Path) -> list[str]:
     """What is written in a picture, label by label, numbers of the axes included."""
     matplotlib = pytest.importorskip("matplotlib")
     from xml.etree import ElementTree as ET
@@ -73,13 +66,13 @@ def test_layouts_are_named_by_model_and_id(tmp_path: Path) -> None:
 
 def test_a_quota_is_marked_where_a_tenant_has_one(tmp_path: Path) -> None:
     assert "may have" in texts(plot_tenants, TENANTS, tmp_path)
-    unlimited = [{**each, "quota": 1.0} for each in TENANTS]
+    unlimited = [msgspec.structs.replace(each, quota=1.0) for each in TENANTS]
     assert "may have" not in texts(plot_tenants, unlimited, tmp_path)
 
 
 @pytest.mark.parametrize("draw", [plot_tiers, plot_transfers, plot_clients, plot_namespaces, plot_tenants])
 @pytest.mark.filterwarnings("error")
-def test_nothing_is_a_picture_too(tmp_path: Path, draw: Callable[[Rows, Path], None]) -> None:
+def test_nothing_is_a_picture_too(tmp_path: Path, draw: Callable[[Any, Path], None]) -> None:
     assert any(text for text in texts(draw, [], tmp_path))
 
 
@@ -102,4 +95,4 @@ def test_nothing_is_a_picture_too(tmp_path: Path, draw: Callable[[Rows, Path], N
 def test_what_a_client_says_it_found_counts_only_if_it_can_be(
     counters: dict[str, Any] | None, shares: dict[str, float]
 ) -> None:
-    assert found_shares({"counters": counters}) == shares
+    assert ClientFigures.of({"counters": counters}).hit_shares() == shares

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fdcache.hashing import tenant_key
 from fdcache.service.client.remote_tier import Owners
-from fdcache.service.server.history import Departures, Reason
 
 A, B = tenant_key("a"), tenant_key("b")
 
@@ -23,11 +22,3 @@ def test_a_table_stays_bounded_however_much_is_told() -> None:
     for number in range(100):
         owners.add(bytes([number]), "a")
     assert [bool(owners.keys([bytes([number])])) for number in range(95, 100)] == [False] * 2 + [True] * 3
-
-
-def test_departures_longest_ago_are_forgotten_first() -> None:
-    departures = Departures(2)
-    departures.add([b"1", b"2"], Reason.EVICTED)
-    departures.add([b"1", b"3"], Reason.RESET)
-    reasons = [departures.reason(key) for key in (b"1", b"2", b"3")]
-    assert reasons == [Reason.RESET, Reason.NOT_STORED, Reason.RESET]

@@ -1,4 +1,4 @@
-"""The arguments of a tool's question, checked."""
+"""Checks of the arguments of a view or command."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 
 from fdcache.metadata import HashArray
+from fdcache.service.server.namespace import Namespace
+from fdcache.service.server.service import Service
 
-MOST_BLOCKS = 131072
+MAX_HASHES = 131072
 Arguments = Mapping[str, Any]
 
 
 class ArgumentError(ValueError):
-    """An argument of a question that is not what it must be."""
+    """An argument that is missing, of the wrong type or out of range."""
 
 
 def number(arguments: Arguments, name: str, default: float, least: float, most: float) -> float:
-    """A number within its range. Raises ``ArgumentError`` naming it."""
+    """Return a number. Raises ``ArgumentError`` naming its range."""
     value = arguments.get(name, default)
     if value is None:
         return default
@@ -28,7 +30,7 @@ def number(arguments: Arguments, name: str, default: float, least: float, most: 
 
 
 def choice(arguments: Arguments, name: str, among: Sequence[str], default: str) -> str:
-    """One of some words. Raises ``ArgumentError`` naming them."""
+    """Return one of several words. Raises ``ArgumentError`` naming them."""
     value = arguments.get(name)
     if value is None:
         return default
@@ -37,11 +39,10 @@ def choice(arguments: Arguments, name: str, among: Sequence[str], default: str) 
     return str(value)
 
 
-def path(arguments: Arguments) -> HashArray:
-    """The hashes of a path, given in hexadecimal. Raises ``ArgumentError``."""
-    texts = arguments.get("hashes")
-    if not isinstance(texts, list) or len(texts) > MOST_BLOCKS:
-        raise ArgumentError(f"hashes: give a list of up to {MOST_BLOCKS} hashes in hexadecimal")
+def hashes_of_path(texts: Any) -> HashArray:
+    """Return the hashes of a path, given in hexadecimal. Raises ``ArgumentError``."""
+    if not isinstance(texts, list) or len(texts) > MAX_HASHES:
+        raise ArgumentError(f"hashes: give a list of up to {MAX_HASHES} hashes in hexadecimal")
     try:
         data = b"".join(bytes.fromhex(text) for text in texts)
     except ValueError as error:
@@ -49,3 +50,25 @@ def path(arguments: Arguments) -> HashArray:
     if len(data) != 32 * len(texts):
         raise ArgumentError("hashes: each has 64 hexadecimal digits")
     return np.frombuffer(data, np.uint8).reshape(-1, 32)
+
+
+def select_namespaces(service: Service, arguments: Arguments, *, required: bool = True) -> list[Namespace]:
+    """Return the namespaces whose names begin with ``namespace``, or all without it.
+
+    Raises ``ArgumentError`` if none does and one is ``required``.
+    """
+    wanted = arguments.get("namespace")
+    if wanted is None:
+        return list(service.namespaces.values())
+    fitting = [each for each in service.namespaces.values() if each.id.startswith(str(wanted).lower())]
+    if not fitting and required:
+        raise ArgumentError(f"namespace: no name begins with {wanted!r}; see `fdcache inspect namespaces`")
+    return fitting
+
+
+def select_namespace(service: Service, arguments: Arguments) -> Namespace:
+    """Return the only namespace that fits. Raises ``ArgumentError`` if none or several do."""
+    chosen = select_namespaces(service, arguments)
+    if len(chosen) != 1:
+        raise ArgumentError(f"namespace: {len(chosen)} fit; give one name of `fdcache inspect namespaces`")
+    return chosen[0]

@@ -1,21 +1,46 @@
-"""ClientFetches: what is read from storage for the requests of one client."""
+"""Registered clients: what each one holds, how it registers, and how the service notices that it is gone."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from secrets import randbits
+from typing import Any
 
+import msgspec
+
+from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
-from fdcache.service.wire.liveness import Live, Watch
-from fdcache.service.wire.protocol import FETCHED, NOT_FETCHED, FetchTerms, Heartbeat
+from fdcache.service.server.namespaces import Namespaces
+from fdcache.service.wire.liveness import Watch, live_processes
+from fdcache.service.wire.protocol import (
+    FETCHED,
+    NOT_FETCHED,
+    Attach,
+    FetchTerms,
+    Heartbeat,
+    Live,
+    RefusalError,
+    Register,
+)
+from fdcache.service.wire.views import ServiceTotals
 from fdcache.settings.cache import PrefetchPolicy
 from fdcache.tiers.fetches import Fetch
 from fdcache.tiers.traffic import Traffic
 
+log = logging.getLogger("fdcache.service.server")
+
+MAX_CLIENTS = 1024
+MAX_LAYOUT_BYTES = 1 << 20
+MAX_FIGURES_BYTES = 1 << 16
+MAX_NAME_LENGTH = 200
 MOST_BLOCKS = 1 << 20
 """Hashes of fetches kept for one client at most; beyond them nothing more is read for it."""
 
@@ -91,36 +116,40 @@ class ClientFetches:
                     storage.reads.give_up(fetch)
 
     def end_all(self) -> None:
-        """The client is gone, or silent: nothing is kept for it."""
+        """End all fetches of the client."""
         self.end(list(self._fetches))
 
 
 @dataclass(eq=False, slots=True)
 class Client:
-    """One session. ``stock`` has the generation of each slot it may copy into, ``runs`` its pinned look-ups.
+    """One session of a client.
 
-    ``former`` has, by lease, those slots of the stock that were granted before a reset.
-
-    What is in ``stock`` is given back by the client, or when every one of its processes is proved gone.
+    It owns the slots in ``stock`` until it returns them or all of its processes are proved dead. Silence frees none.
     """
 
     session: int
     identity: bytes
+    """ZeroMQ routing id."""
     namespace: Namespace
     live: Live
     name: str
     wants_events: bool
     watches: list[Watch]
+    """Its scheduler and worker processes."""
     stock_lease: int
     fetches: ClientFetches
     stock: dict[int, int] = field(default_factory=dict)
-    former: dict[int, set[int]] = field(default_factory=dict)
+    """Slots that it may copy into, with their generations."""
+    stale_stock: dict[int, set[int]] = field(default_factory=dict)
+    """The slots of ``stock`` that were granted before a reset, by lease."""
     runs: set[int] = field(default_factory=set)
+    """Leases of its pinned look-ups."""
     figures: bytes = b"{}"
     since: float = field(default_factory=time.time)
-    seen: float = field(default_factory=time.monotonic)
+    heartbeat_at: float = field(default_factory=time.monotonic)
     silent: bool = False
     ranks: dict[str, int] = field(default_factory=dict)
+    """Ranks by the live file of their worker."""
     device_resets: int = 0
     device_resets_applied: int = 0
     lookups: int = 0
@@ -129,20 +158,31 @@ class Client:
     in_flight_misses: int = 0
 
     def watch(self, live: Live, rank: int) -> None:
-        """Another of its processes copies."""
+        """Add a worker process that copies for this client."""
         if live.path not in self.ranks:
             self.watches.append(Watch(live))
         self.ranks[live.path] = rank
 
-    def count(self, heartbeat: Heartbeat) -> None:
-        """What it did since it told last, for the totals of its layout."""
-        totals = self.namespace.history.counts
+    def update(self, heartbeat: Heartbeat) -> None:
+        """Take over the figures of a heartbeat, and add what is new in them to the totals of the namespace."""
+        self.figures = heartbeat.figures[:MAX_FIGURES_BYTES]
+        self.device_resets_applied = max(self.device_resets_applied, heartbeat.resets)
+        totals = self.namespace.history.totals
         totals.traffic.add(heartbeat.traffic.since(self.traffic))
         totals.in_flight_misses += max(heartbeat.in_flight_misses - self.in_flight_misses, 0)
         self.traffic, self.in_flight_misses = heartbeat.traffic, heartbeat.in_flight_misses
 
+    def reported(self) -> dict[str, Any]:
+        """Return the figures of its last heartbeat; empty if they are not what a client can report."""
+        try:
+            figures = msgspec.json.decode(self.figures, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return {}
+        sections = (figures.get("counters"), figures.get("device"))
+        return figures if all(each is None or isinstance(each, dict) for each in sections) else {}
+
     def is_gone(self) -> bool:
-        """Whether none of its processes is left; those that are gone are watched no more."""
+        """Return True if all of its processes have ended. Stops watching those that have."""
         alive = []
         for watch in self.watches:
             if watch.is_gone():
@@ -153,40 +193,45 @@ class Client:
         self.watches = alive
         return not alive
 
+    # --- slots and pins -----------------------------------------------------------------------------------
+
     def renew_stock(self) -> None:
-        """After a reset: what is copied into slots granted before it is not kept, whenever its end is told."""
+        """After a reset, keep apart the slots granted before it: what is copied into them is not stored."""
         tier = self.namespace.tier
         if tier is not None:
-            earlier = set(self.stock).difference(*self.former.values())
-            self.former[self.stock_lease] = earlier
+            granted_before = set(self.stock).difference(*self.stale_stock.values())
+            self.stale_stock[self.stock_lease] = granted_before
             self.stock_lease = tier.open_lease()
-            self._release_former()
+            self._release_stale_leases()
 
     def by_lease(self, slots: list[int]) -> dict[int, list[int]]:
-        """The positions of these slots of its stock, by the lease that they stand under."""
+        """Return the positions of these stocked slots by the lease that holds them."""
         groups: dict[int, list[int]] = {}
         for position, slot in enumerate(slots):
-            lease = next((each for each, held in self.former.items() if slot in held), self.stock_lease)
+            lease = next((each for each, held in self.stale_stock.items() if slot in held), self.stock_lease)
             groups.setdefault(lease, []).append(position)
         return groups
 
-    def ended(self, slots: list[int]) -> None:
-        """These slots are its own no more."""
+    def remove_stock(self, slots: list[int]) -> None:
+        """Remove slots whose copies have ended from the stock."""
         for slot in slots:
             del self.stock[slot]
-        for held in self.former.values():
+        for held in self.stale_stock.values():
             held.difference_update(slots)
-        self._release_former()
+        self._release_stale_leases()
 
-    def _release_former(self) -> None:
+    def _release_stale_leases(self) -> None:
         tier = self.namespace.tier
-        for lease in [each for each, held in self.former.items() if not held]:
-            del self.former[lease]
+        for lease in [each for each, held in self.stale_stock.items() if not held]:
+            del self.stale_stock[lease]
             if tier is not None:
                 tier.release(lease)
 
-    def give_up_runs(self) -> int:
-        """Unpin what it looked up; a load that still reads there finds the slot's header changed, and fails."""
+    def release_runs(self) -> int:
+        """Unpin all of its look-ups. Return how many.
+
+        A load that still reads there finds another generation in the slot's header, and fails.
+        """
         tier = self.namespace.tier
         if tier is not None:
             for lease in self.runs:
@@ -195,15 +240,157 @@ class Client:
         self.runs.clear()
         return count
 
-    def take_everything_back(self) -> None:
-        """Its slots, pins and reads: it has said that it is done with them, or is proved gone."""
+    def release_all(self) -> None:
+        """Free its slots, pins and reads. Only for a client that said goodbye or is proved dead."""
         self.fetches.end_all()
-        self.give_up_runs()
+        self.release_runs()
         if self.namespace.tier is not None:
-            for lease in (self.stock_lease, *self.former):
+            for lease in (self.stock_lease, *self.stale_stock):
                 self.namespace.tier.release(lease)
-        self.former.clear()
+        self.stale_stock.clear()
         self.stock.clear()
         for watch in self.watches:
             watch.close()
         self.watches = []
+
+
+class Clients(dict[int, Client]):
+    """The registered clients by session.
+
+    ``earlier`` are live processes that were clients of the service before this one. Until each of them has registered
+    again or is gone, no slot is granted and no namespace gives memory away.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        namespaces: Namespaces,
+        storage_of: Callable[[Namespace], LayoutStorage | None],
+        totals: ServiceTotals,
+    ) -> None:
+        super().__init__()
+        self._runtime_dir = runtime_dir
+        self._namespaces = namespaces
+        self._storage_of = storage_of
+        self._totals = totals
+        self._serial = count(1)
+        self._salt = randbits(31) << 32
+        self.earlier: list[Watch] = []
+
+    def watch_earlier(self) -> None:
+        """Find the live clients of an earlier service."""
+        self.earlier = [Watch(live) for live in live_processes(self._runtime_dir)]
+
+    # --- registration -------------------------------------------------------------------------------------
+
+    def register(self, identity: bytes, request: Register) -> Client:
+        """Open a session, which replaces an earlier one of the same process.
+
+        Raises ``RefusalError`` for a bad live file, too many clients, or no memory for the layout, and
+        ``FdcacheError`` for an invalid layout.
+        """
+        if len(request.layout) > MAX_LAYOUT_BYTES:
+            raise RefusalError("malformed", f"layout: more than {MAX_LAYOUT_BYTES} bytes")
+        self._check_live(request.live.path)
+        for client in [each for each in self.values() if each.live.path == request.live.path]:
+            self.remove(client)
+        for watch in [each for each in self.earlier if each.live.engine == request.live.path]:
+            watch.close()
+            self.earlier.remove(watch)
+        if len(self) >= MAX_CLIENTS:
+            raise RefusalError("too_many", f"{MAX_CLIENTS} clients are registered already")
+        namespace = self._namespaces.open(KVLayout.from_json(request.layout))
+        if not namespace.num_extents and not self.make_room(namespace):
+            raise RefusalError(
+                "no_memory",
+                f"no extents are left for this layout on {namespace.ranks} ranks; give the service more "
+                "--host-memory, or reset a namespace that is no longer used",
+            )
+        assert namespace.tier is not None
+        client = Client(
+            session=self._salt | next(self._serial),
+            identity=identity,
+            namespace=namespace,
+            live=request.live,
+            name=request.name[:MAX_NAME_LENGTH],
+            wants_events=request.events,
+            watches=[Watch(request.live)],
+            stock_lease=namespace.tier.open_lease(),
+            fetches=ClientFetches(lambda: self._storage_of(namespace), request.fetches),
+        )
+        self[client.session] = client
+        self._totals.clients_registered += 1
+        log.info("client %s registered: process %d, namespace %s", client.name, client.live.pid, namespace.id)
+        return client
+
+    def attach(self, session: int, request: Attach) -> Client:
+        """Add a worker to the client with this session, or with session 0 to any client of its engine.
+
+        Raises ``RefusalError`` if there is no such client or rank.
+        """
+        self._check_live(request.live.path)
+        for client in self.values():
+            if client.live.path == request.live.engine and session in (0, client.session):
+                if not 0 <= request.rank < client.namespace.ranks:
+                    raise RefusalError(
+                        "malformed", f"rank {request.rank} is not below {client.namespace.ranks}"
+                    )
+                client.watch(request.live, request.rank)
+                return client
+        raise RefusalError(
+            "no_session", "the engine of this worker is not registered here, or has registered again"
+        )
+
+    def _check_live(self, path: str) -> None:
+        given = Path(path)
+        if given.parent != self._runtime_dir or not given.exists():
+            raise RefusalError("malformed", f"live.path: not a file in {self._runtime_dir}")
+
+    def remove(self, client: Client) -> None:
+        """End the session of a client that said goodbye or is proved dead."""
+        client.release_all()
+        client.namespace.last_used = time.monotonic()
+        del self[client.session]
+
+    def make_room(self, namespace: Namespace) -> bool:
+        """Let a namespace grow, if need be at the cost of others. Return True if it grew."""
+        used = {client.namespace.id for client in self.values()}
+        return self._namespaces.make_room(namespace, used, keep_others=bool(self.earlier))
+
+    # --- heartbeats ---------------------------------------------------------------------------------------
+
+    def heard_from(self, session: int) -> Client:
+        """Return the client of a request, which counts as a heartbeat. Raises ``RefusalError`` if it is unknown."""
+        client = self.get(session)
+        if client is None:
+            raise RefusalError("no_session", f"session {session} is unknown here; register again")
+        client.heartbeat_at = time.monotonic()
+        client.silent = False
+        return client
+
+    def of(self, namespace: Namespace) -> list[Client]:
+        """Return the clients of a namespace."""
+        return [client for client in self.values() if client.namespace is namespace]
+
+    def reap(self, timeout: float) -> None:
+        """Remove dead clients, and release the pins of those without a heartbeat for ``timeout`` seconds."""
+        now = time.monotonic()
+        for client in list(self.values()):
+            if client.is_gone():
+                log.warning(
+                    "client %s is gone: taking back %d slots and %d runs",
+                    client.name,
+                    len(client.stock),
+                    len(client.runs),
+                )
+                self._totals.clients_lost += 1
+                self._totals.slots_taken_back += len(client.stock)
+                self.remove(client)
+            elif now - client.heartbeat_at > timeout and not client.silent:
+                client.silent = True
+                client.fetches.end_all()
+                self._totals.runs_given_up += client.release_runs()
+                log.warning("client %s is silent: its pins are released, its slots stay its own", client.name)
+        for watch in [each for each in self.earlier if each.is_gone()]:
+            watch.remove_file()
+            self.earlier.remove(watch)

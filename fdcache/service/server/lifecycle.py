@@ -137,7 +137,7 @@ class Server:
         self._lock = SocketLock(self._socket)
         try:
             self._open_arena(tell)
-            self.service.sessions.watch_earlier()
+            self.service.clients.watch_earlier()
             self._open_storage(tell)
             self._loop = ServiceLoop(self.service, self._socket)
         except BaseException:
@@ -161,7 +161,7 @@ class Server:
         wanted = self.settings.cache.host_memory
         if found is not None and settings.recover:
             if not wanted or found.extents == wanted // max(found.extent_bytes, 1):
-                self.recovered = self.service.shares.recover(self.arena.adopt(found))
+                self.recovered = self.service.namespaces.recover(self.arena.adopt(found))
                 return
             log.warning("the earlier arena has another size than is asked for now: it is not recovered")
         if settings.huge_pages and (problem := huge_page_problem(settings.arena_dir)):
@@ -233,7 +233,7 @@ class Server:
         if self._drain_until is None or self._loop is None:
             return
         if not self.service.draining:
-            self._loop.say_goodbye()
+            self._loop.start_draining()
         storage, clients = self.service.storage, len(self.service.clients)
         is_flushed = storage is None or storage.flush(last=not clients)
         if not clients and is_flushed:

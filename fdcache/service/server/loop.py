@@ -1,4 +1,4 @@
-"""The thread that owns a service: its socket, its clock."""
+"""The service's thread: it polls the socket and the storage, and calls the service."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fdcache.service.server.service import Service
 from fdcache.service.wire.address import SCHEME, require_socket, socket_problem
 from fdcache.service.wire.protocol import MAX_FRAME, Answer, Refused, decode_request_frame, encode_answer
 
-_TICK = 0.05
-_MOST_AT_ONCE = 256
+_TICK_SECONDS = 0.05
+_MAX_BATCH = 256
 _HIGH_WATER_MARK = 4096
 
 
 class SocketLock:
-    """The right to bind a socket. ZeroMQ would bind over a live one, so a lock file is taken first."""
+    """Lock file of a socket. ZeroMQ would bind over a live socket, so the lock is taken first."""
 
     def __init__(self, socket: Path) -> None:
         self._path = socket.with_name(socket.name + ".lock")
@@ -38,18 +38,18 @@ class SocketLock:
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self, *, remove: bool = True) -> None:
-        """Let others bind. ``remove=False`` leaves the file, as a process does that dies."""
+        """Release the lock. ``remove=False`` leaves the file, as a killed process does."""
         if remove:
             self._path.unlink(missing_ok=True)
         os.close(self._fd)
 
 
 class ServiceLoop:
-    """Answers requests until told to stop."""
+    """Receives requests and sends answers until ``stop``."""
 
     def __init__(self, service: Service, socket: Path) -> None:
         self.service = service
-        require_socket(socket)  # ZeroMQ removes any file that is there
+        require_socket(socket)  # ZeroMQ would remove any file that is there
         self._socket_path = socket
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -78,28 +78,28 @@ class ServiceLoop:
             now = time.monotonic()
             if now >= tick_at:
                 self.service.tick(self._send_notice)
-                tick_at = now + _TICK
+                tick_at = now + _TICK_SECONDS
             ready = dict(poller.poll(max(0, int((tick_at - now) * 1000))))
             if storage is not None and storage.wake_fd in ready:
                 os.eventfd_read(storage.wake_fd)
                 self.service.work()
-            for _ in range(_MOST_AT_ONCE):
+            for _ in range(_MAX_BATCH):
                 if not self._serve_one():
                     break
 
-    def say_goodbye(self) -> None:
-        """Ask every client to finish and leave; new ones are turned away."""
+    def start_draining(self) -> None:
+        """Refuse new clients and ask every client to finish and leave."""
         self.service.draining = True
         for client in self.service.clients.values():
-            self._send_notice(client.identity, Refused("draining", "the service is about to end"))
+            self._send_notice(client.identity, Refused("draining", "the service is shutting down"))
 
     def stop(self) -> None:
-        """End ``run``, from any thread or signal handler."""
+        """End ``run``. May be called by any thread or signal handler."""
         self._stopping.set()
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Take the socket away."""
+        """Close and remove the socket."""
         self._socket.close()
         os.close(self._wake)
         if socket_problem(self._socket_path) is None:
@@ -121,14 +121,14 @@ class ServiceLoop:
         except ProtocolError as error:
             self.service.totals.refused += 1
             answer = Refused("malformed", str(error))
-        if self.service.has_news:
-            self.service.tell_events(self._send_notice)
+        if self.service.has_urgent_events:
+            self.service.send_events(self._send_notice)
         if not self._send(identity, number, answer):
-            self.service.undelivered(session, answer)
+            self.service.on_undelivered(session, answer)
         return True
 
     def _send(self, identity: bytes, number: int, answer: Answer) -> bool:
-        """Whether the client's queue took it; a client that does not read slows nobody else."""
+        """Send without waiting. Return False if the client's queue is full or the client is gone."""
         try:
             self._socket.send_multipart([identity, encode_answer(number, answer)], zmq.NOBLOCK)
         except (zmq.Again, zmq.ZMQError):

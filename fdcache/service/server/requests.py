@@ -1,4 +1,4 @@
-"""What clients ask about blocks: look-ups, the ends of copies, the ends of loads."""
+"""Requests about blocks: look-ups, the ends of copies and the ends of loads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 from fdcache.errors import ProtocolError
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.server.clients import Client
-from fdcache.service.server.history import Reason
 from fdcache.service.wire.protocol import (
     FETCHING,
     MAX_BLOCKS,
@@ -33,14 +32,18 @@ from fdcache.service.wire.protocol import (
     uint8_from,
     uint64_from,
 )
+from fdcache.service.wire.views import MissReason
 
-MOST_RUNS = 65536
+MAX_RUNS = 65536
 _STORED, _DROPPED = 0, 3
-NO_NUMBERS = np.empty(0, np.int64)
+_NO_NUMBERS = np.empty(0, np.int64)
 
 
 def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> Answer:
-    """Pin what is there of each path; nothing while the service is paused. ``may_read``: from storage, meanwhile."""
+    """Pin the leading run of each path; none while the service is paused.
+
+    With ``may_read``, a path with a number may begin a read from storage, and then has to be looked up again.
+    """
     counts = int32_from(request.counts, "counts")
     starts = int32_from(request.starts, "starts", len(counts))
     hashes = hashes_from(request.hashes)
@@ -53,10 +56,10 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> An
         or (starts > counts).any()
     ):
         raise ProtocolError("counts and starts do not fit the hashes")
-    numbers = int64_from(request.fetches, "fetches", len(counts)) if request.fetches else NO_NUMBERS
+    numbers = int64_from(request.fetches, "fetches", len(counts)) if request.fetches else _NO_NUMBERS
     fetched, states = np.zeros((len(numbers), 2), np.int32), np.full(len(numbers), NOT_FETCHED, np.uint8)
     namespace = client.namespace
-    paused = paused or time.monotonic() < namespace.held_until
+    paused = paused or time.monotonic() < namespace.draining_until
     leases: list[int] = []
     lengths: list[int] = []
     slots, generations = [], []
@@ -70,13 +73,14 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> An
             leases.append(0)
             lengths.append(0)
             continue
-        full = len(client.runs) >= MOST_RUNS
+        full = len(client.runs) >= MAX_RUNS
         if paused or full:
-            namespace.history.turned_away(size - start, Reason.PAUSED if paused else Reason.TOO_MANY_RUNS)
+            reason = MissReason.PAUSED if paused else MissReason.TOO_MANY_RUNS
+            namespace.history.count_refused(size - start, reason)
         try:
             run = None if paused or full else namespace.match(path, start)
         except ValueError:
-            release(client, Release(leases))  # nobody will hear of them
+            release(client, Release(leases))  # the client receives no leases with a refusal
             raise
         if number:
             part, states[i] = client.fetches.matched(number, start, len(run.slots) if run else 0)
@@ -107,18 +111,18 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> An
 
 
 def missed(client: Client, request: Missed) -> Answer:
-    """Count what the client saw to be absent without asking."""
+    """Count look-ups that the client answered itself from the presence table."""
     first = hashes_from(request.first)
     counts = int32_from(request.blocks, "blocks", len(first))
     if (counts < 0).any():
         raise ProtocolError("blocks is below 0")
     client.lookups += request.lookups
-    client.namespace.history.seen_absent(request.lookups, first, counts)
+    client.namespace.history.count_client_misses(request.lookups, first, counts)
     return Done()
 
 
 def prefetch(client: Client, request: Prefetch) -> None:
-    """Begin to read what is stored of a path."""
+    """Begin to read the stored blocks of a path."""
     hashes = hashes_from(request.hashes)
     if request.number < 1 or not 0 <= request.start <= len(hashes):
         raise ProtocolError("number is below 1, or start does not fit the hashes")
@@ -126,13 +130,13 @@ def prefetch(client: Client, request: Prefetch) -> None:
 
 
 def end_fetches(client: Client, request: EndFetches) -> Answer:
-    """Requests have ended for whose blocks storage was read."""
+    """End the storage reads of finished requests."""
     client.fetches.end(request.numbers)
     return Done()
 
 
 def release(client: Client, request: Release) -> Answer:
-    """Unpin runs of this client; others' are not touched."""
+    """Unpin runs of this client. Leases of other clients are ignored."""
     tier = client.namespace.tier
     for lease in request.leases:
         if lease in client.runs and tier is not None:
@@ -141,8 +145,37 @@ def release(client: Client, request: Release) -> Answer:
     return Done()
 
 
+def publish(client: Client, request: Publish) -> tuple[Answer, HashArray]:
+    """Store the blocks that are complete on every rank and free the other slots.
+
+    Return the answer, and the hashes of the blocks stored.
+    """
+    slots = int32_from(request.slots, "slots")
+    hashes = hashes_from(request.hashes)
+    parents = hashes_from(request.parents, "parents")
+    copied = uint8_from(request.copied, "copied", len(slots))
+    checksums = uint64_from(request.checksums, "checksums", len(slots))
+    if len(hashes) != len(slots) or len(parents) != len(slots):
+        raise ProtocolError("slots, hashes and parents differ in length")
+    numbers = slots.tolist()
+    if len(set(numbers)) != len(numbers) or not client.stock.keys() >= set(numbers):
+        raise RefusalError("not_yours", "slots: some were not granted to this session, or are named twice")
+    generations = np.array([client.stock[slot] for slot in numbers], np.uint32)
+    namespace = client.namespace
+    complete = np.zeros(len(slots), np.bool_)
+    wanted = np.flatnonzero(copied)
+    if len(wanted):
+        complete[wanted] = namespace.memory.are_complete(slots[wanted], generations[wanted], hashes[wanted])
+    assert namespace.tier is not None
+    tenants = namespace.tenants.numbers(namespace.tier, parents, request.tenants, namespace.storable_slots)
+    namespace.tenants.note(parents, hashes, request.tenants, complete)
+    status = _end_copies(client, slots, parents, hashes, complete, checksums, tenants)
+    client.stored += int((status == _STORED).sum())
+    return Published(request.hashes, status.tobytes()), hashes[status == _STORED]
+
+
 def take_back(client: Client, slots: Int32Array) -> None:
-    """Slots that were granted and never heard of."""
+    """Free granted slots that the client does not know of."""
     hashes = np.full((len(slots), 32), 255, np.uint8)
     nothing, sums = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
     _end_copies(client, slots, hashes, hashes, nothing, sums, np.zeros(len(slots), np.uint32))
@@ -166,41 +199,15 @@ def _end_copies(
                 for each in (slots, parents, hashes, copied, checksums, tenants)
             ),
         )
-    client.ended(slots.tolist())
+    client.remove_stock(slots.tolist())
     return status
 
 
-def publish(client: Client, request: Publish) -> tuple[Answer, HashArray]:
-    """Keep what every rank has whole; the other slots are free again. Also the hashes of what is new."""
-    slots = int32_from(request.slots, "slots")
-    hashes = hashes_from(request.hashes)
-    parents = hashes_from(request.parents, "parents")
-    copied = uint8_from(request.copied, "copied", len(slots))
-    checksums = uint64_from(request.checksums, "checksums", len(slots))
-    if len(hashes) != len(slots) or len(parents) != len(slots):
-        raise ProtocolError("slots, hashes and parents differ in length")
-    numbers = slots.tolist()
-    if len(set(numbers)) != len(numbers) or not client.stock.keys() >= set(numbers):
-        raise RefusalError("not_yours", "slots: some were not granted to this session, or are named twice")
-    generations = np.array([client.stock[slot] for slot in numbers], np.uint32)
-    namespace = client.namespace
-    good = np.zeros(len(slots), np.bool_)
-    wanted = np.flatnonzero(copied)
-    if len(wanted):
-        good[wanted] = namespace.memory.arrived(slots[wanted], generations[wanted], hashes[wanted])
-    assert namespace.tier is not None
-    tenants = namespace.tenants.numbers(namespace.tier, parents, request.tenants, namespace.storable_slots)
-    namespace.tenants.note(parents, hashes, request.tenants, good)
-    status = _end_copies(client, slots, parents, hashes, good, checksums, tenants)
-    client.stored += int((status == _STORED).sum())
-    return Published(request.hashes, status.tobytes()), hashes[status == _STORED]
-
-
 def load_ended(client: Client, request: LoadEnded) -> Answer:
-    """Hear what came of loads."""
+    """Mark loaded blocks as verified, and check those whose load failed."""
     slots = int32_from(request.slots, "slots")
     hashes = hashes_from(request.hashes)
     if len(hashes) != len(slots):
         raise ProtocolError("slots and hashes differ in length")
-    client.namespace.load_ended(slots, hashes, uint8_from(request.copied, "copied", len(slots)))
+    client.namespace.finish_loads(slots, hashes, uint8_from(request.copied, "copied", len(slots)))
     return Done()

@@ -1,4 +1,4 @@
-"""Forgetting what is stored."""
+"""Reset: forget the blocks of the host, storage and device tiers."""
 
 from __future__ import annotations
 
@@ -6,70 +6,29 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from fdcache.hashing import TENANT_BYTES
-from fdcache.service.server.arguments import ArgumentError, Arguments, choice, number
+from fdcache.service.server.arguments import ArgumentError, Arguments, choice, number, select_namespaces
 from fdcache.service.server.clients import Client
-from fdcache.service.server.figures import client_figures
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
-from fdcache.service.server.selection import fitting_namespaces
 from fdcache.service.server.service import Service
+from fdcache.service.wire.views import (
+    DeviceResetView,
+    HostResetView,
+    InFlightView,
+    ResetView,
+    StorageResetView,
+)
 from fdcache.tiers.storage_index import LocalIndex
 
-
-def fitting_storages(service: Service, arguments: Arguments) -> list[LayoutStorage]:
-    """The storages of the layouts whose names begin with ``namespace``, of all without it; also without clients.
-
-    Raises ``ArgumentError`` for the tier storage of a service that has none.
-    """
-    if service.storage is None:
-        if arguments.get("tier") == "storage":
-            raise ArgumentError("tier: the service has no storage; FDCACHE_STORAGE or --storage gives it one")
-        return []
-    wanted = str(arguments.get("namespace") or "").lower()
-    return [each for each in service.storage.layouts.values() if each.id.startswith(wanted)]
-
-
-def reset_storages(chosen: Sequence[LayoutStorage], older: float, *, dry_run: bool) -> list[dict[str, Any]]:
-    """Forget what is stored, or only what nobody has used for ``older`` seconds; what that frees, by layout.
-
-    ``blocks`` are None where others store too and nobody here knows how many there are. The files follow in the
-    background. Raises ``ArgumentError`` where there are no ages, before anything is forgotten.
-    """
-    if older and not all(isinstance(each.index, LocalIndex) for each in chosen):
-        raise ArgumentError(
-            "older_than: a storage that others use too keeps no ages; leave it out, or reset the host tier alone"
-        )
-    return [_reset(storage, older, dry_run) for storage in chosen]
-
-
-def _reset(storage: LayoutStorage, older: float, dry_run: bool) -> dict[str, Any]:
-    index = storage.index
-    if not isinstance(index, LocalIndex):
-        blocks = None
-        if not dry_run:
-            storage.reset()
-    elif older:
-        slots = storage.idle_slots(older)
-        blocks = len(slots) if dry_run else storage.forget(slots)
-    else:
-        blocks = index.pool.stats().ready if dry_run else storage.reset()
-    layout = storage.layout
-    return {
-        "namespace": storage.id,
-        "blocks": blocks,
-        "bytes": None if blocks is None else blocks * layout.record_bytes * layout.tp_size,
-    }
-
-
-_HOLD_SECONDS = 2.0  # after the last order to drain; an operator who went away holds nobody up
-_MOST_SECONDS = 1e12
+_DRAIN_SECONDS = 2.0
+"""Look-ups stay empty that long after each request to drain, so an operator who went away delays nothing."""
+_MAX_SECONDS = 1e12
 
 
 class Tiers(StrEnum):
-    """What can be reset."""
+    """Tiers to reset."""
 
     HOST = "host"
     STORAGE = "storage"
@@ -78,7 +37,7 @@ class Tiers(StrEnum):
 
 
 class InFlight(StrEnum):
-    """What to do about runs that clients are loading, or are about to."""
+    """Treatment of loads in flight: reset anyway, refuse the reset, or drain the loads first."""
 
     KEEP = "keep"
     REFUSE = "refuse"
@@ -87,9 +46,9 @@ class InFlight(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResetOrder:
-    """What to forget; ``tenant`` is a key, ``older_than`` seconds without use, 0 for all.
+    """A checked request to reset. ``tenant`` is a key, ``older_than`` seconds without use, 0 for all blocks.
 
-    Device tiers forget everything or nothing: a reset of some blocks of all tiers leaves them alone.
+    Device tiers are reset as a whole only: a partial reset of all tiers leaves them alone.
     """
 
     tiers: Tiers
@@ -104,21 +63,19 @@ class ResetOrder:
     def of(cls, service: Service, arguments: Arguments) -> ResetOrder:
         """Check the arguments. Raises ``ArgumentError``."""
         tiers = Tiers(choice(arguments, "tier", list(Tiers), Tiers.ALL))
-        older_than = number(arguments, "older_than", 0, 0, _MOST_SECONDS)
+        older_than = number(arguments, "older_than", 0, 0, _MAX_SECONDS)
         tenant = _tenant(arguments)
         if tiers is Tiers.DEVICE and (tenant is not None or older_than):
-            raise ArgumentError(
-                "tier: a device tier forgets everything or nothing; leave tenant and older_than out"
-            )
-        storages = fitting_storages(service, arguments) if tiers in {Tiers.STORAGE, Tiers.ALL} else []
+            raise ArgumentError("tier: a device tier is reset as a whole; leave tenant and older_than out")
+        storages = _select_storages(service, arguments) if tiers in {Tiers.STORAGE, Tiers.ALL} else []
         if storages and tenant is not None:
             raise ArgumentError(
-                "tenant: storage does not know whose blocks are; reset its host blocks, or a whole layout"
+                "tenant: storage does not keep the tenants of its blocks; reset tier host, or a whole namespace"
             )
-        namespaces = fitting_namespaces(service, arguments, required=not storages)
+        namespaces = select_namespaces(service, arguments, required=not storages)
         if tenant is not None and not any(each.tenants.knows(tenant) for each in namespaces):
             raise ArgumentError(
-                f"tenant: no layout knows {arguments.get('tenant_name', tenant.hex())!r}; "
+                f"tenant: no namespace knows {arguments.get('tenant_name', tenant.hex())!r}; "
                 "`fdcache inspect tenants` lists those with blocks"
             )
         return cls(
@@ -133,17 +90,17 @@ class ResetOrder:
 
     @property
     def is_partial(self) -> bool:
-        """Whether some of a layout's blocks stay."""
+        """True if some blocks of a namespace stay."""
         return self.tenant is not None or self.older_than > 0
 
     @property
     def has_host(self) -> bool:
-        """Whether host tiers are reset."""
+        """True if host tiers are reset."""
         return self.tiers in {Tiers.HOST, Tiers.ALL}
 
     @property
     def has_devices(self) -> bool:
-        """Whether device tiers are reset."""
+        """True if device tiers are reset."""
         return self.tiers in {Tiers.DEVICE, Tiers.ALL} and not self.is_partial
 
 
@@ -160,65 +117,90 @@ def _tenant(arguments: Arguments) -> bytes | None:
     return key
 
 
-def reset(service: Service, arguments: Arguments) -> dict[str, Any]:
-    """Forget what the arguments say, and report it by tier; ``in_flight`` names what stands against it, if any does.
+def _select_storages(service: Service, arguments: Arguments) -> list[LayoutStorage]:
+    """Return the storages whose namespaces begin with ``namespace``, also of those without clients."""
+    if service.storage is None:
+        if arguments.get("tier") == "storage":
+            raise ArgumentError("tier: the service has no storage; FDCACHE_STORAGE or --storage gives it one")
+        return []
+    wanted = str(arguments.get("namespace") or "").lower()
+    return [each for each in service.storage.layouts.values() if each.id.startswith(wanted)]
 
-    A drain keeps new look-ups from finding anything in these layouts while it is asked for again and again. A device
-    reset is told to every engine and counted by client.
+
+def reset(service: Service, arguments: Arguments) -> ResetView:
+    """Forget blocks, or with ``dry_run`` count them.
+
+    With ``in_flight`` refuse or drain, nothing is forgotten while clients load from a host tier; the answer names them.
+    A drain lets look-ups find nothing for 2 s: ask again until no client is left. A device reset is applied by each
+    engine at its next step and acknowledged in the view of clients.
     """
     order = ResetOrder.of(service, arguments)
-    answer: dict[str, Any] = {"dry_run": order.dry_run, "in_flight": []}
-    answer |= {"host": [], "storage": [], "device": []}
+    answer = ResetView(order.dry_run)
     clients = [client for client in service.clients.values() if client.namespace in order.namespaces]
     if order.has_host and order.in_flight is not InFlight.KEEP:
-        answer["in_flight"] = [_in_flight(client) for client in clients if client.runs]
+        answer.in_flight = [
+            InFlightView(
+                client.name, f"{client.session:x}", client.namespace.id, client.live.pid, len(client.runs)
+            )
+            for client in clients
+            if client.runs
+        ]
         if order.in_flight is InFlight.DRAIN and not order.dry_run:
             for namespace in order.namespaces:
-                namespace.held_until = time.monotonic() + _HOLD_SECONDS if answer["in_flight"] else 0.0
-        if answer["in_flight"] and not order.dry_run:
+                namespace.draining_until = time.monotonic() + _DRAIN_SECONDS if answer.in_flight else 0.0
+        if answer.in_flight and not order.dry_run:
             return answer
-    answer["storage"] = reset_storages(order.storages, order.older_than, dry_run=order.dry_run)
+    answer.storage = _reset_storages(order)
     if order.has_host:
-        answer["host"] = [_reset_host(service, clients, namespace, order) for namespace in order.namespaces]
+        answer.host = [_reset_host(service, clients, namespace, order) for namespace in order.namespaces]
     if order.has_devices:
-        answer["device"] = [_reset_device(client, order) for client in clients]
+        answer.device = [_reset_device(client, order) for client in clients]
     return answer
 
 
-def _in_flight(client: Client) -> dict[str, Any]:
-    return {
-        "client": client.name,
-        "session": f"{client.session:x}",
-        "namespace": client.namespace.id,
-        "pid": client.live.pid,
-        "pinned_runs": len(client.runs),
-    }
+def _reset_storages(order: ResetOrder) -> list[StorageResetView]:
+    """Forget stored blocks; their files are erased in the background."""
+    if order.older_than and not all(isinstance(each.index, LocalIndex) for each in order.storages):
+        raise ArgumentError(
+            "older_than: a storage that other services use too keeps no ages; leave it out, or reset tier host"
+        )
+    return [_reset_storage(storage, order) for storage in order.storages]
+
+
+def _reset_storage(storage: LayoutStorage, order: ResetOrder) -> StorageResetView:
+    index = storage.index
+    if not isinstance(index, LocalIndex):
+        if not order.dry_run:
+            storage.reset()
+        return StorageResetView(storage.id, None, None)
+    if order.older_than:
+        slots = storage.idle_slots(order.older_than)
+        blocks = len(slots) if order.dry_run else storage.forget(slots)
+    else:
+        blocks = index.pool.stats().ready if order.dry_run else storage.reset()
+    return StorageResetView(storage.id, blocks, blocks * storage.layout.record_bytes * storage.layout.tp_size)
 
 
 def _reset_host(
-    service: Service, clients: list[Client], namespace: Namespace, order: ResetOrder
-) -> dict[str, Any]:
-    figures = namespace.tier.stats() if namespace.tier is not None else None
+    service: Service, clients: Sequence[Client], namespace: Namespace, order: ResetOrder
+) -> HostResetView:
+    stats = namespace.tier.stats() if namespace.tier is not None else None
     if order.is_partial:
         blocks = _reset_part(namespace, order)
     elif order.dry_run:
-        blocks = figures.ready if figures else 0
+        blocks = stats.ready if stats else 0
     else:
         blocks = namespace.reset()
-        service.has_news = True  # what a client is granted from now on outlives what it is told of the reset
+        service.has_urgent_events = True  # a client must hear of the reset before it is granted slots again
         for client in clients:
             if client.namespace is namespace:
                 client.renew_stock()
-    return {
-        "namespace": namespace.id,
-        "blocks": blocks,
-        "bytes": blocks * namespace.slot_bytes,
-        "in_use": figures.ready - figures.evictable if figures else 0,
-    }
+    in_use = stats.ready - stats.evictable if stats else 0
+    return HostResetView(namespace.id, blocks, blocks * namespace.slot_bytes, in_use)
 
 
 def _reset_part(namespace: Namespace, order: ResetOrder) -> int:
-    """Blocks of one tenant or unused for long, and all below them; how many."""
+    """Forget the blocks of a tenant, or those unused for long, with their descendants. Return how many."""
     tier, tenants = namespace.tier, namespace.tenants
     owner = tenants.number(order.tenant) if order.tenant is not None else None
     if tier is None or (order.tenant is not None and owner is None):
@@ -232,11 +214,7 @@ def _reset_part(namespace: Namespace, order: ResetOrder) -> int:
     return namespace.drop(hashes)
 
 
-def _reset_device(client: Client, order: ResetOrder) -> dict[str, Any]:
+def _reset_device(client: Client, order: ResetOrder) -> DeviceResetView:
     client.device_resets += 0 if order.dry_run else 1
-    device = client_figures(client).get("device")
-    return {
-        "client": client.name,
-        "session": f"{client.session:x}",
-        "blocks": device.get("ready", 0) if isinstance(device, dict) else 0,
-    }
+    device = client.reported().get("device") or {}
+    return DeviceResetView(client.name, f"{client.session:x}", device.get("ready", 0))

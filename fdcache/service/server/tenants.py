@@ -154,7 +154,7 @@ class Tenants:
         if rows:
             self._write(b"".join(rows), len(rows))
 
-    def left(self, blocks: Iterable[bytes]) -> None:
+    def remove_blocks(self, blocks: Iterable[bytes]) -> None:
         """Blocks are not in the tier any more."""
         if self.roots:
             for block in blocks:
@@ -164,7 +164,7 @@ class Tenants:
         """Of these blocks, that were not kept, some may not be in the tier."""
         if self.roots:
             absent = hashes[tier.contains(hashes) == ABSENT]
-            self.left(row.tobytes() for row in absent)
+            self.remove_blocks(row.tobytes() for row in absent)
 
     def clear(self) -> None:
         """No block is in the tier any more."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from fdcache.manager import Request
 from fdcache.service.server.clients import Client
 from fdcache.service.server.namespace import Namespace
-from fdcache.service.server.shares import Recalls
+from fdcache.service.server.namespaces import Reclaims
 from tests.service_engine import PROMPT, Engine, assert_nothing_is_held, layout
 from tests.service_help import LocalService, local_service, until
 
@@ -88,10 +88,10 @@ def test_a_layout_at_its_quota_takes_nothing_from_one_that_has_more_than_its_sha
         assert extents(service, first) < EXTENTS
         fill(service, second, EXTENTS // 4)
         rest = extents(service, first)
-        evicted = namespace_of(service, second).history.counts.evicted
+        evicted = namespace_of(service, second).history.totals.evicted
         for prompt in range(100):
             second.serve([5000 + prompt, *PROMPT])
-        until(lambda: namespace_of(service, second).history.counts.evicted > evicted, "it evicts its own")
+        until(lambda: namespace_of(service, second).history.totals.evicted > evicted, "it evicts its own")
         assert extents(service, first) == rest == EXTENTS * 3 // 4
         first.close()
         second.close()
@@ -101,15 +101,15 @@ def test_a_layout_at_its_quota_takes_nothing_from_one_that_has_more_than_its_sha
 def test_a_recall_that_freed_nothing_ends_by_itself_and_is_not_repeated_at_once(tmp_path: Path) -> None:
     with local_service(tmp_path, **ARENA) as service:
         engine = Engine(service.address)
-        giver, clients = namespace_of(service, engine), service.service.clients.values()
+        giver = namespace_of(service, engine)
         first = giver.num_slots - giver.geometry.records_per_extent
-        now, told = 100.0, []
-        recalls = Recalls(lambda: now)
+        now, sent = 100.0, []
+        recalls = Reclaims(lambda: now)
         for moment, held, times in ((100.0, True, 1), (102.0, True, 1), (103.0, False, 1), (113.0, True, 2)):
             now = moment
             recalls.begin(giver)
-            recalls.tell(clients, lambda _, recall: told.append(recall.first))
-            assert (recalls.is_held(giver), told) == (held, [first] * times)
+            sent += [recall.first for _, recall in recalls.take_new()]
+            assert (recalls.is_held(giver), sent) == (held, [first] * times)
         recalls.end()
         assert not recalls.is_held(giver)
         recalls.begin(giver)

@@ -8,7 +8,7 @@ import numpy as np
 
 from fdcache.layout import KVLayout
 from fdcache.service.server.arena import Arena
-from fdcache.service.server.layout_memory import LayoutMemory
+from fdcache.service.server.namespace import NamespaceMemory
 from fdcache.service.wire.shared_memory import Geometry
 from tests.property.test_round_trips import COMMON
 from tests.swaps import uniform_layout
@@ -16,9 +16,9 @@ from tests.swaps import uniform_layout
 EXTENT = 1 << 16
 
 
-def memory_of(arena: Arena, layout: KVLayout, name: str) -> tuple[LayoutMemory, Geometry]:
+def memory_of(arena: Arena, layout: KVLayout, name: str) -> tuple[NamespaceMemory, Geometry]:
     geometry = Geometry(str(arena.directory), f"fdcache-t-{name}", 1, EXTENT, layout.record_bytes, 4096)
-    return LayoutMemory(arena, layout, geometry), geometry
+    return NamespaceMemory(arena, layout, geometry), geometry
 
 
 def test_an_extent_that_changes_layout_has_zeros_wherever_no_plane_is(tmp_path: Path) -> None:
@@ -27,14 +27,14 @@ def test_an_extent_that_changes_layout_has_zeros_wherever_no_plane_is(tmp_path: 
     arena.create(16 * EXTENT, EXTENT)
     left, _ = memory_of(arena, uniform_layout(), "00112233aabbccdd")
     for _each in range(16):
-        left.take()
+        left.add_extent()
     for extent in left.extents(0):
         extent.data[:] = 0xFF
     while left.num_extents:
-        left.give_back()
+        left.remove_extent()
     layout = KVLayout.block_fp8(**COMMON, num_layers=2, block_size=16, kv_heads=1, head_dim=72)
     taken, geometry = memory_of(arena, layout, "ffeeddcc00112233")
-    taken.take()
+    taken.add_extent()
     (extent,) = taken.extents(0)
     planes = np.zeros(layout.record_bytes, np.bool_)
     for plane in layout.planes:

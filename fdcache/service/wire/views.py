@@ -1,0 +1,805 @@
+"""Records of a running service, for RPC views, HTTP, metrics and the tables of ``fdcache inspect``.
+
+Each field says once how it appears::
+
+    hit_blocks: Annotated[int, shown("Blocks found.", counter("fdcache_hit_blocks", tier="host"), column="hits")] = 0
+
+``fields`` reads these annotations: metrics.py makes Prometheus families of them, ``fdcache_cli`` tables, and the
+descriptions are those of the OpenAPI schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from fdcache.service.wire.protocol import to_number
+from fdcache.tiers.traffic import Histogram, Traffic
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+class Unit(StrEnum):
+    """How a value is written in a table."""
+
+    PLAIN = "plain"
+    BYTES = "bytes"
+    SECONDS = "seconds"
+    MOMENT = "moment"
+    """Seconds since the epoch."""
+    SHARE = "share"
+    FLAG = "flag"
+    HASH = "hash"
+    """Hexadecimal, of which a table shows the beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Prometheus metric of a field. ``label`` names the keys of a field that is a dictionary."""
+
+    kind: str
+    name: str
+    help: str | None
+    labels: Mapping[str, str]
+    label: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """How a field of a record is shown."""
+
+    name: str
+    description: str
+    metric: Metric | None
+    column: str | None
+    unit: Unit
+    inline: bool
+
+
+def counter(name: str, help: str | None = None, *, label: str | None = None, **labels: str) -> Metric:  # noqa: A002
+    """Return a counter; ``help`` defaults to the description of the field."""
+    return Metric("counter", name, help, labels, label)
+
+
+def gauge(name: str, help: str | None = None, **labels: str) -> Metric:  # noqa: A002
+    """Return a gauge; ``help`` defaults to the description of the field."""
+    return Metric("gauge", name, help, labels, None)
+
+
+def histogram(name: str, *, label: str) -> Metric:
+    """Return a histogram for a field that has one ``Histogram`` for each value of ``label``."""
+    return Metric("histogram", name, None, {}, label)
+
+
+def shown(
+    description: str,
+    metric: Metric | None = None,
+    *,
+    column: str | None = None,
+    unit: Unit = Unit.PLAIN,
+    inline: bool = False,
+) -> msgspec.Meta:
+    """Describe a field. ``column`` is its title in tables; the columns of an ``inline`` record are added to them."""
+    return msgspec.Meta(
+        description=description, extra={"metric": metric, "column": column, "unit": unit, "inline": inline}
+    )
+
+
+@cache
+def fields(record: type[msgspec.Struct]) -> tuple[Field, ...]:
+    """Return the fields of a record that were described with ``shown``, in order."""
+    found = []
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        for meta in getattr(hint, "__metadata__", ()):
+            if isinstance(meta, msgspec.Meta) and meta.extra and "unit" in meta.extra:
+                found.append(Field(name, meta.description or "", **meta.extra))
+    return tuple(found)
+
+
+def total(records: Iterable[msgspec.Struct], kind: type[Record], **others: Any) -> Record:
+    """Return a ``kind`` with the sums of the fields that it shares with ``records``, and with ``others``."""
+    rows = list(records)
+    names = [name for name in kind.__struct_fields__ if name not in others]
+    return kind(**{name: sum(getattr(each, name) or 0 for each in rows) for name in names}, **others)
+
+
+# --- the host tier -----------------------------------------------------------------------------------------
+
+_TIER_BLOCKS = "Slots of a tier by state."
+
+
+class TierView(msgspec.Struct):
+    """Slots of a host tier, and their use."""
+
+    slots: Annotated[int, shown("Slots of the tier.")] = 0
+    free: Annotated[
+        int,
+        shown(
+            "Free slots.",
+            gauge("fdcache_tier_blocks", _TIER_BLOCKS, tier="host", state="free"),
+            column="free",
+        ),
+    ] = 0
+    writing: Annotated[
+        int,
+        shown(
+            "Slots being copied into.",
+            gauge("fdcache_tier_blocks", _TIER_BLOCKS, tier="host", state="writing"),
+        ),
+    ] = 0
+    ready: Annotated[
+        int,
+        shown(
+            "Blocks that look-ups find.",
+            gauge("fdcache_tier_blocks", _TIER_BLOCKS, tier="host", state="ready"),
+            column="ready",
+        ),
+    ] = 0
+    evictable: Annotated[
+        int, shown("Evictable blocks.", gauge("fdcache_tier_evictable_blocks", tier="host"))
+    ] = 0
+    pins: Annotated[int, shown("Pins on blocks.", gauge("fdcache_tier_pins", tier="host"))] = 0
+    leases: Annotated[
+        int, shown("Leases that hold pins and slots.", gauge("fdcache_tier_leases", tier="host"))
+    ] = 0
+    evictions: Annotated[int, shown("Blocks evicted.")] = 0
+
+
+class NamespaceTierView(TierView):
+    """The host tier of one namespace."""
+
+    epoch: Annotated[int, shown("Resets of the tier.")] = 0
+
+
+class ArenaView(TierView, kw_only=True):
+    """The arena, and the host tiers of all namespaces together."""
+
+    bytes: Annotated[int, shown("Bytes of the arena.", gauge("fdcache_arena_bytes"))]
+    extent_bytes: Annotated[int, shown("Bytes of an extent.")]
+    extents: Annotated[int, shown("Extents of the arena.")]
+    free_extents: Annotated[int, shown("Extents that no namespace has.")]
+
+
+class TenantView(msgspec.Struct):
+    """Blocks of a tenant in one namespace."""
+
+    tenant: Annotated[
+        str,
+        shown("Name of the tenant where a quota names it, else the beginning of its key.", column="tenant"),
+    ]
+    blocks: Annotated[
+        int,
+        shown(
+            "Blocks of the tenant.",
+            gauge("fdcache_tenant_blocks", "Blocks of the largest tenants."),
+            column="blocks",
+        ),
+    ] = 0
+    bytes: Annotated[int, shown("Bytes of these blocks, on all ranks.", column="memory", unit=Unit.BYTES)] = 0
+    quota: Annotated[
+        float, shown("Share of the namespace that the tenant may have.", column="quota", unit=Unit.SHARE)
+    ] = 1.0
+    most_blocks: Annotated[
+        int,
+        shown(
+            "Blocks that the tenant may have.",
+            gauge("fdcache_tenant_quota_blocks", "Blocks that the largest tenants may have."),
+            column="most blocks",
+        ),
+    ] = 0
+
+
+class NamedTenantView(TenantView, kw_only=True):
+    """Blocks of a tenant, with the namespace that they are in."""
+
+    namespace: Annotated[str, shown("Name of the namespace.", column="namespace")]
+
+
+class MissReason(StrEnum):
+    """Why a block was not found in the host tier."""
+
+    NOT_STORED = "not_stored"
+    """It was never stored, or the eviction log has forgotten it."""
+    EVICTED = "evicted"
+    BROKEN_RUN = "broken_run"
+    """A block above it was missing, so it was not kept."""
+    TENANT_QUOTA = "tenant_quota"
+    CORRUPT = "corrupt"
+    NOT_COPIED = "not_copied"
+    """Its copy to the host failed on some rank."""
+    RESET = "reset"
+    PAUSED = "paused"
+    TOO_MANY_RUNS = "too_many_runs"
+
+
+_HITS = (
+    "Blocks found, counted for each request that found them: two requests of a step that find one block are two hits. "
+    "Blocks that an engine then leaves out, by its reuse grid, are counted; fdcache_client_hit_tokens is what engines "
+    "used."
+)
+_UNSTORED = "Copies that were not kept."
+
+
+class NamespaceTotals(msgspec.Struct):
+    """Totals of a namespace since the service started."""
+
+    lookups: Annotated[int, shown("Paths looked up.", counter("fdcache_lookups"))] = 0
+    looked_up_blocks: Annotated[
+        int, shown("Blocks looked up.", counter("fdcache_lookup_blocks"), column="asked")
+    ] = 0
+    hit_blocks: Annotated[int, shown(_HITS, counter("fdcache_hit_blocks", tier="host"), column="hits")] = 0
+    missed: Annotated[
+        dict[MissReason, int],
+        shown(
+            "Blocks not found, by why the first one of their path was absent.",
+            counter("fdcache_missed_blocks", label="reason"),
+        ),
+    ] = msgspec.field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    in_flight_misses: Annotated[
+        int,
+        shown(
+            "Look-ups that ended at a block which the same engine was still copying to the host.",
+            counter("fdcache_in_flight_misses"),
+        ),
+    ] = 0
+    granted: Annotated[int, shown("Slots granted to be copied into.", counter("fdcache_granted_slots"))] = 0
+    stored: Annotated[
+        int, shown("Blocks that clients stored.", counter("fdcache_backed_up_blocks"), column="stored")
+    ] = 0
+    duplicates: Annotated[
+        int,
+        shown(
+            "Copies of blocks that were there already.",
+            counter("fdcache_unstored_blocks", _UNSTORED, reason="duplicate"),
+        ),
+    ] = 0
+    orphans: Annotated[
+        int,
+        shown(
+            "Copies of blocks without a parent.",
+            counter("fdcache_unstored_blocks", _UNSTORED, reason="no_parent"),
+        ),
+    ] = 0
+    dropped: Annotated[
+        int,
+        shown(
+            "Copies that failed on some rank.",
+            counter("fdcache_unstored_blocks", _UNSTORED, reason="not_copied"),
+        ),
+    ] = 0
+    over_quota: Annotated[
+        int,
+        shown(
+            "Copies for a tenant that had its quota.",
+            counter("fdcache_unstored_blocks", _UNSTORED, reason="tenant_quota"),
+        ),
+    ] = 0
+    evicted: Annotated[
+        int, shown("Blocks that left the tier.", counter("fdcache_evicted_blocks"), column="evicted")
+    ] = 0
+    corrupt: Annotated[
+        int,
+        shown(
+            "Blocks dropped because their bytes or headers were wrong.",
+            counter("fdcache_corrupt_blocks"),
+            column="corrupt",
+        ),
+    ] = 0
+    recovered: Annotated[
+        int, shown("Blocks recovered from an earlier service.", counter("fdcache_recovered_blocks"))
+    ] = 0
+    resets: Annotated[int, shown("Resets of the tier.", counter("fdcache_resets"))] = 0
+    traffic: Traffic = msgspec.field(default_factory=Traffic)
+
+
+# --- storage -----------------------------------------------------------------------------------------------
+
+_FAILED = "Blocks not read or written."
+
+
+class StorageTotals(msgspec.Struct):
+    """Totals of a namespace's storage since the service started, over all ranks."""
+
+    hit_blocks: Annotated[
+        int, shown("Blocks found by requests.", counter("fdcache_storage_hit_blocks"), column="hits")
+    ] = 0
+    read_blocks: Annotated[
+        int, shown("Blocks read into the host tier.", counter("fdcache_storage_read_blocks"))
+    ] = 0
+    stored_blocks: Annotated[int, shown("Blocks written.", counter("fdcache_storage_stored_blocks"))] = 0
+    dropped_blocks: Annotated[
+        int,
+        shown(
+            "Blocks not written for want of room.",
+            counter("fdcache_storage_dropped_blocks"),
+            column="dropped",
+        ),
+    ] = 0
+    shared_reads: Annotated[
+        int, shown("Reads that a second request joined.", counter("fdcache_storage_shared_reads"))
+    ] = 0
+    timed_out_reads: Annotated[
+        int,
+        shown(
+            "Requests that went on before their read had ended.", counter("fdcache_storage_timed_out_reads")
+        ),
+    ] = 0
+    corrupt_blocks: Annotated[
+        int,
+        shown(
+            "Blocks refused for their checksum.", counter("fdcache_storage_corrupt_blocks"), column="corrupt"
+        ),
+    ] = 0
+    resets: Annotated[int, shown("Resets.", counter("fdcache_storage_resets"))] = 0
+    read_bytes: Annotated[
+        int, shown("Bytes read.", counter("fdcache_storage_read_bytes"), column="read", unit=Unit.BYTES)
+    ] = 0
+    read_seconds: Annotated[
+        float, shown("Time spent reading, summed over the ranks.", counter("fdcache_storage_read_seconds"))
+    ] = 0.0
+    written_bytes: Annotated[
+        int,
+        shown("Bytes written.", counter("fdcache_storage_written_bytes"), column="written", unit=Unit.BYTES),
+    ] = 0
+    written_seconds: Annotated[
+        float, shown("Time spent writing, summed over the ranks.", counter("fdcache_storage_written_seconds"))
+    ] = 0.0
+    misses: Annotated[
+        int,
+        shown(
+            "Blocks that were gone when they were read.",
+            counter("fdcache_storage_failed_blocks", _FAILED, reason="gone"),
+        ),
+    ] = 0
+    errors: Annotated[
+        int,
+        shown(
+            "Blocks lost to errors of the storage.",
+            counter("fdcache_storage_failed_blocks", _FAILED, reason="error"),
+            column="errors",
+        ),
+    ] = 0
+    timeouts: Annotated[
+        int,
+        shown(
+            "Blocks that took too long.", counter("fdcache_storage_failed_blocks", _FAILED, reason="timeout")
+        ),
+    ] = 0
+    peer_gone: Annotated[
+        int,
+        shown(
+            "Blocks whose remote node was gone.",
+            counter("fdcache_storage_failed_blocks", _FAILED, reason="peer_gone"),
+        ),
+    ] = 0
+    no_room: Annotated[
+        int,
+        shown(
+            "Blocks that the storage had no room for.",
+            counter("fdcache_storage_failed_blocks", _FAILED, reason="no_room"),
+        ),
+    ] = 0
+    bad_slots: Annotated[
+        int,
+        shown(
+            "Blocks in slots that cannot be read or written.",
+            counter("fdcache_storage_failed_blocks", _FAILED, reason="bad_slot"),
+        ),
+    ] = 0
+
+
+class StoredBlocks(msgspec.Struct):
+    """Blocks in storage and on their way; None where other services store into the same place."""
+
+    blocks: Annotated[
+        int | None, shown("Blocks stored.", gauge("fdcache_storage_blocks"), column="blocks")
+    ] = 0
+    capacity_blocks: Annotated[
+        int | None,
+        shown("Blocks that there is room for.", gauge("fdcache_storage_capacity_blocks"), column="of"),
+    ] = 0
+    bytes: Annotated[
+        int | None,
+        shown(
+            "Bytes of the blocks stored, on all ranks.",
+            gauge("fdcache_storage_bytes"),
+            column="bytes",
+            unit=Unit.BYTES,
+        ),
+    ] = 0
+    quarantined: Annotated[
+        int,
+        shown(
+            "Slots that held a corrupt record, or cannot be read or written, and are not used again.",
+            gauge("fdcache_storage_quarantined_blocks"),
+            column="bad slots",
+        ),
+    ] = 0
+    withheld: Annotated[
+        int,
+        shown(
+            "Slots that the disk has no room for now.",
+            gauge("fdcache_storage_withheld_blocks"),
+            column="no room",
+        ),
+    ] = 0
+    evictions: Annotated[int, shown("Blocks evicted.", counter("fdcache_storage_evicted_blocks"))] = 0
+    queued_blocks: Annotated[
+        int,
+        shown("Blocks that wait to be written.", gauge("fdcache_storage_queued_blocks"), column="queued"),
+    ] = 0
+    reading_blocks: Annotated[
+        int,
+        shown(
+            "Blocks being read into the host tier.", gauge("fdcache_storage_reading_blocks"), column="reading"
+        ),
+    ] = 0
+    writing_blocks: Annotated[
+        int, shown("Blocks being written.", gauge("fdcache_storage_writing_blocks"), column="writing")
+    ] = 0
+
+
+class NamespaceStorageView(StoredBlocks, kw_only=True):
+    """The storage of one namespace. One that could not be opened has ``namespace``, ``state`` and ``error`` only."""
+
+    namespace: Annotated[str, shown("Name of the namespace.", column="namespace")]
+    model: Annotated[str, shown("Name of the model.", column="model")] = ""
+    revision: Annotated[str, shown("Revision of the model.")] = ""
+    ranks: Annotated[int, shown("Ranks of the model.", column="ranks")] = 0
+    state: Annotated[str, shown("One of ready, full, read_only and off.", column="state")]
+    error: Annotated[str | None, shown("Last error of the storage.")] = None
+    restored_blocks: Annotated[int, shown("Blocks that were stored before the service started.")] = 0
+    erasures_queued: Annotated[
+        int,
+        shown("Resets that the files have not followed yet.", gauge("fdcache_storage_queued_erasures")),
+    ] = 0
+    totals: Annotated[StorageTotals | UnsetType, shown("Totals since the start.", inline=True)] = UNSET
+
+
+class LoadingView(msgspec.Struct):
+    """Progress of loading the storage index."""
+
+    active: Annotated[bool, shown("True while the index is loaded.", gauge("fdcache_storage_loading"))]
+    done: Annotated[int, shown("Slots read.")]
+    total: Annotated[int, shown("Slots to read.")]
+
+
+class StorageView(StoredBlocks, kw_only=True):
+    """The storage tier: the sums over its namespaces, and each of them."""
+
+    connector: Annotated[str, shown("Name of the connector.")]
+    state: Annotated[str, shown("Worst state of a namespace's storage.")]
+    loading: LoadingView
+    layouts: list[NamespaceStorageView]
+
+
+# --- namespaces and clients --------------------------------------------------------------------------------
+
+
+class NamespaceView(msgspec.Struct):
+    """One namespace: its layout, its memory and its use."""
+
+    namespace: Annotated[
+        str, shown("Name: the first 16 digits of the layout's fingerprint.", column="namespace")
+    ]
+    model: Annotated[str, shown("Name of the model.", column="model")]
+    revision: Annotated[str, shown("Revision of the model.")]
+    ranks: Annotated[int, shown("Ranks of the model.", column="ranks")]
+    block_size: Annotated[int, shown("Tokens of a block.", column="block")]
+    record_bytes: Annotated[int, shown("Bytes of a block on one rank.", column="record", unit=Unit.BYTES)]
+    extents: Annotated[int, shown("Extents of all ranks.")] = 0
+    bytes: Annotated[int, shown("Bytes of these extents.", column="memory", unit=Unit.BYTES)] = 0
+    clients: Annotated[int, shown("Registered clients.", column="clients")] = 0
+    unverified: Annotated[int, shown("Recovered blocks that no load has verified yet.")] = 0
+    tier: Annotated[NamespaceTierView, shown("Slots of its host tier.", inline=True)] = msgspec.field(
+        default_factory=NamespaceTierView
+    )
+    tenants: list[TenantView] = []
+    totals: Annotated[NamespaceTotals, shown("Totals since the start.", inline=True)] = msgspec.field(
+        default_factory=NamespaceTotals
+    )
+    storage: NamespaceStorageView | None = None
+
+
+class ClientFigures(msgspec.Struct):
+    """Figures that a client reports about itself. They are untrusted: each value may be anything."""
+
+    plans_in_flight: Annotated[
+        Any, shown("Plans whose reports are out.", gauge("fdcache_client_plans_in_flight"))
+    ] = 0
+    queued_backups: Annotated[
+        Any,
+        shown("Blocks that wait to be copied to the host.", gauge("fdcache_client_queued_backup_blocks")),
+    ] = 0
+    queued_stores: Annotated[
+        Any,
+        shown("Blocks that wait to be copied to storage.", gauge("fdcache_client_queued_store_blocks")),
+    ] = 0
+    live_requests: Annotated[
+        Any, shown("Requests that hold blocks.", gauge("fdcache_client_live_requests"), column="requests")
+    ] = 0
+    counters: dict[str, Any] | None = None
+    device: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> ClientFigures:
+        """Read what a client reported; empty where it makes no sense."""
+        try:
+            return msgspec.convert(figures, cls)
+        except msgspec.ValidationError:
+            return cls()
+
+    def hit_tokens(self, tier: str) -> float:
+        """Return the tokens of prompts that were found in ``device``, ``host`` or ``storage``."""
+        return to_number((self.counters or {}).get(f"{tier}_hit_tokens"))
+
+    @property
+    def lookup_tokens(self) -> Any:
+        """Tokens of prompts that were looked up."""
+        return (self.counters or {}).get("lookup_tokens")
+
+    def hit_shares(self) -> dict[str, float]:
+        """Return the share of prompt tokens found in each tier; empty where the figures contradict each other."""
+        asked = to_number(self.lookup_tokens)
+        hits = {tier: self.hit_tokens(tier) for tier in HIT_TIERS}
+        if asked <= 0 or min(hits.values()) < 0 or sum(hits.values()) > asked:
+            return {}
+        return {tier: tokens / asked for tier, tokens in hits.items()}
+
+
+HIT_TIERS = ("device", "host", "storage")
+"""Tiers in which tokens of a prompt are found."""
+
+
+class ClientView(msgspec.Struct):
+    """One registered client. ``figures`` are its own, as of its last heartbeat, and may be anything."""
+
+    session: Annotated[str, shown("Session, in hexadecimal.")]
+    name: Annotated[str, shown("Name that the client gave.", column="client")]
+    namespace: Annotated[str, shown("Name of its namespace.", column="namespace")] = ""
+    pid: Annotated[int, shown("Process id of its scheduler.", column="pid")] = 0
+    ranks: Annotated[list[int], shown("Ranks whose workers are attached.", column="ranks")] = []
+    connected_seconds: Annotated[float, shown("Since it registered.", column="since", unit=Unit.SECONDS)] = (
+        0.0
+    )
+    silent_seconds: Annotated[
+        float,
+        shown(
+            "Since its last heartbeat.",
+            gauge("fdcache_client_silent_seconds"),
+            column="silent",
+            unit=Unit.SECONDS,
+        ),
+    ] = 0.0
+    silent: Annotated[bool, shown("True once its session timed out.")] = False
+    stock: Annotated[
+        int,
+        shown("Slots that it may copy into.", gauge("fdcache_client_writable_slots"), column="slots"),
+    ] = 0
+    stock_bytes: Annotated[int, shown("Bytes of these slots.")] = 0
+    runs: Annotated[
+        int, shown("Pinned runs that it may load from.", gauge("fdcache_client_pinned_runs"), column="runs")
+    ] = 0
+    lookups: Annotated[int, shown("Paths that it looked up.", column="lookups")] = 0
+    stored: Annotated[int, shown("Blocks that it stored.", column="stored")] = 0
+    device_resets: Annotated[int, shown("Device resets that it was sent.")] = 0
+    device_resets_applied: Annotated[int, shown("Device resets that it acknowledged.")] = 0
+    figures: dict[str, Any] = {}
+
+
+class CopiedView(msgspec.Struct):
+    """Bytes copied in one direction, and the seconds that it took."""
+
+    bytes: int
+    seconds: float
+
+
+class TransferView(msgspec.Struct):
+    """Slots and pins of a client, its own queues, and its copies by direction since it registered."""
+
+    client: Annotated[str, shown("Name of the client.", column="client")]
+    writable_slots: Annotated[int, shown("Slots that it may copy into.", column="writable slots")] = 0
+    pinned_runs: Annotated[int, shown("Pinned runs that it may load from.", column="pinned runs")] = 0
+    plans_in_flight: Annotated[Any, shown("Plans in flight, as it says.", column="plans")] = 0
+    queued_backups: Annotated[
+        Any, shown("Blocks queued for the host, as it says.", column="queued backups")
+    ] = 0
+    copied: dict[str, CopiedView] = {}
+
+
+# --- the service -------------------------------------------------------------------------------------------
+
+
+class Latencies(msgspec.Struct):
+    """Durations of requests, by kind."""
+
+    kinds: Annotated[
+        dict[str, Histogram],
+        shown("Time to carry a request out.", histogram("fdcache_request_duration_seconds", label="kind")),
+    ] = {}
+
+    def observe(self, kind: str, seconds: float) -> None:
+        """Count one request."""
+        self.kinds.setdefault(kind, Histogram()).observe(seconds)
+
+
+class ServiceTotals(msgspec.Struct):
+    """Totals of the service since it started."""
+
+    requests: Annotated[int, shown("Requests answered.", counter("fdcache_requests"))] = 0
+    refused: Annotated[int, shown("Requests refused.", counter("fdcache_refused"))] = 0
+    undelivered: Annotated[
+        int,
+        shown("Answers and notices for which a client's queue was full.", counter("fdcache_undelivered")),
+    ] = 0
+    clients_registered: Annotated[int, shown("Sessions opened.", counter("fdcache_clients_registered"))] = 0
+    clients_lost: Annotated[int, shown("Clients that died.", counter("fdcache_clients_lost"))] = 0
+    slots_taken_back: Annotated[
+        int, shown("Slots of clients that died.", counter("fdcache_slots_taken_back"))
+    ] = 0
+    runs_given_up: Annotated[
+        int, shown("Pinned runs of silent clients that were released.", counter("fdcache_runs_given_up"))
+    ] = 0
+    latencies: Latencies = msgspec.field(default_factory=Latencies)
+
+
+class TiersView(msgspec.Struct):
+    """Host, device and storage tier; ``device`` as the clients report it."""
+
+    host: ArenaView
+    device: list[dict[str, Any]]
+    storage: StorageView | None = None
+
+
+class MemoryTiersView(msgspec.Struct):
+    """Host and device tiers."""
+
+    host: ArenaView
+    device: list[dict[str, Any]]
+
+
+class ServiceView(msgspec.Struct):
+    """The whole service."""
+
+    version: Annotated[str, shown("Version of fdcache.")]
+    state: Annotated[str, shown("One of ready, loading, recovering, paused and draining.")]
+    uptime_seconds: Annotated[float, shown("Since the start.", gauge("fdcache_uptime_seconds"))]
+    config_fingerprint: Annotated[str, shown("Fingerprint of the settings in force.")]
+    waiting_for_earlier: Annotated[
+        int,
+        shown(
+            "Clients of an earlier service that may still write; no slot is granted until they are back or gone.",
+            gauge("fdcache_awaited_clients"),
+        ),
+    ]
+    totals: ServiceTotals
+    tiers: MemoryTiersView
+    storage: StorageView | None
+    namespaces: list[NamespaceView]
+    clients: list[ClientView]
+
+
+class StateView(msgspec.Struct):
+    """State of the service."""
+
+    state: str
+
+
+# --- blocks ------------------------------------------------------------------------------------------------
+
+
+class TreeNode(msgspec.Struct):
+    """A hot block, or an ancestor of one. ``parent`` is None below the root."""
+
+    namespace: str
+    hash: str
+    parent: str | None
+    depth: int
+    hits: int
+    children: int
+    pins: int
+    idle_seconds: float
+
+
+class BlockView(msgspec.Struct):
+    """A block in the host tier or in storage, or one that left: then with ``reason`` and ``left_at``."""
+
+    namespace: Annotated[str, shown("Name of the namespace.", column="namespace")]
+    hash: Annotated[str, shown("Hash of the block, in hexadecimal.", column="hash", unit=Unit.HASH)]
+    tenant: str | UnsetType = UNSET
+    slot: Annotated[int | UnsetType, shown("Slot in the host tier.", column="slot")] = UNSET
+    generation: int | UnsetType = UNSET
+    depth: Annotated[int | UnsetType, shown("Position in its path.", column="depth")] = UNSET
+    children: int | UnsetType = UNSET
+    pins: Annotated[int | UnsetType, shown("Pins on the block.", column="pins")] = UNSET
+    hits: Annotated[int | UnsetType, shown("Look-ups that found it.", column="hits")] = UNSET
+    idle_seconds: Annotated[
+        float | UnsetType, shown("Since its last use.", column="idle", unit=Unit.SECONDS)
+    ] = UNSET
+    stored_at: Annotated[
+        float | UnsetType, shown("When it was stored.", column="since", unit=Unit.MOMENT)
+    ] = UNSET
+    checksum: str | UnsetType = UNSET
+    unverified: bool | UnsetType = UNSET
+    stored: Annotated[bool | UnsetType, shown("True if storage has it.", column="stored", unit=Unit.FLAG)] = (
+        UNSET
+    )
+    reason: Annotated[str | UnsetType, shown("Why it left the host tier.", column="left")] = UNSET
+    left_at: Annotated[float | UnsetType, shown("When it left.", column="at", unit=Unit.MOMENT)] = UNSET
+
+
+class ExplainedBlock(msgspec.Struct):
+    """A block of a prompt: in tier ``host`` or ``storage``, or None with the reason why it is in neither."""
+
+    position: int
+    hash: str
+    tier: str | None
+    slot: int | UnsetType = UNSET
+    stored_at: float | UnsetType = UNSET
+    idle_seconds: float | UnsetType = UNSET
+    hits: int | UnsetType = UNSET
+    left_host_at: float | UnsetType | None = UNSET
+    reason: str | UnsetType = UNSET
+    left_at: float | UnsetType | None = UNSET
+
+
+class ExplainView(msgspec.Struct):
+    """The blocks of a prompt; ``broken_at`` is the first that is missing, None for a full hit."""
+
+    namespace: str
+    blocks: list[ExplainedBlock]
+    broken_at: int | None
+
+
+# --- resets ------------------------------------------------------------------------------------------------
+
+
+class InFlightView(msgspec.Struct):
+    """A client that is loading from a host tier."""
+
+    client: str
+    session: str
+    namespace: str
+    pid: int
+    pinned_runs: int
+
+
+class HostResetView(msgspec.Struct):
+    """Blocks removed from a host tier; ``in_use`` of them stay with their users until these end."""
+
+    namespace: str
+    blocks: int
+    bytes: int
+    in_use: int
+
+
+class StorageResetView(msgspec.Struct):
+    """Blocks removed from a storage; None where other services store into the same place."""
+
+    namespace: str
+    blocks: int | None
+    bytes: int | None
+
+
+class DeviceResetView(msgspec.Struct):
+    """Blocks of a client's device tier, as it reported them."""
+
+    client: str
+    session: str
+    blocks: Any
+
+
+class ResetView(msgspec.Struct):
+    """Result of a reset. With clients in ``in_flight``, nothing was removed unless ``dry_run``."""
+
+    dry_run: bool
+    in_flight: list[InFlightView] = []
+    host: list[HostResetView] = []
+    storage: list[StorageResetView] = []
+    device: list[DeviceResetView] = []

@@ -1,0 +1,204 @@
+"""``fdcache inspect tree``, ``block`` and ``explain``: where blocks are, and why others are not there."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fdcache.service.client.connection import Client
+from fdcache.service.wire.views import BlockView, ExplainedBlock, ExplainView, TreeNode
+from fdcache_cli import inspect_plot, output
+from fdcache_cli.service_view import (
+    Json,
+    NamespaceOption,
+    PlotOption,
+    ServerOption,
+    WatchOption,
+    ask,
+    connect,
+    seconds,
+    show_live,
+    table,
+)
+
+
+def tree(
+    server: ServerOption = None,
+    *,
+    namespace: NamespaceOption = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of hottest blocks.")] = 30,
+    json: Json = False,
+    watch: WatchOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """Draw the hottest blocks and their ancestors as a tree of prefixes."""
+    if plot is not None:
+        inspect_plot.check_plot(plot, json, watch)
+    with connect(server) as client:
+
+        def blocks() -> tuple[list[TreeNode], Any]:
+            return ask(client, list[TreeNode], "tree", limit=limit, namespace=namespace)
+
+        def show() -> None:
+            nodes, answer = blocks()
+            if json:
+                output.print_json(answer)
+            else:
+                for line in draw_trees(nodes):
+                    output.print_line(line)
+
+        if plot is not None:
+            inspect_plot.plot_tree(blocks()[0], plot)
+        else:
+            show_live(show, watch)
+
+
+def draw_trees(nodes: Sequence[TreeNode]) -> list[str]:
+    """Return the lines of a tree for each namespace, below its name if there are several."""
+    names = list({node.namespace: None for node in nodes})
+    if not names:
+        return ["there are no blocks"]
+    lines = []
+    for name in names:
+        lines += [f"namespace {name}"] if len(names) > 1 else []
+        lines += draw_tree([node for node in nodes if node.namespace == name])
+    return lines
+
+
+def draw_tree(nodes: Sequence[TreeNode]) -> list[str]:
+    """Return the lines of an indented tree; a run of blocks without branches is one line."""
+    children: dict[str | None, list[TreeNode]] = {}
+    for node in nodes:
+        children.setdefault(node.parent, []).append(node)
+    lines: list[str] = []
+
+    def draw(node: TreeNode, indent: str) -> None:
+        length = 1
+        last = node
+        while len(below := children.get(last.hash, [])) == 1 and below[0].hits == node.hits:
+            last = below[0]
+            length += 1
+        blocks = "block" if length == 1 else "blocks"
+        lines.append(
+            f"{indent}{node.hash[:12]}  {length} {blocks}, {node.hits} hits, idle {seconds(last.idle_seconds)}"
+        )
+        for child in sorted(children.get(last.hash, []), key=lambda each: -each.hits):
+            draw(child, indent + "  ")
+
+    for root in sorted(children.get(None, []), key=lambda each: -each.hits):
+        draw(root, "")
+    return lines
+
+
+def block(
+    prefix: Annotated[str, typer.Argument(metavar="HASH", help="At least 4 hexadecimal digits.")],
+    server: ServerOption = None,
+    *,
+    json: Json = False,
+) -> None:
+    """Find a block by the beginning of its hash, also one that was evicted: then with the reason and the time."""
+    if not re.fullmatch(r"[0-9a-fA-F]{4,64}", prefix):
+        raise typer.BadParameter("give 4 to 64 hexadecimal digits", param_hint="HASH")
+    with connect(server) as client:
+        blocks, answer = ask(client, list[BlockView], "block", hash=prefix)
+    if json:
+        output.print_json(answer)
+    elif blocks:
+        output.print_table(*table(blocks, BlockView))
+    else:
+        output.print_line(f"no block that begins with {prefix} is there, and none is known to have left")
+
+
+def explain(
+    tokens: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Token ids: a JSON list, or numbers and spaces.", exists=True),
+    ],
+    server: ServerOption = None,
+    *,
+    namespace: Annotated[
+        str, typer.Option(help="Beginning of the namespace's name; needed if there are several.")
+    ] = "",
+    tenant: Annotated[str | None, typer.Option(help="Tenant of the prompt.")] = None,
+    lookahead: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="FDCACHE_LOOKAHEAD_TOKENS of the engine, for draft layers. Default: that variable here, else 0.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show for each block of a prompt where it is, or why and since when it is missing."""
+    from fdcache.service.wire.address import load_settings
+
+    ahead = load_settings({"FDCACHE_LOOKAHEAD_TOKENS": lookahead}).cache.lookahead_tokens
+    with connect(server) as client:
+        explained, answer = explain_tokens(client, namespace, _read_tokens(tokens), tenant, ahead)
+    if json:
+        output.print_json(answer)
+        return
+    rows = [
+        [
+            str(each.position),
+            each.hash[:16],
+            each.tier or "nowhere",
+            _ago(each.stored_at) if isinstance(each.stored_at, float) else "",
+            seconds(each.idle_seconds) if isinstance(each.idle_seconds, float) else "",
+            _left(each),
+        ]
+        for each in explained.blocks
+    ]
+    output.print_table(["block", "hash", "tier", "since", "idle", "left"], rows)
+    if not rows:
+        output.print_line("these tokens fill no block, and only full blocks are kept")
+    elif explained.broken_at is None:
+        output.print_line(f"a hit: all {len(rows)} full blocks are there")
+    else:
+        left = (
+            _left(explained.blocks[explained.broken_at]) or "never stored, or forgotten by the eviction log"
+        )
+        output.print_line(f"the run ends before block {explained.broken_at}: {left}")
+
+
+def explain_tokens(
+    client: Client, namespace: str, tokens: Sequence[int], tenant: str | None, lookahead: int = 0
+) -> tuple[ExplainView, Any]:
+    """Ask about the path of a prompt, hashed with the layout of the namespace."""
+    import msgspec
+
+    from fdcache.hashing import TokenBlocks, root_hash
+    from fdcache.layout import KVLayout
+
+    layout = KVLayout.from_json(msgspec.json.encode(client.ask("layout", namespace=namespace)))
+    blocks = TokenBlocks(layout.block_size, root_hash(layout.fingerprint, tenant), lookahead=lookahead)
+    blocks.append(list(tokens))
+    hashes = [row.tobytes().hex() for row in blocks.hashes]
+    return ask(client, ExplainView, "explain", namespace=layout.fingerprint.hex()[:16], hashes=hashes)
+
+
+def _left(block: ExplainedBlock) -> str:
+    if not isinstance(block.left_at, float) or not isinstance(block.reason, str):
+        return ""
+    return f"{block.reason.replace('_', ' ')} {_ago(block.left_at)}"
+
+
+def _ago(when: float) -> str:
+    return f"{seconds(max(time.time() - when, 0.0))} ago"
+
+
+def _read_tokens(path: Path) -> list[int]:
+    try:
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path} cannot be read as text: {error}", param_hint="--tokens") from error
+    words = text.strip("[]").replace(",", " ").split()
+    wrong = next((word for word in words if not re.fullmatch(r"\d{1,10}", word, re.ASCII)), None)
+    if wrong is not None:
+        raise typer.BadParameter(f"{path}: {wrong[:40]!r} is not a token id", param_hint="--tokens")
+    return [int(word) for word in words]
