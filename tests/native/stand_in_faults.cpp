@@ -54,7 +54,7 @@ int trouble(const char *call) {
 
 void lose(int code) {
     // No caller may see the loss, and free memory, before all streams have stopped touching memory.
-    const std::unique_lock nobody(memory_in_use());
+    const std::unique_lock exclusive(memory_in_use());
     lost = code;
 }
 

@@ -138,7 +138,7 @@ void refuse_copies() {
         const std::size_t plane = nth / kBlocks;
         for (int slot = 0; slot < nth % kBlocks; ++slot) {
             expect(loads.world.has_bytes(slot, slot, {plane, plane + 1}),
-                   batch.name + ": what was put on the stream before the refusal was not copied");
+                   batch.name + ": ranges enqueued before the refusal were not copied");
         }
         loads.expect_next_is_fine();
     }
