@@ -29,9 +29,9 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
 
 
 @pytest.fixture(scope="session")
-def cuda_driver(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+def cuda_driver() -> Path:
     """The folder of the driver that stands in for a GPU's."""
-    return build_once(tmp_path_factory, worker_id, "driver", make_driver)
+    return build_once("driver", make_driver)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""How block copies are put on a GPU's streams, with threads for streams: the core in C++, under ThreadSanitizer."""
+"""Submission of block copies to a GPU's streams, with threads for streams: the C++ core under ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PROGRAM = [ROOT / f"csrc/{name}.cpp" for name in CORE] + [
     NATIVE / f"{name}.cpp" for name in ("submission", "mixed_copies", "copy_world")
 ]
 SANITIZER = ["-fsanitize=thread", "-Wno-tsan"]
-"""It does not follow the fences of headers that other processes read, and g++ says so."""
+"""Without g++'s warning that ThreadSanitizer does not model the fences around shared headers."""
 
 CASES = [
     "batch-refused",
@@ -65,7 +65,7 @@ CASES = [
 
 
 def launcher() -> list[str]:
-    """Without random addresses, where that is allowed: older sanitizers do not start on some of them."""
+    """Return a prefix that disables random addresses, where allowed: older sanitizers reject some of them."""
     setarch = shutil.which("setarch")
     if (
         setarch is None
@@ -89,9 +89,9 @@ def skip_without_sanitizer(folder: Path) -> None:
 
 
 def make(folder: Path) -> None:
-    """The program, and the driver that it finds beside itself."""
+    """Build the program and the driver that it loads."""
     skip_without_sanitizer(folder)
-    # The loader picks this one's code for the processor before the sanitizer is there.
+    # Not sanitized: the loader selects its code for the processor before the sanitizer has started.
     (checksum,) = compile_all([CHECKSUM], folder, ["-O1"])
     objects = compile_all([*PROGRAM, *DRIVER], folder, ["-O1", *SANITIZER])
     program, driver = objects[: len(PROGRAM)], objects[len(PROGRAM) :]
@@ -100,12 +100,12 @@ def make(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    return build_once(tmp_path_factory, worker_id, "submission_native", make) / "submission"
+def program() -> Path:
+    return build_once("submission", make) / "submission"
 
 
 def run(program: Path, *arguments: str) -> str:
-    """What the program prints; fails the test with its words when it fails, hangs or races."""
+    """Return the output of the program; fail the test if it fails, hangs or has a data race."""
     try:
         done = subprocess.run(
             [*launcher(), program, *arguments],

@@ -1,4 +1,4 @@
-// Host and device memory with everything that batches of block copies need, and what is asked of a batch.
+// Host and device memory, streams and tables for batches of block copies, and checks of their results.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/swap.hpp"
 #include "cuda/submitter.hpp"
+#include "cuda/swap.hpp"
 #include "native/stand_in_kernels.hpp"
 #include "native/stand_in_streams.hpp"
 
@@ -16,20 +16,20 @@ namespace fdcache::stand_in {
 
 using EventPtr = std::shared_ptr<cuda::Event>;
 
-// Blocks of the device. Host slots [0, kBlocks) have records of bytes that no other record has, and as many
-// slots behind them are empty.
+// Number of device blocks. Host slots [0, kBlocks) have records with distinct bytes; as many slots after them
+// are empty.
 inline constexpr int kBlocks = 24;
 inline constexpr std::size_t kPlanes = 4;
-// All blocks together are more than a calling thread puts on a stream by itself.
+// All blocks together are more than a calling thread enqueues by itself.
 inline constexpr std::size_t kPlaneBytes = std::size_t{192} << 10;
 inline constexpr std::size_t kRecordBytes = kPlanes * kPlaneBytes;
 
 inline const std::vector<PlaneRange> kGroups{{0, 1}, {1, 2}, {2, kPlanes}};
 inline const std::vector<PlaneRange> kWhole{{0, kPlanes}};
 
-// Ends the process with the words when something is wrong: threads that hang cannot be left in another way.
+// Ends the process with a message unless the condition holds: a hanging thread cannot be stopped otherwise.
 void expect(bool holds, const std::string &otherwise);
-// So when the event does not end within the patience of a test.
+// Waits for the event; ends the process after a timeout.
 void await(const EventPtr &event, const std::string &name);
 
 struct SlotPair {
@@ -37,10 +37,10 @@ struct SlotPair {
     int device;
 };
 
-// A block of the device and the host slot with the same number, for all blocks or the first ones.
+// Pairs of a device block and the host slot of the same number.
 std::vector<SlotPair> same_slots(int count = kBlocks);
 
-// One batch with the memory of its table, and the events that its submission gave.
+// One batch, the memory of its table, and the events of its ranges.
 struct Batch {
     std::string name;
     std::vector<SlotPair> pairs;
@@ -48,15 +48,15 @@ struct Batch {
     std::shared_ptr<cuda::Swap> swap;
     std::vector<EventPtr> events;
 
-    // Awaits all events and finishes the batch.
+    // Waits for all events and finishes the batch.
     void finish();
-    // Finishes; every block was copied.
+    // Finishes the batch and expects that every block was copied.
     void expect_copied();
-    // Finishes; no block counts as copied and the error says `words`.
+    // Finishes the batch and expects that no block was copied and that the error contains `words`.
     void expect_failed(const std::string &words);
 };
 
-// The streams of one purpose, with a ring for what is staged.
+// The streams of one purpose and their staging ring.
 class LaneWorld {
   public:
     explicit LaneWorld(std::shared_ptr<cuda::Context> context);
@@ -69,7 +69,7 @@ class LaneWorld {
     std::shared_ptr<cuda::Lane> lane_;
 };
 
-// Enqueues ranges of the batch, whose events it then has.
+// Enqueues ranges of the batch and stores their events in it.
 void submit(cuda::Submitter &submitter, const LaneWorld &lane, Batch &batch,
             const std::vector<PlaneRange> &ranges);
 
@@ -84,7 +84,7 @@ class World {
     Batch load(std::string name, std::vector<SlotPair> pairs) const;
     Batch backup(std::string name, std::vector<SlotPair> pairs) const;
 
-    // Whether these planes of the device block have the bytes of the host record.
+    // True if these planes of the device block have the bytes of the host record.
     bool has_bytes(int device, int host, PlaneRange planes = kWhole[0]) const;
     bool are_same_records(int host, int other) const;
     void expect_loaded(const Batch &batch) const;

@@ -24,7 +24,7 @@ class MixedCopies {
     void run() {
         for (int round = 0; round < kRounds; ++round) {
             load("load " + std::to_string(round), round % 3 == 0 ? kBlocks : pick(1, 4));
-            // A host slot is written once before its batch is finished, as an engine would.
+            // A host slot is written only once until its batch is finished, as in an engine.
             if (round % 6 == 1) back_up("backup " + std::to_string(round), pick(1, 4));
             if (round % 6 == 5) finish_all();
         }
@@ -116,7 +116,7 @@ class MixedCopies {
     Submitter backups_{world_.context, backup_lane_.main(), true};
     std::deque<Batch> batches_;
     std::map<int, int> at_;     // the host slot that each block was loaded from last
-    std::map<int, int> saved_;  // the host slot whose bytes each slot behind the records was given
+    std::map<int, int> saved_;  // the source of each host slot after the records
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Copies of all sizes, in both directions, that have blocks in common.
+// Copies of all sizes, in both directions, over the same blocks.
 #pragma once
 
 #include "cuda/swap_plan.hpp"
@@ -6,9 +6,9 @@
 
 namespace fdcache::stand_in {
 
-// Loads over the same blocks again and again. In between an engine reads what was loaded, plane group by
-// plane group, and another lane copies blocks to the host; each load waits for both. All of it has the bytes
-// that one copy after the other would have given, or the process ends.
+// Loads the same blocks repeatedly. In between, an engine reads the loaded blocks, plane group by plane
+// group, and another lane copies blocks to the host; each load waits for both. Ends the process unless all
+// bytes are the same as after sequential copies.
 void run_mixed_copies(cuda::SwapChoice way, Delays delays = {});
 
 }  // namespace fdcache::stand_in

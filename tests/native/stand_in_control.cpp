@@ -1,4 +1,4 @@
-// What a test in Python tells the driver that stands in, asks of it, and has done on its streams.
+// The interface of the stand-in driver for tests in Python: faults, queries, and work on its streams.
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -23,7 +23,7 @@ void stand_in_fail(const char *call, int after, int code, int every) {
 }
 
 int stand_in_recover() {
-    stand_in::synchronize_all();  // what was lost with a GPU is not done later
+    stand_in::synchronize_all();  // work lost with a GPU does not run later
     return stand_in::recover();
 }
 
@@ -39,7 +39,7 @@ void stand_in_disown(const void *stream) {
     stand_in::foreign = stream;
 }
 
-// --- what is held now, and what was given back without being held
+// --- holdings, and releases without a holding
 
 int stand_in_events() {
     return static_cast<int>(stand_in::events.held());
@@ -61,7 +61,7 @@ int stand_in_unknown() {
     return static_cast<int>(stand_in::events.unknown() + stand_in::registered.unknown());
 }
 
-// --- what an engine has and does on a GPU
+// --- the work of an engine
 
 void stand_in_know(const void *data, std::size_t nbytes, int gpu) {
     stand_in::make_known(data, nbytes, gpu);
@@ -87,7 +87,7 @@ void *stand_in_stream(int gpu) {
     return std::make_unique<stand_in::Stream>(gpu).release();
 }
 
-// Returns when the stream has done what it has.
+// Returns when the stream is idle.
 void stand_in_end_stream(stand_in::Stream *stream) {
     const std::unique_ptr<stand_in::Stream> owned(stream);
 }
@@ -100,7 +100,7 @@ void stand_in_synchronize_all() {
     stand_in::synchronize_all();
 }
 
-// Rows of `width` bytes that lie `pitch` bytes apart.
+// Rows of `width` bytes, `pitch` bytes apart.
 void stand_in_copy(stand_in::Stream *stream, std::uint8_t *to, std::size_t to_pitch, const std::uint8_t *from,
                    std::size_t from_pitch, std::size_t width, std::size_t height) {
     stream->copy([=] {
@@ -114,12 +114,12 @@ void stand_in_pause(stand_in::Stream *stream, unsigned microseconds) {
     stream->call([=] { std::this_thread::sleep_for(std::chrono::microseconds(microseconds)); });
 }
 
-// The GPU is lost when the stream comes there.
+// Loses the GPU when the stream gets there.
 void stand_in_trap(stand_in::Stream *stream) {
     stream->call([] { stand_in::lose(stand_in::kLost); });
 }
 
-// In the order of their names in `cuda::Kernels`.
+// In the order of `cuda::Kernels`.
 void *stand_in_kernel(int gpu, unsigned index) {
     const cuda::Kernels made = stand_in::kernels(gpu);
     return std::array{made.copy_in, made.copy_out, made.sum, made.copy_words}.at(index);

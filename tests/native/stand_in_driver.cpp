@@ -1,5 +1,5 @@
-// A driver of GPUs whose memory is the host's and whose streams are threads. Built as libcuda.so.1, so
-// that the core finds it the way it finds a driver.
+// A CUDA driver whose device memory is host memory and whose streams are threads. Built as libcuda.so.1, so
+// that the core loads it like a real driver.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -39,7 +39,7 @@ void copy_bytes(Address to, Address from, std::size_t nbytes) {
     std::memcpy(at(to), at(from), nbytes);
 }
 
-// What the call has to answer: its own trouble, or that the stream is not of the GPU that is current.
+// The result of the call: an injected fault, or an error if the stream is not of the current GPU.
 int trouble_on(StreamHandle stream, const char *call) {
     if (const int code = trouble(call); code != kSuccess) return code;
     if (current_gpu() < 0) return kInvalidContext;
@@ -65,7 +65,7 @@ int copy_batch(const Address *to, const Address *from, const std::size_t *sizes,
     std::vector<Copy> copies;
     for (std::size_t i = 0; i < count; ++i) copies.push_back({to[i], from[i], sizes[i]});
     stream_of(stream, current_gpu()).copy([copies = std::move(copies)] {
-        // Backwards: a batch promises no order.
+        // Backwards, because a batch guarantees no order.
         for (const Copy &each : copies | std::views::reverse) copy_bytes(each.to, each.from, each.nbytes);
     });
     return kSuccess;
@@ -235,7 +235,7 @@ int cuEventElapsedTime(float *milliseconds, EventHandle begin, EventHandle end) 
 
 int cuStreamWaitEvent(StreamHandle stream, EventHandle event, unsigned) {
     if (const int code = trouble("cuStreamWaitEvent"); code != kSuccess) return code;
-    // As it was recorded last; an event that never was holds nobody.
+    // Uses the latest record; an event that was never recorded blocks no stream.
     if (const Mark mark = event->last()) stream_of(stream, current_gpu()).wait(mark);
     return kSuccess;
 }

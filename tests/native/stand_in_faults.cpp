@@ -19,7 +19,7 @@ bool ends_context(int code) {
     return code >= 700 && code < 720;
 }
 
-// The error of this call, if it is the one that is to fail.
+// The error of this call, if it shall fail.
 int due(const char *call) {
     const std::lock_guard lock(mutex);
     if (!pending || pending->call != call || pending->after-- > 0) return cuda::kSuccess;
@@ -53,8 +53,8 @@ int trouble(const char *call) {
 }
 
 void lose(int code) {
-    // Nobody may learn of it, and free memory, before nobody touches that any more.
-    const std::unique_lock nobody(memory_in_use());
+    // No caller may see the loss, and free memory, before all streams have stopped touching memory.
+    const std::unique_lock exclusive(memory_in_use());
     lost = code;
 }
 

@@ -1,4 +1,4 @@
-// What goes wrong in the driver that stands in, when it is told to.
+// Faults that tests inject into the stand-in driver.
 #pragma once
 
 #include <shared_mutex>
@@ -9,27 +9,27 @@ namespace fdcache::stand_in {
 inline constexpr int kRefused = 1;
 inline constexpr int kLost = 719;
 
-// What an error says of a call that was refused.
+// The text of the error of a refused call.
 inline constexpr auto kRefusal = "CUDA_ERROR_1 (the stand-in was told to fail)";
 
 struct Fault {
     std::string call;
-    int after = 0;  // so often the call is made before
+    int after = 0;  // calls that succeed first
     int code = kRefused;
-    int every = 0;  // the call fails once more whenever it was made so often again; 0: never
+    int every = 0;  // fails again after this many calls; 0: never
 };
 
-// Errors from 700 on end the context: every call has that error from then on.
+// Errors from 700 on lose the context: every later call has that error.
 void fail(Fault fault);
-// Ends all trouble; how often the call had failed.
+// Removes all faults; returns how often the call failed.
 int recover();
 
-// What the call has to answer instead of doing anything; success to go on.
+// The error that the call returns without doing anything, or success.
 int trouble(const char *call);
-// All calls fail from now on, and nothing touches memory any more when this returns.
+// Makes all calls fail from now on. Once it returns, no stream touches memory.
 void lose(int code);
 bool is_lost();
-// Shared by whoever touches memory.
+// Locked in shared mode while memory is touched.
 std::shared_mutex &memory_in_use();
 
 const char *text_of(int code);

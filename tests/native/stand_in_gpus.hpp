@@ -1,4 +1,4 @@
-// Which GPUs there are, and which is current on a thread.
+// The GPUs of the stand-in driver, and the current one of each thread.
 #pragma once
 
 #include <array>
@@ -11,14 +11,14 @@ inline constexpr int kMostGpus = 2;
 inline constexpr int kInvalidContext = 201;
 inline constexpr int kInvalidHandle = 400;
 
-// As many as STAND_IN_GPUS says, else one; CUDA_VISIBLE_DEVICES hides and reorders them.
+// STAND_IN_GPUS sets their number (default 1); CUDA_VISIBLE_DEVICES hides and reorders them.
 int num_visible_gpus();
-// The GPU that this process knows by the number.
+// The GPU with this ordinal in this process.
 int visible_gpu(int ordinal);
 std::array<unsigned char, 16> uuid_of(int gpu);
 
 cuda::ContextHandle context_of(int gpu);
-// False for what is no context.
+// Returns false if it is not a context.
 bool push_context(cuda::ContextHandle context);
 cuda::ContextHandle pop_context();
 // The GPU of the current context, -1 for none.

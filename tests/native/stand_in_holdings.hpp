@@ -1,4 +1,4 @@
-// What is taken from the driver that stands in and has to be given back.
+// Resources of the stand-in driver that have to be released.
 #pragma once
 
 #include <atomic>
@@ -10,9 +10,9 @@ namespace fdcache::stand_in {
 
 class Holdings {
   public:
-    // Whether it was not held before.
+    // Returns false if it is held already.
     bool take(const void *what);
-    // Whether it was held; counts it otherwise.
+    // Returns false, and counts it, if it is not held.
     bool give(const void *what);
     std::size_t held() const;
     std::size_t unknown() const;

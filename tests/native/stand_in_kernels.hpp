@@ -1,4 +1,4 @@
-// The kernels of csrc/swap in C++, for streams of the driver that stands in.
+// The kernels of csrc/swap in C++, for streams of the stand-in driver.
 #pragma once
 
 #include <functional>
@@ -7,8 +7,8 @@
 
 namespace fdcache::cuda {
 
-// What a FunctionHandle points to: makes what a stream does out of the arguments of a launch, which do not
-// outlive it.
+// The target of a FunctionHandle: turns the arguments of a launch, which do not outlive the call, into work
+// for a stream.
 struct CUfunc_st {
     std::function<void()> (*bind)(void **arguments);
     int gpu;

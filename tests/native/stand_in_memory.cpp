@@ -19,7 +19,7 @@ std::shared_mutex mutex;
 std::map<std::uintptr_t, Piece> known;
 bool minds = false;
 
-// The piece that has all of these bytes.
+// The piece that contains all these bytes.
 const Piece *find(const void *data, std::size_t nbytes) {
     const auto start = reinterpret_cast<std::uintptr_t>(data);
     auto behind = known.upper_bound(start);

@@ -1,4 +1,4 @@
-// Memory that a GPU reaches: its own, and what is pinned on the host.
+// Memory that a GPU can access: its own, and pinned host memory.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +7,12 @@ namespace fdcache::stand_in {
 
 inline constexpr int kHost = -1;
 
-// Of a GPU, or pinned on the host. Until something is made known, all memory is reached.
+// Registers memory of a GPU, or pinned host memory. Before the first call, all memory is accessible.
 void make_known(const void *data, std::size_t nbytes, int gpu = kHost);
 void forget(const void *data);
-// Whose memory it is; the host's where it is not known.
+// The owner of the memory; the host if it is not registered.
 int owner_of(const void *data);
-// Ends the process, with words on standard error, if a GPU does not reach it.
+// Ends the process, with a message on standard error, if the GPU cannot access it.
 void expect_reached(const void *data, std::size_t nbytes);
 
 }  // namespace fdcache::stand_in

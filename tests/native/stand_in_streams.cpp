@@ -34,7 +34,7 @@ struct Streams {
     std::set<Stream *> all;
 };
 
-// Never destroyed: streams that nobody ends are there as long as the process.
+// Never destroyed: streams that are not closed last as long as the process.
 Streams &streams() {
     static auto &all = *new Streams;
     return all;

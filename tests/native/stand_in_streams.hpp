@@ -1,4 +1,4 @@
-// Streams and events of the driver that stands in: a stream is a thread that does in order what it is given.
+// Streams and events of the stand-in driver: a stream is a thread that runs its work in order.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace fdcache::stand_in {
 
-// A place in a stream, and when the stream came there.
+// A place in a stream, and the time when the stream reached it.
 struct Moment {
     std::atomic<bool> reached{false};
     std::chrono::steady_clock::time_point when;
@@ -23,32 +23,32 @@ struct Moment {
 };
 using Mark = std::shared_ptr<Moment>;
 
-// Microseconds that every copy takes to be asked for, and on average to be carried out.
+// Microseconds that each copy takes to submit, and on average to run.
 struct Delays {
     unsigned call = 0;
     unsigned copy = 0;
 };
 void set_delays(Delays delays);
-// For the length of a call.
+// Held for the duration of a call.
 void delay_call();
 
 }  // namespace fdcache::stand_in
 
 namespace fdcache::cuda {
 
-// What a StreamHandle points to.
+// The target of a StreamHandle.
 struct CUstream_st {
   public:
     explicit CUstream_st(int gpu = 0);
-    // Does the rest first.
+    // Runs the remaining work first.
     ~CUstream_st();
     CUstream_st(const CUstream_st &) = delete;
     CUstream_st &operator=(const CUstream_st &) = delete;
 
     int gpu() const { return gpu_; }
-    // Memory is not touched any more once the GPU is lost.
+    // Skipped once the GPU is lost, because it touches memory.
     void copy(std::function<void()> work);
-    // Done even then; must not touch memory.
+    // Runs even then; must not touch memory.
     void call(std::function<void()> work);
     stand_in::Mark mark();
     void wait(const stand_in::Mark &mark);
@@ -69,7 +69,7 @@ struct CUevent_st {
     explicit CUevent_st(int gpu) : gpu_(gpu) {}
     int gpu() const { return gpu_; }
     void record(const stand_in::Mark &mark);
-    // As it was recorded last; none before.
+    // The latest record, if any.
     stand_in::Mark last();
 
   private:
@@ -84,12 +84,12 @@ namespace fdcache::stand_in {
 
 using Stream = cuda::CUstream_st;
 
-// The streams that are captured into a graph, and another GPU's; null: none.
+// The stream captured into a graph, and a stream of another GPU; null: none.
 extern std::atomic<const void *> captured, foreign;
 
-// The stream of a handle, which may be one of the GPU's default stream's.
+// The stream of a handle, which may be one of the default stream's handles.
 Stream &stream_of(cuda::StreamHandle handle, int gpu);
-// Until every stream has done what it has.
+// Waits until every stream is idle.
 void synchronize_all();
 
 }  // namespace fdcache::stand_in

@@ -1,5 +1,5 @@
-// How batches of block copies are put on the streams of a GPU, on a driver that stands in. The argument names
-// the case; without one all cases are listed.
+// Submission of block copies to a GPU's streams, on the stand-in driver. The argument names the case; without
+// one, lists all cases.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -20,7 +20,7 @@ namespace {
 
 using cuda::Submitter;
 
-// --- what the cases share
+// --- helpers
 
 void submit_one_by_one(Submitter &submitter, LaneWorld &lane, Batch &batch) {
     for (const PlaneRange group : kGroups) submit(submitter, lane, batch, {group});
@@ -34,17 +34,17 @@ bool is_promised(const EventPtr &event) {
     return event->is_promised();
 }
 
-// Keeps a submitter from putting anything on its stream.
+// Blocks a submitter, so that it enqueues nothing.
 class Gate {
   public:
     Gate(const World &world, Submitter &submitter) : event_(world.promised()) { submitter.wait(event_); }
     void open() { event_->record(&other_); }
 
-    // The moment is one in which whatever does not wait gets ahead.
+    // During the delay, work that wrongly does not wait overtakes.
     static void expect_waiting(const Batch &batch) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
         expect(batch.swap->done()->is_promised() && std::ranges::all_of(batch.events, is_promised),
-               batch.name + " does not wait for what was asked for before it");
+               batch.name + " does not wait for earlier work");
     }
 
   private:
@@ -96,7 +96,7 @@ void wait_for_what_is_not_recorded_yet() {
     }
 }
 
-// --- a batch whose ranges come one by one
+// --- batches enqueued range by range
 
 void enqueue_range_by_range(bool queued) {
     Loads loads;
@@ -134,17 +134,17 @@ void refuse_copies() {
         fail({"cuMemcpyAsync", nth});
         Batch batch = loads.load("the batch refused at copy " + std::to_string(nth), kGroups);
         batch.expect_failed(std::string("cuMemcpyAsync: ") + kRefusal);
-        // The batch has ended: nothing of it is still being copied, or the sanitizer sees the reader race.
+        // The batch has ended. If a copy of it were still running, the sanitizer would report a race here.
         const std::size_t plane = nth / kBlocks;
         for (int slot = 0; slot < nth % kBlocks; ++slot) {
             expect(loads.world.has_bytes(slot, slot, {plane, plane + 1}),
-                   batch.name + ": what was put on the stream before the refusal was not copied");
+                   batch.name + ": ranges enqueued before the refusal were not copied");
         }
         loads.expect_next_is_fine();
     }
 }
 
-// Small enough to be put on the stream by the calling thread.
+// Small enough for the calling thread to enqueue.
 void refuse_copies_at_once() {
     Loads loads;
     for (const int nth : {0, 1, 2, 7}) {
@@ -166,7 +166,7 @@ void refuse_a_wait(bool promised, bool one_by_one) {
     loads.submitter.wait(event);
     Batch batch = loads.world.load("the batch behind the wait", same_slots());
     if (one_by_one) {
-        // Ranges that come one by one go on the stream from here, so the event cannot come later than they.
+        // This thread enqueues ranges that come one by one, so the event cannot be recorded after them.
         if (promised) event->record(&engine);
         submit_one_by_one(loads.submitter, loads.lane, batch);
     } else {
@@ -179,7 +179,7 @@ void refuse_a_wait(bool promised, bool one_by_one) {
     loads.world.expect_loaded(next);
 }
 
-// --- batches that are not to be copied
+// --- refused batches
 
 void refuse_a_batch() {
     Loads loads;
@@ -203,7 +203,7 @@ void refuse_a_batch() {
     }
 }
 
-// --- the end
+// --- close
 
 void close_with_work_left() {
     Loads loads;
