@@ -294,28 +294,6 @@ class TestMemory:
         problem = huge_page_problem(where)
         assert ("FDCACHE_HUGE_PAGES" in caplog.text) == (problem is not None)
 
-    @pytest.mark.parametrize(
-        ("mount", "switch", "said"),
-        [
-            ("tmpfs tmpfs rw", "always within_size advise [never] deny force", "echo advise > /sys"),
-            ("tmpfs tmpfs rw,huge=advise", "[never]", None),
-            ("tmpfs tmpfs rw", "[advise] never", None),
-            ("hugetlbfs none rw", "[never]", None),
-            ("ext4 /dev/sda rw", "[advise]", "on ext4"),
-        ],
-    )
-    def test_what_is_said_of_a_folder(
-        self, tmp_path: Path, mount: str, switch: str, said: str | None
-    ) -> None:
-        (tmp_path / "proc/self").mkdir(parents=True)
-        table = f"1 0 0:1 / / rw - ext4 /dev/root rw\n2 1 0:2 / /arena rw - {mount}\n"
-        (tmp_path / "proc/self/mountinfo").write_text(table)
-        place = tmp_path / "sys/kernel/mm/transparent_hugepage"
-        place.mkdir(parents=True)
-        (place / "shmem_enabled").write_text(switch)
-        problem = huge_page_problem(Path("/arena"), tmp_path)
-        assert (problem is None) if said is None else (problem is not None and said in problem)
-
 
 def _all_memory() -> int:
     """What the machine has, of which some is in use."""

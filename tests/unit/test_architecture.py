@@ -1,4 +1,4 @@
-"""The rooms of the house: who may import whom, and what importing the package costs."""
+"""Dependencies between rooms, the cost of importing the package, and who reads the environment."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,23 +52,24 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """The project's modules that a module imports anywhere in its text, types included."""
+def imports_of(name: str) -> set[str]:
+    """Return the project's modules that a module imports anywhere in its text, types included."""
     imported: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
             imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name} uses a relative import"
             base = node.module or ""
             imported.update(
-                f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names
+                f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names
             )
     return {one for one in imported if one.split(".")[0] in ("fdcache", "fdcache_cli")}
 
 
 MODULES = modules()
-GRAPH = {name: imports_of(name, path, MODULES) for name, path in MODULES.items()}
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+GRAPH = {name: imports_of(name) for name in MODULES}
 
 
 def room(name: str) -> str:
@@ -99,16 +101,27 @@ def test_no_module_reaches_itself() -> None:
             visit(name, ())
 
 
-def test_importing_the_package_starts_nothing_and_loads_no_framework() -> None:
+@pytest.fixture(scope="module")
+def imported() -> list[Any]:
+    """New modules and number of threads after importing the package, then the modules after using every public name."""
     script = (
         "import sys, json; before = set(sys.modules); import fdcache, threading;"
-        "print(json.dumps([sorted(set(sys.modules) - before), threading.active_count()]))"
+        "print(json.dumps([sorted(set(sys.modules) - before), threading.active_count()]));"
+        "[getattr(fdcache, name) for name in fdcache.__all__]; print(json.dumps(sorted(sys.modules)))"
     )
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded, threads = json.loads(answer.stdout)
+    return [json.loads(line) for line in answer.stdout.splitlines()]
+
+
+def test_importing_the_package_starts_nothing_and_loads_no_framework(imported: list[Any]) -> None:
+    loaded, threads = imported[0]
     assert threads == 1
     heavy = {"numpy", "pydantic", "msgspec", "rich", "typer", "paddle", "torch", "cupy", "fdcache._core"}
     assert not heavy & set(loaded)
+
+
+def test_the_public_names_load_no_framework(imported: list[Any]) -> None:
+    assert not {"paddle", "torch", "cupy", "jax", "matplotlib"} & set(imported[1])
 
 
 @pytest.mark.parametrize(
@@ -116,8 +129,8 @@ def test_importing_the_package_starts_nothing_and_loads_no_framework() -> None:
 )
 def test_a_framework_is_imported_in_its_room_alone(framework: str, rooms: set[str]) -> None:
     importing = set()
-    for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
             named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(each.split(".")[0] == framework for each in named):
@@ -125,13 +138,14 @@ def test_a_framework_is_imported_in_its_room_alone(framework: str, rooms: set[st
     assert importing == rooms
 
 
-def test_the_public_rooms_load_no_framework() -> None:
-    script = (
-        "import sys, fdcache; [getattr(fdcache, name) for name in fdcache.__all__];"
-        "print([m for m in ('paddle', 'torch', 'cupy', 'jax', 'matplotlib') if m in sys.modules])"
-    )
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "[]"
+def test_only_the_settings_and_the_session_read_the_environment() -> None:
+    readers = set()
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            is_read = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
+            if is_read and name.startswith("fdcache."):
+                readers.add("fdcache.settings" if room(name) == "settings" else name)
+    assert readers == {"fdcache.settings", "fdcache.machine.session"}
 
 
 def test_every_public_name_is_there_and_unknown_ones_are_refused() -> None:

@@ -1,6 +1,7 @@
-"""``fdcache.envs`` against the environment module it stands in for."""
+"""``fdcache.envs`` compared with the environment module that it replaces."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +29,7 @@ AGREEMENT = [
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start from an environment without any of the variables, and put it back."""
+    """Start without any of the variables in the environment, and restore it."""
     with mock.patch.dict(os.environ):
         for name in [name for name in os.environ if name.removesuffix("_FILE") in VARIABLES]:
             del os.environ[name]
@@ -39,7 +40,7 @@ def same(new: Any, old: Any) -> bool:
     return type(new) is type(old) and bool(new == old)
 
 
-def test_table_of_values_covers_everything_that_is_no_flag() -> None:
+def test_table_of_values_covers_every_variable_but_flags() -> None:
     assert set(VALUES) <= set(READERS)
     for name in READERS.keys() - VALUES.keys() - {ALIASED}:
         assert VARIABLES[name].type == "flag"
@@ -56,11 +57,11 @@ def test_unset_value_has_the_old_type_and_value(name: str) -> None:
     assert same(getattr(envs, name), READERS[name](os.environ))
 
 
-def test_telemetry_address_is_empty_unless_set() -> None:
+def test_telemetry_address_is_empty_by_default() -> None:
     assert envs.FD_USAGE_STATS_SERVER == ""
 
 
-def test_backend_is_read_under_its_own_name_and_its_old_one() -> None:
+def test_backend_is_read_under_its_own_and_its_deprecated_name() -> None:
     os.environ[ALIASED] = "flashinfer-cudnn"
     assert envs.FD_NVFP4_GEMM_BACKEND == "flashinfer-cudnn"
     del envs.FD_NVFP4_GEMM_BACKEND
@@ -84,13 +85,13 @@ def test_backend_is_read_under_its_own_name_and_its_old_one() -> None:
         ("DO_NOT_TRACK", "true", True),
     ],
 )
-def test_new_spellings_give_what_callers_compare_with(name: str, text: str, value: object) -> None:
+def test_new_spelling_has_the_value_that_callers_compare_with(name: str, text: str, value: object) -> None:
     os.environ[name] = text
     assert same(getattr(envs, name), value)
 
 
 @pytest.mark.parametrize("name", [*INTEGERS, "FD_USE_DEEP_GEMM", "FD_DETERMINISTIC_SPLIT_KV_SIZE"])
-def test_invalid_value_is_still_a_value_error(name: str) -> None:
+def test_invalid_value_raises_value_error(name: str) -> None:
     os.environ[name] = "24x"
     with pytest.raises(ValueError, match=name):
         getattr(envs, name)
@@ -106,7 +107,7 @@ def test_reads_follow_the_environment() -> None:
     assert seen == ["log", "a", "b", "b", "a", "log"]
 
 
-def test_a_list_is_the_callers_own() -> None:
+def test_list_is_a_copy() -> None:
     os.environ["FD_API_KEY"] = "k1"
     envs.FD_API_KEY.append("k2")
     assert envs.FD_API_KEY == ["k1"]
@@ -115,13 +116,13 @@ def test_a_list_is_the_callers_own() -> None:
     assert envs.FD_API_KEY == []
 
 
-def test_home_folder_is_followed() -> None:
+def test_home_folder_follows_the_environment() -> None:
     for home in ("/home/a", "/home/b"):
         os.environ["HOME"] = home
         assert f"{home}/.config/fastdeploy" == envs.FD_CONFIG_ROOT
 
 
-def test_files_and_dotenv_are_read_like_in_settings(tmp_path: Path) -> None:
+def test_files_and_dotenv_are_read_as_by_settings(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("k1,k2\n")
     (tmp_path / "a.env").write_text("FD_DEBUG=1\nFD_LOG_DIR=dotenv\n")
     os.environ["FD_API_KEY_FILE"] = str(tmp_path / "key")
@@ -171,13 +172,13 @@ def test_assigning_none_removes() -> None:
         ("FD_DEBUG", True + 1),
     ],
 )
-def test_assigning_what_is_wrong_changes_nothing(name: str, value: object) -> None:
+def test_assigning_an_invalid_value_changes_nothing(name: str, value: object) -> None:
     with pytest.raises(SettingsError, match=name):
         setattr(envs, name, value)
     assert name not in os.environ
 
 
-def test_deleting_removes_whatever_sets_a_variable(tmp_path: Path) -> None:
+def test_deleting_removes_the_file_name_too(tmp_path: Path) -> None:
     (tmp_path / "id").write_text("1")
     os.environ["FD_JOB_ID_FILE"] = str(tmp_path / "id")
     assert envs.FD_JOB_ID == "1"
@@ -200,7 +201,7 @@ def test_unknown_names_raise_with_a_suggestion() -> None:
     assert "FD_LOG_DRI" not in os.environ
 
 
-def test_unique_name_takes_the_uuid_of_the_deployment() -> None:
+def test_unique_name_has_the_uuid_of_the_deployment() -> None:
     assert envs.get_unique_name("queue") == "queue"
     os.environ["SHM_UUID"] = "17"
     assert envs.get_unique_name("queue") == "queue_17"
@@ -214,7 +215,7 @@ def test_patching_an_unset_variable_leaves_it_unset() -> None:
 
 
 @pytest.mark.parametrize("text", ["before", " before ", "~"])
-def test_patching_puts_a_set_variable_back_as_it_was(text: str) -> None:
+def test_patching_restores_a_set_variable(text: str) -> None:
     os.environ["FD_LOG_DIR"] = text
     with mock.patch.object(envs, "FD_LOG_DIR", "outer"):
         with mock.patch("fdcache.envs.FD_LOG_DIR", None):
@@ -223,14 +224,14 @@ def test_patching_puts_a_set_variable_back_as_it_was(text: str) -> None:
     assert os.environ["FD_LOG_DIR"] == text
 
 
-def test_patching_puts_back_what_was_not_even_valid() -> None:
+def test_patching_restores_an_invalid_value() -> None:
     os.environ["FD_DETERMINISTIC_SPLIT_KV_SIZE"] = "24"
     with mock.patch("fdcache.envs.FD_DETERMINISTIC_SPLIT_KV_SIZE", 32):
         assert envs.FD_DETERMINISTIC_SPLIT_KV_SIZE == 32
     assert os.environ["FD_DETERMINISTIC_SPLIT_KV_SIZE"] == "24"
 
 
-def test_patching_puts_files_and_deprecated_names_back(tmp_path: Path) -> None:
+def test_patching_restores_files_and_deprecated_names(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("k1")
     before = {"FD_API_KEY_FILE": str(tmp_path / "key"), "FD_NVFP4_MOE_BACKEND": "flashinfer-cudnn"}
     os.environ.update(before)
@@ -241,7 +242,7 @@ def test_patching_puts_files_and_deprecated_names_back(tmp_path: Path) -> None:
     assert "FD_API_KEY" not in os.environ
 
 
-def test_patched_environment_dictionary_is_followed() -> None:
+def test_reads_follow_a_patched_environment() -> None:
     with mock.patch.dict(os.environ, {"FD_LOG_DIR": "patched"}):
         assert envs.FD_LOG_DIR == "patched"
     assert envs.FD_LOG_DIR == "log"
@@ -250,44 +251,58 @@ def test_patched_environment_dictionary_is_followed() -> None:
     assert envs.FD_LOG_DIR == "log"
 
 
-def test_kept_values_show_nothing() -> None:
+def test_saved_values_do_not_show_secrets() -> None:
     os.environ["FD_API_KEY"] = "hunter2"
     assert "hunter2" not in repr(vars(envs))
     assert vars(envs)["__name__"] == "fdcache.envs"
 
 
-def test_reloading_keeps_working() -> None:
+def test_module_can_be_reloaded() -> None:
     importlib.reload(fdcache.envs)
     os.environ["FD_LOG_DIR"] = "x"
     assert fdcache.envs.FD_LOG_DIR == "x"
 
 
-def test_importing_loads_no_description() -> None:
-    program = (
-        "import sys, fdcache.envs; print([m for m in ('pydantic', 'fdcache.settings') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+FIRST_ACCESSES = [
+    ("import fdcache.envs as e; e.FD_LOG_DIR = 'x'; import os; print(os.environ['FD_LOG_DIR'])", "x"),
+    ("from fdcache.envs import FD_DEBUG; print(FD_DEBUG)", "0"),
+    ("import fdcache.envs as e; print(len(dir(e)) > 115)", "True"),
+    ("import fdcache.envs as e; del e.FD_LOG_DIR; print(e.FD_LOG_DIR)", "log"),
+    ("import fdcache.envs as e; print(e.get_unique_name('q'))", "q"),
+    ("from unittest.mock import patch\nwith patch('fdcache.envs.FD_DEBUG', 1) as v: print(v)", "1"),
+    ("import fdcache.envs as e; print(hasattr(e, 'FD_NO'), hasattr(e, '__path__'))", "False False"),
+]
+FORKS = """
+import json, os, sys
+import fdcache.envs
+print(json.dumps([name for name in ("pydantic", "fdcache.settings") if name in sys.modules]), flush=True)
+import pydantic_settings
+for program in json.loads(sys.argv[1]):
+    if not (child := os.fork()):
+        exec(program, {})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+"""Run each program in a fork of one process that has imported ``fdcache.envs`` and accessed nothing."""
+
+
+@pytest.fixture(scope="module")
+def fresh_process() -> list[str]:
+    """Lines printed by a process that imports the module, then by each first access."""
+    programs = json.dumps([program for program, _ in FIRST_ACCESSES])
+    command = [sys.executable, "-c", FORKS, programs]
+    environ = {"PATH": os.environ.get("PATH", "")}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
+    return done.stdout.splitlines()
+
+
+def test_import_loads_no_description(fresh_process: list[str]) -> None:
+    assert fresh_process[0] == "[]"
 
 
 @pytest.mark.parametrize(
-    ("program", "printed"),
-    [
-        ("import fdcache.envs as e; e.FD_LOG_DIR = 'x'; import os; print(os.environ['FD_LOG_DIR'])", "x"),
-        ("from fdcache.envs import FD_DEBUG; print(FD_DEBUG)", "0"),
-        ("import fdcache.envs as e; print(len(dir(e)) > 115)", "True"),
-        ("import fdcache.envs as e; del e.FD_LOG_DIR; print(e.FD_LOG_DIR)", "log"),
-        ("import fdcache.envs as e; print(e.get_unique_name('q'))", "q"),
-        (
-            "from unittest.mock import patch\nwith patch('fdcache.envs.FD_DEBUG', 1) as v: print(v)",
-            "1",
-        ),
-        ("import fdcache.envs as e; print(hasattr(e, 'FD_NO'), hasattr(e, '__path__'))", "False False"),
-    ],
+    "number", range(len(FIRST_ACCESSES)), ids=lambda number: FIRST_ACCESSES[number][0][:60]
 )
-def test_first_access_may_be_of_any_kind(program: str, printed: str) -> None:
-    environ = {"PATH": os.environ.get("PATH", "")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environ
-    )
-    assert done.stdout.strip() == printed
+def test_first_access_may_be_of_any_kind(number: int, fresh_process: list[str]) -> None:
+    assert fresh_process[1 + number] == FIRST_ACCESSES[number][1]

@@ -1,4 +1,4 @@
-"""The host arena and the memory it may promise."""
+"""The host arena."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fdcache.controller.arena import HostArena
 from fdcache.devices.base import PinnedMemory
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import HostMemoryError
-from fdcache.machine.memory import available_memory
 from tests.swaps import uniform_layout
 
 GIB = 1 << 30
@@ -158,55 +157,3 @@ def test_memory_that_cannot_be_pinned_leaves_nothing(monkeypatch: pytest.MonkeyP
         HostArena(layout, 10, device)
     gc.collect()
     assert len(device.pinned) == 2 and all(pinned() is None for pinned in device.pinned)
-
-
-def machine(root: Path, available: int, groups: str) -> None:
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {available // 1024} kB\n")
-    (root / "proc/self/cgroup").write_text(groups)
-
-
-def group_v2(root: Path, path: str, limit: int | None, used: int = 0, files: int = 0) -> None:
-    folder = root / "sys/fs/cgroup" / path
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text("max\n" if limit is None else f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {files}\n")
-
-
-def test_the_machine_limits_when_no_group_does(tmp_path: Path) -> None:
-    machine(tmp_path, 8 * GIB, "0::/\n")
-    assert available_memory(tmp_path).nbytes == 8 * GIB
-    group_v2(tmp_path, "", None)
-    assert available_memory(tmp_path).nbytes == 8 * GIB
-
-
-def test_the_tightest_group_above_the_process_limits(tmp_path: Path) -> None:
-    machine(tmp_path, 8 * GIB, "0::/a/b\n")
-    group_v2(tmp_path, "a", 3 * GIB, used=2 * GIB)
-    group_v2(tmp_path, "a/b", 4 * GIB, used=2 * GIB)
-    budget = available_memory(tmp_path)
-    assert budget.nbytes == GIB
-    assert budget.limit.endswith("cgroup/a/memory.max")
-
-
-def test_files_that_the_kernel_can_drop_count_as_room(tmp_path: Path) -> None:
-    machine(tmp_path, 8 * GIB, "0::/a\n")
-    group_v2(tmp_path, "a", 3 * GIB, used=2 * GIB, files=GIB)
-    assert available_memory(tmp_path).nbytes == 2 * GIB
-
-
-def test_inside_a_container_the_group_is_the_mount(tmp_path: Path) -> None:
-    machine(tmp_path, 8 * GIB, "0::/not/visible/here\n")
-    group_v2(tmp_path, "", 2 * GIB, used=GIB)
-    assert available_memory(tmp_path).nbytes == GIB
-
-
-def test_version_1_groups(tmp_path: Path) -> None:
-    machine(tmp_path, 8 * GIB, "4:memory:/job\n1:cpu:/\n0::/\n")
-    folder = tmp_path / "sys/fs/cgroup/memory/job"
-    folder.mkdir(parents=True)
-    (folder / "memory.limit_in_bytes").write_text(f"{2 * GIB}\n")
-    (folder / "memory.usage_in_bytes").write_text(f"{GIB}\n")
-    (folder / "memory.stat").write_text("total_inactive_file 0\n")
-    assert available_memory(tmp_path).nbytes == GIB

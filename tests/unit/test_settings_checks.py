@@ -1,11 +1,11 @@
-"""Checks across fields, and the machine they ask."""
+"""Checks across settings, and values derived from other settings."""
 
 from pathlib import Path
 
 import pytest
 
 from fdcache.layout import KVLayout
-from fdcache.machine.memory import MemoryLimits, memory_limits
+from fdcache.machine.memory import MemoryLimits
 from fdcache.settings import VARIABLES, Settings, SettingsError, Severity, Source, read_settings
 from fdcache.settings.checks import cross_checks
 from fdcache.settings.loading import FALLBACKS, GRID, MODE, SPLIT
@@ -14,7 +14,7 @@ from fdcache.settings.sources import Sourced
 PLENTY = MemoryLimits(machine=1 << 50, cgroup=None)
 
 
-def disagreeing(environ: dict[str, str], limits: MemoryLimits = PLENTY) -> list[tuple[str, ...]]:
+def conflicts_of(environ: dict[str, str], limits: MemoryLimits = PLENTY) -> list[tuple[str, ...]]:
     found = cross_checks(read_settings(environ).settings, limits)
     return [problem.variables for problem in found if problem.severity is not Severity.NOTE]
 
@@ -27,20 +27,18 @@ def test_split_size_is_a_power_of_two() -> None:
 @pytest.mark.parametrize(
     ("split", "block", "fits"), [(16, 64, True), (64, 16, True), (32, 48, False), (16, 48, True)]
 )
-def test_deterministic_grid_and_block_size_divide_each_other(split: int, block: int, fits: bool) -> None:
+def test_deterministic_grid_must_fit_the_block_size(split: int, block: int, fits: bool) -> None:
     environ = {"FD_DETERMINISTIC_SPLIT_KV_SIZE": str(split), "FDCACHE_BLOCK_SIZE": str(block)}
-    assert disagreeing(environ) == []
+    assert conflicts_of(environ) == []
     names = ("FD_DETERMINISTIC_SPLIT_KV_SIZE", "FDCACHE_BLOCK_SIZE")
-    assert disagreeing({**environ, "FD_DETERMINISTIC_MODE": "1"}) == ([] if fits else [names])
+    assert conflicts_of({**environ, "FD_DETERMINISTIC_MODE": "1"}) == ([] if fits else [names])
 
 
 @pytest.mark.parametrize(
     ("split", "block", "asked", "grid"),
     [(32, 16, None, 32), (16, 64, None, 16), (32, 16, 64, 64), (16, 64, 32, 32), (32, 16, 0, 32)],
 )
-def test_deterministic_mode_cuts_reuse_to_its_grid(
-    split: int, block: int, asked: int | None, grid: int
-) -> None:
+def test_deterministic_mode_sets_the_reuse_grid(split: int, block: int, asked: int | None, grid: int) -> None:
     environ = {"FD_DETERMINISTIC_SPLIT_KV_SIZE": str(split), "FDCACHE_BLOCK_SIZE": str(block)}
     if asked is not None:
         environ["FDCACHE_REUSE_GRID"] = str(asked)
@@ -50,50 +48,50 @@ def test_deterministic_mode_cuts_reuse_to_its_grid(
 
 
 @pytest.mark.parametrize(("split", "block", "asked"), [(32, 16, 16), (64, 16, 32), (64, 16, 8)])
-def test_a_reuse_grid_off_the_deterministic_one_is_refused(split: int, block: int, asked: int) -> None:
+def test_reuse_grid_must_fit_the_deterministic_grid(split: int, block: int, asked: int) -> None:
     environ = {
         "FD_DETERMINISTIC_SPLIT_KV_SIZE": str(split),
         "FDCACHE_BLOCK_SIZE": str(block),
         "FDCACHE_REUSE_GRID": str(asked),
     }
-    assert disagreeing(environ) == []
+    assert conflicts_of(environ) == []
     names = ("FDCACHE_REUSE_GRID", "FD_DETERMINISTIC_SPLIT_KV_SIZE")
-    assert disagreeing({**environ, "FD_DETERMINISTIC_MODE": "1"}) == [names]
+    assert conflicts_of({**environ, "FD_DETERMINISTIC_MODE": "1"}) == [names]
 
 
-def test_host_tier_fits_into_machine_and_cgroup() -> None:
+def test_host_tier_must_fit_into_machine_and_cgroup() -> None:
     environ = {"FDCACHE_HOST_MEMORY": "8GiB"}
-    assert disagreeing(environ, MemoryLimits(16 << 30, None)) == []
-    assert disagreeing(environ, MemoryLimits(4 << 30, None)) == [("FDCACHE_HOST_MEMORY",)]
-    assert disagreeing(environ, MemoryLimits(16 << 30, 4 << 30)) == [("FDCACHE_HOST_MEMORY",)]
-    assert disagreeing(environ, MemoryLimits(None, None)) == []
+    assert conflicts_of(environ, MemoryLimits(16 << 30, None)) == []
+    assert conflicts_of(environ, MemoryLimits(4 << 30, None)) == [("FDCACHE_HOST_MEMORY",)]
+    assert conflicts_of(environ, MemoryLimits(16 << 30, 4 << 30)) == [("FDCACHE_HOST_MEMORY",)]
+    assert conflicts_of(environ, MemoryLimits(None, None)) == []
     assert (
-        disagreeing({**environ, "FDCACHE_RANKS": "4"}, MemoryLimits(16 << 30, None)) == []
+        conflicts_of({**environ, "FDCACHE_RANKS": "4"}, MemoryLimits(16 << 30, None)) == []
     )  # it is that of all ranks
 
 
-def test_write_policy_needs_a_host_tier_when_it_is_asked_for() -> None:
+def test_write_policy_needs_a_host_tier() -> None:
     names = ("FDCACHE_WRITE_POLICY", "FDCACHE_HOST_MEMORY")
-    assert disagreeing({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "0"}) == [names]
-    assert disagreeing({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "1GiB"}) == []
-    assert disagreeing({}) == []
+    assert conflicts_of({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "0"}) == [names]
+    assert conflicts_of({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "1GiB"}) == []
+    assert conflicts_of({}) == []
 
 
 def test_v1_scheduler_needs_recovery() -> None:
     names = ("FD_DISABLED_RECOVER", "ENABLE_V1_KVCACHE_SCHEDULER")
-    assert disagreeing({"FD_DISABLED_RECOVER": "1"}) == [names]
-    assert disagreeing({"FD_DISABLED_RECOVER": "1", "ENABLE_V1_KVCACHE_SCHEDULER": "0"}) == []
+    assert conflicts_of({"FD_DISABLED_RECOVER": "1"}) == [names]
+    assert conflicts_of({"FD_DISABLED_RECOVER": "1", "ENABLE_V1_KVCACHE_SCHEDULER": "0"}) == []
 
 
 @pytest.mark.parametrize(
     ("devices", "fits"), [("0", False), ("0,1", True), ("-1", True), ("GPU-a,GPU-b,GPU-c", True)]
 )
-def test_ranks_have_a_device_each(devices: str, fits: bool) -> None:
-    found = disagreeing({"FDCACHE_RANKS": "2", "CUDA_VISIBLE_DEVICES": devices})
+def test_each_rank_needs_a_device(devices: str, fits: bool) -> None:
+    found = conflicts_of({"FDCACHE_RANKS": "2", "CUDA_VISIBLE_DEVICES": devices})
     assert found == ([] if fits else [("FDCACHE_RANKS", "CUDA_VISIBLE_DEVICES")])
 
 
-def test_disagreement_says_what_to_do_and_where_values_came_from() -> None:
+def test_conflict_names_remedy_and_sources() -> None:
     (problem,) = read_settings({"FD_DISABLED_RECOVER": "1"}).errors
     assert problem.source == "environment, default"
     assert "FD_DISABLED_RECOVER=0" in problem.right
@@ -101,12 +99,12 @@ def test_disagreement_says_what_to_do_and_where_values_came_from() -> None:
     assert str(problem).startswith(named)
 
 
-def test_disagreement_names_a_place_that_all_have_in_common_once() -> None:
+def test_conflict_names_a_common_place_once() -> None:
     with pytest.raises(SettingsError, match=r"^FDCACHE_RANKS, CUDA_VISIBLE_DEVICES \(environment\): 2 ranks"):
         Settings.load(environ={"FDCACHE_RANKS": "2", "CUDA_VISIBLE_DEVICES": "0"})
 
 
-def test_disagreement_names_the_lines_of_a_file_and_the_option(tmp_path: Path) -> None:
+def test_conflict_names_lines_of_a_file_and_options(tmp_path: Path) -> None:
     file = tmp_path / "a.env"
     file.write_text(
         "# storage\nFDCACHE_STORAGE=local\nFDCACHE_DEVICE_MEMORY=1GiB\n\nFDCACHE_DEVICE_BLOCKS=7\n"
@@ -121,7 +119,7 @@ def test_disagreement_names_the_lines_of_a_file_and_the_option(tmp_path: Path) -
     )
 
 
-def test_a_value_and_its_file_are_named_with_their_places(tmp_path: Path) -> None:
+def test_value_and_file_at_once_are_named_with_their_places(tmp_path: Path) -> None:
     file = tmp_path / "a.env"
     file.write_text(f"FD_API_KEY=k1\nFD_API_KEY_FILE={tmp_path}/key\n")
     with pytest.raises(SettingsError) as caught:
@@ -129,7 +127,7 @@ def test_a_value_and_its_file_are_named_with_their_places(tmp_path: Path) -> Non
     assert str(caught.value).startswith(f"FD_API_KEY ({file}:1), FD_API_KEY_FILE ({file}:2): both are set")
 
 
-def test_a_rejected_value_is_not_also_held_against_its_neighbours() -> None:
+def test_rejected_value_causes_no_conflicts() -> None:
     found = read_settings({"FDCACHE_WRITE_POLICY": "write_back", "FDCACHE_HOST_MEMORY": "lots"})
     assert found.conflicts == ()
     assert [problem.variables for problem in found.errors] == [("FDCACHE_HOST_MEMORY",)]
@@ -150,7 +148,7 @@ LAYOUT = KVLayout.uniform(
 BLOCK_BYTES = 2 * (64 * 16 * 2) * 2 + 2 * (64 * 16 * 2) * 2
 
 
-def test_layout_agrees_with_block_size_and_ranks() -> None:
+def test_layout_must_match_block_size_and_ranks() -> None:
     Settings.load(environ={"FDCACHE_RANKS": "2"}).check_layout(LAYOUT)
     Settings.load(environ={}).check_layout(LAYOUT)
     with pytest.raises(SettingsError) as caught:
@@ -162,30 +160,6 @@ def test_layout_agrees_with_block_size_and_ranks() -> None:
     assert "set FDCACHE_BLOCK_SIZE=64" in str(caught.value)
 
 
-def test_memory_is_that_of_the_tightest_cgroup(tmp_path: Path) -> None:
-    def write(path: str, text: str) -> None:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-
-    assert memory_limits(tmp_path) == MemoryLimits(None, None)
-    write("proc/meminfo", "MemTotal:       1024 kB\nMemFree: 1 kB\n")
-    write("proc/self/cgroup", "0::/pod/container\n")
-    write("sys/fs/cgroup/pod/container/memory.max", "max\n")
-    assert memory_limits(tmp_path) == MemoryLimits(1 << 20, None)
-    write("sys/fs/cgroup/pod/memory.max", "4096\n")
-    write("sys/fs/cgroup/memory.max", "8192\n")
-    assert memory_limits(tmp_path) == MemoryLimits(1 << 20, 4096)
-    write("proc/self/cgroup", "4:cpu,memory:/job\n1:name=systemd:/x\n")
-    write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2048\n")
-    assert memory_limits(tmp_path) == MemoryLimits(1 << 20, 2048)
-
-
-def test_memory_of_this_machine_is_known() -> None:
-    machine = memory_limits().machine
-    assert machine is not None
-    assert machine > 1 << 20
-
-
 @pytest.mark.parametrize(
     ("memory", "device_bytes", "blocks"),
     [
@@ -195,7 +169,7 @@ def test_memory_of_this_machine_is_known() -> None:
         ("100%", 10 * BLOCK_BYTES, 10),
     ],
 )
-def test_device_memory_is_turned_into_blocks(memory: str, device_bytes: int | None, blocks: int) -> None:
+def test_device_memory_is_converted_to_blocks(memory: str, device_bytes: int | None, blocks: int) -> None:
     settings = Settings.load(environ={"FDCACHE_DEVICE_MEMORY": memory})
     assert settings.cache_for(LAYOUT, device_bytes).device_blocks == blocks
     assert settings.cache_for(LAYOUT, lambda: device_bytes or 0).device_blocks == blocks
@@ -203,15 +177,15 @@ def test_device_memory_is_turned_into_blocks(memory: str, device_bytes: int | No
 
 
 @pytest.mark.parametrize("memory", [str(BLOCK_BYTES - 1), "0.5"])
-def test_device_memory_that_gives_no_blocks_is_refused(memory: str) -> None:
+def test_device_memory_below_one_block_is_refused(memory: str) -> None:
     settings = Settings.load(environ={"FDCACHE_DEVICE_MEMORY": memory})
     with pytest.raises(SettingsError, match="FDCACHE_DEVICE_MEMORY"):
         settings.cache_for(LAYOUT)
 
 
-def test_device_memory_and_blocks_are_two_ways_to_say_one_thing() -> None:
+def test_device_memory_and_blocks_conflict_in_one_source() -> None:
     environ = {"FDCACHE_DEVICE_MEMORY": "1GiB", "FDCACHE_DEVICE_BLOCKS": "7"}
-    assert disagreeing(environ) == [("FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY")]
+    assert conflicts_of(environ) == [("FDCACHE_DEVICE_BLOCKS", "FDCACHE_DEVICE_MEMORY")]
     stronger = Settings.load(
         environ={"FDCACHE_DEVICE_MEMORY": "1GiB"}, arguments={"FDCACHE_DEVICE_BLOCKS": 7}
     )
@@ -224,7 +198,7 @@ NEEDS_HOST_TIER = [("FDCACHE_WRITE_POLICY", "write_back"), ("FDCACHE_STORAGE", "
 
 
 @pytest.mark.parametrize(("name", "value"), NEEDS_HOST_TIER)
-def test_what_needs_a_host_tier_is_a_note_until_one_is_ruled_out(name: str, value: str) -> None:
+def test_missing_host_tier_is_a_note_unless_it_is_disabled(name: str, value: str) -> None:
     found = read_settings({name: value})
     (problem,) = found.problems
     assert (problem.severity, problem.variables) == (Severity.NOTE, (name, "FDCACHE_HOST_MEMORY"))
@@ -235,7 +209,7 @@ def test_what_needs_a_host_tier_is_a_note_until_one_is_ruled_out(name: str, valu
     assert read_settings({name: value}, defaults={"FDCACHE_HOST_MEMORY": "1MiB"}).problems == ()
 
 
-def test_storage_beside_a_service_is_a_note_where_both_are_set_for_everyone() -> None:
+def test_storage_beside_a_service_is_a_note_if_neither_is_an_argument_or_default() -> None:
     environ = {"FDCACHE_STORAGE": "local", "FDCACHE_SERVER": "ipc:///tmp/s/s.sock"}
     (problem,) = read_settings(environ).problems
     assert (problem.severity, problem.variables) == (Severity.NOTE, tuple(environ))
@@ -245,11 +219,11 @@ def test_storage_beside_a_service_is_a_note_where_both_are_set_for_everyone() ->
     assert read_settings({"FDCACHE_STORAGE": "local"}, defaults={"FDCACHE_SERVER": "ipc:///s"}).problems == ()
 
 
-FEEDING = sorted({*FALLBACKS.values(), SPLIT})
+DERIVED_FROM = sorted({*FALLBACKS.values(), SPLIT})
 
 
-@pytest.mark.parametrize("name", FEEDING)
-def test_every_boundary_of_a_variable_that_feeds_another_is_surveyed(name: str) -> None:
+@pytest.mark.parametrize("name", DERIVED_FROM)
+def test_boundary_values_are_derived_or_a_warning(name: str) -> None:
     variable = VARIABLES[name]
     bounds = {0, 1, 2**62, 2**63 - 1, variable.minimum, variable.maximum}
     texts = [str(int(bound)) for bound in bounds if bound is not None] + ["/", "x" * 300, "1ms", "1e300"]
@@ -263,7 +237,7 @@ def test_every_boundary_of_a_variable_that_feeds_another_is_surveyed(name: str) 
             assert taken or any(target in each.wrong for each in found.warnings), (text, target)
 
 
-def test_a_value_that_another_variable_cannot_take_is_a_warning_about_its_source() -> None:
+def test_value_that_cannot_be_derived_is_a_warning_about_its_source() -> None:
     settings = Settings.load(environ={"FD_CACHE_PROC_EXIT_TIMEOUT": "0"})
     assert (settings.server.drain_timeout, settings.transfer.drain_timeout) == (0, 30)
     assert settings.source("FDCACHE_SWAP_DRAIN_TIMEOUT") is Source.DEFAULT
@@ -274,19 +248,19 @@ def test_a_value_that_another_variable_cannot_take_is_a_warning_about_its_source
     )
 
 
-def test_a_derived_value_stands_above_a_callers_default() -> None:
+def test_derived_value_overrides_a_callers_default() -> None:
     environ = {MODE: "1", SPLIT: "64"}
     assert Settings.load(environ=environ, defaults={GRID: 32}).cache.reuse_grid == 64
     assert Settings.load(environ={**environ, GRID: "128"}, defaults={GRID: 32}).cache.reuse_grid == 128
     assert Settings.load(environ={}, defaults={GRID: 32}).cache.reuse_grid == 32
 
 
-def test_the_place_of_a_derived_value_names_the_variable_that_gave_it() -> None:
+def test_place_of_a_derived_value_names_its_variable() -> None:
     settings = Settings.load(environ={"FILE_BACKEND_STORAGE_DIR": "/theirs"})
     assert settings.place("FDCACHE_STORAGE_DIR") == "FILE_BACKEND_STORAGE_DIR in environment"
 
 
-def test_misspelt_names_are_those_of_fdcache_that_no_setting_has() -> None:
+def test_misspelt_names_are_only_those_of_fdcache() -> None:
     environ = {"FDCACHE_HOST_MEMROY": "1GiB", "FDCACHE_RANK_FILE": "/x", "FD_LOG_DRI": "x", "FD_NEW": "1"}
     assert {name for each in Settings.load(environ=environ).misspelt for name in each.variables} == {
         "FDCACHE_HOST_MEMROY",
