@@ -1,4 +1,4 @@
-"""How the command line is put together: tables of commands, each loaded when it is called.
+"""Typer applications from tables of commands, each command loaded when it is called.
 
 Typer builds a command's parameters with pydantic, so that even ``--help`` of a group would load it.
 """
@@ -18,7 +18,7 @@ from typer.main import get_command
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand: ``attribute`` of ``module`` is an annotated function or a ``typer.Typer``."""
+    """Subcommand: ``attribute`` of ``module`` is an annotated function or a ``typer.Typer``."""
 
     name: str
     module: str
@@ -36,10 +36,10 @@ class Command:
 
 
 class ServerCommand(TyperCommand):
-    """A command that is about a service where ``--server`` stands; its address, which has a slash, may be left out."""
+    """Command whose option ``--server`` takes an optional address; an address is a word with a slash."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put an empty address where none stands."""
+        """Insert an empty address after a ``--server`` without one."""
         options = list(takewhile(lambda word: word != "--", args))
         return super().parse_args(ctx, [*_with_addresses(options), *args[len(options) :]])
 
@@ -52,7 +52,7 @@ def _with_addresses(words: Sequence[str]) -> Iterator[str]:
 
 
 def new_app(**options: Any) -> typer.Typer:
-    """Make a Typer application as every command module wants it: plain help, no traceback of its own."""
+    """Return a Typer application with plain help and no tracebacks of its own."""
     return typer.Typer(
         rich_markup_mode=None,
         add_completion=False,
@@ -64,7 +64,7 @@ def new_app(**options: Any) -> typer.Typer:
 
 
 def new_group(commands: Sequence[Command], help: str) -> typer.Typer:  # noqa: A002
-    """Make a group that prints its help from a table and imports a command only to run it."""
+    """Return a group that prints its help from a table and imports a command only to run it."""
     table = {command.name: command for command in commands}
 
     class LazyGroup(TyperGroup):
@@ -83,7 +83,13 @@ def new_group(commands: Sequence[Command], help: str) -> typer.Typer:  # noqa: A
             with formatter.section("Commands"):
                 formatter.write_dl([(command.name, command.help) for command in commands])
 
-    return new_app(cls=LazyGroup, help=help)
+    app = new_app(cls=LazyGroup, help=help)
+
+    @app.callback()
+    def group() -> None:
+        """Keep the application a group, whatever the number of its commands."""
+
+    return app
 
 
 def _no_command(name: str, names: Iterable[str]) -> str:
@@ -93,23 +99,20 @@ def _no_command(name: str, names: Iterable[str]) -> str:
 
 
 def refuse_options_of_group(context: typer.Context) -> None:
-    """Refuse the options of a group that stand before one of its commands, which would ignore them.
-
-    Raises ``BadParameter`` naming the option.
-    """
+    """Raise ``BadParameter`` for options of a group given before one of its commands, which would ignore them."""
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
             raise typer.BadParameter(
-                f"options of {context.invoked_subcommand!r} come after it", param_hint=option
+                f"give options of {context.invoked_subcommand!r} after it", param_hint=option
             )
 
 
 def confirm(question: str, planned: Iterable[str]) -> None:
-    """Show what is planned and ask on the terminal; both go to standard error, since the result may be JSON.
+    """Print what is planned and ask on the terminal, both on standard error, since the result may be JSON.
 
-    Raises ``BadParameter`` where there is no terminal, and ``Abort`` on a no.
+    Raises ``BadParameter`` without a terminal, and ``Abort`` on a no.
     """
     from fdcache.settings.kinds import printable  # which loads pydantic
 

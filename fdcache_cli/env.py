@@ -22,10 +22,10 @@ COMMANDS = (
         "show",
         "fdcache_cli.env_show",
         "show",
-        "Show the settings in force, here or in a service, and where they come from.",
+        "Show the settings in effect, here or in a service, and where they come from.",
         ServerCommand,
     ),
-    Command("check", __name__, "check", "Check every setting and list all problems at once."),
+    Command("check", __name__, "check", "Check every setting, and what it names; list all problems at once."),
     Command(
         "diff",
         __name__,
@@ -33,23 +33,18 @@ COMMANDS = (
         "Compare two dotenv files, or one or a running service with the environment.",
         ServerCommand,
     ),
-    Command("template", __name__, "template", "Write every setting as a file to start from."),
+    Command("template", __name__, "template", "Write a file with every setting and its meaning."),
     Command("migrate", __name__, "migrate", "Rewrite deprecated names in a dotenv file."),
 )
 
 app = new_group(COMMANDS, help="Show, check and convert the settings.")
 
 
-@app.callback()
-def env() -> None:
-    """Hold the commands together."""
-
-
 Json = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
 
 class Format(StrEnum):
-    """What ``template`` can write."""
+    """Formats of ``template``."""
 
     DOTENV = "dotenv"
     COMPOSE = "compose"
@@ -59,34 +54,32 @@ class Format(StrEnum):
 
 
 def check(
-    strict: Annotated[bool, typer.Option("--strict", help="Take warnings for errors.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
     json: Json = False,
 ) -> None:
-    """Check every setting, and the folders, addresses and memory that they name; exit 78 if there is an error.
+    """Check every setting, and the directories, addresses and memory that they name; exit 78 if there is an error.
 
     It starts nothing, so that it can run as an init container.
+
+    Example: `FDCACHE_HOST_MEMORY=40GiB fdcache env check --strict`
     """
-    from fdcache.service.server.preflight import preflight_of_an_environment
+    from fdcache.service.server.preflight import check_environment
     from fdcache.settings import Severity, read_settings
     from fdcache.settings.problems import strictly
 
     found = read_settings()
-    looked = [
-        each
-        for each in preflight_of_an_environment(found.settings)
-        if found.rejected.isdisjoint(each.variables)
-    ]
-    problems = [*found.problems, *looked]
+    checked = check_environment(found.settings)
+    problems = [*found.problems, *(each for each in checked if found.rejected.isdisjoint(each.variables))]
     if strict:
         problems = [strictly(problem) for problem in problems]
     failed = any(problem.severity is Severity.ERROR for problem in problems)
     if json:
-        told = [{**dataclasses.asdict(problem), "source": problem.source} for problem in problems]
-        output.print_json({"ok": not failed, "problems": told, "fingerprint": found.settings.fingerprint})
+        records = [{**dataclasses.asdict(problem), "source": problem.source} for problem in problems]
+        output.print_json({"ok": not failed, "problems": records, "fingerprint": found.settings.fingerprint})
     else:
         print_problems(problems, sys.stdout)
         if not failed:
-            output.print_line(f"the configuration is right; fingerprint {found.settings.fingerprint}")
+            output.print_line(f"the configuration is valid; fingerprint {found.settings.fingerprint}")
     if failed:
         raise typer.Exit(errors.BAD_CONFIGURATION)
 
@@ -97,32 +90,35 @@ def diff(
     ] = None,
     second: Annotated[
         Path | None,
-        typer.Argument(metavar="B", help="Another; else the environment.", exists=True, dir_okay=False),
+        typer.Argument(metavar="B", help="Another. Default: the environment.", exists=True, dir_okay=False),
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
             metavar="[ADDRESS]",
-            help="Compare the environment with this service instead; without an address the one of FDCACHE_SERVER, "
-            "else of the default socket.",
+            help="Compare this running service with the environment. Default address: FDCACHE_SERVER, else the "
+            "default socket.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compare two dotenv files, or one or a running service with the environment; exit 1 if any setting differs."""
+    """Compare two dotenv files, or a file or a running service with the environment; exit 1 if any setting differs.
+
+    Example: `fdcache env diff prod.env test.env`
+    """
     from fdcache.settings import VARIABLES, read_settings
 
     if server is not None:
         if first is not None:
             raise typer.BadParameter(
-                "a service is compared with the environment; leave files out", param_hint="--server"
+                "a service is compared with the environment; give no files", param_hint="--server"
             )
         _diff_with_service(server, json)
         return
     if first is None:
         raise typer.BadParameter("give a file, or --server")
-    left = _readable(_survey_of(first))
-    right = _readable(read_settings() if second is None else _survey_of(second))
+    left = _readable(_read_file(first))
+    right = _readable(read_settings() if second is None else _read_file(second))
     comparable = [name for name, variable in VARIABLES.items() if variable.group != "files"]
     differing = [name for name in comparable if left.value(name) != right.value(name)]
     if json:
@@ -170,39 +166,42 @@ def _diff_with_service(server: str, json: bool) -> None:
 
 def template(
     template_format: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.DOTENV,
-    output_file: Annotated[Path | None, typer.Option("--output", help="Write this file.")] = None,
+    output_file: Annotated[Path | None, typer.Option("--output", help="Write to this file.")] = None,
     check_only: Annotated[
-        bool, typer.Option("--check", help="Only say whether --output is as it should be.")
+        bool, typer.Option("--check", help="Write nothing; exit 1 if --output differs.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that differs.")] = False,
 ) -> None:
-    """Write every setting as a file to start from, or as the reference page."""
+    """Write a file with every setting and its meaning, to start from; or the reference page.
+
+    Example: `fdcache env template --output fdcache.env`
+    """
     from fdcache.settings.templates import FORMATS
 
     if check_only and output_file is None:
-        raise typer.BadParameter("--check needs --output FILE to look at")
+        raise typer.BadParameter("--check needs --output FILE to compare")
     text = FORMATS[template_format]()
     if output_file is None:
         sys.stdout.write(text)
     elif not check_only:
         if not force and output_file.is_file() and _read(output_file) != text:
             errors.fail(
-                f"{output_file} exists and has other contents; name another file, or overwrite it with --force",
+                f"{output_file} exists and differs; name another file, or overwrite it with --force",
                 errors.FAILED,
             )
         _write(output_file, text)
     elif not output_file.is_file() or _read(output_file) != text:
         errors.fail(
-            f"{output_file} is not what `fdcache env template --format {template_format}` writes",
+            f"{output_file} differs from what `fdcache env template --format {template_format}` writes",
             errors.FAILED,
         )
 
 
 def migrate(
     file: Annotated[Path, typer.Argument(help="A dotenv file.", exists=True, dir_okay=False)],
-    write: Annotated[bool, typer.Option("--write", help="Change the file instead of showing how.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Change the file.")] = False,
 ) -> None:
-    """Rewrite deprecated names in a dotenv file; shows the change first and writes only with --write."""
+    """Show how deprecated names in a dotenv file are replaced; with --write, replace them."""
     from fdcache.settings import VARIABLES
     from fdcache.settings.sources import rename
 
@@ -218,11 +217,11 @@ def migrate(
     if write:
         _write(file, text)
     else:
-        output.print_line("nothing is written; --write does it")
+        output.print_line("the file is unchanged; --write changes it")
 
 
-def _survey_of(file: Path) -> LoadResult:
-    """Read a dotenv file by itself; what is wrong with it is said of the file, which no variable named."""
+def _read_file(file: Path) -> LoadResult:
+    """Load the settings of a dotenv file alone; its problems name the file instead of FDCACHE_ENV_FILE."""
     from fdcache.settings import read_settings
 
     found = read_settings(environ={}, arguments={"FDCACHE_ENV_FILE": file})
@@ -236,7 +235,7 @@ def _survey_of(file: Path) -> LoadResult:
 
 
 def _readable(found: LoadResult) -> Settings:
-    """Give the settings to compare, whether they could start anything or not. Raise for values that are none."""
+    """Return settings to compare, even if nothing could start with them. Raises ``SettingsError`` for bad values."""
     from fdcache.settings import SettingsError
 
     if found.value_errors:

@@ -1,4 +1,4 @@
-"""``fdcache env show``: the settings in force and where they come from."""
+"""``fdcache env show``: the settings in effect and where they come from."""
 
 from __future__ import annotations
 
@@ -18,6 +18,127 @@ from fdcache_cli import errors, output
 from fdcache_cli.running_service import RunningService, ask_service, find_service
 
 
+def show(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Describe these settings in full.")
+    ] = None,
+    *,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Show the settings of this running service. Default address: FDCACHE_SERVER, else the default socket.",
+        ),
+    ] = None,
+    group: Annotated[str | None, typer.Option(help="Only one group, such as cache.")] = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Only settings that differ from their default.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Every setting, including the engine's.")] = False,
+    used: Annotated[bool, typer.Option("--used", help="Only settings with an effect in fdcache.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    show_secrets: Annotated[
+        bool, typer.Option("--show-secrets", help="Unmask secrets; on a terminal only.")
+    ] = False,
+) -> None:
+    """Show the settings in effect, here or in a running service, and where they come from.
+
+    The table omits settings without an effect in fdcache that are at their default; --all and --json show them.
+    Options of `fdcache serve` change settings in the service alone; if one runs here, the differences are listed.
+
+    Example: `fdcache env show FDCACHE_HOST_MEMORY` lists every place where it was set, and which one wins.
+    """
+    if show_secrets and server is not None:
+        raise typer.BadParameter(
+            "a service reveals no secrets; leave --server out", param_hint="--show-secrets"
+        )
+    if show_secrets and not output.on_terminal():
+        raise typer.BadParameter("secrets are shown on a terminal only")
+
+    pick = partial(
+        choose, names=names or [], group=group, changed=changed, used=used, everything=everything or json
+    )
+    if server is not None:
+        from fdcache_cli.service_view import connect
+
+        with connect(server) as client:
+            service = ask_service(client)
+        _print(
+            Report(service.settings),
+            pick(service.settings),
+            _record(service),
+            detailed=bool(names),
+            json=json,
+        )
+        return
+    found = read_settings()
+    settings = effective_values(found.settings, found.rejected)
+    chosen = pick(settings)
+    running = find_service(found.settings)
+    overrides = running.overrides(settings) if running else {}
+    report = Report(
+        reveal(settings, found.settings) if show_secrets else settings, _override_notes(running, overrides)
+    )
+    record = None
+    if running is not None:
+        record = {**_record(running), "overrides": [_override(*each) for each in overrides.items()]}
+    _print(report, chosen, record, detailed=bool(names), json=json)
+    if running and not (names or json):
+        sys.stderr.write(f"note: {service_note(running, overrides)}\n")
+    errors.print_problems(found.errors, sys.stderr)
+    if found.errors:
+        raise typer.Exit(errors.BAD_CONFIGURATION)
+
+
+def service_note(service: RunningService, overrides: Mapping[str, EffectiveValue]) -> str:
+    """Return a line about the service that runs here, and the settings that its options changed."""
+    options = ", ".join(
+        f"{name}={written(state)} ({state.origins[0].place.split()[0]})" for name, state in overrides.items()
+    )
+    differs = f"its options set {options}" if overrides else "its options change no setting"
+    return (
+        f"the service at {service.address} (process {service.pid}) runs here; {differs}; "
+        f"`fdcache env show --server {service.address}` shows its settings"
+    )
+
+
+def _override_notes(
+    service: RunningService | None, overrides: Mapping[str, EffectiveValue]
+) -> Mapping[str, Mapping[str, str]]:
+    if service is None:
+        return {}
+    where = f"in the service at {service.address} (process {service.pid})"
+    return {
+        name: {"overridden": f"{written(state)} {where}, by {state.origins[0].place}"}
+        for name, state in overrides.items()
+    }
+
+
+def _record(service: RunningService) -> dict[str, Any]:
+    return {
+        "address": service.address,
+        "version": service.version,
+        "pid": service.pid,
+        "fingerprint": service.fingerprint,
+    }
+
+
+def _override(name: str, state: EffectiveValue) -> dict[str, Any]:
+    return {"name": name, "value": state.value, "place": state.origins[0].place}
+
+
+def _print(
+    report: Report, chosen: Sequence[Variable], service: dict[str, Any] | None, *, detailed: bool, json: bool
+) -> None:
+    if json:
+        output.print_json({"settings": [report.record(each) for each in chosen], "service": service})
+    elif detailed:
+        for variable in chosen:
+            output.print_line("\n".join(report.details(variable)) + "\n")
+    else:
+        output.print_table(Report.HEADER, [report.row(each) for each in chosen])
+
+
 def choose(
     settings: Mapping[str, EffectiveValue],
     names: Sequence[str],
@@ -27,11 +148,7 @@ def choose(
     used: bool,
     everything: bool,
 ) -> list[Variable]:
-    """Select among ``settings`` by the options of ``show``.
-
-    Raises:
-        typer.BadParameter: a name or the group does not exist.
-    """
+    """Select variables of ``settings`` by the options of ``show``; raise ``BadParameter`` for an unknown name."""
     renamed = {alias: variable.name for variable in VARIABLES.values() for alias in variable.aliases}
     names = [renamed.get(name, name) for name in names]
     for name in names:
@@ -57,7 +174,7 @@ def _hint(name: str, known: Any) -> str:
 
 
 def reveal(states: Mapping[str, EffectiveValue], settings: Settings) -> dict[str, EffectiveValue]:
-    """The same with the secrets of ``settings`` in clear."""
+    """Return ``states`` with the secrets of ``settings`` unmasked."""
     return {
         name: replace(state, text=_clear(settings.value(name)))
         if VARIABLES[name].secret and state.text
@@ -72,25 +189,25 @@ def _clear(value: Any) -> str:
 
 
 class Report:
-    """Renders settings. ``elsewhere`` says, for a name, what else its story has to tell, by topic."""
+    """Settings as table rows, JSON records and details; ``notes`` adds labelled lines to the details of a name."""
 
     HEADER: ClassVar = ("NAME", "VALUE", "SOURCE", "DEFAULT", "CHANGED")
 
     def __init__(
-        self, settings: Mapping[str, EffectiveValue], elsewhere: Mapping[str, Mapping[str, str]] | None = None
+        self, settings: Mapping[str, EffectiveValue], notes: Mapping[str, Mapping[str, str]] | None = None
     ) -> None:
         self._settings = settings
-        self._elsewhere = elsewhere or {}
+        self._notes = notes or {}
 
     def row(self, variable: Variable) -> tuple[str, ...]:
-        """Give the cells under ``HEADER``."""
+        """Return the cells under ``HEADER``."""
         state = self._settings[variable.name]
         default = variable.render(variable.default)
         changed = "yes" if state.changed else "no"
         return (variable.name, written(state), given_by(variable, state), _or_dash(default), changed)
 
     def record(self, variable: Variable) -> dict[str, Any]:
-        """Give what JSON has of one setting."""
+        """Return a setting for JSON."""
         state = self._settings[variable.name]
         winner = state.origins[0] if state.origins else None
         return {
@@ -117,15 +234,15 @@ class Report:
             "deprecated_names": list(variable.aliases),
         }
 
-    def story(self, variable: Variable) -> Iterator[str]:
-        """Tell everything of one setting, with every candidate, line by line."""
+    def details(self, variable: Variable) -> Iterator[str]:
+        """Yield the lines that describe a setting, with every candidate for its value."""
         state = self._settings[variable.name]
         default = _or_dash(variable.render(variable.default))
         yield variable.name
         yield f"  {variable.meaning}"
         facts = {
             "value": written(state),
-            **self._elsewhere.get(variable.name, {}),
+            **self._notes.get(variable.name, {}),
             "default": default,
             "type": variable.type,
             "unit": variable.unit,
@@ -139,14 +256,14 @@ class Report:
             "old names": ", ".join(variable.aliases),
         }
         yield from (f"  {fact + ':':14}{text}" for fact, text in facts.items() if text)
-        yield "  candidates, the first one wins:"
+        yield "  candidates, first wins:"
         for origin in state.origins:
-            yield f"    {origin.source.value:13}{_told(origin)}"
+            yield f"    {origin.source.value:13}{_described(origin)}"
         yield f"    {'default':13}{default}"
 
 
 def given_by(variable: Variable, state: EffectiveValue) -> str:
-    """Say where a value comes from: an option, or the kind of source."""
+    """Return the source of a value: an option, or the kind of source."""
     if not state.origins:
         return Source.DEFAULT.value
     winner = state.origins[0]
@@ -155,7 +272,7 @@ def given_by(variable: Variable, state: EffectiveValue) -> str:
     return winner.source.value if winner.name == variable.name else f"{winner.source.value} ({winner.name})"
 
 
-def _told(origin: Origin) -> str:
+def _described(origin: Origin) -> str:
     if origin.source is Source.ARGUMENT:
         return f"{origin.text} by {origin.place}"
     if origin.source is Source.DERIVED:
@@ -164,119 +281,9 @@ def _told(origin: Origin) -> str:
 
 
 def written(state: EffectiveValue) -> str:
-    """Write a value as a cell of a table."""
+    """Return a value as a cell of a table."""
     return _or_dash(state.text) if state.valid else "(not valid)"
 
 
 def _or_dash(text: str | None) -> str:
     return "-" if text is None else text or "''"
-
-
-def show(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Tell all of these.")] = None,
-    *,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[ADDRESS]",
-            help="Show what is in force in this running service; without an address the one of FDCACHE_SERVER, else "
-            "of the default socket.",
-        ),
-    ] = None,
-    group: Annotated[str | None, typer.Option(help="Only one group, such as cache.")] = None,
-    changed: Annotated[bool, typer.Option("--changed", help="Only what differs from its default.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Every setting, the engine's too.")] = False,
-    used: Annotated[bool, typer.Option("--used", help="Only what has an effect in fdcache.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
-    show_secrets: Annotated[bool, typer.Option("--show-secrets", help="Unmask, on a terminal.")] = False,
-) -> None:
-    """Show the settings in force, here or in a running service, and where they come from.
-
-    The table leaves out what has no effect in fdcache and is at its default unless --all asks for it; JSON has all.
-    Options of `fdcache serve` override settings in the service alone: where one runs, it is said what they changed.
-    """
-    if show_secrets and server is not None:
-        raise typer.BadParameter(
-            "a service tells no secrets; leave --server out", param_hint="--show-secrets"
-        )
-    if show_secrets and not output.on_terminal():
-        raise typer.BadParameter("secrets are shown on a terminal only")
-
-    pick = partial(
-        choose, names=names or [], group=group, changed=changed, used=used, everything=everything or json
-    )
-    if server is not None:
-        from fdcache_cli.service_view import connect
-
-        with connect(server) as client:
-            service = ask_service(client)
-        _print(
-            Report(service.settings), pick(service.settings), _record(service), stories=bool(names), json=json
-        )
-        return
-    found = read_settings()
-    settings = effective_values(found.settings, found.rejected)
-    chosen = pick(settings)
-    running = find_service(found.settings)
-    overrides = running.overrides(settings) if running else {}
-    report = Report(
-        reveal(settings, found.settings) if show_secrets else settings, _in_service(running, overrides)
-    )
-    told = None
-    if running is not None:
-        told = {**_record(running), "overrides": [_override(*each) for each in overrides.items()]}
-    _print(report, chosen, told, stories=bool(names), json=json)
-    if running and not (names or json):
-        sys.stderr.write(f"note: {tell(running, overrides)}\n")
-    errors.print_problems(found.errors, sys.stderr)
-    if found.errors:
-        raise typer.Exit(errors.BAD_CONFIGURATION)
-
-
-def tell(service: RunningService, overrides: Mapping[str, EffectiveValue]) -> str:
-    """Say in a line which service runs here, and what its options made other than in this environment."""
-    options = ", ".join(
-        f"{name}={written(state)} ({state.origins[0].place.split()[0]})" for name, state in overrides.items()
-    )
-    differs = f"its options set {options}" if overrides else "its options change nothing of this"
-    return (
-        f"the service at {service.address} (process {service.pid}) runs here; {differs}; "
-        f"`fdcache env show --server {service.address}` shows its settings"
-    )
-
-
-def _in_service(
-    service: RunningService | None, overrides: Mapping[str, EffectiveValue]
-) -> Mapping[str, Mapping[str, str]]:
-    if service is None:
-        return {}
-    where = f"in the service at {service.address} (process {service.pid})"
-    return {
-        name: {"overridden": f"{written(state)} {where}, by {state.origins[0].place}"}
-        for name, state in overrides.items()
-    }
-
-
-def _record(service: RunningService) -> dict[str, Any]:
-    return {
-        "address": service.address,
-        "version": service.version,
-        "pid": service.pid,
-        "fingerprint": service.fingerprint,
-    }
-
-
-def _override(name: str, state: EffectiveValue) -> dict[str, Any]:
-    return {"name": name, "value": state.value, "place": state.origins[0].place}
-
-
-def _print(
-    report: Report, chosen: Sequence[Variable], service: dict[str, Any] | None, *, stories: bool, json: bool
-) -> None:
-    if json:
-        output.print_json({"settings": [report.record(each) for each in chosen], "service": service})
-    elif stories:
-        for variable in chosen:
-            output.print_line("\n".join(report.story(variable)) + "\n")
-    else:
-        output.print_table(Report.HEADER, [report.row(each) for each in chosen])

@@ -1,4 +1,4 @@
-"""What a failed command prints and which status it ends with."""
+"""Exit statuses of commands, and the errors that they print."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 
 def guard(command: Callable[[], object]) -> None:
-    """Run ``command``; an error that fdcache raised on purpose is printed without a traceback."""
+    """Run ``command``; print an error that fdcache raised on purpose without a traceback, and exit."""
     warnings.formatwarning = _format_warning
     try:
         command()
@@ -36,13 +36,13 @@ def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
 
 
 def fail(message: str, status: int) -> NoReturn:
-    """Print each line of ``message`` on standard error and end with ``status``."""
+    """Print each line of ``message`` on standard error and exit with ``status``."""
     for line in message.splitlines():
         sys.stderr.write(f"error: {line}\n")
     sys.exit(status)
 
 
 def print_problems(problems: Iterable[Problem], stream: TextIO) -> None:
-    """Write what is wrong with the settings, a line each."""
+    """Print problems of the settings, a line each."""
     for problem in problems:
         stream.write(f"{problem.severity}: {problem}\n")

@@ -1,4 +1,4 @@
-"""``fdcache init``: make a machine ready, and say what was found: memory, folders, disk, GPUs, their links."""
+"""``fdcache init``: check a machine, prepare it, and measure the links of its GPUs."""
 
 from __future__ import annotations
 
@@ -20,39 +20,43 @@ if TYPE_CHECKING:
 def init(
     device: Annotated[
         list[str] | None,
-        typer.Option(metavar="UUID", help="Only this GPU; may be repeated. Default: all visible."),
+        typer.Option(metavar="UUID", help="Measure only this GPU; may be repeated. Default: all visible."),
     ] = None,
     *,
-    check: Annotated[bool, typer.Option("--check", help="Only report; measure and change nothing.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only report: measure and change nothing.")] = False,
     clean_arenas: Annotated[
-        bool, typer.Option("--clean-arenas", help="Remove what dead services left in the arena folder.")
+        bool, typer.Option("--clean-arenas", help="Remove the arenas of dead services.")
     ] = False,
     env_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the annotated settings there, unless it is there already. "
-            "Default: fdcache/fdcache.env in the user's configuration folder.",
+            help="Write the settings with their meaning to this file, unless it exists. "
+            "Default: fdcache/fdcache.env in the user's configuration directory.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Measure again what was measured already.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Measure again even if a calibration is saved.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the first GPU's measurements too (needs matplotlib)."),
+        typer.Option(metavar="FILE", help="Plot the first GPU's measurements (needs matplotlib)."),
     ] = None,
 ) -> None:
-    """Look at the machine, make the folders that are missing and a file of settings, compile the swap kernels for
-    each GPU, measure its link, and keep what was found.
+    """Check this machine and prepare it: create missing directories and a settings file, compile the swap kernels for
+    each GPU, measure its link, and save the calibration.
 
-    Exit 1 when something would make serving fail; each problem has its remedy.
+    Exit 1 if something would keep a service from starting; every problem names its remedy.
 
-    A calibration of another driver, topology or version is measured again. Copies on a GPU without one go by
-    safe defaults.
+    A calibration of another driver, topology or version is measured again. Without one, copies on a GPU use safe
+    defaults.
+
+    Example: `fdcache init --check` reports and changes nothing.
     """
     if check and (force or clean_arenas or plot is not None or env_file is not None):
         raise typer.BadParameter(
-            "it changes nothing; leave --force, --clean-arenas, --env-file and --plot out",
+            "it changes nothing; leave out --force, --clean-arenas, --env-file and --plot",
             param_hint="--check",
         )
     from fdcache.devices.topology import find_gpu, visible_gpus
@@ -65,16 +69,16 @@ def init(
         require_plotting(plot)
     settings = load_settings({})
     removed = machine_setup.clean_arenas(settings) if clean_arenas else []
-    made = [] if check else machine_setup.make_folders(settings)
+    made = [] if check else machine_setup.make_directories(settings)
     findings = machine_setup.examine(settings) + made
-    kernels = _kernels(keep=not check) if _has_gpu(findings) else {}
+    kernels = _compile_kernels(keep=not check) if _has_gpu(findings) else {}
     findings += kernels.values()
     if check:
         findings += machine_setup.calibrations(settings) if _has_gpu(findings) else []
     else:
         findings.append(machine_setup.write_env_file(env_file or machine_setup.default_env_file(), findings))
     if not json:
-        _show_machine(findings, removed)
+        _print_machine(findings, removed)
     if device:
         gpus = [find_gpu(uuid) for uuid in device]
     else:
@@ -93,7 +97,7 @@ def init(
         )
     else:
         for calibration in calibrations:
-            _show(calibration)
+            _print_calibration(calibration)
     if plot is not None and calibrations:
         from fdcache.devices.link_plot import write_plot
 
@@ -106,8 +110,8 @@ def _has_gpu(findings: Sequence[Finding]) -> bool:
     return any(each.name == "GPU" and each.hint is None for each in findings)
 
 
-def _kernels(*, keep: bool) -> dict[str, Finding]:
-    """Whether the swap kernels compile, by GPU; without ``keep`` nothing stays on disk of what is compiled."""
+def _compile_kernels(*, keep: bool) -> dict[str, Finding]:
+    """Compile the swap kernels and return the result by GPU; without ``keep`` leave nothing on disk."""
     from fdcache.devices.topology import visible_gpus
     from fdcache.service.server import machine_setup
 
@@ -116,7 +120,7 @@ def _kernels(*, keep: bool) -> dict[str, Finding]:
     return machine_setup.kernels(visible_gpus())
 
 
-def _show_machine(findings: Sequence[Finding], removed: Sequence[str]) -> None:
+def _print_machine(findings: Sequence[Finding], removed: Sequence[str]) -> None:
     for text in removed:
         output.print_line(f"removed a dead arena: {text}")
     for each in findings:
@@ -134,23 +138,23 @@ def _calibrate(uuid: str, *, force: bool, quiet: bool) -> Calibration:
     from fdcache.settings import Settings
 
     gpu = find_gpu(uuid)
-    folder = Settings.load().transfer.calibration_dir
-    kept = None if force else load_calibration(gpu, folder)
-    if kept is not None:
-        return kept
+    directory = Settings.load().transfer.calibration_dir
+    saved = None if force else load_calibration(gpu, directory)
+    if saved is not None:
+        return saved
 
-    def tell(step: str) -> None:
+    def on_step(step: str) -> None:
         if not quiet and output.on_terminal():
             output.print_line(f"{gpu.name}: {step}")
 
-    calibration = LinkProbe(gpu, tell).measure()
-    path = save_calibration(calibration, gpu, folder)
+    calibration = LinkProbe(gpu, on_step).measure()
+    path = save_calibration(calibration, gpu, directory)
     if not quiet:
-        output.print_line(f"{gpu.name}: measured, kept in {path}")
+        output.print_line(f"{gpu.name}: measured, saved in {path}")
     return calibration
 
 
-def _show(calibration: Calibration) -> None:
+def _print_calibration(calibration: Calibration) -> None:
     links = {"host to device": calibration.link_to_device, "device to host": calibration.link_to_host}
     output.print_line(
         f"{calibration.gpu} ({calibration.topology}), measured {calibration.measured_at}: one large copy "

@@ -1,4 +1,4 @@
-"""The entry point: the table of commands."""
+"""Entry point of the command line, and the table of its commands."""
 
 import sys
 
@@ -7,35 +7,39 @@ from fdcache_cli import errors
 from fdcache_cli.app import Command, new_group
 
 COMMANDS = (
-    Command("init", "fdcache_cli.init", "init", "Compile the swap kernels and measure the link of each GPU."),
-    Command("env", "fdcache_cli.env", "app", "Show, check and convert the settings."),
-    Command("serve", "fdcache_cli.serve", "serve", "Serve one warm host tier to all engines of this node."),
     Command(
-        "inspect", "fdcache_cli.inspect", "app", "Look into a running service, or what fdcache keeps on disk."
+        "init",
+        "fdcache_cli.init",
+        "init",
+        "Check this machine, prepare it, and measure its GPU links.",
     ),
-    Command("replay", "fdcache_cli.replay", "replay", "Replay a workload through the real cache and report."),
-    Command("reset", "fdcache_cli.reset", "app", "Forget cached blocks, in a running service or on disk."),
+    Command("env", "fdcache_cli.env", "app", "Show, check and convert the settings."),
+    Command("serve", "fdcache_cli.serve", "serve", "Serve one host tier to all engines of this node."),
+    Command("inspect", "fdcache_cli.inspect", "app", "Look into a running service, or into files on disk."),
+    Command(
+        "replay",
+        "fdcache_cli.replay",
+        "replay",
+        "Replay a workload through the real cache and report.",
+    ),
+    Command("reset", "fdcache_cli.reset", "app", "Drop cached blocks, of a running service or on disk."),
 )
 
 app = new_group(
     COMMANDS,
-    help="fdcache: the KV-cache layer of an LLM serving engine. `fdcache --version` prints the version.",
+    help="fdcache: the KV-cache layer of an LLM serving engine. Start with `fdcache init --check`. "
+    "`fdcache --version` prints the version.",
 )
 
 
-@app.callback()
-def main() -> None:
-    """Hold the commands together."""
-
-
 def run() -> None:
-    """Run the command line; the exit status is 0, 1 (failed), 2 (wrong usage) or 78 (bad configuration)."""
+    """Run the command line. Exit status: 0, 1 (failed), 2 (wrong usage), 78 (bad configuration) or 130 (Ctrl-C)."""
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     arguments = sys.argv[1:]
     if arguments == ["--version"]:
         sys.stdout.write(f"fdcache {__version__}\n")
         return
-    # A command runs by itself, since Typer loads pydantic to read the options that stand before it.
+    # A command runs without its group: Typer would load pydantic to read the group's options.
     chosen = next((command for command in COMMANDS if arguments[:1] == [command.name]), None)
     if chosen is None:
         errors.guard(lambda: app(arguments, prog_name="fdcache"))

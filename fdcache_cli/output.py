@@ -1,4 +1,4 @@
-"""Tables, JSON and progress bars: for people on a terminal, for programs elsewhere."""
+"""Output of commands: tables and JSON on standard output, progress bars on standard error."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+Advance = Callable[[str, int, int], None]
+"""Reports the name of a task, how much of it is done, and how much there is; from any thread."""
+
 
 def on_terminal() -> bool:
-    """Whether standard output is a terminal."""
+    """Return True if standard output is a terminal."""
     return sys.stdout.isatty()
 
 
 def print_line(text: str = "") -> None:
-    """Write one line."""
+    """Print one line."""
     sys.stdout.write(text + "\n")
 
 
 def print_json(value: object) -> None:
-    """Write one JSON value."""
+    """Print one JSON value."""
     print_line(json.dumps(value, indent=2))
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Write a table: drawn and wrapped on a terminal, aligned columns and nothing cut off elsewhere."""
+    """Print a table: drawn and wrapped on a terminal; elsewhere aligned columns with nothing cut off."""
     from fdcache.settings.kinds import printable  # which loads pydantic
 
     table = [header, *([printable(cell) for cell in row] for row in rows)]
@@ -50,16 +56,9 @@ def _draw(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     Console().print(table)
 
 
-if TYPE_CHECKING:
-    from rich.progress import TaskID
-
-Advance = Callable[[str, int, int], None]
-"""Takes what is being done, how much of it is, and how much there is; from any thread."""
-
-
 @contextmanager
 def progress_bars() -> Iterator[Advance | None]:
-    """A bar for each thing that is told of, there while it is under way. None without a terminal."""
+    """Yield a function that draws a bar for each task while it runs; None when standard error is no terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -68,23 +67,23 @@ def progress_bars() -> Iterator[Advance | None]:
         return
     from rich.progress import Progress
 
-    # Output of the command itself goes where it always goes, so that it can be piped.
+    # The command's own output stays on standard output, so that it can be piped.
     bars = Progress(console=console, transient=True, redirect_stdout=sys.stdout.isatty())
     tasks: dict[str, TaskID] = {}
     lock = Lock()
 
-    def advance(what: str, done: int, total: int) -> None:
+    def advance(name: str, done: int, total: int) -> None:
         with lock:
-            if what not in tasks and done >= total:
-                return  # over before anybody could see it
+            if name not in tasks and done >= total:
+                return  # over before it could be seen
             if not tasks:
                 bars.start()
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, completed=done, total=total)
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, completed=done, total=total)
                 bars.refresh()
-            bars.update(tasks[what], completed=done, total=total)
+            bars.update(tasks[name], completed=done, total=total)
             if done >= total:
-                bars.remove_task(tasks.pop(what))
+                bars.remove_task(tasks.pop(name))
             if not tasks:
                 bars.stop()
 

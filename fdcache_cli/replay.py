@@ -1,4 +1,4 @@
-"""``fdcache replay``: options in, report out."""
+"""``fdcache replay``: its options, progress bar and report."""
 
 from __future__ import annotations
 
@@ -45,123 +45,26 @@ from fdcache_cli.errors import print_problems
 from fdcache_cli.output import progress_bars
 from fdcache_cli.running_service import is_served
 
-_REFRESH_SECONDS = 0.1
-
-
-@contextmanager
-def progress(total: int | None) -> Iterator[Callable[[Tally], None] | None]:
-    """A function that takes the counts so far, or None where standard error is no terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (
-        TextColumn("replay"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("hit rate {task.fields[hit_rate]:.1%}  corrupt {task.fields[corrupt]}"),
-        TimeElapsedColumn(),
-    )
-    bar = Progress(*columns, console=console, transient=True, auto_refresh=False)
-    task = bar.add_task("replay", total=total, hit_rate=0.0, corrupt=0)
-    due = 0.0
-
-    def advance(tally: Tally) -> None:
-        nonlocal due
-        if (now := time.monotonic()) < due:
-            return
-        if not due:
-            bar.start()  # not before: storage that is being opened has a bar of its own
-        due = now + _REFRESH_SECONDS
-        ended = tally.finished + tally.rejected
-        bar.update(task, completed=ended, hit_rate=tally.hit_rate, corrupt=tally.corrupt_blocks)
-        bar.refresh()
-
-    try:
-        yield advance
-    finally:
-        bar.stop()
-
-
-def print_report(report: Report) -> None:
-    """The report as a table on standard output."""
-    tally = report.tally
-    table = Table(
-        title="fdcache replay" + (" (interrupted)" if report.interrupted else ""), show_header=False
-    )
-    table.add_column(style="bold")
-    table.add_column()
-    rows = {
-        "requests": f"{tally.requests}, {tally.finished} finished, {tally.rejected} rejected (larger than the pool)",
-        "prompt tokens": f"{tally.prompt_tokens:,}",
-        "found in the cache": f"{tally.hit_rate:.1%}: "
-        + ", ".join(f"{tier} {tokens:,}" for tier, tokens in tally.hit_tokens.items()),
-        "blocks compared": f"{tally.verified_blocks:,}",
-        "corrupt blocks": _judged(tally.corrupt_blocks),
-        "leaked": f"{_judged(report.leaked_slots)} slots, {_judged(report.leaked_pins)} pins",
-        "invariants": "[green]hold[/]"
-        if report.integrity_error is None
-        else f"[red]{report.integrity_error}[/]",
-        "preemptions": f"{tally.preemptions:,}",
-        "evictions": f"device {report.evictions:,}, host {report.host_evictions:,}",
-        "loads that failed": f"{tally.failed_loads:,} ({tally.recomputed_tokens:,} tokens computed again)",
-        "host to device": _traffic(tally.h2d),
-        "device to host": _traffic(tally.d2h),
-        **_storage_rows(report),
-        "manager, us a request": _calls(report),
-        "time": f"{report.wall_seconds:.1f} s, {tally.steps:,} steps",
-        "peak memory": readable_size(report.peak_rss_bytes),
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
-
-
-def _storage_rows(report: Report) -> dict[str, str]:
-    storage = report.to_dict()["storage"]
-    if storage is None:
-        return {}
-    tally = report.tally
-    return {
-        "storage": f"{storage['connector']}, {', '.join(storage['states'])}; {storage['restored_blocks']:,} blocks "
-        f"from earlier, {storage['stored']:,} stored, {storage['hits']:,} read, {storage['corrupt']:,} refused",
-        "from and to storage": f"{_traffic(tally.from_storage)}, {_traffic(tally.to_storage)}",
-    }
-
-
-def _judged(count: int) -> str:
-    return f"[green]{count}[/]" if count == 0 else f"[red]{count:,}[/]"
-
-
-def _traffic(traffic: Traffic) -> str:
-    speed = f" ({traffic.bytes / traffic.seconds / 1e9:.1f} GB/s while copying)" if traffic.seconds else ""
-    return readable_size(traffic.bytes) + speed
-
-
-def _calls(report: Report) -> str:
-    calls = ((name, report.manager_us[name]) for name in MANAGER_CALLS)
-    times = (f"{name} {us['p50']:.1f} ({us['p99']:.1f})" for name, us in calls)
-    return "p50 (p99): " + ", ".join(times)
-
-
 GENERATED_REQUESTS = 1000
+_REFRESH_SECONDS = 0.1
 
 
 def _size(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no size; write 512MiB, 4G or a number of bytes") from None
+        raise typer.BadParameter(f"{text!r} is not a size; write 512MiB, 4G or a number of bytes") from None
 
 
 Trace = Annotated[
     Path | None,
-    typer.Argument(metavar="TRACE", help="Mooncake JSONL file; without it a workload is generated."),
+    typer.Argument(metavar="TRACE", help="Trace in Mooncake's JSONL format. Default: generate a workload."),
 ]
 Requests = Annotated[
     int | None,
     typer.Option(
-        min=1, help=f"Stop after so many. Default: the whole trace, or {GENERATED_REQUESTS} generated."
+        min=1,
+        help=f"Stop after this many requests. Default: the whole trace, or {GENERATED_REQUESTS} generated.",
     ),
 ]
 
@@ -170,7 +73,7 @@ def replay(
     trace: Trace = None,
     *,
     workload: Annotated[
-        WorkloadName, typer.Option(help="What to generate without a TRACE.")
+        WorkloadName, typer.Option(help="Workload to generate without a TRACE.")
     ] = WorkloadName.CHAT,
     requests: Requests = None,
     device_blocks: Annotated[
@@ -179,20 +82,20 @@ def replay(
             min=1, help=f"Blocks of the device tier. Default: {LAPTOP_DEFAULTS['FDCACHE_DEVICE_BLOCKS']}."
         ),
     ] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block. Default: 64.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a block. Default: 64.")] = None,
     host_memory: Annotated[
         int | None,
         typer.Option(
             parser=_size,
             metavar="SIZE",
-            help="Host memory of all ranks together, as 1GiB or 4G; 0 for no host tier. "
+            help="Host memory of all ranks together, such as 1GiB; 0 for no host tier. "
             f"Default: {LAPTOP_DEFAULTS['FDCACHE_HOST_MEMORY']}.",
         ),
     ] = None,
     storage: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Keep blocks in local storage there, and start with what earlier runs left."
+            metavar="DIR", help="Directory of local storage; a run starts with the blocks of earlier runs."
         ),
     ] = None,
     storage_size: Annotated[
@@ -200,76 +103,76 @@ def replay(
         typer.Option(
             parser=_size,
             metavar="SIZE",
-            help=f"Of the local storage, for each rank. Default: {LAPTOP_DEFAULTS['FDCACHE_STORAGE_SIZE']}.",
+            help=f"Size of the local storage of each rank. Default: {LAPTOP_DEFAULTS['FDCACHE_STORAGE_SIZE']}.",
         ),
     ] = None,
     server: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS", help="Use the host tier of this service instead of one of the replay's own."
-        ),
+        typer.Option(metavar="ADDRESS", help="Use the host tier of this service instead of an own one."),
     ] = None,
     layout: Annotated[
         LayoutName | None,
         typer.Option(
-            help="Planes of a layer. Default: mla with FD_ATTENTION_BACKEND=MLA_ATTN, else uniform."
+            help="Kind of KV layout. Default: mla with FD_ATTENTION_BACKEND=MLA_ATTN, else uniform."
         ),
     ] = None,
     layers: Annotated[int, typer.Option(min=1, max=MOST_LAYERS, help="Main layers.")] = 2,
     draft_layers: Annotated[
-        int, typer.Option(min=0, max=MOST_LAYERS, help="Draft (MTP) layers after them.")
+        int, typer.Option(min=0, max=MOST_LAYERS, help="Draft (MTP) layers after the main ones.")
     ] = 0,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of one rank.")] = 1,
-    head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 16,
+    head_dim: Annotated[int, typer.Option(min=1, help="Elements in a head.")] = 16,
     dtype: Annotated[
         str, typer.Option(help="bf16, fp16, fp32, fp8 or int8; fp8 layouts choose their own.")
     ] = "bf16",
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel ranks; several are processes. Default: 1.")
+        int | None,
+        typer.Option(min=1, help="Tensor-parallel ranks; more than one run as processes. Default: 1."),
     ] = None,
     write_policy: Annotated[
         WritePolicy | None,
         typer.Option(help="When blocks are copied to the host. Default: write_through_selective."),
     ] = None,
     write_through_threshold: Annotated[
-        int | None, typer.Option(min=1, help="Hits from which write_through_selective copies. Default: 2.")
+        int | None,
+        typer.Option(min=1, help="Hits after which write_through_selective copies a block. Default: 2."),
     ] = None,
     eviction: Annotated[
-        EvictionPolicy | None, typer.Option(help="The order in which blocks leave a full tier. Default: lru.")
+        EvictionPolicy | None, typer.Option(help="Order in which blocks leave a full tier. Default: lru.")
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
     chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens computed in a step, of all requests.")
+        int, typer.Option(min=1, help="Tokens computed in a step by all requests.")
     ] = 4096,
     speed: Annotated[
         float | None,
         typer.Option(
             metavar="FACTOR",
-            help="Follow the timestamps, so many times as fast. Default: as fast as possible.",
+            help="Follow the timestamps, this many times faster. Default: as fast as possible.",
         ),
     ] = None,
-    verify: Annotated[
-        Verify, typer.Option(help="Which reused blocks are compared byte by byte.")
-    ] = Verify.ALL,
+    verify: Annotated[Verify, typer.Option(help="Reused blocks to compare byte by byte.")] = Verify.ALL,
     device: Annotated[
-        DeviceName, typer.Option(help="What plays the device: memory of this machine, or its GPUs.")
+        DeviceName, typer.Option(help="Device: memory of this machine (cpu), or its GPUs.")
     ] = DeviceName.CPU,
     load_failures: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the loads from the host that is made to fail.")
+        float, typer.Option(min=0, max=1, help="Fraction of the loads from the host that fail.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the workload, its tokens and the failures.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the workload, its tokens and the failures.")] = 0,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a picture of hit rate and tier occupancy over time."),
+        typer.Option(metavar="FILE", help="Plot hit rate and tier occupancy over time."),
     ] = None,
 ) -> None:
-    """Replay a workload through the real cache, check every byte, and report what was saved.
+    """Replay a workload through the real cache, compare every reused byte, and report what was saved.
 
-    Ends with status 1 when a block was corrupt, anything leaked or no request fits the device tier, and with 130
-    after Ctrl-C, which stops the run and still prints the report of what was done by then.
+    Exit 1 if a block was corrupt, anything leaked, or no request fits the device tier; 130 after Ctrl-C, which stops
+    the run and prints the report so far.
+
+    Example: `fdcache replay --workload agent --requests 2000 --host-memory 1GiB`
     """
     options = {
         "--device-blocks": device_blocks,
@@ -310,8 +213,8 @@ def replay(
         items = read_trace(trace, total) if trace else generate(workload, total or GENERATED_REQUESTS, seed)
         if config.cache.server is not None and not is_served(config.cache.server):
             sys.stderr.write(
-                f"note: nobody serves at {config.cache.server}: until somebody does, nothing is found on the host; "
-                "start `fdcache serve`, or leave --server out for a host tier of the replay's own\n"
+                f"note: no service at {config.cache.server}: the host tier misses until there is one; "
+                "start `fdcache serve`, or leave --server out to use an own host tier\n"
             )
         report = _run(items, config, total)
     except ReplayOptionError as error:
@@ -330,7 +233,7 @@ def replay(
 
 
 def _settings(options: Mapping[str, object]) -> Settings:
-    """The settings in force; what is wrong with an option is said in terms of options."""
+    """Load the settings with these options; errors about an option name the option, not its variable."""
     if options["--server"] is not None and options["--host-memory"] is not None:
         raise typer.BadParameter(
             "the host tier is the service's: give it to `fdcache serve`, or leave --server out",
@@ -339,25 +242,25 @@ def _settings(options: Mapping[str, object]) -> Settings:
     names = {f"FDCACHE_{option[2:].replace('-', '_').upper()}": option for option in options}
     names["FDCACHE_STORAGE_DIR"] = "--storage"
     values = {name: options[option] for name, option in names.items()}
-    # The option names a folder, which means local storage; the variable names any connector.
+    # The option takes a directory, which means local storage; the variable takes any connector.
     values["FDCACHE_STORAGE"] = "local" if options["--storage"] else None
     try:
         return load_settings({name: Sourced("command line", value) for name, value in values.items()})
     except SettingsError as error:
         concerned = {name for problem in error.problems for name in problem.variables}
-        guilty = [
+        wrong = [
             option for name, option in names.items() if name in concerned and options[option] is not None
         ]
-        if not guilty:
+        if not wrong:
             raise
         text = str(error)
         for name, option in sorted(names.items(), reverse=True):
             text = text.replace(name, option)
-        raise typer.BadParameter(text, param_hint=guilty[0]) from error
+        raise typer.BadParameter(text, param_hint=wrong[0]) from error
 
 
 def _variable_of(option: str, settings: Settings) -> str | None:
-    """Give the variable that was set and decides what the option would; None where none was."""
+    """Return the variable that was set in place of an option, or None."""
     names = [f"FDCACHE_{option[2:].replace('-', '_').upper()}"]
     if option == "--device-blocks":
         names.append("FDCACHE_DEVICE_MEMORY")
@@ -366,7 +269,7 @@ def _variable_of(option: str, settings: Settings) -> str | None:
 
 
 def _run(items: Iterator[WorkItem], config: ReplayConfig, total: int | None) -> Report:
-    with _interrupts() as stop, progress_bars() as start, progress(total) as advance:
+    with _interrupts() as stop, progress_bars() as start, progress_bar(total) as advance:
         return run_replay(items, config, on_progress=advance, on_start=start, should_stop=lambda: bool(stop))
 
 
@@ -388,7 +291,7 @@ def _status(report: Report, config: ReplayConfig, device_variable: str | None) -
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """A list that the first Ctrl-C fills; the second one interrupts as usual."""
+    """Yield a list to which the first Ctrl-C is added; a second one interrupts as usual."""
     received: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -400,3 +303,99 @@ def _interrupts() -> Iterator[list[int]]:
         yield received
     finally:
         signal.signal(signal.SIGINT, former)
+
+
+@contextmanager
+def progress_bar(total: int | None) -> Iterator[Callable[[Tally], None] | None]:
+    """Yield a function that draws the counts so far; None when standard error is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("replay"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("hit rate {task.fields[hit_rate]:.1%}  corrupt {task.fields[corrupt]}"),
+        TimeElapsedColumn(),
+    )
+    bar = Progress(*columns, console=console, transient=True, auto_refresh=False)
+    task = bar.add_task("replay", total=total, hit_rate=0.0, corrupt=0)
+    due = 0.0
+
+    def advance(tally: Tally) -> None:
+        nonlocal due
+        if (now := time.monotonic()) < due:
+            return
+        if not due:
+            bar.start()  # not earlier: storage being opened has its own bar
+        due = now + _REFRESH_SECONDS
+        ended = tally.finished + tally.rejected
+        bar.update(task, completed=ended, hit_rate=tally.hit_rate, corrupt=tally.corrupt_blocks)
+        bar.refresh()
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
+
+
+def print_report(report: Report) -> None:
+    """Print the report as a table."""
+    tally = report.tally
+    table = Table(
+        title="fdcache replay" + (" (interrupted)" if report.interrupted else ""), show_header=False
+    )
+    table.add_column(style="bold")
+    table.add_column()
+    rows = {
+        "requests": f"{tally.requests}, {tally.finished} finished, {tally.rejected} rejected (larger than the pool)",
+        "prompt tokens": f"{tally.prompt_tokens:,}",
+        "found in the cache": f"{tally.hit_rate:.1%}: "
+        + ", ".join(f"{tier} {tokens:,}" for tier, tokens in tally.hit_tokens.items()),
+        "blocks compared": f"{tally.verified_blocks:,}",
+        "corrupt blocks": _colored(tally.corrupt_blocks),
+        "leaked": f"{_colored(report.leaked_slots)} slots, {_colored(report.leaked_pins)} pins",
+        "invariants": "[green]hold[/]"
+        if report.integrity_error is None
+        else f"[red]{report.integrity_error}[/]",
+        "preemptions": f"{tally.preemptions:,}",
+        "evictions": f"device {report.evictions:,}, host {report.host_evictions:,}",
+        "loads that failed": f"{tally.failed_loads:,} ({tally.recomputed_tokens:,} tokens recomputed)",
+        "host to device": _traffic(tally.h2d),
+        "device to host": _traffic(tally.d2h),
+        **_storage_rows(report),
+        "manager, us per request": _calls(report),
+        "time": f"{report.wall_seconds:.1f} s, {tally.steps:,} steps",
+        "peak memory": readable_size(report.peak_rss_bytes),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _storage_rows(report: Report) -> dict[str, str]:
+    storage = report.to_dict()["storage"]
+    if storage is None:
+        return {}
+    tally = report.tally
+    return {
+        "storage": f"{storage['connector']}, {', '.join(storage['states'])}; {storage['restored_blocks']:,} blocks "
+        f"from earlier, {storage['stored']:,} stored, {storage['hits']:,} read, {storage['corrupt']:,} refused",
+        "from and to storage": f"{_traffic(tally.from_storage)}, {_traffic(tally.to_storage)}",
+    }
+
+
+def _colored(count: int) -> str:
+    return f"[green]{count}[/]" if count == 0 else f"[red]{count:,}[/]"
+
+
+def _traffic(traffic: Traffic) -> str:
+    speed = f" ({traffic.bytes / traffic.seconds / 1e9:.1f} GB/s while copying)" if traffic.seconds else ""
+    return readable_size(traffic.bytes) + speed
+
+
+def _calls(report: Report) -> str:
+    calls = ((name, report.manager_us[name]) for name in MANAGER_CALLS)
+    times = (f"{name} {us['p50']:.1f} ({us['p99']:.1f})" for name, us in calls)
+    return "p50 (p99): " + ", ".join(times)

@@ -1,4 +1,4 @@
-"""``fdcache serve``: one screen saying what is served, then the service."""
+"""``fdcache serve``: print a summary, then run the service."""
 
 from __future__ import annotations
 
@@ -23,36 +23,41 @@ def serve(
     *,
     socket: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Where clients connect, as ipc:///run/fdcache/x.sock."),
+        typer.Option(metavar="ADDRESS", help="Address of the service, such as ipc:///run/fdcache/x.sock."),
     ] = None,
     http: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Probes, metrics and views; off for none.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Address of probes, metrics and views, or off.")
     ] = None,
     host_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes of the arena. Default: a quarter of what is free."),
+        typer.Option(
+            metavar="SIZE", help="Size of the arena, such as 40GiB. Default: a quarter of the free memory."
+        ),
     ] = None,
     storage: Annotated[
         str | None,
         typer.Option(
             metavar="DIR|NAME",
-            help="Keep blocks beyond the host tier: in files in a folder, written with a slash, or in a connector: "
+            help="Storage tier below the host tier: a directory for files, written with a slash, or a connector: "
             "local, mooncake, none.",
         ),
     ] = None,
     storage_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes of the files of each rank and layout. Default: 64GiB."),
+        typer.Option(metavar="SIZE", help="Size of the files of each rank and layout. Default: 64GiB."),
     ] = None,
-    arena_dir: Annotated[Path | None, typer.Option(help="The folder of the arena.")] = None,
+    arena_dir: Annotated[Path | None, typer.Option(help="Directory of the arena, a tmpfs.")] = None,
     recover: Annotated[
-        bool | None, typer.Option("--recover/--no-recover", help="Take over what a dead service left.")
+        bool | None, typer.Option("--recover/--no-recover", help="Take over the blocks of a dead service.")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Check the settings and end.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check the settings and exit.")] = False,
 ) -> None:
-    """Serve one warm host tier, and a storage tier below it, to all engines of this node.
+    """Serve one host tier, and a storage tier below it, to all engines of this node.
 
-    SIGTERM drains and ends it; a second signal ends it at once.
+    Engines find the service through FDCACHE_SERVER. The first SIGTERM or Ctrl-C waits for them to leave; a second one
+    ends the service at once.
+
+    Example: `fdcache serve --host-memory 40GiB --storage /var/lib/fdcache`
     """
     from fdcache.service.server import process
     from fdcache.service.server.lifecycle import Server
@@ -62,57 +67,54 @@ def serve(
 
     settings = load_settings(
         {
-            "FDCACHE_SERVER": _given("--socket", socket),
-            "FDCACHE_HTTP_ADDRESS": _given("--http", http),
-            "FDCACHE_HOST_MEMORY": _given("--host-memory", host_memory),
-            "FDCACHE_ARENA_DIR": _given("--arena-dir", None if arena_dir is None else str(arena_dir)),
-            "FDCACHE_RECOVER": _given("--no-recover" if recover is False else "--recover", recover),
+            "FDCACHE_SERVER": _option("--socket", socket),
+            "FDCACHE_HTTP_ADDRESS": _option("--http", http),
+            "FDCACHE_HOST_MEMORY": _option("--host-memory", host_memory),
+            "FDCACHE_ARENA_DIR": _option("--arena-dir", None if arena_dir is None else str(arena_dir)),
+            "FDCACHE_RECOVER": _option("--no-recover" if recover is False else "--recover", recover),
             **_storage_arguments(storage, storage_size),
         }
     )
     if storage_size is not None and settings.storage_tier.connector != "local":
         raise typer.BadParameter(
-            f"it is for files, and FDCACHE_STORAGE={settings.storage_tier.connector} keeps none; give --storage DIR",
+            f"FDCACHE_STORAGE={settings.storage_tier.connector} keeps no files; give --storage DIR",
             param_hint="--storage-size",
         )
     if check:
         require_ready(settings)
         print_problems(settings.warnings, sys.stderr)
-        output.print_line(f"the settings are right; fingerprint {settings.fingerprint}")
+        output.print_line(f"the settings are valid; fingerprint {settings.fingerprint}")
         return
     print_problems(settings.misspelt, sys.stderr)
     process.configure(settings)
     server = Server(settings)
-    with ended_by_signals(lambda: server.is_serving, lambda force: server.stop(force=force)):
-        _serve(server, settings)
+    signals = ended_by_signals(lambda: server.is_serving, lambda force: server.stop(force=force))
+    with signals, progress_bars() as advance:
+        _serve(server, settings, advance)
 
 
-def _serve(server: Server, settings: Settings) -> None:
-    with progress_bars() as advance:
-        _serve_with(server, settings, advance)
-
-
-def _serve_with(server: Server, settings: Settings, advance: Advance | None) -> None:
-    where = server.endpoints
+def _serve(server: Server, settings: Settings, advance: Advance | None) -> None:
+    endpoints = server.endpoints
     web = None
     try:
         if advance is None:
             server.start()
         else:
             server.start(advance)
-        if where.http is not None:
+        if endpoints.http is not None:
             from fdcache.service.server.http import HttpServer, make_app
 
             keys = tuple(key.get_secret_value() for key in settings.service.api_keys)
             try:
-                web = HttpServer(make_app(where.address, keys), *where.http)
+                web = HttpServer(make_app(endpoints.address, keys), *endpoints.http)
             except OSError as error:
                 raise ConfigurationError(
-                    f"FDCACHE_HTTP_ADDRESS: {where.http[0]}:{where.http[1]}: {error}; choose another with --http"
+                    f"FDCACHE_HTTP_ADDRESS: {':'.join(map(str, endpoints.http))}: {error}; "
+                    "choose another with --http"
                 ) from error
             web.start()
-        _screen(server, settings, web.port if web else None)
-        server.on_ready = _say_ready
+        _print_summary(server, settings, web.port if web else None)
+        server.on_ready = _print_ready
         server.run()
     finally:
         if web is not None:
@@ -121,25 +123,25 @@ def _serve_with(server: Server, settings: Settings, advance: Advance | None) -> 
 
 
 def _storage_arguments(storage: str | None, size: str | None) -> dict[str, Sourced]:
-    """What the options mean as settings. A folder means local storage; the setting names any connector."""
-    is_folder = storage is not None and "/" in storage
+    """Return the storage options as settings: ``--storage`` takes a directory or a connector."""
+    is_directory = storage is not None and "/" in storage
     return {
-        "FDCACHE_STORAGE": _given("--storage", "local" if is_folder else storage),
-        "FDCACHE_STORAGE_DIR": _given("--storage", storage if is_folder else None),
-        "FDCACHE_STORAGE_SIZE": _given("--storage-size", size),
+        "FDCACHE_STORAGE": _option("--storage", "local" if is_directory else storage),
+        "FDCACHE_STORAGE_DIR": _option("--storage", storage if is_directory else None),
+        "FDCACHE_STORAGE_SIZE": _option("--storage-size", size),
     }
 
 
-def _given(option: str, value: object) -> Sourced:
+def _option(option: str, value: object) -> Sourced:
     return Sourced(f"{option} of fdcache serve", value)
 
 
-def _say_ready() -> None:
+def _print_ready() -> None:
     output.print_line("ready; Ctrl-C ends it")
     sys.stdout.flush()
 
 
-def _screen(server: Server, settings: Settings, port: int | None) -> None:
+def _print_summary(server: Server, settings: Settings, port: int | None) -> None:
     from fdcache.service.server.arena import find_arenas
     from fdcache.service.server.lifecycle import parse_http
 

@@ -169,7 +169,7 @@ class TestOfThisEnvironment:
         same = {each["name"]: str(each["value"]) for each in service["overrides"]}
         done = node.noticed(**same)
         (note,) = done.stderr.splitlines()
-        assert "change nothing of this" in note
+        assert "change no setting" in note
 
     def test_a_wrong_environment_is_told_beside_it(self, node: Node) -> None:
         done = node.noticed(FDCACHE_RANKS="many")

@@ -276,5 +276,5 @@ def wait_until_gone(group: int) -> None:
 def test_a_replay_where_nobody_serves_says_so_and_goes_on(tmp_path: Path) -> None:
     done = fdcache("--requests", 20, "--server", f"ipc://{tmp_path}/none.sock", "--json")
     assert done.returncode == 0, done.stderr
-    assert f"nobody serves at ipc://{tmp_path}/none.sock" in done.stderr
+    assert f"no service at ipc://{tmp_path}/none.sock" in done.stderr
     assert json.loads(done.stdout)["hit_tokens"]["host"] == 0

@@ -159,7 +159,7 @@ class TestInspect:
         assert answers["clients"][0]["name"] in shown
         done = run("inspect", "--json", "tiers", "--server", service.address)
         assert done.returncode == 2
-        assert "come after it" in done.stderr
+        assert "after it" in done.stderr
 
     def test_a_block_by_the_beginning_of_its_hash(self, service: ServiceProcess) -> None:
         (first, *_) = json.loads(inspect(service, "tree", "--json"))

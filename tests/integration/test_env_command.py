@@ -102,10 +102,10 @@ LINES_OF = {
     "FDCACHE_RUNTIME_DIR=relative": "address 'ipc://relative/fdcache.sock': the path must be absolute",
     f"FDCACHE_RUNTIME_DIR=/tmp/{'x' * 120}": "the path is longer than the 107 bytes of a socket",
     "FDCACHE_RUNTIME_DIR=/proc/nope": "/proc/nope: the directory of the socket cannot be created in /proc",
-    "FDCACHE_NUMA_NODE=4095": "this machine has no NUMA node 4095; unset it",
-    "FD_LOG_DIR=/proc/nope": "/proc/nope cannot be made",
+    "FDCACHE_NUMA_NODE=4095": "this machine has no NUMA node 4095; unset the variable",
+    "FD_LOG_DIR=/proc/nope": "/proc/nope cannot be created",
     "FDCACHE_STORAGE=nosuch": "FDCACHE_STORAGE=nosuch: no such connector",
-    "FDCACHE_STORAGE_DIR=/proc/nope": "/proc/nope cannot be made",
+    "FDCACHE_STORAGE_DIR=/proc/nope": "/proc/nope cannot be created",
     "FDCACHE_STORAGE_SIZE=3": "'3' is below 4KiB; use a size, at least 4KiB",
     "FDCACHE_HOST_MEMORY=3": "an arena of 3 bytes holds no extent of 4096",
     "FDCACHE_REUSE_GRID=48": "a grid of 48 tokens neither divides the block size 64 nor is a multiple of it",
@@ -170,8 +170,7 @@ def test_check_finds_links_that_lead_nowhere(tmp_path: Path) -> None:
         (name, folder) = folders.popitem()
         assert done.returncode == 78
         assert (
-            f"error: {name} (environment): {folder} cannot be made: {link} is a link to no folder"
-            in done.stdout
+            f"error: {name} (environment): {folder} cannot be created: {link} is a broken link" in done.stdout
         )
 
 

@@ -65,7 +65,7 @@ def test_it_says_what_the_machine_has_and_changes_nothing(tmp_path: Path) -> Non
     [
         ({"FDCACHE_ARENA_DIR": "/no/such/folder"}, "make it a tmpfs"),
         ({"FDCACHE_ARENA_DIR": "/sys"}, "choose another, a tmpfs such as /dev/shm"),
-        ({"FDCACHE_NUMA_NODE": "4095"}, "no NUMA node 4095; unset it"),
+        ({"FDCACHE_NUMA_NODE": "4095"}, "no NUMA node 4095; unset the variable"),
         ({"FDCACHE_RUNTIME_DIR": "/"}, "set FDCACHE_RUNTIME_DIR to another directory"),
     ],
 )
@@ -89,7 +89,7 @@ class TestPreparing:
         assert done.returncode == 0, done.stdout + done.stderr
         for name in ("run", "calibration", "log", "storage"):
             assert (tmp_path / name).stat().st_mode & 0o777 == 0o700
-            assert f"{tmp_path / name}, made" in done.stdout
+            assert f"{tmp_path / name}, created" in done.stdout
         file = tmp_path / "config/fdcache/fdcache.env"
         assert file.stat().st_mode & 0o777 == 0o600
         assert f"FDCACHE_ENV_FILE={file}" in done.stdout
@@ -100,7 +100,7 @@ class TestPreparing:
         again = run_init("--json", **settings, FDCACHE_ENV_FILE=str(file))
         assert again.returncode == 0, again.stderr
         found = {each["name"]: each["found"] for each in json.loads(again.stdout)["machine"]}
-        assert "kept as it is" in found["settings file"]
+        assert "was not changed" in found["settings file"]
         assert "folder" not in found
         assert file.read_text() == text + "FDCACHE_DEVICE_BLOCKS=32\n"
         assert Settings.load(environ={"FDCACHE_ENV_FILE": str(file)}).cache.device_blocks == 32
@@ -163,7 +163,7 @@ def test_a_disk_that_is_smaller_than_the_storage_is_told_of(tmp_path: Path) -> N
     done = run_init("--check", "--json", **storage, FDCACHE_STORAGE_SIZE="1000TiB")
     (disk,) = (each for each in json.loads(done.stdout)["machine"] if each["name"] == "disk")
     assert "more than is free" in disk["hint"]
-    assert "made at the start" in disk["found"]
+    assert "created at the start" in disk["found"]
 
 
 def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from fdcache.service.client.connection import Connection
 from fdcache.service.server.arena import Arena, find_arenas, foreign_arenas, remove_arena
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.server.machine_setup import clean_arenas, examine
-from fdcache.service.server.preflight import preflight
+from fdcache.service.server.preflight import check_all
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Register
 from fdcache.settings import Settings, Severity
@@ -221,7 +221,7 @@ def settings_in(folder: Path, **others: str) -> Settings:
 
 
 def errors(settings: Settings) -> list[str]:
-    return [str(each) for each in preflight(settings) if each.severity is Severity.ERROR]
+    return [str(each) for each in check_all(settings) if each.severity is Severity.ERROR]
 
 
 def arenas_shown(settings: Settings) -> list[str]:
@@ -250,9 +250,7 @@ class TestOtherUsers:
         assert as_nobody(partial(errors, settings)) == []
         assert as_nobody(partial(clean_arenas, settings)) == []
         shown = as_nobody(partial(arenas_shown, settings))
-        assert shown == [
-            f"passed over, {size} MiB of user 0, which this user may not read" for size in (0, 1)
-        ]
+        assert shown == [f"skipped, {size} MiB of user 0, which this user may not read" for size in (0, 1)]
         theirs.close()
 
     @pytest.mark.parametrize("folder", ["/etc", "/root", "/root/below"])

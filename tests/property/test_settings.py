@@ -80,7 +80,7 @@ def all_that_can_be_shown(found: LoadResult) -> str:
         found.settings.fingerprint,
     ]
     for variable in VARIABLES.values():
-        shown += [*report.row(variable), json.dumps(report.record(variable)), *report.story(variable)]
+        shown += [*report.row(variable), json.dumps(report.record(variable)), *report.details(variable)]
     shown += [json.dumps(asdict(problem)) + str(problem) for problem in found.problems]
     return "\n".join(shown)
 

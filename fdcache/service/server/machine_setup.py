@@ -1,4 +1,4 @@
-"""What a machine has for a service and its engines, and what would make serving fail."""
+"""Findings of ``fdcache init``: what a machine offers a service and its engines, and what it lacks; its set-up."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from fdcache.errors import ConfigurationError, DeviceError
 from fdcache.machine.memory import available_memory, huge_page_problem, numa_nodes
 from fdcache.machine.session import user_config_dir
 from fdcache.service.server.arena import find_arenas, foreign_arenas, remove_arena
-from fdcache.service.server.lifecycle import arena_folder_problem
-from fdcache.service.server.preflight import existing, numa_problem
+from fdcache.service.server.preflight import (
+    check_arena,
+    check_memory,
+    check_numa,
+    check_storage,
+    nearest_directory,
+)
 from fdcache.service.wire.address import default_runtime_dir, is_directory, runtime_dir_problem
-from fdcache.settings import Settings, Source
+from fdcache.settings import Problem, Settings, Severity, Source
 from fdcache.settings.kinds import format_size
 from fdcache.settings.templates import render_dotenv
+
+_DIRECTORY_MODE = 0o700
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. ``problem`` says what makes serving fail, and the remedy; ``hint`` what could be better."""
+    """One property of the machine. ``problem`` keeps a service from starting; ``hint`` would improve it."""
 
     name: str
     found: str
@@ -35,16 +42,16 @@ class Finding:
 
 
 def examine(settings: Settings) -> list[Finding]:
-    """Look at the machine; nothing is changed."""
+    """Return what the machine has; nothing is changed."""
     return [
         *_gpus(),
-        *_memory(settings),
+        _memory(settings),
         _numa(settings),
         _memlock(),
         _huge_pages(settings),
-        *_arena_folder(settings),
-        _runtime_folder(settings),
-        *_disk(settings),
+        *_arena(settings),
+        _runtime_directory(settings),
+        _disk(settings),
     ]
 
 
@@ -59,7 +66,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def kernels(gpus: Iterable[Gpu]) -> dict[str, Finding]:
-    """Whether the swap kernels compile, by the UUID of each GPU; no engine can use one where they do not."""
+    """Compile the swap kernels for each GPU and return the result by UUID; engines cannot use a GPU without them."""
     found = {}
     for gpu in gpus:
         problem = None
@@ -73,43 +80,35 @@ def kernels(gpus: Iterable[Gpu]) -> dict[str, Finding]:
 
 
 def calibrations(settings: Settings) -> list[Finding]:
-    """What was measured of each GPU earlier. Raises ``DeviceError`` when there is none."""
+    """Return when each GPU was measured. Raises ``DeviceError`` without a GPU."""
     found = []
     for gpu in visible_gpus():
-        kept = load_calibration(gpu, settings.transfer.calibration_dir)
-        if kept is not None:
-            words, hint = f"measured {kept.measured_at}", None
+        saved = load_calibration(gpu, settings.transfer.calibration_dir)
+        if saved is not None:
+            state, hint = f"measured {saved.measured_at}", None
         else:
-            words, hint = "none", "copies go by safe defaults until `fdcache init` has measured this GPU"
-        found.append(Finding("calibration", f"{gpu.uuid}: {words}", hint=hint))
+            state, hint = "none", "copies go by safe defaults until `fdcache init` has measured this GPU"
+        found.append(Finding("calibration", f"{gpu.uuid}: {state}", hint=hint))
     return found
 
 
-def _memory(settings: Settings) -> Iterator[Finding]:
+def _memory(settings: Settings) -> Finding:
     budget = available_memory()
-    wanted = settings.cache.host_memory
-    problem = None
-    if wanted > budget.nbytes:
-        problem = f"FDCACHE_HOST_MEMORY: {format_size(wanted)} are more than is left; ask for less, or raise the limit"
-    yield Finding("memory", f"{_gib(budget.nbytes)} left ({budget.limit})", problem)
+    found = f"{_gib(budget.nbytes)} left ({budget.limit})"
+    return Finding("memory", found, _first(check_memory(settings)))
 
 
 def _numa(settings: Settings) -> Finding:
-    nodes = numa_nodes()
-    wrong = numa_problem(settings)
-    problem = None if wrong is None else f"FDCACHE_NUMA_NODE: {wrong[0]}; {wrong[1]}"
-    return Finding("NUMA nodes", ", ".join(map(str, nodes)) or "unknown", problem)
+    found = ", ".join(map(str, numa_nodes())) or "unknown"
+    return Finding("NUMA nodes", found, _first(check_numa(settings)))
 
 
 def _memlock() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = "unlimited" if soft == resource.RLIM_INFINITY else format_size(soft)
-    hint = (
-        None
-        if soft == resource.RLIM_INFINITY
-        else "engines that pin host memory for a GPU or RDMA may need more: ulimit -l unlimited"
-    )
-    return Finding("memlock", found, hint=hint)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("memlock", "unlimited")
+    hint = "engines that pin host memory for a GPU or RDMA may need more: ulimit -l unlimited"
+    return Finding("memlock", format_size(soft), hint=hint)
 
 
 def _huge_pages(settings: Settings) -> Finding:
@@ -117,123 +116,113 @@ def _huge_pages(settings: Settings) -> Finding:
     return Finding("huge pages", "available" if hint is None else "none", hint=hint)
 
 
-def _arena_folder(settings: Settings) -> Iterator[Finding]:
-    folder = settings.server.arena_dir
-    if wrong := arena_folder_problem(settings):
-        yield Finding("arena folder", f"{folder}, not usable", "FDCACHE_ARENA_DIR: " + "; ".join(wrong))
+def _arena(settings: Settings) -> Iterator[Finding]:
+    directory = settings.server.arena_dir
+    problem = _first(check_arena(settings))
+    if not is_directory(directory):
+        yield Finding("arena folder", f"{directory}, not usable", problem)
         return
-    free, wanted = shutil.disk_usage(folder).free, settings.cache.host_memory
-    problem = None
-    if wanted > free:
-        problem = (
-            f"FDCACHE_ARENA_DIR: {folder} has no room for {format_size(wanted)}; give the container a larger one "
-            "(docker run --shm-size, an emptyDir of medium Memory), or ask for less"
-        )
-    yield Finding("arena folder", f"{folder}, {_gib(free)} free", problem)
-    for arena in find_arenas(folder):
+    free = shutil.disk_usage(directory).free
+    yield Finding("arena folder", f"{directory}, {_gib(free)} free", problem)
+    for arena in find_arenas(directory):
         state = "alive" if arena.alive else "dead"
         hint = None if arena.alive else arena.remedy
         yield Finding("arena", f"{state}, {arena.size} of {arena.words}", hint=hint)
-    for foreign in foreign_arenas(folder):
+    for foreign in foreign_arenas(directory):
         size = f"{foreign.nbytes / 2**20:.0f} MiB"
-        yield Finding("arena", f"passed over, {size} of user {foreign.uid}, which this user may not read")
+        yield Finding("arena", f"skipped, {size} of user {foreign.uid}, which this user may not read")
 
 
-def _runtime_folder(settings: Settings) -> Finding:
-    folder = default_runtime_dir(settings.server.runtime_dir)
-    if not os.path.lexists(folder):
-        return Finding("runtime folder", f"{folder}, made at the start")
-    wrong = runtime_dir_problem(folder)
-    return Finding(
-        "runtime folder", str(folder), None if wrong is None else f"{folder}: {wrong[0]}; {wrong[1]}"
-    )
+def _runtime_directory(settings: Settings) -> Finding:
+    directory = default_runtime_dir(settings.server.runtime_dir)
+    if not os.path.lexists(directory):
+        return Finding("runtime folder", f"{directory}, created at the start")
+    problem = runtime_dir_problem(directory)
+    return Finding("runtime folder", str(directory), None if problem is None else "; ".join(problem))
 
 
-def _disk(settings: Settings) -> Iterator[Finding]:
-    """The disk of the storage tier's files; of this user's files where there is none."""
+def _disk(settings: Settings) -> Finding:
+    """Return the disk of the storage tier's files; without one, that of this user's files."""
     tier = settings.storage_tier
-    if tier.connector != "local":
-        folder = existing(settings.transfer.calibration_dir)
+    problems = list(check_storage(settings))
+    problem = _first(each for each in problems if each.severity is Severity.ERROR)
+    hint = _first(each for each in problems if each.severity is not Severity.ERROR)
+    if tier.connector == "local":
+        nearest = nearest_directory(tier.directory)
+        state = "" if nearest == tier.directory else ", created at the start"
+        found = f"{tier.directory}{state}, {_gib(shutil.disk_usage(nearest).free)} free"
+    else:
+        nearest = nearest_directory(settings.transfer.calibration_dir)
         storage = f"storage tier: {tier.connector}" if tier.is_on else "no storage tier"
-        yield Finding("disk", f"{folder}, {_gib(shutil.disk_usage(folder).free)} free, {storage}")
-        return
-    folder, problem, hint = existing(tier.directory), None, None
-    free = shutil.disk_usage(folder).free
-    if not os.access(folder, os.W_OK | os.X_OK):
-        problem = f"FDCACHE_STORAGE_DIR: {folder} cannot be written by this user; give it to them"
-    elif free < tier.size:
-        hint = (
-            f"FDCACHE_STORAGE_SIZE: {format_size(tier.size)} for each rank and layout are more than is free"
-        )
-    made = "" if folder == tier.directory else ", made at the start"
-    yield Finding("disk", f"{tier.directory}{made}, {_gib(free)} free", problem, hint)
+        found = f"{nearest}, {_gib(shutil.disk_usage(nearest).free)} free, {storage}"
+    return Finding("disk", found, problem, hint)
 
 
-def clean_arenas(settings: Settings) -> list[str]:
-    """Remove the dead arenas of the arena folder; what was removed, in words.
-
-    Raises ``ConfigurationError`` when there is no such folder.
-    """
-    folder = settings.server.arena_dir
-    if not is_directory(folder):
-        raise ConfigurationError(f"FDCACHE_ARENA_DIR: {folder} is no folder; make it a tmpfs")
-    removed = []
-    for arena in find_arenas(folder):
-        if not arena.alive:
-            remove_arena(arena)
-            removed.append(f"{arena.size} of {arena.words}")
-    return removed
+def _first(problems: Iterable[Problem]) -> str | None:
+    return next(map(str, problems), None)
 
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB"
 
 
-_FOLDER_MODE = 0o700
+def clean_arenas(settings: Settings) -> list[str]:
+    """Remove the dead arenas and return a description of each.
+
+    Raises ``ConfigurationError`` when their directory does not exist.
+    """
+    directory = settings.server.arena_dir
+    if not is_directory(directory):
+        raise ConfigurationError(f"FDCACHE_ARENA_DIR: {directory} is not a directory; mount a tmpfs there")
+    removed = []
+    for arena in find_arenas(directory):
+        if not arena.alive:
+            remove_arena(arena)
+            removed.append(f"{arena.size} of {arena.words}")
+    return removed
 
 
 def default_env_file() -> Path:
-    """Where the settings of this user are written down when no other place is named."""
+    """Return the path of this user's settings file."""
     return user_config_dir() / "fdcache" / "fdcache.env"
 
 
-def make_folders(settings: Settings) -> list[Finding]:
-    """Make the folders that are not there yet; those that could not be made are problems."""
-    return [found for name, folder in _folders(settings) if (found := _make(name, folder)) is not None]
-
-
-def _folders(settings: Settings) -> Iterator[tuple[str, Path]]:
-    yield "FDCACHE_RUNTIME_DIR", default_runtime_dir(settings.server.runtime_dir)
-    yield "FDCACHE_CALIBRATION_DIR", settings.transfer.calibration_dir
+def make_directories(settings: Settings) -> list[Finding]:
+    """Create the directories that are missing and return them; those that could not be created are problems."""
+    directories = [
+        ("FDCACHE_RUNTIME_DIR", default_runtime_dir(settings.server.runtime_dir)),
+        ("FDCACHE_CALIBRATION_DIR", settings.transfer.calibration_dir),
+    ]
     if settings.source("FD_LOG_DIR") is not Source.DEFAULT:
-        yield "FD_LOG_DIR", settings.logging.directory
+        directories.append(("FD_LOG_DIR", settings.logging.directory))
     if settings.storage_tier.connector == "local":
-        yield "FDCACHE_STORAGE_DIR", settings.storage_tier.directory
+        directories.append(("FDCACHE_STORAGE_DIR", settings.storage_tier.directory))
+    return [_make_directory(name, each) for name, each in directories if not is_directory(each)]
 
 
-def _make(name: str, folder: Path) -> Finding | None:
-    if is_directory(folder):
-        return None
+def _make_directory(name: str, directory: Path) -> Finding:
     try:
-        folder.mkdir(mode=_FOLDER_MODE, parents=True)
+        directory.mkdir(mode=_DIRECTORY_MODE, parents=True)
     except OSError as error:
-        problem = f"{name}: {folder} cannot be made: {error.strerror}; choose another that this user may use"
-        return Finding("folder", f"{folder}, not made", problem)
-    return Finding("folder", f"{folder}, made")
+        problem = (
+            f"{name}: {directory} cannot be created: {error.strerror}; choose another that this user may use"
+        )
+        return Finding("folder", f"{directory}, not created", problem)
+    return Finding("folder", f"{directory}, created")
 
 
 def write_env_file(path: Path, findings: Iterable[Finding]) -> Finding:
-    """Write every setting with its meaning, below what was found of the machine; a file that is there stays."""
-    hint = f"export FDCACHE_ENV_FILE={path}"
+    """Write every setting with its meaning, and the findings as a comment; an existing file is left alone."""
+    use = f"use it with: export FDCACHE_ENV_FILE={path}"
     if path.exists():
-        return Finding("settings file", f"{path}, kept as it is; in use with {hint}")
+        return Finding("settings file", f"{path}, exists and was not changed; {use}")
     found = "".join(f"#   {each.name}: {each.found}\n" for each in findings)
     text = f"# Written by `fdcache init`, which found on this machine:\n{found}#\n{render_dotenv()}"
     try:
-        path.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-        path.touch(mode=0o600, exist_ok=False)  # secrets may come to stand in it
+        path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+        path.touch(mode=0o600, exist_ok=False)  # secrets may be added to it
         path.write_text(text)
     except OSError as error:
         problem = f"--env-file: {path} cannot be written: {error.strerror}; choose another"
         return Finding("settings file", f"{path}, not written", problem)
-    return Finding("settings file", f"{path}, written; in use with {hint}")
+    return Finding("settings file", f"{path}, written; {use}")

@@ -1,4 +1,4 @@
-"""Checks of what a service, and the first use of a tier, would find: addresses, keys, folders, memory, storage."""
+"""Checks of what a service needs at its start: address, keys, memory, directories, storage. They change nothing."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ from fdcache.settings.kinds import format_size
 from fdcache.settings.problems import error, warning
 from fdcache.storage.factory import require_connector
 
+_ENGINES_TOO = {"FDCACHE_STORAGE", "FDCACHE_STORAGE_DIR"}
+"""Variables that stop an embedded engine as well, not only a service."""
+
 
 def require_ready(settings: Settings) -> None:
-    """Raise ``SettingsError`` with everything that would keep a service from starting with these settings."""
-    problems = [each for each in preflight(settings) if each.severity is Severity.ERROR]
+    """Raise ``SettingsError`` with every problem that would keep a service from starting."""
+    problems = [each for each in check_all(settings) if each.severity is Severity.ERROR]
     if problems:
         raise SettingsError(problems)
 
 
-def preflight(settings: Settings) -> Iterator[Problem]:
-    """Look at everything that a service touches at its start; nothing is changed."""
-    for check in (_server, _http, _arena, _memory, _numa, _logs, _storage):
+def check_all(settings: Settings) -> Iterator[Problem]:
+    """Yield every problem a service would meet at its start."""
+    checks = (check_address, check_http, check_arena, check_memory, check_numa, check_logs, check_storage)
+    for check in checks:
         yield from check(settings)
 
 
-def preflight_of_an_environment(settings: Settings) -> Iterator[Problem]:
-    """Do the same where it is not known whether a service is to start.
+def check_environment(settings: Settings) -> Iterator[Problem]:
+    """Yield the same problems for an environment that may be an engine's or a service's.
 
-    What an engine of its own does without is a note then, unless it was set.
+    Errors that only a service meets become notes, unless the variable was set.
     """
-    for problem in preflight(settings):
-        is_shared = problem.variables[0] in _ENGINES_TOO
-        given = any(settings.source(name) is not Source.DEFAULT for name in problem.variables)
-        if is_shared or given or problem.severity is not Severity.ERROR:
+    for problem in check_all(settings):
+        concerns_engines = problem.variables[0] in _ENGINES_TOO
+        is_set = any(settings.source(name) is not Source.DEFAULT for name in problem.variables)
+        if concerns_engines or is_set or problem.severity is not Severity.ERROR:
             yield problem
         else:
-            yield replace(
-                problem, severity=Severity.NOTE, wrong=f"`fdcache serve` cannot start: {problem.wrong}"
-            )
-
-
-_ENGINES_TOO = {"FDCACHE_STORAGE", "FDCACHE_STORAGE_DIR"}
+            wrong = f"`fdcache serve` cannot start: {problem.wrong}"
+            yield replace(problem, severity=Severity.NOTE, wrong=wrong)
 
 
 def _error(settings: Settings, name: str, wrong: str, right: str) -> Problem:
     return error(name, settings.place(name), wrong, right)
 
 
-def _told(settings: Settings, name: str, check: Callable[[], object]) -> Iterator[Problem]:
-    """Make what a check raises a problem of one variable."""
+def _raised(settings: Settings, name: str, check: Callable[[], object]) -> Iterator[Problem]:
+    """Run ``check``; yield the error that it raises as a problem of one variable."""
     try:
         check()
     except (ConfigurationError, HostMemoryError, StorageError) as problem:
@@ -72,24 +72,25 @@ def _told(settings: Settings, name: str, check: Callable[[], object]) -> Iterato
         yield _error(settings, name, wrong or right, right if wrong else "choose another")
 
 
-# --- where it is reached ------------------------------------------------------------------------------------
+# --- addresses ----------------------------------------------------------------------------------------------
 
 
-def _server(settings: Settings) -> Iterator[Problem]:
+def check_address(settings: Settings) -> Iterator[Problem]:
+    """Check the address of the service and the directory of its socket."""
     is_default = settings.source("FDCACHE_SERVER") is Source.DEFAULT
     name = "FDCACHE_RUNTIME_DIR" if is_default else "FDCACHE_SERVER"
-    address = settings.cache.server or default_address(settings.server.runtime_dir)
-    wrong = list(_told(settings, name, lambda: socket_path(address)))
-    yield from wrong
-    if wrong:
+    address = _address(settings)
+    invalid = list(_raised(settings, name, lambda: socket_path(address)))
+    yield from invalid
+    if invalid:
         return
-    socket = socket_path(address)
-    if problem := runtime_dir_problem(socket.parent) or socket_problem(socket):
+    path = socket_path(address)
+    if problem := runtime_dir_problem(path.parent) or socket_problem(path):
         yield _error(settings, name, *problem)
 
 
-def _http(settings: Settings) -> Iterator[Problem]:
-    """Where a service with these settings runs already, the port is its own."""
+def check_http(settings: Settings) -> Iterator[Problem]:
+    """Check the HTTP address; its port must be free unless a service with these settings is running."""
     name = "FDCACHE_HTTP_ADDRESS"
 
     def check() -> None:
@@ -98,15 +99,15 @@ def _http(settings: Settings) -> Iterator[Problem]:
         if http is not None and not any(each.alive for each in _own_arenas(settings)):
             _require_free(*http)
 
-    yield from _told(settings, name, check)
+    yield from _raised(settings, name, check)
 
 
 def _require_free(host: str, port: int) -> None:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as line:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            line.bind(address)
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
     except OSError as error:
         raise ConfigurationError(f"{host}:{port}: {error.strerror}; choose another") from error
 
@@ -114,105 +115,102 @@ def _require_free(host: str, port: int) -> None:
 # --- memory -------------------------------------------------------------------------------------------------
 
 
-def _arena(settings: Settings) -> Iterator[Problem]:
-    name, folder = "FDCACHE_ARENA_DIR", settings.server.arena_dir
+def check_arena(settings: Settings) -> Iterator[Problem]:
+    """Check the directory of the arena, its room, and that the arena holds an extent."""
+    name, directory = "FDCACHE_ARENA_DIR", settings.server.arena_dir
     if problem := arena_folder_problem(settings):
         yield _error(settings, name, *problem)
         return
     wanted = settings.cache.host_memory
-    if wanted > shutil.disk_usage(folder).free + _held_already(settings):
+    if wanted > shutil.disk_usage(directory).free + _bytes_held(settings):
         yield _error(
             settings,
             name,
-            f"{folder} has no room for {format_size(wanted)}",
+            f"{directory} has no room for {format_size(wanted)}",
             "give the container a larger one (docker run --shm-size, an emptyDir of medium Memory), or ask for less",
         )
     if wanted:
-        most, huge = settings.server.extent_size, settings.server.huge_pages
-        yield from _told(settings, "FDCACHE_HOST_MEMORY", lambda: extent_bytes(wanted, most, huge))
+        largest, huge = settings.server.extent_size, settings.server.huge_pages
+        yield from _raised(settings, "FDCACHE_HOST_MEMORY", lambda: extent_bytes(wanted, largest, huge))
 
 
-def _held_already(settings: Settings) -> int:
-    """Give the bytes of the service that runs with these settings, or ran and left them."""
-    return sum(each.nbytes for each in _own_arenas(settings))
+def check_memory(settings: Settings) -> Iterator[Problem]:
+    """Check that the memory of the arena is available."""
+    wanted = settings.cache.host_memory
+    if wanted > available_memory().nbytes + _bytes_held(settings):
+        wrong = f"{format_size(wanted)} are more than is left"
+        yield _error(settings, "FDCACHE_HOST_MEMORY", wrong, "ask for less, or raise the limit")
+
+
+def check_numa(settings: Settings) -> Iterator[Problem]:
+    """Check that the machine has the NUMA node."""
+    wanted = settings.server.numa_node
+    if wanted is not None and wanted not in numa_nodes():
+        yield _error(
+            settings, "FDCACHE_NUMA_NODE", f"this machine has no NUMA node {wanted}", "unset the variable"
+        )
+
+
+def _address(settings: Settings) -> str:
+    return settings.cache.server or default_address(settings.server.runtime_dir)
 
 
 def _own_arenas(settings: Settings) -> list[FoundArena]:
-    address = settings.cache.server or default_address(settings.server.runtime_dir)
+    """Return the arenas of a service with these settings, running or dead."""
     try:
-        name = arena_name(socket_path(address))
+        name = arena_name(socket_path(_address(settings)))
     except ConfigurationError:
-        return []  # told of as the address
+        return []  # a problem of the address
     return [each for each in find_arenas(settings.server.arena_dir) if each.name == name]
 
 
-def _memory(settings: Settings) -> Iterator[Problem]:
-    wanted = settings.cache.host_memory
-    if wanted > available_memory().nbytes + _held_already(settings):
-        name = "FDCACHE_HOST_MEMORY"
-        wrong = f"{format_size(wanted)} are more than is left"
-        yield _error(settings, name, wrong, "ask for less, or raise the limit")
+def _bytes_held(settings: Settings) -> int:
+    """Return the bytes that a service with these settings holds already."""
+    return sum(each.nbytes for each in _own_arenas(settings))
 
 
-def _numa(settings: Settings) -> Iterator[Problem]:
-    if problem := numa_problem(settings):
-        yield _error(settings, "FDCACHE_NUMA_NODE", *problem)
+# --- directories --------------------------------------------------------------------------------------------
 
 
-def numa_problem(settings: Settings) -> tuple[str, str] | None:
-    """Say that the NUMA node is none of this machine, and the remedy."""
-    wanted = settings.server.numa_node
-    if wanted is None or wanted in numa_nodes():
-        return None
-    return f"this machine has no NUMA node {wanted}", "unset it"
-
-
-# --- files --------------------------------------------------------------------------------------------------
-
-
-def _logs(settings: Settings) -> Iterator[Problem]:
+def check_logs(settings: Settings) -> Iterator[Problem]:
+    """Check the directory of the logs, if it was set."""
     name = "FD_LOG_DIR"
-    if settings.source(name) is not Source.DEFAULT and (
-        problem := writable_problem(settings.logging.directory)
-    ):
+    is_set = settings.source(name) is not Source.DEFAULT
+    if is_set and (problem := _writable_problem(settings.logging.directory)):
         yield _error(settings, name, *problem)
 
 
-def _storage(settings: Settings) -> Iterator[Problem]:
+def check_storage(settings: Settings) -> Iterator[Problem]:
+    """Check the storage connector; for local storage also its directory, and warn of a disk that is too small."""
     tier = settings.storage_tier
-    yield from _told(settings, "FDCACHE_STORAGE", lambda: require_connector(tier, settings.mooncake))
+    yield from _raised(settings, "FDCACHE_STORAGE", lambda: require_connector(tier, settings.mooncake))
     if tier.connector != "local":
         return
-    name = "FDCACHE_STORAGE_DIR"
-    if problem := writable_problem(tier.directory):
-        yield _error(settings, name, *problem)
+    if problem := _writable_problem(tier.directory):
+        yield _error(settings, "FDCACHE_STORAGE_DIR", *problem)
         return
-    free = shutil.disk_usage(existing(tier.directory)).free + _stored(tier.directory)
-    if free < tier.size:
-        name, wrong = "FDCACHE_STORAGE_SIZE", f"{format_size(tier.size)} for each rank and layout"
-        place = settings.place(name)
-        yield warning(name, place, f"{wrong} are more than is free", "give less, or a larger disk")
+    stored = sum(path.stat().st_blocks * 512 for path in tier.directory.glob("fdcache-*") if path.is_file())
+    if shutil.disk_usage(nearest_directory(tier.directory)).free + stored < tier.size:
+        name = "FDCACHE_STORAGE_SIZE"
+        wrong = f"{format_size(tier.size)} for each rank and layout are more than is free"
+        yield warning(name, settings.place(name), wrong, "give less, or a larger disk")
 
 
-def _stored(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.glob("fdcache-*") if path.is_file())
-
-
-def writable_problem(folder: Path) -> tuple[str, str] | None:
-    """Say why a folder cannot be made or written to, and the remedy."""
-    nearest = existing(folder)
-    if nearest != folder:
-        below = nearest / folder.absolute().relative_to(nearest.absolute()).parts[0]
+def _writable_problem(directory: Path) -> tuple[str, str] | None:
+    """Return why files cannot be created in a directory, and the remedy."""
+    nearest = nearest_directory(directory)
+    if nearest != directory:
+        below = nearest / directory.absolute().relative_to(nearest.absolute()).parts[0]
         if below.is_symlink():
-            return f"{folder} cannot be made: {below} is a link to no folder", "choose another folder"
+            return f"{directory} cannot be created: {below} is a broken link", "choose another directory"
         if os.path.lexists(below):
-            return f"{folder} cannot be made: a part of it is a file", "choose another folder"
+            return f"{directory} cannot be created: {below} is a file", "choose another directory"
     if not os.access(nearest, os.W_OK | os.X_OK) or is_read_only(nearest):
-        verb = "written" if nearest == folder else "made"
-        return f"{folder} cannot be {verb} by this user", "choose another folder, or mount it writable"
+        verb = "written" if nearest == directory else "created"
+        return f"{directory} cannot be {verb} by this user", "choose another directory, or mount it writable"
     return None
 
 
-def existing(folder: Path) -> Path:
-    """Give the folder, or the nearest one above it that is there."""
-    return folder if is_directory(folder) else existing(folder.absolute().parent)
+def nearest_directory(path: Path) -> Path:
+    """Return the directory itself, or the nearest one above it that exists."""
+    return path if is_directory(path) else nearest_directory(path.absolute().parent)

@@ -10,7 +10,7 @@ import pytest
 from fdcache.errors import ProtocolError
 from fdcache.settings import VARIABLES, Source, Sourced, read_settings
 from fdcache.settings.effective import EffectiveValue, effective_values
-from fdcache_cli.env_show import Report, tell
+from fdcache_cli.env_show import Report, service_note
 from fdcache_cli.running_service import RunningService, ask_service
 
 MEMORY = VARIABLES["FDCACHE_HOST_MEMORY"]
@@ -31,7 +31,7 @@ def test_an_option_is_the_source_and_beats_the_environment() -> None:
     assert report.row(MEMORY) == (MEMORY.name, "4MiB", "--host-memory of fdcache serve", "0", "yes")
     record = report.record(MEMORY)
     assert (record["value"], record["source"], record["place"]) == (4 << 20, "argument", OPTION.place)
-    winner, loser = [line.strip() for line in report.story(MEMORY)][-3:-1]
+    winner, loser = [line.strip() for line in report.details(MEMORY)][-3:-1]
     assert winner == "argument     '4MiB' by --host-memory of fdcache serve"
     assert loser == "environment  '1MiB' as FDCACHE_HOST_MEMORY in environment"
 
@@ -61,8 +61,10 @@ def test_options_that_say_what_the_environment_says_override_nothing() -> None:
     )
     here = states({"FDCACHE_HOST_MEMORY": "4194304"})
     assert set(running.overrides(here)) == {"FDCACHE_HTTP_ADDRESS"}
-    assert "its options set FDCACHE_HTTP_ADDRESS=off (--http);" in tell(running, running.overrides(here))
-    assert "change nothing of this" in tell(running, {})
+    assert "its options set FDCACHE_HTTP_ADDRESS=off (--http);" in service_note(
+        running, running.overrides(here)
+    )
+    assert "change no setting" in service_note(running, {})
 
 
 def test_the_address_and_the_services_own_environment_are_no_overrides() -> None:
