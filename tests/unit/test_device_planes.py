@@ -137,9 +137,9 @@ class TestRefused:
             (lambda good: good[1:], "must begin with 6 blocks"),
             (
                 lambda good: np.zeros((BLOCKS, 1, 8, 4), np.uint16).transpose(0, 1, 3, 2),
-                "leave gaps or turn axes",
+                "leave gaps or transpose axes",
             ),
-            (lambda good: np.zeros((BLOCKS, 1, 4, 16), np.uint16)[..., ::2], "leave gaps or turn axes"),
+            (lambda good: np.zeros((BLOCKS, 1, 4, 16), np.uint16)[..., ::2], "leave gaps or transpose axes"),
             (lambda good: np.broadcast_to(good[:1], good.shape), "not a writable tensor"),
             (lambda good: good[::-1], "overlap"),
             (lambda good: "planes", "a str is not a writable tensor"),
