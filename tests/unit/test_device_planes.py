@@ -177,7 +177,7 @@ class TestRefused:
             np.lib.stride_tricks.as_strided(marks[start:], shape=shape, strides=strides)[:] += 1
         with CacheController(TransferSettings(), layout) as controller:
             if marks.max() > 1:
-                with pytest.raises(TensorError, match=r"of layer 0 lie in the same memory"):
+                with pytest.raises(TensorError, match=r"of layer 0 share memory"):
                     controller.register_kv_cache(tensors)
             else:
                 controller.register_kv_cache(tensors)
