@@ -158,7 +158,7 @@ class TestRefused:
         tensor = np.zeros((BLOCKS, 1, 4, 8), np.uint16)
         with (
             CacheController(TransferSettings(), uniform_layout()) as controller,
-            pytest.raises(TensorError, match="same memory"),
+            pytest.raises(TensorError, match="share memory"),
         ):
             controller.register_kv_cache([tensor] * 8)
 
