@@ -1,4 +1,4 @@
-"""The host arena of one worker: records in equal extents and, beside them, a table of slot headers."""
+"""The host arena of one worker: records in extents of equal size, and a table of their slot headers."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from fdcache.machine.memory import available_memory
 from fdcache.metadata import EXTENT_BYTES, SLOT_HEADER_BYTES, TransferPlan
 
 _TOUCH_THREADS = 8
-_SECONDS_UNTIL_TOLD = 5.0
+_LOG_INTERVAL = 5.0
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that are ready, and those there will be."""
+"""Called with the number of bytes that are ready and the number there will be."""
 
 logger = logging.getLogger(__name__)
 
 
 class HostArena:
-    """``num_blocks`` record slots in memory of this process, all of it there from the start.
+    """``num_blocks`` record slots in memory of this process, allocated and pinned at once.
 
-    Extents lie on the device's NUMA node, where it has one, and are pinned for it one by one.
-    Raises ``HostMemoryError`` when the machine or a control group does not have the memory, or it cannot be
-    pinned; nothing is kept then.
+    Extents lie on the device's NUMA node, if it has one. Raises ``HostMemoryError`` if the machine or a control group
+    lacks the memory, or it cannot be pinned; nothing stays allocated then.
     """
 
     epoch = 0
-    """Its extents stay the same for its life."""
+    """Constant: the extents never change."""
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, device: Device, progress: Progress | None = None
@@ -49,14 +48,14 @@ class HostArena:
         headers = _allocate(num_blocks * SLOT_HEADER_BYTES, device.numa_node)
         extents: list[_core.HostMemory] = []
         pinned: list[PinnedMemory] = []
-        told = time.monotonic()
+        logged = time.monotonic()
         for index in range(num_extents):
             extents.append(_allocate(extent_bytes, device.numa_node))
             pinned.append(device.pin_memory(extents[-1].address, extent_bytes, extents[-1]))
             if progress is not None:
                 progress((index + 1) * extent_bytes, num_extents * extent_bytes)
-            if time.monotonic() - told >= _SECONDS_UNTIL_TOLD:
-                told = time.monotonic()
+            if time.monotonic() - logged >= _LOG_INTERVAL:
+                logged = time.monotonic()
                 logger.info("host arena: %d of %d extents ready", index + 1, num_extents)
         logger.info("host arena: %d blocks in %d extents ready", num_blocks, num_extents)
         self.extents = tuple(extents)
@@ -71,15 +70,15 @@ class HostArena:
         )
 
     def attach(self, plan: TransferPlan) -> str | None:
-        """There is nobody to ask."""
+        """Return None: the arena belongs to this process."""
         return None
 
     def prepare(self, plan: TransferPlan) -> str | None:
-        """All of it is there already."""
+        """Return None: all extents are mapped."""
         return None
 
     def close(self) -> None:
-        """The memory goes with the last reference to it."""
+        """Do nothing: the last reference frees the memory."""
 
 
 def _allocate(nbytes: int, node: int | None) -> _core.HostMemory:

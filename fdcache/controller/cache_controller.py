@@ -1,4 +1,4 @@
-"""The worker side: carries plans out, confirms them, owns the memory they move."""
+"""CacheController: the worker side. It copies what plans say, reports it, and owns the host arena."""
 
 from __future__ import annotations
 
@@ -45,11 +45,21 @@ logger = logging.getLogger(__name__)
 
 
 class CacheController:
-    """One rank's copies. Its calls may come from several threads; none holds a thread up but those that wait.
+    """The copies of one rank.
 
-    Use after a fork raises ``ForkedProcessError``, use after ``shutdown`` raises ``CacheNotReadyError``. As a
-    context manager it shuts down at the end; one that is open when its process ends is shut down then.
-    ``from_settings`` makes one as the environment says.
+    ::
+
+        with CacheController.from_settings(layout, rank=0, device=current_device) as controller:
+            controller.register_kv_cache(tensors)
+            controller.initialize_host_cache(manager.host_cache)
+            counter = controller.submit_swap_tasks(plan, compute_stream)
+            counter.wait_for_layer(0, stream=compute_stream)
+            reports = controller.poll()
+
+    Calls are thread-safe and do not block, except ``wait_reports`` and those that wait for copies in flight: ``sleep``,
+    ``free_cache``, ``clear_storage`` and ``shutdown``. A controller that is open when its process ends is shut down.
+
+    Raises ``ForkedProcessError`` in a forked process, ``CacheNotReadyError`` after ``shutdown``.
     """
 
     def __init__(
@@ -61,7 +71,7 @@ class CacheController:
         self.device: Device = device or CpuDevice.of(settings)
         self._guard = ProcessGuard("CacheController")
         self._submission = threading.RLock()
-        """Held from a plan's first question to the service to its launch, and taken before ``_lock``."""
+        """Serializes submissions, which may ask the service. Taken before ``_lock``."""
         self._lock = threading.RLock()
         self._queue = TransferQueue(self.device, layout, settings, self._lock)
         self._planes: DevicePlanes | None = None
@@ -82,13 +92,13 @@ class CacheController:
         rank: int = 0,
         device: Device | Callable[[TransferSettings], Device] | None = None,
     ) -> CacheController:
-        """Make a controller as the environment says: its copies and deadlines, and later its host memory and storage,
-        with ``initialize_host_cache()`` and ``open_storage()``.
+        """Make a controller from settings, by default those of the environment.
 
-        ``settings`` are those of ``CacheManager.from_settings``, by default loaded here. ``device`` is a device, or
-        makes one by the settings, as ``fdcache.integrations.paddle.current_device``; by default it is the CPU.
+        ``initialize_host_cache()`` and ``open_storage()`` then need no arguments. ``settings``: the same as for
+        ``CacheManager.from_settings``. ``device``: a device or a function of the settings that makes one, such as
+        ``fdcache.integrations.paddle.current_device``; by default the CPU.
 
-        Raises ``SettingsError`` for wrong settings and for those that do not fit the layout.
+        Raises ``SettingsError`` for settings that are wrong or do not fit the layout.
         """
         settings = settings or Settings.load()
         settings.check_layout(layout)
@@ -109,15 +119,15 @@ class CacheController:
 
     @property
     def host_arena(self) -> HostArena | SharedHostArena | None:
-        """The host arena, once there is one."""
+        """The host arena, None before ``initialize_host_cache``."""
         return self._arena
 
     def initialize_kv_cache(self, num_blocks: int, framework: str | None = None) -> list[Any]:
-        """Allocate the device planes, zero filled: one tensor for each of ``layout.planes``, in that order.
+        """Allocate zero-filled device planes; return one tensor for each of ``layout.planes``, in that order.
 
         Shapes are (blocks, *plane.shape); a draft layer has ``layout.draft_blocks(num_blocks)`` blocks.
-        ``framework`` (numpy, cupy, torch, paddle) says whose tensors they are, by default the device's own.
-        Raises ``TensorError`` for one that is not there.
+        ``framework``: numpy, cupy, torch or paddle, by default the device's own. Raises ``TensorError`` for a
+        framework that is not installed.
         """
         with self._lock:
             self._check_usable()
@@ -130,9 +140,9 @@ class CacheController:
     def register_kv_cache(self, tensors: Sequence[Any]) -> None:
         """Use the engine's own tensors, one for each of ``layout.planes``, in that order.
 
-        Any tensor that DLPack can pass on will do, of shape (blocks, *plane.shape), or (blocks, bytes) with
-        one-byte elements. A block is contiguous; blocks may be any distance apart. Tensors are kept alive
-        until ``free_cache``, ``sleep`` or ``shutdown``. Raises ``TensorError`` naming the plane.
+        A tensor needs DLPack and the shape (blocks, *plane.shape), or (blocks, bytes) with one-byte elements. Each
+        block must be contiguous; strides between blocks are free. The controller keeps references until
+        ``free_cache``, ``sleep`` or ``shutdown``. Raises ``TensorError`` naming the plane that does not fit.
         """
         with self._lock:
             self._check_usable()
@@ -142,17 +152,16 @@ class CacheController:
     def initialize_host_cache(
         self, host: int | HostCache | None = None, progress: Progress | None = None
     ) -> None:
-        """Make the host arena, or use the service's: ``host`` is ``CacheManager.host_cache``, or a number of blocks.
+        """Allocate the host arena, or map that of the service.
 
-        Without it a controller that was made by ``from_settings`` takes what these say, as the manager does.
-        An own arena has records and slot headers for all its blocks, or is not made. ``progress`` is called with
-        the bytes that are ready and those there will be. Raises ``HostMemoryError`` when the memory is not there
-        or cannot be pinned.
+        ``host``: ``CacheManager.host_cache`` or a number of blocks, by default what the settings of ``from_settings``
+        say. ``progress`` is called with the number of bytes that are ready and the number there will be. Raises
+        ``HostMemoryError`` if the memory is not available or cannot be pinned; nothing stays allocated then.
         """
         with self._submission, self._lock:
             self._check_usable()
             if self._arena is not None:
-                raise CacheNotReadyError("there is a host cache already; call free_cache first")
+                raise CacheNotReadyError("the host cache exists already; call free_cache first")
             if host is None:
                 host = HostCache.of(self._settings_in_force().cache, self.layout)
             if isinstance(host, HostCache) and host.server is not None:
@@ -163,10 +172,10 @@ class CacheController:
                 self._arena = HostArena(self.layout, blocks, self.device, progress)
 
     def open_storage(self, progress: Progress | None = None) -> StorageScan | None:
-        """Open the storage that the settings of ``from_settings`` name and use it, as ``initialize_storage`` does.
+        """Open the storage named in the settings of ``from_settings``, and pass it to ``initialize_storage``.
 
-        None also where there is no storage of this rank's own. ``progress`` is called with the slots that were scanned
-        and those there are. Raises ``StorageError`` when it cannot be opened.
+        Return None if storage is off or the service's. ``progress`` is called with the number of slots scanned and
+        their total. Raises ``StorageError`` if the storage cannot be opened.
         """
         settings = self._settings_in_force()
         if settings.cache.server is not None:
@@ -189,10 +198,10 @@ class CacheController:
             raise
 
     def initialize_storage(self, storage: BlockStorage) -> StorageScan | None:
-        """Use this rank's storage from now on; the controller owns it and closes it at the end.
+        """Use a storage, which the controller closes at the end. Requires the host cache.
 
-        Returns what a storage of slots holds, for ``CacheManager.restore_storage``, and None for others. The host
-        cache comes first. Raises ``StorageError`` when the host records cannot be made known to the storage.
+        Return the blocks that a storage with slots holds, for ``CacheManager.restore_storage``; None for others.
+        Raises ``StorageError`` if the storage cannot register the host records.
         """
         with self._lock:
             self._check_usable()
@@ -201,39 +210,40 @@ class CacheController:
                     "storage reads into the host cache: call initialize_host_cache first"
                 )
             if self._storage is not None:
-                raise CacheNotReadyError("there is a storage already; call free_cache first")
+                raise CacheNotReadyError("the storage is open already; call free_cache first")
             if not isinstance(self._arena, HostArena):
-                raise StorageError("storage reads into a host cache of its own, not into the service's")
+                raise StorageError(
+                    "with a service the storage belongs to it: configure it in `fdcache serve`"
+                )
             storage.register(self._arena.table)
             self._storage = StorageQueue(storage, self._arena)
             return storage.scan() if isinstance(storage, PlacedStorage) else None
 
     def storage_stats(self) -> StorageStats | None:
-        """Counts and state of this rank's storage, or None without one."""
+        """Return counts and state of this rank's storage, None without one."""
         with self._lock:
             return self._storage.storage.stats() if self._storage else None
 
     def clear_storage(self) -> int:
-        """Remove this layout's and rank's blocks from the storage, after the copies in flight; returns how many.
+        """Remove this layout's and rank's blocks from the storage, after the copies in flight; return their number.
 
-        0 without a storage of this rank's own. Raises ``StorageError`` when that cannot be known to be done, and
-        ``TransferTimeoutError`` when copies do not end within ``drain_timeout``.
+        Return 0 without a storage. Raises ``StorageError`` if the storage fails to, ``TransferTimeoutError`` if copies
+        do not end within ``drain_timeout``.
         """
         with self._drained(self.settings.drain_timeout):
             return self._storage.clear() if self._storage else 0
 
     def submit_swap_tasks(self, plan: TransferPlan, compute_stream: Any = None) -> LayerDoneCounter:
-        """Put a plan on the streams and return at once. Copies wait for what ``compute_stream`` holds now, and
-        what it is given later waits for the plan's evictions. Loads beyond ``TransferSettings.loads_ahead`` begin
-        later, at the latest when a layer is waited for.
+        """Enqueue the copies of a plan and return at once.
 
-        ``compute_stream`` is whatever the device's ``as_stream`` takes. On a GPU it has to be there for a plan with
-        copies: without it nothing would keep a load from overwriting what a forward pass still reads.
+        Copies wait for the work that ``compute_stream`` has now; its later work waits for the plan's evictions. Loads
+        beyond ``TransferSettings.loads_ahead`` start later, at the latest when one of their layers is waited for.
+        ``compute_stream``: anything that the device's ``as_stream`` takes; required on a GPU for a plan with copies.
 
-        ``poll`` reports every plan given here once, whatever happens. What device, memory, service or storage refuse
-        fails in the report, and the counter's layers are done. A caller's mistake is raised as well, with nothing
-        launched: ``PlanError`` for a plan that no worker could carry out, ``StreamError``, ``CacheNotReadyError`` when
-        memory is missing. A plan that is in flight already raises ``PlanError`` and keeps its one report.
+        ``poll`` reports every submitted plan once. Failures of device, memory, service or storage are in the report,
+        and the counter's layers are done. Mistakes of the caller are raised as well, before any copy: ``PlanError`` for
+        a plan that no worker can execute or that is in flight already, ``StreamError`` for a wrong stream,
+        ``CacheNotReadyError`` for missing planes or host cache.
         """
         if not isinstance(plan, TransferPlan):
             raise PlanError(
@@ -241,7 +251,7 @@ class CacheController:
             )
         self._guard.check()
         with self._submission:
-            # Without the lock: a service may take its time to answer, and others poll meanwhile.
+            # Not under the lock: others may poll while the service answers.
             unattached = self._attach(plan)
             with self._lock:
                 self._check_new(plan)
@@ -259,9 +269,9 @@ class CacheController:
         )
 
     def refuse(self, plan: TransferPlan, reason: str) -> None:
-        """Copy nothing of a plan that the engine cannot submit; ``poll`` reports it, and its storage tasks, as failed.
+        """Fail a plan that the engine cannot submit, and its storage tasks; ``poll`` reports them.
 
-        Raises ``PlanError`` for one that is in flight already.
+        Raises ``PlanError`` for a plan that is in flight already.
         """
         self._guard.check()
         with self._lock:
@@ -271,14 +281,14 @@ class CacheController:
     def _check_new(self, plan: TransferPlan) -> None:
         for plan_id in plan.plan_ids:
             if plan_id in self._in_flight:
-                raise PlanError(f"plan {plan_id} is in flight already; its report was not polled yet")
+                raise PlanError(f"plan {plan_id} is in flight already; poll its report first")
 
     def _attach(self, plan: TransferPlan) -> str | None:
         if self._arena is None:
             return None
         try:
             return self._arena.attach(plan)
-        except Exception as error:  # noqa: BLE001 - the report carries it
+        except Exception as error:  # noqa: BLE001 - it goes into the report
             return reason_of(error)
 
     def _launch(self, plan: TransferPlan, compute_stream: Any, unattached: str | None) -> LayerEvents:
@@ -296,7 +306,7 @@ class CacheController:
         return layers
 
     def _compute_stream(self, plan: TransferPlan, compute_stream: Any) -> tuple[Stream | None, str | None]:
-        """The stream that copies are ordered with, or why the device cannot tell."""
+        """Return the stream to order copies with, or the device's reason to refuse it."""
         if compute_stream is None:
             if self.device.has_compute_streams and any(len(swap) for swap in plan.swaps()):
                 raise StreamError(
@@ -316,7 +326,7 @@ class CacheController:
         for execution in refused_executions(plan, self.rank, reason):
             self._in_flight.add(execution)
         if self._storage is not None:
-            self._storage.submit(plan, [])  # what is to be cancelled or emptied is so all the same
+            self._storage.submit(plan, [])  # cancellations and clearing happen all the same
 
     def _prepare_storage(self, plan: TransferPlan) -> list[StorageTransfer]:
         if not plan.storage:
@@ -332,23 +342,22 @@ class CacheController:
             self._in_flight.add(PlanExecution(transfer.task.plan_id, self.rank, [transfer]))
         try:
             self._storage.submit(plan, prepared)
-        except Exception as error:  # noqa: BLE001 - the copies are under way; the reports carry it
-            logger.error("plan %d: storage takes no tasks: %s", plan.plan_id, reason_of(error))
+        except Exception as error:  # noqa: BLE001 - copies are in flight; it goes into the reports
+            logger.error("plan %d: the storage accepts no tasks: %s", plan.plan_id, reason_of(error))
             for transfer in prepared:
                 transfer.cancel()
 
     def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
-        """The handler of a plan whose report was not polled yet. Raises ``PlanError`` for any other.
+        """Return the handler of a plan in flight. Raises ``PlanError`` for one that was polled or never submitted.
 
-        Cancelling takes back those of its transfers that have not started; the report then names all their
-        positions as failed.
+        ``cancel`` cancels the transfers that have not begun; the report then names all their positions as failed.
         """
         self._guard.check()
         with self._lock:
             return self._in_flight.handler(plan_id)
 
     def poll(self) -> list[TransferReport]:
-        """The reports of all plans that ended since the last call, one for each, in order of submission."""
+        """Return the reports of the plans that ended since the last call, in the order of submission."""
         self._guard.check()
         with self._lock:
             reports = self._in_flight.take_ended()
@@ -360,9 +369,9 @@ class CacheController:
             return reports
 
     def wait_reports(self, timeout: float | None = None) -> list[TransferReport]:
-        """As ``poll``, after waiting up to ``timeout`` seconds, None for ever, for a plan to end.
+        """Wait up to ``timeout`` seconds, None without limit, for a plan to end; then return like ``poll``.
 
-        Empty when none ended in time, and at once when none is in flight.
+        Return an empty list after the timeout, and at once if no plan is in flight.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not (reports := self.poll()):
@@ -371,24 +380,24 @@ class CacheController:
             if not pending:
                 break
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            if None in pending:  # it ended since the poll
+            if None in pending:  # one ended since the poll
                 continue
             if not self._in_flight.wait_any([event for event in pending if event is not None], left):
                 break
         return reports
 
     def sleep(self) -> None:
-        """Give up the device planes, after the copies in flight; the host arena stays.
+        """Free the device planes, after the copies in flight; the host arena stays.
 
-        Raises ``TransferTimeoutError`` when they do not end within ``drain_timeout``; then nothing is freed.
+        Raises ``TransferTimeoutError`` if copies do not end within ``drain_timeout``; nothing is freed then.
         """
         with self._drained(self.settings.drain_timeout):
             self._planes = None
 
     def wakeup(self) -> list[Any]:
-        """Allocate again, zero filled, the device planes that ``sleep`` gave up.
+        """Allocate the device planes that ``sleep`` freed again, zero-filled.
 
-        Raises ``CacheNotReadyError`` when they were the engine's: it registers them again.
+        Raises ``CacheNotReadyError`` for planes that the engine registered: it has to register them again.
         """
         with self._lock:
             self._check_usable()
@@ -397,18 +406,18 @@ class CacheController:
             return self.initialize_kv_cache(*self._allocated)
 
     def free_cache(self) -> None:
-        """Give up device planes and host arena, after the copies in flight. Both may be made again.
+        """Free device planes, host arena and storage, after the copies in flight. All may be initialized again.
 
-        Raises ``TransferTimeoutError`` when they do not end within ``drain_timeout``; then nothing is freed.
+        Raises ``TransferTimeoutError`` if copies do not end within ``drain_timeout``; nothing is freed then.
         """
         with self._drained(self.settings.drain_timeout):
             self._free()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End: wait for the copies in flight, then free everything once. Reports may still be polled.
+        """Wait for the copies in flight, then free everything. Idempotent; reports may still be polled.
 
-        Raises ``TransferTimeoutError`` when the copies do not end within ``timeout`` seconds (default:
-        ``drain_timeout``); then nothing is freed and the call may be repeated.
+        Raises ``TransferTimeoutError`` if copies do not end within ``timeout`` seconds, by default ``drain_timeout``;
+        nothing is freed then, and the call may be repeated.
         """
         self._guard.check()
         if self._is_shut_down:
@@ -421,18 +430,18 @@ class CacheController:
 
     @contextmanager
     def _drained(self, timeout: float) -> Iterator[None]:
-        """Holds the lock at a moment when no copy is in flight; the copies let go of their memory."""
+        """Hold the lock while no copy is in flight, with the memory of finished copies released."""
         self._check_usable()
         deadline = time.monotonic() + timeout
         while True:
             with self._submission, self._lock:
                 running = self._in_flight.running()
                 if not running:
-                    self._in_flight.settle()
+                    self._in_flight.release_ended()
                     self._queue.retire()
                     yield
                     return
-            # Without the lock: others may poll and cancel meanwhile.
+            # Not under the lock: others may poll and cancel meanwhile.
             if not running[0].wait(max(deadline - time.monotonic(), 0.0)):
                 raise TransferTimeoutError(
                     f"plan {running[0].plan_id} is still in flight after {timeout} s, so nothing was freed; "
@@ -457,8 +466,8 @@ class CacheController:
     def _settings_in_force(self) -> Settings:
         if self._loaded is None:
             raise CacheNotReadyError(
-                "the controller was given no settings of host memory and storage: make it with from_settings, or say "
-                "which host cache and storage to use"
+                "the controller has no settings for host memory and storage: make it with from_settings, or pass "
+                "the host cache and the storage"
             )
         return self._loaded
 
@@ -469,12 +478,12 @@ class CacheController:
 
     def _check_no_planes(self) -> None:
         if self._planes is not None:
-            raise CacheNotReadyError("there are device planes already; call free_cache or sleep first")
+            raise CacheNotReadyError("the device planes exist already; call free_cache or sleep first")
 
     def _check_memory(self) -> None:
         if self._planes is None:
             raise CacheNotReadyError(
-                "no device planes: call initialize_kv_cache or register_kv_cache, after sleep wakeup"
+                "no device planes: call initialize_kv_cache or register_kv_cache, or wakeup after sleep"
             )
         if self._arena is None:
             raise CacheNotReadyError("no host cache: call initialize_host_cache")

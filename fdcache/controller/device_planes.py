@@ -1,4 +1,4 @@
-"""The engine's KV tensors as the planes of a layout: allocated here, or registered by the engine."""
+"""The KV tensors of an engine as planes of a layout: allocated by fdcache or registered by the engine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fdcache.layout import KVLayout, Plane
 
 
 def plane_blocks(layout: KVLayout, plane: Plane, num_blocks: int) -> int:
-    """Blocks of a plane's tensor when a main layer's has ``num_blocks``."""
+    """Return the number of blocks in a plane's tensor if a main layer has ``num_blocks``."""
     return layout.draft_blocks(num_blocks) if plane.layer >= layout.num_layers else num_blocks
 
 
 def allocate_planes(
     device: Device, layout: KVLayout, num_blocks: int, framework: str | None = None
 ) -> list[Any]:
-    """A zero-filled tensor of ``framework`` for each plane, in the layout's order."""
+    """Return a zero-filled tensor of ``framework`` for each plane, in the layout's order."""
     if num_blocks < 1:
         raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
     return [
@@ -32,7 +32,7 @@ def allocate_planes(
 
 
 def bind_tensors(device: Device, layout: KVLayout, tensors: Sequence[Any]) -> list[PlaneBinding]:
-    """One binding for each plane. Raises ``TensorError`` naming the tensor that is not its plane."""
+    """Return one binding for each plane. Raises ``TensorError`` naming the plane whose tensor does not fit."""
     if len(tensors) != len(layout.planes):
         raise TensorError(f"{len(tensors)} tensors for the {len(layout.planes)} planes of the layout")
     views = [_inspect(device, plane, tensor) for plane, tensor in zip(layout.planes, tensors, strict=True)]
@@ -70,7 +70,7 @@ def _bind(plane: Plane, view: TensorView, num_blocks: int) -> PlaneBinding:
             f"pass that shape, or bytes of shape ({num_blocks}, {plane.nbytes})"
         )
     if not _is_contiguous(view):
-        raise TensorError(f"{where}: strides {view.strides} leave gaps or turn axes within a block")
+        raise TensorError(f"{where}: strides {view.strides} leave gaps or transpose axes within a block")
     stride = view.strides[0] if num_blocks > 1 else plane.nbytes
     if stride < plane.nbytes:
         raise TensorError(f"{where}: blocks {stride} bytes apart overlap; a block has {plane.nbytes} bytes")
@@ -86,13 +86,13 @@ def _check_apart(bindings: Sequence[PlaneBinding]) -> None:
                 break
             if _overlap(first, other):
                 raise TensorError(
-                    f"{_name(first.plane)} and {_name(other.plane)} lie in the same memory; pass each plane its own"
+                    f"{_name(first.plane)} and {_name(other.plane)} share memory; give each plane its own tensor"
                 )
 
 
 def _overlap(first: PlaneBinding, other: PlaneBinding) -> bool:
-    """Whether a block of one lies in a block of the other, which begins within the span of the first."""
-    # With equal strides every block of the other lies to its neighbours as the first one does.
+    """Return True if a block of one overlaps a block of the other, which starts within the span of the first."""
+    # With equal strides all blocks overlap if the first one does.
     blocks = 1 if first.stride == other.stride else other.num_blocks
     starts = other.address - first.address + np.arange(blocks, dtype=np.int64) * other.stride
     index = np.minimum(starts // first.stride, first.num_blocks - 1)
@@ -102,7 +102,7 @@ def _overlap(first: PlaneBinding, other: PlaneBinding) -> bool:
 
 
 def _is_contiguous(view: TensorView) -> bool:
-    """Whether a block is one run of bytes in row-major order; an axis of one may have any stride."""
+    """Return True if a block is one run of bytes in row-major order; an axis of size 1 may have any stride."""
     inner = [
         (size, stride) for size, stride in zip(view.shape[1:], view.strides[1:], strict=True) if size > 1
     ]

@@ -1,4 +1,4 @@
-"""Which layers of a load share an event."""
+"""The layers of a load: groups that share an event, and the counter that an engine waits on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fdcache.machine.process_guard import ProcessGuard
 
 
 class LayerGroups:
-    """The groups of one layout: a small first one, so that the forward pass can start, and larger later ones."""
+    """The layer groups of one layout: a small first one, so that the forward pass can start, then larger ones."""
 
     def __init__(self, device: Device, layout: KVLayout, *, first: int, later: int) -> None:
         self._device = device
@@ -27,15 +27,15 @@ class LayerGroups:
 
     @property
     def num_layers(self) -> int:
-        """Main and draft layers together."""
+        """Number of main and draft layers."""
         return len(self._first_plane) - 1
 
     def enqueue_whole(self, copy: BlockCopy, stream: Stream) -> None:
-        """Put all planes of a batch on a stream at once."""
+        """Enqueue all planes of a batch at once."""
         copy.enqueue(stream, 0, self._first_plane[-1])
 
     def enqueue(self, copy: BlockCopy, stream: Stream, num_blocks: int) -> list[Event | None]:
-        """Put a batch on a stream group by group; the event of each layer."""
+        """Enqueue a batch group by group; return the event of each layer."""
         min_bytes = self._device.min_group_bytes(num_blocks, self._offsets[-1])
         if min_bytes not in self._widened:
             self._widened[min_bytes] = widen_groups(self._groups, self._offsets, min_bytes)
@@ -48,7 +48,7 @@ class LayerGroups:
 
 
 def layer_groups(num_layers: int, first: int, later: int) -> list[tuple[int, int]]:
-    """Ranges of layers, the end not included: one of ``first`` layers, the others of ``later``."""
+    """Return half-open ranges of layers: one of ``first`` layers, then ranges of ``later``."""
     starts = [0, *range(min(first, num_layers), num_layers, later)]
     return list(zip(starts, [*starts[1:], num_layers], strict=True))
 
@@ -56,9 +56,9 @@ def layer_groups(num_layers: int, first: int, later: int) -> list[tuple[int, int
 def widen_groups(
     groups: Sequence[tuple[int, int]], offsets: Sequence[int], min_bytes: int
 ) -> list[tuple[int, int]]:
-    """The same groups, later ones joined until each has ``min_bytes`` of the record; the first stays small.
+    """Join all groups but the first until each has at least ``min_bytes`` of the record.
 
-    ``offsets`` has the record offset of each layer, and the end.
+    ``offsets``: the record offset of each layer, then the record size.
     """
     first, *later = groups
     widened: list[tuple[int, int]] = []
@@ -75,37 +75,43 @@ def widen_groups(
 
 
 class LayerEvents(Protocol):
-    """An event for each layer of a plan, None for a layer without copies."""
+    """One event for each layer of a plan; None for a layer without copies."""
 
     def known(self) -> Sequence[Event | None] | None:
-        """The events; None while the copies wait to be put on their stream."""
+        """Return the events, or None while the copies wait for their turn."""
 
     def required(self) -> Sequence[Event | None]:
-        """The events: copies that wait are given to their stream now."""
+        """Return the events; enqueue the copies first if they wait."""
 
 
 class LaunchedLayers:
-    """The events of copies that are on their stream."""
+    """The events of copies that are enqueued."""
 
     def __init__(self, events: Sequence[Event | None]) -> None:
         self._events = tuple(events)
 
     def known(self) -> Sequence[Event | None]:
-        """The events."""
+        """Return the events."""
         return self._events
 
     def required(self) -> Sequence[Event | None]:
-        """The events."""
+        """Return the events."""
         return self._events
 
 
 class LayerDoneCounter:
-    """The layers of one plan. After layer i is done, layer i of every slot that the plan loads or empties may
-    be read or written. A layer is done when its copies have ended, be it with a failure: that stands in the
-    report. Waits are on the copies' own events.
+    """Progress of one plan's copies, layer by layer.
 
-    A load that waits for its turn is begun by the first wait for one of its layers, not by a question about it.
-    ``as_stream`` is the device's.
+    ::
+
+        counter = controller.submit_swap_tasks(plan, compute_stream)
+        for layer in range(num_layers):
+            counter.wait_for_layer(layer, stream=compute_stream)
+            attention(layer)
+
+    Once layer i is done, layer i of every slot that the plan loads or evicts may be read and written. A failed copy
+    is done as well; the report names its blocks. A load that waits for its turn starts with the first ``wait_...``
+    for one of its layers; ``is_layer_done`` does not start it.
     """
 
     def __init__(
@@ -125,28 +131,29 @@ class LayerDoneCounter:
         self._guard = ProcessGuard("LayerDoneCounter")
 
     def is_layer_done(self, layer: int) -> bool:
-        """Whether the copies of a layer have ended."""
+        """Return True if the copies of a layer have ended. Raises ``PlanError`` for a layer that does not exist."""
         self._check(layer)
         return self._is_done(self._layers.known(), layer)
 
     def is_all_done(self) -> bool:
-        """Whether the copies of all layers have ended."""
+        """Return True if the copies of all layers have ended."""
         return not self.pending_layers()
 
     def pending_layers(self) -> list[int]:
-        """The layers whose copies have not ended."""
+        """Return the layers whose copies have not ended."""
         self._guard.check()
         events = self._layers.known()
         return [layer for layer in range(self.num_layers) if not self._is_done(events, layer)]
 
     def wait_for_layer(self, layer: int, timeout: float | None = None, *, stream: Any = None) -> None:
-        """Wait for a layer: the calling thread, or ``stream`` without holding up the thread for longer than it takes
-        to put the layer's copies, and those before them, on their own stream.
+        """Let ``stream`` wait for a layer, or without a stream block the calling thread.
 
-        ``stream`` is whatever the device's ``as_stream`` takes; one that is being captured into a CUDA graph
-        is refused with ``StreamError``. ``timeout`` in seconds bounds the thread's wait (default:
-        ``TransferSettings.layer_timeout``).
-        Raises ``LayerSwapTimeoutError`` when it passes, ``PlanError`` for a layer that does not exist.
+        ``stream``: anything that the device's ``as_stream`` takes. The call itself then returns once the layer's
+        copies, and those before them, are enqueued. ``timeout``: seconds that the thread waits at most, by default
+        ``TransferSettings.layer_timeout``.
+
+        Raises ``LayerSwapTimeoutError`` after the timeout, ``PlanError`` for a layer that does not exist,
+        ``StreamError`` for a stream that is being captured into a CUDA graph.
         """
         self._check(layer)
         event = self._layers.required()[layer]
@@ -163,7 +170,7 @@ class LayerDoneCounter:
             )
 
     def wait_all(self, timeout: float | None = None, *, stream: Any = None) -> None:
-        """Wait for all layers, the thread ``timeout`` seconds together; as ``wait_for_layer``."""
+        """Wait for all layers like ``wait_for_layer``; ``timeout`` is for all of them together."""
         seconds = self._default_timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
         self._guard.check()

@@ -1,8 +1,8 @@
-"""Loads of several plans on one stream: merged while they wait, each confirmed by itself.
+"""Loads of several plans on one stream: joined into batches while they wait, each reported by itself.
 
-A load is put on the stream at once as long as the stream has little to do. What is beyond that waits here, in order,
-and goes together with its neighbours as one batch once there is room: fewer copies to submit, and longer runs of
-records. A load whose layers somebody waits for does not wait: it goes at once, and alone.
+A load is enqueued at once as long as few bytes are ahead of it. Otherwise it waits here, in order, and is enqueued
+with its neighbours as one batch: fewer copies to submit, and longer runs of records. A wait for one of its layers
+enqueues a load at once and alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fdcache.metadata import CacheSwapMetadata, TransferResult
 
 
 class _Batch:
-    """One submission of one or more loads."""
+    """One or more loads that are copied together."""
 
     def __init__(self, copy: BlockCopy, sizes: Sequence[int], block_bytes: int) -> None:
         self.copy = copy
@@ -40,16 +40,16 @@ class _Batch:
         self._lock = threading.Lock()
 
     def result(self, index: int) -> TransferResult:
-        """Return the result of one of its loads."""
+        """Return the result of one of the loads."""
         start = sum(self.sizes[:index])
         with self._lock:
             return self.copy.result(start, start + self.sizes[index])
 
 
 class QueuedLoad:
-    """The load of one plan, waiting or under way. To the plan's execution it is a copy.
+    """The load of one plan, waiting or in flight.
 
-    ``emptied`` has the events of the layers for as long as nothing is copied: those of the plan's evictions.
+    ``emptied``: the plan's evictions, as events of the layers, which a refused load waits for instead of copies.
     """
 
     def __init__(
@@ -69,26 +69,26 @@ class QueuedLoad:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is still to be put on the stream."""
+        """True until the load is enqueued, refused or cancelled."""
         return self._layer_events is None
 
     def launched(self, batch: _Batch, index: int, layer_events: Sequence[Event | None]) -> None:
-        """It is on the stream, as number ``index`` of a batch."""
+        """Note that the load was enqueued as number ``index`` of a batch."""
         self._batch = batch, index
         self._layer_events = layer_events
-        self._let_go()
+        self._release_memory()
 
     def refused(self, fault: Fault, reason: str = "", behind: Event | None = None) -> None:
-        """It is not copied; all its blocks fail, once whatever of it is on the stream has ended: ``behind``."""
+        """Fail all blocks, after ``behind`` if part of the load was enqueued."""
         self._refusal, self._behind = (fault, reason), behind
         self._layer_events = self.emptied if behind is None else [behind] * len(self.emptied)
-        self._let_go()
+        self._release_memory()
 
-    def _let_go(self) -> None:
+    def _release_memory(self) -> None:
         self.memory, self.copy, self.after = None, None, []
 
     def pending_event(self) -> Event | None:
-        """An event that must be reached before it has ended; None when it has."""
+        """Return an event that comes before the end of the load, or None if it has ended."""
         with self._queue.lock:
             self._queue.advance()
             if self.is_waiting:
@@ -98,12 +98,12 @@ class QueuedLoad:
 
     @property
     def started(self) -> bool:
-        """Whether a copy has begun."""
+        """True if copying has begun."""
         batch = self._batch
         return batch is not None and batch[0].copy.started
 
     def cancel(self) -> bool:
-        """Take it back if it waits, or is a batch by itself that has not begun."""
+        """Cancel a load that waits, or that is a batch by itself and has not begun; return True if it did."""
         with self._queue.lock:
             if self.is_waiting:
                 self._queue.withdraw(self)
@@ -112,7 +112,7 @@ class QueuedLoad:
         return batch is not None and len(batch[0].sizes) == 1 and batch[0].copy.cancel()
 
     def result(self) -> TransferResult:
-        """Return the result, once the load has ended; the memory is let go."""
+        """Return the result, once the load has ended, and release its memory."""
         if self._result is None and self._refusal is not None:
             fault, reason = self._refusal
             faults = bytes([fault]) * len(self.swap)
@@ -127,13 +127,13 @@ class QueuedLoad:
         return self._result
 
     def known(self) -> Sequence[Event | None] | None:
-        """The event of each layer; None while it waits."""
+        """Return the event of each layer, None while the load waits."""
         with self._queue.lock:
             self._queue.advance()
             return self._layer_events
 
     def required(self) -> Sequence[Event | None]:
-        """The event of each layer. A load that waits is put on the stream before all others."""
+        """Return the event of each layer; enqueue the load first if it waits."""
         with self._queue.lock:
             self._queue.require(self)
             assert self._layer_events is not None
@@ -141,9 +141,9 @@ class QueuedLoad:
 
 
 class LoadQueue:
-    """The stream of the loads. Behind the batch being copied at most ``ahead_bytes`` are put on it, or one load.
+    """The stream of the loads. At most ``ahead_bytes``, or one load, are enqueued behind the batch being copied.
 
-    All methods are called with ``lock`` held, the one under which plans are submitted.
+    Call every method with ``lock`` held, under which plans are submitted.
     """
 
     def __init__(
@@ -162,10 +162,10 @@ class LoadQueue:
         self._block_bytes = layout.payload_bytes
         self._ahead_bytes = ahead_bytes
         self._waiting: list[QueuedLoad] = []
-        self._under_way: list[_Batch] = []
+        self._in_flight: list[_Batch] = []
 
     def prepare(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena) -> QueuedLoad:
-        """Check a load. Raises ``PlanError`` naming the pair, ``DeviceLostError``."""
+        """Check a load. Raises ``PlanError`` naming the pair that is wrong, ``DeviceLostError``."""
         self.advance()
         load = QueuedLoad(self, swap, planes, arena)
         if not self._waiting and self._has_room():
@@ -177,7 +177,7 @@ class LoadQueue:
         return load
 
     def submit(self, load: QueuedLoad, after: Sequence[Event], emptied: Sequence[Event | None]) -> None:
-        """Take a prepared load, to be copied after these events. What fails from now on stands in its outcome."""
+        """Enqueue a prepared load after these events, or let it wait. Later failures are in its result."""
         load.after, load.emptied = list(after), emptied
         if load.copy is not None:
             self._launch([load])
@@ -189,45 +189,45 @@ class LoadQueue:
             load.refused(Fault.DEVICE, reason_of(error))
             return
         if not disjoint:
-            self.flush()  # the last to be submitted is the last to write a slot
+            self.flush()  # loads write a shared slot in the order of submission
         self._waiting.append(load)
 
     def advance(self) -> None:
-        """Put on the stream what there is room for."""
+        """Enqueue waiting loads as far as there is room."""
         while self._waiting and self._has_room():
             self._launch(self._next_batch())
 
     def require(self, load: QueuedLoad) -> None:
-        """Put a load on the stream now."""
+        """Enqueue a load now."""
         if load.is_waiting:
             self._waiting.remove(load)
             self._launch([load])
 
     def withdraw(self, load: QueuedLoad) -> None:
-        """Forget a load that waits."""
+        """Cancel a load that waits."""
         self._waiting.remove(load)
         load.refused(Fault.CANCELLED)
 
     def flush(self) -> None:
-        """Put everything on the stream, however much it has to do."""
+        """Enqueue all loads, however many bytes are ahead."""
         while self._waiting:
             self._launch(self._next_batch())
 
     def next_end(self) -> Event:
-        """The end of the oldest batch on the stream, after which there may be room for what waits."""
-        return self._under_way[0].copy.done
+        """Return the end of the oldest batch in flight, after which there may be room."""
+        return self._in_flight[0].copy.done
 
     def retire(self) -> None:
-        """Let go of the memory that finished copies kept alive."""
-        self._under_way = [batch for batch in self._under_way if not batch.copy.done.query()]
+        """Release the memory of finished copies."""
+        self._in_flight = [batch for batch in self._in_flight if not batch.copy.done.query()]
         self.stream.retire()
 
     def _has_room(self) -> bool:
-        self._under_way = [batch for batch in self._under_way if not batch.copy.done.query()]
-        return sum(batch.nbytes for batch in self._under_way[1:]) < self._ahead_bytes
+        self._in_flight = [batch for batch in self._in_flight if not batch.copy.done.query()]
+        return sum(batch.nbytes for batch in self._in_flight[1:]) < self._ahead_bytes
 
     def _next_batch(self) -> list[QueuedLoad]:
-        """The loads at the front that go together, up to as many bytes as may be ahead."""
+        """Remove and return the first loads that share planes and arena, up to ``ahead_bytes``."""
         taken = [self._waiting.pop(0)]
         nbytes = len(taken[0].swap) * self._block_bytes
         while self._waiting and self._waiting[0].memory == taken[0].memory:
@@ -238,7 +238,7 @@ class LoadQueue:
         return taken
 
     def _launch(self, loads: Sequence[QueuedLoad]) -> None:
-        """Put loads on the stream as one batch. Whatever is raised there fails them, and them alone."""
+        """Enqueue loads as one batch. An exception fails these loads and no others."""
         memory = loads[0].memory
         assert memory is not None
         behind: Event | None = None
@@ -250,7 +250,7 @@ class LoadQueue:
                     self.stream.wait_event(event)
             behind = self._device.create_event()
             layer_events = self._groups.enqueue(copy, self.stream, len(swap))
-        except Exception as error:  # noqa: BLE001 - the report carries it, and the queue goes on
+        except Exception as error:  # noqa: BLE001 - it goes into the report
             reason = reason_of(error)
             if behind is not None:
                 fence(self.stream, behind)
@@ -258,7 +258,7 @@ class LoadQueue:
                 load.refused(Fault.DEVICE, reason, behind)
             return
         batch = _Batch(copy, [len(load.swap) for load in loads], self._block_bytes)
-        self._under_way.append(batch)
+        self._in_flight.append(batch)
         for index, load in enumerate(loads):
             load.launched(batch, index, layer_events)
 

@@ -1,4 +1,4 @@
-"""What every plan must fulfil before any of it is put on a stream."""
+"""Plans onto streams: checks before anything is copied, then evictions, loads and backups in order."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ from fdcache.metadata import (
 )
 from fdcache.settings.cache import TransferSettings
 
+logger = logging.getLogger(__name__)
+
 _LEVELS = {
     SwapPurpose.EVICT: (CacheLevel.DEVICE, CacheLevel.HOST),
     SwapPurpose.LOAD: (CacheLevel.HOST, CacheLevel.DEVICE),
@@ -48,7 +50,7 @@ _LEVELS = {
 
 
 def check_plan(plan: TransferPlan) -> None:
-    """Raise ``PlanError`` for transfers that do not suit their place or each other."""
+    """Raise ``PlanError`` for a transfer of another purpose than its field, or transfers that share slots."""
     fields = (
         (plan.evictions, SwapPurpose.EVICT),
         (plan.loads, SwapPurpose.LOAD),
@@ -80,11 +82,8 @@ def _check_disjoint(kind: str, backups: Int32Array, others: Int32Array, what: st
     raise PlanError(f"backup: pair {position}: {kind} {backups[position]} is {what} by the same plan")
 
 
-logger = logging.getLogger(__name__)
-
-
 class TransferQueue:
-    """The streams of one worker. All methods are called with ``lock`` held."""
+    """The copy streams of one worker. Call every method with ``lock`` held."""
 
     def __init__(
         self, device: Device, layout: KVLayout, settings: TransferSettings, lock: threading.RLock
@@ -106,11 +105,11 @@ class TransferQueue:
         compute_stream: Stream | None,
         refusal: str | None = None,
     ) -> tuple[PlanExecution, LayerEvents]:
-        """Check the whole plan, then put it on the streams, loads perhaps later; also the events of its layers.
+        """Check the whole plan, then enqueue its copies; return its execution and the events of its layers.
 
-        ``planes`` and ``arena`` may be None for a plan without blocks. A ``refusal`` is why nothing of the plan
-        can be copied. Raises ``PlanError`` and ``StreamError`` before anything is launched; whatever else goes wrong
-        fails the transfers concerned.
+        ``planes`` and ``arena`` may be None for a plan without blocks. With a ``refusal`` every copy fails for that
+        reason. Raises ``PlanError`` and ``StreamError`` before any copy is enqueued; later exceptions fail the
+        transfers concerned.
         """
         check_plan(plan)
         copies: dict[SwapPurpose, tuple[CacheSwapMetadata, BlockCopy]] = {}
@@ -118,7 +117,7 @@ class TransferQueue:
         computed: list[Event] = []
         if refusal is None:
             try:
-                # Before any memory is taken for copies: a stream that is being captured is refused, and would mind.
+                # First: a stream that is being captured refuses the event, and allocations would break the capture.
                 computed = self._computed(compute_stream) if any(len(swap) for swap in plan.swaps()) else []
                 for swap in plan.swaps():
                     if len(swap) == 0 or planes is None or arena is None:
@@ -129,7 +128,7 @@ class TransferQueue:
                         copies[swap.purpose] = swap, self._device.copy_blocks(planes, arena, swap)
             except (PlanError, StreamError):
                 raise
-            except Exception as error:  # noqa: BLE001 - the report carries it
+            except Exception as error:  # noqa: BLE001 - it goes into the report
                 refusal = reason_of(error)
         if refusal is not None:
             refused = [RefusedCopy(TransferResult.failure(swap, refusal)) for swap in plan.swaps()]
@@ -141,7 +140,7 @@ class TransferQueue:
         return PlanExecution(plan.plan_id, rank, transfers), layers
 
     def retire(self) -> None:
-        """Let go of the memory that finished copies kept alive."""
+        """Release the memory of finished copies."""
         for each in (self._evictions, self._loads, self._backups):
             each.retire()
 
@@ -157,9 +156,9 @@ class TransferQueue:
         compute_stream: Stream | None,
         computed: list[Event],
     ) -> tuple[dict[SwapPurpose, Work], LayerEvents]:
-        """Evictions first, loads after them, backups last; all after what the compute stream was given: ``computed``.
+        """Enqueue evictions, then loads, then backups, all after ``computed``, the work of the compute stream so far.
 
-        What cannot be put on its stream fails by itself: then the others are there already, so nothing is raised.
+        A transfer that cannot be enqueued fails by itself: others may be in flight, so nothing is raised.
         """
         work: dict[SwapPurpose, Work] = {}
         after = computed
@@ -170,7 +169,7 @@ class TransferQueue:
                 after = [*computed, evicting.done]
                 emptied = [evicting.done] * self._groups.num_layers
                 if compute_stream is not None:
-                    _hold(compute_stream, evicting.done)
+                    _let_wait(compute_stream, evicting.done)
         layers: LayerEvents = LaunchedLayers(emptied)
         if load is not None:
             self._loads.submit(load, after, emptied)
@@ -192,14 +191,14 @@ class TransferQueue:
     def _start(
         self, swap: CacheSwapMetadata, copy: BlockCopy, stream: Stream, after: Sequence[Event]
     ) -> LaunchedCopy | RefusedCopy:
-        """Put a copy on a stream. Whatever is raised there fails it."""
+        """Enqueue a copy. An exception fails it."""
         behind: Event | None = None
         try:
             for event in after:
                 stream.wait_event(event)
             behind = self._device.create_event()
             self._groups.enqueue_whole(copy, stream)
-        except Exception as error:  # noqa: BLE001 - the report carries it
+        except Exception as error:  # noqa: BLE001 - it goes into the report
             reason = reason_of(error)
             if behind is not None:
                 fence(stream, behind)
@@ -207,9 +206,11 @@ class TransferQueue:
         return LaunchedCopy(copy)
 
 
-def _hold(compute_stream: Stream, emptied: Event) -> None:
+def _let_wait(compute_stream: Stream, emptied: Event) -> None:
     try:
         compute_stream.wait_event(emptied)
-    except Exception as error:  # noqa: BLE001 - the evictions are under way, so nothing may be raised
-        logger.warning("the thread waits for evictions in place of the compute stream: %s", reason_of(error))
-        emptied.wait()  # the engine may write these slots as soon as it has its counter
+    except Exception as error:  # noqa: BLE001 - evictions are in flight, nothing may be raised
+        logger.warning(
+            "the compute stream takes no event, so the thread waits for evictions: %s", reason_of(error)
+        )
+        emptied.wait()  # the engine may write these slots once it has the counter

@@ -1,4 +1,4 @@
-"""A submitted plan until its report."""
+"""Submitted plans until their reports."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ logger = logging.getLogger(__name__)
 
 
 class Work(Protocol):
-    """The blocks of one transfer on their way."""
+    """One transfer of a plan in flight."""
 
     def pending_event(self) -> Event | None:
-        """An event that must be reached before it has ended; None when it has."""
+        """Return an event that comes before the end of the transfer, or None if it has ended."""
 
     @property
     def started(self) -> bool:
-        """Whether a copy has begun."""
+        """True if copying has begun."""
 
     def cancel(self) -> bool:
-        """Take it back if none of it has begun: all its positions fail."""
+        """Cancel the transfer if no copy has begun; return True if it did. All positions fail then."""
 
     def result(self) -> TransferResult:
         """Return the result, once it has ended."""
 
 
 class LaunchedCopy:
-    """A copy that is on its stream."""
+    """A copy that is enqueued."""
 
     def __init__(self, copy: PendingCopy) -> None:
         self._copy = copy
 
     @property
     def done(self) -> Event:
-        """Reached once it has ended."""
+        """Reached once the copy has ended."""
         return self._copy.done
 
     def pending_event(self) -> Event | None:
-        """Its end, until that is reached."""
+        """Return ``done`` until it is reached, then None."""
         return None if self._copy.done.query() else self._copy.done
 
     @property
     def started(self) -> bool:
-        """Whether a copy has begun."""
+        """True if copying has begun."""
         return self._copy.started
 
     def cancel(self) -> bool:
-        """Take it back if none of it has begun."""
+        """Cancel the copy if it has not begun; return True if it did."""
         return self._copy.cancel()
 
     def result(self) -> TransferResult:
@@ -64,10 +64,10 @@ class LaunchedCopy:
 
 
 class RefusedCopy:
-    """A copy that could not be put on its stream, or has no blocks: its ``result`` is known.
+    """A copy with a known result: it has no blocks, or its stream refused it.
 
-    ``behind`` is reached when whatever of it the stream took has ended; None when the stream took nothing. The slots
-    are the copy's until then.
+    ``behind``: an event after the part that the stream accepted before it refused the rest, until which the slots
+    are in use; None if it accepted nothing.
     """
 
     started = False
@@ -77,11 +77,11 @@ class RefusedCopy:
         self.done = behind
 
     def pending_event(self) -> Event | None:
-        """The end of what is on the stream, until that is reached."""
+        """Return ``behind`` until it is reached, then None."""
         return None if self.done is None or self.done.query() else self.done
 
     def cancel(self) -> bool:
-        """There is nothing to take back."""
+        """Return False: nothing is left to cancel."""
         return False
 
     def result(self) -> TransferResult:
@@ -90,7 +90,7 @@ class RefusedCopy:
 
 
 def reason_of(error: Exception) -> str:
-    """The words of an error for a report; one that nobody foresaw goes to the log with its traceback."""
+    """Return an error's message for a report; log the traceback if it is not an ``FdcacheError``."""
     if isinstance(error, FdcacheError):
         return str(error)
     logger.error("a copy could not be submitted", exc_info=error)
@@ -98,18 +98,18 @@ def reason_of(error: Exception) -> str:
 
 
 def fence(stream: Stream, behind: Event) -> None:
-    """Let an event be reached when a stream has done what it took of a copy that was refused midway.
+    """Record an event after the accepted part of a copy that was refused midway.
 
-    When the stream does not take the event either it is never reached: then the slots stay the copy's for good.
+    If the stream refuses the event as well it is never reached, and the copy holds its slots for good.
     """
     try:
         behind.record(stream)
-    except Exception as error:  # noqa: BLE001 - the copy is reported with the first one
-        logger.error("a stream takes no event: %s", reason_of(error))
+    except Exception as error:  # noqa: BLE001 - the report has the first error
+        logger.error("a stream accepts no event: %s", reason_of(error))
 
 
 class PlanExecution:
-    """One submitted plan: the task that its handler stands for. Its report is made once, at the end."""
+    """One submitted plan, the task behind its ``AsyncTaskHandler``. The report is made once, at the end."""
 
     def __init__(self, plan_id: int, rank: int, transfers: Sequence[Work]) -> None:
         self.plan_id = plan_id
@@ -119,14 +119,14 @@ class PlanExecution:
         self._lock = threading.Lock()
 
     def pending_event(self) -> Event | None:
-        """An event that must be reached before the plan has ended; None when it has."""
+        """Return an event that comes before the end of the plan, or None if it has ended."""
         for transfer in self._transfers:
             if (event := transfer.pending_event()) is not None:
                 return event
         return None
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait up to ``timeout`` seconds, None for ever; whether the plan has ended."""
+        """Wait up to ``timeout`` seconds, None without limit; return True if the plan has ended."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (event := self.pending_event()) is not None:
             if not event.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
@@ -134,12 +134,12 @@ class PlanExecution:
         return True
 
     def cancel(self) -> bool:
-        """Take back the transfers that have not started; whether there was one."""
+        """Cancel the transfers that have not begun; return True if there was one."""
         taken = [transfer.cancel() for transfer in self._transfers]
         return any(taken)
 
     def status(self) -> TransferStatus:
-        """How far the plan has come."""
+        """Return the status of the plan."""
         if self.pending_event() is None:
             success = all(result.success for result in self.result().results)
             return TransferStatus.COMPLETED if success else TransferStatus.FAILED
@@ -147,7 +147,7 @@ class PlanExecution:
         return TransferStatus.IN_PROGRESS if started else TransferStatus.PENDING
 
     def result(self) -> TransferReport:
-        """The report of a plan that has ended; the copies and the memory they name are let go."""
+        """Return the report of a plan that has ended, and release its copies and their memory."""
         with self._lock:
             if self._report is None:
                 self._report = TransferReport(
@@ -160,7 +160,7 @@ class PlanExecution:
 
 
 def refused_executions(plan: TransferPlan, rank: int, reason: str) -> list[PlanExecution]:
-    """A plan of which nothing is copied, and its storage tasks: each has its report."""
+    """Return failed executions of a plan and of each of its storage tasks."""
     parts: tuple[TransferPlan | StorageTask, ...] = (plan, *plan.storage)
     return [
         PlanExecution(
@@ -176,7 +176,7 @@ _MIXED_WAIT = 0.002
 
 
 class PlansInFlight:
-    """Executions in the order of submission, with the handlers that stand for them. The caller locks."""
+    """Executions and their handlers, in the order of submission. The caller holds the lock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -187,39 +187,39 @@ class PlansInFlight:
         return plan_id in self._executions
 
     def add(self, execution: PlanExecution) -> None:
-        """A plan was submitted."""
+        """Add a submitted plan."""
         self._executions[execution.plan_id] = execution
         self._handlers[execution.plan_id] = AsyncTaskHandler(execution)
 
     def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
-        """The handler of a plan. Raises ``PlanError`` for one that is not here."""
+        """Return the handler of a plan. Raises ``PlanError`` for one that is not in flight."""
         if plan_id not in self._handlers:
             raise PlanError(f"plan {plan_id} is not in flight")
         return self._handlers[plan_id]
 
     def running(self) -> list[PlanExecution]:
-        """The plans that have not ended."""
+        """Return the plans that have not ended."""
         return [each for each in self._executions.values() if each.pending_event() is not None]
 
-    def settle(self) -> None:
-        """Make the reports of the plans that have ended, which lets go of the memory that their copies name."""
+    def release_ended(self) -> None:
+        """Make the reports of the plans that have ended, which releases the memory of their copies."""
         for execution in self._executions.values():
             if execution.pending_event() is None:
                 execution.result()
 
     def take_ended(self) -> list[TransferReport]:
-        """The reports of the plans that have ended; they are in flight no more."""
+        """Remove the plans that have ended and return their reports."""
         reports = [each.result() for each in self._executions.values() if each.pending_event() is None]
         for report in reports:
             del self._executions[report.plan_id], self._handlers[report.plan_id]
         return reports
 
     def pending_events(self) -> list[Event | None]:
-        """For each plan an event that must be reached before it has ended; None for one that has."""
+        """Return for each plan an event that comes before its end, or None if it has ended."""
         return [each.pending_event() for each in self._executions.values()]
 
     def wait_any(self, events: Sequence[Event], timeout: float | None) -> bool:
-        """As the device's ``wait_any``; storage has events of its own, which another device does not know."""
+        """Wait like the device's ``wait_any``, also for the CPU events of storage tasks."""
         others = [event for event in events if not isinstance(event, CpuEvent)]
         if not others:
             return wait_any_cpu_event(events, timeout)

@@ -189,11 +189,10 @@ class CacheManager:
             if self._state is not ManagerState.RUNNING:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
-            self._requests.check_allocate(demands)
+            checked = self._requests.check_allocate(demands)
             return [
                 self._allocate(live, num_tokens)
-                for request, num_tokens in demands
-                if (live := self._requests.get(request)) is not None
+                for live, (_, num_tokens) in zip(checked, demands, strict=True)
             ]
 
     def _allocate(self, live: LiveRequest, num_tokens: int) -> Allocation:
@@ -202,7 +201,7 @@ class CacheManager:
             self._requests.defer(live.request)
             self._counters.deferred_lookups += 1
             return Allocation(request_id, failure=AllocationFailure.DEFERRED)
-        wanted = -(-num_tokens // self.layout.block_size) - live.num_blocks
+        wanted = -(-num_tokens // self.layout.block_size) - len(live.table)
         if wanted > 0 and (missing := wanted - self._device.available) > 0:
             self._counters.allocation_failures += 1
             if backups:
@@ -239,10 +238,9 @@ class CacheManager:
         """
         progress = list(progress)
         with self._lock:
-            self._requests.check_commit(progress)
-            for request, num_tokens in progress:
-                if (live := self._requests.get(request)) is not None:
-                    live.commit(num_tokens)
+            checked = self._requests.check_commit(progress)
+            for live, (_, num_tokens) in zip(checked, progress, strict=True):
+                live.commit(num_tokens)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Take the ranks' reports; returns the loads that ended with them.

@@ -122,7 +122,7 @@ class Request:
     @property
     def block_table(self) -> Int32Array:
         """Device slots in path order, shape (blocks,); empty unless the request is matched."""
-        return NO_BLOCKS if self._live is None else self._live.block_table
+        return NO_BLOCKS if self._live is None else self._live.table.slots
 
     @property
     def is_loading(self) -> bool:
@@ -182,6 +182,7 @@ class LiveRequest:
         self, request: Request, tokens: TokenBlocks, tiers: Tiers, block_size: int, *, publishes: bool
     ) -> None:
         self.request = request
+        self.table = BlockTable()
         self.host_run: HostRun | None = None
         self.publishes = publishes
         self.is_live = True
@@ -192,22 +193,11 @@ class LiveRequest:
         self._block_size = block_size
         self._lease = tiers.device.open_lease()
         self._host_lease = 0
-        self._table = BlockTable()
         self._returned_blocks = 0
         self._committed_blocks = 0
         self._committed_tokens = 0
         self._fetched_blocks = 0
         self._is_counted = False
-
-    @property
-    def block_table(self) -> Int32Array:
-        """Device slots in path order."""
-        return self._table.slots
-
-    @property
-    def num_blocks(self) -> int:
-        """Length of the block table."""
-        return len(self._table)
 
     # --- match --------------------------------------------------------------------------------------------
 
@@ -248,7 +238,7 @@ class LiveRequest:
             self.drop_host_run()
         self.host_run = host_run
         if len(device_slots):
-            self._table.extend(device_slots)
+            self.table.extend(device_slots)
             self._committed_blocks = self._returned_blocks = len(device_slots)
         self._fetched_blocks = fetched_blocks
         request = self.request
@@ -276,7 +266,7 @@ class LiveRequest:
             return False
         found = self.match_device(self._tokens.hashes[: run.start + len(run)], run.start)
         if len(found):
-            self._table.extend(found.slots)
+            self.table.extend(found.slots)
             self._committed_blocks += len(found)
             if len(found) < len(run):
                 self.host_run = run.without(len(found))
@@ -302,15 +292,15 @@ class LiveRequest:
 
         Return the blocks evicted for them.
         """
-        stop = len(self._table) + count
+        stop = len(self.table) + count
         evicted = [self._plan_loads(self.host_run, plan)] if self.host_run else []
-        if missing := stop - len(self._table):
+        if missing := stop - len(self.table):
             taken = self._device.reserve(self._lease, missing)
             if taken.missing:
                 raise IntegrityError(
                     f"request {self.request.request_id!r}: {taken.missing} available blocks are gone"
                 )
-            self._table.extend(taken.slots)
+            self.table.extend(taken.slots)
             evicted.append(taken.evicted)
         return evicted
 
@@ -332,13 +322,13 @@ class LiveRequest:
         offset = plan.add(SwapPurpose.LOAD, source, taken.slots, taken.generations, unverified=run.unverified)
         plan.loads.append(LoadRange(self, offset, len(run), run.start))
         self.is_loading = True
-        self._table.extend(taken.slots)
+        self.table.extend(taken.slots)
         return taken.evicted
 
     def take_added_blocks(self) -> Int32Array:
         """Return the slots added to the block table since the match or the last call."""
-        first, self._returned_blocks = self._returned_blocks, len(self._table)
-        return self._table.slots[first:] if first < self._returned_blocks else NO_BLOCKS
+        first, self._returned_blocks = self._returned_blocks, len(self.table)
+        return self.table.slots[first:] if first < self._returned_blocks else NO_BLOCKS
 
     # --- commit -------------------------------------------------------------------------------------------
 
@@ -358,14 +348,15 @@ class LiveRequest:
             self._publish()
 
     def _publish(self) -> None:
+        start, stop = self._committed_blocks, self._committed_tokens // self._block_size
+        if start >= stop:
+            return  # no block became full, as in most decode steps
         hashes = self._tokens.hashes
-        # A block has no hash until its look-ahead tokens are known.
-        start = self._committed_blocks
-        stop = min(self._committed_tokens // self._block_size, len(hashes))
+        stop = min(stop, len(hashes))  # a block has no hash until its look-ahead tokens are known
         if start >= stop:
             return
         parent = hashes[start - 1].tobytes() if start else ROOT
-        status = self._device.commit(self._lease, parent, hashes[start:stop], self._table.slots[start:stop])
+        status = self._device.commit(self._lease, parent, hashes[start:stop], self.table.slots[start:stop])
         self._committed_blocks = start + len(status)
         tenant, host, backups = self.request._tenant, self._tiers.host, self._tiers.backups
         if tenant is not None and host:
@@ -450,10 +441,12 @@ class LiveRequests:
             self.bind(request)
             seen[request.request_id] = request
 
-    def check_allocate(self, demands: Sequence[tuple[Request, int]]) -> None:
-        """Raise ``RequestStateError`` for the first request that cannot get blocks for so many tokens."""
+    def check_allocate(self, demands: Sequence[tuple[Request, int]]) -> list[LiveRequest]:
+        """Return the live requests. Raises ``RequestStateError`` for one that cannot get blocks for so many tokens."""
+        checked = []
         for request, num_tokens in demands:
-            if self.get(request) is None:
+            live = self.get(request)
+            if live is None:
                 raise RequestStateError(
                     f"request {request.request_id!r} has to be matched before it gets blocks"
                 )
@@ -462,24 +455,29 @@ class LiveRequests:
                     f"request {request.request_id!r}: {num_tokens} tokens are fewer than the "
                     f"{request.num_cached_tokens} that its match found"
                 )
+            checked.append(live)
+        return checked
 
-    def check_commit(self, progress: Sequence[tuple[Request, int]]) -> None:
-        """Raise ``RequestStateError`` for the first request that has no blocks for so many tokens."""
+    def check_commit(self, progress: Sequence[tuple[Request, int]]) -> list[LiveRequest]:
+        """Return the live requests. Raises ``RequestStateError`` for one that has no blocks for so many tokens."""
+        checked = []
         for request, num_tokens in progress:
             live = self.get(request)
-            blocks = live.num_blocks if live is not None else 0
+            blocks = len(live.table) if live is not None else 0
             limit = min(request.num_tokens, blocks * self._block_size)
             if live is None or not 0 <= num_tokens <= limit:
                 raise RequestStateError(
                     f"request {request.request_id!r}: cannot commit {num_tokens} tokens, it has blocks for {limit}"
                 )
+            checked.append(live)
+        return checked
 
     # --- from match to end --------------------------------------------------------------------------------
 
     def get(self, request: Request) -> LiveRequest | None:
         """Return the live state of a request of this manager."""
-        live = request._live
-        return live if live is not None and self._by_id.get(request.request_id) is live else None
+        live = self._by_id.get(request.request_id)
+        return live if live is not None and live.request is request else None
 
     def admit(self, request: Request) -> LiveRequest:
         """Open a lease for a request that is being matched."""

@@ -86,9 +86,9 @@ class TestLifeCycle:
         assert worker.run(plan(2, load=[(5, 3)])).results[0].failed.tolist() == [0]
 
     def test_a_second_cache_is_refused(self, worker: Worker) -> None:
-        with pytest.raises(CacheNotReadyError, match="device planes already"):
+        with pytest.raises(CacheNotReadyError, match="device planes exist already"):
             worker.controller.initialize_kv_cache(4)
-        with pytest.raises(CacheNotReadyError, match="host cache already"):
+        with pytest.raises(CacheNotReadyError, match="host cache exists already"):
             worker.controller.initialize_host_cache(4)
 
     def test_a_host_cache_beyond_the_memory_is_refused_and_leaves_nothing(self) -> None:

@@ -137,9 +137,9 @@ class TestRefused:
             (lambda good: good[1:], "must begin with 6 blocks"),
             (
                 lambda good: np.zeros((BLOCKS, 1, 8, 4), np.uint16).transpose(0, 1, 3, 2),
-                "leave gaps or turn axes",
+                "leave gaps or transpose axes",
             ),
-            (lambda good: np.zeros((BLOCKS, 1, 4, 16), np.uint16)[..., ::2], "leave gaps or turn axes"),
+            (lambda good: np.zeros((BLOCKS, 1, 4, 16), np.uint16)[..., ::2], "leave gaps or transpose axes"),
             (lambda good: np.broadcast_to(good[:1], good.shape), "not a writable tensor"),
             (lambda good: good[::-1], "overlap"),
             (lambda good: "planes", "a str is not a writable tensor"),
@@ -158,7 +158,7 @@ class TestRefused:
         tensor = np.zeros((BLOCKS, 1, 4, 8), np.uint16)
         with (
             CacheController(TransferSettings(), uniform_layout()) as controller,
-            pytest.raises(TensorError, match="same memory"),
+            pytest.raises(TensorError, match="share memory"),
         ):
             controller.register_kv_cache([tensor] * 8)
 
@@ -177,7 +177,7 @@ class TestRefused:
             np.lib.stride_tricks.as_strided(marks[start:], shape=shape, strides=strides)[:] += 1
         with CacheController(TransferSettings(), layout) as controller:
             if marks.max() > 1:
-                with pytest.raises(TensorError, match=r"of layer 0 lie in the same memory"):
+                with pytest.raises(TensorError, match=r"of layer 0 share memory"):
                     controller.register_kv_cache(tensors)
             else:
                 controller.register_kv_cache(tensors)

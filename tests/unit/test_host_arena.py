@@ -119,7 +119,7 @@ def test_a_large_arena_says_in_the_log_how_far_it_is(
     caplog.set_level("INFO", logger=arena_module.__name__)
     HostArena(layout, 10, CpuDevice())
     assert caplog.messages == ["host arena: 10 blocks in 4 extents ready"]
-    monkeypatch.setattr(arena_module, "_SECONDS_UNTIL_TOLD", 0.0)
+    monkeypatch.setattr(arena_module, "_LOG_INTERVAL", 0.0)
     HostArena(layout, 10, CpuDevice())
     assert caplog.messages[1:-1] == [f"host arena: {done} of 4 extents ready" for done in (1, 2, 3, 4)]
 
