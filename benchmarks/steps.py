@@ -19,14 +19,14 @@ import numpy as np
 from benchmarks.scheduler import BLOCK, layout, machine
 from fdcache.manager import CacheManager, Request
 from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, HashArray, StorageScan, SwapPurpose
-from fdcache.plans.ledger import OpenPlan
+from fdcache.plans.ledger import StorageOrders
 from fdcache.service.client.remote_tier import Owners
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import LocalIndex
-from fdcache.tiers.storage_writes import StorePlanner
+from fdcache.tiers.storage_writes import StorageWrites
 
 HOST_BLOCKS = 8192
 
@@ -107,11 +107,13 @@ def store_us(depth: int, calls: int) -> float:
     host = LocalHostTier(CacheLevel.HOST, 2 * len(path))
     index = LocalIndex.make(2 * len(path))
     index.restore([])
-    stores = StorePlanner(
+    orders = StorageOrders()
+    writes = StorageWrites(
         CacheSettings(write_policy=WritePolicy.WRITE_THROUGH),
         StorageTierSettings(),
         host,
         index,
+        orders,
         Counters(),
         time.monotonic,
     )
@@ -122,13 +124,12 @@ def store_us(depth: int, calls: int) -> float:
     for _ in range(calls):
         here = next(at)
         store(host, path[here - 1].tobytes(), path[here : here + 1])
-        stores.on_arrival(path[here : here + 1])
-        plan = OpenPlan()
+        writes.on_arrival(path[here : here + 1])
         since = time.perf_counter_ns()
-        stores.plan(plan, 0)
+        writes.plan(0)
         samples.append(time.perf_counter_ns() - since)
-        (order,) = plan.storage
-        swap = order.build(1).swap
+        (order,) = orders.take().orders
+        swap = order.swap
         assert swap.purpose is SwapPurpose.STORE and len(swap) == 1
         host.unhold(swap.src_block_ids)
         none = np.zeros(1, np.bool_)

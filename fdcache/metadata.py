@@ -72,13 +72,24 @@ class CacheStatus(StrEnum):
 
 
 class SwapPurpose(StrEnum):
-    """Reason for a copy. Loads go first, backups last. Stores and prefetches copy between host and storage."""
+    """Reason for a copy, and the tiers that it joins. Loads go first, backups last."""
 
-    LOAD = "load"
-    EVICT = "evict"
-    BACKUP = "backup"
-    STORE = "store"
-    PREFETCH = "prefetch"
+    source: CacheLevel
+    target: CacheLevel
+
+    def __new__(cls, value: str, source: CacheLevel, target: CacheLevel) -> SwapPurpose:
+        """Make the member of this value, which joins these tiers."""
+        purpose = str.__new__(cls, value)
+        purpose._value_ = value
+        purpose.source = source
+        purpose.target = target
+        return purpose
+
+    LOAD = "load", CacheLevel.HOST, CacheLevel.DEVICE
+    EVICT = "evict", CacheLevel.DEVICE, CacheLevel.HOST
+    BACKUP = "backup", CacheLevel.DEVICE, CacheLevel.HOST
+    STORE = "store", CacheLevel.HOST, CacheLevel.STORAGE
+    PREFETCH = "prefetch", CacheLevel.STORAGE, CacheLevel.HOST
 
 
 class BlockNode(msgspec.Struct, kw_only=True, frozen=True):

@@ -130,7 +130,7 @@ def events(engine: Engine) -> object:
 
 
 def reads(name: str) -> Look:
-    return lambda engine: getattr(engine.manager._tiers.prefetcher._settings, name)
+    return lambda engine: getattr(engine.manager._tiers.fetches.terms, name)
 
 
 def groups(engine: Engine) -> object:
@@ -268,17 +268,17 @@ CASES: dict[str, Case] = {
         "7s",
         lambda engine: (
             engine.manager._storage.reads._timeout,
-            engine.manager._storage.stores._timeout,
+            engine.manager._storage.writes._timeout,
         ),
         storage_in_service("timeout"),
         beside=STORAGE,
     ),
-    "FDCACHE_PREFETCH_POLICY": Case("best_effort", reads("prefetch_policy"), beside=STORAGE),
-    "FDCACHE_PREFETCH_TIMEOUT": Case("7s", reads("prefetch_timeout"), beside=STORAGE),
-    "FDCACHE_PREFETCH_BANDWIDTH": Case("1MiB", reads("prefetch_bandwidth"), beside=STORAGE),
+    "FDCACHE_PREFETCH_POLICY": Case("best_effort", reads("policy"), beside=STORAGE),
+    "FDCACHE_PREFETCH_TIMEOUT": Case("7s", reads("timeout"), beside=STORAGE),
+    "FDCACHE_PREFETCH_BANDWIDTH": Case("1MiB", reads("bandwidth"), beside=STORAGE),
     "FDCACHE_STORAGE_WRITE_BLOCKS": Case(
         "7",
-        lambda engine: engine.manager._storage.stores._write_blocks,
+        lambda engine: engine.manager._storage.writes._write_blocks,
         storage_in_service("write_blocks"),
         beside=STORAGE,
     ),

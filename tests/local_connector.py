@@ -12,8 +12,8 @@ from fdcache import _core
 from fdcache.metadata import HashArray
 from fdcache.storage.connector import BatchResult, Outcome, RecordBatch, RunResult, StorageStats
 from fdcache.storage.slab import SlabStore
-from fdcache.tiers.pool import IS_READY, READY, RESERVED, restore
-from fdcache.tiers.storage_index import StoragePool
+from fdcache.tiers.pool import IS_READY, READY, RESERVED
+from fdcache.tiers.storage_index import StoragePool, restore
 
 
 class LocalConnector:

@@ -16,7 +16,7 @@ from fdcache.controller.layers import LayerDoneCounter, LayerEvents
 from fdcache.controller.transfers import TransferQueue
 from fdcache.devices.base import Device, DevicePlanes, Stream
 from fdcache.devices.cpu import CpuDevice
-from fdcache.devices.execution import PlanExecution, PlansInFlight, reason_of, refused_executions
+from fdcache.devices.execution import PlansInFlight, reason_of, refused_executions
 from fdcache.errors import (
     CacheNotReadyError,
     DeviceError,
@@ -216,7 +216,7 @@ class CacheController:
                     "with a service the storage belongs to it: configure it in `fdcache serve`"
                 )
             storage.register(self._arena.table)
-            self._storage = StorageQueue(storage, self._arena)
+            self._storage = StorageQueue(storage, self._arena, self.rank)
             return storage.scan() if isinstance(storage, PlacedStorage) else None
 
     def storage_stats(self) -> StorageStats | None:
@@ -326,7 +326,8 @@ class CacheController:
         for execution in refused_executions(plan, self.rank, reason):
             self._in_flight.add(execution)
         if self._storage is not None:
-            self._storage.submit(plan, [])  # cancellations and clearing happen all the same
+            # Cancellations and clearing happen all the same.
+            self._storage.submit((), cancelled=plan.cancelled, clear=plan.clear_storage)
 
     def _prepare_storage(self, plan: TransferPlan) -> list[StorageTransfer]:
         if not plan.storage:
@@ -339,9 +340,9 @@ class CacheController:
         if self._storage is None:
             return
         for transfer in prepared:
-            self._in_flight.add(PlanExecution(transfer.task.plan_id, self.rank, [transfer]))
+            self._in_flight.add(transfer)
         try:
-            self._storage.submit(plan, prepared)
+            self._storage.submit(prepared, cancelled=plan.cancelled, clear=plan.clear_storage)
         except Exception as error:  # noqa: BLE001 - copies are in flight; it goes into the reports
             logger.error("plan %d: the storage accepts no tasks: %s", plan.plan_id, reason_of(error))
             for transfer in prepared:
@@ -361,9 +362,6 @@ class CacheController:
         self._guard.check()
         with self._lock:
             reports = self._in_flight.take_ended()
-            if self._storage is not None:
-                for report in reports:
-                    self._storage.forget(report.plan_id)
             if reports:
                 self._queue.retire()
             return reports

@@ -31,7 +31,6 @@ from fdcache.devices.validation import check_arrays
 from fdcache.errors import PlanError, StreamError
 from fdcache.layout import KVLayout
 from fdcache.metadata import (
-    CacheLevel,
     CacheSwapMetadata,
     Int32Array,
     SwapPurpose,
@@ -41,12 +40,6 @@ from fdcache.metadata import (
 from fdcache.settings.cache import TransferSettings
 
 logger = logging.getLogger(__name__)
-
-_LEVELS = {
-    SwapPurpose.EVICT: (CacheLevel.DEVICE, CacheLevel.HOST),
-    SwapPurpose.LOAD: (CacheLevel.HOST, CacheLevel.DEVICE),
-    SwapPurpose.BACKUP: (CacheLevel.DEVICE, CacheLevel.HOST),
-}
 
 
 def check_plan(plan: TransferPlan) -> None:
@@ -60,7 +53,7 @@ def check_plan(plan: TransferPlan) -> None:
         if swap is None:
             continue
         check_arrays(swap)
-        levels = _LEVELS[purpose]
+        levels = (purpose.source, purpose.target)
         if swap.purpose is not purpose or (swap.src_type, swap.dst_type) != levels:
             raise PlanError(
                 f"{purpose.value}: the transfer is a {swap.purpose.value} from {swap.src_type.value} to "

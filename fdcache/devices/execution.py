@@ -172,6 +172,29 @@ def refused_executions(plan: TransferPlan, rank: int, reason: str) -> list[PlanE
     ]
 
 
+class Execution(Protocol):
+    """A submitted plan or storage task until its report is taken."""
+
+    @property
+    def plan_id(self) -> int:
+        """Number of the plan."""
+
+    def pending_event(self) -> Event | None:
+        """Return an event that must be reached before it has ended; None when it has."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait up to ``timeout`` seconds, None without limit; return True if it has ended."""
+
+    def cancel(self) -> bool:
+        """Take back what has not begun; return True if there was anything."""
+
+    def status(self) -> TransferStatus:
+        """Return how far it has come."""
+
+    def result(self) -> TransferReport:
+        """Return the report, once it has ended."""
+
+
 _MIXED_WAIT = 0.002
 
 
@@ -180,14 +203,14 @@ class PlansInFlight:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._executions: dict[int, PlanExecution] = {}
+        self._executions: dict[int, Execution] = {}
         self._handlers: dict[int, AsyncTaskHandler[TransferReport]] = {}
 
     def __contains__(self, plan_id: int) -> bool:
         return plan_id in self._executions
 
-    def add(self, execution: PlanExecution) -> None:
-        """Add a submitted plan."""
+    def add(self, execution: Execution) -> None:
+        """Add a submitted plan or storage task."""
         self._executions[execution.plan_id] = execution
         self._handlers[execution.plan_id] = AsyncTaskHandler(execution)
 
@@ -197,8 +220,8 @@ class PlansInFlight:
             raise PlanError(f"plan {plan_id} is not in flight")
         return self._handlers[plan_id]
 
-    def running(self) -> list[PlanExecution]:
-        """Return the plans that have not ended."""
+    def running(self) -> list[Execution]:
+        """Return the plans and storage tasks that have not ended."""
         return [each for each in self._executions.values() if each.pending_event() is not None]
 
     def release_ended(self) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fdcache._core import BlockList
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.blocks import BlockQueue, Blocks, parted, with_absent_above
+from fdcache.plans.blocks import BlockQueue, Blocks, path_starts, with_absent_ancestors
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import HostTier
@@ -192,7 +192,7 @@ class BackupPlanner:
         return np.asarray(self._host.contains(hashes) == ABSENT)
 
     def _with_uncovered_ancestors(self, blocks: Blocks) -> Blocks:
-        uncovered = blocks.parents[parted(blocks)]
+        uncovered = blocks.parents[path_starts(blocks)]
         uncovered = uncovered[uncovered.any(axis=1)]
         uncovered = uncovered[self._is_absent(uncovered)] if len(uncovered) else uncovered
         own = {row.tobytes() for row in blocks.hashes} if len(uncovered) else set()
@@ -202,7 +202,7 @@ class BackupPlanner:
         parents = self._device.find(uncovered[missing])
         if not len(parents):
             return blocks
-        above = with_absent_above(self._device, parents.slots, self._is_absent)
+        above = with_absent_ancestors(self._device, parents.slots, self._is_absent)
         above = above.select(np.array([row.tobytes() not in own for row in above.hashes], np.bool_))
         return Blocks.concat((above, blocks)) if len(above) else blocks
 

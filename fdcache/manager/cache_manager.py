@@ -27,8 +27,7 @@ from fdcache.storage.context import ConnectorContext
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.host import HostCache
-from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, TierUsage
-from fdcache.tiers.traffic import Traffic
+from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, Traffic
 
 
 class ManagerState(StrEnum):
@@ -135,7 +134,7 @@ class CacheManager:
         with self._lock:
             if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
                 raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
-            return self._storage.restore(scans, self._plans.open) if self._storage else 0
+            return self._storage.restore(scans) if self._storage else 0
 
     # --- a scheduler step ---------------------------------------------------------------------------------
 
@@ -147,7 +146,7 @@ class CacheManager:
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 for request in requests:
-                    self._matcher.prefetch(request, self._plans.open)
+                    self._matcher.prefetch(request)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
         """Find and pin the longest cached prefix of each request, short of its last token.
@@ -161,7 +160,7 @@ class CacheManager:
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
             self._requests.check_match(requests)
-            return self._matcher.match(requests, self._plans.open)
+            return self._matcher.match(requests)
 
     def unmatch(self, requests: Iterable[Request]) -> None:
         """Undo matches that were followed by no allocation: the pins go, what is read from storage still comes."""
@@ -273,7 +272,7 @@ class CacheManager:
         """
         with self._lock:
             outcomes = self._plans.lose_rank(rank)
-            self._tiers.worker_lost(self._plans.open)
+            self._tiers.worker_lost()
             self._requests.stop_publishing()
             return outcomes
 
@@ -284,7 +283,7 @@ class CacheManager:
         """
         with self._lock:
             self._requests.stop_publishing()
-            return self._tiers.reset(self._plans.open)
+            return self._tiers.reset()
 
     def change_revision(self, revision: str) -> int:
         """The engine has loaded other weights: nothing of the former ones is found again; returns how many blocks go.
@@ -374,7 +373,7 @@ class CacheManager:
     @property
     def reads_storage(self) -> bool:
         """Whether blocks may come from storage: of this process or of the service."""
-        return self._tiers.prefetcher is not None
+        return self._tiers.fetches is not None
 
     @property
     def num_free_device_blocks(self) -> int:
@@ -385,7 +384,7 @@ class CacheManager:
         """Tiers and totals at this moment."""
         with self._lock:
             backups, storage = self._tiers.backups, self._storage
-            usage = {level: TierUsage.of(pool) for level, pool in self._tiers.pools.items()}
+            usage = {level: pool.usage() for level, pool in self._tiers.pools.items()}
             return CacheStats(
                 device=usage[CacheLevel.DEVICE],
                 host=usage.get(CacheLevel.HOST),
@@ -394,7 +393,7 @@ class CacheManager:
                 plans_in_flight=self._plans.in_flight,
                 queued_backups=backups.queued if backups else 0,
                 traffic=self._host.traffic.copy() if self._host else Traffic(),
-                queued_stores=storage.stores.queued if storage else 0,
+                queued_stores=storage.writes.queued if storage else 0,
                 storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
                 reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
                 storage=usage.get(CacheLevel.STORAGE),

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fdcache.layout import KVLayout
-from fdcache.manager.requests import LiveRequest
+from fdcache.manager.requests import LoadRange, StepPlan
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
-from fdcache.plans.ledger import InFlightPlan, LoadRange, OpenPlan, PlanLedger
+from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.tiers.statistics import Counters
 
 
@@ -27,7 +27,8 @@ class Plans:
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
-        self.open = OpenPlan()
+        self._loads: dict[int, list[LoadRange]] = {}  # by the number of the plan in flight
+        self.open = StepPlan()
 
     @property
     def in_flight(self) -> int:
@@ -37,7 +38,9 @@ class Plans:
     @property
     def unfinished(self) -> int:
         """Number of plans in flight, and the open one unless it is empty."""
-        return self.in_flight + (not self.open.is_empty)
+        storage = self._tiers.storage
+        is_open = not self.open.is_empty or (storage is not None and not storage.orders.is_empty)
+        return self.in_flight + is_open
 
     def blocks_in_flight(self, purpose: SwapPurpose) -> int:
         """Return the number of blocks being copied for this purpose."""
@@ -49,10 +52,20 @@ class Plans:
 
     def close(self, arena: str | None) -> list[TransferPlan]:
         """Close the step and return its plans; ``arena`` names the shared arena that host slots refer to."""
-        plans = [self.open, self._background]
-        self.open, self._background = OpenPlan(), OpenPlan()
-        now = self._clock()
-        return [self._ledger.close(plan, now, arena) for plan in plans if not plan.is_empty]
+        step, background = self.open, self._background
+        self.open, self._background = StepPlan(), OpenPlan()
+        now, sent = self._clock(), []
+        storage = self._tiers.storage
+        orders = storage.orders.take() if storage and not storage.orders.is_empty else None
+        if not step.is_empty or (orders and background.is_empty):
+            plan = self._ledger.send(step, now, arena, orders)
+            if step.loads:
+                self._loads[plan.plan_id] = step.loads
+            sent.append(plan)
+            orders = None
+        if not background.is_empty:
+            sent.append(self._ledger.send(background, now, arena, orders))
+        return sent
 
     def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
         """Count reports; return the loads that ended. Raises ``PlanError`` before any report is counted."""
@@ -65,31 +78,33 @@ class Plans:
                 continue
             if self._tiers.host:
                 self._tiers.host.traffic.record(report)
-            not_cleared = report.refused and self._ledger.asks_to_clear(report)
+            not_cleared = report.refused and self._ledger.clears_storage(report)
             for flight in self._ledger.record(report):
-                outcomes += self._settle(flight)
+                outcomes += self._complete(flight)
             if not_cleared and self._tiers.storage:
-                self._tiers.storage.reset(self.open)  # the rank's file still has the blocks
+                self._tiers.storage.reset()  # the rank's file still has the blocks
         return outcomes
 
     def lose_rank(self, rank: int) -> list[LoadOutcome]:
         """Fail what this rank has not reported; return the loads that end. Raises ``PlanError`` for an unknown rank."""
-        return [outcome for flight in self._ledger.lose_rank(rank) for outcome in self._settle(flight)]
+        return [outcome for flight in self._ledger.lose_rank(rank) for outcome in self._complete(flight)]
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads of plans whose deadline has passed since the last call."""
         late = self._ledger.newly_overdue(self._clock())
         if self._tiers.storage:
             self._tiers.storage.overdue(late)
-        return [self._overdue(load) for flight in late for load in flight.loads if load.owner.is_live]
+        loads = [load for flight in late for load in self._loads.get(flight.plan.plan_id, ())]
+        return [self._overdue(load) for load in loads if load.owner.is_live]
 
-    def _settle(self, flight: InFlightPlan) -> list[LoadOutcome]:
-        self._tiers.settle(flight, self._counters)
-        return [self._end_load(load, flight) for load in flight.loads if load.owner.is_live]
+    def _complete(self, flight: InFlightPlan) -> list[LoadOutcome]:
+        self._tiers.complete(flight, self._counters)
+        loads = self._loads.pop(flight.plan.plan_id, ())
+        return [self._end_load(load, flight) for load in loads if load.owner.is_live]
 
     def _end_load(self, load: LoadRange, flight: InFlightPlan) -> LoadOutcome:
         """Confirm a load that every rank has reported, or fail it from the first block that a rank lacks."""
-        mask = flight.copied[SwapPurpose.LOAD][load.offset : load.offset + load.count]
+        mask = flight.swaps[SwapPurpose.LOAD].copied[load.offset : load.offset + load.count]
         copied = load.count if mask.all() else int(np.argmin(mask))
         load.owner.end_load(copied, load.count)
         if copied == load.count:
@@ -106,6 +121,5 @@ class Plans:
         return self._outcome(load, LoadStatus.OVERDUE, 0, "no report within the plan's deadline")
 
     def _outcome(self, load: LoadRange, status: LoadStatus, copied: int, message: str | None) -> LoadOutcome:
-        owner: LiveRequest = load.owner
         recompute_from = (load.first_block + copied) * self._block_size
-        return LoadOutcome(owner.request.request_id, status, recompute_from, message)
+        return LoadOutcome(load.owner.request.request_id, status, recompute_from, message)

@@ -13,9 +13,9 @@ from fdcache.hashing import MultimodalItem, TokenBlocks, Tokens, root_hash
 from fdcache.layout import KVLayout
 from fdcache.manager.results import NO_BLOCKS
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.blocks import ROOT, Blocks, parents_of
-from fdcache.plans.ledger import LoadRange, OpenPlan
+from fdcache.metadata import HashArray, Int32Array, SwapPurpose
+from fdcache.plans.blocks import ROOT, Blocks
+from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.statistics import Counters
 
@@ -46,24 +46,6 @@ class BlockTable:
     def slots(self) -> Int32Array:
         """The slots so far, a view that later growth does not change."""
         return self._buffer[: self._size]
-
-
-@dataclass(slots=True)
-class HostRun:
-    """Host blocks of a match that wait to be loaded: ``slots[i]`` holds block ``start + i`` of the path."""
-
-    start: int
-    slots: Int32Array
-    generations: UInt32Array
-    unverified: HashArray | None = None
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def without(self, count: int) -> HostRun:
-        """Return the run without its first ``count`` blocks."""
-        unverified = None if self.unverified is None else self.unverified[count:]
-        return HostRun(self.start + count, self.slots[count:], self.generations[count:], unverified)
 
 
 class Request:
@@ -183,7 +165,7 @@ class LiveRequest:
     ) -> None:
         self.request = request
         self.table = BlockTable()
-        self.host_run: HostRun | None = None
+        self.host_run: Blocks | None = None
         self.publishes = publishes
         self.is_live = True
         self.is_loading = False
@@ -232,7 +214,7 @@ class LiveRequest:
             self._tiers.host.release(self._host_lease)
             self._host_lease = 0
 
-    def accept_match(self, device_slots: Int32Array, host_run: HostRun | None, fetched_blocks: int) -> int:
+    def accept_match(self, device_slots: Int32Array, host_run: Blocks | None, fetched_blocks: int) -> int:
         """Begin with these blocks; return how many tokens they cover. ``fetched_blocks`` came from storage."""
         if host_run is None:
             self.drop_host_run()
@@ -264,12 +246,13 @@ class LiveRequest:
         run = self.host_run
         if run is None or not self.publishes:
             return False
-        found = self.match_device(self._tokens.hashes[: run.start + len(run)], run.start)
+        start = len(self.table)
+        found = self.match_device(self._tokens.hashes[: start + len(run)], start)
         if len(found):
             self.table.extend(found.slots)
             self._committed_blocks += len(found)
             if len(found) < len(run):
-                self.host_run = run.without(len(found))
+                self.host_run = run.select(slice(len(found), None))
             else:
                 self.drop_host_run()
         return not found.pending
@@ -287,7 +270,7 @@ class LiveRequest:
         counters.host_hit_tokens += (on_host - from_storage) * self._block_size
         counters.storage_hit_tokens += from_storage * self._block_size
 
-    def take_blocks(self, count: int, plan: OpenPlan) -> list[BlockList]:
+    def take_blocks(self, count: int, plan: StepPlan) -> list[BlockList]:
         """Append ``count`` device blocks, which must be available: those to be loaded, then those to be computed.
 
         Return the blocks evicted for them.
@@ -304,23 +287,18 @@ class LiveRequest:
             evicted.append(taken.evicted)
         return evicted
 
-    def _plan_loads(self, run: HostRun, plan: OpenPlan) -> BlockList:
+    def _plan_loads(self, run: Blocks, plan: StepPlan) -> BlockList:
         """Reserve device blocks for the host run and plan its copies."""
         assert self._tiers.host
-        stop = run.start + len(run)
-        hashes = self._tokens.hashes
-        source = Blocks(
-            run.slots, run.generations, hashes[run.start : stop], parents_of(hashes, run.start, stop)
-        )
-        taken = self._device.reserve_copies(self._lease, source.parents, source.hashes)
+        taken = self._device.reserve_copies(self._lease, run.parents, run.hashes)
         if len(taken) != len(run):
             raise IntegrityError(
                 f"request {self.request.request_id!r}: {len(run)} loads got {len(taken)} device blocks"
             )
         self._tiers.host.begin_load(self._host_lease, run.slots)
         self.drop_host_run()
-        offset = plan.add(SwapPurpose.LOAD, source, taken.slots, taken.generations, unverified=run.unverified)
-        plan.loads.append(LoadRange(self, offset, len(run), run.start))
+        offset = plan.add(SwapPurpose.LOAD, run, taken.slots, taken.generations)
+        plan.loads.append(LoadRange(self, offset, len(run), len(self.table)))
         self.is_loading = True
         self.table.extend(taken.slots)
         return taken.evicted
@@ -375,6 +353,24 @@ class LiveRequest:
         self.request.num_cached_tokens = 0
 
 
+@dataclass(frozen=True, slots=True)
+class LoadRange:
+    """The part of a plan's loads that one request waits for: blocks from ``first_block`` of its path on."""
+
+    owner: LiveRequest
+    offset: int
+    count: int
+    first_block: int
+
+
+class StepPlan(OpenPlan):
+    """The transfers of one scheduler step, and the requests that wait for its loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[LoadRange] = []
+
+
 class LiveRequests:
     """The requests that are matched or running, by id."""
 
@@ -385,7 +381,7 @@ class LiveRequests:
         self._fingerprint = layout.fingerprint
         self._former_fingerprints: set[bytes] = set()
         self._tiers = tiers
-        self._prefetcher = tiers.prefetcher
+        self._fetches = tiers.fetches
         self._by_id: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
@@ -405,8 +401,8 @@ class LiveRequests:
 
     def fetch_number(self, request: Request) -> int:
         """Return the number of the request's fetch from storage, the same until the request ends; 0 without one."""
-        if self._prefetcher and not request._fetch:
-            request._fetch = self._prefetcher.number()
+        if self._fetches is not None and not request._fetch:
+            request._fetch = self._fetches.number()
         return request._fetch
 
     def may_prefetch(self, request: Request) -> bool:
@@ -499,10 +495,15 @@ class LiveRequests:
         self.unmatch(request)
         request._deferred_since = since
 
+    def wait_for_reads(self, request: Request) -> None:
+        """Release a request that waits for its reads from storage, which the prefetch policy bounds."""
+        self.unmatch(request)
+        request._deferred_since = None
+
     def finish(self, request: Request) -> None:
         """Release a request and end its reads from storage; copies in flight hold their slots until reported."""
-        if self._prefetcher and request._fetch:
-            self._prefetcher.release(request._fetch)
+        if self._fetches is not None and request._fetch:
+            self._fetches.end(request._fetch)
             request._fetch = 0
         self.unmatch(request)
         request._hit_blocks = 0

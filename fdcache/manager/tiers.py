@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
-from fdcache.manager.prefetch import Prefetcher, Prefetching, RemotePrefetcher
-from fdcache.metadata import EXTENT_BYTES, BlockNode, CacheLevel, HashArray, SwapPurpose
+from fdcache.metadata import EXTENT_BYTES, BlockNode, CacheLevel, HashArray, StorageTask, SwapPurpose
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
-from fdcache.tiers.completion import settle
 from fdcache.tiers.events import CacheEvent, events_of
-from fdcache.tiers.host import HostCache, HostTier, LocalHostTier
+from fdcache.tiers.fetches import Fetches, FetchTable, FetchTerms
+from fdcache.tiers.host import HostCache, HostTier, LocalHostTier, complete_copies
 from fdcache.tiers.pool import HOST_SPARE, BlockPool
 from fdcache.tiers.statistics import Counters, MemoryUsage
 from fdcache.tiers.storage import StorageTier, make_index
@@ -23,7 +22,7 @@ from fdcache.tiers.storage import StorageTier, make_index
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Device, host and storage, and who moves blocks between them: ``backups`` down, ``prefetcher`` up.
+    """Device, host and storage, and who moves blocks between them: ``backups`` down, ``fetches`` up.
 
     What the settings do not ask for is None. ``backups`` are there with a host tier, storage only with one.
     """
@@ -32,7 +31,7 @@ class Tiers:
     host: HostTier | None
     storage: StorageTier | None
     backups: BackupPlanner | None
-    prefetcher: Prefetching | None
+    fetches: Fetches | None
 
     @property
     def pools(self) -> dict[CacheLevel, BlockPool | HostTier]:
@@ -49,13 +48,19 @@ class Tiers:
         if self.backups:
             self.backups.plan_background(plan, ledger.blocks_in_flight(SwapPurpose.BACKUP))
         if self.storage:
-            self.storage.plan_background(plan, ledger.blocks_in_flight(SwapPurpose.STORE))
+            self.storage.plan_work(ledger.blocks_in_flight(SwapPurpose.STORE))
 
-    def settle(self, flight: InFlightPlan, counters: Counters) -> None:
-        """Every rank has reported a plan: what arrived can be found."""
-        settle(flight, self.device, self.host, self.storage.index if self.storage else None, counters)
-        if self.storage:
-            self.storage.settled(flight)
+    def complete(self, flight: InFlightPlan, counters: Counters) -> None:
+        """End the transfers of a plan that every rank has reported: blocks that arrived can be found."""
+        if isinstance(flight.plan, StorageTask):
+            assert self.storage is not None
+            self.storage.complete(flight)
+        elif flight.swaps:
+            assert self.host is not None
+            complete_copies(flight, self.device, self.host, counters)
+            if self.storage:
+                for result in flight.swaps.values():
+                    self.storage.copies_ended(result)
 
     def reset_device(self) -> None:
         """Forget the device tier, and what of it was to be copied down."""
@@ -63,23 +68,23 @@ class Tiers:
         if self.backups:
             self.backups.forget()
 
-    def reset(self, plan: OpenPlan) -> int:
+    def reset(self) -> int:
         """Forget every block; returns how many. The plan tells the workers to empty their local storage."""
-        forgotten = sum(pool.stats().ready for pool in (self.device, self.host) if pool is not None)
+        forgotten = sum(pool.usage().ready for pool in (self.device, self.host) if pool is not None)
         self.reset_device()
         if self.host:
             self.host.reset()
         if self.storage:
-            forgotten += self.storage.reset(plan)
+            forgotten += self.storage.reset()
         return forgotten
 
-    def worker_lost(self, plan: OpenPlan) -> None:
+    def worker_lost(self) -> None:
         """A rank is gone and its part of every block with it; what it was to do for storage leaves the plan."""
         self.reset_device()
         if self.host:
             self.host.worker_lost()
         if self.storage:
-            self.storage.rank_lost(plan)
+            self.storage.rank_lost()
 
     def change_layout(self, layout: KVLayout) -> int:
         """The engine has other weights; returns how many blocks of this process go.
@@ -142,7 +147,7 @@ def make_tiers(
         host=host,
         storage=storage,
         backups=BackupPlanner(settings, device, host, counters) if host else None,
-        prefetcher=_make_prefetcher(storage_settings, device, host, storage),
+        fetches=host.fetches if host else None,
     )
     for pool in tiers.pools.values():
         pool.record_events(settings.event_buffer)
@@ -160,15 +165,13 @@ def _make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSe
         blocks = HostCache.of(settings, layout).num_blocks
         return _own_host(settings, layout, blocks) if blocks else None
     from fdcache.service.client.remote_tier import RemoteHostTier  # brings the network library
-    from fdcache.service.wire.protocol import FetchTerms
 
     if storage.is_on:
         raise ConfigurationError(
             f"FDCACHE_STORAGE={storage.connector} is the service's where FDCACHE_SERVER is set: give it to "
             "`fdcache serve` and unset it here, or unset FDCACHE_SERVER"
         )
-    terms = FetchTerms(storage.prefetch_policy, storage.prefetch_timeout, float(storage.prefetch_bandwidth))
-    return RemoteHostTier(settings, layout, terms)
+    return RemoteHostTier(settings, layout, FetchTerms.of(storage))
 
 
 def _make_storage(
@@ -189,22 +192,6 @@ def _make_storage(
         )
     index = make_index(storage, layout, lookup, clock)
     tier = StorageTier(settings, storage, layout, host, index, counters, clock)
-    host.on_evict = tier.stores.on_evict
+    host.on_evict = tier.writes.on_evict
+    host.fetches = FetchTable(lambda: tier.reads, FetchTerms.of(storage))
     return tier
-
-
-def _make_prefetcher(
-    settings: StorageTierSettings,
-    device: BlockPool,
-    host: HostTier | None,
-    storage: StorageTier | None,
-) -> Prefetching | None:
-    """Who reads for requests that have arrived: this process, a service, or nobody."""
-    if storage is not None:
-        return Prefetcher(settings, device, storage.reads)
-    if host is None or isinstance(host, LocalHostTier):
-        return None
-    from fdcache.service.client.remote_tier import RemoteHostTier
-
-    assert isinstance(host, RemoteHostTier)
-    return RemotePrefetcher(device, host)

@@ -1,12 +1,12 @@
-"""Parallel arrays that describe blocks of one tier, and the hash arrays they are cut from."""
+"""Lists of blocks: parallel arrays that describe blocks of one tier, and queues of block hashes."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,38 +14,59 @@ from fdcache._core import BlockList, Tier
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
 
 ROOT = bytes(32)
-"""As a parent hash: the block is the first of its path."""
+"""Parent hash of the first block of a path."""
 
 _ROOT_ROW = np.zeros((1, 32), np.uint8)
 
 
-def parents_of(hashes: HashArray, start: int, stop: int) -> HashArray:
-    """The parent hashes of blocks ``start`` to ``stop`` of one path."""
+def parents_of(path: HashArray, start: int, stop: int) -> HashArray:
+    """Return the parent hashes of blocks ``start`` to ``stop`` of a path, shape (stop - start, 32)."""
     if start > 0:
-        return hashes[start - 1 : stop - 1]
-    return np.concatenate((_ROOT_ROW, hashes[: stop - 1])) if stop > 0 else hashes[:0]
+        return path[start - 1 : stop - 1]
+    return np.concatenate((_ROOT_ROW, path[: stop - 1])) if stop > 0 else path[:0]
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Element i of each array is one block: its slot, the slot's generation, its hash, its parent's hash."""
+class Blocks(msgspec.Struct, frozen=True, eq=False):
+    """Blocks of one tier. Element i of each array is one block: slot, slot generation, hash, parent's hash.
+
+    ::
+
+        blocks = Blocks.of(tier.find(hashes))
+        plan.add(SwapPurpose.BACKUP, blocks.select(slice(8)), slots, generations)
+
+    ``unverified`` is 1 for records that were recovered and not read since, None when there are none.
+    """
 
     slots: Int32Array
     generations: UInt32Array
     hashes: HashArray
     parents: HashArray
+    unverified: HashArray | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
 
     @classmethod
     def of(cls, found: BlockList) -> Self:
-        """The arrays of what a tier returned."""
+        """Copy the arrays of a native list."""
         return cls(found.slots, found.generations, found.hashes, found.parents)
 
     @classmethod
+    def of_path(
+        cls,
+        path: HashArray,
+        start: int,
+        slots: Int32Array,
+        generations: UInt32Array,
+        unverified: HashArray | None = None,
+    ) -> Self:
+        """Return the run of a path that begins at block ``start`` and lies in these slots."""
+        stop = start + len(slots)
+        return cls(slots, generations, path[start:stop], parents_of(path, start, stop), unverified)
+
+    @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:
-        """One after the other."""
+        """Join lists in order. ``unverified`` is dropped."""
         parts = list(parts)
         if len(parts) == 1:
             return parts[0]
@@ -57,26 +78,37 @@ class Blocks:
         )
 
     def select(self, index: slice | np.ndarray) -> Blocks:
-        """Those that a slice, a mask or an index array names."""
+        """Return the blocks that a slice, a mask or an index array selects."""
         if isinstance(index, np.ndarray) and index.dtype == np.bool_ and index.all():
             return self
-        return Blocks(self.slots[index], self.generations[index], self.hashes[index], self.parents[index])
+        return Blocks(
+            self.slots[index],
+            self.generations[index],
+            self.hashes[index],
+            self.parents[index],
+            None if self.unverified is None else self.unverified[index],
+        )
 
 
-def with_absent_above(
+NO_BLOCKS = Blocks(
+    np.empty(0, np.int32), np.empty(0, np.uint32), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8)
+)
+
+
+def with_absent_ancestors(
     tier: Tier, slots: Int32Array, is_absent: Callable[[HashArray], NDArray[np.bool_]]
 ) -> Blocks:
-    """Blocks of a tier and those above them, parents first, as far as the tier below lacks them.
+    """Return blocks of a tier and their ancestors, parents first, as far as the tier below lacks them.
 
-    What is below is closed under prefixes, so the walk up a path ends at the first block that is there; its cost is
-    that of the blocks found, however deep they stand.
+    The tier below is closed under prefixes, so the walk up a path ends at the first block that it has. The cost grows
+    with the blocks returned, not with their depth.
     """
     levels, listed = 0, -1
     while True:
         blocks = Blocks.of(tier.ancestry(slots, levels))
         grown, listed = len(blocks) > listed, len(blocks)
         blocks = blocks.select(is_absent(blocks.hashes))
-        above = blocks.parents[parted(blocks)]
+        above = blocks.parents[path_starts(blocks)]
         above = above[above.any(axis=1)]
         if not grown or not len(above) or not is_absent(above).any():
             return blocks
@@ -86,19 +118,19 @@ def with_absent_above(
         levels = max(64, 4 * levels)
 
 
-def parted(blocks: Blocks) -> NDArray[np.bool_]:
-    """Which blocks do not continue the one before them in the arrays."""
-    fresh = np.ones(len(blocks), np.bool_)
-    fresh[1:] = (blocks.parents[1:] != blocks.hashes[:-1]).any(axis=1)
-    return fresh
+def path_starts(blocks: Blocks) -> NDArray[np.bool_]:
+    """Return a mask of the blocks that do not continue the block before them."""
+    starts = np.ones(len(blocks), np.bool_)
+    starts[1:] = (blocks.parents[1:] != blocks.hashes[:-1]).any(axis=1)
+    return starts
 
 
-_MOST_BLOCKS = 16384
-_NONE: HashArray = np.empty((0, 32), np.uint8)
+_MOST_QUEUED = 16384
+_NO_HASHES: HashArray = np.empty((0, 32), np.uint8)
 
 
 class BlockQueue:
-    """Hashes in the order in which they came; when it is full the oldest make room."""
+    """A first-in, first-out queue of block hashes. A full queue drops its oldest entries."""
 
     def __init__(self) -> None:
         self._parts: deque[HashArray] = deque()
@@ -108,23 +140,23 @@ class BlockQueue:
         return self._size
 
     def add(self, hashes: HashArray) -> int:
-        """Append; returns how many of the oldest went for it."""
+        """Append hashes; return the number of old entries dropped."""
         self._parts.append(hashes)
         self._size += len(hashes)
-        gone = 0
-        while self._size - gone > _MOST_BLOCKS:
-            gone += len(self._parts.popleft())
-        self._size -= gone
-        return gone
+        dropped = 0
+        while self._size - dropped > _MOST_QUEUED:
+            dropped += len(self._parts.popleft())
+        self._size -= dropped
+        return dropped
 
     def put_back(self, hashes: HashArray) -> None:
-        """What was taken and cannot be copied yet is first again."""
+        """Put hashes that cannot be copied yet back at the front."""
         if len(hashes):
             self._parts.appendleft(hashes)
             self._size += len(hashes)
 
     def take(self, count: int) -> HashArray:
-        """The first ``count`` or as many as there are, shape (blocks, 32)."""
+        """Remove and return the first ``count`` hashes, or as many as there are, shape (blocks, 32)."""
         parts: list[HashArray] = []
         while self._parts and count > 0:
             hashes = self._parts.popleft()
@@ -134,9 +166,9 @@ class BlockQueue:
             self._size -= len(hashes)
             count -= len(hashes)
             parts.append(hashes)
-        return np.concatenate(parts) if parts else _NONE
+        return np.concatenate(parts) if parts else _NO_HASHES
 
     def clear(self) -> None:
-        """The blocks are gone."""
+        """Drop every entry."""
         self._parts.clear()
         self._size = 0

@@ -1,153 +1,134 @@
-"""Transfers under construction."""
+"""Plans from the first transfer planned to the last rank's report.
+
+A step collects its device transfers in an ``OpenPlan``; the storage tier collects its own in ``StorageOrders``.
+``PlanLedger`` numbers both when they are sent, and keeps them until every rank has reported.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache.errors import PlanError
 from fdcache.metadata import (
-    CacheLevel,
     CacheSwapMetadata,
-    HashArray,
     Int32Array,
     StorageTask,
     SwapPurpose,
     TransferPlan,
     TransferReport,
+    TransferResult,
     UInt32Array,
+    UInt64Array,
 )
 from fdcache.plans.blocks import Blocks
 
-_DIRECTION = {
-    SwapPurpose.EVICT: (CacheLevel.DEVICE, CacheLevel.HOST),
-    SwapPurpose.BACKUP: (CacheLevel.DEVICE, CacheLevel.HOST),
-    SwapPurpose.LOAD: (CacheLevel.HOST, CacheLevel.DEVICE),
-    SwapPurpose.STORE: (CacheLevel.HOST, CacheLevel.STORAGE),
-    SwapPurpose.PREFETCH: (CacheLevel.STORAGE, CacheLevel.HOST),
-}
+Mask = NDArray[np.bool_]
 
 
-class Swap:
-    """One transfer under construction."""
+def make_swap(
+    purpose: SwapPurpose, source: Blocks, slots: Int32Array, generations: UInt32Array
+) -> CacheSwapMetadata:
+    """Return the transfer of ``source`` into ``slots`` of the purpose's target tier."""
+    return CacheSwapMetadata(
+        purpose=purpose,
+        src_type=purpose.source,
+        dst_type=purpose.target,
+        src_block_ids=source.slots,
+        src_generations=source.generations,
+        dst_block_ids=slots,
+        dst_generations=generations,
+        hash_values=source.hashes,
+        parent_hashes=source.parents,
+        unverified=source.unverified,
+    )
 
-    def __init__(self, purpose: SwapPurpose) -> None:
-        self.purpose = purpose
-        self.sources: list[Blocks] = []
-        self.slots: list[Int32Array] = []
-        self.generations: list[UInt32Array] = []
-        self.unverified: list[HashArray | None] = []
-        self.size = 0
 
-    def add(
-        self,
-        source: Blocks,
-        slots: Int32Array,
-        generations: UInt32Array,
-        unverified: HashArray | None = None,
-    ) -> int:
-        """Copy ``source`` into ``slots``; returns their offset within the transfer.
+def _join(parts: Sequence[CacheSwapMetadata]) -> CacheSwapMetadata | None:
+    """Return one transfer for transfers of the same purpose, None for none."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    unverified = None
+    if any(part.unverified is not None for part in parts):
+        unverified = np.concatenate(
+            [np.zeros(len(part), np.uint8) if part.unverified is None else part.unverified for part in parts]
+        )
+    return CacheSwapMetadata(
+        purpose=parts[0].purpose,
+        src_type=parts[0].src_type,
+        dst_type=parts[0].dst_type,
+        src_block_ids=np.concatenate([part.src_block_ids for part in parts]),
+        src_generations=np.concatenate([part.src_generations for part in parts]),
+        dst_block_ids=np.concatenate([part.dst_block_ids for part in parts]),
+        dst_generations=np.concatenate([part.dst_generations for part in parts]),
+        hash_values=np.concatenate([part.hash_values for part in parts]),
+        parent_hashes=np.concatenate([part.parent_hashes for part in parts]),
+        unverified=unverified,
+    )
 
-        ``unverified`` is 1 for blocks that nobody has read since they were recovered; None: there are none.
-        """
-        offset = self.size
-        self.sources.append(source)
-        self.slots.append(slots)
-        self.generations.append(generations)
-        self.unverified.append(unverified)
-        self.size += len(source)
+
+class OpenPlan:
+    """Transfers between device and host that were planned and not sent."""
+
+    def __init__(self) -> None:
+        self._parts: dict[SwapPurpose, list[CacheSwapMetadata]] = {}
+        self._sizes: dict[SwapPurpose, int] = {}
+
+    def add(self, purpose: SwapPurpose, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
+        """Plan copies from ``source`` into ``slots``; return their offset within the transfer."""
+        offset = self._sizes.get(purpose, 0)
+        if len(source):
+            self._parts.setdefault(purpose, []).append(make_swap(purpose, source, slots, generations))
+            self._sizes[purpose] = offset + len(source)
         return offset
 
-    def build(self) -> CacheSwapMetadata | None:
-        """The transfer, None when it has no blocks."""
-        if not self.size:
-            return None
-        source = Blocks.concat(self.sources)
-        src_type, dst_type = _DIRECTION[self.purpose]
-        return CacheSwapMetadata(
-            purpose=self.purpose,
-            src_type=src_type,
-            dst_type=dst_type,
-            src_block_ids=source.slots,
-            src_generations=source.generations,
-            dst_block_ids=np.concatenate(self.slots),
-            dst_generations=np.concatenate(self.generations),
-            hash_values=source.hashes,
-            parent_hashes=source.parents,
-            unverified=self._marks(),
-        )
+    def size(self, purpose: SwapPurpose) -> int:
+        """Return the number of blocks planned for this purpose."""
+        return self._sizes.get(purpose, 0)
 
-    def _marks(self) -> HashArray | None:
-        if all(marks is None for marks in self.unverified):
-            return None
-        parts = zip(self.unverified, self.sources, strict=True)
-        return np.concatenate(
-            [np.zeros(len(source), np.uint8) if marks is None else marks for marks, source in parts]
-        )
+    @property
+    def is_empty(self) -> bool:
+        """True while no copy is planned."""
+        return not self._parts
+
+    def swap(self, purpose: SwapPurpose) -> CacheSwapMetadata | None:
+        """Return the transfer for this purpose, None when it has no blocks."""
+        return _join(self._parts.get(purpose, ()))
 
 
 @dataclass(slots=True, eq=False)
 class StorageOrder:
-    """A transfer between host and storage; ``plan_id`` is 0 until it is sent, ``failed`` is told at its end."""
+    """A transfer between host and storage. ``plan_id`` is 0 until it is sent; ``failed`` is set at its end."""
 
-    swap: Swap
+    swap: CacheSwapMetadata
     timeout: float
     plan_id: int = 0
     failed: bool = False
 
-    def build(self, plan_id: int) -> StorageTask:
-        """The task as it goes to the workers."""
-        self.plan_id = plan_id
-        swap = self.swap.build()
-        assert swap is not None, "a storage order has blocks"
-        return StorageTask(plan_id=plan_id, swap=swap, timeout=self.timeout)
-
-
-_STORAGE_GRACE = 1.0
-"""Seconds that a storage task may take longer than it may begin anything, and be reported in time."""
-
-_ON_DEVICE = (SwapPurpose.EVICT, SwapPurpose.LOAD, SwapPurpose.BACKUP)
-
 
 @dataclass(slots=True)
-class LoadRange:
-    """The part of a plan's loads that its ``owner`` waits for: blocks from ``first_block`` of a path on."""
+class StorageOrders:
+    """Storage transfers that were planned and not sent.
 
-    owner: Any
-    offset: int
-    count: int
-    first_block: int
+    ``cancelled``: plan ids of earlier transfers that are not needed any more. ``clear``: empty the storage first.
+    """
 
+    orders: list[StorageOrder] = field(default_factory=list)
+    cancelled: tuple[int, ...] = ()
+    clear: bool = False
 
-class OpenPlan:
-    """What the present step has planned so far."""
-
-    def __init__(self) -> None:
-        self._swaps = {purpose: Swap(purpose) for purpose in _ON_DEVICE}
-        self.loads: list[LoadRange] = []
-        self.storage: list[StorageOrder] = []
-        self.cancelled: tuple[int, ...] = ()
-        self.clear_storage = False
+    @property
+    def is_empty(self) -> bool:
+        """True while there is nothing to send."""
+        return not (self.orders or self.cancelled or self.clear)
 
     def add(
-        self,
-        purpose: SwapPurpose,
-        source: Blocks,
-        slots: Int32Array,
-        generations: UInt32Array,
-        *,
-        unverified: HashArray | None = None,
-    ) -> int:
-        """Plan copies from ``source`` into ``slots``; returns their offset within the transfer."""
-        return self._swaps[purpose].add(source, slots, generations, unverified)
-
-    def add_storage(
         self,
         purpose: SwapPurpose,
         source: Blocks,
@@ -155,93 +136,129 @@ class OpenPlan:
         generations: UInt32Array,
         timeout: float,
     ) -> StorageOrder:
-        """Plan a transfer between host and storage, a task by itself."""
-        swap = Swap(purpose)
-        swap.add(source, slots, generations)
-        order = StorageOrder(swap, timeout)
-        self.storage.append(order)
+        """Plan a transfer that has ``timeout`` seconds once a rank has it."""
+        order = StorageOrder(make_swap(purpose, source, slots, generations), timeout)
+        self.orders.append(order)
         return order
 
-    def size(self, purpose: SwapPurpose) -> int:
-        """Blocks planned so far for this purpose."""
-        return self._swaps[purpose].size
+    def take(self) -> StorageOrders:
+        """Remove everything and return it."""
+        taken = StorageOrders(self.orders, self.cancelled, self.clear)
+        self.orders, self.cancelled, self.clear = [], (), False
+        return taken
+
+
+_NO_CHECKSUMS: UInt64Array = np.empty(0, np.uint64)
+_STORAGE_GRACE = 1.0
+"""Seconds after a storage task's timeout in which its report is in time."""
+
+
+class SwapInFlight:
+    """One transfer of a plan, with the result of each block over all ranks that have reported."""
+
+    __slots__ = ("_causes", "checksums", "copied", "swap")
+
+    def __init__(self, swap: CacheSwapMetadata) -> None:
+        self.swap = swap
+        self.copied: Mask = np.ones(len(swap), np.bool_)
+        self.checksums = _NO_CHECKSUMS
+        self._causes: dict[str, Mask] = {}
+
+    def check(self, report: TransferReport, result: TransferResult) -> None:
+        """Raise ``PlanError`` for a result of other blocks."""
+        size = len(self.swap)
+        for positions in (result.failed, result.lost, result.corrupt, result.bad_slots, result.no_room):
+            if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < size:
+                raise PlanError(f"report of plan {report.plan_id}: failed positions must be below {size}")
+        if len(result.checksums) not in (0, size):
+            raise PlanError(
+                f"report of plan {report.plan_id}: {len(result.checksums)} checksums for {size} blocks"
+            )
+
+    def add(self, result: TransferResult, rank: int) -> None:
+        """Count one rank's result."""
+        if rank == 0:
+            self.checksums = result.checksums
+        if len(result.failed):
+            self.copied[result.failed] = False
+        self._mark("lost", result.lost)
+        self._mark("corrupt", result.corrupt)
+        self._mark("bad_slots", result.bad_slots)
+        self._mark("no_room", result.no_room)
+
+    def _mark(self, cause: str, positions: Int32Array) -> None:
+        if len(positions):
+            mask = self._causes.setdefault(cause, np.zeros(len(self.swap), np.bool_))
+            mask[positions] = True
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to copy."""
-        nothing_asked = not (self.storage or self.cancelled or self.clear_storage)
-        return nothing_asked and not any(swap.size for swap in self._swaps.values())
+    def lost(self) -> Mask:
+        """Blocks that some rank did not find in the source."""
+        return self._cause("lost")
 
-    def build(self, ids: Iterator[int], arena: str | None) -> TransferPlan:
-        """The plan as it goes to the workers."""
-        return TransferPlan(
-            plan_id=next(ids),
-            arena=arena,
-            storage=tuple(order.build(next(ids)) for order in self.storage),
-            cancelled=self.cancelled,
-            clear_storage=self.clear_storage,
-            evictions=self._swaps[SwapPurpose.EVICT].build(),
-            loads=self._swaps[SwapPurpose.LOAD].build(),
-            backups=self._swaps[SwapPurpose.BACKUP].build(),
-        )
+    @property
+    def corrupt(self) -> Mask:
+        """Blocks whose source record some rank found wrong."""
+        return self._cause("corrupt")
+
+    @property
+    def bad_slots(self) -> Mask:
+        """Blocks whose storage slot some rank cannot read or write."""
+        return self._cause("bad_slots")
+
+    @property
+    def no_room(self) -> Mask:
+        """Blocks for which some rank's disk has no room."""
+        return self._cause("no_room")
+
+    def _cause(self, cause: str) -> Mask:
+        mask = self._causes.get(cause)
+        return np.zeros(len(self.swap), np.bool_) if mask is None else mask
 
 
-@dataclass(slots=True)
 class InFlightPlan:
-    """A plan and what its ranks have said so far; ``copied`` has one mask per transfer, over all ranks."""
+    """A plan that some rank has not reported yet. ``errors`` has one message per failed rank and transfer."""
 
-    plan: TransferPlan | StorageTask
-    loads: list[LoadRange]
-    deadline: float
-    waiting_for: set[int]
-    copied: dict[SwapPurpose, np.ndarray]
-    lost: dict[SwapPurpose, np.ndarray]
-    corrupt: dict[SwapPurpose, np.ndarray]
-    bad_slots: dict[SwapPurpose, np.ndarray]
-    no_room: dict[SwapPurpose, np.ndarray]
-    checksums: dict[SwapPurpose, np.ndarray] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
+    def __init__(self, plan: TransferPlan | StorageTask, deadline: float, ranks: frozenset[int]) -> None:
+        self.plan = plan
+        self.deadline = deadline
+        self.waiting_for = set(ranks)
+        self.swaps = {swap.purpose: SwapInFlight(swap) for swap in plan.swaps()}
+        self.errors: list[str] = []
 
     def fail(self, rank: int, reason: str) -> None:
         """Count a rank that will never report as one that copied nothing."""
-        for mask in self.copied.values():
-            mask[:] = False
+        for swap in self.swaps.values():
+            swap.copied[:] = False
         self.errors.append(f"rank {rank}: {reason}")
         self.waiting_for.discard(rank)
 
     def check(self, report: TransferReport) -> None:
         """Raise ``PlanError`` for a report that does not fit the plan."""
-        expected = [(swap.purpose, len(swap)) for swap in self.plan.swaps()]
-        if [result.purpose for result in report.results] != [purpose for purpose, _ in expected]:
+        if [result.purpose for result in report.results] != list(self.swaps):
             raise PlanError(
                 f"report of plan {report.plan_id} by rank {report.rank} has other transfers than the plan"
             )
-        for result, (_, size) in zip(report.results, expected, strict=True):
-            for positions in (result.failed, result.lost, result.corrupt, result.bad_slots, result.no_room):
-                if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < size:
-                    raise PlanError(f"report of plan {report.plan_id}: failed positions must be below {size}")
-            if len(result.checksums) not in (0, size):
-                raise PlanError(
-                    f"report of plan {report.plan_id}: {len(result.checksums)} checksums for {size} blocks"
-                )
+        for result in report.results:
+            self.swaps[result.purpose].check(report, result)
 
     def add(self, report: TransferReport) -> None:
         """Count one rank's report, which was checked."""
         for result in report.results:
-            self.copied[result.purpose][result.failed] = False
-            self.lost[result.purpose][result.lost] = True
-            self.corrupt[result.purpose][result.corrupt] = True
-            self.bad_slots[result.purpose][result.bad_slots] = True
-            self.no_room[result.purpose][result.no_room] = True
-            if report.rank == 0:
-                self.checksums[result.purpose] = result.checksums
+            self.swaps[result.purpose].add(result, report.rank)
             if result.error_message:
                 self.errors.append(f"rank {report.rank}: {result.error_message}")
         self.waiting_for.discard(report.rank)
 
+    def finish(self) -> None:
+        """Set success and error message of every transfer, once the last rank has reported."""
+        for each in self.swaps.values():
+            each.swap.success = bool(each.copied.all())
+            each.swap.error_message = None if each.swap.success else "; ".join(self.errors)
+
 
 class PlanLedger:
-    """The plans that some rank has not reported yet."""
+    """The plans in flight: those that some rank has not reported yet."""
 
     def __init__(self, num_ranks: int, timeout: float) -> None:
         self._ranks = frozenset(range(num_ranks))
@@ -254,42 +271,68 @@ class PlanLedger:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def close(self, open_plan: OpenPlan, now: float, arena: str | None = None) -> TransferPlan:
-        """Number the plan and wait for its reports; ``arena`` names the one that its host slots mean."""
-        plan = open_plan.build(self._ids, arena)
-        self._expect(plan, open_plan.loads, now + self._timeout)
-        for task in plan.storage:
-            self._expect(task, [], now + task.timeout + _STORAGE_GRACE)
-        return plan
+    def send(
+        self, plan: OpenPlan, now: float, arena: str | None = None, storage: StorageOrders | None = None
+    ) -> TransferPlan:
+        """Number a plan, and the storage orders that travel with it, and expect their reports.
 
-    def _expect(self, plan: TransferPlan | StorageTask, loads: list[LoadRange], deadline: float) -> None:
-        sizes = {swap.purpose: len(swap) for swap in plan.swaps()}
-        self._plans[plan.plan_id] = InFlightPlan(
-            plan=plan,
-            loads=loads,
-            deadline=deadline,
-            waiting_for=set(self._ranks),
-            copied={purpose: np.ones(size, np.bool_) for purpose, size in sizes.items()},
-            lost={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
-            corrupt={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
-            bad_slots={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
-            no_room={purpose: np.zeros(size, np.bool_) for purpose, size in sizes.items()},
+        ``arena`` names the shared arena whose slots the plan uses.
+        """
+        plan_id = next(self._ids)
+        storage = storage or StorageOrders()
+        tasks = self._number(storage)
+        sent = TransferPlan(
+            plan_id=plan_id,
+            arena=arena,
+            storage=tasks,
+            cancelled=storage.cancelled,
+            clear_storage=storage.clear,
+            evictions=plan.swap(SwapPurpose.EVICT),
+            loads=plan.swap(SwapPurpose.LOAD),
+            backups=plan.swap(SwapPurpose.BACKUP),
         )
-        self._blocks.update(sizes)
+        self._expect(sent, now + self._timeout)
+        self._expect_tasks(tasks, now)
+        return sent
+
+    def send_storage(self, storage: StorageOrders, now: float) -> tuple[StorageTask, ...]:
+        """Number storage orders that travel without a plan, and expect their reports."""
+        tasks = self._number(storage)
+        self._expect_tasks(tasks, now)
+        return tasks
+
+    def _number(self, storage: StorageOrders) -> tuple[StorageTask, ...]:
+        for order in storage.orders:
+            order.plan_id = next(self._ids)
+        return tuple(
+            StorageTask(plan_id=order.plan_id, swap=order.swap, timeout=order.timeout)
+            for order in storage.orders
+        )
+
+    def _expect_tasks(self, tasks: Sequence[StorageTask], now: float) -> None:
+        for task in tasks:
+            self._expect(task, now + task.timeout + _STORAGE_GRACE)
+
+    def _expect(self, plan: TransferPlan | StorageTask, deadline: float) -> None:
+        self._plans[plan.plan_id] = InFlightPlan(plan, deadline, self._ranks)
+        for swap in plan.swaps():
+            self._blocks[swap.purpose] += len(swap)
         if len(self._deadlines) > 2 * len(self._plans) + 64:
             self._deadlines = [each for each in self._deadlines if each[1] in self._plans]
             heapify(self._deadlines)
         heappush(self._deadlines, (deadline, plan.plan_id))
 
-    def _take(self, plan_id: int) -> InFlightPlan:
-        """Every rank has reported it, or never will."""
-        flight = self._plans.pop(plan_id)
-        for purpose, copied in flight.copied.items():
-            self._blocks[purpose] -= len(copied)
-        return flight
+    def _take_finished(self, plan_ids: Iterator[int]) -> list[InFlightPlan]:
+        """Remove and return the plans among these that wait for no rank any more."""
+        finished = [self._plans.pop(each) for each in list(plan_ids) if not self._plans[each].waiting_for]
+        for flight in finished:
+            flight.finish()
+            for swap in flight.plan.swaps():
+                self._blocks[swap.purpose] -= len(swap)
+        return finished
 
     def check(self, report: TransferReport) -> None:
-        """Raise ``PlanError`` for a report by no rank, or one that does not fit the plan it is expected for."""
+        """Raise ``PlanError`` for a report of an unknown rank, or one that does not fit its plan."""
         self._check_rank(report.rank)
         if self.expects(report):
             self._plans[report.plan_id].check(report)
@@ -299,38 +342,37 @@ class PlanLedger:
             raise PlanError(f"rank {rank} is not one of the {len(self._ranks)} ranks")
 
     def expects(self, report: TransferReport) -> bool:
-        """Whether this rank's report of this plan is still out."""
+        """Return True if this rank has not reported this plan yet."""
         flight = self._plans.get(report.plan_id)
         return flight is not None and report.rank in flight.waiting_for
 
     def record(self, report: TransferReport) -> list[InFlightPlan]:
-        """Count an expected report, which was checked; returns the plans, tasks too, for which it was the last one."""
+        """Count an expected and checked report; return the plans, storage tasks included, that it completes."""
         plan = self._plans[report.plan_id].plan
         self._plans[report.plan_id].add(report)
         concerned = [report.plan_id]
         if report.refused and isinstance(plan, TransferPlan):
             for task in plan.storage:
                 if (flight := self._plans.get(task.plan_id)) and report.rank in flight.waiting_for:
-                    flight.fail(report.rank, "the plan never got there")
+                    flight.fail(report.rank, "the plan did not reach the rank")
                     concerned.append(task.plan_id)
-        return [self._take(each) for each in concerned if not self._plans[each].waiting_for]
+        return self._take_finished(iter(concerned))
 
-    def asks_to_clear(self, report: TransferReport) -> bool:
-        """Whether an expected report's plan empties the storage."""
+    def clears_storage(self, report: TransferReport) -> bool:
+        """Return True if the plan of an expected report empties the storage."""
         plan = self._plans[report.plan_id].plan
         return isinstance(plan, TransferPlan) and plan.clear_storage
 
     def lose_rank(self, rank: int) -> list[InFlightPlan]:
-        """The plans that nobody else reports, now that this rank's process is gone. Raises ``PlanError``."""
+        """Fail what a dead rank has not reported; return the plans that this completes. Raises ``PlanError``."""
         self._check_rank(rank)
         for flight in self._plans.values():
             if rank in flight.waiting_for:
                 flight.fail(rank, "its process is gone")
-        finished = [plan_id for plan_id, flight in self._plans.items() if not flight.waiting_for]
-        return [self._take(plan_id) for plan_id in finished]
+        return self._take_finished(iter(self._plans))
 
     def newly_overdue(self, now: float) -> list[InFlightPlan]:
-        """Plans whose deadline has passed since the last call. They stay, for their reports free their slots."""
+        """Return plans whose deadline has passed since the last call. They stay in flight: reports free their slots."""
         late = []
         while self._deadlines and now > self._deadlines[0][0]:
             flight = self._plans.get(heappop(self._deadlines)[1])
@@ -339,5 +381,5 @@ class PlanLedger:
         return late
 
     def blocks_in_flight(self, purpose: SwapPurpose) -> int:
-        """Blocks being copied for this purpose."""
+        """Return the number of blocks being copied for this purpose."""
         return self._blocks[purpose]

@@ -1,45 +1,164 @@
-"""What requests get from storage."""
+"""Fetches: blocks that are read from storage for requests, by number.
+
+``FetchTable`` has the fetches of this process's storage: those of a manager's requests, or in the service those of one
+client's. ``RemoteFetches`` of ``fdcache.service.client`` has the numbers that a service knows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from itertools import count
+from typing import Annotated, Protocol
+
+import msgspec
 
 from fdcache.metadata import HashArray
-from fdcache.plans.ledger import StorageOrder
+from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
+from fdcache.tiers.storage_reads import Fetch, StorageReads
+
+OnDevice = Callable[[HashArray], int]
+"""Returns how many leading blocks of a path the device has."""
 
 
-@dataclass(slots=True, eq=False)
-class Read:
-    """Blocks on their way from storage to the host, the first of them into ``slot``, and who wants them."""
+class FetchTerms(msgspec.Struct, frozen=True):
+    """How long requests wait for blocks that are read from storage.
 
-    hashes: list[bytes]
-    order: StorageOrder
-    slot: int
-    waiters: dict[Fetch, None] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """What one request gets from storage: blocks ``first`` up to ``stop`` of its path ``hashes``.
-
-    ``on_device`` tells how many of the first blocks its device has: what ends there is not worth a read. The time
-    that it may be waited for ends at ``deadline``, later by a second for every ``bandwidth`` bytes that are read.
-    What has come is pinned under ``lease`` until the request's match, ``kept`` blocks of it.
+    With the policy timeout: ``timeout`` seconds, and one more for every ``bandwidth`` bytes.
     """
 
-    hashes: HashArray
-    on_device: Callable[[HashArray], int]
-    first: int
-    stop: int
-    deadline: float
-    bandwidth: float
-    reads: list[Read] = field(default_factory=list)
-    ended: bool = False
-    lease: int = 0
-    kept: int = 0
+    policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    timeout: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+    bandwidth: Annotated[float, msgspec.Meta(gt=0)] = float(256 << 20)
 
-    def part(self, start: int, count: int) -> range:
-        """Which of ``count`` blocks from ``start`` on were read for this, counted from ``start``."""
-        first = min(max(self.first - start, 0), count)
-        return range(first, max(min(self.stop - start, count), first))
+    @classmethod
+    def of(cls, settings: StorageTierSettings) -> FetchTerms:
+        """Return the terms of the settings."""
+        return cls(settings.prefetch_policy, settings.prefetch_timeout, float(settings.prefetch_bandwidth))
+
+
+class Fetches(Protocol):
+    """Fetches by number. Number 0 has no fetch."""
+
+    def number(self) -> int:
+        """Return a new number, or 0 where there is no storage."""
+
+    def begin(self, number: int, hashes: HashArray, on_device: OnDevice) -> None:
+        """Begin to read what is stored of a request's path, unless that has begun."""
+
+    def must_wait(self, number: int, hashes: HashArray, on_device: OnDevice) -> bool:
+        """Begin to read and return True if the request is to be matched later, by the policy.
+
+        A service answers this with the look-up: ``HostMatch.fetching``.
+        """
+
+    def fetched(self, number: int, start: int, size: int) -> range:
+        """Return which of ``size`` blocks from ``start`` on were read for the request, counted from ``start``."""
+
+    def is_reading(self, block_hash: bytes) -> bool:
+        """Return True for a block that is being read, as far as this process knows."""
+
+    def unpin(self, number: int) -> None:
+        """Unpin blocks that were read: the request has pinned those it uses."""
+
+    def end(self, number: int) -> None:
+        """Forget the fetch; take back reads that no other request needs."""
+
+
+class FetchTable:
+    """Fetches of one manager, or of one client of a service.
+
+    ::
+
+        fetches = FetchTable(lambda: tier.reads, FetchTerms())
+        number = fetches.number()
+        while fetches.must_wait(number, hashes, on_device):
+            ...  # a scheduler step
+        fetches.end(number)
+
+    ``reads`` returns None while there is no storage to read from. At most ``most_blocks`` hashes are kept: further
+    requests get nothing read. ``keep_done``: keep fetches that found nothing to read, so that they are not tried again.
+    """
+
+    def __init__(
+        self,
+        reads: Callable[[], StorageReads | None],
+        terms: FetchTerms,
+        *,
+        most_blocks: int | None = None,
+        keep_done: bool = True,
+    ) -> None:
+        self.terms = terms
+        self._reads = reads
+        self._most_blocks = most_blocks
+        self._keep_done = keep_done
+        self._numbers = count(1)
+        self._fetches: dict[int, Fetch] = {}
+        self._blocks = 0
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._fetches
+
+    @property
+    def num_fetches(self) -> int:
+        """Number of fetches kept."""
+        return len(self._fetches)
+
+    @property
+    def num_leases(self) -> int:
+        """Number of fetches that pin blocks."""
+        return sum(fetch.lease != 0 for fetch in self._fetches.values())
+
+    def number(self) -> int:
+        """Return a new number. A client of a service chooses its own."""
+        return next(self._numbers)
+
+    def begin(self, number: int, hashes: HashArray, on_device: OnDevice) -> None:
+        """Begin to read what is stored of a request's path."""
+        reads = self._reads()
+        if reads is None or not reads.is_open or number in self._fetches:
+            return
+        if self._most_blocks is not None and self._blocks + len(hashes) > self._most_blocks:
+            return
+        terms = self.terms
+        fetch = reads.begin(hashes, on_device, budget=terms.timeout, bandwidth=terms.bandwidth)
+        if self._keep_done or not fetch.done:
+            self._fetches[number] = fetch
+            self._blocks += len(hashes)
+
+    def must_wait(self, number: int, hashes: HashArray, on_device: OnDevice) -> bool:
+        """Begin to read and return True if the request is to be matched later, by the policy."""
+        if self.terms.policy is PrefetchPolicy.BEST_EFFORT:
+            return False
+        self.begin(number, hashes, on_device)
+        fetch, reads = self._fetches.get(number), self._reads()
+        return fetch is not None and reads is not None and reads.must_wait(fetch, self.terms.policy)
+
+    def fetched(self, number: int, start: int, size: int) -> range:
+        """Return which of ``size`` blocks from ``start`` on were read for the request, counted from ``start``."""
+        fetch = self._fetches.get(number)
+        return range(0) if fetch is None else fetch.part(start, size)
+
+    def is_reading(self, block_hash: bytes) -> bool:
+        """Return True for a block that is being read."""
+        reads = self._reads()
+        return reads is not None and reads.is_reading(block_hash)
+
+    def unpin(self, number: int) -> None:
+        """Unpin blocks that were read: the request has pinned those it uses."""
+        fetch, reads = self._fetches.get(number), self._reads()
+        if fetch is not None and reads is not None:
+            reads.unpin(fetch)
+
+    def end(self, number: int) -> None:
+        """Forget the fetch; take back reads that no other request needs."""
+        fetch = self._fetches.pop(number, None)
+        if fetch is None:
+            return
+        self._blocks -= len(fetch.hashes)
+        if (reads := self._reads()) is not None:
+            reads.cancel(fetch)
+
+    def end_all(self) -> None:
+        """End every fetch."""
+        for number in list(self._fetches):
+            self.end(number)

@@ -1,27 +1,40 @@
-"""HostCache: the host tier that every worker of an engine has to make or to map."""
+"""The host tier: its interface, the tier of one engine's own process, and what workers are told of it.
+
+``RemoteHostTier`` of ``fdcache.service.client`` is the other implementation, over the tier of a service.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from fdcache._core import CopyReservation, TierStats
+from fdcache._core import CopyReservation
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
-from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.metadata import (
+    SLOT_HEADER_BYTES,
+    CacheLevel,
+    HashArray,
+    Int32Array,
+    SwapPurpose,
+    UInt32Array,
+    UInt64Array,
+)
+from fdcache.plans.blocks import NO_BLOCKS, Blocks
+from fdcache.plans.ledger import InFlightPlan, SwapInFlight
 from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.fetches import Fetches
 from fdcache.tiers.pool import BlockPool
-from fdcache.tiers.traffic import Traffic
+from fdcache.tiers.statistics import Counters, TierUsage, Traffic
 
 
 class HostCache(msgspec.Struct, frozen=True):
-    """Plain data, to be sent to a worker's process.
+    """The host memory that every worker makes or maps; plain data, sent to the workers' processes.
 
-    ``server`` is None for an arena of the worker's own, of ``num_blocks``; else the service's address.
+    ``server`` is the address of a service, or None for an arena of ``num_blocks`` of the worker's own.
     """
 
     num_blocks: int = 0
@@ -29,9 +42,9 @@ class HostCache(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: CacheSettings, layout: KVLayout) -> HostCache:
-        """Return the host tier that the settings describe: host memory in bytes becomes blocks here and nowhere else.
+        """Return the host tier of the settings. The only place where host memory in bytes becomes blocks.
 
-        Every rank keeps its part of a block. Raises ``ConfigurationError`` for host memory that holds not one block.
+        Every rank keeps its part of a block. Raises ``ConfigurationError`` for less memory than one block needs.
         """
         if settings.server is not None:
             return cls(server=settings.server)
@@ -48,60 +61,35 @@ def host_block_bytes(layout: KVLayout) -> int:
     return layout.tp_size * (layout.record_bytes + SLOT_HEADER_BYTES)
 
 
-class TierFigures(msgspec.Struct, frozen=True):
-    """The state of a tier in figures; ``writing`` includes ``pending``, ``evictable`` is part of ``ready``."""
+class HostMatch(msgspec.Struct, frozen=True, eq=False):
+    """Answer of a look-up: the run of ``blocks`` found, pinned by ``lease`` unless that is 0.
 
-    slots: int = 0
-    free: int = 0
-    writing: int = 0
-    ready: int = 0
-    pending: int = 0
-    evictable: int = 0
-    pins: int = 0
-    holds: int = 0
-    leases: int = 0
-    epoch: int = 0
-    evictions: int = 0
-    quarantined: int = 0
-    withheld: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class HostMatch:
-    """The run that was found, pinned by ``lease``; ``pending``: the block after it is being copied here.
-
-    ``unverified`` is 1 for blocks that nobody has read since they were recovered; None: there are none.
-    The blocks ``fetched`` of it were read from storage for the request; ``fetching``: some are, and it has to wait.
+    ``pending``: the block after the run is being copied here. ``fetched``: positions of the run that were read from
+    storage for the request. ``fetching``: the request has to wait for its reads, and nothing was looked up.
     """
 
     lease: int
-    slots: Int32Array
-    generations: UInt32Array
+    blocks: Blocks = NO_BLOCKS
     pending: bool = False
-    unverified: HashArray | None = None
     fetched: range = range(0)
     fetching: bool = False
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self.blocks)
 
-    def first(self, count: int) -> HostMatch:
-        """Its first ``count`` blocks."""
-        return replace(
-            self,
-            slots=self.slots[:count],
-            generations=self.generations[:count],
-            unverified=None if self.unverified is None else self.unverified[:count],
-            fetched=range(min(self.fetched.start, count), min(self.fetched.stop, count)),
-        )
+
+NOTHING = HostMatch(0)
+"""A look-up that found nothing and pins nothing."""
+FETCHING_MATCH = HostMatch(0, fetching=True)
+"""A look-up to repeat later: blocks of the request are being read from storage."""
 
 
 class SlotsForCopies(Protocol):
-    """Slots for those blocks whose ``status`` is 0, in order; or how many are ``missing``, and none taken."""
+    """Slots reserved for the blocks whose ``status`` is 0, in order; or none, and how many are ``missing``."""
 
     @property
     def slots(self) -> Int32Array:
-        """The slots taken."""
+        """The reserved slots."""
 
     @property
     def generations(self) -> UInt32Array:
@@ -109,110 +97,119 @@ class SlotsForCopies(Protocol):
 
     @property
     def status(self) -> HashArray:
-        """Per hash: 0 a slot was taken, 1 ready, 2 pending, 3 no parent."""
+        """Per hash: 0 reserved, 1 ready, 2 pending, 3 no parent."""
 
     @property
     def missing(self) -> int:
-        """Slots that could not be had."""
+        """Number of slots that were not available."""
 
 
 class HostTier(Protocol):
-    """A tier of host blocks. No call raises for a service that is gone: it is a tier with nothing in it."""
+    """A tier of host blocks. A service that cannot be reached is a tier with nothing in it: no call raises for it."""
+
+    @property
+    def fetches(self) -> Fetches | None:
+        """Reads from storage for requests; None without storage."""
 
     @property
     def arena(self) -> str | None:
-        """The shared arena that slots mean now; None when every worker has its own."""
+        """Name of the shared arena that slots refer to; None when every worker has its own."""
 
     @property
     def host_cache(self) -> HostCache:
-        """What every worker is told."""
+        """Settings of the workers' host memory."""
 
     @property
     def num_blocks(self) -> int:
-        """Slots, as far as they are known."""
+        """Number of slots known so far."""
 
     @property
     def copy_room(self) -> int:
-        """How many blocks may be copied to the tier now, at most."""
+        """Most blocks that may be copied to the tier now."""
 
     def take_device_reset(self) -> bool:
-        """Whether an operator asked for a reset of the device tier since the last call."""
+        """Return True if an operator asked for a reset of the device tier since the last call."""
 
     def match_paths(
         self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
     ) -> list[HostMatch]:
         """Pin, for each (hashes, start), the leading run of ``hashes`` from ``start`` on; one round trip.
 
-        ``fetches``: for each path the number under which a service reads its blocks from storage, 0 for none.
+        ``fetches``: the number of each path's fetch from storage, 0 for none.
         """
 
     def release(self, lease: int) -> bool:
-        """Unpin a run; what is being loaded from it stays pinned until the load's end."""
+        """Unpin a run; blocks being loaded from it stay pinned until the load ends."""
 
     def begin_load(self, lease: int, slots: Int32Array) -> None:
-        """Copies out of these slots of a run begin."""
+        """Pin the source slots of a load that was planned from a run."""
 
     def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
-        """They end; ``copied`` is 1 where every rank has the block."""
+        """Unpin the source slots of a load; ``copied`` is 1 for blocks that every rank has."""
 
     def discard(self, slots: Int32Array) -> object:
-        """The bytes in these slots, held by a load, are wrong: nobody is to find them again."""
+        """Forget the blocks in these slots, which a load still pins: their bytes are wrong."""
 
     def contains(self, hashes: HashArray) -> HashArray:
-        """0 absent, 1 ready, 2 pending; of a shared tier as far as this process knows."""
+        """Return per hash 0 absent, 1 ready, 2 pending; of a shared tier as far as this process knows."""
 
     def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> SlotsForCopies:
-        """Slots for copies of those hashes that are absent and whose parent is there or comes before them."""
+        """Reserve slots for copies of the absent blocks whose parent is present or precedes them."""
 
     def complete(self, slots: Int32Array, copied: HashArray, checksums: UInt64Array) -> HashArray:
-        """The end of copies into slots, parents first; 1 where the block is in the tier, or will be."""
+        """End copies into slots, parents first; return 1 for blocks that are in the tier, or will be."""
 
     @property
     def in_use(self) -> int:
-        """Pins, holds and leases that this engine has on the tier; slots it is writing."""
+        """Number of this engine's pins, holds, leases and slots being written."""
 
     def own(self, block: bytes, tenant: str) -> None:
-        """A block below the root, and all that hang below it, are this tenant's."""
+        """Assign a first block of paths, and all blocks below it, to a tenant."""
 
     def report(self, figures: Callable[[], bytes]) -> None:
-        """Offer the engine's own figures, a JSON object, to a service that shows them to people."""
+        """Offer the engine's statistics, a JSON object, to a service."""
 
     @property
     def traffic(self) -> Traffic:
-        """What the ranks copied, for whoever hears of it to record; a service shows it to people."""
+        """Totals of what the ranks copied."""
 
     def flush(self) -> None:
-        """The step is closed: whoever is elsewhere may hear of what has ended."""
+        """End of step: send queued completions."""
 
     def worker_lost(self) -> None:
-        """A rank's process is gone. A tier whose memory went with it forgets everything."""
+        """Forget every block if the memory went with a dead rank's process."""
 
     def reset(self) -> None:
         """Forget every block."""
 
     def change_layout(self, layout: KVLayout) -> None:
-        """The engine has other weights: what was found or copied before belongs to the layout before."""
+        """Go on with another revision of the model; blocks of the former one are not found any more."""
 
-    def stats(self) -> TierStats | TierFigures:
-        """The state of the tier."""
+    def usage(self) -> TierUsage:
+        """Return the state of the tier."""
 
     def record_events(self, capacity: int) -> None:
-        """Keep so many events for ``take_events``."""
+        """Keep up to ``capacity`` events for ``take_events``."""
 
     def take_events(self) -> tuple[Any, Any, Any]:
-        """Kinds, hashes and parents of what happened since the last call."""
+        """Return kinds, hashes and parents of the events since the last call."""
 
     def verify(self) -> None:
         """Raise ``IntegrityError`` for an invariant that does not hold."""
 
     def close(self) -> None:
-        """Let go of everything; harmless when done before."""
+        """Release everything. Idempotent."""
 
 
 class LocalHostTier(BlockPool):
-    """The host tier of one engine, in its scheduler's process; every worker has an arena of its own."""
+    """The host tier of one engine, in its scheduler's process; every worker has an arena of its own.
+
+    ``on_evict`` is called with the hashes that leave the tier to make room for copies.
+    """
 
     arena: str | None = None
+    fetches: Fetches | None = None
+    on_evict: Callable[[HashArray], None] | None = None
 
     def __init__(
         self,
@@ -225,8 +222,6 @@ class LocalHostTier(BlockPool):
     ) -> None:
         super().__init__(level, num_blocks, eviction, extent=extent, spare=spare)
         self.traffic = Traffic()
-        self.on_evict: Callable[[HashArray], None] | None = None
-        """Told what left the tier for copies into it; nobody else evicts here."""
 
     @property
     def host_cache(self) -> HostCache:
@@ -235,74 +230,106 @@ class LocalHostTier(BlockPool):
 
     @property
     def num_blocks(self) -> int:
-        """Slots of the tier."""
+        """Number of slots."""
         return self.stats().slots
 
     @property
     def copy_room(self) -> int:
-        """Slots of the tier: what does not fit is dropped, as it always was."""
+        """Number of slots: copies that find no room are dropped one by one."""
         return self.num_blocks
-
-    def take_device_reset(self) -> bool:
-        """Nobody can ask."""
-        return False
 
     def match_paths(
         self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
     ) -> list[HostMatch]:
         """Pin, for each (hashes, start), the leading run of ``hashes`` from ``start`` on."""
-        matches = []
-        for hashes, start in paths:
-            lease = self.open_lease()
-            run = self.match(lease, hashes, start)
-            matches.append(HostMatch(lease, run.slots, run.generations, run.pending))
-        return matches
+        return [
+            self._match(hashes, start, fetches[i] if fetches else 0)
+            for i, (hashes, start) in enumerate(paths)
+        ]
+
+    def _match(self, hashes: HashArray, start: int, fetch: int) -> HostMatch:
+        lease = self.open_lease()
+        run = self.match(lease, hashes, start)
+        pending, stop = run.pending, start + len(run)
+        if self.fetches is None:
+            fetched = range(0)
+        else:
+            fetched = self.fetches.fetched(fetch, start, len(run))
+            # The prefetch policy has decided how long to wait for a block that is being read.
+            pending = pending and not self.fetches.is_reading(hashes[stop].tobytes())
+        blocks = Blocks.of_path(hashes, start, run.slots, run.generations) if len(run) else NO_BLOCKS
+        return HostMatch(lease, blocks, pending, fetched)
 
     def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> CopyReservation:
-        """As the native class, and ``on_evict`` is told."""
+        """Reserve slots as the native class does, and call ``on_evict``."""
         taken = super().reserve_copies(lease, parents, hashes)
         if self.on_evict is not None:
             self.on_evict(taken.evicted.hashes)
         return taken
 
     def begin_load(self, lease: int, slots: Int32Array) -> None:
-        """Copies out of these slots begin; they hold them whatever becomes of the lease."""
+        """Hold the source slots, whatever becomes of the lease."""
         self.hold(slots)
 
     def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
-        """They end."""
+        """Release the source slots."""
         self.unhold(slots)
 
     @property
     def in_use(self) -> int:
-        """Pins, holds, leases and slots being written."""
+        """Number of pins, holds, leases and slots being written."""
         figures = self.stats()
         return figures.pins + figures.holds + figures.leases + figures.writing
 
     def change_layout(self, layout: KVLayout) -> None:
-        """Blocks of the weights before are of no use to anybody."""
+        """Forget every block: they belong to the former weights."""
         self.reset()
-
-    def own(self, block: bytes, tenant: str) -> None:
-        """Tenants have no quotas here."""
-
-    def report(self, figures: Callable[[], bytes]) -> None:
-        """There is nobody to show them to."""
-
-    def flush(self) -> None:
-        """There is nobody to hear of it."""
 
     def worker_lost(self) -> None:
-        """The worker's part of every block went with it."""
+        """Forget every block: a part of each went with the worker."""
         self.reset()
 
+    # Of a shared tier only; there is no operator, no quota and no service here.
+
+    def take_device_reset(self) -> bool:
+        """Return False."""
+        return False
+
+    def own(self, block: bytes, tenant: str) -> None:
+        """Do nothing."""
+
+    def report(self, figures: Callable[[], bytes]) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
-        """Nothing is held outside this process."""
+        """Do nothing."""
 
 
-NO_SLOTS = np.empty(0, np.int32)
-NO_GENERATIONS = np.empty(0, np.uint32)
-NOTHING = HostMatch(0, NO_SLOTS, NO_GENERATIONS)
-"""A look-up that found nothing and pins nothing."""
-FETCHING_MATCH = HostMatch(0, NO_SLOTS, NO_GENERATIONS, fetching=True)
-"""A look-up that has to come again, since its blocks are being read from storage."""
+def complete_copies(flight: InFlightPlan, device: BlockPool, host: HostTier, counters: Counters) -> None:
+    """End the transfers between device and host of a plan that every rank has reported.
+
+    Release the slots that they held and make the blocks that arrived findable. Afterwards ``copied`` of each transfer
+    is True for the blocks that its target tier has.
+    """
+    for purpose, result in flight.swaps.items():
+        swap, copied = result.swap, result.copied
+        counters.count_copies(purpose, int(copied.sum()), len(swap))
+        if purpose is SwapPurpose.LOAD:
+            discard_corrupt(result, host, counters)
+            arrived = device.complete(swap.dst_block_ids, copied.view(np.uint8), result.checksums)
+            host.end_load(swap.src_block_ids, swap.hash_values, copied.view(np.uint8))
+        else:
+            arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), result.checksums)
+            device.unhold(swap.src_block_ids)
+        result.copied = arrived.view(np.bool_)
+
+
+def discard_corrupt(result: SwapInFlight, host: HostTier | BlockPool, counters: Counters) -> None:
+    """Forget host records that a copy out of them found corrupt, while it still holds their slots."""
+    bad = result.swap.src_block_ids[result.corrupt]
+    if len(bad):
+        host.discard(bad)
+        counters.blocks_corrupt_in_host += len(bad)

@@ -1,27 +1,31 @@
-"""What a tier answers for each block, and what it tells of itself: a byte of an array each."""
+"""BlockPool: a tier of slots with the blocks in them, and the codes of its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Iterable
 
 from fdcache import _core
 from fdcache.errors import ConfigurationError, IntegrityError
-from fdcache.metadata import BlockNode, CacheLevel, CacheStatus, StorageScan
+from fdcache.metadata import BlockNode, CacheLevel, CacheStatus
+from fdcache.tiers.statistics import TierUsage
 
 ABSENT, READY, PENDING = range(3)
-"""Of ``contains``."""
+"""Answers of ``contains``, per block."""
 
 RESERVED, IS_READY, IS_PENDING, NO_PARENT = range(4)
-"""Of ``reserve_copies``: a slot was taken, or why none was."""
+"""Answers of ``reserve_copies``, per block: a slot was reserved, or why none was."""
 
 STORED, DUPLICATE = range(2)
-"""Of ``commit``."""
+"""Answers of ``commit``, per block."""
 
 EVENT_STORED, EVENT_REMOVED, EVENT_CLEARED, EVENT_LOST = range(4)
-"""Of ``take_events``. From ``EVENT_CLEARED`` on they are of the tier as a whole."""
+"""Kinds of ``take_events``. The last two concern the whole tier."""
 
+MOST_BLOCKS = 2**31 - 1
+"""Most blocks of a tier: slots are int32."""
+
+HOST_SPARE = 1 / 64
+"""Share of a host tier's slots that reservations may free ahead of need, to get longer runs."""
 
 _READY = {
     CacheLevel.DEVICE: CacheStatus.DEVICE,
@@ -35,19 +39,18 @@ _PENDING = {
 }
 
 
-MOST_BLOCKS = 2**31 - 1
-"""Blocks of a tier at most: slots are int32."""
-
-HOST_SPARE = 1 / 64
-"""The share of a host tier's slots up to which reservations evict ahead of need, for longer runs."""
-
-
 class BlockPool(_core.Tier):
-    """A tier of ``num_blocks`` slots at one level. The calls of the data path are those of the native class.
+    """A tier of ``num_blocks`` slots at one level.
 
-    ``extent`` and ``spare`` shape the runs of its slots, as the native class says.
+    ::
 
-    Raises ``ConfigurationError`` for a number of slots that no tier can have.
+        pool = BlockPool(CacheLevel.DEVICE, 1024)
+        lease = pool.open_lease()
+        run = pool.match(lease, hashes)
+        pool.release(lease)
+
+    The calls of the data path are those of the native ``Tier``, which also explains ``extent`` and ``spare``. Raises
+    ``ConfigurationError`` for a number of blocks that no tier can have.
     """
 
     def __init__(
@@ -63,15 +66,15 @@ class BlockPool(_core.Tier):
         super().__init__(num_blocks, eviction, extent, spare)
         self.level = level
         self.loading_from_storage: set[int] = set()
-        """Slots that blocks are on their way into from storage; whoever reads them says so."""
+        """Slots that blocks are being read into from storage, kept by the storage tier."""
 
     def resize(self, slots: int) -> int:
-        """Change the number of slots; returns how many in use stand against it, 0 when done."""
+        """Change the number of slots; return how many slots in use prevent it, 0 when done."""
         _check_size(self.level, slots)
         return super().resize(slots)
 
     def nodes(self, slots: Iterable[int]) -> list[BlockNode]:
-        """What stands in these slots, for people and tools; slots that nobody can find are left out."""
+        """Return the blocks in these slots, for tools; slots without a findable block are left out."""
         nodes = []
         for slot in slots:
             view = self.node(slot)
@@ -97,8 +100,12 @@ class BlockPool(_core.Tier):
             )
         return nodes
 
+    def usage(self) -> TierUsage:
+        """Return the state of the tier."""
+        return TierUsage.of(self.stats())
+
     def verify(self) -> None:
-        """Raise ``IntegrityError`` that lists every invariant of the tier that does not hold."""
+        """Raise ``IntegrityError`` listing every invariant of the tier that does not hold."""
         broken = self.check_integrity()
         if broken:
             raise IntegrityError(f"{self.level.value} tier: " + "; ".join(broken))
@@ -107,37 +114,3 @@ class BlockPool(_core.Tier):
 def _check_size(level: CacheLevel, num_blocks: int) -> None:
     if not 1 <= num_blocks <= MOST_BLOCKS:
         raise ConfigurationError(f"{num_blocks} {level.value} blocks: a tier has 1 to {MOST_BLOCKS}")
-
-
-def restore(pool: BlockPool, scans: Sequence[StorageScan]) -> int:
-    """Make entries of the blocks that every rank holds in the same slot and generation; returns how many.
-
-    A block without its parent cannot be found and does not count.
-    """
-    if not scans:
-        return 0
-    first = scans[0]
-    common = np.ones(len(first.slots), np.bool_)
-    for other in scans[1:]:
-        common &= _same(first, other)
-    ready = pool.restore(
-        first.slots[common],
-        first.generations[common],
-        first.hashes[common],
-        first.parents[common],
-        first.checksums[common],
-        first.written_ms[common],
-    )
-    return int(ready.sum())
-
-
-def _same(first: StorageScan, other: StorageScan) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which blocks of ``first`` stand in the same slot of ``other``. Slots ascend in both."""
-    if not len(other.slots):
-        return np.zeros(len(first.slots), np.bool_)
-    at = np.minimum(np.searchsorted(other.slots, first.slots), len(other.slots) - 1)
-    same = other.slots[at] == first.slots
-    same &= other.generations[at] == first.generations
-    same &= (other.hashes[at] == first.hashes).all(axis=1)
-    same &= (other.parents[at] == first.parents).all(axis=1)
-    return np.asarray(same)

@@ -1,69 +1,67 @@
-"""What the manager counts, and what its tiers hold."""
+"""Statistics: the state of a tier, a manager's totals, and how many bytes copies moved in what time."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from enum import StrEnum
+from typing import Annotated, Protocol
+
 import msgspec
 
-from fdcache.tiers.host import HostTier
-from fdcache.tiers.pool import BlockPool
-from fdcache.tiers.traffic import Traffic
+from fdcache._core import TierStats
+from fdcache.metadata import SwapPurpose, TransferReport
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class TierUsage(msgspec.Struct, frozen=True):
-    """One tier at one moment. ``writing`` includes ``pending`` and ``quarantined``; ``evictable`` is part of ``ready``.
+    """Blocks of one tier at one moment, by state. The only list of a tier's figures.
 
-    ``quarantined`` slots held a record that turned out corrupt, or cannot be read or written, and are not used again.
-    ``withheld`` slots have no room on the disk for now. ``writing`` includes both.
+    ``writing`` includes ``pending``, ``quarantined`` and ``withheld``; ``evictable`` is part of ``ready``.
+    ``quarantined`` slots held a corrupt record or cannot be read or written, and are never used again. ``withheld``
+    slots have no room on the disk for now.
     """
 
-    blocks: int
-    free: int
-    writing: int
-    pending: int
-    ready: int
-    evictable: int
-    quarantined: int
-    withheld: int
-    pins: int
-    holds: int
-    leases: int
-    epoch: int
-    evictions: int
+    blocks: int = 0
+    free: int = 0
+    writing: int = 0
+    ready: int = 0
+    pending: int = 0
+    evictable: int = 0
+    pins: int = 0
+    holds: int = 0
+    leases: int = 0
+    epoch: int = 0
+    evictions: int = 0
+    quarantined: int = 0
+    withheld: int = 0
 
     @classmethod
-    def of(cls, pool: BlockPool | HostTier) -> TierUsage:
-        """The present state of a tier."""
-        stats = pool.stats()
-        return cls(
-            blocks=stats.slots,
-            free=stats.free,
-            writing=stats.writing,
-            pending=stats.pending,
-            ready=stats.ready,
-            evictable=stats.evictable,
-            quarantined=stats.quarantined,
-            withheld=stats.withheld,
-            pins=stats.pins,
-            holds=stats.holds,
-            leases=stats.leases,
-            epoch=stats.epoch,
-            evictions=stats.evictions,
-        )
+    def of(cls, stats: TierStats) -> TierUsage:
+        """Return the figures of a native tier."""
+        return cls(stats.slots, *[getattr(stats, name) for name in cls.__struct_fields__[1:]])
+
+
+class HasUsage(Protocol):
+    """A tier that tells its state."""
+
+    def usage(self) -> TierUsage:
+        """Return the state of the tier."""
 
 
 class MemoryUsage(msgspec.Struct, frozen=True):
-    """Bytes of one tier on one rank; used = not free."""
+    """Bytes of one tier on one rank. Bytes of blocks that are not free are used."""
 
     total_bytes: int
     used_bytes: int
     free_bytes: int
 
     @classmethod
-    def of(cls, pool: BlockPool | HostTier, block_bytes: int) -> MemoryUsage:
-        """The tier's blocks times ``block_bytes``."""
-        stats = pool.stats()
-        free = stats.free * block_bytes
-        total = stats.slots * block_bytes
+    def of(cls, tier: HasUsage, block_bytes: int) -> MemoryUsage:
+        """Return the bytes of a tier whose blocks have ``block_bytes``."""
+        usage = tier.usage()
+        free = usage.free * block_bytes
+        total = usage.blocks * block_bytes
         return cls(total_bytes=total, used_bytes=total - free, free_bytes=free)
 
     @property
@@ -73,7 +71,7 @@ class MemoryUsage(msgspec.Struct, frozen=True):
 
 
 class Counters(msgspec.Struct):
-    """Totals since the manager was made."""
+    """Totals since the manager was made, or since the service opened a layout's storage."""
 
     lookups: int = 0
     lookup_tokens: int = 0
@@ -101,12 +99,120 @@ class Counters(msgspec.Struct):
     prefetches_timed_out: int = 0
     unexpected_reports: int = 0
 
+    def count_copies(self, purpose: SwapPurpose, copied: int, planned: int) -> None:
+        """Count a finished transfer: ``copied`` of ``planned`` blocks."""
+        name = _COPIES[purpose]
+        setattr(self, name, getattr(self, name) + copied)
+        self.copies_failed += planned - copied
+
+
+_COPIES = {
+    SwapPurpose.LOAD: "blocks_loaded",
+    SwapPurpose.EVICT: "blocks_evicted_to_host",
+    SwapPurpose.BACKUP: "blocks_backed_up",
+    SwapPurpose.STORE: "blocks_stored",
+    SwapPurpose.PREFETCH: "blocks_prefetched",
+}
+
+
+# --- traffic --------------------------------------------------------------------------------------------------
+
+
+BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
+"""Upper bounds of the buckets of a histogram, in seconds. The last bucket has none."""
+
+
+class Histogram(msgspec.Struct):
+    """Durations by bucket. ``counts`` are not cumulated; ``total`` is the sum of all durations, in seconds."""
+
+    counts: Annotated[list[Count], msgspec.Meta(min_length=len(BOUNDS) + 1, max_length=len(BOUNDS) + 1)] = (
+        msgspec.field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    )
+    total: Annotated[float, msgspec.Meta(ge=0, le=1e15)] = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one duration."""
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
+        self.total += seconds
+
+    def add(self, other: Histogram) -> None:
+        """Add another histogram."""
+        self.counts = [mine + more for mine, more in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
+    def since(self, earlier: Histogram) -> Histogram:
+        """Return the difference from an earlier state of the same histogram; nothing is below 0."""
+        counts = [max(now - then, 0) for now, then in zip(self.counts, earlier.counts, strict=True)]
+        return Histogram(counts, max(self.total - earlier.total, 0.0))
+
+
+class Direction(StrEnum):
+    """Source and target tier of copies."""
+
+    HOST_TO_DEVICE = "host_to_device"
+    DEVICE_TO_HOST = "device_to_host"
+    HOST_TO_STORAGE = "host_to_storage"
+    STORAGE_TO_HOST = "storage_to_host"
+
+    @classmethod
+    def of(cls, purpose: SwapPurpose) -> Direction:
+        """Return the direction of copies for a purpose."""
+        return cls(f"{purpose.source.value}_to_{purpose.target.value}")
+
+
+_DIRECTIONS = {purpose: Direction.of(purpose) for purpose in SwapPurpose}
+
+
+class Copied(msgspec.Struct):
+    """Bytes that ranks copied in one direction, and the durations of their copies."""
+
+    bytes: Count = 0
+    durations: Histogram = msgspec.field(default_factory=Histogram)
+
+    def add(self, other: Copied) -> None:
+        """Add another total."""
+        self.bytes += other.bytes
+        self.durations.add(other.durations)
+
+    def since(self, earlier: Copied) -> Copied:
+        """Return the difference from an earlier state of the same total."""
+        return Copied(max(self.bytes - earlier.bytes, 0), self.durations.since(earlier.durations))
+
+
+class Traffic(msgspec.Struct):
+    """Totals by direction. A direction without copies is missing."""
+
+    copied: dict[Direction, Copied] = {}
+
+    def record(self, report: TransferReport) -> None:
+        """Add what a rank reports."""
+        for result in report.results:
+            if result.copied_bytes:
+                total = self.copied.setdefault(_DIRECTIONS[result.purpose], Copied())
+                total.bytes += result.copied_bytes
+                total.durations.observe(result.seconds)
+
+    def copy(self) -> Traffic:
+        """Return a snapshot."""
+        return self.since(Traffic())
+
+    def add(self, other: Traffic) -> None:
+        """Add another's totals."""
+        for direction, copied in other.copied.items():
+            self.copied.setdefault(direction, Copied()).add(copied)
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """Return the difference from an earlier state of the same totals."""
+        nothing = Copied()
+        now = list(self.copied.items())  # a snapshot: another thread may be recording
+        return Traffic({way: copied.since(earlier.copied.get(way, nothing)) for way, copied in now})
+
 
 class CacheStats(msgspec.Struct, frozen=True):
-    """A snapshot of the manager. A tier that is not there is None, as is the index of a store that others keep.
+    """A snapshot of a manager. A tier that does not exist is None, and so is the storage when others share it.
 
-    ``queued_stores`` blocks wait to be written to storage, ``storing_blocks`` are on their way there and
-    ``reading_blocks`` on their way from it. A rank's controller has the state and the errors of its storage.
+    ``queued_stores`` blocks wait to be written to storage, ``storing_blocks`` are being written and
+    ``reading_blocks`` read. ``CacheController.storage_stats`` has the state and the errors of a rank's storage.
     """
 
     device: TierUsage

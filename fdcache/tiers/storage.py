@@ -1,22 +1,24 @@
-"""StorageTier: index, reads and writes of the storage tier, as one thing to the manager."""
+"""The storage tier below one host tier: index, reads and writes behind one interface."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from fdcache.layout import KVLayout
-from fdcache.metadata import StorageScan, SwapPurpose
-from fdcache.plans.ledger import InFlightPlan, OpenPlan
+from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageScan, StorageTask, SwapPurpose
+from fdcache.plans.ledger import InFlightPlan, StorageOrders, SwapInFlight
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.storage.slab_format import slots_for
-from fdcache.tiers.completion import withdraw
+from fdcache.tiers.host import discard_corrupt
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
 from fdcache.tiers.storage_reads import StorageReads
-from fdcache.tiers.storage_writes import StorePlanner
+from fdcache.tiers.storage_writes import StorageWrites
 
 
 def make_index(
@@ -25,14 +27,26 @@ def make_index(
     lookup: StorageConnector | None,
     clock: Callable[[], float] = time.monotonic,
 ) -> LocalIndex | RemoteIndex:
-    """What is known of the storage; without ``lookup`` it is local: slots of every rank's slab file."""
+    """Return an index that asks ``lookup``, or without one an index of local slab files."""
     if lookup is None:
         return LocalIndex.make(slots_for(settings.size, layout), settings.retry_after, clock)
     return RemoteIndex(lookup, timeout=settings.timeout, clock=clock)
 
 
 class StorageTier:
-    """Storage over one host tier: which blocks are read and written, and what became of it."""
+    """Storage below one host tier, the same in an engine's scheduler and in a service.
+
+    ::
+
+        tier.plan_work(writing=ledger.blocks_in_flight(SwapPurpose.STORE))
+        tasks = ledger.send_storage(tier.orders.take(), now)  # to the StorageQueue of every rank
+        for report in reports:
+            for flight in ledger.record(report):
+                tier.complete(flight)
+
+    ``orders`` has the transfers that were planned and not sent. ``make_room`` is called with the number of blocks that
+    are about to be read into the host tier.
+    """
 
     def __init__(
         self,
@@ -48,73 +62,119 @@ class StorageTier:
     ) -> None:
         self.host = host
         self.index = index
+        self.orders = StorageOrders()
         self.reads = StorageReads(
             host,
             index,
+            self.orders,
             counters,
             clock,
             block_bytes=layout.record_bytes * layout.tp_size,
             timeout=storage_tier.timeout,
             make_room=make_room,
         )
-        self.stores = StorePlanner(settings, storage_tier, host, index, counters, clock)
-        self._is_clearing = False  # since a reset, until every rank has stored a block after it
+        self.writes = StorageWrites(settings, storage_tier, host, index, self.orders, counters, clock)
+        self._counters = counters
+        self._is_clearing = False  # from a reset until every rank has stored a block after it
 
     @property
     def pool(self) -> BlockPool | None:
-        """The index as a tier, when it is one."""
+        """The slots of local storage; None for a store of others."""
         return self.index.pool if isinstance(self.index, LocalIndex) else None
 
-    def restore(self, scans: Sequence[StorageScan], plan: OpenPlan) -> int:
-        """Take up what the ranks' files hold; nothing of it where a reset may not have come to all of them."""
+    def restore(self, scans: Sequence[StorageScan]) -> int:
+        """Enter the blocks of the ranks' files; none while a reset may not have reached every file."""
         if not isinstance(self.index, LocalIndex):
             return 0
-        plan.clear_storage = plan.clear_storage or self._is_clearing
+        self.orders.clear = self.orders.clear or self._is_clearing
         return self.index.restore([] if self._is_clearing else scans)
 
-    def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
-        """Writes that may be planned now, and reads that nobody wants any more."""
-        self.stores.plan(plan, in_flight)
-        self.reads.go_on(plan)
-        plan.cancelled = self.reads.take_unwanted()
+    def plan_work(self, writing: int, *, may_read: bool = True, may_write: bool = True) -> None:
+        """Order writes and reads that may begin now; ``writing`` blocks are in flight to storage."""
+        if may_write:
+            self.writes.plan(writing)
+        if may_read:
+            self.reads.advance()
+        self.orders.cancelled += self.reads.take_unneeded()
 
-    def settled(self, flight: InFlightPlan) -> None:
-        """A plan has ended on every rank and is settled in the tiers."""
-        for swap in flight.plan.swaps():
-            if swap.purpose is SwapPurpose.PREFETCH:
-                self.reads.settled(flight)
-            elif swap.purpose is SwapPurpose.STORE:
-                # A rank writes in order, and what was planned before a reset arrives nowhere.
-                self._is_clearing = self._is_clearing and not flight.copied[swap.purpose].any()
-                self.stores.settled(flight)
-            elif swap.purpose in (SwapPurpose.EVICT, SwapPurpose.BACKUP):
-                self.reads.copies_ended(swap.hash_values)
-                self.stores.on_arrival(swap.hash_values[flight.copied[swap.purpose]])
+    def on_arrival(self, hashes: HashArray) -> None:
+        """Learn that blocks came to the host tier from a device."""
+        self.writes.on_arrival(hashes)
+
+    def copies_ended(self, result: SwapInFlight) -> None:
+        """Learn from a transfer between device and host that is settled in both tiers."""
+        swap = result.swap
+        if swap.dst_type is CacheLevel.HOST:
+            self.reads.copies_ended(swap.hash_values)
+            self.writes.on_arrival(swap.hash_values[result.copied])
+
+    def complete(self, flight: InFlightPlan) -> None:
+        """End a storage task that every rank has reported.
+
+        Release the slots that it held, make the blocks that arrived findable, and let reads and writes go on.
+        """
+        assert isinstance(flight.plan, StorageTask)
+        for purpose, result in flight.swaps.items():
+            self._counters.count_copies(purpose, int(result.copied.sum()), len(result.swap))
+            self._counters.bad_storage_slots += int(result.bad_slots.sum())
+            if purpose is SwapPurpose.STORE:
+                self._complete_write(result)
+            else:
+                self._complete_read(result)
+
+    def _complete_write(self, result: SwapInFlight) -> None:
+        swap = result.swap
+        result.copied = self.index.end_writes(
+            swap, result.copied, result.checksums, result.bad_slots, result.no_room
+        )
+        discard_corrupt(result, self.host, self._counters)
+        self.host.unhold(swap.src_block_ids)
+        # A rank writes in order, so a block that arrived is proof that the files were emptied before it.
+        self._is_clearing = self._is_clearing and not result.copied.any()
+        self.writes.ended(result)
+
+    def _complete_read(self, result: SwapInFlight) -> None:
+        swap = result.swap
+        self._counters.blocks_corrupt_in_storage += int(result.corrupt.sum())
+        arrived = self.host.complete(swap.dst_block_ids, result.copied.view(np.uint8), result.checksums)
+        result.copied = arrived.view(np.bool_)
+        self.index.end_reads(swap, result.lost, result.corrupt | result.bad_slots)
+        self.reads.ended(swap, failed=not result.copied.all())
 
     def overdue(self, flights: Iterable[InFlightPlan]) -> None:
-        """Nobody waits for these reads any more; their slots do."""
+        """Let requests go on without reads that have not ended in time; their slots stay held."""
         for flight in flights:
             for swap in flight.plan.swaps():
                 if swap.purpose is SwapPurpose.PREFETCH:
                     self.reads.overdue(swap)
 
-    def reset(self, plan: OpenPlan) -> int:
-        """Forget every block, in the files too; what is planned and not sent is taken back."""
-        self._withdraw(plan)
-        plan.clear_storage = self._is_clearing = True
+    def reset(self) -> int:
+        """Forget every block, in the files too; take back what is planned and not sent. Return how many."""
+        self._take_back_orders()
+        self.orders.clear = self._is_clearing = True
         return self.index.reset()
 
-    def rank_lost(self, plan: OpenPlan) -> None:
-        """A rank is gone: a local index holds no more until the ranks' files are scanned again."""
-        self._withdraw(plan)
+    def rank_lost(self) -> None:
+        """Forget the files of local storage until ``restore``: a rank's process is gone."""
+        self._take_back_orders()
         if isinstance(self.index, LocalIndex):
             self.index.close()
 
-    def _withdraw(self, plan: OpenPlan) -> None:
-        for order in plan.storage:
-            withdraw(order, self.host, self.index)
-            if order.swap.purpose is SwapPurpose.PREFETCH:
-                self.reads.withdrawn(order)
-        plan.storage.clear()
-        self.reads.no_more_copies()
-        self.stores.forget()
+    def _take_back_orders(self) -> None:
+        """Release the slots of transfers that were not sent, and forget what waits for copies to the host."""
+        for order in self.orders.orders:
+            order.failed = True
+            self._take_back(order.swap)
+        self.orders.orders.clear()
+        self.reads.all_copies_ended()
+        self.writes.forget()
+
+    def _take_back(self, swap: CacheSwapMetadata) -> None:
+        nothing, no_checksums = np.zeros(len(swap), np.bool_), np.empty(0, np.uint64)
+        if swap.purpose is SwapPurpose.STORE:
+            self.index.end_writes(swap, nothing, no_checksums, nothing, nothing)
+            self.host.unhold(swap.src_block_ids)
+        else:
+            self.host.complete(swap.dst_block_ids, nothing.view(np.uint8), no_checksums)
+            self.index.end_reads(swap, nothing, nothing)
+            self.reads.ended(swap, failed=True)

@@ -1,4 +1,8 @@
-"""StoragePool: the slots of slab files as a tier, which may lose some of them to the medium or to a full disk."""
+"""Storage indexes: which blocks are stored, and where.
+
+``LocalIndex`` is a tier of its own: ``StoragePool``, the slots of every rank's slab file. ``RemoteIndex`` asks a store
+that other engines use too.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +26,17 @@ from fdcache.metadata import (
 )
 from fdcache.plans.blocks import Blocks
 from fdcache.storage.connector import RunResult, StorageConnector
-from fdcache.tiers.pool import ABSENT, NO_PARENT, BlockPool, restore
+from fdcache.tiers.pool import ABSENT, NO_PARENT, BlockPool
 
 Mask = NDArray[np.bool_]
 
 
 class StoragePool(BlockPool):
-    """A tier of ``num_blocks`` slots. Where a slot is bad, it is never used again.
+    """The slots of slab files as a tier. A bad slot is never used again.
 
     Slab files are sparse. When the disk has no room for a record, the slots that never held one are withheld, and
-    new blocks take the places of the coldest in the others. One withheld slot is tried again every ``retry_after``
-    seconds; each one that can be written brings back twice as many as the one before.
+    new blocks replace the coldest blocks in the other slots. One withheld slot is tried again every ``retry_after``
+    seconds; each success brings back twice as many slots as the one before.
     """
 
     def __init__(
@@ -46,25 +50,25 @@ class StoragePool(BlockPool):
         self._on_trial = np.zeros(num_blocks, np.bool_)
         self._step = 1
         self._try_at = 0.0
-        self._wrote_since = True  # the last trial that failed; its block has had another slot
+        self._wrote_since = True  # since the last trial that failed, so its block has had another slot
 
     @property
     def is_trying(self) -> bool:
-        """Whether a slot is being tried that the disk had no room for."""
+        """True while a withheld slot is tried again."""
         return bool(self._on_trial.any())
 
     def found(self, slots: Int32Array) -> None:
-        """These slots hold records in the files, so they have their room."""
+        """Note that these slots hold records, so they have room on the disk."""
         self._written[slots] = True
 
     def start_over(self) -> None:
-        """Forget every block and what is known of the disk; bad slots stay out of use."""
+        """Forget every block and the state of the disk; bad slots stay out of use."""
         self.reset()
         self._give_back(len(self._withheld))
         self._on_trial[:] = self._written[:] = False
 
     def grow_if_due(self) -> None:
-        """Before slots are taken: try one that the disk had no room for, now and then."""
+        """Give back a withheld slot if it is time to try one; called before slots are reserved."""
         now = self._clock()
         may_try = self._wrote_since or not self.available
         if may_try and self._withheld.any() and now >= self._try_at and not self.is_trying:
@@ -73,8 +77,8 @@ class StoragePool(BlockPool):
             self._give_back(self._step)
 
     def end_reads(self, slots: Int32Array, lost: Mask, unusable: Mask) -> None:
-        """Let the slots of a read go. What was lost is forgotten; what is unusable is not used again, either."""
-        # While the slots are held still: nobody can have given them to other blocks.
+        """Release the slots of a read. Lost blocks are forgotten; unusable slots are not used again."""
+        # While they are still held, the slots cannot have been given to other blocks.
         if unusable.any():
             self.discard(slots[unusable], True)
         if lost.any():
@@ -84,7 +88,7 @@ class StoragePool(BlockPool):
     def end_writes(
         self, slots: Int32Array, copied: Mask, checksums: UInt64Array, bad: Mask, no_room: Mask
     ) -> Mask:
-        """The end of writes into reserved slots, parents first; says what is an entry now."""
+        """End writes into reserved slots, parents first; return a mask of the blocks that are entries now."""
         no_room = no_room & ~bad & ~copied
         self.quarantine(slots[bad])
         self.withhold(slots[no_room])
@@ -103,7 +107,7 @@ class StoragePool(BlockPool):
         return arrived
 
     def _shrink(self) -> None:
-        """Withhold every free slot that has no room on the disk yet."""
+        """Withhold every free slot that never had room on the disk."""
         self._try_at = self._clock() + self._pause
         self._wrote_since = False
         self._on_trial[:] = False
@@ -121,63 +125,97 @@ class StoragePool(BlockPool):
         self.give_back(slots)
 
 
+def restore(pool: BlockPool, scans: Sequence[StorageScan]) -> int:
+    """Enter the blocks that every rank holds in the same slot and generation; return how many.
+
+    A block without its parent cannot be found and is not counted.
+    """
+    if not scans:
+        return 0
+    first = scans[0]
+    common = np.ones(len(first.slots), np.bool_)
+    for other in scans[1:]:
+        common &= _same(first, other)
+    ready = pool.restore(
+        first.slots[common],
+        first.generations[common],
+        first.hashes[common],
+        first.parents[common],
+        first.checksums[common],
+        first.written_ms[common],
+    )
+    return int(ready.sum())
+
+
+def _same(first: StorageScan, other: StorageScan) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return a mask of the blocks of ``first`` that are in the same slot of ``other``. Slots ascend in both."""
+    if not len(other.slots):
+        return np.zeros(len(first.slots), np.bool_)
+    at = np.minimum(np.searchsorted(other.slots, first.slots), len(other.slots) - 1)
+    same = other.slots[at] == first.slots
+    same &= other.generations[at] == first.generations
+    same &= (other.hashes[at] == first.hashes).all(axis=1)
+    same &= (other.parents[at] == first.parents).all(axis=1)
+    return np.asarray(same)
+
+
 NO_ROOM = NO_PARENT + 1
-"""Of ``begin_writes``, beside what a tier answers: there is no slot left."""
+"""Answer of ``begin_writes`` beside those of ``reserve_copies``: there is no slot left."""
 
 
 Question = tuple[bytes, int]
-"""A path, by the hash of its last block, and from which of its blocks on it was asked for."""
+"""Question to a store: the hash of a path's last block, and the first block asked for."""
 
 
 def question(hashes: HashArray, start: int) -> Question:
-    """What ``StorageIndex.run`` asks of a store."""
+    """Return the question that ``StorageIndex.run`` asks."""
     return hashes[-1].tobytes(), start
 
 
 class StorageIndex(Protocol):
-    """Which blocks are stored, and where. What it hands out is held until the matching ``end_`` call."""
+    """The blocks that are stored, and where. Slots of ``begin_`` calls are held until the matching ``end_`` call."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it knows what the storage held at the start; before that nothing is read or written."""
+        """True once the contents of the storage are known; before that nothing is read or written."""
 
     def run(self, hashes: HashArray, start: int) -> int | None:
-        """How many blocks of this path are stored from ``start`` on; None while that is being asked."""
+        """Return how many blocks of this path are stored from ``start`` on; None while a store is asked."""
 
     def take_answered(self) -> Iterable[Question]:
-        """What was asked and has an answer since the last call, or will have none."""
+        """Return the questions that were answered, or given up, since the last call."""
 
     def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
-        """Hold those of ``hashes``, one path in order, that are stored without a gap from the first on."""
+        """Hold the leading blocks of ``hashes``, one path in order, that are stored without a gap."""
 
     def end_reads(self, swap: CacheSwapMetadata, lost: Mask, unusable: Mask) -> None:
-        """The reads have ended; what was lost is forgotten, and with what is ``unusable`` its place."""
+        """End reads: forget lost blocks, and unusable ones together with their slots."""
 
     def is_absent(self, hashes: HashArray) -> Mask:
-        """Which blocks are neither stored nor on their way."""
+        """Return a mask of the blocks that are neither stored nor being written."""
 
     def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
-        """Take places for blocks, parents first: a status per block, and the slots of those reserved."""
+        """Reserve slots for blocks, parents first: a status per block, and slots of the reserved ones."""
 
     def end_writes(
         self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array, bad: Mask, no_room: Mask
     ) -> Mask:
-        """The writes have ended; says what is stored now. The places of ``bad`` ones are not used again."""
+        """End writes; return a mask of the blocks that are stored now. ``bad`` slots are not used again."""
 
     @property
     def is_trying(self) -> bool:
-        """Whether it is being tried if there is more room than there was."""
+        """True while a full disk is tried again."""
 
     @property
     def has_room(self) -> bool:
-        """Whether a block can be stored, if need be in place of another."""
+        """True if a block can be stored, if need be in place of another."""
 
     def reset(self) -> int:
-        """Forget everything; returns how many blocks that were."""
+        """Forget every block; return how many."""
 
 
 class LocalIndex:
-    """The third tier: slots of every rank's slab file, the same block in the same slot of each."""
+    """Slots of every rank's slab file. A block has the same slot in each."""
 
     def __init__(self, pool: StoragePool) -> None:
         self.pool = pool
@@ -185,21 +223,21 @@ class LocalIndex:
 
     @property
     def is_open(self) -> bool:
-        """Whether ``restore`` was called."""
+        """True after ``restore``."""
         return self._open
 
     @property
     def is_trying(self) -> bool:
-        """Whether a slot is being tried that the disk had no room for."""
+        """True while a withheld slot is tried again."""
         return self.pool.is_trying
 
     @property
     def has_room(self) -> bool:
-        """Whether there is a slot to be had."""
+        """True if a slot is free or can be freed."""
         return self.pool.available > 0
 
     def restore(self, scans: Sequence[StorageScan]) -> int:
-        """Take up what all ranks' files hold; returns the number of blocks."""
+        """Enter the blocks that all ranks' files hold; return how many."""
         restored = restore(self.pool, scans)
         for scan in scans:
             self.pool.found(scan.slots)
@@ -207,23 +245,23 @@ class LocalIndex:
         return restored
 
     def close(self) -> None:
-        """Forget the files: a rank opens its own again."""
+        """Forget the files: a rank opens its own anew."""
         self._open = False
         self.pool.start_over()
 
     def run(self, hashes: HashArray, start: int) -> int | None:
-        """How many blocks are stored from ``start`` on; they count as used now."""
+        """Return how many blocks are stored from ``start`` on; they count as used now."""
         lease = self.pool.open_lease()
         found = len(self.pool.match(lease, hashes, start))
         self.pool.release(lease)
         return found
 
     def take_answered(self) -> Iterable[Question]:
-        """Every question is answered at once."""
+        """Return nothing: every question is answered at once."""
         return ()
 
     def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
-        """Hold the blocks' slots."""
+        """Hold the leading blocks that are stored."""
         found = Blocks.of(self.pool.find(hashes))
         held = np.flatnonzero((found.hashes != hashes[: len(found)]).any(axis=1))
         found = found.select(slice(0, int(held[0]) if len(held) else len(found)))
@@ -231,15 +269,15 @@ class LocalIndex:
         return found
 
     def end_reads(self, swap: CacheSwapMetadata, lost: Mask, unusable: Mask) -> None:
-        """Let the slots go. Those of unusable records are not used again."""
+        """Release the slots. Those of unusable records are not used again."""
         self.pool.end_reads(swap.src_block_ids, lost, unusable)
 
     def is_absent(self, hashes: HashArray) -> Mask:
-        """Which blocks are neither stored nor pending."""
+        """Return a mask of the blocks that are neither stored nor pending."""
         return np.asarray(self.pool.contains(hashes) == ABSENT)
 
     def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
-        """Reserve slots, evicting what is coldest; for want of room the last blocks get none."""
+        """Reserve slots, evicting the coldest blocks; without enough room the last blocks get none."""
         self.pool.grow_if_due()
         count = len(blocks)
         while count:
@@ -255,26 +293,26 @@ class LocalIndex:
     def end_writes(
         self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array, bad: Mask, no_room: Mask
     ) -> Mask:
-        """What was written becomes findable."""
+        """Make written blocks findable."""
         return self.pool.end_writes(swap.dst_block_ids, copied, checksums, bad, no_room)
 
     def reset(self) -> int:
-        """Forget every block."""
+        """Forget every block; return how many."""
         forgotten = self.pool.stats().ready
         self.pool.reset()
         return forgotten
 
     @staticmethod
     def make(slots: int, retry_after: float = 0.0, clock: Callable[[], float] = time.monotonic) -> LocalIndex:
-        """An index of so many slots; ``retry_after``: seconds until a full disk is tried again."""
+        """Return an index of ``slots`` slots; a full disk is tried again after ``retry_after`` seconds."""
         return LocalIndex(StoragePool(slots, retry_after=retry_after, clock=clock))
 
 
 class RemoteIndex:
-    """A store that others use too: it is asked what it holds, by a thread of its own, never by the caller.
+    """A store that other engines use too. Threads of its own ask it; the caller never waits.
 
-    What this engine has stored is remembered, so as not to store it twice; ``timeout`` bounds a question and
-    ``fresh_seconds`` how long its answer holds.
+    Blocks that this engine has stored are remembered and not stored twice. ``timeout``: seconds for a question.
+    ``fresh_seconds``: how long an answer holds.
     """
 
     is_open = True
@@ -295,13 +333,13 @@ class RemoteIndex:
         self._fresh_seconds = fresh_seconds
         self._most_known = most_known
         self._clock = clock
-        self._asker = ThreadPoolExecutor(2, thread_name_prefix="fdcache-lookup")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="fdcache-lookup")
         self._answers: OrderedDict[Question, tuple[Future[RunResult], float]] = OrderedDict()
         self._answered: deque[Question] = deque()  # by the asking threads
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     def run(self, hashes: HashArray, start: int) -> int | None:
-        """The answer of the store, once it is there. No answer within the deadline counts as nothing stored."""
+        """Return the store's answer once it has come. No answer in time counts as nothing stored."""
         if start >= len(hashes):
             return 0
         key = question(hashes, start)
@@ -309,7 +347,7 @@ class RemoteIndex:
         asked = self._answers.get(key)
         if asked is None or (asked[0].done() and now > asked[1]):
             rest = hashes[start:].copy()
-            future = self._asker.submit(self._connector.exists, rest, self._timeout)
+            future = self._threads.submit(self._connector.exists, rest, self._timeout)
             self._answers[key] = (future, now + self._fresh_seconds)
             future.add_done_callback(lambda _: self._answered.append(key))
             while len(self._answers) > 4096:
@@ -323,28 +361,28 @@ class RemoteIndex:
         return future.result().length
 
     def take_answered(self) -> Iterable[Question]:
-        """What a thread has asked since the last call."""
+        """Return the questions that were answered since the last call."""
         while self._answered:
             yield self._answered.popleft()
 
     def begin_reads(self, hashes: HashArray, parents: HashArray) -> Blocks:
-        """Nothing to hold: the blocks go by hash."""
+        """Return every block: a store finds them by hash, and nothing is held."""
         count = len(hashes)
         return Blocks(np.full(count, -1, np.int32), np.zeros(count, np.uint32), hashes, parents)
 
     def end_reads(self, swap: CacheSwapMetadata, lost: Mask, unusable: Mask) -> None:
-        """Blocks that are gone may be stored again; earlier answers may be wrong."""
+        """Let lost blocks be stored again, and forget earlier answers."""
         if lost.any() or unusable.any():
             self._answers.clear()
             for row in swap.hash_values[lost | unusable]:
                 self._known.pop(row.tobytes(), None)
 
     def is_absent(self, hashes: HashArray) -> Mask:
-        """Which blocks this engine has not stored or begun to store."""
+        """Return a mask of the blocks that this engine has not begun to store."""
         return np.array([row.tobytes() not in self._known for row in hashes], np.bool_)
 
     def begin_writes(self, blocks: Blocks) -> tuple[NDArray[np.uint8], Int32Array, UInt32Array]:
-        """Every block gets a place; the store makes the room."""
+        """Accept every block: the store makes room."""
         count = len(blocks)
         self._know(blocks.hashes)
         return np.zeros(count, np.uint8), np.full(count, -1, np.int32), np.zeros(count, np.uint32)
@@ -352,21 +390,21 @@ class RemoteIndex:
     def end_writes(
         self, swap: CacheSwapMetadata, copied: Mask, checksums: UInt64Array, bad: Mask, no_room: Mask
     ) -> Mask:
-        """What failed may be stored again."""
+        """Let failed blocks be stored again."""
         for row in swap.hash_values[~copied]:
             self._known.pop(row.tobytes(), None)
         self._answers.clear()
         return copied
 
     def reset(self) -> int:
-        """Forget what this engine has stored."""
+        """Forget which blocks this engine has stored; return 0, as the store keeps them."""
         self._known.clear()
         self._answers.clear()
         return 0
 
     def close(self) -> None:
-        """End the thread and the connector."""
-        self._asker.shutdown(wait=False, cancel_futures=True)
+        """End the threads and close the connector."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._connector.close()
 
     def _know(self, hashes: HashArray) -> None:

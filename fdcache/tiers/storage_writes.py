@@ -1,7 +1,7 @@
-"""Which host blocks are written to storage, and when: the write policies, one tier further down.
+"""Writes to storage: which host blocks are written, and when, by the write policy.
 
-Storage is closed under prefixes, so what is written takes its uncovered ancestors along, parents first. Stores never
-make anybody wait: what finds no room in the queue, the host or the storage is dropped and counted.
+Storage is closed under prefixes, so a block is written with its ancestors that are not stored, parents first. Writes
+never hold up a request: blocks that find no room in the queue, the host or the storage are dropped and counted.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from fdcache.metadata import HashArray, SwapPurpose
-from fdcache.plans.blocks import BlockQueue, Blocks, with_absent_above
-from fdcache.plans.ledger import InFlightPlan, OpenPlan
+from fdcache.plans.blocks import BlockQueue, Blocks, with_absent_ancestors
+from fdcache.plans.ledger import StorageOrders, SwapInFlight
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.tiers.pool import NO_PARENT, RESERVED, BlockPool
 from fdcache.tiers.statistics import Counters
@@ -22,11 +22,11 @@ from fdcache.tiers.storage_index import NO_ROOM, StorageIndex
 _MOST_PER_TASK = 64
 
 
-class StorePlanner:
-    """Copies from the host tier to storage, by the write policy of ``settings``.
+class StorageWrites:
+    """Copies from the host tier to storage.
 
-    With write_back the coldest host blocks are written before they have to go; else every block is written once
-    it has come to the host, which with write_through_selective takes its hits.
+    With write_back the coldest host blocks are written before they are evicted. With the other policies a block is
+    written once it has come to the host, which with write_through_selective takes its hits.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class StorePlanner:
         storage_tier: StorageTierSettings,
         host: BlockPool,
         index: StorageIndex,
+        orders: StorageOrders,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -47,32 +48,33 @@ class StorePlanner:
         self._refused_until: float | None = None
         self._host = host
         self._index = index
+        self._orders = orders
         self._counters = counters
         self._queue = BlockQueue()
         self._backlog: HashArray = np.empty((0, 32), np.uint8)
 
     @property
     def queued(self) -> int:
-        """Blocks that wait for a later plan."""
+        """Number of blocks that wait to be written."""
         return len(self._queue) + len(self._backlog)
 
-    def catch_up(self) -> None:
-        """Whatever the policy, write every idle host block that is not stored, the hottest first, after the queue."""
+    def queue_all(self) -> None:
+        """Queue every idle host block that is not stored, the hottest first, behind the queue; with any policy."""
         idle = self._host.coldest(self._host.stats().ready).hashes
         self._backlog = idle[self._index.is_absent(idle)]
 
     def on_arrival(self, hashes: HashArray) -> None:
-        """Blocks came to the host tier from the device."""
+        """Queue blocks that came to the host tier from the device."""
         if not self._writes_back:
             self._enqueue(hashes)
 
     def on_evict(self, hashes: HashArray) -> None:
-        """Blocks left the host tier; with write_back those that were not written in time are lost."""
+        """Count blocks that left the host tier and, with write_back, were not written in time."""
         if self._writes_back and len(hashes):
             self._counters.stores_dropped += int(self._index.is_absent(hashes).sum())
 
-    def plan(self, plan: OpenPlan, in_flight: int) -> None:
-        """Plan what may be written now; ``in_flight``: blocks on their way to storage."""
+    def plan(self, in_flight: int) -> None:
+        """Order the writes that may begin now; ``in_flight`` blocks are being written."""
         room = self._most_at_once() - in_flight
         if room <= 0 or not self._index.is_open:
             return
@@ -80,10 +82,10 @@ class StorePlanner:
         wanted = self._coldest(room) if self._writes_back and not len(queued) else queued
         if not len(wanted):
             return
-        blocks = with_absent_above(self._host, wanted.slots, self._index.is_absent)
+        blocks = with_absent_ancestors(self._host, wanted.slots, self._index.is_absent)
         later = []
         if self.is_refused:
-            # Each takes the place of another: what takes nothing is tried with one.
+            # A write takes the place of another block: a storage that takes nothing is tried with one block.
             later.append(blocks.hashes[1:])
             blocks = blocks.select(slice(1))
         status, slots, generations = self._index.begin_writes(blocks)
@@ -94,31 +96,30 @@ class StorePlanner:
         else:
             self._counters.stores_dropped += int(no_room.sum())
         later.append(blocks.hashes[waiting])
-        if len(queued):  # else they are looked up each time
+        if len(queued):  # the coldest are looked up each time
             self._enqueue(np.concatenate(later))
         source = blocks.select(status == RESERVED)
         self._host.hold(source.slots)
         for first in range(0, len(source), _MOST_PER_TASK):
             part = slice(first, first + _MOST_PER_TASK)
-            plan.add_storage(
+            self._orders.add(
                 SwapPurpose.STORE, source.select(part), slots[part], generations[part], self._timeout
             )
 
     @property
     def is_refused(self) -> bool:
-        """Whether the storage took nothing of what it was given last."""
+        """True if the storage took nothing of its last blocks."""
         return self._refused_until is not None
 
-    def resume(self) -> None:
-        """Try it again at once, if it was refused."""
+    def retry_now(self) -> None:
+        """Write again at once to a storage that refused its last blocks."""
         self._refused_until = None
 
-    def settled(self, flight: InFlightPlan) -> None:
-        """A write has ended on every rank and is settled in the tiers."""
-        (swap,) = flight.plan.swaps()
-        arrived = flight.copied[swap.purpose]
-        bad, no_room = flight.bad_slots[swap.purpose].any(), flight.no_room[swap.purpose].any()
-        explained = bad or no_room or flight.corrupt[swap.purpose].any()
+    def ended(self, result: SwapInFlight) -> None:
+        """Learn from a write that every rank has reported and that is settled in the tiers."""
+        swap, arrived = result.swap, result.copied
+        bad, no_room = result.bad_slots.any(), result.no_room.any()
+        explained = bad or no_room or result.corrupt.any()
         if swap.success or explained or arrived.any():
             self._refused_until = None
         else:
@@ -126,21 +127,21 @@ class StorePlanner:
         if bad or (no_room and self._index.has_room):  # in other slots
             self._enqueue(swap.hash_values[~arrived])
         elif no_room:
-            # The disk takes nothing at all: what waits would be tried in vain, one block after another.
+            # The disk takes nothing at all: queued blocks would be tried in vain, one after another.
             self._counters.stores_dropped += self.queued
             self.forget()
-
-    def _most_at_once(self) -> int:
-        """Blocks that may be on their way to storage together."""
-        if self._refused_until is not None:
-            return int(self._clock() >= self._refused_until)
-        # What is being written cannot be evicted: most of the host tier must stay free to move.
-        return max(1, min(self._write_blocks, self._host.stats().slots // 4))
 
     def forget(self) -> None:
         """Drop the queue: its blocks are gone."""
         self._queue.clear()
         self._backlog = self._backlog[:0]
+
+    def _most_at_once(self) -> int:
+        """Return how many blocks may be in flight to storage."""
+        if self._refused_until is not None:
+            return int(self._clock() >= self._refused_until)
+        # Blocks being written cannot be evicted: most of the host tier must stay evictable.
+        return max(1, min(self._write_blocks, self._host.stats().slots // 4))
 
     def _enqueue(self, hashes: HashArray) -> None:
         if len(hashes):

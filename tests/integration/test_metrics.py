@@ -16,7 +16,7 @@ from fdcache.service.client.connection import Connection
 from fdcache.service.server.http import make_app
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Heartbeat, Register
-from fdcache.tiers.traffic import BOUNDS
+from fdcache.tiers.statistics import BOUNDS
 from tests.service_engine import BLOCK, PROMPT, Engine, layout, ready_blocks
 from tests.service_help import TIMEOUT, LocalService, local_service, until
 

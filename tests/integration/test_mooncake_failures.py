@@ -12,7 +12,7 @@ import pytest
 
 from fdcache.controller.arena import HostArena
 from fdcache.devices.cpu import CpuDevice
-from fdcache.metadata import CacheLevel, CacheSwapMetadata, StorageTask, SwapPurpose, TransferPlan
+from fdcache.metadata import CacheLevel, CacheSwapMetadata, StorageTask, SwapPurpose
 from fdcache.storage.conformance import HostRecords, conformance_layout, path_of
 from fdcache.storage.connector import BatchResult, Outcome, StorageState
 from fdcache.storage.mooncake import MooncakeConnector
@@ -136,16 +136,16 @@ def test_host_slots_are_reported_free_only_when_the_call_has_ended(master: Maste
     given_up, later = (
         transfer(queue, plan_id, slot, hashes[slot : slot + 1]) for plan_id, slot in ((1, 0), (2, 1))
     )
-    queue.submit(TransferPlan(plan_id=1), [given_up])
-    queue.submit(TransferPlan(plan_id=2), [later])
+    queue.submit([given_up])
+    queue.submit([later])
     assert later.done.wait(PATIENCE), "the thread goes on to the next task"
-    assert later.result().failed.tolist() == [0]
+    assert later.result().results[0].failed.tolist() == [0]
     assert not given_up.done.query(), "its slot is in use"
     closing = threading.Thread(target=queue.close)
     closing.start()
     master.kill()
     assert given_up.done.wait(PATIENCE)
-    assert given_up.result().failed.tolist() == [0]
+    assert given_up.result().results[0].failed.tolist() == [0]
     closing.join(PATIENCE)
     assert not closing.is_alive()
     arena.close()

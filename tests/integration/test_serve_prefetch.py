@@ -120,7 +120,7 @@ def test_the_read_of_a_request_that_has_ended_is_taken_back(stage: Stage) -> Non
     until(lambda: stage.figures()["totals"]["shared_reads"] == 1, "the second waits for the first's read")
     engine.manager.request_finish([first, second])
     until(
-        lambda: not next(iter(stage.service.service.clients.values())).fetches,
+        lambda: not next(iter(stage.service.service.clients.values())).fetches.num_fetches,
         "the service has forgotten both",
     )
     (cancel,) = stage.store.cancels

@@ -29,7 +29,7 @@ from fdcache.service.wire.protocol import (
     decode_answer,
     encode_request,
 )
-from fdcache.tiers.traffic import Copied, Direction, Traffic
+from fdcache.tiers.statistics import Copied, Direction, Traffic
 from tests.service_engine import PROMPT, Engine, layout
 from tests.service_help import until
 from tests.service_line import Line, code, ints, register

@@ -10,7 +10,7 @@ import numpy as np
 from fdcache import _core
 from fdcache.controller.arena import HostArena
 from fdcache.devices.cpu import CpuDevice
-from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageTask, SwapPurpose, TransferPlan
+from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageTask, SwapPurpose
 from fdcache.storage.connector import BatchResult, RecordBatch, StorageStats
 from fdcache.storage.queue import StorageQueue
 from tests.local_connector import LocalConnector
@@ -70,22 +70,22 @@ def test_a_connector_that_raises_fails_its_batches_and_nothing_else(tmp_path: Pa
     queue = StorageQueue(connector, arena)
     connector.busy = True
     queue.register(arena.table)
-    queue.submit(TransferPlan(plan_id=1, clear_storage=True), [])
+    queue.submit([], clear=True)
     failing, missing = (
         queue.prepare(StorageTask(plan_id=plan_id, swap=read(path_hashes(2)), timeout=10.0))
         for plan_id in (2, 3)
     )
-    queue.submit(TransferPlan(plan_id=4), [failing])
+    queue.submit([failing])
     assert failing.done.wait(TIMEOUT)
-    outcome = failing.result()
+    (outcome,) = failing.result().results
     assert outcome.failed.tolist() == [0, 1]
     assert "RuntimeError: an error of its own" in str(outcome.error_message)
     queue.unregister(arena.table)
     until(lambda: not queue.erasures_queued, "the other thread has tried to empty the storage")
     connector.raises = False
-    queue.submit(TransferPlan(plan_id=5), [missing])
+    queue.submit([missing])
     assert missing.done.wait(TIMEOUT)
-    assert missing.result().lost.tolist() == [0, 1], "it is asked again, and answers"
+    assert missing.result().results[0].lost.tolist() == [0, 1], "it is asked again, and answers"
     queue.close()
     assert queue.erasures_queued == 0
     assert queue.clear_error == "an error of its own"

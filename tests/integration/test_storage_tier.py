@@ -23,7 +23,7 @@ from fdcache.settings.cache import (
 from fdcache.storage.connector import StorageState
 from fdcache.tiers.events import BlocksCleared, BlockStored
 from fdcache.tiers.host import LocalHostTier
-from fdcache.tiers.traffic import Direction
+from fdcache.tiers.statistics import Direction
 from tests.storage_engine import BLOCK, HOST_BLOCKS, LAYOUT, Engine, counters, store_a_path, tokens_of
 from tests.storage_help import MIB, open_store
 

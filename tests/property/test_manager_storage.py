@@ -14,7 +14,6 @@ from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, MatchStatus
 from fdcache.metadata import SwapPurpose
-from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
 from fdcache.storage.slab_format import slots_for
 from fdcache.tiers.storage_index import LocalIndex
@@ -198,12 +197,10 @@ class StorageMachine(ManagerMachine):
         assert storage.writing == storage.quarantined + storage.withheld
         assert storage.free + storage.evictable + storage.writing == storage.blocks
         reads = self.engine.manager._storage.reads  # type: ignore[union-attr]
-        assert (reads.blocks_in_flight, reads._kept) == (0, 0)
-        assert reads._reading == reads._under_way == {}
-        assert reads.take_unwanted() == ()
-        assert reads._unwanted == {}
-        reads.go_on(OpenPlan())
-        assert len(reads._waiting) == 0
+        assert reads.blocks_in_flight == 0
+        assert reads.take_unneeded() == ()
+        reads.advance()
+        assert reads.is_idle
         self.what_the_index_says_is_there()
 
     def nobody_waits_for_ever(self) -> None:

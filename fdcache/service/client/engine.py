@@ -19,10 +19,10 @@ from fdcache.metadata import (
     SwapPurpose,
     TransferPlan,
     TransferReport,
-    UInt32Array,
     UInt64Array,
 )
-from fdcache.plans.blocks import parents_of
+from fdcache.plans.blocks import Blocks, parents_of
+from fdcache.plans.ledger import make_swap
 from fdcache.service.client.remote_tier import RemoteHostTier
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.events import CacheEvent, events_of
@@ -90,27 +90,21 @@ class EngineClient:
     def load(self, hashes: HashArray, slots: Int32Array, start: int = 0) -> int:
         """Copy blocks into device slots; return how many leading ones every rank has. The other slots are garbage."""
         with self._lock:
-            (found,) = self._host.match_paths([(hashes[: start + len(slots)], start)])
+            path = np.ascontiguousarray(hashes[: start + len(slots)])
+            (found,) = self._host.match_paths([(path, start)])
             size = len(found)
             if not size:
                 self._host.release(found.lease)
                 return 0
-            swap = _swap(
-                SwapPurpose.LOAD,
-                found.slots,
-                found.generations,
-                np.ascontiguousarray(slots[:size], np.int32),
-                hashes[start : start + size],
-                parents_of(hashes, start, start + size),
-            )
-            swap.unverified = found.unverified
-            self._host.begin_load(found.lease, found.slots)
+            blocks, none = found.blocks, np.zeros(size, np.uint32)
+            swap = make_swap(SwapPurpose.LOAD, blocks, np.ascontiguousarray(slots[:size], np.int32), none)
+            self._host.begin_load(found.lease, blocks.slots)
             self._host.release(found.lease)
             copied = np.zeros(size, np.uint8)
             try:
                 copied, _ = self._run(swap)
             finally:
-                self._host.end_load(found.slots, swap.hash_values, copied)
+                self._host.end_load(blocks.slots, blocks.hashes, copied)
             return size if copied.all() else int(np.argmin(copied))
 
     def store(
@@ -130,10 +124,10 @@ class EngineClient:
             chosen = np.flatnonzero(taken.status == RESERVED)
             if taken.missing or not len(chosen):
                 return 0
-            source = np.ascontiguousarray(slots[:room][chosen], np.int32)
-            swap = _swap(
-                SwapPurpose.BACKUP, taken.slots, taken.generations, source, mine[chosen], parents[chosen]
-            )
+            device_slots = np.ascontiguousarray(slots[:room][chosen], np.int32)
+            none = np.zeros(len(chosen), np.uint32)
+            source = Blocks(device_slots, none, mine[chosen], parents[chosen])
+            swap = make_swap(SwapPurpose.BACKUP, source, taken.slots, taken.generations)
             copied, checksums = np.zeros(len(chosen), np.uint8), np.empty(0, np.uint64)
             try:
                 copied, checksums = self._run(swap)
@@ -229,26 +223,3 @@ class AsyncEngineClient:
     async def close(self) -> None:
         """See ``EngineClient.close``."""
         await asyncio.to_thread(self._client.close)
-
-
-def _swap(
-    purpose: SwapPurpose,
-    host_slots: Int32Array,
-    generations: UInt32Array,
-    device_slots: Int32Array,
-    hashes: HashArray,
-    parents: HashArray,
-) -> CacheSwapMetadata:
-    loads = purpose is SwapPurpose.LOAD
-    none = np.zeros(len(host_slots), np.uint32)
-    return CacheSwapMetadata(
-        purpose=purpose,
-        src_type=CacheLevel.HOST if loads else CacheLevel.DEVICE,
-        dst_type=CacheLevel.DEVICE if loads else CacheLevel.HOST,
-        src_block_ids=host_slots if loads else device_slots,
-        dst_block_ids=device_slots if loads else host_slots,
-        src_generations=generations if loads else none,
-        dst_generations=none if loads else generations,
-        hash_values=np.ascontiguousarray(hashes),
-        parent_hashes=np.ascontiguousarray(parents),
-    )

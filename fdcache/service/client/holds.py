@@ -10,6 +10,7 @@ from itertools import count
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.client.session import Session, SessionKeeper
 from fdcache.service.wire.protocol import NOT_FETCHED, EndFetches, Prefetch
+from fdcache.tiers.fetches import OnDevice
 
 
 @dataclass(slots=True)
@@ -84,36 +85,51 @@ class PinnedRuns:
 
 
 class RemoteFetches:
-    """Requests for which the service reads storage, by the numbers it knows them by. Messages go in the background."""
+    """Fetches that a service has for the requests of this process, by number. Messages go in the background."""
 
     def __init__(self, sessions: SessionKeeper) -> None:
         self._sessions = sessions
         self._numbers = count(1)
         self._known: dict[int, Session] = {}
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def number(self) -> int:
-        """Return a number for a new request; 0 when the service has no storage."""
+        """Return a new number, or 0 when the service has no storage."""
         session = self._sessions.session
         return next(self._numbers) if session is not None and session.storage else 0
 
-    def begin(self, number: int, hashes: HashArray, start: int) -> None:
-        """Have the service read the stored part of a request's path; its first ``start`` blocks are on the device."""
+    def begin(self, number: int, hashes: HashArray, on_device: OnDevice) -> None:
+        """Let the service read what is stored of a request's path, unless it knows of the request."""
         session = self._sessions.session
-        if session is not None and session.storage:
+        if session is None or not session.storage or not number or number in self._known:
+            return
+        start = on_device(hashes)
+        if start < len(hashes):
             self._known[number] = session
             self._sessions.outbox.add(session, Prefetch(number, start, hashes.tobytes()))
 
+    def must_wait(self, number: int, hashes: HashArray, on_device: OnDevice) -> bool:
+        """Return False: the service answers this with the look-up."""
+        return False
+
+    def fetched(self, number: int, start: int, size: int) -> range:
+        """Return nothing: the service answers this with the look-up."""
+        return range(0)
+
+    def is_reading(self, block_hash: bytes) -> bool:
+        """Return False: a service's blocks are not found before they are read."""
+        return False
+
+    def unpin(self, number: int) -> None:
+        """Do nothing: the service unpins with the look-up."""
+
     def learn(self, session: Session, numbers: Sequence[int], states: Sequence[int]) -> None:
-        """Note which of these requests the service keeps something for."""
+        """Note which of these requests the service keeps a fetch for."""
         for number, state in zip(numbers, states, strict=False):
             if state != NOT_FETCHED:
                 self._known[number] = session
 
     def end(self, number: int) -> None:
-        """Tell the service that the request has ended."""
+        """Let the service forget a request."""
         session = self._known.pop(number, None)
         if session is not None:
             self._sessions.outbox.add(session, EndFetches([number]))

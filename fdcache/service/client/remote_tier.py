@@ -13,6 +13,7 @@ from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.hashing import NO_TENANT, tenant_key
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.plans.blocks import Blocks
 from fdcache.service.client.connection import Connection
 from fdcache.service.client.holds import PinnedRuns, RemoteFetches
 from fdcache.service.client.session import Outbox, Session, SessionKeeper
@@ -20,10 +21,8 @@ from fdcache.service.wire.protocol import (
     FETCHING,
     MAX_BLOCKS,
     MAX_PATHS,
-    TIER_FIGURES,
     Answer,
     Ask,
-    FetchTerms,
     LoadEnded,
     Match,
     Matched,
@@ -34,18 +33,16 @@ from fdcache.service.wire.protocol import (
     uint32_from,
 )
 from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.host import (
     FETCHING_MATCH,
-    NO_GENERATIONS,
-    NO_SLOTS,
     NOTHING,
     HostCache,
     HostMatch,
     SlotsForCopies,
-    TierFigures,
 )
 from fdcache.tiers.pool import PENDING
-from fdcache.tiers.traffic import Traffic
+from fdcache.tiers.statistics import TierUsage, Traffic
 
 _MAX_OWNERS = 1 << 20
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
@@ -78,8 +75,8 @@ class NoSlots:
     """Reservation at a service that is gone."""
 
     missing: int
-    slots: Int32Array = field(default_factory=lambda: NO_SLOTS)
-    generations: UInt32Array = field(default_factory=lambda: NO_GENERATIONS)
+    slots: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    generations: UInt32Array = field(default_factory=lambda: np.empty(0, np.uint32))
     status: HashArray = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
@@ -226,15 +223,10 @@ class RemoteHostTier:
             if not lease:
                 matches.append(NOTHING)
                 continue
-            matches.append(
-                HostMatch(
-                    self._runs.add(session, lease),
-                    slots[first:end],
-                    generations[first:end],
-                    unverified=unverified[first:end] if len(unverified) else None,
-                    fetched=range(*fetched[i]) if fetched else range(0),
-                )
-            )
+            marks = unverified[first:end] if len(unverified) else None
+            blocks = Blocks.of_path(hashes, start, slots[first:end], generations[first:end], marks)
+            part = range(*fetched[i]) if fetched else range(0)
+            matches.append(HostMatch(self._runs.add(session, lease), blocks, fetched=part))
         return matches
 
     def _count_in_flight_miss(self, session: Session, block: HashArray) -> None:
@@ -346,12 +338,11 @@ class RemoteHostTier:
         self._reset_owed = False
         self.sessions.change_layout(layout)
 
-    def stats(self) -> TierFigures:
-        """Return the tier's figures of the last heartbeat."""
+    def usage(self) -> TierUsage:
+        """Return the state of the tier as of the last heartbeat."""
         session = self.sessions.session
-        if session is None:
-            return TierFigures()
-        return TierFigures(**dict(zip(TIER_FIGURES, session.figures, strict=False)))
+        figures = session.figures if session is not None else ()
+        return TierUsage(*figures[: len(TierUsage.__struct_fields__)])
 
     def record_events(self, capacity: int) -> None:
         """Keep the newest ``capacity`` batches of the service's events."""

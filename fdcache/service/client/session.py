@@ -27,7 +27,6 @@ from fdcache.service.wire.protocol import (
     Answer,
     Bye,
     Events,
-    FetchTerms,
     Granted,
     Heartbeat,
     Missed,
@@ -47,8 +46,9 @@ from fdcache.service.wire.protocol import (
 )
 from fdcache.service.wire.shared_memory import open_table
 from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.pool import EVENT_CLEARED
-from fdcache.tiers.traffic import Traffic
+from fdcache.tiers.statistics import Traffic
 
 logger = logging.getLogger(__name__)
 

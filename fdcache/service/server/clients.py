@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -15,25 +14,20 @@ from typing import Any
 import msgspec
 
 from fdcache.layout import KVLayout
-from fdcache.metadata import HashArray
-from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.namespaces import Namespaces
 from fdcache.service.wire.liveness import Watch, live_processes
 from fdcache.service.wire.protocol import (
-    FETCHED,
-    NOT_FETCHED,
     Attach,
-    FetchTerms,
     Heartbeat,
     Live,
     RefusalError,
     Register,
 )
 from fdcache.service.wire.views import ServiceTotals
-from fdcache.settings.cache import PrefetchPolicy
-from fdcache.tiers.fetches import Fetch
-from fdcache.tiers.traffic import Traffic
+from fdcache.tiers.fetches import FetchTable
+from fdcache.tiers.statistics import Traffic
+from fdcache.tiers.storage_reads import StorageReads
 
 log = logging.getLogger("fdcache.service.server")
 
@@ -41,83 +35,8 @@ MAX_CLIENTS = 1024
 MAX_LAYOUT_BYTES = 1 << 20
 MAX_FIGURES_BYTES = 1 << 16
 MAX_NAME_LENGTH = 200
-MOST_BLOCKS = 1 << 20
-"""Hashes of fetches kept for one client at most; beyond them nothing more is read for it."""
-
-
-class ClientFetches:
-    """The fetches of one client's requests, by the numbers that it gave them.
-
-    ``storage`` is None while there is none to read from.
-    """
-
-    def __init__(self, storage: Callable[[], LayoutStorage | None], terms: FetchTerms) -> None:
-        self._storage = storage
-        self._terms = terms
-        self._fetches: dict[int, Fetch] = {}
-        self._blocks = 0
-
-    def __len__(self) -> int:
-        return len(self._fetches)
-
-    @property
-    def num_leases(self) -> int:
-        """Fetches that have pinned what came for them."""
-        return sum(fetch.lease != 0 for fetch in self._fetches.values())
-
-    def begin(self, number: int, hashes: HashArray, start: int) -> None:
-        """Begin to read what is stored of a request's path, whose first ``start`` blocks are on its device."""
-        storage = self._storage()
-        reads = storage.reads if storage is not None else None
-        if storage is None or reads is None or not reads.is_open or number in self._fetches:
-            return
-        if self._blocks + len(hashes) > MOST_BLOCKS:
-            return
-        fetch = reads.begin(
-            hashes,
-            lambda _: start,
-            storage.plan,
-            budget=self._terms.timeout,
-            bandwidth=self._terms.bandwidth,
-        )
-        if not fetch.ended:
-            self._fetches[number] = fetch
-            self._blocks += len(hashes)
-
-    def must_wait(self, number: int, hashes: HashArray, start: int) -> bool:
-        """Whether the look-up of a request has to come again, by the client's policy."""
-        if self._terms.policy is PrefetchPolicy.BEST_EFFORT:
-            return False
-        self.begin(number, hashes, start)
-        fetch, storage = self._fetches.get(number), self._storage()
-        if fetch is None or storage is None or storage.reads is None:
-            return False
-        return storage.reads.must_wait(fetch, self._terms.policy, storage.plan)
-
-    def matched(self, number: int, start: int, count: int) -> tuple[range, int]:
-        """The request has pinned blocks from ``start`` on: which of them were read for it, and what is kept for it."""
-        fetch, storage = self._fetches.get(number), self._storage()
-        if fetch is None or storage is None:
-            return range(0), NOT_FETCHED
-        if storage.reads is not None:
-            storage.reads.let_go(fetch)
-        fetched = fetch.part(start, count)
-        storage.hit_blocks += len(fetched)
-        return fetched, FETCHED
-
-    def end(self, numbers: list[int]) -> None:
-        """These requests have ended; those unknown here have nothing to end."""
-        storage = self._storage()
-        for number in numbers:
-            with suppress(KeyError):
-                fetch = self._fetches.pop(number)
-                self._blocks -= len(fetch.hashes)
-                if storage is not None and storage.reads is not None:
-                    storage.reads.give_up(fetch)
-
-    def end_all(self) -> None:
-        """End all fetches of the client."""
-        self.end(list(self._fetches))
+MAX_FETCHED_BLOCKS = 1 << 20
+"""Limit of the hashes of one client's fetches."""
 
 
 @dataclass(eq=False, slots=True)
@@ -137,7 +56,7 @@ class Client:
     watches: list[Watch]
     """Its scheduler and worker processes."""
     stock_lease: int
-    fetches: ClientFetches
+    fetches: FetchTable
     stock: dict[int, int] = field(default_factory=dict)
     """Slots that it may copy into, with their generations."""
     stale_stock: dict[int, set[int]] = field(default_factory=dict)
@@ -265,13 +184,13 @@ class Clients(dict[int, Client]):
         self,
         runtime_dir: Path,
         namespaces: Namespaces,
-        storage_of: Callable[[Namespace], LayoutStorage | None],
+        reads_of: Callable[[Namespace], StorageReads | None],
         totals: ServiceTotals,
     ) -> None:
         super().__init__()
         self._runtime_dir = runtime_dir
         self._namespaces = namespaces
-        self._storage_of = storage_of
+        self._reads_of = reads_of
         self._totals = totals
         self._serial = count(1)
         self._salt = randbits(31) << 32
@@ -316,7 +235,12 @@ class Clients(dict[int, Client]):
             wants_events=request.events,
             watches=[Watch(request.live)],
             stock_lease=namespace.tier.open_lease(),
-            fetches=ClientFetches(lambda: self._storage_of(namespace), request.fetches),
+            fetches=FetchTable(
+                lambda: self._reads_of(namespace),
+                request.fetches,
+                most_blocks=MAX_FETCHED_BLOCKS,
+                keep_done=False,
+            ),
         )
         self[client.session] = client
         self._totals.clients_registered += 1

@@ -1,7 +1,7 @@
 """LayoutStorage: the storage of one layout, below the host tier that its clients share.
 
-It runs in the service's thread and waits for nothing: every rank's storage has threads of its own, and what has ended
-there is settled when the service comes by.
+It runs in the service's thread and never waits: the queue of every rank's storage has threads of its own, and their
+reports are taken when the service calls ``work``.
 """
 
 from __future__ import annotations
@@ -10,19 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from fdcache._core import RecordTable
-from fdcache.devices.execution import PlanExecution
-from fdcache.metadata import Int32Array, SwapPurpose, TransferReport
-from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.metadata import HashArray, Int32Array, SwapPurpose, TransferReport
+from fdcache.plans.ledger import InFlightPlan, PlanLedger
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.storage_opening import OpenedStorage
 from fdcache.service.wire.shared_memory import Extent
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from fdcache.storage.connector import StorageState
-from fdcache.storage.queue import StorageQueue
-from fdcache.tiers.completion import settle_storage
+from fdcache.storage.queue import StorageQueue, StorageTransfer
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage import StorageTier
 from fdcache.tiers.storage_index import LocalIndex
@@ -31,21 +27,23 @@ from fdcache.tiers.storage_reads import StorageReads
 
 @dataclass(slots=True)
 class RankRecords:
-    """The host records of one rank, of as many extents as the layout has now."""
+    """Host records of one rank, in the extents that the layout has now.
+
+    ``extents`` are those that the storage knows, each with a table of its own records.
+    """
 
     table: RecordTable
     extents: list[tuple[Extent, RecordTable]] = field(default_factory=list)
-    """Those known to the storage, each with a table of its own records."""
 
     @property
     def num_blocks(self) -> int:
-        """Slots in the table."""
+        """Number of slots in the table."""
         return self.table.num_slots
 
 
 @dataclass(slots=True)
 class Moved:
-    """What went one way, over all ranks."""
+    """Bytes and seconds of transfers in one direction, over all ranks."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -54,8 +52,8 @@ class Moved:
 class LayoutStorage:
     """Reads and writes between the host tier of a layout and its storage.
 
-    ``wake`` is called by other threads when something has ended and ``work`` is due. ``make_room`` lets the
-    layout's host tier grow before blocks are read into it.
+    ``wake`` is called by other threads when something has ended and ``work`` is due. ``make_room`` lets the layout's
+    host tier grow before blocks are read into it.
     """
 
     def __init__(
@@ -81,19 +79,18 @@ class LayoutStorage:
         empty = RecordTable([], 1, self.layout.record_bytes, [], 0, ())
         self._records = [RankRecords(empty) for _ in opened.ranks]
         self.queues = [
-            StorageQueue(storage, records, wake)
-            for storage, records in zip(opened.ranks, self._records, strict=True)
+            StorageQueue(storage, records, rank, wake)
+            for rank, (storage, records) in enumerate(zip(opened.ranks, self._records, strict=True))
         ]
-        self._running: list[dict[int, PlanExecution]] = [{} for _ in opened.ranks]
+        self._transfers: list[StorageTransfer] = []
         self._ledger = PlanLedger(len(opened.ranks), cache.plan_timeout)
         self._namespace: Namespace | None = None
         self._tier: StorageTier | None = None
-        self._plan = OpenPlan()
 
     # --- the host tier above it -----------------------------------------------------------------------------
 
     def attach(self, namespace: Namespace | None) -> None:
-        """Read into and write from this layout's host tier, which may have grown, shrunk, gone or come."""
+        """Follow the layout's host tier, which may have grown, shrunk, gone or come."""
         host = namespace.tier if namespace is not None else None
         if self._tier is None or self._tier.host is not host:
             self._namespace = namespace
@@ -110,12 +107,12 @@ class LayoutStorage:
                     make_room=self._before_read,
                 )
                 assert namespace is not None
-                namespace.on_evict = self._tier.stores.on_evict
+                namespace.on_evict = self._tier.writes.on_evict
                 if self._cache.write_policy is not WritePolicy.WRITE_BACK:
-                    self._tier.stores.catch_up()  # what was not stored when an earlier service ended
-        self._learn_records()
+                    self._tier.writes.queue_all()  # blocks that an earlier service did not store in time
+        self._register_records()
 
-    def _learn_records(self) -> None:
+    def _register_records(self) -> None:
         """Let every rank's storage know the extents that the layout has now, and no others."""
         namespace = self._namespace
         for rank, (records, queue) in enumerate(zip(self._records, self.queues, strict=True)):
@@ -141,115 +138,106 @@ class LayoutStorage:
 
     @property
     def reads(self) -> StorageReads | None:
-        """What is read for clients; None while the layout has no host tier."""
+        """Reads for clients; None while the layout has no host tier."""
         return self._tier.reads if self._tier is not None else None
 
-    @property
-    def plan(self) -> OpenPlan:
-        """What is going to be handed to the ranks."""
-        return self._plan
-
-    def on_arrival(self, hashes: np.ndarray) -> None:
-        """Clients copied these blocks to the host tier."""
+    def on_arrival(self, hashes: HashArray) -> None:
+        """Learn that clients copied these blocks to the host tier."""
         if self._tier is not None:
-            self._tier.stores.on_arrival(hashes)
+            self._tier.on_arrival(hashes)
 
     # --- work -----------------------------------------------------------------------------------------------
 
     def work(self, *, may_read: bool, may_write: bool) -> None:
-        """Settle what has ended, plan what may follow, and hand it out."""
-        self._settle()
+        """Take the reports of ended transfers, plan what may follow, and send it to the ranks' queues."""
+        self._take_reports()
         if (tier := self._tier) is not None:
             tier.overdue(self._ledger.newly_overdue(time.monotonic()))
-            if may_write:
-                tier.stores.plan(self._plan, self.blocks_in_flight(SwapPurpose.STORE))
-            if may_read:
-                tier.reads.go_on(self._plan)
-            self._plan.cancelled = tier.reads.take_unwanted()
+            tier.plan_work(self.blocks_in_flight(SwapPurpose.STORE), may_read=may_read, may_write=may_write)
         self.send()
 
     def send(self) -> None:
-        """Hand out what is planned so far."""
-        if self._plan.is_empty:
+        """Send the orders of the storage tier to every rank's queue."""
+        if self._tier is None or self._tier.orders.is_empty:
             return
-        self._learn_records()
-        plan, self._plan = self._plan, OpenPlan()
-        sent = self._ledger.close(plan, time.monotonic())
-        for rank, queue in enumerate(self.queues):
-            self._ledger.record(TransferReport(plan_id=sent.plan_id, rank=rank, results=()))
-            prepared = [queue.prepare(task) for task in sent.storage]
-            for transfer in prepared:
-                task = transfer.task
-                self._running[rank][task.plan_id] = PlanExecution(task.plan_id, rank, [transfer])
-            queue.submit(sent, prepared)
+        self._register_records()
+        orders = self._tier.orders.take()
+        tasks = self._ledger.send_storage(orders, time.monotonic())
+        for queue in self.queues:
+            transfers = [queue.prepare(task) for task in tasks]
+            self._transfers += transfers
+            queue.submit(transfers, cancelled=orders.cancelled, clear=orders.clear)
 
-    def _settle(self) -> None:
-        for queue, running in zip(self.queues, self._running, strict=True):
-            ended = [each for each in running.values() if each.pending_event() is None]
-            for execution in ended:
-                del running[execution.plan_id]
-                queue.forget(execution.plan_id)
-                report = execution.result()
-                for result in report.results:
-                    moved = self.moved[result.purpose]
-                    moved.bytes += result.copied_bytes
-                    moved.seconds += result.seconds
-                for flight in self._ledger.record(report):
-                    self._end(flight)
+    def _take_reports(self) -> None:
+        ended: list[StorageTransfer] = []
+        running: list[StorageTransfer] = []
+        for transfer in self._transfers:
+            (running if transfer.pending_event() else ended).append(transfer)
+        self._transfers = running
+        for transfer in ended:
+            report = transfer.result()
+            self._count(report)
+            for flight in self._ledger.record(report):
+                self._complete(flight)
 
-    def _end(self, flight: InFlightPlan) -> None:
+    def _count(self, report: TransferReport) -> None:
+        for result in report.results:
+            moved = self.moved[result.purpose]
+            moved.bytes += result.copied_bytes
+            moved.seconds += result.seconds
+
+    def _complete(self, flight: InFlightPlan) -> None:
         tier, namespace = self._tier, self._namespace
-        assert tier is not None and namespace is not None, "what is under way keeps its host tier"
+        assert tier is not None and namespace is not None, "a transfer in flight keeps its host tier"
+        tier.complete(flight)
         (swap,) = flight.plan.swaps()
-        settle_storage(flight, tier.host, self.index, self.counters)
-        tier.settled(flight)
         if swap.purpose is SwapPurpose.PREFETCH:
             namespace.unverified.difference_update(swap.dst_block_ids.tolist())
 
     def blocks_in_flight(self, purpose: SwapPurpose) -> int:
-        """Blocks on their way."""
+        """Return the number of blocks being read or written."""
         return self._ledger.blocks_in_flight(purpose)
 
     # --- the end, and commands ------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Write all that the host tier has and the storage lacks."""
+        """Begin to write every block of the host tier that the storage lacks."""
         if self._tier is not None:
-            self._tier.stores.resume()
-            self._tier.stores.catch_up()
+            self._tier.writes.retry_now()
+            self._tier.writes.queue_all()
 
     @property
     def is_flushed(self) -> bool:
-        """Whether nothing waits to be written, or is being written; what a storage refuses is not waited for."""
+        """True if nothing is queued or being written; blocks that the storage refuses do not count."""
         erasing = any(queue.erasures_queued for queue in self.queues)
         waiting = self.queued and not self._refuses_writes
         return not (waiting or erasing or self.blocks_in_flight(SwapPurpose.STORE))
 
     @property
     def _refuses_writes(self) -> bool:
-        """Whether it was tried, since ``flush`` if that was called, and is out of use."""
+        """True if the storage was tried, since ``flush`` if that was called, and is out of use."""
         usable = all(queue.stats.state in (StorageState.READY, StorageState.FULL) for queue in self.queues)
-        return self._tier is not None and self._tier.stores.is_refused and not usable
+        return self._tier is not None and self._tier.writes.is_refused and not usable
 
     @property
     def queued(self) -> int:
-        """Blocks that wait to be written."""
-        return self._tier.stores.queued if self._tier is not None else 0
+        """Number of blocks that wait to be written."""
+        return self._tier.writes.queued if self._tier is not None else 0
 
     def reset(self) -> int:
-        """Forget every block, in the files too; how many were known."""
+        """Forget every block, in the files too; return how many were known."""
         self.resets += 1
         if self._tier is not None:
-            forgotten = self._tier.reset(self._plan)
-        else:
-            forgotten = self.index.reset()
-            self._plan.clear_storage = True
-        self.send()
-        return forgotten
+            forgotten = self._tier.reset()
+            self.send()
+            return forgotten
+        for queue in self.queues:
+            queue.submit((), clear=True)
+        return self.index.reset()
 
     def idle_slots(self, seconds: float) -> Int32Array:
-        """Slots of the blocks that nobody has used for so long, of a storage that has slots; coldest first."""
-        assert isinstance(self.index, LocalIndex), "a store that others use too keeps no ages"
+        """Return the slots of blocks that were not used for ``seconds``, coldest first; of local storage only."""
+        assert isinstance(self.index, LocalIndex), "a store of others keeps no ages"
         pool = self.index.pool
         coldest = pool.coldest(pool.stats().ready).slots
         first, last = 0, len(coldest)
@@ -262,7 +250,7 @@ class LayoutStorage:
         return coldest[:first]
 
     def forget(self, slots: Int32Array) -> int:
-        """Forget blocks and all that continue them, in the files too; how many."""
+        """Forget blocks and all that continue them, in the files too; return how many."""
         assert isinstance(self.index, LocalIndex)
         gone = self.index.pool.discard(slots).slots
         if len(gone):
@@ -272,9 +260,9 @@ class LayoutStorage:
         return len(gone)
 
     def close(self) -> None:
-        """Wait for what has begun, take back the rest, close files and connections."""
+        """Wait for transfers that have begun, cancel the others, close files and connections."""
         for queue in self.queues:
             queue.close()
-        self._settle()
+        self._take_reports()
         if not isinstance(self.index, LocalIndex):
             self.index.close()

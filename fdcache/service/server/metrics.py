@@ -29,7 +29,7 @@ from fdcache.service.wire.views import (
     fields,
 )
 from fdcache.storage.connector import StorageState
-from fdcache.tiers.traffic import BOUNDS, Histogram
+from fdcache.tiers.statistics import BOUNDS, Histogram
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 Rows = Iterable[tuple[Sequence[str], msgspec.Struct]]

@@ -10,6 +10,7 @@ from fdcache.errors import ProtocolError
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.server.clients import Client
 from fdcache.service.wire.protocol import (
+    FETCHED,
     FETCHING,
     MAX_BLOCKS,
     MAX_PATHS,
@@ -33,13 +34,14 @@ from fdcache.service.wire.protocol import (
     uint64_from,
 )
 from fdcache.service.wire.views import MissReason
+from fdcache.tiers.fetches import OnDevice
 
 MAX_RUNS = 65536
 _STORED, _DROPPED = 0, 3
 _NO_NUMBERS = np.empty(0, np.int64)
 
 
-def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> Answer:
+def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> Matched:
     """Pin the leading run of each path; none while the service is paused.
 
     With ``may_read``, a path with a number may begin a read from storage, and then has to be looked up again.
@@ -68,7 +70,7 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> An
     for i, (size, start) in enumerate(zip(counts.tolist(), starts.tolist(), strict=True)):
         first, end = end, end + size
         path, number = hashes[first:end], int(numbers[i]) if len(numbers) else 0
-        if number and may_read and client.fetches.must_wait(number, path, start):
+        if number and may_read and client.fetches.must_wait(number, path, _constant(start)):
             states[i] = FETCHING
             leases.append(0)
             lengths.append(0)
@@ -82,9 +84,9 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> An
         except ValueError:
             release(client, Release(leases))  # the client receives no leases with a refusal
             raise
-        if number:
-            part, states[i] = client.fetches.matched(number, start, len(run.slots) if run else 0)
-            fetched[i] = part.start, part.stop
+        if number in client.fetches:
+            states[i] = FETCHED
+            fetched[i] = _take_fetched(client, number, start, len(run.slots) if run else 0)
         if run is None:
             leases.append(0)
             lengths.append(0)
@@ -110,6 +112,18 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> An
     )
 
 
+def _take_fetched(client: Client, number: int, start: int, size: int) -> tuple[int, int]:
+    """Unpin what was read for a request; return first and end of it in the run that the request has pinned."""
+    part = client.fetches.fetched(number, start, size)
+    client.fetches.unpin(number)
+    return part.start, part.stop
+
+
+def _constant(on_device: int) -> OnDevice:
+    """Return the number of blocks on the client's device, as of its message."""
+    return lambda hashes: on_device
+
+
 def missed(client: Client, request: Missed) -> Answer:
     """Count look-ups that the client answered itself from the presence table."""
     first = hashes_from(request.first)
@@ -126,12 +140,13 @@ def prefetch(client: Client, request: Prefetch) -> None:
     hashes = hashes_from(request.hashes)
     if request.number < 1 or not 0 <= request.start <= len(hashes):
         raise ProtocolError("number is below 1, or start does not fit the hashes")
-    client.fetches.begin(request.number, hashes, request.start)
+    client.fetches.begin(request.number, hashes, _constant(request.start))
 
 
 def end_fetches(client: Client, request: EndFetches) -> Answer:
     """End the storage reads of finished requests."""
-    client.fetches.end(request.numbers)
+    for number in request.numbers:
+        client.fetches.end(number)
     return Done()
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from fdcache.errors import FdcacheError, ProtocolError
@@ -18,7 +19,6 @@ from fdcache.service.server.namespace import STOCK_DIVISOR, Namespace
 from fdcache.service.server.namespaces import Namespaces
 from fdcache.service.server.storage import ServiceStorage
 from fdcache.service.wire.protocol import (
-    TIER_FIGURES,
     Alive,
     Answer,
     Ask,
@@ -49,6 +49,7 @@ from fdcache.service.wire.protocol import (
 from fdcache.service.wire.views import ServiceTotals
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import EVENT_CLEARED
+from fdcache.tiers.storage_reads import StorageReads
 
 log = logging.getLogger("fdcache.service.server")
 
@@ -68,7 +69,7 @@ class Service:
         self.namespaces = Namespaces(settings, arena)
         self.storage: ServiceStorage | None = None
         self.totals = ServiceTotals()
-        self.clients = Clients(runtime_dir, self.namespaces, self.storage_of, self.totals)
+        self.clients = Clients(runtime_dir, self.namespaces, self._reads_of, self.totals)
         self.started = time.time()
         self.paused = False
         self.draining = False
@@ -155,6 +156,8 @@ class Service:
 
     def _match(self, client: Client, request: Match) -> Answer:
         answer = requests.match(client, request, paused=self.paused, may_read=self._grants_slots)
+        if answer.fetched and (storage := self.storage_of(client.namespace)) is not None:
+            storage.hit_blocks += int(np.diff(int32_from(answer.fetched, "fetched").reshape(-1, 2)).sum())
         self._send_reads(client)
         return answer
 
@@ -185,11 +188,8 @@ class Service:
     def _heartbeat(self, client: Client, request: Heartbeat) -> Answer:
         client.update(request)
         tier = client.namespace.tier
-        stats = tier.stats() if tier is not None else None
-        return Alive(
-            [int(getattr(stats, name)) for name in TIER_FIGURES] if stats else [],
-            device_resets=client.device_resets,
-        )
+        figures = list(msgspec.structs.astuple(tier.usage())) if tier is not None else []
+        return Alive(figures, device_resets=client.device_resets)
 
     def _bye(self, client: Client, request: Bye) -> Answer:
         self.clients.remove(client)
@@ -212,6 +212,10 @@ class Service:
     def storage_of(self, namespace: Namespace) -> LayoutStorage | None:
         """Return the storage of a namespace; None without one, and until it is open."""
         return self.storage.of(namespace) if self.storage is not None else None
+
+    def _reads_of(self, namespace: Namespace) -> StorageReads | None:
+        storage = self.storage_of(namespace)
+        return storage.reads if storage is not None else None
 
     def make_room_for(self, namespace: Namespace, count: int) -> None:
         """Let a namespace grow, as far as it may, before ``count`` blocks are read into it."""

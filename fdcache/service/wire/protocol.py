@@ -6,7 +6,7 @@ request asked for; its id is 0. Field names and tags are part of the format.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,8 +16,8 @@ from fdcache.errors import FdcacheError, ProtocolError
 from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.service.wire.liveness import Live
 from fdcache.service.wire.shared_memory import Geometry
-from fdcache.settings.cache import PrefetchPolicy
-from fdcache.tiers.traffic import Count, Traffic
+from fdcache.tiers.fetches import FetchTerms
+from fdcache.tiers.statistics import Count, Traffic
 
 VERSION = 1
 MAX_FRAME = 8 << 20
@@ -27,17 +27,6 @@ MAX_BLOCKS = 131072
 """Limits of one look-up: paths, and blocks of all of them. ``MAX_BLOCKS`` also limits any other message."""
 
 # --- requests -------------------------------------------------------------------------------------------------
-
-
-class FetchTerms(msgspec.Struct, frozen=True):
-    """Limits on how long a client's requests wait for blocks that are read from storage.
-
-    Under the policy ``timeout``: ``timeout`` seconds, plus one second for every ``bandwidth`` bytes.
-    """
-
-    policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    timeout: Annotated[float, msgspec.Meta(ge=0)] = 0.5
-    bandwidth: Annotated[float, msgspec.Meta(gt=0)] = float(256 << 20)
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
@@ -223,25 +212,10 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Answer to a heartbeat: the figures of the client's layout, in the order of ``TIER_FIGURES``."""
+    """Answer to a heartbeat: the figures of the client's layout, in the order of ``TierUsage``."""
 
     figures: list[int]
     device_resets: int = 0
-
-
-TIER_FIGURES = (
-    "slots",
-    "free",
-    "writing",
-    "ready",
-    "pending",
-    "evictable",
-    "pins",
-    "holds",
-    "leases",
-    "epoch",
-    "evictions",
-)
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from fdcache.service.wire.protocol import to_number
-from fdcache.tiers.traffic import Histogram, Traffic
+from fdcache.tiers.statistics import Histogram, Traffic
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 

@@ -1,4 +1,4 @@
-"""What becomes of host blocks on their way to storage when there is no room, or no time."""
+"""Writes to storage: which blocks are written, and when there is no room for them, or the disk fails."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from fdcache._core import BlockList
 from fdcache.metadata import CacheLevel, Int32Array, SwapPurpose, TransferReport, TransferResult
-from fdcache.plans.ledger import OpenPlan, PlanLedger
+from fdcache.plans.ledger import PlanLedger
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
-from fdcache.tiers.completion import settle_storage
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
+from fdcache.tiers.storage import StorageTier
 from fdcache.tiers.storage_index import LocalIndex
-from fdcache.tiers.storage_writes import StorePlanner
+from tests.storage_help import storage_layout
 from tests.tier_help import chain, copy_in, eviction_order, hashes, store
 
 PATH = chain(1, 2, 3, 4)
@@ -29,30 +29,36 @@ class Stage:
     def __init__(self, policy: WritePolicy, **storage: int) -> None:
         self.host = LocalHostTier(CacheLevel.HOST, 8)
         self.index = LocalIndex.make(16)
-        self.index.restore([])
         self.counters = Counters()
-        self.stores = StorePlanner(
-            CacheSettings(write_policy=policy),
-            StorageTierSettings(**storage),
+        self.now = 0.0
+        self.ledger = PlanLedger(1, 10.0)
+        self.policy, self.options = policy, storage
+        self.connect()
+
+    def connect(self) -> None:
+        """Make the storage tier between ``host`` and ``index``."""
+        self.index.restore([])
+        self.tier = StorageTier(
+            CacheSettings(write_policy=self.policy),
+            StorageTierSettings(**self.options),
+            storage_layout(),
             self.host,
             self.index,
             self.counters,
             lambda: self.now,
         )
-        self.host.on_evict = self.stores.on_evict
-        self.now = 0.0
-        self.ledger = PlanLedger(1, 10.0)
+        self.writes = self.tier.writes
+        self.host.on_evict = self.writes.on_evict
 
     def planned(self) -> int:
-        plan = OpenPlan()
-        self.stores.plan(plan, 0)
-        return sum(order.swap.size for order in plan.storage)
+        self.writes.plan(0)
+        return sum(len(order.swap) for order in self.tier.orders.take().orders)
 
     def write(self, **failed: list[int]) -> int:
-        """Plan what may be written and report it, with these positions failed; how many blocks were planned."""
-        plan = OpenPlan()
-        self.stores.plan(plan, 0)
-        for task in self.ledger.close(plan, self.now).storage:
+        """Plan what may be written and report it, with these positions failed; return how many were planned."""
+        self.writes.plan(0)
+        tasks = self.ledger.send_storage(self.tier.orders.take(), self.now)
+        for task in tasks:
             kinds: dict[str, Any] = {
                 kind: np.array(positions, np.int32) for kind, positions in failed.items()
             }
@@ -65,9 +71,8 @@ class Stage:
                 **{kind: positions for kind, positions in kinds.items() if kind != "failed"},
             )
             (flight,) = self.ledger.record(TransferReport(plan_id=task.plan_id, rank=0, results=(result,)))
-            settle_storage(flight, self.host, self.index, self.counters)
-            self.stores.settled(flight)
-        return sum(order.swap.size for order in plan.storage)
+            self.tier.complete(flight)
+        return sum(len(task.swap) for task in tasks)
 
 
 def test_a_storage_that_takes_nothing_is_left_alone_and_then_tried_with_one_block() -> None:
@@ -82,7 +87,7 @@ def test_a_storage_that_takes_nothing_is_left_alone_and_then_tried_with_one_bloc
     assert stage.write() == 0
     stage.now = 10.0
     assert stage.write() == 1
-    assert not stage.stores.is_refused
+    assert not stage.writes.is_refused
     assert stage.write() == 3, "at full speed again"
     stage.index.pool.verify()
 
@@ -92,16 +97,16 @@ def test_blocks_whose_slot_fails_are_written_to_others(kind: str) -> None:
     stage = Stage(WritePolicy.WRITE_THROUGH, retry_after=3600)
     store(stage.index.pool, chain(100, 101))
     store(stage.host, PATH[:2])
-    stage.stores.on_arrival(hashes(PATH[:2]))
+    stage.writes.on_arrival(hashes(PATH[:2]))
     assert stage.write(**{kind: [0, 1]}) == 2
-    assert not stage.stores.is_refused
-    assert stage.stores.queued == 2
+    assert not stage.writes.is_refused
+    assert stage.writes.queued == 2
     stage.write()
     stats = stage.index.pool.stats()
     assert stats.quarantined == (2 if kind == "bad_slots" else 0)
     assert stage.index.is_absent(hashes(PATH[:2])).tolist() == [False, False]
     assert stage.counters.bad_storage_slots == stats.quarantined
-    assert stage.stores.queued == 0
+    assert stage.writes.queued == 0
     stage.index.pool.verify()
 
 
@@ -124,18 +129,10 @@ def visits(depth: int, stored: int) -> tuple[int, int, int]:
     path = list(accumulate(range(depth), lambda key, _: sha256(key).digest(), initial=bytes(31) + b"1"))
     stage = Stage(WritePolicy.WRITE_THROUGH)
     stage.host, stage.index = CountingHost(CacheLevel.HOST, 2 * depth), LocalIndex.make(2 * depth)
-    stage.index.restore([])
-    stage.stores = StorePlanner(
-        CacheSettings(write_policy=WritePolicy.WRITE_THROUGH),
-        StorageTierSettings(),
-        stage.host,
-        stage.index,
-        stage.counters,
-        lambda: stage.now,
-    )
+    stage.connect()
     store(stage.host, path)
     store(stage.index.pool, path[:stored])
-    stage.stores.on_arrival(hashes(path[-1:]))
+    stage.writes.on_arrival(hashes(path[-1:]))
     before = stage.index.pool.stats().lookups
     planned = stage.planned()
     return planned, stage.host.listed, stage.index.pool.stats().lookups - before
@@ -157,11 +154,11 @@ def test_a_store_takes_the_ancestors_along_that_are_not_stored(missing: int) -> 
 def test_what_left_the_host_before_its_turn_is_dropped_and_counted() -> None:
     stage = Stage(WritePolicy.WRITE_THROUGH)
     store(stage.host, PATH)
-    stage.stores.on_arrival(hashes(PATH))
+    stage.writes.on_arrival(hashes(PATH))
     copy_in(stage.host, chain(*range(10, 16)))  # drives two of the four out
     assert [stage.planned(), stage.planned()] == [2, 0]
     assert stage.counters.stores_dropped == 2
-    assert stage.stores.queued == 0
+    assert stage.writes.queued == 0
 
 
 @pytest.mark.parametrize(("stored", "lost"), [(0, 2), (3, 1), (4, 0)])
@@ -177,8 +174,8 @@ def test_write_back_counts_what_leaves_the_host_before_it_is_stored(stored: int,
 def test_catching_up_leaves_the_hosts_order_as_it_is() -> None:
     stage = Stage(WritePolicy.WRITE_THROUGH, write_blocks=8)
     stored = [store(stage.host, chain(number))[0] for number in range(8)]
-    stage.stores.catch_up()
-    while stage.stores.queued:
+    stage.writes.queue_all()
+    while stage.writes.queued:
         stage.write()
     assert stage.index.pool.stats().ready == 8
     assert eviction_order(stage.host) == stored
@@ -187,8 +184,8 @@ def test_catching_up_leaves_the_hosts_order_as_it_is() -> None:
 def test_a_full_queue_gives_up_its_oldest_blocks() -> None:
     stage = Stage(WritePolicy.WRITE_THROUGH, write_blocks=1)
     store(stage.host, PATH)
-    stage.stores.on_arrival(hashes(PATH))
+    stage.writes.on_arrival(hashes(PATH))
     for _ in range(16384 // 4):
-        stage.stores.on_arrival(hashes(PATH))
-    assert stage.stores.queued == 16384
+        stage.writes.on_arrival(hashes(PATH))
+    assert stage.writes.queued == 16384
     assert stage.counters.stores_dropped == 4
