@@ -60,7 +60,7 @@ class StorageTransfer:
         self._seconds = 0.0
         self._deadline = time.monotonic() + task.timeout
 
-    # --- for whoever waits for it -------------------------------------------------------------------------
+    # --- for its driver --------------------------------------------------------------------------------------
 
     def pending_event(self) -> CpuEvent | None:
         """Return the event of its end, None once that is reached."""

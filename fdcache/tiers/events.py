@@ -1,7 +1,7 @@
-"""Events: what entered and left each tier, for routers that keep a picture of this cache.
+"""Events: blocks that entered and left each tier, for routers that mirror this cache.
 
-Every event names its tier. ``BlockStored`` comes parents first; ``BlocksCleared`` and ``EventsLost`` mean the same to
-a reader, that nothing it knows of the tier holds any more.
+Every event names its tier. ``BlockStored`` events come parents first. After ``BlocksCleared`` or ``EventsLost`` a mirror
+of the tier starts again from empty.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fdcache.tiers.pool import EVENT_CLEARED, EVENT_REMOVED, EVENT_STORED, Block
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
-    """A block can be found in ``tier``; ``parent_hash`` is None for the first block of a path."""
+    """A block is in ``tier`` from now on. ``parent_hash`` is None for the first block of a path."""
 
     tier: CacheLevel
     block_hash: bytes
@@ -38,7 +38,7 @@ class BlocksCleared(msgspec.Struct, frozen=True, tag="cleared"):
 
 
 class EventsLost(msgspec.Struct, frozen=True, tag="lost"):
-    """The buffer overflowed: start over from an empty picture of ``tier``."""
+    """The event buffer overflowed: start again from an empty mirror of ``tier``."""
 
     tier: CacheLevel
 
@@ -47,7 +47,7 @@ CacheEvent = BlockStored | BlockRemoved | BlocksCleared | EventsLost
 
 
 def events_of(pool: BlockPool | HostTier, level: CacheLevel, block_size: int) -> Iterator[CacheEvent]:
-    """The tier's events since the last call, oldest first."""
+    """Return the tier's events since the last call, oldest first."""
     kinds, hashes, parents = pool.take_events()
     for kind, block_hash, parent in zip(kinds.tolist(), hashes, parents, strict=True):
         if kind == EVENT_STORED:

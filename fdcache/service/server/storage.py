@@ -1,4 +1,4 @@
-"""ServiceStorage: the storage tier of a service, one part for each layout."""
+"""ServiceStorage: the storage tier of a service, with one ``LayoutStorage`` for each layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OPENERS = 2
 
 @dataclass(slots=True, eq=False)
 class _Opening:
-    """A layout whose storage is being opened, or could not be: then it is tried again at ``retry_at``."""
+    """A layout whose storage is being opened, or failed to open and is tried again at ``retry_at``."""
 
     layout: KVLayout
     future: Future[OpenedStorage]
@@ -42,7 +42,7 @@ class _Opening:
 
 
 class ServiceStorage:
-    """Opens, works and closes the storage of every layout. Its calls are the service's, in one thread.
+    """Opens, drives and closes the storage of every layout, in the service's thread.
 
     ``wake_fd`` becomes readable when something has ended and ``work`` is due. Raises ``StorageError`` for settings
     that no storage can be opened with.
@@ -62,12 +62,12 @@ class ServiceStorage:
         self._openings: dict[bytes, _Opening] = {}
         self._opener = ThreadPoolExecutor(_OPENERS, thread_name_prefix="fdcache-open")
         self._scanned = Scanned(lambda done, total: None)
-        self._flushed: dict[str, bool] = {}  # by layout: whether its clients were gone then
+        self._flushed: dict[str, bool] = {}  # by layout id: True if its clients were gone then
 
     # --- opening --------------------------------------------------------------------------------------------
 
     def start(self, namespaces: Iterable[Namespace], progress: Progress) -> None:
-        """Begin to load what is stored: of the layouts recovered, and of those that have files."""
+        """Begin to open the storage of recovered layouts, and of layouts that have files."""
         self._scanned = Scanned(progress)
         layouts = {each.layout.fingerprint: each.layout for each in namespaces}
         if self.settings.connector == "local":
@@ -77,16 +77,16 @@ class ServiceStorage:
 
     @property
     def is_loading(self) -> bool:
-        """Whether an index that was there at the start is not loaded yet."""
+        """True until the storage that existed at the start is open."""
         return any(each.first for each in self._openings.values())
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Slots whose headers were read, and slots in all, of what is being loaded."""
+        """Slots scanned, and slots in all, of the files being opened."""
         return self._scanned.figures
 
     def errors(self) -> dict[str, str]:
-        """Why the storage of a layout cannot be opened, by its name."""
+        """Return the errors of layouts whose storage cannot be opened, by layout id."""
         return {
             each.layout.fingerprint.hex()[:16]: each.error
             for each in self._openings.values()
@@ -115,7 +115,7 @@ class ServiceStorage:
             opened = opening.future.result()
         except (StorageError, OSError, MemoryError) as error:
             if opening.error is None:
-                log.warning("layout %s has no storage for now: %s", name, error)
+                log.warning("layout %s: the storage cannot be opened, it is tried again: %s", name, error)
             opening.error = str(error)
             opening.retry_at = time.monotonic() + max(self.settings.retry_after, 1.0)
             return
@@ -123,16 +123,16 @@ class ServiceStorage:
         self.layouts[opening.layout.fingerprint] = LayoutStorage(
             opened, self._cache, self.settings, wake=self._wake, make_room=self._make_room
         )
-        log.info("storage of layout %s: %d blocks from earlier", name, opened.restored)
+        log.info("layout %s: the storage is open with %d blocks", name, opened.restored)
 
     # --- work -----------------------------------------------------------------------------------------------
 
     def of(self, namespace: Namespace) -> LayoutStorage | None:
-        """The storage of a layout, once it is open."""
+        """Return the storage of a layout, None until it is open."""
         return self.layouts.get(namespace.layout.fingerprint)
 
     def work(self, namespaces: dict[bytes, Namespace], *, may_read: bool, may_write: bool) -> None:
-        """Go on with everything that may go on."""
+        """Open the storage of new layouts, and drive every storage that is open."""
         now = time.monotonic()
         for fingerprint, namespace in namespaces.items():
             opening = self._openings.get(fingerprint)
@@ -155,7 +155,7 @@ class ServiceStorage:
     # --- the end --------------------------------------------------------------------------------------------
 
     def flush(self, *, last: bool) -> bool:
-        """Write what is not stored; whether that is done. ``last``: no client will bring more."""
+        """Write blocks that are not stored; return True when done. ``last``: no client will bring more."""
         for storage in self.layouts.values():
             if not self._flushed.get(storage.id, False) and (last or storage.id not in self._flushed):
                 self._flushed[storage.id] = last
@@ -164,7 +164,7 @@ class ServiceStorage:
         return not opening and all(storage.is_flushed for storage in self.layouts.values())
 
     def close(self) -> None:
-        """Wait for what has begun and close everything; what has not begun is dropped."""
+        """Wait for transfers that have begun, drop the others, and close everything."""
         self._opener.shutdown(wait=True, cancel_futures=True)
         for opening in self._openings.values():
             if opening.future.done() and not opening.future.cancelled() and not opening.future.exception():

@@ -1,4 +1,4 @@
-"""Opening the storage of a layout: its files are found, locked and scanned by threads, never by the service's own."""
+"""Open the storage of a layout: find, lock and scan its files, on threads other than the service's."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _MOST_AT_START = 16
 _LOG_SECONDS = 5.0
 
 Progress = Callable[[int, int], None]
-"""Told how many slots were scanned so far, and how many there are."""
+"""Called with the slots scanned so far and the slots in all."""
 
 
 @dataclass(slots=True)
 class OpenedStorage:
-    """Every rank's storage of one layout, and what they hold; ``restored`` blocks of it from earlier."""
+    """Every rank's storage of one layout and their index, which has ``restored`` blocks of the files."""
 
     layout: KVLayout
     ranks: list[BlockStorage]
@@ -40,7 +40,7 @@ class OpenedStorage:
     restored: int
 
     def close(self) -> None:
-        """Let go of everything, before anything was moved."""
+        """Close everything, before any transfer."""
         for storage in self.ranks:
             storage.close()
         if isinstance(self.index, RemoteIndex):
@@ -49,7 +49,7 @@ class OpenedStorage:
 
 @dataclass(slots=True)
 class Scanned:
-    """How far the scans have come that were begun since it was last idle; any thread may tell."""
+    """Progress of the scans since the start. Any thread may call ``note``."""
 
     listener: Progress
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -57,7 +57,7 @@ class Scanned:
     _log_at: float = 0.0
 
     def note(self, fingerprint: bytes, rank: int, done: int, total: int) -> None:
-        """A rank's file of a layout has been scanned so far."""
+        """Note how far a rank's file of a layout is scanned."""
         with self._lock:
             self._parts[fingerprint, rank] = (done, total)
         done, total = self.figures
@@ -68,7 +68,7 @@ class Scanned:
 
     @property
     def figures(self) -> tuple[int, int]:
-        """Slots scanned, and slots in all as far as they are known."""
+        """Slots scanned, and slots in all as far as known."""
         with self._lock:
             parts = list(self._parts.values())
         return sum(done for done, _ in parts), sum(total for _, total in parts)
@@ -82,7 +82,7 @@ def open_layout(
     verify: bool,
     scanned: Scanned,
 ) -> OpenedStorage:
-    """Open every rank's storage and load the index. Raises ``StorageError``; nothing is kept open then."""
+    """Open every rank's storage and load the index. Raises ``StorageError`` and leaves nothing open."""
     ranks: list[BlockStorage] = []
     try:
         for rank in range(layout.tp_size):
@@ -107,13 +107,13 @@ def open_layout(
 
 
 def stored_layouts(folder: Path) -> list[KVLayout]:
-    """The layouts that have a whole set of files in a folder, the newest ones; damaged files are told of and left."""
+    """Return the newest layouts with a complete set of files in a folder; damaged files are logged and skipped."""
     newest: dict[bytes, tuple[float, KVLayout]] = {}
     for path in folder.glob(f"fdcache-*{SUFFIX}"):
         try:
             layout, written = _layout_of(path)
         except (StorageError, OSError) as error:
-            log.warning("%s is left alone: %s", path.name, error)
+            log.warning("%s: skipped, the file is damaged: %s", path.name, error)
             continue
         names = [file_name(layout.fingerprint, rank) for rank in range(layout.tp_size)]
         if all((folder / name).exists() for name in names):
@@ -133,7 +133,7 @@ def _layout_of(path: Path) -> tuple[KVLayout, float]:
 
 
 def require_folder(folder: Path) -> None:
-    """Make the folder of the local storage. Raises ``StorageError`` when it cannot be made or written to."""
+    """Create the folder of the local storage. Raises ``StorageError`` unless it can be written."""
     probe = folder / f"fdcache-probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
