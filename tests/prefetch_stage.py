@@ -1,4 +1,4 @@
-"""A service whose disk reads when a test says so, and its clients."""
+"""A service with a disk that tests can hold up, and its clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER = [token + 1000 for token in PROMPT]
 
 
 class SlowStore(SlabStore):
-    """A disk that begins a read, answers it and loses blocks of it when it is told to."""
+    """A disk that reads once ``gate`` is set, answers once ``answer`` is set, and fails the blocks of ``loses``."""
 
     opened: list[SlowStore]
 

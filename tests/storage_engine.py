@@ -1,4 +1,4 @@
-"""An engine with storage of its own and a disk that waits to be told, for the tests of the storage tier."""
+"""An engine with storage of its own and a disk that tests can hold up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOST_BLOCKS = 40
 
 
 class SlowStore(SlabStore):
-    """A disk that answers a read when it is told to."""
+    """A disk that answers a read once ``gate`` is set."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.gate = threading.Event()
@@ -43,7 +43,7 @@ class SlowStore(SlabStore):
 
 
 class Engine:
-    """One rank in this process; it computes nothing, so blocks hold what the device planes held."""
+    """A manager and its one rank in this process. Nothing is computed: blocks hold the bytes of the device planes."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Engine:
         return plans
 
     def settle(self) -> None:
-        """Send and apply until nothing is left to copy."""
+        """Send plans and apply reports until nothing is left to copy."""
         for _ in range(500):
             plans = self.send()
             reports = self.controller.wait_reports(30)
@@ -92,7 +92,7 @@ class Engine:
         raise AssertionError("copies never end")
 
     def compute(self, request: Request, tokens: int) -> None:
-        """Fill the request's blocks on the device with what follows from their place in the path."""
+        """Fill the request's blocks on the device with bytes that depend on their place in the path."""
         for index, slot in enumerate(request.block_table.tolist()):
             for tensor in self.tensors:
                 tensor[slot] = (index * 7 + request._prompt[0]) % 251
@@ -105,7 +105,7 @@ class Engine:
         return self.manager.allocate_device_blocks([(request, request.num_tokens)])[0]
 
     def run(self, name: str, tokens: list[int]) -> MatchResult:
-        """A whole request, waiting as long as the match is deferred."""
+        """Run a whole request, waiting while its match is deferred."""
         request = Request(name, tokens)
         match = self.match(request)
         while match.status is MatchStatus.DEFERRED:

@@ -12,7 +12,7 @@ ROOT_HASH = bytes(32)
 
 
 def digest(path: Sequence[int]) -> bytes:
-    """The block hash of a path of small numbers, the whole prefix included."""
+    """Return the hash of the last block of a path of small numbers."""
     chained = ROOT_HASH
     for number in path:
         chained = hashlib.sha256(chained + number.to_bytes(8, "little")).digest()
@@ -20,7 +20,7 @@ def digest(path: Sequence[int]) -> bytes:
 
 
 def chain(*path: int) -> list[bytes]:
-    """The block hashes along a path."""
+    """Return the block hashes along a path."""
     return [digest(path[: depth + 1]) for depth in range(len(path))]
 
 
@@ -45,7 +45,7 @@ def checksums(values: Iterable[int] = ()) -> NDArray[np.uint64]:
 
 
 def store(tier: _core.Tier, path: Sequence[bytes], parent: bytes = ROOT_HASH) -> list[int]:
-    """Makes `path` ready below `parent`, used by nobody afterwards; its slots in path order."""
+    """Store `path` below `parent` without pins; return its slots in path order."""
     lease = tier.open_lease()
     taken = tier.reserve(lease, len(path)).slots
     assert tier.commit(lease, parent, hashes(path), taken).tolist() == [0] * len(path)
@@ -54,20 +54,20 @@ def store(tier: _core.Tier, path: Sequence[bytes], parent: bytes = ROOT_HASH) ->
 
 
 def copy_in(tier: _core.Tier, path: Sequence[bytes], lease: int = 0) -> list[int]:
-    """Plans a copy of all of `path` into the tier; its slots in path order."""
+    """Reserve slots for a copy of `path` into the tier; return them in path order."""
     taken = tier.reserve_copies(lease, hashes([ROOT_HASH, *path[:-1]]), hashes(path))
     assert taken.status.tolist() == [0] * len(path)
     return [int(slot) for slot in taken.slots]
 
 
 def report(tier: _core.Tier, planned: Sequence[int], copied: bool = True) -> list[int]:
-    """The report of a copy into `planned`: which became ready."""
+    """Report a copy into `planned`; return 1 for each block that became ready."""
     ready = tier.complete(slots(planned), flags([copied] * len(planned)), checksums())
     return [int(slot) for slot, done in zip(planned, ready, strict=True) if done]
 
 
 def ready_run(tier: _core.Tier, path: Sequence[bytes]) -> list[int]:
-    """The slots that a match of `path` finds, without staying pinned."""
+    """Return the slots that a match of `path` finds; nothing stays pinned."""
     lease = tier.open_lease()
     found = tier.match(lease, hashes(path)).slots
     tier.release(lease)
@@ -83,7 +83,7 @@ def assert_sound(tier: _core.Tier) -> None:
 
 
 def assert_all_given_back(tier: _core.Tier) -> None:
-    """Nothing is used by anyone: every slot is free or can be evicted."""
+    """Every slot is free or can be evicted."""
     assert_sound(tier)
     stats = tier.stats()
     assert (stats.pins, stats.holds, stats.pending, stats.writing) == (0, 0, 0, 0)
@@ -91,7 +91,7 @@ def assert_all_given_back(tier: _core.Tier) -> None:
 
 
 def figures(tier: _core.Tier) -> tuple[object, ...]:
-    """All that must not change when an operation is refused."""
+    """Return the figures that a refused operation must not change."""
     stats = tier.stats()
     nodes = [tier.node(slot) for slot in range(stats.slots)]
     return (

@@ -1,7 +1,7 @@
 """Events: blocks that entered and left each tier, for routers that mirror this cache.
 
-Every event names its tier. ``BlockStored`` events come parents first. After ``BlocksCleared`` or ``EventsLost`` a mirror
-of the tier starts again from empty.
+Every event names its tier. ``BlockStored`` events come parents first. After ``BlocksCleared`` or ``EventsLost`` a
+mirror of the tier starts again from empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a service reads from storage for its clients: who waits, who shares, what is taken back."""
+"""Reads of a service for its clients: waiting, sharing and cancelling."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_request_that_loads_nothing_neither_reads_nor_waits(stage: Stage) -> N
     engine.manager.request_finish([request, other])
 
 
-def test_best_effort_waits_for_nothing_and_takes_what_has_come(stage: Stage) -> None:
+def test_with_best_effort_a_match_takes_what_has_come(stage: Stage) -> None:
     engine = stage.engine(PrefetchPolicy.BEST_EFFORT)
     early, late = Request("early", PROMPT), Request("late", PROMPT)
     assert match(engine, Request("none", PROMPT)).num_storage_blocks == 0
@@ -81,7 +81,7 @@ def test_best_effort_waits_for_nothing_and_takes_what_has_come(stage: Stage) -> 
     engine.manager.request_finish([early])
 
 
-def test_the_policy_timeout_waits_for_its_budget_and_goes_on(stage: Stage) -> None:
+def test_with_timeout_a_request_waits_for_its_budget(stage: Stage) -> None:
     engine = stage.engine(PrefetchPolicy.TIMEOUT, timeout=0.05)
     request = Request("r", PROMPT)
     engine.manager.prefetch([request])
@@ -111,7 +111,7 @@ def test_two_clients_share_one_read(stage: Stage) -> None:
     assert stage.store.reads == [BLOCKS]
 
 
-def test_the_read_of_a_request_that_has_ended_is_taken_back(stage: Stage) -> None:
+def test_the_read_of_an_ended_request_is_cancelled(stage: Stage) -> None:
     engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
     first, second = Request("first", PROMPT[: 4 * BLOCK + 1]), Request("second", PROMPT)
     assert match(engine, first).status is MatchStatus.DEFERRED
@@ -133,7 +133,7 @@ def test_the_read_of_a_request_that_has_ended_is_taken_back(stage: Stage) -> Non
     engine.manager.request_finish([third])
 
 
-def test_what_has_not_begun_is_never_read(stage: Stage) -> None:
+def test_a_cancelled_read_that_has_not_begun_never_begins(stage: Stage) -> None:
     engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
     first, queued = Request("first", PROMPT[: 4 * BLOCK + 1]), Request("queued", OTHER)
     assert match(engine, first).status is MatchStatus.DEFERRED
@@ -175,7 +175,7 @@ def test_a_reuse_grid_cuts_a_run_whose_tail_came_from_storage(stage: Stage) -> N
     assert engine.manager.get_stats().counters.storage_hit_tokens == 5 * BLOCK
 
 
-def test_a_cut_run_counts_what_came_from_storage_wherever_it_stands(stage: Stage) -> None:
+def test_a_cut_run_counts_storage_hits_anywhere_in_it(stage: Stage) -> None:
     stage.store.gate.set()
     stage.store.loses = {6}
     engine = stage.engine(PrefetchPolicy.BEST_EFFORT, reuse_grid=4 * BLOCK)
@@ -193,7 +193,7 @@ def test_a_cut_run_counts_what_came_from_storage_wherever_it_stands(stage: Stage
     finish(engine, request, found)
 
 
-def test_a_client_that_goes_leaves_no_read_and_no_pin(stage: Stage) -> None:
+def test_a_client_that_disconnects_leaves_no_read_and_no_pin(stage: Stage) -> None:
     leaving, staying = (stage.engine(PrefetchPolicy.WAIT_COMPLETE) for _ in range(2))
     assert match(leaving, Request("gone", PROMPT)).status is MatchStatus.DEFERRED
     stage.read_comes_late()
@@ -215,7 +215,7 @@ def test_an_engine_cannot_have_storage_of_its_own(stage: Stage, tmp_path: Path) 
         CacheManager(settings, layout(), storage=storage)
 
 
-def test_a_reset_by_an_engine_forgets_what_is_stored_too(stage: Stage) -> None:
+def test_a_reset_by_an_engine_empties_the_storage_too(stage: Stage) -> None:
     engine = stage.engine(PrefetchPolicy.WAIT_COMPLETE)
     engine.manager.reset_cache()
     request = Request("r", PROMPT)

@@ -1,4 +1,4 @@
-"""The storage tier inside the service: what it keeps beyond every process, whoever reads and writes."""
+"""The storage tier of a service: blocks that outlive every process."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_every_rank_stores_its_part(tmp_path: Path) -> None:
         assert chat(service, ranks=2, requests=60).tally.hit_tokens["storage"] > 0
 
 
-def test_what_was_killed_while_it_wrote_is_warm_and_right(tmp_path: Path) -> None:
+def test_a_service_killed_while_it_wrote_restarts_warm_and_correct(tmp_path: Path) -> None:
     folder = tmp_path / "storage"
     with service_process(tmp_path / "s", **storage_settings(folder)) as service:
         for seconds in (0.5, 1.0):

@@ -1,4 +1,4 @@
-"""Host records that turn out wrong, on their way to the device or to storage: forgotten, and computed once."""
+"""Corrupt host records, found by a load or a write to storage: forgotten, and computed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threads that use a rank's storage outlive whatever a connector does."""
+"""The storage queue of a rank with a connector that raises."""
 
 from __future__ import annotations
 

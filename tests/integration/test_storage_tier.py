@@ -1,4 +1,4 @@
-"""Manager and controller with storage between them: who waits, who shares, what a failure costs."""
+"""Manager and controller with storage: waiting for reads, sharing them, and failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_cold_process_gets_its_blocks_from_storage_with_their_bytes(engine: En
     assert (match.num_device_blocks, match.num_storage_blocks) == (8, 0)
 
 
-def test_figures_of_an_engine_with_storage_of_its_own(engine: Engine) -> None:
+def test_statistics_of_an_engine_with_storage_of_its_own(engine: Engine) -> None:
     engine.store.gate.clear()
     request = Request("r", tokens_of(1, 8))
     engine.manager.prefetch([request])
@@ -79,7 +79,7 @@ def test_figures_of_an_engine_with_storage_of_its_own(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", [{"event_buffer": 100}], indirect=True)
-def test_events_tell_what_stands_in_storage(engine: Engine) -> None:
+def test_events_list_stored_blocks(engine: Engine) -> None:
     path = engine.manager.take_events()
     assert [(type(event), event.tier) for event in path] == [(BlockStored, CacheLevel.STORAGE)] * 8
     engine.run("other", tokens_of(2, 1))
@@ -133,7 +133,7 @@ def test_two_requests_share_one_read(engine: Engine) -> None:
     engine.manager.request_finish(requests)
 
 
-def test_a_cancelled_request_takes_back_its_read_when_nobody_else_wants_it(engine: Engine) -> None:
+def test_a_cancelled_request_cancels_its_read_when_no_other_needs_it(engine: Engine) -> None:
     engine.store.gate.clear()
     other = Request("other", tokens_of(1, 2))
     request = Request("gone", tokens_of(1, 8))
@@ -151,7 +151,7 @@ def test_a_cancelled_request_takes_back_its_read_when_nobody_else_wants_it(engin
     assert engine.run("later", tokens_of(1, 8)).num_storage_blocks >= 6
 
 
-def test_best_effort_waits_for_nothing(stored: Path) -> None:
+def test_with_best_effort_no_request_waits(stored: Path) -> None:
     engine = Engine(stored, policy=PrefetchPolicy.BEST_EFFORT)
     engine.store.gate.clear()
     request = Request("hurry", tokens_of(1, 8))
@@ -167,7 +167,7 @@ def test_best_effort_waits_for_nothing(stored: Path) -> None:
     engine.close()
 
 
-def test_timeout_waits_for_its_budget_and_no_longer(stored: Path) -> None:
+def test_with_timeout_a_request_waits_for_its_budget(stored: Path) -> None:
     engine = Engine(stored, policy=PrefetchPolicy.TIMEOUT)
     engine.store.gate.clear()
     request = Request("patient", tokens_of(1, 8))
@@ -231,7 +231,7 @@ def test_a_reset_forgets_the_files_too(engine: Engine) -> None:
     assert len(open_store(engine.store.path.parent, LAYOUT).scan().slots) == 0
 
 
-def test_nothing_is_read_or_written_before_the_files_are_taken_up(stored: Path) -> None:
+def test_nothing_is_read_or_written_before_the_files_are_restored(stored: Path) -> None:
     engine = Engine(stored)
     engine.manager.worker_lost(0)
     assert engine.run("blind", tokens_of(1, 8)).num_cached_tokens == 0
@@ -243,7 +243,7 @@ def test_nothing_is_read_or_written_before_the_files_are_taken_up(stored: Path) 
     engine.close()
 
 
-def test_a_reset_that_a_lost_rank_may_not_have_heard_of_holds(stored: Path) -> None:
+def test_a_reset_holds_when_a_rank_was_lost_before_it_cleared_its_file(stored: Path) -> None:
     engine = Engine(stored)
     engine.manager.reset_cache()
     engine.manager.worker_lost(0)
@@ -255,7 +255,7 @@ def test_a_reset_that_a_lost_rank_may_not_have_heard_of_holds(stored: Path) -> N
     engine.close()
 
 
-def test_a_read_that_is_overdue_holds_nobody_up(engine: Engine) -> None:
+def test_an_overdue_read_holds_up_no_request(engine: Engine) -> None:
     engine.store.gate.clear()
     first, second = Request("first", tokens_of(1, 8)), Request("second", tokens_of(1, 8))
     assert engine.match(first).status is MatchStatus.DEFERRED
@@ -295,7 +295,7 @@ def test_every_block_is_somewhere(tmp_path: Path, policy: WritePolicy) -> None:
     assert lost_of_fifteen_paths(tmp_path, policy) == 0
 
 
-def test_a_block_that_write_back_has_nowhere_is_counted_as_dropped(tmp_path: Path) -> None:
+def test_a_block_that_write_back_cannot_keep_is_counted_as_dropped(tmp_path: Path) -> None:
     # What is stored ahead is enough now and then, when the machine is busy elsewhere.
     losses = (lost_of_fifteen_paths(tmp_path / str(run), WritePolicy.WRITE_BACK) for run in range(20))
     assert any(losses), "what one copy can store ahead is not enough"

@@ -67,5 +67,5 @@ def test_an_entry_takes_at_most_128_bytes_beside_its_hash() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
-def test_a_tier_that_cannot_grow_stays_as_it_was() -> None:
+def test_a_failed_growth_leaves_the_tier_unchanged() -> None:
     assert output_of(STARVE) == ["4"]

@@ -1,4 +1,4 @@
-"""Many threads live through requests on one small tier at once."""
+"""Many threads run requests on one small tier at once."""
 
 import queue
 import random
@@ -152,7 +152,7 @@ def test_threads_share_a_tier() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [6, 16, 64])
-def test_many_threads_share_a_tier_for_long(size: int) -> None:
+def test_many_threads_share_a_tier_in_long_histories(size: int) -> None:
     run_crowd(threads=8, requests=budget(40000), size=size)
 
 

@@ -24,7 +24,7 @@ HostBlocks = MutableMapping[int, tuple[int, Prefix]]
 
 @dataclass(frozen=True)
 class Stored:
-    """One slot of the file; ``rotten``: its bytes are not those that its checksum is of."""
+    """One slot of the file. ``rotten``: its bytes do not have its checksum."""
 
     generation: int
     block: bytes
@@ -35,7 +35,7 @@ class Stored:
 
 @dataclass
 class Found:
-    """Positions of a task that failed, by what was wrong with each."""
+    """Failed positions of a task, by cause."""
 
     lost: set[int] = field(default_factory=set)
     corrupt: set[int] = field(default_factory=set)
@@ -61,18 +61,18 @@ class Disk:
         }
 
     def reopened(self) -> Disk:
-        """The same file, opened by another process."""
+        """Open the same file in another process."""
         disk = Disk()
         disk.slots, disk.bad, disk.room, disk.placed = self.slots, self.bad, self.room, self.placed
         return disk
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is queued."""
+        """True if anything is queued."""
         return any(self._queues.values())
 
     def submit(self, rank: int, plan: TransferPlan) -> list[TransferReport]:
-        """Queue what a plan wants of the storage; returns the reports of what it takes back."""
+        """Queue the storage tasks of a plan; return the reports of tasks that it cancels."""
         reports = [
             _report(rank, task, set(range(len(task.swap))))
             for task in self._queues[SwapPurpose.PREFETCH]
@@ -93,7 +93,7 @@ class Disk:
     def execute_next(
         self, rank: int, purpose: SwapPurpose, host: HostBlocks, fails: frozenset[int]
     ) -> list[TransferReport]:
-        """Carry out the oldest task of one direction; the positions ``fails`` (modulo the size) fail."""
+        """Execute the oldest task of one direction; the positions ``fails`` (modulo the size) fail."""
         if not self._queues[purpose]:
             return []
         task = self._queues[purpose].popleft()
@@ -163,13 +163,13 @@ class Disk:
             host[slot] = (generation, stored.value)
 
     def rot(self, pick: int) -> None:
-        """The bytes of a stored block change."""
+        """Damage the bytes of a stored block."""
         if self.slots:
             slot = sorted(self.slots)[pick % len(self.slots)]
             self.slots[slot] = replace(self.slots[slot], rotten=True)
 
     def scan(self, rank: int, capacity: int) -> StorageScan:
-        """What the headers say; of the bytes they know nothing."""
+        """Return the scan of the headers, which does not see damaged bytes."""
         slots = sorted(self.slots)
         found = [self.slots[slot] for slot in slots]
         return StorageScan(

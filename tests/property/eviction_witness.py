@@ -1,4 +1,4 @@
-"""Checks after every call to a tier that it evicts in exact leaf-first order of last use, whoever calls it and why.
+"""Checks after every call to a tier that it evicts in exact leaf-first order of last use.
 
 A use is a pin, or a copy into the tier; a copy out is none. The witness knows of the tier only what ``node`` tells.
 """
@@ -26,7 +26,7 @@ _WHOLE = ("discard", "drop", "restore", "reset", "resize")
 
 
 class EvictionWitness:
-    """Stands between one tier and all that call it."""
+    """A proxy of one tier that checks each call."""
 
     def __init__(self, tier: _core.Tier) -> None:
         self.tier = tier

@@ -1,4 +1,4 @@
-"""Device, host and storage evict what was used longest ago, whatever is copied between them meanwhile."""
+"""Device, host and storage evict in order of last use, with any copies between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.seeds import budget
 
 
 class OrderMachine(StorageMachine):
-    """The manager with its storage, a witness at each tier."""
+    """The manager with storage, and a witness at each tier."""
 
     policy: WritePolicy
     evicted = passed_over = 0
@@ -48,11 +48,11 @@ def check(policy: WritePolicy, examples: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_copies_between_the_tiers_change_no_order_of_eviction(policy: WritePolicy) -> None:
+def test_copies_between_tiers_keep_every_eviction_order(policy: WritePolicy) -> None:
     check(policy, examples=60, steps=25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_copies_between_the_tiers_change_no_order_of_eviction_in_long_histories(policy: WritePolicy) -> None:
+def test_copies_between_tiers_keep_every_eviction_order_in_long_histories(policy: WritePolicy) -> None:
     check(policy, examples=budget(400), steps=50)

@@ -1,4 +1,4 @@
-"""The free slots of a tier, beside a set of numbers: none is lost, runs are maximal, the tightest fit is taken."""
+"""The free slots of a tier against a set of numbers: none is lost, runs are maximal, the tightest fit is taken."""
 
 from itertools import pairwise
 

@@ -30,7 +30,7 @@ _paths = st.sampled_from(["00101", "00110", "0011", "11"]).map(
 
 
 def storage_of(layout: KVLayout, blocks: int, **others: Any) -> StorageTierSettings:
-    """A local storage of so many blocks."""
+    """Return the settings of local storage of ``blocks`` blocks."""
     size = layout.record_bytes
     while True:
         try:
@@ -87,7 +87,7 @@ class StorageMachine(ManagerMachine):
         return tier.index
 
     def restore(self) -> None:
-        """Take up the files."""
+        """Restore the files of every rank."""
         manager = self.engine.manager
         scans = [rank.disk.scan(rank.index, self.storage_blocks) for rank in self.engine.ranks]
         manager.restore_storage(scans)
@@ -99,7 +99,7 @@ class StorageMachine(ManagerMachine):
 
     @rule(data=st.data(), prompts=st.lists(_paths, min_size=1, max_size=3), cold=st.booleans())
     def live(self, data: st.DataObject, prompts: list[tuple[int, ...]], cold: bool) -> None:
-        """Requests from arrival to end, their blocks stored; ``cold``: only storage has what came before."""
+        """Run requests from arrival to end and store their blocks. ``cold``: only storage has earlier blocks."""
         if cold:
             self.forget_what_is_above()
         for prompt in prompts:
@@ -136,12 +136,12 @@ class StorageMachine(ManagerMachine):
 
     @rule(rank=st.integers(0, 1), slot=st.integers(0, 40))
     def wear_out(self, rank: int, slot: int) -> None:
-        """A slot of a rank's file can no longer be read or written."""
+        """Break a slot of a rank's file."""
         self.engine.ranks[rank % len(self.engine.ranks)].disk.bad.add(slot)
 
     @rule(rank=st.integers(0, 1), room=st.sampled_from([0, 1, 3, 5, 9, None, None]))
     def change_room(self, rank: int, room: int | None) -> None:
-        """The disk fills up, or somebody makes room."""
+        """Fill the disk, or make room on it."""
         self.engine.ranks[rank % len(self.engine.ranks)].disk.room = room
 
     @precondition(lambda self: self.engine.jobs)
@@ -156,7 +156,7 @@ class StorageMachine(ManagerMachine):
 
     @rule()
     def forget_what_is_above(self) -> None:
-        """Only storage has the blocks."""
+        """Reset device and host: only storage keeps the blocks."""
         manager = self.engine.manager
         manager._reset_device()
         assert manager._host is not None
@@ -165,7 +165,7 @@ class StorageMachine(ManagerMachine):
     @precondition(lambda self: self.disturbances < 3)
     @rule()
     def kill(self) -> None:
-        """The engine dies with all its ranks, whatever is under way; another one finds the files."""
+        """Kill the engine and all its ranks with copies in flight; another engine finds the files."""
         self.disturbances += 1
         former = self.engine
         self.engine = Engine(self.make_manager(self.cache, former.manager.layout), len(former.ranks))
@@ -184,12 +184,12 @@ class StorageMachine(ManagerMachine):
             stats = manager.get_stats()
             if not (stats.plans_in_flight or stats.queued_stores or stats.queued_backups):
                 return
-        raise AssertionError("there is always something left to copy")
+        raise AssertionError("copies never end")
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.nobody_waits_for_ever()
+        self.every_request_gets_its_turn()
         super().teardown()
         storage = self.engine.manager.get_stats().storage
         assert storage is not None
@@ -201,10 +201,10 @@ class StorageMachine(ManagerMachine):
         assert reads.take_unneeded() == ()
         reads.advance()
         assert reads.is_idle
-        self.what_the_index_says_is_there()
+        self.every_entry_is_in_every_file()
 
-    def nobody_waits_for_ever(self) -> None:
-        """Whatever the policy and whatever failed, a request gets its turn once the disks have worked."""
+    def every_request_gets_its_turn(self) -> None:
+        """With any policy and any failures, each request is matched once the disks have worked."""
         for job in list(self.engine.jobs):
             self.engine.stop(job)
         self.come_to_rest()
@@ -219,8 +219,8 @@ class StorageMachine(ManagerMachine):
                 raise AssertionError("a request waits for a read that has ended")
             self.engine.finish(job)
 
-    def what_the_index_says_is_there(self) -> None:
-        """Every entry is a slot of every rank's file, and holds that block, rotten or not."""
+    def every_entry_is_in_every_file(self) -> None:
+        """The slot of every entry holds its block in every rank's file, damaged or not."""
         pool = self.index.pool
         for node in pool.nodes(range(pool.stats().slots)):
             for rank in self.engine.ranks:

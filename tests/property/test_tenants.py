@@ -1,4 +1,4 @@
-"""Tenants of a tier against a small oracle: what each may have, and whose blocks make room for whose."""
+"""Tenants of a tier against a small oracle: limits, and which blocks are evicted for them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ steps = st.lists(
 
 @given(steps)
 @settings(max_examples=150)
-def test_a_tenant_at_its_limit_gives_up_its_own_coldest_and_nobody_elses(
+def test_a_tenant_at_its_limit_evicts_only_its_own_coldest_blocks(
     todo: list[tuple[str, int, list[int]]],
 ) -> None:
     tier, model = Tier(SLOTS), Model()

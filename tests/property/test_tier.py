@@ -59,7 +59,7 @@ class TierHistory(RuleBasedStateMachine):
             self.open_lease()
 
     def same_error(self, act: Callable[[], Result], expect: Callable[[], object]) -> Result | None:
-        """The result of `act`, or nothing when it failed as `expect` did."""
+        """Return the result of `act`, None when it failed as `expect` did."""
         try:
             return act()
         except (StaleLeaseError, IndexError, ValueError) as error:
@@ -68,7 +68,7 @@ class TierHistory(RuleBasedStateMachine):
             return None
 
     def both(self, act: Callable[[], None], expect: Callable[[], None]) -> None:
-        """Either both succeed or both fail in the same way."""
+        """Both succeed, or both fail in the same way."""
         try:
             act()
         except (StaleLeaseError, IndexError, ValueError) as error:
@@ -81,7 +81,7 @@ class TierHistory(RuleBasedStateMachine):
         return [slot for slot, block in self.oracle.used.items() for _ in range(block.holds)]
 
     def lease(self, pick: int) -> int:
-        """Mostly an open lease; now and then one that was released, or never was."""
+        """Draw an open lease, now and then a released or unknown one."""
         known = list(self.oracle.leases)
         if known and pick < 15:
             return known[pick % len(known)]
@@ -187,7 +187,7 @@ class TierHistory(RuleBasedStateMachine):
         path=PATHS, spare=st.integers(0, 1), alone=st.booleans(), stay=st.sampled_from([False, False, True])
     )
     def compute(self, path: Path, spare: int, alone: bool, stay: bool) -> None:
-        """A request from its match (or without one) to its commit, and perhaps to its end."""
+        """Run a request from its match, or without one, to its commit and perhaps to its end."""
         lease, wanted = self.tier.open_lease(), chain(*path)
         assert lease == self.oracle.open_lease()
         found = 0

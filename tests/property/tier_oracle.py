@@ -1,7 +1,7 @@
-"""What a tier must do, in plain dictionaries and lists: simple, slow, nothing kept that can be recomputed.
+"""An oracle of the tier in plain dictionaries and lists: simple, slow, nothing kept that can be recomputed.
 
-Which free slot is taken, and its new generation, are the tier's own choice; the oracle is told them, checks
-that the choice was allowed, and goes on from there.
+The tier chooses free slots and their new generations. The oracle takes its choice, checks that it was allowed, and
+continues from there.
 """
 
 from collections.abc import Iterable, Sequence
@@ -75,7 +75,7 @@ class TierOracle:
         return ROOT_HASH if slot == ROOT else self.used[slot].hash or ROOT_HASH
 
     def path(self, slot: int) -> list[int]:
-        """The entries from the root down to `slot`."""
+        """Return the entries from the root down to `slot`."""
         path: list[int] = []
         while slot != ROOT and self.used[slot].hash is not None:
             path.insert(0, slot)
@@ -94,7 +94,7 @@ class TierOracle:
         return self.slots - len(self.used)
 
     def eviction_order(self, kept: Iterable[int] = ()) -> list[int]:
-        """Again and again the leaf whose last use ended first, but nothing of `kept` and nothing busy."""
+        """Evict the leaf whose last use ended first, `count` times; skip `kept` and busy blocks."""
         left = {slot for slot in self.used if self.is_idle(slot)}
         order: list[int] = []
         while True:
@@ -107,7 +107,7 @@ class TierOracle:
     # --- what every change ends with ---
 
     def _settle(self) -> None:
-        """Unused anonymous slots become free; what is used no more gets its place in the order."""
+        """Free unused anonymous slots; give blocks that are no longer used their place in the order."""
         while abandoned := [s for s, block in self.used.items() if self._is_abandoned(s, block)]:
             del self.used[abandoned[0]]
         unused = [slot for slot in self.used if self.is_unused(slot)]
@@ -145,7 +145,7 @@ class TierOracle:
     def _take(
         self, owner: int, count: int, given: Sequence[tuple[int, int]], kept: set[int], evictions: int
     ) -> list[int]:
-        """`evictions` is the tier's choice as well: as few as will do, or some ahead of need."""
+        """`evictions` is the tier's choice: as few as needed, or some ahead of need."""
         assert len(given) == count
         needed = max(count - self.free(), 0)
         spare = int(self.spare * self.slots)

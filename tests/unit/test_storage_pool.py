@@ -1,4 +1,4 @@
-"""The tier of a slab file's slots on a disk that is full, and with slots that are bad."""
+"""The slots of a slab file as a tier: full disks, bad slots."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def write_each(rig: Rig, blocks: Iterable[int]) -> list[int]:
     return [block for each in blocks for block in rig.store(each)]
 
 
-def test_a_full_disk_leaves_the_slots_that_have_room_and_these_are_evicted() -> None:
+def test_on_a_full_disk_only_slots_with_room_are_used_and_evicted() -> None:
     rig = Rig(room=4, retry_after=60.0)
     assert rig.store(*range(8)) == [0, 1, 2, 3]
     assert rig.pool.stats().withheld == SLOTS - 4
@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_the_slots_that_have_room_and_these_are_evicted() -> 
     rig.check()
 
 
-def test_the_tier_grows_again_to_all_of_its_slots_when_there_is_room() -> None:
+def test_withheld_slots_come_back_when_the_disk_has_room() -> None:
     rig = Rig(room=4, retry_after=60.0)
     rig.store(*range(8))
     rig.disk.room = SLOTS
@@ -96,7 +96,7 @@ def test_the_tier_grows_again_to_all_of_its_slots_when_there_is_room() -> None:
     rig.check()
 
 
-def test_a_disk_that_stays_full_is_tried_with_one_slot_now_and_then() -> None:
+def test_a_disk_that_stays_full_is_retried_with_one_slot_at_a_time() -> None:
     rig = Rig(room=4, retry_after=60.0)
     rig.store(*range(4))
     refused = 0
@@ -108,7 +108,7 @@ def test_a_disk_that_stays_full_is_tried_with_one_slot_now_and_then() -> None:
     rig.check()
 
 
-def test_a_disk_without_any_room_leaves_no_slot_until_there_is_some() -> None:
+def test_a_disk_without_any_room_offers_no_slot() -> None:
     rig = Rig(room=0)
     assert rig.store(1, 2, 3) == []
     assert rig.pool.stats().withheld == SLOTS
@@ -117,7 +117,7 @@ def test_a_disk_without_any_room_leaves_no_slot_until_there_is_some() -> None:
     rig.check()
 
 
-def test_bad_slots_stay_out_of_use_over_a_reset_and_withheld_ones_come_back_with_other_files() -> None:
+def test_bad_slots_survive_a_reset_and_withheld_slots_end_with_their_files() -> None:
     rig = Rig(room=4, retry_after=3600.0)
     rig.bad = {1}
     rig.store(*range(8))
@@ -130,7 +130,7 @@ def test_bad_slots_stay_out_of_use_over_a_reset_and_withheld_ones_come_back_with
     rig.pool.verify()
 
 
-def test_records_that_were_found_have_their_room() -> None:
+def test_slots_of_restored_records_are_never_withheld() -> None:
     rig = Rig(room=2, retry_after=3600.0)
     rig.disk.placed = {8, 9}
     rig.pool.found(np.array([8, 9], np.int32))
@@ -153,7 +153,7 @@ def test_records_that_were_found_have_their_room() -> None:
         max_size=40,
     ),
 )
-def test_slots_are_conserved_and_eviction_takes_the_coldest_whatever_the_disk_does(
+def test_slots_are_conserved_and_the_coldest_are_evicted_with_any_disk(
     room: int, steps: list[tuple[str, int]]
 ) -> None:
     rig = Rig(room, retry_after=60.0)

@@ -75,7 +75,7 @@ class Stage:
         return sum(len(task.swap) for task in tasks)
 
 
-def test_a_storage_that_takes_nothing_is_left_alone_and_then_tried_with_one_block() -> None:
+def test_a_storage_that_refuses_every_block_is_retried_later_with_one_block() -> None:
     stage = Stage(WritePolicy.WRITE_BACK, retry_after=5)
     store(stage.index.pool, chain(*range(100, 116)))  # every slot is taken: each write evicts
     store(stage.host, PATH)
@@ -138,20 +138,20 @@ def visits(depth: int, stored: int) -> tuple[int, int, int]:
     return planned, stage.host.listed, stage.index.pool.stats().lookups - before
 
 
-def test_a_store_below_a_stored_path_costs_the_same_at_every_depth() -> None:
+def test_writing_below_a_stored_path_costs_the_same_at_every_depth() -> None:
     shallow, deep = visits(16, 16), visits(4096, 4096)
     assert shallow == deep
     assert deep[0] == deep[1] == 1
 
 
 @pytest.mark.parametrize("missing", [1, 63, 64, 65, 400])
-def test_a_store_takes_the_ancestors_along_that_are_not_stored(missing: int) -> None:
+def test_a_block_is_written_with_its_ancestors_that_are_not_stored(missing: int) -> None:
     planned, listed, looked_up = visits(4096, 4096 - missing)
     assert planned == missing + 1
     assert max(listed, looked_up) <= 8 * missing + 256
 
 
-def test_what_left_the_host_before_its_turn_is_dropped_and_counted() -> None:
+def test_queued_blocks_that_left_the_host_are_dropped_and_counted() -> None:
     stage = Stage(WritePolicy.WRITE_THROUGH)
     store(stage.host, PATH)
     stage.writes.on_arrival(hashes(PATH))
@@ -162,7 +162,7 @@ def test_what_left_the_host_before_its_turn_is_dropped_and_counted() -> None:
 
 
 @pytest.mark.parametrize(("stored", "lost"), [(0, 2), (3, 1), (4, 0)])
-def test_write_back_counts_what_leaves_the_host_before_it_is_stored(stored: int, lost: int) -> None:
+def test_write_back_counts_blocks_that_leave_the_host_unstored(stored: int, lost: int) -> None:
     stage = Stage(WritePolicy.WRITE_BACK)
     store(stage.host, PATH)
     if stored:
@@ -171,7 +171,7 @@ def test_write_back_counts_what_leaves_the_host_before_it_is_stored(stored: int,
     assert stage.counters.stores_dropped == lost
 
 
-def test_catching_up_leaves_the_hosts_order_as_it_is() -> None:
+def test_writing_every_host_block_keeps_the_eviction_order_of_the_host() -> None:
     stage = Stage(WritePolicy.WRITE_THROUGH, write_blocks=8)
     stored = [store(stage.host, chain(number))[0] for number in range(8)]
     stage.writes.queue_all()
@@ -181,7 +181,7 @@ def test_catching_up_leaves_the_hosts_order_as_it_is() -> None:
     assert eviction_order(stage.host) == stored
 
 
-def test_a_full_queue_gives_up_its_oldest_blocks() -> None:
+def test_a_full_queue_drops_its_oldest_blocks() -> None:
     stage = Stage(WritePolicy.WRITE_THROUGH, write_blocks=1)
     store(stage.host, PATH)
     stage.writes.on_arrival(hashes(PATH))

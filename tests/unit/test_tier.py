@@ -1,4 +1,4 @@
-"""The tier's rules, one by one: sizes, leases, look-ups, slots and blocks computed."""
+"""The tier: sizes, leases, look-ups, reservations and commits."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ class TestSizes:
         assert taken.slots.tolist() == list(range(8))
         assert min(taken.generations[3:]) > 1
 
-    def test_shrinking_drops_what_hangs_below_the_slots_that_go(self, tier: _core.Tier) -> None:
+    def test_shrinking_drops_the_descendants_of_removed_slots(self, tier: _core.Tier) -> None:
         low, high = tier.open_lease(), tier.open_lease()
         tier.reserve(low, 4)
         root = store(tier, PATH[:1])
@@ -115,7 +115,7 @@ class TestMatch:
         assert [tier.node(slot).pins for slot in stored] == [1] * known
         assert tier.stats().evictable == 0
 
-    def test_a_later_start_leaves_out_what_stands_before_it(self, tier: _core.Tier) -> None:
+    def test_a_match_from_a_later_start_leaves_out_earlier_blocks(self, tier: _core.Tier) -> None:
         stored = store(tier, PATH)
         lease = tier.open_lease()
         assert tier.match(lease, hashes(PATH), 2).slots.tolist() == stored[2:]
@@ -140,14 +140,14 @@ class TestMatch:
 
 
 class TestReserve:
-    def test_what_is_free_is_taken_before_anything_is_evicted(self, tier: _core.Tier) -> None:
+    def test_free_slots_are_taken_before_any_eviction(self, tier: _core.Tier) -> None:
         store(tier, PATH)
         taken = tier.reserve(tier.open_lease(), 5)
         assert len(taken.evicted) == 1
         assert hash_list(taken.evicted.hashes) == [PATH[3]]
         assert hash_list(taken.evicted.parents) == [PATH[2]]
 
-    def test_too_many_are_refused_whole(self, tier: _core.Tier) -> None:
+    def test_a_reservation_is_all_or_nothing(self, tier: _core.Tier) -> None:
         store(tier, PATH)
         tier.match(tier.open_lease(), hashes(PATH[:3]))
         before = figures(tier)
@@ -166,7 +166,7 @@ class TestReserve:
 
 
 class TestCommit:
-    def test_nothing_is_found_before_it(self, tier: _core.Tier) -> None:
+    def test_a_block_is_not_found_before_its_commit(self, tier: _core.Tier) -> None:
         lease = tier.open_lease()
         taken = tier.reserve(lease, 4).slots
         assert ready_run(tier, PATH) == []
@@ -212,7 +212,7 @@ class TestCommit:
             tier.commit(lease, ROOT_HASH, hashes(PATH[:2]), slots([own, own]))
         assert figures(tier) == before
 
-    def test_it_stops_where_the_parent_is_not_ready(self, tier: _core.Tier) -> None:
+    def test_a_commit_ends_at_a_parent_that_is_not_ready(self, tier: _core.Tier) -> None:
         lease = tier.open_lease()
         taken = tier.reserve(lease, 4).slots
         assert tier.commit(lease, PATH[0], hashes(PATH[1:]), taken[1:]).tolist() == []
@@ -220,7 +220,7 @@ class TestCommit:
         assert tier.commit(lease, PATH[0], hashes(PATH[1:]), taken[1:]).tolist() == []
         assert tier.commit(lease, ROOT_HASH, hashes(PATH), taken).tolist() == []
 
-    def test_it_stops_at_a_hash_that_stands_elsewhere(self, tier: _core.Tier) -> None:
+    def test_a_commit_ends_at_a_hash_below_another_parent(self, tier: _core.Tier) -> None:
         store(tier, PATH)
         lease = tier.open_lease()
         taken = tier.reserve(lease, 3).slots
@@ -230,7 +230,7 @@ class TestCommit:
         assert tier.commit(lease, ROOT_HASH, hashes(repeated[::2]), taken[1:]).tolist() == [1]
         assert_sound(tier)
 
-    def test_it_stops_at_a_slot_that_a_copy_still_uses(self, tier: _core.Tier) -> None:
+    def test_a_commit_ends_at_a_slot_that_a_copy_still_uses(self, tier: _core.Tier) -> None:
         lease = tier.open_lease()
         taken = tier.reserve(lease, 2).slots
         tier.hold(taken[1:])

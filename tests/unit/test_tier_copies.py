@@ -1,4 +1,4 @@
-"""The tier's rules for copies into it and out of it."""
+"""The tier: copies into it and out of it."""
 
 import pytest
 
@@ -50,7 +50,7 @@ class TestCopiesIn:
         assert len(taken) == 2
         assert [tier.node(int(slot)).hash for slot in taken.slots] == PATH[2:]
 
-    def test_nothing_that_it_calls_ready_is_evicted_for_it(self) -> None:
+    def test_a_block_reported_as_ready_is_not_evicted_for_the_reservation(self) -> None:
         tier = _core.Tier(4)
         store(tier, PATH[:2])
         store(tier, OTHER)
@@ -84,7 +84,7 @@ class TestCopiesIn:
         tier.complete(slots(planned), flags([True, True]), checksums([11, 2**63 + 5]))
         assert [tier.node(slot).checksum for slot in planned] == [11, 2**63 + 5]
 
-    def test_an_abandoned_copy_completes_and_belongs_to_nobody(self, tier: _core.Tier) -> None:
+    def test_a_copy_completes_after_its_lease_is_released(self, tier: _core.Tier) -> None:
         lease = tier.open_lease()
         planned = copy_in(tier, PATH, lease)
         tier.release(lease)
@@ -93,7 +93,7 @@ class TestCopiesIn:
         assert_all_given_back(tier)
         assert ready_run(tier, PATH) == planned
 
-    def test_a_failed_block_takes_everything_below_it_along(self, tier: _core.Tier) -> None:
+    def test_a_failed_block_fails_its_descendants(self, tier: _core.Tier) -> None:
         planned = copy_in(tier, PATH)
         ready = tier.complete(slots(planned), flags([True, False, True, True]), checksums())
         assert ready.tolist() == [1, 0, 0, 0]
@@ -153,7 +153,9 @@ class TestCopiesOut:
         assert eviction_order(tier) == [stored[1], stored[0]]
 
     @pytest.mark.parametrize("wrong", [[0, 0], [0, 1], [0, 7], [0, 99], [0, -1]])
-    def test_ending_what_never_began_changes_nothing(self, tier: _core.Tier, wrong: list[int]) -> None:
+    def test_unholding_a_slot_that_is_not_held_changes_nothing(
+        self, tier: _core.Tier, wrong: list[int]
+    ) -> None:
         stored = store(tier, PATH)
         tier.hold(slots(stored[:1]))
         before = figures(tier)

@@ -1,4 +1,4 @@
-"""The order in which a tier evicts, what it lists, and what it tells of its changes."""
+"""The tier: eviction order, listings, resets and events."""
 
 import pytest
 
@@ -33,7 +33,7 @@ class TestEvictionOrder:
         tier.release(lease)
         assert eviction_order(tier) == [first[3], first[2], *second[::-1], first[1], first[0]]
 
-    def test_what_a_lease_took_last_goes_first(self, tier: _core.Tier) -> None:
+    def test_blocks_that_a_lease_pinned_last_are_evicted_first(self, tier: _core.Tier) -> None:
         first, second = store(tier, PATH), store(tier, OTHER)
         lease = tier.open_lease()
         tier.match(lease, hashes(PATH))
@@ -41,7 +41,7 @@ class TestEvictionOrder:
         tier.release(lease)
         assert eviction_order(tier) == second[::-1] + first[::-1]
 
-    def test_a_parent_outlasts_its_children_whoever_releases_first(self, tier: _core.Tier) -> None:
+    def test_a_parent_outlasts_its_children_in_any_order_of_release(self, tier: _core.Tier) -> None:
         stored = store(tier, PATH)
         short, long = tier.open_lease(), tier.open_lease()
         tier.match(long, hashes(PATH))
@@ -51,7 +51,7 @@ class TestEvictionOrder:
         tier.release(long)
         assert eviction_order(tier) == stored[::-1]
 
-    def test_looking_does_not_count_as_use(self, tier: _core.Tier) -> None:
+    def test_contains_find_and_node_do_not_count_as_use(self, tier: _core.Tier) -> None:
         stored = store(tier, PATH)
         tier.contains(hashes(PATH))
         tier.ancestry(slots(stored))
@@ -81,7 +81,7 @@ class TestCopiesOut:
         tier.unhold(slots(stored[2::-1]))
         assert eviction_order(tier) == stored
 
-    def test_eviction_passes_over_what_is_held_and_takes_it_first_when_it_is_not(
+    def test_eviction_skips_held_blocks_and_takes_them_first_once_released(
         self, single: tuple[_core.Tier, list[int]]
     ) -> None:
         tier, stored = single
@@ -94,9 +94,7 @@ class TestCopiesOut:
         tier.unhold(slots(stored[:2]))
         assert eviction_order(tier) == [*stored[:2], *stored[6:]]
 
-    def test_a_use_of_what_was_passed_over_makes_it_the_warmest(
-        self, single: tuple[_core.Tier, list[int]]
-    ) -> None:
+    def test_using_a_skipped_block_makes_it_the_warmest(self, single: tuple[_core.Tier, list[int]]) -> None:
         tier, stored = single
         tier.hold(slots(stored[:2]))
         assert self.evict(tier, 1) == stored[2:3]
@@ -105,7 +103,7 @@ class TestCopiesOut:
         assert eviction_order(tier) == [stored[1], *stored[3:], stored[0]]
         assert self.evict(tier, 2) == [stored[1], stored[3]]
 
-    def test_what_stands_above_a_held_block_is_passed_over_with_it(self) -> None:
+    def test_ancestors_of_a_held_block_are_skipped_with_it(self) -> None:
         tier = _core.Tier(6)
         path, other = store(tier, PATH), store(tier, OTHER)
         tier.hold(slots(path[2:3]))
@@ -114,7 +112,7 @@ class TestCopiesOut:
         tier.unhold(slots(path[2:3]))
         assert eviction_order(tier) == [*path[2::-1], other[0]]
 
-    def test_a_shrink_forgets_the_places_of_what_it_took_away(
+    def test_shrinking_forgets_removed_blocks_that_eviction_skipped(
         self, single: tuple[_core.Tier, list[int]]
     ) -> None:
         tier, stored = single
@@ -126,7 +124,7 @@ class TestCopiesOut:
         assert_sound(tier)
         assert eviction_order(tier) == [stored[0], stored[1], stored[3]]
 
-    def test_room_for_a_copy_is_not_made_of_what_it_hangs_below(self) -> None:
+    def test_ancestors_of_a_copy_are_not_evicted_for_it(self) -> None:
         tier = _core.Tier(6)
         path, other = store(tier, PATH), store(tier, OTHER)
         taken = tier.reserve_copies(
@@ -147,7 +145,7 @@ class TestListings:
         with pytest.raises(IndexError, match="slot 7 is not in use"):
             tier.ancestry(slots([7]))
 
-    def test_find_lists_what_is_ready_in_the_order_asked(self, tier: _core.Tier) -> None:
+    def test_find_lists_ready_blocks_in_the_order_asked(self, tier: _core.Tier) -> None:
         stored = store(tier, PATH)
         taken = tier.reserve_copies(0, hashes([ROOT_HASH]), hashes(OTHER[:1]))
         assert len(taken) == 1
@@ -155,7 +153,7 @@ class TestListings:
         assert listed.slots.tolist() == [stored[2], stored[0]]
         assert hash_list(listed.parents) == [PATH[1], ROOT_HASH]
 
-    def test_a_node_shows_where_it_stands(self, tier: _core.Tier) -> None:
+    def test_a_node_shows_its_place_in_the_tree(self, tier: _core.Tier) -> None:
         stored = store(tier, PATH)
         node = tier.node(stored[1])
         assert (node.slot, node.parent, node.depth, node.children) == (stored[1], stored[0], 1, 1)
@@ -166,7 +164,7 @@ class TestListings:
 
 
 class TestReset:
-    def test_everything_unused_is_free_and_the_rest_anonymous(self, tier: _core.Tier) -> None:
+    def test_a_reset_frees_unused_slots_and_makes_the_others_anonymous(self, tier: _core.Tier) -> None:
         store(tier, PATH)
         store(tier, OTHER)
         lease = tier.open_lease()
@@ -208,14 +206,14 @@ class TestEvents:
         assert self.taken(tier) == [(1, OTHER[1], OTHER[0])]
         assert self.taken(tier) == []
 
-    def test_a_reset_overrides_what_came_before_it(self, tier: _core.Tier) -> None:
+    def test_a_reset_drops_the_events_before_it(self, tier: _core.Tier) -> None:
         tier.record_events(100)
         store(tier, PATH)
         tier.reset()
         store(tier, OTHER[:1])
         assert self.taken(tier) == [(2, ROOT_HASH, ROOT_HASH), (0, OTHER[0], ROOT_HASH)]
 
-    def test_a_reader_that_is_too_late_learns_of_it(self, tier: _core.Tier) -> None:
+    def test_an_overflow_of_events_is_an_event(self, tier: _core.Tier) -> None:
         tier.record_events(3)
         store(tier, PATH)
         assert self.taken(tier) == [(3, ROOT_HASH, ROOT_HASH), (0, PATH[3], PATH[2])]

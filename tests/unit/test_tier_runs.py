@@ -1,4 +1,4 @@
-"""Reservations get runs of slots: what is chosen, what is evicted ahead of need for it, and which tiers do so."""
+"""The tier: reservations of runs of slots, and eviction ahead of need."""
 
 import time
 
@@ -36,13 +36,13 @@ def full_tier(spare: float) -> _core.Tier:
     return tier
 
 
-def test_without_slots_to_spare_only_what_is_needed_goes() -> None:
+def test_without_spare_only_needed_blocks_are_evicted() -> None:
     tier = full_tier(0.0)
     taken = tier.reserve(tier.open_lease(), 2)
     assert (taken.slots.tolist(), taken.evicted.slots.tolist()) == ([0, 2], [0, 2])
 
 
-def test_short_runs_let_more_go_ahead_of_need_coldest_first() -> None:
+def test_short_free_runs_cause_eviction_ahead_of_need_coldest_first() -> None:
     tier = full_tier(0.6 * 0.8)
     taken = tier.reserve(tier.open_lease(), 2)
     gone = taken.evicted.slots.tolist()
@@ -52,7 +52,7 @@ def test_short_runs_let_more_go_ahead_of_need_coldest_first() -> None:
     assert tier.check_integrity() == []
 
 
-def test_a_run_is_found_in_what_went_ahead_of_need() -> None:
+def test_a_run_is_taken_from_blocks_evicted_ahead_of_need() -> None:
     tier = full_tier(0.5)
     lease = tier.open_lease()
     first, second = tier.reserve(lease, 2), tier.reserve(lease, 2)
@@ -61,7 +61,7 @@ def test_a_run_is_found_in_what_went_ahead_of_need() -> None:
     assert len(second.evicted) <= 2
 
 
-def test_what_a_copy_stands_below_is_not_evicted_ahead_of_need() -> None:
+def test_ancestors_of_a_copy_are_not_evicted_ahead_of_need() -> None:
     tier = full_tier(0.5)
     coldest = digest((0,))
     taken = tier.reserve_copies(0, hashes([coldest, ROOT_HASH]), hashes([digest((0, 1)), digest((99,))]))
@@ -71,7 +71,7 @@ def test_what_a_copy_stands_below_is_not_evicted_ahead_of_need() -> None:
 
 
 @pytest.mark.parametrize("spare", [-0.1, 0.6, float("nan")])
-def test_a_share_to_spare_that_no_tier_can_have_is_refused(spare: float) -> None:
+def test_a_spare_share_out_of_range_is_refused(spare: float) -> None:
     with pytest.raises(ValueError, match="spare share is between"):
         _core.Tier(8, spare=spare)
 

@@ -1,4 +1,4 @@
-"""Slots filled by other processes: publish, restore, drop."""
+"""The tier: slots filled by other processes, with publish, restore and drop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stocked(slots: int, count: int) -> tuple[Tier, int, list[int]]:
 
 
 class TestPublish:
-    def test_a_path_becomes_findable_and_is_pinned_by_nobody(self) -> None:
+    def test_a_published_path_can_be_found_and_has_no_pins(self) -> None:
         tier, lease, slots = stocked(8, 5)
         a, b, c = digest(1), digest(2), digest(3)
         assert publish(tier, lease, slots[:3], [ROOT, a, b], [a, b, c]) == [0, 0, 0]
@@ -51,7 +51,7 @@ class TestPublish:
         assert publish(tier, lease, slots, [ROOT, a, ROOT, ROOT], [a, b, c, d]) == [0, 0, 0, 0]
         assert tier.coldest(4).slots.tolist() == [slots[1], slots[0], slots[2], slots[3]]
 
-    def test_what_cannot_be_kept_is_free_at_once(self) -> None:
+    def test_blocks_that_cannot_be_kept_free_their_slots_at_once(self) -> None:
         tier, lease, slots = stocked(8, 4)
         a, b, c = digest(1), digest(2), digest(3)
         assert publish(tier, lease, slots[:1], [ROOT], [a]) == [0]
@@ -88,7 +88,7 @@ class TestRestore:
         )
         return [int(each) for each in taken]
 
-    def test_entries_stand_where_they_were_with_their_generations(self) -> None:
+    def test_restored_entries_keep_their_slots_and_generations(self) -> None:
         tier = Tier(6)
         a, b = digest(1), digest(2)
         assert self.restore(tier, [(4, 7, ROOT, a), (2, 9, a, b)], 20) == [1, 1]
@@ -98,7 +98,7 @@ class TestRestore:
         assert tier.reserve(lease, 4).generations.tolist() == [21] * 4
         assert tier.check_integrity() == []
 
-    def test_orphans_and_doubles_are_not_taken(self) -> None:
+    def test_orphans_and_duplicates_are_not_restored(self) -> None:
         tier = Tier(6)
         a, b = digest(1), digest(2)
         assert self.restore(tier, [(0, 1, digest(9), b), (1, 1, ROOT, a), (2, 1, ROOT, a)], 5) == [0, 1, 0]
@@ -111,7 +111,7 @@ class TestRestore:
 
 
 class TestDrop:
-    def test_a_block_goes_with_all_that_continues_it(self) -> None:
+    def test_a_dropped_block_takes_its_descendants_along(self) -> None:
         tier, lease, slots = stocked(8, 5)
         a, b, c, d, e = map(digest, range(1, 6))
         publish(tier, lease, slots, [ROOT, a, b, a, d], [a, b, c, d, e])
@@ -120,7 +120,7 @@ class TestDrop:
         assert tier.stats().free == 5
         assert tier.check_integrity() == []
 
-    def test_what_is_pinned_stays_until_it_is_not(self) -> None:
+    def test_a_dropped_block_stays_while_it_is_pinned(self) -> None:
         tier, lease, slots = stocked(4, 2)
         a, b = digest(1), digest(2)
         publish(tier, lease, slots, [ROOT, a], [a, b])
@@ -133,7 +133,7 @@ class TestDrop:
         assert tier.check_integrity() == []
 
 
-def test_invariants_hold_whatever_is_published_dropped_and_read() -> None:
+def test_invariants_hold_for_any_order_of_publish_drop_and_match() -> None:
     rng = random.Random(7)
     tier = Tier(40)
     stock = tier.open_lease()

@@ -1,4 +1,4 @@
-"""What a tier needs for blocks that outlive the process: restore, and entries that turn out bad."""
+"""The tier: restored blocks, and discarded entries."""
 
 from __future__ import annotations
 
@@ -67,25 +67,25 @@ def test_blocks_that_name_each_other_as_parents_are_left_out() -> None:
     assert restore(tier, [(0, one, two), (1, two, one)]) == [0, 0]
 
 
-def test_of_one_hash_in_two_slots_the_newer_one_counts() -> None:
+def test_the_newer_of_two_slots_with_one_hash_is_restored() -> None:
     tier = _core.Tier(10)
     assert restore(tier, [(0, digest([1]), ROOT), (1, digest([1]), ROOT)], [7, 9]) == [0, 1]
     assert match(tier, 1) == [1]
 
 
-def test_what_was_written_last_is_evicted_last_and_leaves_go_first() -> None:
+def test_restored_blocks_are_evicted_leaves_first_oldest_first() -> None:
     tier = _core.Tier(4)
     restore(tier, path(0, 1, 2) + path(2, 7, 8), [10, 11, 3, 4])
     assert tier.coldest(4).slots.tolist() == [3, 2, 1, 0]
 
 
-def test_a_path_whose_end_is_new_is_kept_as_a_whole() -> None:
+def test_a_path_with_a_new_end_is_kept_as_a_whole() -> None:
     tier = _core.Tier(4)
     restore(tier, path(0, 1, 2) + path(2, 7, 8), [1, 20, 5, 6])
     assert tier.coldest(4).slots.tolist() == [3, 2, 1, 0]
 
 
-def test_new_content_gets_a_generation_above_all_that_were_found() -> None:
+def test_generations_continue_above_all_restored_ones() -> None:
     tier = _core.Tier(4)
     restore(tier, path(0, 1, 2))
     taken = tier.reserve_copies(0, hashes([ROOT]), hashes([digest([9])]))
@@ -99,7 +99,7 @@ def test_slots_in_use_and_out_of_range_are_left_out() -> None:
     assert restore(tier, [(mine, digest([1]), ROOT), (9, digest([2]), ROOT)]) == [0, 0]
 
 
-def test_a_discarded_entry_takes_along_what_hangs_below_it() -> None:
+def test_a_discarded_entry_takes_its_descendants_along() -> None:
     tier = _core.Tier(10)
     restore(tier, path(0, 1, 2, 3, 4) + path(4, 7))
     gone = tier.discard(slots([1]))
@@ -124,7 +124,7 @@ def test_a_quarantined_slot_is_not_used_again() -> None:
     assert tier.check_integrity() == []
 
 
-def test_what_is_in_use_is_freed_when_its_use_ends() -> None:
+def test_a_discarded_block_in_use_is_freed_when_its_use_ends() -> None:
     tier = _core.Tier(4)
     restore(tier, path(0, 1, 2, 3))
     lease = tier.open_lease()
@@ -140,7 +140,7 @@ def test_what_is_in_use_is_freed_when_its_use_ends() -> None:
     assert match(tier, 1) == [0]
 
 
-def test_a_copy_below_a_discarded_entry_arrives_nowhere() -> None:
+def test_a_copy_below_a_discarded_entry_is_dropped() -> None:
     tier = _core.Tier(4)
     restore(tier, path(0, 1))
     pending = tier.reserve_copies(0, hashes([digest([1])]), hashes([digest([1, 2])]))
@@ -152,7 +152,7 @@ def test_a_copy_below_a_discarded_entry_arrives_nowhere() -> None:
     assert tier.stats().free == 4
 
 
-def test_discarding_what_is_no_entry_changes_nothing() -> None:
+def test_discarding_a_slot_without_an_entry_changes_nothing() -> None:
     tier = _core.Tier(4)
     restore(tier, path(0, 1))
     assert len(tier.discard(slots([2]))) == 0
@@ -161,7 +161,7 @@ def test_discarding_what_is_no_entry_changes_nothing() -> None:
     assert hash_list(tier.find(hashes(chain(1))).hashes) == chain(1)
 
 
-def test_a_discard_passes_over_blocks_whose_parent_never_arrived() -> None:
+def test_a_discard_skips_blocks_whose_parent_never_arrived() -> None:
     tier = _core.Tier(6)
     restore(tier, path(0, 1))
     one, two = chain(7, 8)
