@@ -189,10 +189,7 @@ class CacheManager:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
             checked = self._requests.check_allocate(demands)
-            return [
-                self._allocate(live, num_tokens)
-                for live, (_, num_tokens) in zip(checked, demands, strict=True)
-            ]
+            return [self._allocate(live, num_tokens) for live, num_tokens in checked]
 
     def _allocate(self, live: LiveRequest, num_tokens: int) -> Allocation:
         request_id, backups = live.request.request_id, self._tiers.backups
@@ -238,7 +235,7 @@ class CacheManager:
         progress = list(progress)
         with self._lock:
             checked = self._requests.check_commit(progress)
-            for live, (_, num_tokens) in zip(checked, progress, strict=True):
+            for live, num_tokens in checked:
                 live.commit(num_tokens)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:

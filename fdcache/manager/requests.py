@@ -157,8 +157,28 @@ class LiveRequest:
     """A request between its match and its end: its lease, its block table, and how much of it is published.
 
     ``host_run`` are the host blocks of its match until their loads are planned. ``is_live`` becomes False when the
-    request is released; the end of a load that was planned before concerns nobody then.
+    request is released: a load that was planned before then ends without an outcome.
     """
+
+    __slots__ = (
+        "_block_size",
+        "_committed_blocks",
+        "_committed_tokens",
+        "_device",
+        "_fetched_blocks",
+        "_host_lease",
+        "_is_counted",
+        "_lease",
+        "_returned_blocks",
+        "_tiers",
+        "_tokens",
+        "host_run",
+        "is_live",
+        "is_loading",
+        "publishes",
+        "request",
+        "table",
+    )
 
     def __init__(
         self, request: Request, tokens: TokenBlocks, tiers: Tiers, block_size: int, *, publishes: bool
@@ -437,12 +457,15 @@ class LiveRequests:
             self.bind(request)
             seen[request.request_id] = request
 
-    def check_allocate(self, demands: Sequence[tuple[Request, int]]) -> list[LiveRequest]:
-        """Return the live requests. Raises ``RequestStateError`` for one that cannot get blocks for so many tokens."""
+    def check_allocate(self, demands: Sequence[tuple[Request, int]]) -> list[tuple[LiveRequest, int]]:
+        """Return the demands of live requests.
+
+        Raises ``RequestStateError`` for a request that is not matched or demands fewer tokens than its match found.
+        """
         checked = []
         for request, num_tokens in demands:
-            live = self.get(request)
-            if live is None:
+            live = self._by_id.get(request.request_id)
+            if live is None or live.request is not request:
                 raise RequestStateError(
                     f"request {request.request_id!r} has to be matched before it gets blocks"
                 )
@@ -451,21 +474,24 @@ class LiveRequests:
                     f"request {request.request_id!r}: {num_tokens} tokens are fewer than the "
                     f"{request.num_cached_tokens} that its match found"
                 )
-            checked.append(live)
+            checked.append((live, num_tokens))
         return checked
 
-    def check_commit(self, progress: Sequence[tuple[Request, int]]) -> list[LiveRequest]:
-        """Return the live requests. Raises ``RequestStateError`` for one that has no blocks for so many tokens."""
+    def check_commit(self, progress: Sequence[tuple[Request, int]]) -> list[tuple[LiveRequest, int]]:
+        """Return the progress of live requests.
+
+        Raises ``RequestStateError`` for a request that does not have so many tokens, or no blocks for them.
+        """
         checked = []
         for request, num_tokens in progress:
-            live = self.get(request)
-            blocks = len(live.table) if live is not None else 0
+            live = self._by_id.get(request.request_id)
+            blocks = len(live.table) if live is not None and live.request is request else 0
             limit = min(request.num_tokens, blocks * self._block_size)
-            if live is None or not 0 <= num_tokens <= limit:
+            if live is None or live.request is not request or not 0 <= num_tokens <= limit:
                 raise RequestStateError(
                     f"request {request.request_id!r}: cannot commit {num_tokens} tokens, it has blocks for {limit}"
                 )
-            checked.append(live)
+            checked.append((live, num_tokens))
         return checked
 
     # --- from match to end --------------------------------------------------------------------------------
@@ -478,7 +504,8 @@ class LiveRequests:
     def admit(self, request: Request) -> LiveRequest:
         """Open a lease for a request that is being matched."""
         publishes = request.use_cache and self._caches_prefixes
-        live = LiveRequest(request, self.bind(request), self._tiers, self._block_size, publishes=publishes)
+        tokens = request._tokens or self.bind(request)
+        live = LiveRequest(request, tokens, self._tiers, self._block_size, publishes=publishes)
         request._live = self._by_id[request.request_id] = live
         return live
 
