@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from fdcache.controller.arena import HostArena, Progress
 from fdcache.controller.device_planes import allocate_planes, bind_tensors
+from fdcache.controller.execution import PlansInFlight, reason_of, refused_executions
 from fdcache.controller.layers import LayerDoneCounter, LayerEvents
 from fdcache.controller.transfers import TransferQueue
 from fdcache.devices.base import Device, DevicePlanes, Stream
 from fdcache.devices.cpu import CpuDevice
-from fdcache.devices.execution import PlansInFlight, reason_of, refused_executions
 from fdcache.errors import (
     CacheNotReadyError,
     DeviceError,

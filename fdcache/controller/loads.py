@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fdcache import _core
+from fdcache.controller.execution import fence, reason_of
 from fdcache.controller.layers import LayerGroups
 from fdcache.devices.base import (
     BlockCopy,
@@ -22,7 +23,6 @@ from fdcache.devices.base import (
     HostArena,
     Stream,
 )
-from fdcache.devices.execution import fence, reason_of
 from fdcache.devices.faults import Fault, make_result
 from fdcache.devices.validation import check_swap
 from fdcache.errors import DeviceLostError

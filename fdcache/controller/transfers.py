@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fdcache import _core
+from fdcache.controller.execution import LaunchedCopy, PlanExecution, RefusedCopy, Work, fence, reason_of
 from fdcache.controller.layers import LaunchedLayers, LayerEvents, LayerGroups
 from fdcache.controller.loads import LoadQueue, QueuedLoad
 from fdcache.devices.base import (
@@ -18,14 +19,6 @@ from fdcache.devices.base import (
     Event,
     HostArena,
     Stream,
-)
-from fdcache.devices.execution import (
-    LaunchedCopy,
-    PlanExecution,
-    RefusedCopy,
-    Work,
-    fence,
-    reason_of,
 )
 from fdcache.devices.validation import check_arrays
 from fdcache.errors import PlanError, StreamError

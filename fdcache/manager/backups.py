@@ -1,9 +1,9 @@
-"""Which device blocks are copied to the host, and when: the write policies.
+"""Write policies: which device blocks are copied to the host, and when.
 
-The host tier is closed under prefixes, so whatever is copied takes its uncovered ancestors along, parents first.
-Backups never make anybody wait: what finds no room is dropped and counted. A block that is being copied cannot be
-evicted, nor can those above it: so backups in flight take a share of the pool at most, and while a request is short of
-blocks no more of them begin.
+The host tier is closed under prefixes, so a block is copied after its uncovered ancestors. No request waits for a
+backup: blocks that find no room in the host tier are dropped and counted. A block that is being copied cannot be
+evicted, and neither can its ancestors. Backups in flight are therefore limited to a share of the pool, and none begin
+while a request is short of blocks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fdcache.tiers.statistics import Counters
 
 _MOST_IN_FLIGHT = 1024
 _SHARE = 4
-"""Backups in flight, and the blocks that cannot be evicted for them, are at most a quarter of the pool.
+"""Backups in flight, and the blocks that they keep from eviction, are at most 1/4 of the pool.
 
-A step commits about an eighth of a default pool (8,192 tokens are 128 blocks of 1,024) and is reported one or two steps
-later: a quarter keeps up with that, and leaves requests three quarters of what nobody runs on.
+A step commits about 1/8 of a default pool (8,192 tokens are 128 of 1,024 blocks) and is reported one or two steps
+later. A quarter keeps up with that and leaves three quarters of the evictable blocks to requests.
 """
 
 
 class BackupPlanner:
-    """Copies from the device tier to the host tier, by the write policy of ``settings``."""
+    """Plans copies from the device tier to the host tier, by the write policy of ``settings``."""
 
     def __init__(
         self, settings: CacheSettings, device: BlockPool, host: HostTier, counters: Counters
@@ -45,30 +45,29 @@ class BackupPlanner:
         self._threshold = settings.write_through_threshold if selective else 1
         self._clean_reserve = settings.clean_reserve
         self._queue = BlockQueue()
-        self._withheld = (
-            0  # blocks that backups in flight keep from being evicted, as of when they were planned
-        )
+        self._withheld = 0  # blocks that backups in flight keep from eviction, as of their planning
         self._is_short = False
-        # write_back: every copy made ahead of need is paid for by an eviction, so that a host tier too small for
-        # what the device holds is not filled with the same blocks over and over.
+        # write_back: evictions pay for copies ahead of need, so that a host tier smaller than the device tier is not
+        # filled with the same blocks over and over.
         self._credit = settings.device_blocks
 
     def on_commit(self, hashes: HashArray, status: HashArray) -> None:
-        """Blocks were committed; those stored became entries of the device tier."""
+        """Queue committed blocks that are new in the device tier, if every block is backed up."""
         if not self._writes_back and self._threshold == 1:
             self._enqueue(hashes if not any(status.tobytes()) else hashes[status == STORED])
 
     def on_match(self, hashes: HashArray, hits: UInt32Array) -> None:
-        """Blocks were hit, each by one request more; those that reach the threshold now are backed up."""
+        """Queue blocks that reach the threshold with this hit. ``hits``: shape (blocks,)."""
         if not self._writes_back and self._threshold > 1:
             reached = hits == self._threshold
             if reached.any():
                 self._enqueue(hashes[reached])
 
     def on_evict(self, evicted: Sequence[BlockList], plan: OpenPlan) -> None:
-        """The device tier dropped blocks whose slots have new owners: copy out first what is worth it.
+        """Plan copies of evicted blocks that the host lacks, before their slots are overwritten.
 
-        All lists of one allocation come together, in the order dropped: a later one may hold the parents of an earlier.
+        Pass all lists of one allocation together, in the order of eviction: a later one may have the parents of an
+        earlier one.
         """
         evicted = [dropped for dropped in evicted if len(dropped)]
         if not evicted:
@@ -77,20 +76,20 @@ class BackupPlanner:
         self._credit += len(hashes)
         presence = self._host.contains(hashes)
         if ABSENT not in presence.tobytes():
-            return  # as nearly always, and many times a step
+            return  # the usual case
         hits = np.concatenate([dropped.hits for dropped in evicted])
         dirty = (presence == ABSENT) & (hits >= (0 if self._writes_back else self._threshold))
         if dirty.any():
-            blocks = _paths_in_turn(Blocks.concat(map(Blocks.of, evicted)).select(np.flatnonzero(dirty)))
+            blocks = _paths_from_root(Blocks.concat(map(Blocks.of, evicted)).select(np.flatnonzero(dirty)))
             orphans = self._copy(self._with_uncovered_ancestors(blocks), SwapPurpose.EVICT, plan)
             self._counters.backups_dropped += len(orphans)
 
     def give_way(self) -> None:
-        """A request did not get its blocks: if backups in flight are in its way, no more begin in this step."""
+        """Begin no backup in this step while some are in flight: a request did not get its blocks."""
         self._is_short = True
 
     def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
-        """What may be copied in this step without anybody waiting; ``in_flight``: backups under way."""
+        """Plan the backups of this step. ``in_flight``: number of blocks being backed up."""
         is_short, self._is_short = self._is_short, False
         if is_short and in_flight:
             return
@@ -102,12 +101,12 @@ class BackupPlanner:
             self._flush_queue(plan, in_flight)
 
     def forget(self) -> None:
-        """Drop the queue: its blocks are gone."""
+        """Clear the queue, as after a reset."""
         self._queue.clear()
 
     @property
     def queued(self) -> int:
-        """Blocks that wait for the next plan."""
+        """Number of blocks that wait for a plan."""
         return len(self._queue)
 
     def _enqueue(self, hashes: HashArray) -> None:
@@ -128,29 +127,29 @@ class BackupPlanner:
         cold = Blocks.of(self._device.coldest(wanted))
         coldest = np.flatnonzero(self._host.contains(cold.hashes) == ABSENT)[: self._room(in_flight)]
         if len(coldest):
-            self._back_up(_paths_in_turn(cold.select(coldest)), plan, in_flight)
+            self._back_up(_paths_from_root(cold.select(coldest)), plan, in_flight)
         self._credit -= plan.size(SwapPurpose.BACKUP)
 
     def _room(self, in_flight: int) -> int:
-        """Blocks that may be added to those in flight."""
+        """Return how many blocks may join those in flight."""
         return max(0, max(1, min(_MOST_IN_FLIGHT, self._device.stats().slots // _SHARE)) - in_flight)
 
     def _back_up(self, blocks: Blocks, plan: OpenPlan, in_flight: int) -> HashArray:
-        """Plan backups of ``blocks`` as far as the pool can spare them; returns the hashes of the others."""
+        """Plan backups of ``blocks`` as far as the pool can spare them; return the hashes of the rest."""
         blocks = self._with_uncovered_ancestors(blocks)
         count = self._spared(blocks.slots[: self._room(in_flight)], in_flight)
         rest, dropped = blocks.hashes[count:], self._counters.backups_dropped
         later = self._copy(blocks.select(slice(0, count)), SwapPurpose.BACKUP, plan)
         if self._counters.backups_dropped > dropped:
-            # The host has no room. Those below what was dropped would ask for it again in every step.
+            # The host has no room: descendants of dropped blocks would retry in every step.
             self._counters.backups_dropped += len(rest)
             rest = rest[:0]
         return np.concatenate((later, rest))
 
     def _spared(self, slots: Int32Array, in_flight: int) -> int:
-        """How many of the first slots may be held without keeping too much from being evicted.
+        """Return how many of the first slots may be held without keeping too many blocks from eviction.
 
-        One always may when none is in flight, for it may be the end of a path as long as the pool.
+        At least 1 if no backup is in flight: it may be the end of a path as long as the pool.
         """
         spare = max(0, self._device.stats().slots // _SHARE - self._withheld)
         count = len(slots)
@@ -163,7 +162,7 @@ class BackupPlanner:
         return count
 
     def _withheld_by(self, slots: Int32Array) -> int:
-        """Blocks that could be evicted if these were not held."""
+        """Return how many blocks become unevictable if these slots are held."""
         before = self._device.available
         self._device.hold(slots)
         withheld = before - self._device.available
@@ -171,9 +170,9 @@ class BackupPlanner:
         return withheld
 
     def _copy(self, blocks: Blocks, purpose: SwapPurpose, plan: OpenPlan) -> HashArray:
-        """Reserve host slots for ``blocks`` (parents first) as far as there is room, and plan the copies.
+        """Reserve host slots for ``blocks``, parents first, as far as there is room, and plan the copies.
 
-        Returns the hashes of those that cannot be copied yet, because an ancestor's copy is not confirmed.
+        Return the hashes of blocks that have to wait for the copy of an ancestor.
         """
         while len(blocks):
             taken = self._host.reserve_copies(0, blocks.parents, blocks.hashes)
@@ -207,8 +206,8 @@ class BackupPlanner:
         return Blocks.concat((above, blocks)) if len(above) else blocks
 
 
-def _paths_in_turn(blocks: Blocks) -> Blocks:
-    """Blocks in the order of eviction as they are to reach the host: the coldest path first, each from its root."""
+def _paths_from_root(blocks: Blocks) -> Blocks:
+    """Return blocks in the order of eviction as paths, each from its root, the coldest path first."""
     position = {row.tobytes(): i for i, row in enumerate(blocks.hashes)}
     parent = [position.get(row.tobytes(), -1) for row in blocks.parents]
     turn: dict[int, None] = {}

@@ -1,4 +1,4 @@
-"""CacheManager: the scheduler side. It decides; workers copy; reports change what is known."""
+"""CacheManager: the scheduler side. It plans copies, and counts them once the workers have reported them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, Traffic
 
 
 class ManagerState(StrEnum):
-    """Whether the manager plans anything new."""
+    """State of a ``CacheManager``. It plans new copies only while RUNNING."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -39,16 +39,26 @@ class ManagerState(StrEnum):
 
 
 class CacheManager:
-    """Device and host tier of one engine, for all its ranks.
+    """The device tier of one engine and the tiers below it, for all its ranks.
 
-    One scheduler step: ``match_prefix`` the new requests, ``allocate_device_blocks`` for everything scheduled,
-    ``take_plans`` and send them to every rank with the step; then ``apply`` the ranks' reports, ``commit`` the tokens
-    the engine accepted, ``request_finish`` what ended. Any number of steps may be under way. Calls are thread-safe.
+    ::
 
-    ``settings`` and ``layout`` are all it is told; every rank of ``layout.tp_size`` has to report each plan.
-    ``storage`` turns the storage tier on: local files, whose scans ``restore_storage`` waits for, or a store that
-    ``lookup`` asks, and which ``close`` closes. ``from_settings`` makes a manager as the environment says. Raises
-    ``ConfigurationError`` when the host memory holds not one block, or storage has no host tier to read into.
+        with CacheManager.from_settings(layout) as manager:
+            result = manager.match_prefix([request])[0]
+            manager.allocate_device_blocks([(request, request.num_tokens)])
+            plans = manager.take_plans()              # send them to every rank, then compute the step
+            outcomes = manager.apply(reports)         # of every rank
+            manager.commit([(request, num_computed_tokens)])
+            manager.request_finish([request])
+
+    Calls take lists of requests and are thread-safe. Any number of steps may be in flight.
+
+    ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
+    ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
+    ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``clock``
+    returns seconds.
+
+    Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
 
     def __init__(
@@ -84,14 +94,14 @@ class CacheManager:
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> CacheManager:
-        """Make a manager as the environment says: tiers, write policy, deadlines, storage.
+        """Make a manager from settings, by default those of the environment.
 
-        ``settings`` are what ``Settings.load`` found, ``Settings.load(arguments=...)`` with a caller's own values above
-        the environment; by default they are loaded here. ``device_bytes``, asked only when ``FDCACHE_DEVICE_MEMORY``
-        is a share, is the memory of one rank's device. ``lookup`` stands in for the storage's connector.
+        ``settings``: ``Settings.load()``, or ``Settings.load(arguments=...)`` with values above the environment.
+        ``device_bytes``: memory of one rank's device, used only if ``FDCACHE_DEVICE_MEMORY`` is a share. ``lookup``:
+        replaces the connector of the settings.
 
-        Raises ``SettingsError`` for wrong settings and for those that do not fit the layout, ``StorageError`` when
-        the connector cannot be opened.
+        Raises ``SettingsError`` for settings that are wrong or do not fit the layout, ``StorageError`` if the
+        connector cannot be opened.
         """
         settings = settings or Settings.load()
         settings.check_layout(layout)
@@ -108,9 +118,9 @@ class CacheManager:
             raise
 
     def close(self) -> None:
-        """Say goodbye to the service, if there is one: what this engine held there is free at once.
+        """Leave the service, which frees what this engine held there, and close the storage look-up. Idempotent.
 
-        Call it when every worker has shut down. Harmless when done before, and in embedded use.
+        Call it after every worker has shut down.
         """
         if self._host:
             self._host.close()
@@ -126,10 +136,10 @@ class CacheManager:
         self.close()
 
     def restore_storage(self, scans: Sequence[StorageScan]) -> int:
-        """Take up the blocks that the local storage of every rank holds; returns how many.
+        """Make the blocks in the ranks' local storage findable; return their number.
 
-        Until then nothing is read from storage or written to it. Raises ``PlanError`` unless there is one scan for
-        each rank.
+        Before this call nothing is read from local storage or written to it. ``scans``: those of
+        ``CacheController.open_storage``. Raises ``PlanError`` unless there is one for each rank.
         """
         with self._lock:
             if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
@@ -139,9 +149,9 @@ class CacheManager:
     # --- a scheduler step ---------------------------------------------------------------------------------
 
     def prefetch(self, requests: Iterable[Request]) -> None:
-        """Begin to read from storage what requests that have arrived will need; to be called before their match.
+        """Start to read blocks of requests from storage into the host tier. Call it when requests arrive.
 
-        What comes is kept in the host tier for them until they are matched, or finished without.
+        The blocks are pinned there until the request is matched or finished.
         """
         with self._lock:
             if self._state is ManagerState.RUNNING:
@@ -149,27 +159,27 @@ class CacheManager:
                     self._matcher.prefetch(request)
 
     def match_prefix(self, requests: Iterable[Request]) -> list[MatchResult]:
-        """Find and pin the longest cached prefix of each request, short of its last token.
+        """Pin the longest cached prefix of each request, without its last token.
 
         Raises ``RequestStateError`` for a request that is matched or running already, ``HashingError`` for tokens
-        that cannot be hashed; nothing is matched then.
+        that cannot be hashed; no request is matched then.
         """
         requests = list(requests)
         with self._lock:
-            self._heed_device_reset()
+            self._reset_device_if_asked()
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
             self._requests.check_match(requests)
             return self._matcher.match(requests)
 
     def unmatch(self, requests: Iterable[Request]) -> None:
-        """Undo matches that were followed by no allocation: the pins go, what is read from storage still comes."""
+        """Undo matches that no allocation followed: unpin their blocks. Reads from storage go on."""
         with self._lock:
             for request in requests:
                 self._requests.unmatch(request)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
-        """Whether that many blocks are free or can be made free now; none are while nothing is planned."""
+        """Return True if that many blocks are free or evictable. Always False while paused or asleep."""
         if self._state is not ManagerState.RUNNING:
             return False
         enough = self._device.available >= num_blocks
@@ -178,10 +188,10 @@ class CacheManager:
         return enough
 
     def allocate_device_blocks(self, demands: Iterable[tuple[Request, int]]) -> list[Allocation]:
-        """Let each request's block table cover ``num_tokens`` tokens, all or nothing per request.
+        """Extend the block table of each request to ``num_tokens`` tokens, all or nothing per request.
 
-        The first call after a match also plans the loads of its host blocks. Raises ``RequestStateError`` when a
-        request was not matched or asks for fewer tokens than its match found; nobody gets blocks then.
+        The first call after a match also plans the loads of its host blocks. Raises ``RequestStateError`` for a
+        request that is not matched or demands fewer tokens than its match found; no request gets blocks then.
         """
         demands = list(demands)
         with self._lock:
@@ -189,10 +199,7 @@ class CacheManager:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
             checked = self._requests.check_allocate(demands)
-            return [
-                self._allocate(live, num_tokens)
-                for live, (_, num_tokens) in zip(checked, demands, strict=True)
-            ]
+            return [self._allocate(live, num_tokens) for live, num_tokens in checked]
 
     def _allocate(self, live: LiveRequest, num_tokens: int) -> Allocation:
         request_id, backups = live.request.request_id, self._tiers.backups
@@ -215,13 +222,13 @@ class CacheManager:
         return Allocation(request_id, live.take_added_blocks())
 
     def take_plans(self) -> list[TransferPlan]:
-        """Close the step: what every rank has to copy, to be submitted in this order before the step computes.
+        """Close the step and return its plans. Every rank has to submit them in this order before it computes.
 
-        At most two plans: the step's own, and one of background copies, which are reported by themselves so
-        that no load waits for them to be confirmed.
+        There are at most two: the step's own, and one of background copies, so that no load waits for the report of
+        a backup.
         """
         with self._lock:
-            self._heed_device_reset()
+            self._reset_device_if_asked()
             if self._state is ManagerState.RUNNING:
                 self._plans.plan_background()
             if self._host:
@@ -230,34 +237,34 @@ class CacheManager:
             return self._plans.close(self._host.arena if self._host else None)
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
-        """Tell how many tokens of each request are accepted and have their KV on every rank.
+        """Publish the full blocks of each request's first ``num_tokens`` tokens, which have their KV on every rank.
 
-        Full blocks become matchable, those above an unconfirmed load once it is confirmed. Raises
+        Count accepted tokens only. Blocks above an unconfirmed load become matchable once it is confirmed. Raises
         ``RequestStateError`` for more tokens than the request or its block table has; nothing is committed then.
         """
         progress = list(progress)
         with self._lock:
             checked = self._requests.check_commit(progress)
-            for live, (_, num_tokens) in zip(checked, progress, strict=True):
+            for live, num_tokens in checked:
                 live.commit(num_tokens)
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
-        """Take the ranks' reports; returns the loads that ended with them.
+        """Count the ranks' reports; return the loads that ended with them.
 
-        Raises ``PlanError`` for a report that does not fit its plan; none is taken then. One that came before is
-        counted, no more.
+        Raises ``PlanError`` for a report that does not fit its plan; none is counted then. Repeated reports have no
+        effect but ``Counters.unexpected_reports``.
         """
         reports = list(reports)
         with self._lock:
             return self._plans.apply(reports)
 
     def expire(self) -> list[LoadOutcome]:
-        """The loads of plans whose deadline has passed; each is told once. Their slots wait for the reports."""
+        """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""
         with self._lock:
             return self._plans.expire()
 
     def request_finish(self, requests: Iterable[Request]) -> None:
-        """End, abort or preempt requests: their blocks stay cached, their pins go. Idempotent."""
+        """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent."""
         with self._lock:
             for request in requests:
                 self._requests.finish(request)
@@ -265,10 +272,10 @@ class CacheManager:
     # --- the whole cache ----------------------------------------------------------------------------------
 
     def worker_lost(self, rank: int) -> list[LoadOutcome]:
-        """A rank's process is proved gone, and its part of every block with it: its tiers are reset.
+        """Forget the blocks that a rank had a part of, once its process is known to be gone; return the loads that end.
 
-        The host tier of a service outlives it. Its local storage is out of use until ``restore_storage`` is told
-        what the ranks' files hold. Raises ``PlanError`` for a rank that there is not.
+        The host tier of a service is kept. Local storage is not used until the next ``restore_storage``. Raises
+        ``PlanError`` for an unknown rank.
         """
         with self._lock:
             outcomes = self._plans.lose_rank(rank)
@@ -277,21 +284,22 @@ class CacheManager:
             return outcomes
 
     def reset_cache(self) -> int:
-        """Forget every block of every tier; returns how many. Running requests keep theirs and publish no more.
+        """Forget every block of every tier; return their number. Running requests keep their blocks, unpublished.
 
-        The workers empty their local storage with the next plan.
+        The next plan clears the workers' local storage.
         """
         with self._lock:
             self._requests.stop_publishing()
             return self._tiers.reset()
 
     def change_revision(self, revision: str) -> int:
-        """The engine has loaded other weights: nothing of the former ones is found again; returns how many blocks go.
+        """Forget the blocks of the former weights after the engine has loaded others; return their number.
 
-        Running requests keep their blocks and publish no more, leases from before are stale and harmless, and a
-        service's blocks of this revision are shared with all engines that have it. Between steps; workers need not be
-        told. Raises ``LayoutError`` for the revision that there is, ``ConfigurationError`` with a storage tier, whose
-        files belong to one revision: make a new manager then.
+        Call it between steps. Workers need no call. Running requests keep their blocks and publish no more. With a
+        service, blocks of the new revision are shared with all engines that have it.
+
+        Raises ``LayoutError`` for the current revision, ``ConfigurationError`` with a storage tier, whose files belong
+        to one revision: make a new manager then.
         """
         with self._lock:
             layout = self.layout.with_revision(revision)
@@ -301,17 +309,17 @@ class CacheManager:
             return forgotten
 
     def resize_device_pool(self, num_blocks: int) -> bool:
-        """Change the number of device blocks. False, and nothing changed, while a block beyond it is in use.
+        """Change the number of device blocks. Return False, and change nothing, while a block beyond it is in use.
 
-        Raises ``ConfigurationError`` for a number that no pool can have.
+        Raises ``ConfigurationError`` for a number of blocks that no pool can have.
         """
         with self._lock:
             return self._device.resize(num_blocks) == 0
 
     def pause(self) -> int:
-        """Plan nothing new until ``wakeup``: matches are deferred, allocations refused, backups stop.
+        """Plan nothing until ``wakeup``; return the number of plans that are not reported yet.
 
-        Commits, reports and finishes go on. Returns the number of plans whose reports are still out.
+        Matches are deferred, allocations fail with PAUSED, backups stop. Commits, reports and finishes go on.
         """
         with self._lock:
             if self._state is ManagerState.RUNNING:
@@ -319,50 +327,50 @@ class CacheManager:
             return self._plans.in_flight
 
     def sleep(self) -> None:
-        """Pause and forget the device tier, whose memory the workers may then give back.
+        """Pause and forget the device tier, so that the workers may free its memory.
 
-        Raises ``RequestStateError`` while requests are running or copies are under way.
+        Raises ``RequestStateError`` while requests are running or copies are in flight.
         """
         with self._lock:
             plans = self._plans.unfinished
             if self._requests or plans:
                 raise RequestStateError(
-                    f"cannot sleep with {len(self._requests)} requests and {plans} plans under way; "
+                    f"cannot sleep with {len(self._requests)} requests and {plans} plans in flight; "
                     "pause, finish the requests, take the last plans, apply the reports, then sleep"
                 )
             self._state = ManagerState.ASLEEP
             self._tiers.reset_device()
 
     def wakeup(self) -> None:
-        """Go on after ``pause`` or ``sleep``."""
+        """Resume after ``pause`` or ``sleep``."""
         with self._lock:
             self._state = ManagerState.RUNNING
 
     def take_events(self) -> list[CacheEvent]:
-        """What entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
+        """Return what entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
         with self._lock:
             return list(self._tiers.take_events(self.layout.block_size))
 
-    # --- what it holds ------------------------------------------------------------------------------------
+    # --- state and statistics -----------------------------------------------------------------------------
 
     @property
     def state(self) -> ManagerState:
-        """Whether the manager plans anything new."""
+        """RUNNING, PAUSED or ASLEEP."""
         return self._state
 
     @property
     def host_cache(self) -> HostCache:
-        """What every rank's ``CacheController.initialize_host_cache`` is given, embedded and shared."""
+        """The argument of every rank's ``CacheController.initialize_host_cache``: plain data."""
         return self._host.host_cache if self._host else HostCache()
 
     @property
     def shared_blocks_in_use(self) -> int:
-        """What this engine pins and writes in a service's tier; 0 embedded, where ``get_stats`` has it."""
+        """Pins and slots being written of this engine in a service's tier; 0 without a service."""
         return self._host.in_use if self._host and self.settings.server is not None else 0
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of the host tier; of a shared one, as many as the service has given this layout so far."""
+        """Blocks of the host tier; with a service, the number that it has assigned to this layout so far."""
         return self._host.num_blocks if self._host else 0
 
     @property
@@ -372,16 +380,16 @@ class CacheManager:
 
     @property
     def reads_storage(self) -> bool:
-        """Whether blocks may come from storage: of this process or of the service."""
+        """True if blocks may be read from storage, by this process or by the service."""
         return self._tiers.fetches is not None
 
     @property
     def num_free_device_blocks(self) -> int:
-        """Device blocks that nobody holds and that cache nothing."""
+        """Device blocks that are neither held nor cached."""
         return self._device.stats().free
 
     def get_stats(self) -> CacheStats:
-        """Tiers and totals at this moment."""
+        """Return a snapshot of tiers and counters."""
         with self._lock:
             backups, storage = self._tiers.backups, self._storage
             usage = {level: pool.usage() for level, pool in self._tiers.pools.items()}
@@ -400,20 +408,20 @@ class CacheManager:
             )
 
     def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
-        """Bytes per rank of each tier."""
+        """Return bytes per rank of each tier."""
         return self._tiers.memory_usage(self.layout)
 
     def free_device_blocks(self) -> list[int]:
-        """The ids of the free device blocks; visits every block."""
+        """Return the slots of the free device blocks. Visits every block."""
         with self._lock:
             return [
                 slot for slot in range(self.num_device_blocks) if self._device.node(slot).state == SLOT_FREE
             ]
 
     def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
-        """Where the full blocks of a request's tokens are at this moment, by tier, in path order; pins nothing.
+        """Return the full blocks of a request's tokens by tier, in path order; pin nothing.
 
-        Of the tiers that this process has; ``fdcache inspect explain`` tells of a service's.
+        Covers the tiers of this process; for those of a service run ``fdcache inspect explain``.
         """
         with self._lock:
             return self._tiers.find(self._requests.bind(request).hashes)
@@ -423,8 +431,8 @@ class CacheManager:
         with self._lock:
             self._tiers.verify()
 
-    def _heed_device_reset(self) -> None:
-        """Forget the device tier if an operator of the service asked for it."""
+    def _reset_device_if_asked(self) -> None:
+        """Forget the device tier if an operator of the service has asked for it."""
         if self._host and self._host.take_device_reset():
             self._reset_device()
 

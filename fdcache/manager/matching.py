@@ -36,11 +36,8 @@ class ReuseLimit:
                 f"reuse_grid: {grid} tokens neither divide the block size {block_size} nor are a multiple of it"
             )
         self._cell = max(grid // block_size, 1)
-
-    @property
-    def is_on(self) -> bool:
+        self.is_on = self._cell > 1
         """True if the grid is coarser than a block."""
-        return self._cell > 1
 
     def allowed(self, blocks: int) -> int:
         """Return how many of ``blocks`` leading blocks may be reused."""
@@ -107,11 +104,7 @@ class PrefixMatcher:
         if not self._host or not asking:
             return [self._end(search, NOTHING) for search in searches]
         paths = [(search.hashes, search.on_device) for search in asking]
-        numbers = (
-            [self._requests.fetch_number(search.request) for search in asking]
-            if self._fetches is not None
-            else ()
-        )
+        numbers = [self._requests.fetch_number(search.request) for search in asking]
         found = iter(self._host.match_paths(paths, numbers))
         return [self._end(search, next(found) if search.asks_host else NOTHING) for search in searches]
 
@@ -149,8 +142,10 @@ class PrefixMatcher:
         if pending and live.deferred_for(self._clock()) < self._defer_timeout:
             self._requests.defer(request)
             return self._deferred(request)
-        host_run = host.blocks.select(slice(on_host)) if on_host else None
-        fetched = min(host.fetched.stop, on_host) - min(host.fetched.start, on_host)
+        host_run, fetched = None, 0
+        if on_host:
+            host_run = host.blocks.select(slice(on_host))
+            fetched = min(host.fetched.stop, on_host) - min(host.fetched.start, on_host)
         if self._fetches is not None:
             self._fetches.unpin(self._requests.fetch_number(request))
         slots = run.slots if run is not None and on_device else NO_BLOCKS

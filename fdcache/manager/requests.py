@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -153,33 +153,30 @@ class Request:
         return self._tokens
 
 
+@dataclass(slots=True, eq=False)
 class LiveRequest:
     """A request between its match and its end: its lease, its block table, and how much of it is published.
 
     ``host_run`` are the host blocks of its match until their loads are planned. ``is_live`` becomes False when the
-    request is released; the end of a load that was planned before concerns nobody then.
+    request is released: a load that was planned before then ends without an outcome.
     """
 
-    def __init__(
-        self, request: Request, tokens: TokenBlocks, tiers: Tiers, block_size: int, *, publishes: bool
-    ) -> None:
-        self.request = request
-        self.table = BlockTable()
-        self.host_run: Blocks | None = None
-        self.publishes = publishes
-        self.is_live = True
-        self.is_loading = False
-        self._tokens = tokens
-        self._tiers = tiers
-        self._device = tiers.device
-        self._block_size = block_size
-        self._lease = tiers.device.open_lease()
-        self._host_lease = 0
-        self._returned_blocks = 0
-        self._committed_blocks = 0
-        self._committed_tokens = 0
-        self._fetched_blocks = 0
-        self._is_counted = False
+    request: Request
+    publishes: bool
+    _tokens: TokenBlocks
+    _tiers: Tiers
+    _block_size: int
+    _lease: int
+    table: BlockTable = field(default_factory=BlockTable)
+    host_run: Blocks | None = None
+    is_live: bool = True
+    is_loading: bool = False
+    _host_lease: int = 0
+    _returned_blocks: int = 0
+    _committed_blocks: int = 0
+    _committed_tokens: int = 0
+    _fetched_blocks: int = 0
+    _is_counted: bool = False
 
     # --- match --------------------------------------------------------------------------------------------
 
@@ -189,7 +186,7 @@ class LiveRequest:
         A request counts as one hit of each block, however often it is matched.
         """
         request = self.request
-        run = self._device.match(self._lease, hashes, start, request._hit_blocks)
+        run = self._tiers.device.match(self._lease, hashes, start, request._hit_blocks)
         stop = start + len(run)
         first = max(start, request._hit_blocks)
         if first < stop:
@@ -199,9 +196,10 @@ class LiveRequest:
         return run
 
     def unpin_device(self) -> None:
-        """Release the device blocks of a match, to match fewer."""
-        self._device.release(self._lease)
-        self._lease = self._device.open_lease()
+        """Unpin the device blocks of a match, before it is repeated for fewer blocks."""
+        device = self._tiers.device
+        device.release(self._lease)
+        self._lease = device.open_lease()
 
     def pin_host(self, lease: int) -> None:
         """Hold the host lease of a match until ``accept_match``, ``drop_host_run`` or ``release``."""
@@ -278,7 +276,7 @@ class LiveRequest:
         stop = len(self.table) + count
         evicted = [self._plan_loads(self.host_run, plan)] if self.host_run else []
         if missing := stop - len(self.table):
-            taken = self._device.reserve(self._lease, missing)
+            taken = self._tiers.device.reserve(self._lease, missing)
             if taken.missing:
                 raise IntegrityError(
                     f"request {self.request.request_id!r}: {taken.missing} available blocks are gone"
@@ -290,7 +288,7 @@ class LiveRequest:
     def _plan_loads(self, run: Blocks, plan: StepPlan) -> BlockList:
         """Reserve device blocks for the host run and plan its copies."""
         assert self._tiers.host
-        taken = self._device.reserve_copies(self._lease, run.parents, run.hashes)
+        taken = self._tiers.device.reserve_copies(self._lease, run.parents, run.hashes)
         if len(taken) != len(run):
             raise IntegrityError(
                 f"request {self.request.request_id!r}: {len(run)} loads got {len(taken)} device blocks"
@@ -334,7 +332,9 @@ class LiveRequest:
         if start >= stop:
             return
         parent = hashes[start - 1].tobytes() if start else ROOT
-        status = self._device.commit(self._lease, parent, hashes[start:stop], self.table.slots[start:stop])
+        status = self._tiers.device.commit(
+            self._lease, parent, hashes[start:stop], self.table.slots[start:stop]
+        )
         self._committed_blocks = start + len(status)
         tenant, host, backups = self.request._tenant, self._tiers.host, self._tiers.backups
         if tenant is not None and host:
@@ -347,7 +347,7 @@ class LiveRequest:
     def release(self) -> None:
         """Unpin every block of the request; slots of copies in flight stay held until their reports."""
         self.drop_host_run()
-        self._device.release(self._lease)
+        self._tiers.device.release(self._lease)
         self.is_live = self.is_loading = False
         self.request._live = None
         self.request.num_cached_tokens = 0
@@ -406,7 +406,7 @@ class LiveRequests:
         return request._fetch
 
     def may_prefetch(self, request: Request) -> bool:
-        """Return True for a request that is to be matched yet and may load blocks."""
+        """Return True for a request that is not matched yet and may load blocks."""
         may_reuse = self._caches_prefixes and request.use_cache and not request.device_only
         return may_reuse and request._live is None
 
@@ -437,12 +437,15 @@ class LiveRequests:
             self.bind(request)
             seen[request.request_id] = request
 
-    def check_allocate(self, demands: Sequence[tuple[Request, int]]) -> list[LiveRequest]:
-        """Return the live requests. Raises ``RequestStateError`` for one that cannot get blocks for so many tokens."""
+    def check_allocate(self, demands: Sequence[tuple[Request, int]]) -> list[tuple[LiveRequest, int]]:
+        """Return the demands of live requests.
+
+        Raises ``RequestStateError`` for a request that is not matched or demands fewer tokens than its match found.
+        """
         checked = []
         for request, num_tokens in demands:
-            live = self.get(request)
-            if live is None:
+            live = self._by_id.get(request.request_id)
+            if live is None or live.request is not request:
                 raise RequestStateError(
                     f"request {request.request_id!r} has to be matched before it gets blocks"
                 )
@@ -451,40 +454,41 @@ class LiveRequests:
                     f"request {request.request_id!r}: {num_tokens} tokens are fewer than the "
                     f"{request.num_cached_tokens} that its match found"
                 )
-            checked.append(live)
+            checked.append((live, num_tokens))
         return checked
 
-    def check_commit(self, progress: Sequence[tuple[Request, int]]) -> list[LiveRequest]:
-        """Return the live requests. Raises ``RequestStateError`` for one that has no blocks for so many tokens."""
+    def check_commit(self, progress: Sequence[tuple[Request, int]]) -> list[tuple[LiveRequest, int]]:
+        """Return the progress of live requests.
+
+        Raises ``RequestStateError`` for a request that does not have so many tokens, or no blocks for them.
+        """
         checked = []
         for request, num_tokens in progress:
-            live = self.get(request)
-            blocks = len(live.table) if live is not None else 0
+            live = self._by_id.get(request.request_id)
+            blocks = len(live.table) if live is not None and live.request is request else 0
             limit = min(request.num_tokens, blocks * self._block_size)
-            if live is None or not 0 <= num_tokens <= limit:
+            if live is None or live.request is not request or not 0 <= num_tokens <= limit:
                 raise RequestStateError(
                     f"request {request.request_id!r}: cannot commit {num_tokens} tokens, it has blocks for {limit}"
                 )
-            checked.append(live)
+            checked.append((live, num_tokens))
         return checked
 
     # --- from match to end --------------------------------------------------------------------------------
 
-    def get(self, request: Request) -> LiveRequest | None:
-        """Return the live state of a request of this manager."""
-        live = self._by_id.get(request.request_id)
-        return live if live is not None and live.request is request else None
-
     def admit(self, request: Request) -> LiveRequest:
         """Open a lease for a request that is being matched."""
         publishes = request.use_cache and self._caches_prefixes
-        live = LiveRequest(request, self.bind(request), self._tiers, self._block_size, publishes=publishes)
+        tokens = request._tokens or self.bind(request)
+        lease = self._tiers.device.open_lease()
+        live = LiveRequest(request, publishes, tokens, self._tiers, self._block_size, lease)
         request._live = self._by_id[request.request_id] = live
         return live
 
     def unmatch(self, request: Request) -> None:
         """Release a matched request; its reads from storage go on."""
-        if (live := self.get(request)) is not None:
+        live = self._by_id.get(request.request_id)
+        if live is not None and live.request is request:
             del self._by_id[request.request_id]
             live.release()
             request._deferred_since = None

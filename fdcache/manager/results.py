@@ -1,4 +1,4 @@
-"""What the manager answers. Failures of the data path are values here, never exceptions."""
+"""Answers of a ``CacheManager``. Failures of the data path are values here, not exceptions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ NO_BLOCKS = np.empty(0, np.int32)
 
 
 class MatchStatus(StrEnum):
-    """What became of a look-up."""
+    """Status of a match."""
 
     MATCHED = "matched"
     DEFERRED = "deferred"
 
 
 class MatchResult(msgspec.Struct, frozen=True):
-    """The longest cached prefix of a request, in path order: device blocks, then host, then storage.
+    """The longest cached prefix of a request: device blocks, then host blocks, then blocks read from storage.
 
-    DEFERRED: another request is copying the next block, or the manager is paused. Nothing is pinned; ask again
-    in a later step.
+    ::
+
+        result = manager.match_prefix([request])[0]
+        if result.status is MatchStatus.MATCHED:
+            num_new_tokens = request.num_tokens - result.num_cached_tokens
+
+    DEFERRED: another request is copying the next block, blocks are being read from storage, or the manager is
+    paused. Nothing is pinned; match the request again in a later step.
     """
 
     request_id: str
@@ -35,12 +41,12 @@ class MatchResult(msgspec.Struct, frozen=True):
 
     @property
     def total_matched_blocks(self) -> int:
-        """Blocks of all tiers together."""
+        """Number of blocks in all tiers."""
         return self.num_device_blocks + self.num_host_blocks + self.num_storage_blocks
 
 
 class AllocationFailure(StrEnum):
-    """Why a request got no blocks."""
+    """Reason for an allocation without blocks."""
 
     NO_BLOCKS = "no_blocks"
     DEFERRED = "deferred"
@@ -48,12 +54,19 @@ class AllocationFailure(StrEnum):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """The blocks one request got in this step, or why it got none.
+    """The blocks that one request got in this step, or the reason that it got none.
 
-    ``block_ids`` are the slots added to its block table since its match or its last allocation: those that others
-    brought to the device meanwhile, those to be loaded, then those to be computed.
-    NO_BLOCKS leaves the request as it was, ``shortfall`` blocks are missing; DEFERRED undoes its match, which
-    must be asked for again in a later step.
+    ::
+
+        allocation = manager.allocate_device_blocks([(request, request.num_tokens)])[0]
+        if allocation.failure is AllocationFailure.NO_BLOCKS:
+            preempt_one_request()
+
+    ``block_ids``: int32 slots added to the block table since the match or the last allocation: blocks that others
+    loaded meanwhile, blocks to be loaded, then blocks to be computed.
+
+    NO_BLOCKS: ``shortfall`` blocks are missing and the request is unchanged. DEFERRED: the match is undone; match the
+    request again in a later step. PAUSED: the manager plans nothing until ``wakeup``.
     """
 
     request_id: str
@@ -63,12 +76,12 @@ class Allocation(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """Whether the block table now covers what was asked for."""
+        """True if the block table covers the tokens that were asked for."""
         return self.failure is None
 
 
 class LoadStatus(StrEnum):
-    """What became of the blocks that a request loads."""
+    """Status of a request's load at its end."""
 
     CONFIRMED = "confirmed"
     FAILED = "failed"
@@ -76,11 +89,17 @@ class LoadStatus(StrEnum):
 
 
 class LoadOutcome(msgspec.Struct, frozen=True):
-    """The end of one request's load, once every rank has reported it.
+    """The end of one request's load, once every rank has reported it or its deadline has passed.
 
-    FAILED: discard the tokens of all its steps in flight and compute again from token ``recompute_from``, in the
-    same blocks. OVERDUE: a rank may still be writing into them, so preempt the request (``request_finish``);
-    matched again it reuses what is on the device and loads nothing.
+    ::
+
+        for outcome in manager.apply(reports) + manager.expire():
+            if outcome.status is LoadStatus.FAILED:
+                recompute(outcome.request_id, first_token=outcome.recompute_from)
+
+    FAILED: discard the tokens of all the request's steps in flight and compute again from token ``recompute_from``,
+    in the same blocks. OVERDUE: a rank may still write into the blocks, so preempt the request with
+    ``request_finish``; its next match reuses blocks on the device and loads nothing.
     """
 
     request_id: str

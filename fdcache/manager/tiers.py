@@ -1,4 +1,4 @@
-"""The tiers of one manager: what a plan's end, a lost worker, a reset or new weights mean to all of them."""
+"""The tiers of one manager as one object: its parts by the settings, and what concerns all of them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fdcache.tiers.storage import StorageTier, make_index
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Device, host and storage, and who moves blocks between them: ``backups`` down, ``fetches`` up.
+    """Device, host and storage tier; ``backups`` copy blocks down, ``fetches`` read them from storage.
 
-    What the settings do not ask for is None. ``backups`` are there with a host tier, storage only with one.
+    Parts that the settings turn off are None. ``backups`` need a host tier, and so does a storage tier of this process.
     """
 
     device: BlockPool
@@ -35,7 +35,7 @@ class Tiers:
 
     @property
     def pools(self) -> dict[CacheLevel, BlockPool | HostTier]:
-        """Those that have slots, from the device down."""
+        """The tiers that have slots, from the device down."""
         pools: dict[CacheLevel, BlockPool | HostTier] = {CacheLevel.DEVICE: self.device}
         if self.host is not None:
             pools[CacheLevel.HOST] = self.host
@@ -44,7 +44,7 @@ class Tiers:
         return pools
 
     def plan_background(self, plan: OpenPlan, ledger: PlanLedger) -> None:
-        """Copies that nobody waits for, as far as those under way leave room."""
+        """Plan copies that no request waits for, as far as those in flight leave room."""
         if self.backups:
             self.backups.plan_background(plan, ledger.blocks_in_flight(SwapPurpose.BACKUP))
         if self.storage:
@@ -63,13 +63,13 @@ class Tiers:
                     self.storage.copies_ended(result)
 
     def reset_device(self) -> None:
-        """Forget the device tier, and what of it was to be copied down."""
+        """Forget the blocks of the device tier and their queued backups."""
         self.device.reset()
         if self.backups:
             self.backups.forget()
 
     def reset(self) -> int:
-        """Forget every block; returns how many. The plan tells the workers to empty their local storage."""
+        """Forget every block; return their number. The next plan tells the workers to clear their storage."""
         forgotten = sum(pool.usage().ready for pool in (self.device, self.host) if pool is not None)
         self.reset_device()
         if self.host:
@@ -79,7 +79,7 @@ class Tiers:
         return forgotten
 
     def worker_lost(self) -> None:
-        """A rank is gone and its part of every block with it; what it was to do for storage leaves the plan."""
+        """Forget the blocks that a lost rank held a part of, and cancel the storage tasks not sent yet."""
         self.reset_device()
         if self.host:
             self.host.worker_lost()
@@ -87,7 +87,7 @@ class Tiers:
             self.storage.rank_lost()
 
     def change_layout(self, layout: KVLayout) -> int:
-        """The engine has other weights; returns how many blocks of this process go.
+        """Forget the blocks of the former weights; return the number of those in this process.
 
         Raises ``ConfigurationError`` with a storage tier.
         """
@@ -104,12 +104,12 @@ class Tiers:
         return forgotten
 
     def take_events(self, block_size: int) -> Iterator[CacheEvent]:
-        """What entered and left each tier since the last call."""
+        """Yield what entered and left each tier since the last call."""
         for level, pool in self.pools.items():
             yield from events_of(pool, level, block_size)
 
     def find(self, hashes: HashArray) -> dict[CacheLevel, list[BlockNode]]:
-        """Where blocks of one path are, by tier; pins nothing. A service's tier is not looked into."""
+        """Return the blocks of a path in each tier of this process; pin nothing."""
         return {
             level: pool.nodes(pool.find(hashes).slots.tolist())
             for level, pool in self.pools.items()
@@ -117,7 +117,7 @@ class Tiers:
         }
 
     def memory_usage(self, layout: KVLayout) -> dict[CacheLevel, MemoryUsage]:
-        """Bytes per rank: planes on the device, records below it."""
+        """Return bytes per rank of each tier: planes on the device, records below it."""
         block_bytes = {CacheLevel.DEVICE: layout.payload_bytes}
         return {
             level: MemoryUsage.of(pool, block_bytes.get(level, layout.record_bytes))
@@ -138,7 +138,7 @@ def make_tiers(
     counters: Counters,
     clock: Callable[[], float],
 ) -> Tiers:
-    """All of them, empty. Raises ``ConfigurationError`` for settings that do not fit together."""
+    """Return the tiers of the settings, empty. Raises ``ConfigurationError`` for settings that contradict."""
     device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
     host = _make_host(settings, layout, storage_settings)
     storage = _make_storage(settings, layout, storage_settings, lookup, host, counters, clock)
@@ -160,7 +160,7 @@ def _own_host(settings: CacheSettings, layout: KVLayout, blocks: int) -> LocalHo
 
 
 def _make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier | None:
-    """The service's where one is named, else an own one, if there is memory for it."""
+    """Return the tier of the service, or one of this process, or None without host memory."""
     if settings.server is None:
         blocks = HostCache.of(settings, layout).num_blocks
         return _own_host(settings, layout, blocks) if blocks else None
@@ -168,7 +168,7 @@ def _make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSe
 
     if storage.is_on:
         raise ConfigurationError(
-            f"FDCACHE_STORAGE={storage.connector} is the service's where FDCACHE_SERVER is set: give it to "
+            f"FDCACHE_STORAGE={storage.connector}: with FDCACHE_SERVER the storage belongs to the service; set it for "
             "`fdcache serve` and unset it here, or unset FDCACHE_SERVER"
         )
     return RemoteHostTier(settings, layout, FetchTerms.of(storage))
@@ -183,12 +183,12 @@ def _make_storage(
     counters: Counters,
     clock: Callable[[], float],
 ) -> StorageTier | None:
-    """The storage tier below an own host tier; a service has its own."""
+    """Return the storage tier below a host tier of this process, None if storage is off."""
     if not storage.is_on:
         return None
     if not isinstance(host, LocalHostTier):
         raise ConfigurationError(
-            f"FDCACHE_STORAGE={storage.connector} reads and writes through the host tier; set FDCACHE_HOST_MEMORY"
+            f"FDCACHE_STORAGE={storage.connector} needs a host tier to read into; set FDCACHE_HOST_MEMORY"
         )
     index = make_index(storage, layout, lookup, clock)
     tier = StorageTier(settings, storage, layout, host, index, counters, clock)

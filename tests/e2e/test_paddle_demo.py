@@ -56,7 +56,7 @@ def test_storage_beside_a_service_is_refused_in_a_line(
     with pytest.raises(SystemExit):
         demo.parse([*TINY])
     (line,) = capsys.readouterr().err.splitlines()
-    assert "error: FDCACHE_STORAGE=local is the service's where FDCACHE_SERVER is set" in line
+    assert "error: FDCACHE_STORAGE=local: with FDCACHE_SERVER the storage belongs to the service" in line
 
 
 @pytest.mark.parametrize("mode", [[], ["--ordinary"]], ids=["deterministic", "ordinary"])

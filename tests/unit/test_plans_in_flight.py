@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fdcache.controller.execution import PlansInFlight
 from fdcache.devices.base import Event
 from fdcache.devices.cpu import CpuDevice, CpuEvent
-from fdcache.devices.execution import PlansInFlight
 
 
 class ForeignDevice(CpuDevice):

@@ -12,7 +12,7 @@ from fdcache.devices.base import Device, Event, PendingCopy, Stream
 from fdcache.devices.cpu import CpuEvent, wait_any_cpu_event
 from fdcache.errors import FdcacheError, PlanError
 from fdcache.metadata import StorageTask, TransferPlan, TransferReport, TransferResult
-from fdcache.tasks import AsyncTaskHandler, TransferStatus
+from fdcache.tasks import AsyncTask, AsyncTaskHandler, TransferStatus
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,17 @@ def fence(stream: Stream, behind: Event) -> None:
         logger.error("a stream accepts no event: %s", reason_of(error))
 
 
+class Execution(AsyncTask[TransferReport], Protocol):
+    """A submitted plan or storage task until its report is polled."""
+
+    @property
+    def plan_id(self) -> int:
+        """Number of the plan or task."""
+
+    def pending_event(self) -> Event | None:
+        """Return an event that comes before the end of the task, or None if it has ended."""
+
+
 class PlanExecution:
     """One submitted plan, the task behind its ``AsyncTaskHandler``. The report is made once, at the end."""
 
@@ -170,29 +181,6 @@ def refused_executions(plan: TransferPlan, rank: int, reason: str) -> list[PlanE
         )
         for each in parts
     ]
-
-
-class Execution(Protocol):
-    """A submitted plan or storage task until its report is taken."""
-
-    @property
-    def plan_id(self) -> int:
-        """Number of the plan."""
-
-    def pending_event(self) -> Event | None:
-        """Return an event that must be reached before it has ended; None when it has."""
-
-    def wait(self, timeout: float | None) -> bool:
-        """Wait up to ``timeout`` seconds, None without limit; return True if it has ended."""
-
-    def cancel(self) -> bool:
-        """Take back what has not begun; return True if there was anything."""
-
-    def status(self) -> TransferStatus:
-        """Return how far it has come."""
-
-    def result(self) -> TransferReport:
-        """Return the report, once it has ended."""
 
 
 _MIXED_WAIT = 0.002
