@@ -67,6 +67,7 @@ def test_invalid_settings_do_not_lock_operators_out_of_a_service(
     wrong = {"FDCACHE_WRITE_POLICY": "wrong", "FD_PD_REORDER": "x", "FDCACHE_RUNTIME_DIR": str(tmp_path)}
     done = fdcache(*command, **wrong)
     assert done.returncode == 1
-    assert f"error: ipc://{tmp_path}/fdcache.sock: nobody serves" in done.stderr
+    assert f"ipc://{tmp_path}/fdcache.sock" in done.stderr
+    assert "is `fdcache serve` running?" in done.stderr
     assert done.stderr.count("warning: ") == 2
     assert fdcache(*command, FDCACHE_RUNTIME_DIR_FILE="/no/such/file").returncode == 78
