@@ -30,7 +30,7 @@ def door(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
 def test_reports_are_polled_while_a_submission_waits_for_the_service(
     tmp_path: Path, door: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena, "_ATTACH_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(arena, "ATTACH_TIMEOUT", PATIENCE)
     with CacheController(TransferSettings(), uniform_layout()) as controller:
         controller.initialize_kv_cache(4)
         controller.initialize_host_cache(HostCache(server=f"ipc://{tmp_path}/fdcache.sock"))
