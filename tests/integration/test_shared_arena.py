@@ -1,4 +1,4 @@
-"""A service that is slow to let a worker in holds up that worker's submission, and nothing else."""
+"""SharedHostArena: a service that is slow to attach a worker delays its submission, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.swaps import PATIENCE, plan, uniform_layout
 
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
-    """The socket of a service that answers when the test does."""
+    """Return the socket of a service that answers when the test does."""
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.bind(f"ipc://{tmp_path}/fdcache.sock")
