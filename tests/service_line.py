@@ -1,4 +1,4 @@
-"""A bare line to a service: requests as no engine would send them, and what is answered."""
+"""Bare connection to a service: requests that no engine would send, and their answers."""
 
 from __future__ import annotations
 

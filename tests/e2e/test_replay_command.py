@@ -1,19 +1,22 @@
-"""``fdcache replay`` as a user runs it: what it prints, how it ends."""
+"""``fdcache replay``: its output and exit status."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import pty
 import signal
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fdcache.replay import worker
+from fdcache.replay._pattern import PatternModel
+from tests.commands import FDCACHE, Done, run_command
 from tests.service_help import until
 
-FDCACHE = [sys.executable, "-c", "from fdcache_cli.main import run; run()"]
 REQUIRED = {
     "requests": int,
     "rejected": int,
@@ -34,15 +37,8 @@ REQUIRED = {
 LINE = {"timestamp": 5, "input_length": 900, "output_length": 30, "hash_ids": [1, 2]}
 
 
-def fdcache(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*FDCACHE, "replay", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **environment},
-        check=False,
-    )
+def fdcache(*arguments: object, **environment: str) -> Done:
+    return run_command(("replay", *arguments), {**os.environ, **environment})
 
 
 def trace(path: Path, *lines: object) -> Path:
@@ -69,16 +65,16 @@ def test_json_is_exactly_one_object_with_every_field() -> None:
     assert report["peak_rss_bytes"] > 10 << 20
 
 
-def test_without_json_a_table_is_printed_and_no_bar_where_there_is_no_terminal() -> None:
+def test_without_a_terminal_a_table_is_printed_and_no_bar() -> None:
     done = fdcache("--requests", 20)
     assert done.returncode == 0, done.stderr
     assert "corrupt blocks" in done.stdout
     assert "hit rate" not in done.stderr
 
 
-def test_a_bar_is_shown_where_standard_error_is_a_terminal() -> None:
+def test_a_bar_is_shown_on_a_terminal() -> None:
     ours, theirs = pty.openpty()
-    command = [*FDCACHE, "replay", "--requests", "100", "--json"]
+    command = [FDCACHE, "replay", "--requests", "100", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
         os.close(theirs)
         shown = b""
@@ -93,7 +89,7 @@ def test_a_bar_is_shown_where_standard_error_is_a_terminal() -> None:
     assert b"hit rate" in shown
 
 
-def test_a_trace_is_replayed_and_its_repeated_blocks_are_hit(tmp_path: Path) -> None:
+def test_repeated_blocks_of_a_trace_are_hits(tmp_path: Path) -> None:
     done = fdcache(trace(tmp_path / "t.jsonl", *[LINE] * 3), "--concurrency", 1, "--json")
     report = json.loads(done.stdout)
     assert report["requests"] == 3
@@ -109,7 +105,7 @@ def test_a_trace_is_replayed_and_its_repeated_blocks_are_hit(tmp_path: Path) -> 
         ("{oops", "the whole line"),
     ],
 )
-def test_a_malformed_line_is_named_by_file_line_and_field(tmp_path: Path, line: object, field: str) -> None:
+def test_a_malformed_line_names_file_line_and_field(tmp_path: Path, line: object, field: str) -> None:
     path = trace(tmp_path / "bad.jsonl", LINE, line)
     done = fdcache(path, "--json")
     assert done.returncode == 1
@@ -135,9 +131,7 @@ def test_a_malformed_line_is_named_by_file_line_and_field(tmp_path: Path, line: 
         (["--plot", "no/such/folder.png"], "--plot", "does not exist"),
     ],
 )
-def test_an_impossible_option_is_named_with_what_would_do(
-    arguments: list[str], option: str, remedy: str
-) -> None:
+def test_an_invalid_option_names_the_remedy(arguments: list[str], option: str, remedy: str) -> None:
     done = fdcache(*arguments)
     assert done.returncode == 2
     assert option in done.stderr
@@ -145,7 +139,7 @@ def test_an_impossible_option_is_named_with_what_would_do(
     assert "Traceback" not in done.stderr
 
 
-def test_a_device_tier_that_no_request_fits_ends_with_status_one() -> None:
+def test_a_device_tier_too_small_for_any_request_ends_with_status_1() -> None:
     done = fdcache("--device-blocks", 3, "--requests", 20, "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["rejected"] == 20
@@ -159,7 +153,7 @@ def test_a_device_tier_that_no_request_fits_ends_with_status_one() -> None:
         ("10KiB", 1, "raise FDCACHE_DEVICE_MEMORY\n"),
     ],
 )
-def test_a_variable_is_blamed_where_no_option_was_given(memory: str, status: int, said: str) -> None:
+def test_without_an_option_the_variable_is_named(memory: str, status: int, said: str) -> None:
     done = fdcache("--requests", 2, "--json", FDCACHE_DEVICE_MEMORY=memory, FDCACHE_HOST_MEMROY="1GiB")
     assert done.returncode == status
     assert said in done.stderr
@@ -167,51 +161,49 @@ def test_a_variable_is_blamed_where_no_option_was_given(memory: str, status: int
     assert "warning: FDCACHE_HOST_MEMROY (environment): there is no such setting" in done.stderr
 
 
-def test_settings_of_the_environment_hold_where_no_option_is_given() -> None:
+def test_the_environment_applies_without_an_option() -> None:
     arguments = ("--requests", 5, "--json", "--block-size", 32)
     done = fdcache(*arguments, FDCACHE_DEVICE_BLOCKS="777", FDCACHE_BLOCK_SIZE="16")
     settings = json.loads(done.stdout)["settings"]
     assert (settings["device_blocks"], settings["block_size"]) == (777, 32)
 
 
-def test_a_picture_is_written(tmp_path: Path) -> None:
+def test_a_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "replay.png"
     assert fdcache("--requests", 30, "--plot", picture).returncode == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_a_picture_is_refused_before_the_run(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util as u\n"
-        "find = u.find_spec\n"
-        "u.find_spec = lambda name, *rest: None if name == 'matplotlib' else find(name, *rest)\n"
+def test_without_matplotlib_a_plot_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
     )
-    done = fdcache("--plot", "x.png", PYTHONPATH=str(tmp_path))
+    done = fdcache("--plot", "x.png")
     assert done.returncode == 2
     assert "pip install 'fdcache[plot]'" in done.stderr
 
 
-def test_corrupt_blocks_end_with_status_one() -> None:
-    program = (
-        "from fdcache.replay._pattern import PatternModel\n"
-        "from fdcache.replay import worker\n"
-        "class Wrong:\n"
-        "    def __init__(self, *arguments):\n"
-        "        self.model = PatternModel(*arguments)\n"
-        "        self.planes = arguments[0]\n"
-        "    def run_layer(self, layer):\n"
-        "        differing = self.model.run_layer(layer)\n"
-        "        self.planes[1][:, 5] = 77\n"
-        "        return differing\n"
-        "    def __getattr__(self, name):\n"
-        "        return getattr(self.model, name)\n"
-        "worker.PatternModel = Wrong\n"
-        "from fdcache_cli.main import run\n"
-        "run()\n"
-    )
-    command = [sys.executable, "-c", program, "replay", "--requests", "30", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+class WrongModel:
+    """Model that writes a wrong byte into every layer."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.model = PatternModel(*arguments)
+        self.planes = arguments[0]
+
+    def run_layer(self, layer: int) -> Any:
+        differing = self.model.run_layer(layer)
+        self.planes[1][:, 5] = 77
+        return differing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def test_corrupt_blocks_end_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "PatternModel", WrongModel)
+    done = fdcache("--requests", 30, "--json")
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["corrupt_blocks"] > 0
 
@@ -221,7 +213,7 @@ def test_an_interrupt_ends_with_the_report_so_far(tmp_path: Path, ranks: int) ->
     endless = tmp_path / "endless.jsonl"
     os.mkfifo(endless)
     before = shared_memory()
-    command = [*FDCACHE, "replay", str(endless), "--ranks", str(ranks), "--json"]
+    command = [FDCACHE, "replay", str(endless), "--ranks", str(ranks), "--json"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -248,7 +240,7 @@ def shared_memory() -> set[Path]:
 def test_ranks_end_when_the_scheduler_is_killed(tmp_path: Path) -> None:
     endless = tmp_path / "endless.jsonl"
     os.mkfifo(endless)
-    command = [*FDCACHE, "replay", str(endless), "--ranks", "2", "--json"]
+    command = [FDCACHE, "replay", str(endless), "--ranks", "2", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     with contextlib.suppress(BrokenPipeError), endless.open("w") as lines:
         for index in range(1_000_000):
@@ -273,7 +265,7 @@ def wait_until_gone(group: int) -> None:
     until(is_gone, "every process of the replay is gone")
 
 
-def test_a_replay_where_nobody_serves_says_so_and_goes_on(tmp_path: Path) -> None:
+def test_a_replay_without_its_service_prints_a_note_and_runs(tmp_path: Path) -> None:
     done = fdcache("--requests", 20, "--server", f"ipc://{tmp_path}/none.sock", "--json")
     assert done.returncode == 0, done.stderr
     assert f"no service at ipc://{tmp_path}/none.sock" in done.stderr

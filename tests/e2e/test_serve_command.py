@@ -1,4 +1,4 @@
-"""The commands as a user has them: serve, inspect, reset, env diff, and the demonstration."""
+"""``fdcache serve``, and the commands that ask a service: inspect, reset, env diff; the demonstration."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import Done, run_command
 from tests.service_engine import BLOCK, PROMPT, Engine
 from tests.service_help import ServiceProcess, next_line, service_process, spawned, until
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fdcache_cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", **environment},
-        check=False,
-        timeout=120,
-    )
+def run(*arguments: str, **environment: str) -> Done:
+    return run_command(arguments, {**os.environ, "COLUMNS": "200", **environment})
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +42,7 @@ def inspect(service: ServiceProcess, *arguments: str) -> str:
 
 
 class TestServe:
-    def test_without_arguments_it_just_works_and_leaves_nothing(self, tmp_path: Path) -> None:
+    def test_without_arguments_it_serves_and_leaves_nothing(self, tmp_path: Path) -> None:
         runtime = tmp_path / "run"
         environment = {
             **os.environ,
@@ -83,7 +77,7 @@ class TestServe:
             (["--host-memory", "a lot"], "size"),
         ],
     )
-    def test_what_cannot_be_served_is_refused_with_the_remedy(self, arguments: list[str], said: str) -> None:
+    def test_an_invalid_option_names_the_remedy(self, arguments: list[str], said: str) -> None:
         done = run("serve", "--check", *arguments)
         assert done.returncode == 78
         assert said in done.stderr
@@ -100,13 +94,13 @@ class TestServe:
             (["--storage", "./x", "--storage-size", "plenty"], 78, "size"),
         ],
     )
-    def test_a_storage_that_cannot_be_is_refused(self, arguments: list[str], status: int, said: str) -> None:
+    def test_an_invalid_storage_is_refused(self, arguments: list[str], status: int, said: str) -> None:
         done = run("serve", "--check", *arguments)
         assert done.returncode == status, done.stderr
         assert said in done.stderr
         assert "Traceback" not in done.stderr
 
-    def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(self, tmp_path: Path) -> None:
+    def test_a_storage_directory_that_cannot_be_written_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         done = run(
             *("serve", "--storage", f"{tmp_path}/file/storage", "--http", "off"),
@@ -118,12 +112,12 @@ class TestServe:
         assert "Traceback" not in done.stderr
         assert list(tmp_path.glob("fdcache-*")) == []
 
-    def test_the_option_names_a_folder_and_says_so(self, tmp_path: Path) -> None:
+    def test_storage_takes_a_directory(self, tmp_path: Path) -> None:
         done = run("serve", "--check", "--storage", f"{tmp_path}/storage", "--storage-size", "1GiB")
         assert done.returncode == 0
         assert not (tmp_path / "storage").exists()
 
-    def test_more_memory_than_there_is(self, tmp_path: Path) -> None:
+    def test_more_memory_than_available_is_refused(self, tmp_path: Path) -> None:
         done = run(
             "serve",
             "--host-memory",
@@ -134,7 +128,7 @@ class TestServe:
         assert done.returncode != 0
         assert "Traceback" not in done.stderr
 
-    def test_a_second_one_is_refused_with_the_pid(self, service: ServiceProcess) -> None:
+    def test_a_second_service_is_refused_with_the_pid_of_the_first(self, service: ServiceProcess) -> None:
         assert service.process is not None
         done = run("serve", "--socket", service.address, "--http", "off")
         assert done.returncode == 1
@@ -216,19 +210,19 @@ class TestStorage:
 
 
 class TestReset:
-    def test_it_does_not_act_unasked(self, service: ServiceProcess) -> None:
+    def test_it_requires_a_yes(self, service: ServiceProcess) -> None:
         done = run("reset", "--server", service.address, "--tier", "host")
         assert done.returncode == 2
         assert "--yes" in done.stderr
 
-    def test_a_tenant_that_no_layout_knows_is_an_error(self, service: ServiceProcess) -> None:
+    def test_an_unknown_tenant_is_an_error(self, service: ServiceProcess) -> None:
         before = service.ask("namespaces")[0]["tier"]["ready"]
         done = run("reset", "--server", service.address, "--tier", "host", "--tenant", "nosuch", "--yes")
         assert done.returncode == 1
-        assert "tenant: no layout knows 'nosuch'; `fdcache inspect tenants` lists" in done.stderr
+        assert "tenant: no namespace knows 'nosuch'; `fdcache inspect tenants` lists" in done.stderr
         assert service.ask("namespaces")[0]["tier"]["ready"] == before
 
-    def test_it_says_what_went(self, tmp_path: Path) -> None:
+    def test_it_prints_what_was_dropped(self, tmp_path: Path) -> None:
         with service_process(tmp_path / "s") as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
@@ -270,6 +264,7 @@ def test_env_diff_compares_this_shell_with_the_service(service: ServiceProcess) 
     assert "FDCACHE_DEVICE_BLOCKS" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_demonstration_ends_clean() -> None:
     done = subprocess.run(
         [sys.executable, "examples/node.py"],

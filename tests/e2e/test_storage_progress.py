@@ -1,4 +1,4 @@
-"""Commands that open storage say on a terminal how far they are, and nowhere else."""
+"""Progress of commands that open storage: bars on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fdcache.errors import ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.replay.config import Shape
 from fdcache.service.client.connection import Client
+from tests.commands import Done, run_command
 from tests.service_help import until
 from tests.storage_help import Records, open_store, path_hashes
 
@@ -29,7 +30,7 @@ TINY = Shape(layers=1, kv_heads=1, head_dim=8)
 
 
 class Terminal:
-    """A command whose standard error is a terminal; ``shown`` is all that came there."""
+    """Command whose standard error is a terminal; ``shown`` is everything written there."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         ours, theirs = pty.openpty()
@@ -55,31 +56,31 @@ class Terminal:
         os.close(ours)
 
     def end(self) -> str:
-        """Wait for its end; its standard output."""
+        """Wait for its end and return its standard output."""
         output, _ = self.process.communicate(timeout=240)
         self._reader.join()
         return output
 
 
-def quietly(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fdcache_cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+def quietly(*arguments: str) -> Done:
+    return run_command(arguments, dict(os.environ))
 
 
 def tiny(ranks: int = 1) -> KVLayout:
     return TINY.build(4, ranks)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A file of many slots, 600 of which hold a block."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with a file of many slots, 600 of which hold a block."""
     layout = tiny()
-    store = open_store(tmp_path / "storage", layout, size=MANY)
+    directory = tmp_path_factory.mktemp("many") / "storage"
+    store = open_store(directory, layout, size=MANY)
     assert store.num_slots > 65536
     records = Records(layout, 600)
     assert store.put(records.full_batch(path_hashes(600), slots=range(600)), 60).ok.all()
     store.close()
-    return tmp_path / "storage"
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_commands_that_read_files(folder: Path, command: Sequence[str], expected
     assert json.loads(done.stdout)["blocks"] == json.loads(output)["blocks"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_replay(tmp_path: Path, ranks: int) -> None:
     for rank in range(ranks):
         open_store(tmp_path, tiny(ranks), rank=rank, size=MANY).close()

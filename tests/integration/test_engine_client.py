@@ -20,7 +20,7 @@ from tests.service_help import TIMEOUT, LocalService, local_service, until
 
 
 class Blocks:
-    """A client with two ranks, whose device blocks a test fills and reads."""
+    """Client with two ranks, whose device blocks a test fills and reads."""
 
     def __init__(self, address: str, events: int = 0) -> None:
         self.layout = layout(ranks=2)
@@ -72,7 +72,7 @@ def array(*slots: int) -> np.ndarray:
     return np.array(slots, np.int32)
 
 
-def test_what_one_engine_stores_another_loads_into_its_own_slots(service: LocalService) -> None:
+def test_blocks_of_one_engine_are_loaded_by_another(service: LocalService) -> None:
     writer, reader = Blocks(service.address), Blocks(service.address)
     hashes = writer.hashes(5)
     writer.fill([3, 1, 4, 9, 5])
@@ -87,7 +87,7 @@ def test_what_one_engine_stores_another_loads_into_its_own_slots(service: LocalS
     assert service.ask("integrity") == []
 
 
-def test_what_is_there_is_not_copied_again(service: LocalService) -> None:
+def test_stored_blocks_are_not_copied_again(service: LocalService) -> None:
     blocks = Blocks(service.address)
     hashes = blocks.hashes(4)
     assert blocks.client.store(hashes, array(0, 1)) == 2
@@ -101,23 +101,23 @@ def test_a_block_without_its_parent_is_not_stored(service: LocalService) -> None
     blocks.close()
 
 
-def test_events_tell_what_entered_the_tier(service: LocalService) -> None:
+def test_events_list_stored_blocks_parents_first(service: LocalService) -> None:
     blocks = Blocks(service.address, events=100)
     hashes = blocks.hashes(2)
     blocks.client.store(hashes, array(0, 1))
     seen: list[bytes] = []
 
-    def told() -> bool:
+    def both_are_listed() -> bool:
         seen.extend(event.block_hash for event in blocks.client.events() if isinstance(event, BlockStored))
         return seen == [row.tobytes() for row in hashes]
 
-    until(told, "both are told, parents first")
+    until(both_are_listed, "both are listed, parents first")
     blocks.client.reset()
     assert blocks.client.lookup(hashes) == 0
     blocks.close()
 
 
-def test_asyncio(service: LocalService) -> None:
+def test_the_asyncio_client(service: LocalService) -> None:
     blocks = Blocks(service.address)
     hashes = blocks.hashes(2)
     blocks.fill([0, 1])
@@ -135,7 +135,7 @@ def test_asyncio(service: LocalService) -> None:
     blocks.close()
 
 
-def test_without_a_service_nothing_is_found_and_nothing_fails(tmp_path: Path) -> None:
+def test_without_a_service_every_call_misses(tmp_path: Path) -> None:
     settings = CacheSettings(server=f"ipc://{tmp_path}/none.sock", rpc_timeout=0.1)
     with EngineClient(settings, layout(), lambda plan: []) as client:
         hashes = np.ones((3, 32), np.uint8)

@@ -1,4 +1,4 @@
-"""Frames and requests made at random: none of them harms the service or anybody else."""
+"""Random frames and requests: they harm neither the service nor another client."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def mutations(seeds: list[bytes], rng: random.Random, count: int) -> list[bytes]
     return made
 
 
-def test_fuzzed_frames_are_refused_and_take_no_memory(line: Line) -> None:
+def test_random_frames_are_refused_and_leak_no_memory(line: Line) -> None:
     service, connection = line
     rng = random.Random(20260731)
     socket = connection.socket
@@ -162,7 +162,7 @@ def nonsense(rng: random.Random, slots: list[int], hashes: np.ndarray) -> Reques
     return rng.choice(possible)
 
 
-def test_requests_that_mean_nothing_harm_nothing(line: Line) -> None:
+def test_random_requests_are_harmless(line: Line) -> None:
     service, connection = line
     rng = random.Random(20261121)
     engine = Engine(service.address)

@@ -1,4 +1,4 @@
-"""How settings are rendered that an option, a file or nobody gave, and what a service's options changed."""
+"""Report of ``fdcache env show``, and the settings that a service's options changed."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_an_option_is_the_source_and_beats_the_environment() -> None:
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_an_option_that_was_not_given_is_none(value: object) -> None:
+def test_an_empty_option_is_no_source(value: object) -> None:
     state = states(FDCACHE_HOST_MEMORY=Sourced("--host-memory of fdcache serve", value))[
         "FDCACHE_HOST_MEMORY"
     ]
     assert (state.source, state.origins, state.changed) == (Source.DEFAULT, (), False)
 
 
-def test_what_is_wrong_is_said_of_the_option() -> None:
+def test_an_error_names_the_option() -> None:
     found = read_settings({}, {"FDCACHE_HOST_MEMORY": Sourced("--host-memory of fdcache serve", "plenty")})
     (problem,) = found.errors
     assert str(problem).startswith(
@@ -55,7 +55,7 @@ def test_what_is_wrong_is_said_of_the_option() -> None:
     assert Report({MEMORY.name: state}).row(MEMORY)[1] == "(not valid)"
 
 
-def test_options_that_say_what_the_environment_says_override_nothing() -> None:
+def test_options_equal_to_the_environment_override_nothing() -> None:
     running = service(
         FDCACHE_HOST_MEMORY=OPTION, FDCACHE_HTTP_ADDRESS=Sourced("--http of fdcache serve", "off")
     )
@@ -67,7 +67,7 @@ def test_options_that_say_what_the_environment_says_override_nothing() -> None:
     assert "change no setting" in service_note(running, {})
 
 
-def test_the_address_and_the_services_own_environment_are_no_overrides() -> None:
+def test_address_and_environment_of_the_service_are_no_overrides() -> None:
     other = RunningService(
         "ipc:///run/x.sock",
         "1",
@@ -78,8 +78,8 @@ def test_the_address_and_the_services_own_environment_are_no_overrides() -> None
     assert other.overrides(states({"FDCACHE_SERVER": "ipc:///run/x.sock"})) == {}
 
 
-class Line:
-    """One end of a line on which a service of another version answers."""
+class OtherVersion:
+    """Client of a service of another version."""
 
     address = "ipc:///run/x.sock"
 
@@ -90,11 +90,11 @@ class Line:
 def test_a_service_of_this_version_is_understood() -> None:
     settings = states(FDCACHE_HOST_MEMORY=OPTION)
     answer = {"version": "1", "pid": 7, "fingerprint": "f", "settings": msgspec.to_builtins(settings)}
-    told = ask_service(Line(answer))  # type: ignore[arg-type]
+    told = ask_service(OtherVersion(answer))  # type: ignore[arg-type]
     assert told.settings == settings
 
 
 @pytest.mark.parametrize("answer", [[], {}, {"fingerprint": "f", "settings": {"FD_DEBUG": "0"}}])
 def test_a_service_of_another_version_is_named(answer: Any) -> None:
     with pytest.raises(ProtocolError, match=r"x\.sock.*another form.*command of its version"):
-        ask_service(Line(answer))  # type: ignore[arg-type]
+        ask_service(OtherVersion(answer))  # type: ignore[arg-type]

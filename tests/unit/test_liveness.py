@@ -1,4 +1,4 @@
-"""Life and death of processes, seen from another."""
+"""Liveness of processes, seen from another."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_process_of_another_container_is_watched_by_its_lock(tmp_path: Path) -
     assert watch.is_gone()
 
 
-def test_a_process_with_the_same_id_but_another_start_is_another(tmp_path: Path) -> None:
+def test_a_reused_process_id_is_told_apart_by_its_start_time(tmp_path: Path) -> None:
     held = LiveFile(tmp_path)
     watch = Watch(msgspec.structs.replace(held.live, start_time=held.live.start_time - 1))
     assert watch.pidfd is None
@@ -66,7 +66,7 @@ def test_a_process_with_the_same_id_but_another_start_is_another(tmp_path: Path)
     assert watch.is_gone()
 
 
-def test_a_goodbye_is_a_death(tmp_path: Path) -> None:
+def test_a_process_that_closed_its_file_counts_as_gone(tmp_path: Path) -> None:
     held = LiveFile(tmp_path)
     watch = Watch(held.live)
     assert not watch.is_gone()
@@ -75,7 +75,7 @@ def test_a_goodbye_is_a_death(tmp_path: Path) -> None:
     watch.close()
 
 
-def test_files_of_the_dead_are_taken_away(tmp_path: Path) -> None:
+def test_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / "fdcache-live-0123").write_bytes(b"{")
     held = LiveFile(tmp_path)
     assert [live.path for live in live_processes(tmp_path)] == [held.live.path]

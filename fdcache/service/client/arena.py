@@ -16,7 +16,7 @@ from fdcache.service.wire.protocol import Attach, Attached
 from fdcache.service.wire.shared_memory import Extent, Geometry, record_table
 from fdcache.tiers.host import HostCache
 
-_ATTACH_TIMEOUT = 2.0
+ATTACH_TIMEOUT = 2.0
 
 
 class SharedHostArena:
@@ -85,7 +85,7 @@ class SharedHostArena:
         connection = Connection(self._address)
         try:
             connection.session = int(session, 16)
-            answer, _ = connection.call(Attach(self._rank, live.live), _ATTACH_TIMEOUT)
+            answer, _ = connection.call(Attach(self._rank, live.live), ATTACH_TIMEOUT)
         finally:
             connection.close()
         if not isinstance(answer, Attached):

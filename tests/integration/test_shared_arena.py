@@ -1,4 +1,4 @@
-"""A service that is slow to let a worker in holds up that worker's submission, and nothing else."""
+"""SharedHostArena: a service that is slow to attach a worker delays its submission, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.swaps import PATIENCE, plan, uniform_layout
 
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
-    """The socket of a service that answers when the test does."""
+    """Return the socket of a service that answers when the test does."""
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.bind(f"ipc://{tmp_path}/fdcache.sock")
@@ -30,7 +30,7 @@ def door(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
 def test_reports_are_polled_while_a_submission_waits_for_the_service(
     tmp_path: Path, door: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena, "_ATTACH_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(arena, "ATTACH_TIMEOUT", PATIENCE)
     with CacheController(TransferSettings(), uniform_layout()) as controller:
         controller.initialize_kv_cache(4)
         controller.initialize_host_cache(HostCache(server=f"ipc://{tmp_path}/fdcache.sock"))

@@ -1,37 +1,31 @@
-"""``fdcache init`` on a machine without a GPU, and the picture of a calibration."""
+"""``fdcache init`` on a machine without a GPU, and the plot of a calibration."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from fdcache.devices import topology
 from fdcache.devices.calibration import Calibration, Measurement
 from fdcache.devices.link_plot import require_plotting, write_plot
 from fdcache.errors import ConfigurationError
+from fdcache.service.server import machine_setup
 from fdcache.service.server.arena import Arena
 from fdcache.settings import Settings
+from tests.commands import Done, run_command
 from tests.gpu.conftest import missing_gpu
 
 
-def run_init(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from fdcache_cli.main import run; run()", "init", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-        timeout=120,
-    )
+def run_init(*options: str, **environment: str) -> Done:
+    return run_command(("init", *options), {**os.environ, **environment})
 
 
 def home(tmp_path: Path) -> dict[str, str]:
-    """Every folder that is written to, below one."""
+    """Return an environment that writes only below ``tmp_path``."""
     return {
         "HOME": str(tmp_path / "home"),
         "XDG_CONFIG_HOME": str(tmp_path / "config"),
@@ -40,7 +34,7 @@ def home(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_a_gpu_that_is_asked_for_and_not_there_is_an_error(tmp_path: Path) -> None:
+def test_an_unknown_gpu_is_an_error(tmp_path: Path) -> None:
     if missing_gpu() is None:
         pytest.skip("there is a GPU")
     done = run_init("--device", "GPU-none", **home(tmp_path))
@@ -48,7 +42,7 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_an_error(tmp_path: Path) -> No
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
 
 
-def test_it_says_what_the_machine_has_and_changes_nothing(tmp_path: Path) -> None:
+def test_check_reports_the_machine_and_changes_nothing(tmp_path: Path) -> None:
     folders = {"FDCACHE_ARENA_DIR": str(tmp_path), "FDCACHE_RUNTIME_DIR": str(tmp_path / "run")}
     done = run_init("--check", "--json", **folders)
     assert done.returncode == 0, done.stderr
@@ -69,7 +63,7 @@ def test_it_says_what_the_machine_has_and_changes_nothing(tmp_path: Path) -> Non
         ({"FDCACHE_RUNTIME_DIR": "/"}, "set FDCACHE_RUNTIME_DIR to another directory"),
     ],
 )
-def test_what_would_make_serving_fail_is_named_with_its_remedy(settings: dict[str, str], said: str) -> None:
+def test_every_problem_names_its_remedy(settings: dict[str, str], said: str) -> None:
     done = run_init("--check", **settings)
     assert done.returncode == 1
     (line,) = [each for each in done.stdout.splitlines() if "PROBLEM" in each]
@@ -78,7 +72,7 @@ def test_what_would_make_serving_fail_is_named_with_its_remedy(settings: dict[st
 
 @pytest.mark.skipif(missing_gpu() is None, reason="a GPU is measured for seconds; tests/gpu has that")
 class TestPreparing:
-    def test_it_makes_folders_and_a_file_of_settings_and_again_changes_nothing(self, tmp_path: Path) -> None:
+    def test_directories_and_settings_file_are_created_once(self, tmp_path: Path) -> None:
         settings = {
             **home(tmp_path),
             "FD_LOG_DIR": str(tmp_path / "log"),
@@ -105,7 +99,7 @@ class TestPreparing:
         assert file.read_text() == text + "FDCACHE_DEVICE_BLOCKS=32\n"
         assert Settings.load(environ={"FDCACHE_ENV_FILE": str(file)}).cache.device_blocks == 32
 
-    def test_what_cannot_be_made_is_a_problem_with_its_remedy(self, tmp_path: Path) -> None:
+    def test_what_cannot_be_created_is_a_problem_with_its_remedy(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         where = {**home(tmp_path), "FDCACHE_CALIBRATION_DIR": str(tmp_path / "file/calibration")}
         done = run_init("--env-file", str(tmp_path / "file/settings"), **where)
@@ -115,35 +109,23 @@ class TestPreparing:
         assert "--env-file" in file and "choose another" in file
         assert "Traceback" not in done.stderr
 
-    def test_only_checking_makes_nothing(self, tmp_path: Path) -> None:
+    def test_check_creates_nothing(self, tmp_path: Path) -> None:
         assert run_init("--check", **home(tmp_path)).returncode == 0
         assert list(tmp_path.iterdir()) == []
         assert run_init("--check", "--env-file", str(tmp_path / "x"), **home(tmp_path)).returncode == 2
 
 
-WITH_A_GPU = """
-from fdcache.devices import topology
-from fdcache.service.server import machine_setup
-gpu = topology.Gpu(0, "GPU-1", "H200", 13000, "0000:01:00.0", "PCIe 5 x16", 0, 132, 1 << 37)
-topology.visible_gpus = machine_setup.visible_gpus = lambda: [gpu]
-from fdcache_cli.main import run; run()
-"""
-
-
 @pytest.mark.skipif(missing_gpu() is None, reason="kernels compile here; tests/gpu has those that do not")
 @pytest.mark.parametrize("options", [("--check",), ()])
 def test_kernels_that_do_not_compile_are_a_problem_of_their_own(
-    tmp_path: Path, options: tuple[str, ...]
+    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def init(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", WITH_A_GPU, "init", *options, *more],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, **home(tmp_path)},
-            timeout=120,
-        )
+    gpu = topology.Gpu(0, "GPU-1", "H200", 13000, "0000:01:00.0", "PCIe 5 x16", 0, 132, 1 << 37)
+    for module in (topology, machine_setup):
+        monkeypatch.setattr(module, "visible_gpus", lambda: [gpu])
+
+    def init(*more: str) -> Done:
+        return run_init(*options, *more, **home(tmp_path))
 
     done = init()
     assert done.returncode == 1
@@ -158,7 +140,7 @@ def test_kernels_that_do_not_compile_are_a_problem_of_their_own(
     assert answer["calibrations"] == [], "a GPU without kernels is not measured"
 
 
-def test_a_disk_that_is_smaller_than_the_storage_is_told_of(tmp_path: Path) -> None:
+def test_a_disk_smaller_than_the_storage_is_a_hint(tmp_path: Path) -> None:
     storage = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path / "storage")}
     done = run_init("--check", "--json", **storage, FDCACHE_STORAGE_SIZE="1000TiB")
     (disk,) = (each for each in json.loads(done.stdout)["machine"] if each["name"] == "disk")
@@ -184,7 +166,7 @@ def test_dead_arenas_are_shown_and_removed_on_request(tmp_path: Path) -> None:
     assert run_init("--check", "--clean-arenas", **folder).returncode == 2
 
 
-def test_a_calibration_is_drawn(tmp_path: Path) -> None:
+def test_a_calibration_is_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = tuple(
         Measurement(direction, method, 1 << size, 2, 40.0 + size)
@@ -197,7 +179,7 @@ def test_a_calibration_is_drawn(tmp_path: Path) -> None:
     assert "<svg" in text and len(text) > 5000
 
 
-def test_a_picture_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ConfigurationError, match="must end in one of"):
         require_plotting(tmp_path / "link.text")

@@ -1,4 +1,4 @@
-"""``fdcache env`` where a service runs: what its options changed is said, here and by the service itself."""
+"""``fdcache env show`` beside a running service: its settings, and those that its options changed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from fdcache.settings import VARIABLES
+from tests.commands import Done, run_command
 from tests.service_help import TIMEOUT, next_line, spawned
 
 KEY = "hunter2-and-more"
 
 
 class Node:
-    """An environment with ``fdcache serve`` started by options in it."""
+    """Environment in which ``fdcache serve`` runs with options."""
 
     process: subprocess.Popen[str]
 
@@ -34,26 +35,19 @@ class Node:
         }
         self.address = f"ipc://{folder}/run/fdcache.sock"
 
-    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "fdcache_cli.main", *arguments],
-            capture_output=True,
-            text=True,
-            env={**self.environment, **environment},
-            check=False,
-            timeout=TIMEOUT,
-        )
+    def run(self, *arguments: str, **environment: str) -> Done:
+        done = run_command(arguments, {**self.environment, **environment})
         assert KEY not in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
         return done
 
-    def noticed(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run ``env show`` until it has met the service: on a busy machine that may take longer than it waits."""
+    def show_until_found(self, *arguments: str, **environment: str) -> Done:
+        """Run ``env show`` until it finds the service, which on a busy machine may answer too late."""
         for _ in range(20):
             done = self.run("env", "show", *arguments, **environment)
             if "service at" in done.stdout + done.stderr or '"overrides"' in done.stdout:
                 return done
-        raise AssertionError(f"it met no service: {done}")
+        raise AssertionError(f"no service found: {done}")
 
     def shown(self, *arguments: str, **environment: str) -> dict[str, Any]:
         done = self.run("env", "show", "--json", *arguments, **environment)
@@ -83,7 +77,7 @@ def rows(text: str) -> dict[str, list[str]]:
 
 class TestOfTheService:
     @pytest.mark.parametrize("address", [[], ["ADDRESS"]], ids=["default", "named"])
-    def test_the_table_says_which_option_gave_a_value(self, node: Node, address: list[str]) -> None:
+    def test_the_table_names_the_option_that_set_a_value(self, node: Node, address: list[str]) -> None:
         done = node.run("env", "show", "--server", *[node.address for _ in address], "--changed")
         assert (done.returncode, done.stderr) == (0, "")
         table = rows(done.stdout)
@@ -94,7 +88,7 @@ class TestOfTheService:
         assert table["FD_API_KEY"][1:3] == ["********", "environment"]
         assert "FDCACHE_RANKS" not in table
 
-    def test_json_has_every_setting_and_who_answered(self, node: Node) -> None:
+    def test_json_has_every_setting_and_the_service(self, node: Node) -> None:
         answer = node.shown("--server", FDCACHE_HOST_MEMORY="1MiB")
         settings = {each["name"]: each for each in answer["settings"]}
         assert set(settings) == set(VARIABLES)
@@ -106,33 +100,33 @@ class TestOfTheService:
         assert answer["service"]["address"] == node.address
         assert answer["service"]["pid"] == node.process.pid
 
-    def test_the_same_options_choose(self, node: Node) -> None:
+    def test_filters_are_the_same_here_and_there(self, node: Node) -> None:
         for options in (["--group", "logging"], ["--used", "FDCACHE_RANKS", "FD_LOG_DIR"]):
             here = [each["name"] for each in node.shown(*options)["settings"]]
             there = [each["name"] for each in node.shown(*options, "--server")["settings"]]
             assert here == there != []
 
-    def test_the_story_has_what_the_option_beat(self, node: Node) -> None:
-        story = node.run("env", "show", "--server", "FDCACHE_HOST_MEMORY").stdout
-        winner, loser, default = story.strip().splitlines()[-3:]
+    def test_details_list_what_an_option_overrode(self, node: Node) -> None:
+        details = node.run("env", "show", "--server", "FDCACHE_HOST_MEMORY").stdout
+        winner, loser, default = details.strip().splitlines()[-3:]
         assert winner.split() == ["argument", "'4MiB'", "by", "--host-memory", "of", "fdcache", "serve"]
         assert loser.split()[:2] == ["environment", "'2MiB'"]
         assert default.split() == ["default", "0"]
 
-    def test_secrets_stay_there(self, node: Node) -> None:
+    def test_secrets_are_refused(self, node: Node) -> None:
         done = node.run("env", "show", "--server", "--show-secrets")
         assert done.returncode == 2
         assert "leave --server out" in done.stderr
 
-    def test_without_a_service_it_fails_and_says_how_to_start_one(self, node: Node, tmp_path: Path) -> None:
+    def test_without_a_service_it_fails_and_names_the_remedy(self, node: Node, tmp_path: Path) -> None:
         done = node.run("env", "show", "--server", f"{tmp_path}/none.sock")
         assert done.returncode == 1
         assert "fdcache serve" in done.stderr
 
 
 class TestOfThisEnvironment:
-    def test_a_line_says_what_the_options_of_the_service_changed(self, node: Node) -> None:
-        done = node.noticed(FDCACHE_STORAGE="local", FDCACHE_HOST_MEMORY="1MiB")
+    def test_a_note_lists_what_the_options_of_the_service_changed(self, node: Node) -> None:
+        done = node.show_until_found(FDCACHE_STORAGE="local", FDCACHE_HOST_MEMORY="1MiB")
         assert done.returncode == 0
         (note,) = done.stderr.splitlines()
         assert f"the service at {node.address} (process {node.process.pid})" in note
@@ -142,8 +136,8 @@ class TestOfThisEnvironment:
         assert f"`fdcache env show --server {node.address}`" in note
         assert rows(done.stdout)["FDCACHE_HOST_MEMORY"][1] == "1MiB"
 
-    def test_json_has_it_as_a_field(self, node: Node) -> None:
-        done = node.noticed("--json")
+    def test_json_has_the_overrides(self, node: Node) -> None:
+        done = node.show_until_found("--json")
         assert done.stderr == ""
         overrides = {each["name"]: each for each in json.loads(done.stdout)["service"]["overrides"]}
         assert set(overrides) == {
@@ -154,9 +148,9 @@ class TestOfThisEnvironment:
         }
         assert overrides["FDCACHE_HOST_MEMORY"]["value"] == 4 << 20
 
-    def test_the_story_of_an_overridden_name_says_so(self, node: Node) -> None:
-        story = node.noticed("FDCACHE_HOST_MEMORY").stdout
-        (line,) = (each for each in story.splitlines() if "overridden:" in each)
+    def test_details_of_an_overridden_name_mention_it(self, node: Node) -> None:
+        details = node.show_until_found("FDCACHE_HOST_MEMORY").stdout
+        (line,) = (each for each in details.splitlines() if "overridden:" in each)
         assert "4MiB in the service at" in line and line.endswith("by --host-memory of fdcache serve")
         assert "overridden:" not in node.run("env", "show", "FDCACHE_RANKS").stdout
         assert (
@@ -164,19 +158,19 @@ class TestOfThisEnvironment:
             not in node.run("env", "show", "FDCACHE_HOST_MEMORY", FDCACHE_HOST_MEMORY="4MiB").stdout
         )
 
-    def test_where_nothing_differs_it_says_that(self, node: Node) -> None:
-        service = json.loads(node.noticed("--json").stdout)["service"]
+    def test_a_note_says_when_nothing_differs(self, node: Node) -> None:
+        service = json.loads(node.show_until_found("--json").stdout)["service"]
         same = {each["name"]: str(each["value"]) for each in service["overrides"]}
-        done = node.noticed(**same)
+        done = node.show_until_found(**same)
         (note,) = done.stderr.splitlines()
         assert "change no setting" in note
 
-    def test_a_wrong_environment_is_told_beside_it(self, node: Node) -> None:
-        done = node.noticed(FDCACHE_RANKS="many")
+    def test_errors_of_the_environment_follow_the_note(self, node: Node) -> None:
+        done = node.show_until_found(FDCACHE_RANKS="many")
         assert done.returncode == 78
         assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["note", "error"]
 
-    def test_a_service_that_does_not_answer_is_no_matter(self, node: Node) -> None:
+    def test_a_service_that_does_not_answer_is_ignored(self, node: Node) -> None:
         process = node.process
         process.send_signal(signal.SIGSTOP)
         try:
@@ -186,10 +180,10 @@ class TestOfThisEnvironment:
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_where_nothing_serves_nothing_is_said(tmp_path: Path) -> None:
+def test_without_a_service_nothing_is_printed(tmp_path: Path) -> None:
     node = Node(tmp_path)
     (tmp_path / "run").mkdir(mode=0o700)
-    for make in (lambda socket: None, Path.touch, _forsaken):
+    for make in (lambda socket: None, Path.touch, _abandoned_socket):
         path = tmp_path / "run" / "fdcache.sock"
         make(path)
         done = node.run("env", "show", "--json")
@@ -199,7 +193,7 @@ def test_where_nothing_serves_nothing_is_said(tmp_path: Path) -> None:
     assert node.run("env", "show", FDCACHE_SERVER="tcp://elsewhere:1").stderr == ""
 
 
-def _forsaken(path: Path) -> None:
-    """A socket whose process has died."""
+def _abandoned_socket(path: Path) -> None:
+    """Create the socket of a dead process."""
     with socket.socket(socket.AF_UNIX) as line:
         line.bind(str(path))

@@ -1,4 +1,4 @@
-"""Which blocks below the root are whose."""
+"""Owners: tenants of the blocks below the root."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fdcache.service.client.remote_tier import Owners
 A, B = tenant_key("a"), tenant_key("b")
 
 
-def test_blocks_told_longest_ago_are_forgotten_first() -> None:
+def test_the_oldest_entries_are_dropped_first() -> None:
     owners = Owners(2)
     for block, tenant in ((b"1", "a"), (b"2", "a"), (b"1", "b"), (b"3", "a")):
         owners.add(block, tenant)
@@ -17,7 +17,7 @@ def test_blocks_told_longest_ago_are_forgotten_first() -> None:
     assert owners.keys([b"3", b"2"]) == A + bytes(16)
 
 
-def test_a_table_stays_bounded_however_much_is_told() -> None:
+def test_the_table_is_bounded() -> None:
     owners = Owners(3)
     for number in range(100):
         owners.add(bytes([number]), "a")

@@ -1,4 +1,4 @@
-"""Whatever comes down the socket, the service answers what it can and lives on."""
+"""Requests of the wire protocol that a service must refuse, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestRefusals:
         assert isinstance(answer, Refused)
         assert str(VERSION + 1) in answer.message
 
-    def test_an_unknown_session_is_told_to_register(self, line: Line) -> None:
+    def test_an_unknown_session_is_refused(self, line: Line) -> None:
         _, connection = line
         connection.session = 12345
         for body in (Refill(5), Release([1]), Heartbeat(b"{}"), Match(b"", b"", b"")):
@@ -64,7 +64,7 @@ class TestRefusals:
             Refill(-5),
         ],
     )
-    def test_arrays_that_do_not_fit_are_refused(self, line: Line, body: Request) -> None:
+    def test_malformed_arrays_are_refused(self, line: Line, body: Request) -> None:
         service, connection = line
         live = register(connection, service.directory)
         answer = code(connection, body)
@@ -84,7 +84,7 @@ class TestRefusals:
         engine.close()
         live.close()
 
-    def test_hashes_that_are_no_path_leave_nothing_pinned(self, line: Line) -> None:
+    def test_hashes_that_are_not_a_path_pin_nothing(self, line: Line) -> None:
         service, connection = line
         engine = Engine(service.address)
         engine.serve(PROMPT)
@@ -127,7 +127,7 @@ class TestRefusals:
         assert code(connection, Attach(0, live.live)) == "malformed"
         live.close()
 
-    def test_a_layout_that_cannot_be_is_refused(self, line: Line) -> None:
+    def test_an_invalid_layout_is_refused(self, line: Line) -> None:
         service, connection = line
         live = LiveFile(service.directory)
         for text in (b"", b"[]", b"{}", b"x" * 2_000_000):
@@ -135,7 +135,7 @@ class TestRefusals:
         live.close()
 
 
-def test_a_client_hears_of_a_reset_before_it_is_granted_anything_after_it(line: Line) -> None:
+def test_reset_events_precede_later_grants(line: Line) -> None:
     service, connection = line
     live = register(connection, service.directory)
     for _ in range(20):
@@ -146,14 +146,14 @@ def test_a_client_hears_of_a_reset_before_it_is_granted_anything_after_it(line: 
     live.close()
 
 
-def test_frames_beyond_the_limit_close_only_their_own_line(line: Line) -> None:
+def test_an_oversized_frame_closes_only_its_own_connection(line: Line) -> None:
     service, connection = line
     connection.socket.send(bytes(20 << 20))
     assert not connection.socket.poll(300)
     assert service.ask("stats")["state"] == "ready"
 
 
-def test_a_client_that_does_not_read_slows_itself_alone(tmp_path: Path) -> None:
+def test_a_client_that_does_not_read_slows_only_itself(tmp_path: Path) -> None:
     with local_service(tmp_path) as service:
         slow = Connection(service.address)
         live = register(slow, service.directory)
@@ -173,9 +173,7 @@ def test_a_client_that_does_not_read_slows_itself_alone(tmp_path: Path) -> None:
         until(overflows, "its queue is full")
         engine = Engine(service.address)
         engine.serve(PROMPT)
-        until(
-            lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "another client is served meanwhile"
-        )
+        until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "another client is served")
         engine.close()
         while slow.receive(0.5) is not None:
             pass

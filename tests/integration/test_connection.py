@@ -1,4 +1,4 @@
-"""A tool's line to a service, from threads and from an event loop."""
+"""Client of a tool, in threads and in an event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fdcache.service.client import AsyncClient, Client
 from tests.service_help import local_service
 
 
-def test_questions_of_an_event_loop_are_answered_each_with_its_own(tmp_path: Path) -> None:
+def test_concurrent_questions_get_their_own_answers(tmp_path: Path) -> None:
     async def ask_all(address: str) -> None:
         async with AsyncClient(Client(address, timeout=60)) as client:
             answers = await asyncio.gather(
@@ -29,10 +29,10 @@ def test_questions_of_an_event_loop_are_answered_each_with_its_own(tmp_path: Pat
         asyncio.run(ask_all(service.address))
 
 
-def test_the_event_loop_goes_on_while_nobody_answers(tmp_path: Path) -> None:
-    async def ask_nobody() -> int:
+def test_the_event_loop_is_not_blocked_without_a_service(tmp_path: Path) -> None:
+    async def ask() -> int:
         turns = 0
-        async with AsyncClient(Client(f"ipc://{tmp_path}/nobody.sock", timeout=0.2)) as client:
+        async with AsyncClient(Client(f"ipc://{tmp_path}/none.sock", timeout=0.2)) as client:
             question = asyncio.ensure_future(client.ask("stats"))
             while not question.done():
                 turns += 1
@@ -41,4 +41,4 @@ def test_the_event_loop_goes_on_while_nobody_answers(tmp_path: Path) -> None:
                 await question
         return turns
 
-    assert asyncio.run(ask_nobody()) > 1
+    assert asyncio.run(ask()) > 1

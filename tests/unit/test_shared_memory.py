@@ -1,4 +1,4 @@
-"""The table of what a tier holds, in memory that other processes read."""
+"""Presence table of a tier, in memory that other processes read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def path(name: str, length: int) -> list[bytes]:
 
 
 class TestMirror:
-    def test_what_is_stored_is_there_and_what_is_evicted_is_not(self) -> None:
+    def test_stored_blocks_are_listed_and_evicted_ones_are_not(self) -> None:
         tier, shared = Tier(8), memory(8)
         tier.mirror(shared)
         table = PresenceTable(shared)
@@ -52,7 +52,7 @@ class TestMirror:
         assert [table.run(rows(*a), start) for start in (0, 1, 2, 8)] == [2, 1, 0, 0]
         assert tier.check_integrity() == []
 
-    def test_it_begins_with_what_the_tier_has(self) -> None:
+    def test_it_starts_with_the_blocks_of_the_tier(self) -> None:
         tier = Tier(8)
         store(tier, tier.open_lease(), ROOT, path("a", 5))
         shared = memory(8)
@@ -61,7 +61,7 @@ class TestMirror:
         assert PresenceTable(shared).contains(rows(*path("a", 6))).tolist() == [1] * 5 + [0]
         assert tier.check_integrity() == []
 
-    def test_a_block_on_its_way_is_not_there(self) -> None:
+    def test_a_pending_block_is_not_listed(self) -> None:
         tier, shared = Tier(8), memory(8)
         tier.mirror(shared)
         taken = tier.reserve_copies(0, rows(ROOT), rows(digest("a")))
@@ -71,7 +71,7 @@ class TestMirror:
         assert table.contains(rows(digest("a"))).tolist() == [1]
 
     @pytest.mark.parametrize("end", ["reset", "drop", "discard", "shrink"])
-    def test_whatever_takes_blocks_away_takes_them_from_the_table(self, end: str) -> None:
+    def test_every_way_to_drop_blocks_drops_them_from_the_table(self, end: str) -> None:
         tier, shared = Tier(8), memory(8)
         tier.mirror(shared)
         keys = path("a", 8)
@@ -92,7 +92,7 @@ class TestMirror:
         assert PresenceTable(shared).contains(rows(*keys)).sum() == left
         assert tier.check_integrity() == []
 
-    def test_table_and_tier_agree_whatever_happens(self) -> None:
+    def test_table_and_tier_agree_after_random_calls(self) -> None:
         rng = random.Random(3)
         tier, shared = Tier(300), memory(300)
         tier.mirror(shared)
@@ -122,7 +122,7 @@ class TestMirror:
 
 
 class TestTable:
-    def test_half_full_it_has_room_for_every_block(self) -> None:
+    def test_it_has_room_for_every_block(self) -> None:
         slots = 20000
         shared = memory(slots)
         tier = Tier(slots)
@@ -136,7 +136,7 @@ class TestTable:
         assert shared.nbytes <= slots * BYTES_PER_SLOT + 4096
         assert tier.check_integrity() == []
 
-    def test_a_bucket_without_room_leaves_blocks_out_and_comes_to_itself(self) -> None:
+    def test_a_full_bucket_omits_blocks_until_it_is_emptied(self) -> None:
         shared = np.zeros(64, np.uint8)
         tier = Tier(16)
         tier.mirror(shared)
@@ -149,11 +149,11 @@ class TestTable:
         assert not table.contains(rows(*keys)).any()
 
     @pytest.mark.parametrize("size", [0, 8, 63, 65])
-    def test_memory_that_is_no_table_is_refused(self, size: int) -> None:
+    def test_memory_of_a_wrong_size_is_refused(self, size: int) -> None:
         with pytest.raises(ValueError, match="bucket"):
             PresenceTable(np.zeros(size, np.uint8))
 
-    def test_a_tier_does_not_write_to_what_it_may_only_read(self) -> None:
+    def test_a_tier_refuses_read_only_memory(self) -> None:
         shared = memory(8)
         shared.flags.writeable = False
         PresenceTable(shared)
@@ -188,7 +188,7 @@ class TestFile:
         with pytest.raises(OSError, match="smaller than 8192"):
             open_table(file, 8192)
 
-    def test_a_folder_without_room_leaves_no_file(self, tmp_path: Path) -> None:
+    def test_a_full_directory_leaves_no_file(self, tmp_path: Path) -> None:
         file = tmp_path / "x.table"
         room = os.statvfs(tmp_path)
         with pytest.raises(OSError):

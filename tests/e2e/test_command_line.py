@@ -1,0 +1,73 @@
+"""The command line as a whole: help, unknown commands, settings that any command reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import FDCACHE, everything, fdcache
+
+
+def test_help_imports_neither_pydantic_nor_rich_nor_asyncio() -> None:
+    program = (
+        "import sys; from fdcache_cli.main import run\n"
+        "for words in (['--help'], ['-h'], ['env', '--help']):\n"
+        "    sys.argv[1:] = words\n"
+        "    try: run()\n"
+        "    except SystemExit as end: print(end.code, file=sys.stderr)\n"
+        "heavy = [m for m in ('pydantic', 'rich', 'asyncio', 'fdcache.settings') if m in sys.modules]\n"
+        "print(heavy, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == ["0", "0", "0", "[]"]
+    assert done.stdout.count("Usage: fdcache") == 3
+    assert "template" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"), [(["evn"], "env"), (["inspect", "tires"], "tiers"), (["env", "tmeplate"], "template")]
+)
+def test_an_unknown_command_is_a_usage_error_naming_the_nearest(words: list[str], meant: str) -> None:
+    done = fdcache(*words)
+    assert done.returncode == 2
+    assert f"there is no command '{words[-1]}'; did you mean '{meant}'?" in done.stderr
+
+
+def test_the_installed_command_prints_its_version() -> None:
+    done = subprocess.run([FDCACHE, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("fdcache ")
+
+
+def test_the_usage_line_names_arguments_once() -> None:
+    assert "[[" not in fdcache("env", "show", "--help").stdout + fdcache("env", "diff", "--help").stdout
+
+
+def test_a_bad_configuration_ends_any_command_with_status_78() -> None:
+    done = fdcache("replay", "--requests", "1", FDCACHE_RANKS="many", FD_DEBUG="2")
+    assert done.returncode == 78
+    assert "FDCACHE_RANKS" in done.stderr
+    assert "FD_DEBUG" in done.stderr
+    assert "Traceback" not in everything(done)
+
+
+def test_variables_of_the_engine_alone_stop_no_command(tmp_path: Path) -> None:
+    environ = {"FD_ATTENTION_BACKEND": "FLASH_ATTN", "FD_MOE_BACKEND": "Cutlass", "FD_PD_REORDER": "x"}
+    for command in (("serve", "--check"), ("replay", "--requests", "2")):
+        assert fdcache(*command, **environ).returncode == 0, command
+    assert "'x' is not a flag" in fdcache("env", "check", **environ).stdout
+
+
+@pytest.mark.parametrize("command", [("inspect", "tiers"), ("reset", "--yes")])
+def test_invalid_settings_do_not_lock_operators_out_of_a_service(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    wrong = {"FDCACHE_WRITE_POLICY": "wrong", "FD_PD_REORDER": "x", "FDCACHE_RUNTIME_DIR": str(tmp_path)}
+    done = fdcache(*command, **wrong)
+    assert done.returncode == 1
+    assert f"ipc://{tmp_path}/fdcache.sock" in done.stderr
+    assert "is `fdcache serve` running?" in done.stderr
+    assert done.stderr.count("warning: ") == 2
+    assert fdcache(*command, FDCACHE_RUNTIME_DIR_FILE="/no/such/file").returncode == 78
