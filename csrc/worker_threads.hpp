@@ -1,4 +1,4 @@
-// Threads that serve one queue and survive a fork of the process.
+// Threads that serve one queue, safe to destroy in a forked child.
 #pragma once
 
 #include <sys/types.h>

@@ -66,10 +66,15 @@ inline std::vector<BlockPair> make_pairs(const RecordTable &table, const VectorI
          {host_slots.shape(0), generations.shape(0), hashes.shape(0), parents.shape(0)})
         if (size != count) throw std::invalid_argument("the arrays of a copy differ in length");
     std::vector<BlockPair> pairs(count);
+    const auto own = digests_of(hashes), above = digests_of(parents);
     for (std::size_t i = 0; i < count; ++i) {
-        check_slot(table, host_slots.data()[i]);
-        pairs[i] = {device_slots.data()[i], host_slots.data()[i],   generations.data()[i],
-                    digests_of(hashes)[i],  digests_of(parents)[i], false};
+        BlockPair &pair = pairs[i];
+        pair.device_slot = device_slots.data()[i];
+        pair.host_slot = host_slots.data()[i];
+        check_slot(table, pair.host_slot);
+        pair.generation = generations.data()[i];
+        pair.hash = own[i];
+        pair.parent = above[i];
     }
     return pairs;
 }
