@@ -26,7 +26,7 @@ class LocalConnector:
 
     def __init__(self, store: SlabStore) -> None:
         self._store = store
-        self._pool = StoragePool(store.num_slots, retry_after=store.retry_after)
+        self._pool = StoragePool(store.num_slots, retry_after=store.health.retry_after)
         self._lock = threading.Lock()
         scan = store.scan()
         restore(self._pool, [scan])

@@ -19,6 +19,7 @@ from fdcache.devices.base import (
     HostArena,
     Stream,
 )
+from fdcache.devices.copies import check_arrays
 from fdcache.devices.execution import (
     LaunchedCopy,
     PlanExecution,
@@ -27,7 +28,6 @@ from fdcache.devices.execution import (
     fence,
     reason_of,
 )
-from fdcache.devices.validation import check_arrays
 from fdcache.errors import PlanError, StreamError
 from fdcache.layout import KVLayout
 from fdcache.metadata import (

@@ -98,7 +98,7 @@ def test_host_tensors_and_read_only_memory_are_refused() -> None:
     device = CudaDevice()
     with pytest.raises(TensorError, match="not in GPU memory"):
         device.inspect_tensor(np.zeros(4))
-    with pytest.raises(TensorError, match="neither by DLPack"):
+    with pytest.raises(TensorError, match="neither DLPack"):
         device.inspect_tensor("text")
 
 
@@ -178,7 +178,7 @@ LOST = """
 def test_a_lost_device_fails_its_copies_and_closes_cleanly() -> None:
     done = run_python(LOST)
     assert "REASON" in done.stdout and "the device failed: cu" in done.stdout, done.stdout + done.stderr
-    assert "LOST" in done.stdout and "start this process anew" in done.stdout, done.stdout + done.stderr
+    assert "LOST" in done.stdout and "restart this process" in done.stdout, done.stdout + done.stderr
     assert done.stdout.endswith("CLOSED\n"), done.stdout + done.stderr
 
 

@@ -117,7 +117,7 @@ def test_streams_of_torch_and_bare_handles_are_taken() -> None:
         worker.run(plan(1, evict=[(0, 0)]), torch.cuda.Stream())
         worker.run(plan(2, load=[(0, 1)]), torch.cuda.current_stream().cuda_stream)
         assert worker.block(1) == before
-        with pytest.raises(StreamError, match="compute_stream: a object is no CUDA stream"):
+        with pytest.raises(StreamError, match="compute_stream: a object is not a CUDA stream"):
             worker.controller.submit_swap_tasks(plan(3, load=[(0, 1)]), object())
 
 

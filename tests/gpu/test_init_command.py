@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from fdcache.devices.calibration import Calibration, load_calibration, save_calibration
-from fdcache.devices.cuda import CudaDevice
-from fdcache.devices.kernels import load_kernels
+from fdcache.devices.cuda import CudaDevice, load_kernels
 from fdcache.devices.topology import visible_gpus
 from fdcache.errors import KernelError
 from fdcache.settings.cache import TransferSettings

@@ -55,7 +55,7 @@ def test_blocks_below_a_corrupt_one_are_gone_too(tmp_path: Path) -> None:
     slot = int(connector._pool.find(hashes[2:3]).slots[0])
     store = connector._store
     with store.path.open("r+b") as file:
-        file.seek(store._file.superblock.record_offset + slot * layout.record_bytes + 100)
+        file.seek(store.file.superblock.record_offset + slot * layout.record_bytes + 100)
         file.write(b"\xff" * 50)
     records.wipe()
     read = connector.get(records.batch(hashes), 10)

@@ -72,7 +72,7 @@ def test_a_record_that_cannot_be_read_costs_its_own_block(run: Callable[..., Any
     found = run(
         STORE
         + """
-fail(store._file, 17)
+fail(store.file, 17)
 outcomes = [int(store.get(batch.select(slice(slot, slot + 1)), 10).outcomes[0]) for slot in range(50)]
 together = store.get(batch, 10).outcomes.tolist()
 stats = store.stats()
@@ -95,7 +95,7 @@ def test_a_record_that_cannot_be_written_costs_its_own_block(run: Callable[..., 
     outcomes, state, kept = run(
         STORE
         + """
-fail(store._file, 3, 30, ways="w")
+fail(store.file, 3, 30, ways="w")
 outcomes = store.put(batch, 10).outcomes.tolist()
 alone = store.put(batch.select(slice(30, 31)), 10).outcomes.tolist()
 print(json.dumps([outcomes + alone, store.stats().state, store.scan().slots.tolist()]))
@@ -118,13 +118,13 @@ store, records, hashes = open_store(folder, layout, retry_after=0.0), Records(la
 batch = records.full_batch(hashes, slots=range(50))
 assert store.put(batch, 10).ok.all()
 move = store.get if {way!r} == "r" else store.put
-fail(store._file, *range(10, 20), ways={way!r})
+fail(store.file, *range(10, 20), ways={way!r})
 some = batch.select(slice(10, 20))
-store._health._retry_after = 3600.0
+store.health.retry_after = 3600.0
 failed, state = move(some, 10).outcomes.tolist(), store.stats().state
 resting = move(batch.select(slice(0, 1)), 10).outcomes.tolist()
-store._health._retry_at = 0.0
-fail(store._file, 12, ways={way!r})
+store.health.retry_at = 0.0
+fail(store.file, 12, ways={way!r})
 back = move(some, 10).outcomes.tolist()
 again = store.put(batch.select(slice(40, 50)), 10).ok.all()
 print(json.dumps([failed, state, resting, back, bool(again), store.stats().state]))
@@ -143,11 +143,11 @@ def test_headers_that_fail_turn_the_store_off(run: Callable[..., Any]) -> None:
         STORE
         + """
 from fdcache.errors import StorageDeviceError
-fail_headers(store._file, "w")
+fail_headers(store.file, "w")
 outcomes = store.put(batch.select(slice(0, 1)), 10).outcomes.tolist()
 stats = store.stats()
 store.close()
-fail_headers(store._file, "r")
+fail_headers(store.file, "r")
 try:
     open_store(folder, layout)
 except StorageDeviceError as failure:
@@ -172,7 +172,7 @@ store_a_path(folder)
 engine = Engine(folder)
 paths = engine.manager._storage.pool
 nodes = sorted(paths.nodes(range(8)), key=lambda node: node.depth)
-fail(engine.store._file, nodes[5].block_id)
+fail(engine.store.file, nodes[5].block_id)
 first = engine.run("first", tokens_of(1, 8))
 bad = counters(engine).bad_storage_slots
 stats = engine.manager.get_stats().storage
@@ -201,7 +201,7 @@ def test_an_engine_writes_a_block_to_another_slot_when_one_fails(run: Callable[.
         + """
 from tests.storage_engine import Engine, tokens_of
 engine = Engine(folder)
-fail(engine.store._file, 2, ways="w")
+fail(engine.store.file, 2, ways="w")
 engine.run("first", tokens_of(1, 8))
 engine.settle()
 stats = engine.manager.get_stats().storage
@@ -235,7 +235,7 @@ with tempfile.TemporaryDirectory(prefix="fdcache-test") as runtime:
         until(lambda: stored()["blocks"] == BLOCKS, "all is stored")
         (storage,) = service.service.storage.layouts.values()
         nodes = sorted(storage.index.pool.nodes(range(BLOCKS)), key=lambda node: node.depth)
-        fail(storage.queues[0].storage._file, nodes[3].block_id)
+        fail(storage.queues[0].storage.file, nodes[3].block_id)
         service.ask("reset", tier="host")
         engine.close()
         reader = Engine(service.address, fetches=StorageTierSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE))
@@ -274,7 +274,7 @@ def test_a_check_of_the_files_counts_a_record_that_cannot_be_read(run: Callable[
         STORE
         + """
 from fdcache.storage.offline import Selection, read_file, remove
-fail(store._file, 17)
+fail(store.file, 17)
 path = store.path
 store.close()
 corrupt = read_file(path, verify=True).corrupt.tolist()

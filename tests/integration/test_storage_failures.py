@@ -73,7 +73,7 @@ from fdcache.storage.slab_format import read_superblock
 from tests.integration.test_storage_failures import COUNT, LAYOUT
 from tests.storage_help import Records, open_store, path_hashes
 store = open_store(Path(sys.argv[1]), LAYOUT)
-limit = store._file.superblock.record_offset + 10 * LAYOUT.record_bytes
+limit = store.file.superblock.record_offset + 10 * LAYOUT.record_bytes
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 stored = store.put(Records(LAYOUT, COUNT).full_batch(path_hashes(COUNT), slots=range(COUNT)), 10)
 print(int(stored.ok.sum()), store.stats().state.value, store.stats().error)
@@ -178,7 +178,7 @@ def test_a_device_that_fails_is_told_from_a_miss_and_opened_anew(tmp_path: Path,
     assert store.put(batch, 10).ok.all()
     # Reads of a pipe fail as those of a broken device do, through the same calls.
     reading, writing = os.pipe()
-    os.dup2(reading, store._file.record_fd)
+    os.dup2(reading, store.file.record_fd)
     failed = store.get(batch, 10)
     assert (failed.outcomes == Outcome.ERROR).all()
     assert store.stats().state is StorageState.OFF
@@ -197,10 +197,10 @@ def test_while_it_is_left_alone_a_failed_store_costs_no_call(tmp_path: Path, rec
     batch = records.full_batch(path_hashes(4), slots=range(4))
     assert store.put(batch, 10).ok.all()
     reading, writing = os.pipe()
-    saved = os.dup(store._file.record_fd)
-    os.dup2(reading, store._file.record_fd)
+    saved = os.dup(store.file.record_fd)
+    os.dup2(reading, store.file.record_fd)
     assert not store.get(batch, 10).ok.any()
-    os.dup2(saved, store._file.record_fd)
+    os.dup2(saved, store.file.record_fd)
     assert (store.get(batch, 10).outcomes == Outcome.ERROR).all()
     for fd in (reading, writing, saved):
         os.close(fd)
@@ -258,7 +258,7 @@ os.setresuid(65534, 65534, 65534)
 store = open_store(Path(sys.argv[1]), LAYOUT)
 assert store.put(batch, 10).ok.all()
 reading, writing = os.pipe()
-os.dup2(reading, store._file.record_fd)
+os.dup2(reading, store.file.record_fd)
 store.path.chmod(0)
 for _ in range(3):
     assert not store.get(batch, 10).ok.any()

@@ -89,7 +89,7 @@ class SlabIndexMachine(RuleBasedStateMachine):
         slot = int(self.connector._pool.find(self.rows(path)[-1:]).slots[0])
         store = self.connector._store
         with store.path.open("r+b") as file:
-            offset = store._file.superblock.record_offset + slot * LAYOUT.record_bytes + at
+            offset = store.file.superblock.record_offset + slot * LAYOUT.record_bytes + at
             byte = os.pread(file.fileno(), 1, offset)
             os.pwrite(file.fileno(), bytes([byte[0] ^ (1 if path not in self.damaged else 3)]), offset)
         self.damaged.add(path)

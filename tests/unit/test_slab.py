@@ -210,7 +210,7 @@ def test_the_file_is_bounded_sparse_and_resized(tmp_path: Path, records: Records
     store = open_store(tmp_path, LAYOUT, size=MIB)
     assert store.scan().slots.tolist()[:few] == list(range(few))
     store.close()
-    with pytest.raises(StorageError, match="hold not one block"):
+    with pytest.raises(StorageError, match="cannot hold one block"):
         open_store(tmp_path, LAYOUT, size=1000)
     with pytest.raises(StorageError, match="lower FDCACHE_STORAGE_SIZE"):
         open_store(tmp_path, LAYOUT, size=1 << 40)
@@ -265,7 +265,7 @@ def test_no_descriptor_is_closed_while_somebody_uses_it(tmp_path: Path, records:
     fsync = FsyncPolicy.INTERVAL if user == "sync" else FsyncPolicy.NEVER
     store = open_store(tmp_path, LAYOUT, fsync=fsync, fsync_interval=0.01)
     batch = records.full_batch(path_hashes(4), slots=range(4))
-    handle = store._file
+    handle = store.file
     gate = Gate(handle.core, "sync" if user == "sync" else "erase")
     handle.core = gate  # type: ignore[assignment]
     assert store.put(batch, 10).ok.all()
@@ -273,14 +273,14 @@ def test_no_descriptor_is_closed_while_somebody_uses_it(tmp_path: Path, records:
     thread = threading.Thread(target=work.get(user, lambda: None))
     thread.start()
     assert gate.entered.wait(60)
-    store._health.failed(errno.EIO)
+    store.health.failed(errno.EIO)
     assert not store.get(batch, 10).ok.any(), "it cannot be opened anew yet"
-    assert store._file is handle
+    assert store.file is handle
     os.fstat(handle.header_fd)
     os.fstat(handle.record_fd)
     gate.open.set()
     thread.join()
-    while store._file is handle:  # the thread that syncs may have it for a moment
+    while store.file is handle:  # the thread that syncs may have it for a moment
         store.get(batch, 10)
     assert store.stats().state is StorageState.READY
     store.close()

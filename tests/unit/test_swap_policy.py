@@ -16,10 +16,12 @@ from fdcache.devices.calibration import (
     Calibration,
     Measurement,
     calibration_path,
+    choose_calibration,
     load_calibration,
+    make_policy,
+    min_group_bytes,
     save_calibration,
 )
-from fdcache.devices.policy import choose_calibration, make_policy, min_group_bytes
 from fdcache.devices.topology import Gpu, link_of, numa_node_of
 from fdcache.settings.cache import SwapMethod, TransferSettings
 

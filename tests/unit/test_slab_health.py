@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdcache.storage.slab_faults import IN_A_ROW, MOST_BAD, WINDOW, RecordFaults
+from fdcache.storage.slab_health import IN_A_ROW, MOST_BAD, WINDOW, RecordFaults
 
 
 class Clock:
@@ -28,19 +28,19 @@ def test_single_records_are_bad_until_several_failed_in_a_row() -> None:
 def test_what_moves_well_between_them_ends_the_row_of_its_own_direction() -> None:
     faults = RecordFaults()
     for slot in range(3 * IN_A_ROW):
-        faults.moved(writing=False)
+        faults.succeeded(writing=False)
         assert faults.judge({slot}, moved=False, writing=False).bad == {slot}
         if slot >= IN_A_ROW - 1:
             continue
         assert not faults.judge({100 + slot}, moved=False, writing=True).medium_fails
-    faults.moved(writing=False)
+    faults.succeeded(writing=False)
     assert faults.judge({200}, moved=False, writing=True).medium_fails
 
 
 def test_a_suspect_that_fails_again_on_a_medium_that_answered_is_bad() -> None:
     faults = RecordFaults()
     assert faults.judge({1, 2, 3, 4, 5}, moved=False, writing=False).bad == set()
-    faults.answered()
+    faults.recovered()
     verdict = faults.judge({1, 2, 3, 4, 5}, moved=False, writing=False)
     assert (set(verdict.bad), verdict.medium_fails) == ({1, 2, 3, 4, 5}, False)
 
