@@ -1,4 +1,4 @@
-"""Records that the disk can no longer read or write: each costs its own block, in the store, an engine, a service."""
+"""Records that the disk cannot read or write: each costs its own block, in a store, an engine and a service."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(library: Path, tmp_path: Path) -> Callable[..., Any]:
-    """Run a program on a disk whose sectors fail as it says, and return the JSON that it prints."""
+    """Run a program on a disk whose sectors it makes fail; return the JSON that it prints."""
 
     def start(program: str) -> Any:
         folder = tmp_path / "files"
@@ -68,7 +68,7 @@ def run(library: Path, tmp_path: Path) -> Callable[..., Any]:
     return start
 
 
-def test_a_record_that_cannot_be_read_costs_its_own_block(run: Callable[..., Any]) -> None:
+def test_an_unreadable_record_costs_only_its_block(run: Callable[..., Any]) -> None:
     found = run(
         STORE
         + """
@@ -91,7 +91,7 @@ print(json.dumps([outcomes, together, stats.state, stats.bad_slots, stats.errors
     assert kept == others, "another process does not ask for it either"
 
 
-def test_a_record_that_cannot_be_written_costs_its_own_block(run: Callable[..., Any]) -> None:
+def test_an_unwritable_record_costs_only_its_block(run: Callable[..., Any]) -> None:
     outcomes, state, kept = run(
         STORE
         + """
@@ -108,7 +108,7 @@ print(json.dumps([outcomes + alone, store.stats().state, store.scan().slots.toli
 
 
 @pytest.mark.parametrize("way", ["r", "w"])
-def test_several_records_that_fail_in_a_row_turn_the_store_off_and_are_not_lost(
+def test_several_failures_in_a_row_turn_the_store_off_and_lose_no_block(
     run: Callable[..., Any], way: str
 ) -> None:
     failed, state, resting, back, again, at_the_end = run(
@@ -138,7 +138,7 @@ print(json.dumps([failed, state, resting, back, bool(again), store.stats().state
     assert at_the_end == "ready"
 
 
-def test_headers_that_fail_turn_the_store_off(run: Callable[..., Any]) -> None:
+def test_failing_headers_turn_the_store_off(run: Callable[..., Any]) -> None:
     outcomes, state, error, refused = run(
         STORE
         + """
@@ -161,7 +161,7 @@ print(json.dumps([outcomes, stats.state, stats.error, refused]))
     assert "see the kernel log" in refused
 
 
-def test_an_engine_loses_the_block_and_what_hangs_below_it_and_asks_for_neither_again(
+def test_an_engine_drops_a_bad_block_and_its_descendants_and_never_reads_them_again(
     run: Callable[..., Any],
 ) -> None:
     first, second, quarantined, bad, asked, state = run(
@@ -195,7 +195,7 @@ print(json.dumps([first.num_cached_tokens // 16, second.num_cached_tokens // 16,
     assert state == "ready"
 
 
-def test_an_engine_writes_a_block_to_another_slot_when_one_fails(run: Callable[..., Any]) -> None:
+def test_an_engine_writes_the_block_of_a_failed_slot_to_another(run: Callable[..., Any]) -> None:
     stored, quarantined, writing = run(
         START
         + """
@@ -213,7 +213,7 @@ engine.close()
     assert quarantined == writing == 1
 
 
-def test_a_service_loses_the_block_alone_and_tells_of_it(run: Callable[..., Any]) -> None:
+def test_a_service_loses_only_the_bad_block_and_reports_it(run: Callable[..., Any]) -> None:
     figures, lines = run(
         START
         + """
@@ -269,7 +269,7 @@ print(json.dumps([figures, lines]))
     assert ["fdcache_storage_quarantined_blocks", None, 1.0] in lines
 
 
-def test_a_check_of_the_files_counts_a_record_that_cannot_be_read(run: Callable[..., Any]) -> None:
+def test_verify_counts_an_unreadable_record(run: Callable[..., Any]) -> None:
     corrupt, removed = run(
         STORE
         + """
