@@ -64,7 +64,7 @@ def init(
     from fdcache.service.wire.address import load_settings
 
     if plot is not None:
-        from fdcache.devices.link_plot import require_plotting
+        from fdcache_cli.link_plot import require_plotting
 
         require_plotting(plot)
     settings = load_settings({})
@@ -99,7 +99,7 @@ def init(
         for calibration in calibrations:
             _print_calibration(calibration)
     if plot is not None and calibrations:
-        from fdcache.devices.link_plot import write_plot
+        from fdcache_cli.link_plot import write_plot
 
         write_plot(calibrations[0], plot)
     if any(each.problem for each in findings):

@@ -33,7 +33,7 @@ _MOST_LABELS = 40
 
 def check_plot(path: Path, json: bool, watch: bool) -> None:
     """Refuse options that exclude a picture, and a file that cannot be drawn. Raises ``BadParameter``."""
-    from fdcache.devices.link_plot import require_plotting
+    from fdcache_cli.link_plot import require_plotting
 
     if json or watch:
         raise typer.BadParameter("a picture is drawn once; leave --json and --watch out", param_hint="--plot")

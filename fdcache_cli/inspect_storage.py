@@ -83,8 +83,7 @@ _HEADER = ("NAMESPACE", "MODEL", "RANKS", "BLOCKS", "OF", "BYTES", "DEPTH", "AGE
 
 
 def _show_files(path: Path, verify: bool, json: bool) -> None:
-    from fdcache.storage.offline import read_file, slab_files
-    from fdcache.storage.summary import summarize
+    from fdcache.storage.offline import read_file, slab_files, summarize
 
     with progress_bars() as advance:
         files = [read_file(file, verify=verify, on_progress=advance) for file in slab_files(path)]

@@ -123,7 +123,7 @@ def fail_once(driver: Driver, method: str, call: str, after: int, code: int) -> 
     if code == LOST and reasons:
         assert run(worker, plan(20, load=[(1, 4)])) is not None
         refused = run(worker, plan(21, load=[(1, 4)]))
-        assert refused is not None and "start this process anew" in refused
+        assert refused is not None and "restart this process" in refused
     worker.controller.shutdown()
     worker.controller.shutdown()
     came = driver.recover() > 0

@@ -1,8 +1,7 @@
-"""A GPU for processes without one: a driver that stands in for the GPU's, and what fdcache calls of CuPy.
+"""A GPU for processes without one: a stand-in driver, and the part of CuPy that fdcache calls.
 
-Its memory is the host's, its kernels are C++ and its streams are threads, so what is tested with it is everything
-around the kernels: what is asked of the driver and in which order, what becomes of its refusals, and that everything
-taken is given back once.
+Its memory is the host's, its kernels are C++ and its streams are threads. It tests everything around the kernels: the
+calls to the driver and their order, the effect of refusals, and that every resource is released once.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ REFUSED, LOST = 1, 719
 
 
 def run(driver: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process that finds this driver, and the CuPy for it, before any other.
+    """Run Python in a process that finds this driver, and its CuPy, before any other.
 
-    Which of a machine's own GPUs are visible does not count there.
+    ``CUDA_VISIBLE_DEVICES`` is dropped.
     """
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests/stand_in_cupy"), os.environ.get("PYTHONPATH", "")])
     inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
@@ -39,22 +38,22 @@ def run(driver: Path, *arguments: str, **environment: str) -> subprocess.Complet
 
 
 def run_python(driver: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """As ``run``, of code."""
+    """Run code in such a process."""
     return run(driver, "-c", textwrap.dedent(code))
 
 
 class Driver:
-    """The counts and faults of the driver that this process loaded."""
+    """Counts and faults of the driver that this process loaded."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(LIBRARY)
 
     def fail(self, call: str, *, after: int = 0, code: int = REFUSED, every: int = 0) -> None:
-        """Let that call fail once it was made ``after`` times more, and every so many times from then on."""
+        """Fail a call after ``after`` more calls of it, and then every ``every`` calls."""
         self._library.stand_in_fail(call.encode(), after, code, every)
 
     def recover(self) -> int:
-        """No more failures, and a GPU that is there again; how often the call had failed."""
+        """Stop failing calls and restore the GPU; return how often the call failed."""
         return int(self._library.stand_in_recover())
 
     def delay(self, copy: int) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 from unittest import mock
 
 from fdcache import CacheController, CacheManager, KVLayout, Request
-from fdcache.devices.calibration import Calibration, load_calibration, save_calibration
-from fdcache.devices.policy import make_policy
+from fdcache.devices.calibration import Calibration, load_calibration, make_policy, save_calibration
 from fdcache.devices.topology import Gpu
 from fdcache.metadata import TransferPlan
 from fdcache.service.server import process
@@ -100,7 +99,7 @@ def _calibrated() -> object:
 
 
 def _swap_method() -> object:
-    with mock.patch("fdcache.devices.policy._core.SwapPolicy") as made:
+    with mock.patch("fdcache.devices.calibration._core.SwapPolicy") as made:
         policy()
     return made.call_args.kwargs["choice"]
 
@@ -260,7 +259,7 @@ CASES: dict[str, Case] = {
     ),
     "FDCACHE_STORAGE_RETRY": Case(
         "7s",
-        lambda engine: engine.slab._health._retry_after,
+        lambda engine: engine.slab.health.retry_after,
         storage_in_service("retry_after"),
         beside=STORAGE,
     ),

@@ -25,55 +25,55 @@ class LocalConnector:
     name = "local"
 
     def __init__(self, store: SlabStore) -> None:
-        self._store = store
-        self._pool = StoragePool(store.num_slots, retry_after=store.retry_after)
+        self.store = store
+        self.pool = StoragePool(store.num_slots, retry_after=store.health.retry_after)
         self._lock = threading.Lock()
         scan = store.scan()
-        restore(self._pool, [scan])
-        self._pool.found(scan.slots)
+        restore(self.pool, [scan])
+        self.pool.found(scan.slots)
 
     def register(self, records: _core.RecordTable) -> None:
         """Any memory will do."""
-        self._store.register(records)
+        self.store.register(records)
 
     def unregister(self, records: _core.RecordTable) -> None:
         """Nothing was kept of it."""
-        self._store.unregister(records)
+        self.store.unregister(records)
 
     def exists(self, hashes: HashArray, timeout: float) -> RunResult:
         """How many of the first blocks are stored by this rank; the others' files are out of sight."""
-        absent = np.flatnonzero(self._pool.contains(hashes) != READY)
+        absent = np.flatnonzero(self.pool.contains(hashes) != READY)
         return RunResult(int(absent[0]) if len(absent) else len(hashes))
 
     def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
         """Read blocks; one that turns out corrupt, or cannot be read, leaves the index with all below it."""
         with self._lock:
-            presence = self._pool.contains(batch.hashes) == READY
-            found = self._pool.find(batch.hashes)
-            self._pool.hold(found.slots)
+            presence = self.pool.contains(batch.hashes) == READY
+            found = self.pool.find(batch.hashes)
+            self.pool.hold(found.slots)
         result = BatchResult.of(len(batch), Outcome.MISS)
         outcomes, checksums = result.outcomes, result.checksums
         placed = replace(batch.select(presence), slots=found.slots, generations=found.generations)
-        read = self._store.get(placed, timeout, cancel)
+        read = self.store.get(placed, timeout, cancel)
         outcomes[presence], checksums[presence] = read.outcomes, read.checksums
         with self._lock:
             unusable = np.isin(read.outcomes, (Outcome.CORRUPT, Outcome.BAD_SLOT))
-            self._pool.end_reads(found.slots, read.outcomes == Outcome.MISS, unusable)
+            self.pool.end_reads(found.slots, read.outcomes == Outcome.MISS, unusable)
         return BatchResult(outcomes, checksums, read.moved_bytes, read.error)
 
     def put(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
         """Store blocks, parents first. What finds no room, or no stored parent, is an ERROR."""
         with self._lock:
-            self._pool.grow_if_due()
-            taken = self._pool.reserve_copies(0, batch.parents, batch.hashes)
+            self.pool.grow_if_due()
+            taken = self.pool.reserve_copies(0, batch.parents, batch.hashes)
             if taken.missing:
                 return BatchResult.of(len(batch), Outcome.ERROR, f"{taken.missing} slots are missing")
         mine = taken.status == RESERVED
         placed = replace(batch.select(mine), slots=taken.slots, generations=taken.generations)
-        written = self._store.put(placed, timeout, cancel)
+        written = self.store.put(placed, timeout, cancel)
         with self._lock:
             bad, no_room = (written.outcomes == each for each in (Outcome.BAD_SLOT, Outcome.NO_ROOM))
-            self._pool.end_writes(taken.slots, written.ok, written.checksums, bad, no_room)
+            self.pool.end_writes(taken.slots, written.ok, written.checksums, bad, no_room)
         outcomes = np.full(len(batch), Outcome.ERROR, np.uint8)
         outcomes[taken.status == IS_READY] = Outcome.OK
         outcomes[mine] = written.outcomes
@@ -87,9 +87,9 @@ class LocalConnector:
     def delete(self, hashes: HashArray, timeout: float) -> BatchResult:
         """Remove blocks, and with each what hangs below it. Raises ``StorageError`` on a file that is read-only."""
         with self._lock:
-            present = self._pool.contains(hashes) == READY
-            gone = self._pool.discard(self._pool.find(hashes).slots)
-            self._store.erase(gone.slots)
+            present = self.pool.contains(hashes) == READY
+            gone = self.pool.discard(self.pool.find(hashes).slots)
+            self.store.erase(gone.slots)
         result = BatchResult.of(len(hashes), Outcome.MISS)
         result.outcomes[present] = Outcome.OK
         return result
@@ -97,13 +97,13 @@ class LocalConnector:
     def clear(self, timeout: float) -> int:
         """Remove every block of this file; other layouts and ranks have files of their own."""
         with self._lock:
-            self._pool.reset()
-            return self._store.clear(timeout)
+            self.pool.reset()
+            return self.store.clear(timeout)
 
     def stats(self) -> StorageStats:
         """Counts and state."""
-        return msgspec.structs.replace(self._store.stats(), blocks=self._pool.stats().ready)
+        return msgspec.structs.replace(self.store.stats(), blocks=self.pool.stats().ready)
 
     def close(self) -> None:
         """Close the file."""
-        self._store.close()
+        self.store.close()

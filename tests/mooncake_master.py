@@ -1,4 +1,4 @@
-"""A real Mooncake master on loopback, for the tests."""
+"""A real Mooncake master on loopback, and connectors to it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fdcache.errors import ConnectorNotFoundError
 from fdcache.layout import KVLayout
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.mooncake import MooncakeConnector
 from fdcache.storage.mooncake_client import load_client
 from tests.service_help import until
@@ -28,7 +29,7 @@ _random = random.SystemRandom()
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that the system gives to no connection: it stays free until it is used."""
+    """Return a port that is free, and outside the range from which the system serves connections."""
     ephemeral = range(*map(int, _EPHEMERAL.read_text().split()))
     while True:
         port = _random.randrange(15000, 65536)
@@ -39,7 +40,7 @@ def free_port() -> int:
 
 
 def stop(pid: int) -> None:
-    """Stop a process; every thread of it stands still afterwards, which the signal alone does not promise."""
+    """Stop a process, and wait until each of its threads has stopped, which the signal alone does not ensure."""
     os.kill(pid, signal.SIGSTOP)
     threads = Path(f"/proc/{pid}/task")
     while any(_state(thread) not in "TX" for thread in threads.iterdir()):
@@ -50,11 +51,11 @@ def _state(thread: Path) -> str:
     try:
         return (thread / "stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return "X"  # it has ended meanwhile
+        return "X"  # the thread has ended
 
 
 class Master:
-    """The master's process; it can be killed and started again at the same address."""
+    """Process of a master; it can be killed and started again at the same address."""
 
     def __init__(self, program: str, folder: Path) -> None:
         self._program = program
@@ -76,9 +77,9 @@ class Master:
                 stdout=log,
                 stderr=log,
             )
-        until(self._listens, "the master listens")
+        until(self._is_listening, "the master listens")
 
-    def _listens(self) -> bool:
+    def _is_listening(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, f"the master did not start: {self._log.read_text()}"
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
@@ -86,7 +87,7 @@ class Master:
         return False
 
     def freeze(self) -> None:
-        """It neither answers nor hangs up."""
+        """Stop the process: it neither answers nor closes its connections."""
         assert self._process is not None
         stop(self._process.pid)
 
@@ -113,7 +114,33 @@ class Master:
         )
 
 
+class SharedClient:
+    """A client of the library for several connectors, since each client takes a second or two to leave the store.
+
+    ``close`` keeps it open; ``leave`` closes it.
+    """
+
+    def __init__(self) -> None:
+        self._client = load_client().MooncakeDistributedStore()
+        self._is_set_up = False
+
+    def setup(self, *arguments: object) -> int:
+        code = 0 if self._is_set_up else int(self._client.setup(*arguments))
+        self._is_set_up = code == 0
+        return code
+
+    def close(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        self._client.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
 def find_master() -> str:
+    """Return the path of the master's program; skip the test where Mooncake is not installed."""
     try:
         load_client()
     except ConnectorNotFoundError as error:

@@ -1,6 +1,6 @@
 """A node of Mooncake Store in a process of its own: python -m tests.mooncake_node MASTER LAYOUT-NAME BLOCKS.
 
-It stores the first blocks of the path of that name in its own memory, says so, and stays until it is killed.
+It stores the first blocks of the path of that name in its own memory, prints "stored", and waits to be killed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
 from fdcache.storage.conformance import HostRecords, conformance_layout, path_of
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.mooncake import MooncakeConnector
 from tests.mooncake_master import stop
 
 
 class Node:
-    """The process."""
+    """Process of a node."""
 
     def __init__(self, master: str, name: str, blocks: int) -> None:
         self.process = subprocess.Popen(

@@ -12,8 +12,7 @@ import pytest
 
 from fdcache import _core
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings, WritePolicy
-from fdcache.storage.connector import BatchResult, Outcome, RecordBatch
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import BatchResult, ConnectorContext, Outcome, RecordBatch
 from fdcache.storage.slab import SlabStore
 from tests.service_engine import BLOCK, PROMPT, Engine, assert_nothing_is_held
 from tests.service_help import TIMEOUT, LocalService, local_service, until

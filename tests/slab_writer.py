@@ -1,7 +1,7 @@
-"""A program that writes blocks into a slab file until it is killed or has written enough.
+"""Write blocks into a slab file: python -m tests.slab_writer FOLDER FSYNC BATCHES SEED.
 
-Usage: python -m tests.slab_writer FOLDER FSYNC BATCHES SEED. Batches of one path each go into random slots, so that
-slots are written again and again; the slots and hashes of each finished batch are appended to FOLDER/stored.acks.
+Batches of one path each go into random slots, so that slots are overwritten often; the slots and hashes of each
+finished batch are written to FOLDER/stored.acks.
 """
 
 from __future__ import annotations

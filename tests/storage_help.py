@@ -1,4 +1,4 @@
-"""Host records full of known bytes, and slab stores, for the tests of the storage tier."""
+"""Host records with known bytes, and slab stores, for tests of the storage tier."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def storage_layout(**changes: Any) -> KVLayout:
 
 
 def path_hashes(count: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The hashes of one path of ``count`` blocks."""
+    """Return the hashes of one path of ``count`` blocks."""
     parent, rows = hashlib.sha256(seed.to_bytes(8, "little")).digest(), []
     for _ in range(count):
         parent = hashlib.sha256(parent).digest()
@@ -40,7 +40,7 @@ def parents_of(hashes: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, n
 
 
 def content(layout: KVLayout, block_hash: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """What the record of this block holds: bytes that follow from its hash, zero between the planes."""
+    """Return the record of a block: bytes derived from its hash, zero between the planes."""
     record = np.zeros(layout.record_bytes, np.uint8)
     generator = np.random.default_rng(int.from_bytes(block_hash[:8], "little"))
     for plane in layout.planes:
@@ -51,7 +51,7 @@ def content(layout: KVLayout, block_hash: bytes) -> np.ndarray[Any, np.dtype[np.
 
 
 class Records:
-    """A host arena whose records tests fill, empty and compare."""
+    """Host arena with records to fill, wipe and compare."""
 
     def __init__(self, layout: KVLayout, blocks: int = 64) -> None:
         self.layout = layout
@@ -113,7 +113,7 @@ class Records:
         slots: Sequence[int] | None = None,
         generation: int = 1,
     ) -> RecordBatch:
-        """As ``batch``, the records filled."""
+        """Fill the records of a batch and return it."""
         parents = parents_of(hashes)
         for slot, (block_hash, parent) in enumerate(zip(hashes, parents, strict=True)):
             self.fill(slot, block_hash.tobytes(), parent.tobytes())

@@ -26,8 +26,7 @@ from fdcache import (
 )
 from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
-from fdcache.storage.connector import PlacedStorage
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import ConnectorContext, PlacedStorage
 from fdcache.storage.factory import open_storage
 
 Tokens = NDArray[np.int64]

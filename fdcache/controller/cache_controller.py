@@ -31,8 +31,7 @@ from fdcache.metadata import StorageScan, TransferPlan, TransferReport
 from fdcache.settings import Settings
 from fdcache.settings.cache import TransferSettings, Verify
 from fdcache.settings.checks import log_misspelt, require_host_tier
-from fdcache.storage.connector import BlockStorage, PlacedStorage, StorageStats
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import BlockStorage, ConnectorContext, PlacedStorage, StorageStats
 from fdcache.storage.factory import open_storage
 from fdcache.storage.queue import StorageQueue, StorageTransfer
 from fdcache.tasks import AsyncTaskHandler

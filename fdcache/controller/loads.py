@@ -23,8 +23,7 @@ from fdcache.devices.base import (
     HostArena,
     Stream,
 )
-from fdcache.devices.faults import Fault, make_result
-from fdcache.devices.validation import check_swap
+from fdcache.devices.copies import Fault, check_swap, make_result
 from fdcache.errors import DeviceLostError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheSwapMetadata, TransferResult

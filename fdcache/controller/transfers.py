@@ -20,7 +20,7 @@ from fdcache.devices.base import (
     HostArena,
     Stream,
 )
-from fdcache.devices.validation import check_arrays
+from fdcache.devices.copies import check_arrays
 from fdcache.errors import PlanError, StreamError
 from fdcache.layout import KVLayout
 from fdcache.metadata import (

@@ -1,14 +1,18 @@
-"""What the data plane needs of a device: memory, streams, events, block copies.
+"""Interface of a device: memory, streams, events, block copies.
 
-A stream runs its operations in order; an event orders streams among each other and with the host. Copies move
-whole blocks between the device's planes and host records (``Direction``).
+    copy = device.copy_blocks(planes, arena, swap)
+    copy.enqueue(stream, 0, planes.num_planes)
+    copy.done.wait()
+    result = copy.result()
+
+A stream runs its operations in order; an event orders streams with each other and with the host. Copies move whole
+blocks between the device's planes and host records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 from fdcache._core import RecordTable
@@ -16,16 +20,9 @@ from fdcache.layout import Plane
 from fdcache.metadata import CacheSwapMetadata, TransferResult
 
 
-class Direction(Enum):
-    """Which way blocks are copied."""
-
-    TO_HOST = "device to host"
-    TO_DEVICE = "host to device"
-
-
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """Where a tensor lies; ``strides`` in bytes. ``owner`` keeps its memory alive."""
+    """Address and shape of a tensor; ``strides`` in bytes. ``owner`` keeps its memory alive."""
 
     address: int
     shape: tuple[int, ...]
@@ -36,7 +33,7 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True)
 class PlaneBinding:
-    """One plane's place on the device: block ``b`` starts at ``address + b * stride``."""
+    """Location of one plane on the device: block ``b`` starts at ``address + b * stride``."""
 
     plane: Plane
     address: int
@@ -46,11 +43,11 @@ class PlaneBinding:
 
 
 class PinnedMemory(Protocol):
-    """Host memory that the device's copies reach, for as long as this object lives."""
+    """Host memory that the device can copy from and to, for as long as this object lives."""
 
     @property
     def device_address(self) -> int:
-        """Where the device sees it."""
+        """Address of the memory on the device."""
 
 
 class HostArena(Protocol):
@@ -58,11 +55,11 @@ class HostArena(Protocol):
 
     @property
     def pinned(self) -> Sequence[PinnedMemory]:
-        """The extents, in order, as the device sees them."""
+        """The extents, in order, pinned for the device."""
 
     @property
     def epoch(self) -> int:
-        """Another number whenever extents came or went."""
+        """Number that changes whenever extents are added or removed."""
 
     @property
     def num_blocks(self) -> int:
@@ -70,7 +67,7 @@ class HostArena(Protocol):
 
     @property
     def fingerprint(self) -> bytes:
-        """The layout's fingerprint; its first 16 bytes stand in every slot header."""
+        """The layout's fingerprint; every slot header holds its first 16 bytes."""
 
     @property
     def table(self) -> RecordTable:
@@ -78,11 +75,11 @@ class HostArena(Protocol):
 
 
 class DevicePlanes(Protocol):
-    """The planes of a layout on a device, as ``Device.bind_planes`` made them."""
+    """Planes of a layout on a device, made by ``Device.bind_planes``."""
 
     @property
     def num_blocks(self) -> int:
-        """Device slots for which every plane has a block."""
+        """Device slots that have a block in every plane."""
 
     @property
     def num_planes(self) -> int:
@@ -90,44 +87,44 @@ class DevicePlanes(Protocol):
 
 
 class Event(Protocol):
-    """A point in a stream. It is recorded once."""
+    """Point in a stream; recorded once."""
 
     def record(self, stream: Stream) -> None:
-        """Let it be reached when the stream has done everything enqueued so far."""
+        """Reach the event once the stream has completed everything enqueued so far."""
 
     def query(self) -> bool:
-        """Whether it was reached."""
+        """Return True once the event is reached."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait on the host up to ``timeout`` seconds, None for ever; whether it was reached."""
+        """Wait on the host up to ``timeout`` seconds, None for ever; return True when the event is reached."""
 
 
 class Stream(Protocol):
-    """Operations in order."""
+    """Queue of operations that run in order."""
 
     def wait_event(self, event: Event) -> None:
         """Hold later operations until the event is reached."""
 
     def retire(self) -> None:
-        """Let go of the memory that finished copies kept alive."""
+        """Release the memory that finished copies kept alive."""
 
     def close(self) -> None:
-        """End the stream; what is still queued is abandoned and its events are reached."""
+        """End the stream; queued copies are abandoned and their events are reached."""
 
 
 class PendingCopy(Protocol):
-    """Blocks on their way."""
+    """Blocks in flight."""
 
     @property
     def done(self) -> Event:
-        """Reached once no block of the batch will be touched any more."""
+        """Event after which the copy accesses no memory."""
 
     @property
     def started(self) -> bool:
-        """Whether a copy has begun."""
+        """True once a block is being copied."""
 
     def cancel(self) -> bool:
-        """Take the batch back if none of it has begun: it touches no memory and all its positions fail."""
+        """Cancel the batch if none of it has begun: it accesses no memory, and all its positions fail."""
 
     def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
         """Return the result of positions ``start`` to ``stop``, once ``done`` is reached; positions count from 0.
@@ -137,22 +134,22 @@ class PendingCopy(Protocol):
 
 
 class BlockCopy(PendingCopy, Protocol):
-    """A batch of block copies, validated and ready to be enqueued."""
+    """Validated batch of block copies that can be enqueued."""
 
     def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
-        """Copy planes ``first_plane`` up to, not including, ``last_plane`` on the stream.
+        """Copy planes ``first_plane`` up to, but not including, ``last_plane`` on the stream.
 
-        The ranges of one batch are enqueued in order, on one stream, and together cover all planes.
+        The ranges of a batch must be enqueued in order, on one stream, and together cover all planes.
         """
 
     def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> Sequence[Event]:
-        """Enqueue ranges of planes one after the other; an event recorded after each."""
+        """Enqueue ranges of planes in order; return an event recorded after each."""
 
 
 def enqueue_each(
     copy: BlockCopy, stream: Stream, ranges: Sequence[tuple[int, int]], create_event: Callable[[], Event]
 ) -> list[Event]:
-    """``BlockCopy.enqueue_groups`` by its ``enqueue``."""
+    """Implement ``BlockCopy.enqueue_groups`` with its ``enqueue``."""
     events = []
     for first, last in ranges:
         copy.enqueue(stream, first, last)
@@ -162,61 +159,61 @@ def enqueue_each(
 
 
 class Device(Protocol):
-    """A device that holds planes."""
+    """Device that holds planes: CPU or GPU."""
 
     @property
     def numa_node(self) -> int | None:
-        """The node of the host memory nearest to the device, None where that is not known."""
+        """NUMA node nearest to the device; None when unknown."""
 
     def min_group_bytes(self, num_blocks: int, record_bytes: int) -> int:
-        """Bytes of a record that a group of layers should have at least in a load of so many blocks.
+        """Return the least bytes of a record that a group of layers should have in a load of ``num_blocks`` blocks.
 
-        Narrower groups cost more, in copies to submit or in speed, than an earlier layer gains.
+        Smaller groups cost more, in submission or in speed, than the earlier start of a layer gains.
         """
 
     @property
     def has_compute_streams(self) -> bool:
-        """Whether engines compute on streams of this device, so that copies must be ordered with one.
+        """True when engines compute on streams of this device, so that copies must be ordered with one.
 
-        Else what an engine has asked for is computed when its call returns.
+        False when an engine's computation is complete as soon as its call returns.
         """
 
     @property
     def lost(self) -> str | None:
-        """Why the device can no longer be used; None while it can."""
+        """Why the device can no longer be used; None while it works."""
 
     def as_stream(self, stream: Any) -> Stream:
-        """A stream of this device, or of a framework on this device, as a ``Stream``.
+        """Return a stream of this device, or of a framework on this device, as a ``Stream``.
 
         Raises ``StreamError`` or ``TypeError`` for anything else.
         """
 
     def create_stream(self, *, background: bool = False) -> Stream:
-        """A new stream; a background one gives way to the others."""
+        """Create a stream; a background stream has lower priority than the others."""
 
     def create_event(self) -> Event:
-        """A new event, not recorded."""
+        """Create an event that is not recorded yet."""
 
     def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
-        """Wait on the host until one of the events is reached; whether one was."""
+        """Wait on the host until one of the events is reached; return False at the timeout."""
 
     def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None = None) -> Any:
-        """A zero-filled tensor of shape (num_blocks, *plane.shape) with the plane's device stride.
+        """Return a zero-filled tensor of shape (num_blocks, *plane.shape) with the plane's device stride.
 
-        ``framework`` is one of ``frameworks.FRAMEWORKS``; None is the device's own. Raises ``TensorError``.
+        ``framework`` is one of ``frameworks.FRAMEWORKS``; None means the device's default. Raises ``TensorError``.
         """
 
     def pin_memory(self, address: int, nbytes: int, owner: object) -> PinnedMemory:
-        """Let the device's copies reach host memory, which ``owner`` keeps.
+        """Pin host memory for copies of this device; ``owner`` keeps the memory alive.
 
         Raises ``HostMemoryError`` with the remedy when the system refuses.
         """
 
     def inspect_tensor(self, tensor: Any) -> TensorView:
-        """Where a tensor of any framework lies. Raises ``TensorError`` when it is not on this device."""
+        """Return address and shape of a tensor of any framework. Raises ``TensorError`` for another device's."""
 
     def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> DevicePlanes:
-        """The planes of a layout, in its order, for ``copy_blocks`` with records of that size."""
+        """Bind the planes of a layout, in its order, for ``copy_blocks`` with records of ``record_bytes``."""
 
     def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
-        """Return a batch of copies that is not enqueued yet. Raises ``PlanError`` naming the pair that is wrong."""
+        """Prepare a batch of copies. Raises ``PlanError`` naming the pair that cannot be copied."""

@@ -1,16 +1,19 @@
-"""What was measured to be fastest on a machine, kept from one start to the next."""
+"""Which way of copying is fastest on a GPU: measured by ``fdcache init``, kept in a file, applied as a policy."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from fdcache import _core
 from fdcache.devices.topology import Gpu
+from fdcache.settings.cache import SwapMethod, TransferSettings
 
 logger = logging.getLogger(__name__)
 
@@ -21,17 +24,35 @@ KIB, MIB = 1 << 10, 1 << 20
 NEVER = 1 << 62
 """A threshold that no size reaches."""
 
+STAGING_SLOT_BYTES = 16 * MIB
+STAGING_SLOTS = 3
+"""Slots of a staging ring: one is filled, one is emptied, and one is ready between them."""
+
+_MIN_GROUP = 2 * STAGING_SLOT_BYTES
+_MAX_PIECES = 6144
+_MAX_DIRECT_PIECES = 8192
+_GROUP_GRAIN = 64 * KIB
+_FULL_SPEED = 0.955
+"""Share of the link from which on the copy engines alone, which slow nothing else down, are preferred."""
+
+_CHOICES = {
+    SwapMethod.AUTO: _core.SwapChoice.AUTO,
+    SwapMethod.DMA: _core.SwapChoice.DIRECT,
+    SwapMethod.STAGED: _core.SwapChoice.STAGED,
+    SwapMethod.KERNEL: _core.SwapChoice.KERNEL,
+}
+
 Limit = Annotated[int, msgspec.Meta(ge=0, le=NEVER)]
 ThreadBlocks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Bytes from which on a way of copying pays, in one direction.
+    """Sizes in bytes from which on a way of copying is faster, in one direction.
 
-    ``direct_plane``: planes go straight between record and layer by the copy engine. ``staged_column``:
-    columns of a record go through the staging ring. ``group_column``: they do so at nearly the link's speed.
-    ``run_copy``: a run is one strided copy by itself.
+    ``direct_plane``: the copy engine copies planes directly between record and layer. ``staged_column``: columns of a
+    record go through the staging ring. ``group_column``: they do so at nearly the link's speed. ``run_copy``: a run of
+    records is one strided copy.
     """
 
     direct_plane: Limit
@@ -42,7 +63,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One figure: ``gb_per_s`` of ``method`` in pieces of ``piece_bytes``."""
+    """Speed of ``method`` in GB/s, in pieces of ``piece_bytes``."""
 
     direction: str
     method: str
@@ -50,15 +71,15 @@ class Measurement:
     thread_blocks: int
     gb_per_s: float
     slowdown: float | None = None
-    """What it cost a neighbour that multiplies matrices, as a fraction; None where that was not measured."""
+    """Slowdown of matrix products on the same GPU, as a fraction; None where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Which way to copy on one GPU. The defaults are safe anywhere: they suit a PCIe 5 x16 link.
+    """Thresholds and thread blocks for one GPU. The defaults are safe anywhere; they suit a PCIe 5 x16 link.
 
-    ``transpose_ctas`` is counted in thread blocks of the kernel that works in place; the default is for the 132
-    multiprocessors of an H100 or H200 (see ``policy.choose_calibration``).
+    ``transpose_ctas`` counts thread blocks of the kernel that works in place; its default is for the 132
+    multiprocessors of an H100 or H200 (see ``choose_calibration``).
     """
 
     format: int = FORMAT
@@ -75,22 +96,25 @@ class Calibration:
     measurements: tuple[Measurement, ...] = field(default=())
 
     def suits(self, gpu: Gpu) -> bool:
-        """Whether it was made on this GPU, driver and topology, by this version of the measurement."""
+        """Return True when it was made on this GPU, driver and topology, by this version of the measurement."""
         made_for = (self.format, self.gpu, self.driver, self.topology)
         return made_for == (FORMAT, gpu.uuid, gpu.driver, gpu.topology)
 
     def made_for(self, gpu: Gpu) -> Calibration:
-        """The same, as one of this GPU."""
+        """Return a copy that names this GPU, driver and topology."""
         return replace(self, gpu=gpu.uuid, driver=gpu.driver, topology=gpu.topology)
 
 
+# --- the file -----------------------------------------------------------------------------------------------
+
+
 def calibration_path(gpu: Gpu, folder: Path) -> Path:
-    """Where the calibration of a GPU is kept in ``folder``."""
+    """Return the path of a GPU's calibration in ``folder``."""
     return folder / f"{gpu.uuid}.json"
 
 
 def save_calibration(calibration: Calibration, gpu: Gpu, folder: Path) -> Path:
-    """Write it so that a reader sees the old or the new one, never a part; where it is now."""
+    """Write the calibration atomically; return its path."""
     path = calibration_path(gpu, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}.tmp")
@@ -100,7 +124,7 @@ def save_calibration(calibration: Calibration, gpu: Gpu, folder: Path) -> Path:
 
 
 def load_calibration(gpu: Gpu, folder: Path) -> Calibration | None:
-    """The calibration of a GPU; None when there is none that suits, or none that can be read."""
+    """Return the calibration of a GPU; None when it is missing, stale or unreadable."""
     path = calibration_path(gpu, folder)
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Calibration)
@@ -111,7 +135,97 @@ def load_calibration(gpu: Gpu, folder: Path) -> Calibration | None:
         return None
     if not found.suits(gpu):
         logger.warning(
-            "the calibration %s is of another driver, topology or version; run `fdcache init`", path
+            "the calibration %s is for another driver, topology or version; run `fdcache init`", path
         )
         return None
     return found
+
+
+# --- from measurements to a calibration ---------------------------------------------------------------------
+
+
+def choose_calibration(
+    gpu: Gpu, found: Sequence[Measurement], *, link_to_device: float, link_to_host: float, measured_at: str
+) -> Calibration:
+    """Choose thresholds and thread blocks from measurements and the link's GB/s in each direction.
+
+    Planes are copied directly from the smallest size that fills the link, columns are staged from the smallest size
+    that is faster than the kernel, and the kernel gets the fewest thread blocks that reach 98% of its best speed. The
+    transposing kernel gets a quarter as many thread blocks as there are multiprocessors: its small thread blocks then
+    share multiprocessors in pairs. One that held more of them would delay other work that needs all.
+    """
+    kernel = [each for each in found if each.method == "kernel"]
+    return Calibration(
+        measured_at=measured_at,
+        to_device=_thresholds([m for m in found if m.direction == "host to device"], link_to_device),
+        to_host=_thresholds([m for m in found if m.direction == "device to host"], link_to_host),
+        kernel_ctas=max((_fewest_ctas(kernel, way) for way in {m.direction for m in kernel}), default=2),
+        transpose_ctas=-(-gpu.multiprocessors // 4),
+        link_to_device=link_to_device,
+        link_to_host=link_to_host,
+        measurements=tuple(found),
+    ).made_for(gpu)
+
+
+def _thresholds(found: Sequence[Measurement], link: float) -> Thresholds:
+    best_kernel = max((m.gb_per_s for m in found if m.method == "kernel"), default=0.0)
+    return Thresholds(
+        direct_plane=_from_size(found, "direct", _FULL_SPEED * link),
+        staged_column=_from_size(found, "staged", best_kernel),
+        group_column=_from_size(found, "staged", _FULL_SPEED * link),
+    )
+
+
+def _from_size(found: Iterable[Measurement], method: str, wanted: float) -> int:
+    """Return the smallest size from which on every measured size reaches the speed."""
+    smallest = NEVER
+    for each in sorted((m for m in found if m.method == method), key=lambda m: -m.piece_bytes):
+        if each.gb_per_s < wanted:
+            break
+        smallest = each.piece_bytes
+    return smallest
+
+
+def _fewest_ctas(kernel: Sequence[Measurement], direction: str) -> int:
+    rates = {m.thread_blocks: m.gb_per_s for m in kernel if m.direction == direction}
+    return min(ctas for ctas, rate in rates.items() if rate >= 0.98 * max(rates.values()))
+
+
+# --- from a calibration to a policy -------------------------------------------------------------------------
+
+
+def make_policy(settings: TransferSettings, calibration: Calibration, *, batched: bool) -> _core.SwapPolicy:
+    """Return the policy by which batches are copied; a budget of no multiprocessors leaves only the copy engines.
+
+    ``batched``: the driver takes many copies in one call.
+    """
+    budget = settings.swap_sm_budget
+    return _core.SwapPolicy(
+        choice=_CHOICES[settings.swap_method],
+        to_host=_limits(calibration.to_host),
+        to_device=_limits(calibration.to_device),
+        staging_bytes=STAGING_SLOT_BYTES,
+        kernel_ctas=min(settings.swap_ctas or calibration.kernel_ctas, budget),
+        transpose_ctas=min(calibration.transpose_ctas, budget),
+        direct_pieces=_MAX_DIRECT_PIECES,
+        batched=batched,
+    )
+
+
+def _limits(thresholds: Thresholds) -> list[int]:
+    return [thresholds.direct_plane, thresholds.staged_column, thresholds.run_copy]
+
+
+def min_group_bytes(
+    settings: TransferSettings, calibration: Calibration, num_blocks: int, record_bytes: int, *, batched: bool
+) -> int:
+    """Return the least bytes of a record that a group of layers should have in a load of ``num_blocks`` blocks.
+
+    It suffices for the copy engines to run at full speed, for the submitting thread to keep up, and for each group to
+    be worth its events. The result is rounded, so that loads of similar sizes have equal groups.
+    """
+    wanted = max(_MIN_GROUP // max(num_blocks, 1), num_blocks * record_bytes // _MAX_PIECES)
+    staged = settings.swap_method in (SwapMethod.AUTO, SwapMethod.STAGED) and settings.swap_sm_budget > 0
+    if batched and staged and calibration.to_device.group_column < NEVER:
+        wanted = max(wanted, calibration.to_device.group_column)
+    return -(-wanted // _GROUP_GRAIN) * _GROUP_GRAIN

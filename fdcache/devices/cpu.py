@@ -1,6 +1,6 @@
-"""The CPU device: planes in ordinary memory, streams run by C++ threads.
+"""CPU device: planes in ordinary memory, streams run by C++ threads.
 
-Unlike CUDA, a stream that waits for an event not recorded yet is held until it is recorded or set.
+Unlike a CUDA stream, a stream that waits for an event not recorded yet waits until it is recorded or set.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from fdcache.devices.base import (
     TensorView,
     enqueue_each,
 )
-from fdcache.devices.faults import make_result
+from fdcache.devices.copies import check_swap, make_result
 from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exported
-from fdcache.devices.validation import check_swap
 from fdcache.errors import TensorError
 from fdcache.layout import Plane
 from fdcache.machine.memory import memory_limits
@@ -36,50 +35,50 @@ _DLPACK_CPU = 1
 
 
 def memory_bytes(ranks: int = 1) -> int:
-    """Return the memory that each rank has where all of them share this machine, or its control group."""
+    """Return the memory of each of ``ranks`` ranks that share this machine, or its control group."""
     found = memory_limits()
     return min(size for size in (found.machine, found.cgroup) if size is not None) // ranks
 
 
 class CpuEvent:
-    """A one-shot event; ``set`` reaches it from the host."""
+    """One-shot event; ``set`` reaches it from the host."""
 
     def __init__(self, core: _core.Event | None = None) -> None:
         self.core = core or _core.Event()
 
     def record(self, stream: Stream) -> None:
-        """Let it be reached when the stream has done everything enqueued so far."""
+        """Reach the event once the stream has completed everything enqueued so far."""
         _cpu_stream(stream).core.record(self.core)
 
     def set(self) -> None:
-        """Reach it now."""
+        """Reach the event now."""
         self.core.set()
 
     def query(self) -> bool:
-        """Whether it was reached."""
+        """Return True once the event is reached."""
         return self.core.query()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds, None for ever; whether it was reached."""
+        """Wait up to ``timeout`` seconds, None for ever; return True when the event is reached."""
         return self.core.wait(timeout)
 
 
 class CpuStream:
-    """Operations in order, run by ``threads`` threads that share the blocks of a copy."""
+    """Stream run by ``threads`` threads that share the blocks of a copy."""
 
     def __init__(self, threads: int, *, background: bool = False) -> None:
         self.core = _core.CopyStream(threads, background)
 
     def wait_event(self, event: Event) -> None:
-        """Hold later operations until the event is reached, be it recorded later."""
+        """Make later operations wait for the event, which may be recorded later."""
         self.core.wait(_cpu_event(event).core)
 
     def retire(self) -> None:
-        """Let go of the memory that finished copies kept alive."""
+        """Release the memory that finished copies kept alive."""
         self.core.retire()
 
     def close(self) -> None:
-        """Join the threads; what is still queued is abandoned and its events are reached."""
+        """Join the threads; queued copies are abandoned and their events are reached."""
         self.core.close()
 
 
@@ -90,7 +89,7 @@ class _HostMemory:
 
 
 class CpuPlanes:
-    """The planes of a layout in ordinary memory."""
+    """Planes of a layout in ordinary memory."""
 
     def __init__(self, bindings: Sequence[PlaneBinding]) -> None:
         self.num_planes = len(bindings)
@@ -105,7 +104,7 @@ class CpuPlanes:
 
 
 class CpuBlockCopy:
-    """A batch of block copies on the CPU."""
+    """Batch of block copies on the CPU."""
 
     def __init__(self, core: _core.BlockCopy, swap: CacheSwapMetadata) -> None:
         self._core = core
@@ -114,7 +113,7 @@ class CpuBlockCopy:
 
     @property
     def started(self) -> bool:
-        """Whether a copy has begun."""
+        """True once a block is being copied."""
         return self._core.started
 
     def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
@@ -122,11 +121,11 @@ class CpuBlockCopy:
         _cpu_stream(stream).core.copy(self._core, first_plane, last_plane)
 
     def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[Event]:
-        """Enqueue ranges of planes one after the other; an event recorded after each."""
+        """Enqueue ranges of planes in order; return an event recorded after each."""
         return enqueue_each(self, stream, ranges, CpuEvent)
 
     def cancel(self) -> bool:
-        """Take the batch back if none of it has begun."""
+        """Cancel the batch if none of it has begun."""
         return self._core.cancel()
 
     def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
@@ -142,9 +141,12 @@ class CpuBlockCopy:
 
 
 class CpuDevice:
-    """Ordinary memory as a device. ``copy_threads`` threads serve each stream but the background ones.
+    """Ordinary memory as a device.
 
-    ``verify``: every load is compared with its record's checksum once it has arrived.
+        device = CpuDevice(copy_threads=4)
+
+    ``copy_threads`` threads serve each stream; a background stream has one. ``verify``: compare every load with its
+    record's checksum after the copy.
     """
 
     numa_node = None
@@ -157,47 +159,47 @@ class CpuDevice:
 
     @staticmethod
     def of(settings: TransferSettings) -> CpuDevice:
-        """The device of a controller with these settings."""
+        """Return the device that these settings describe."""
         return CpuDevice(copy_threads=settings.copy_threads, verify=settings.verify is Verify.ALL)
 
     def as_stream(self, stream: Any) -> CpuStream:
-        """The stream itself, if it is one of this device."""
+        """Return the stream. Raises ``TypeError`` for a stream of another device."""
         return _cpu_stream(stream)
 
     def min_group_bytes(self, num_blocks: int, record_bytes: int) -> int:
-        """None: groups cost a CPU nothing."""
+        """Return 0: groups of any size cost a CPU the same."""
         return 0
 
     def create_stream(self, *, background: bool = False) -> CpuStream:
-        """A new stream; a background one has one thread of low priority."""
+        """Create a stream; a background stream has one thread of low priority."""
         return CpuStream(1 if background else self._copy_threads, background=background)
 
     def create_event(self) -> CpuEvent:
-        """A new event, not recorded."""
+        """Create an event that is not recorded yet."""
         return CpuEvent()
 
     def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
-        """Wait until one of the events is reached; whether one was."""
+        """Wait until one of the events is reached; return False at the timeout."""
         return wait_any_cpu_event(events, timeout)
 
     def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None = None) -> Any:
-        """A zero-filled tensor; NumPy's unless ``framework`` says otherwise."""
+        """Return a zero-filled tensor of ``framework``, NumPy by default."""
         if (tensor := allocate_by_framework(framework, plane, num_blocks, None)) is not None:
             return tensor
         memory = np.zeros(num_blocks * plane.device_stride, dtype=np.uint8)
         return as_tensor(memory, plane, num_blocks, framework or "numpy")
 
     def pin_memory(self, address: int, nbytes: int, owner: object) -> PinnedMemory:
-        """Nothing to do: the CPU reaches all memory."""
+        """Return the memory as it is: the CPU reaches all memory."""
         return _HostMemory(address, owner)
 
     def inspect_tensor(self, tensor: Any) -> TensorView:
-        """Where a tensor lies, through DLPack."""
+        """Return address and shape of a tensor, through DLPack."""
         try:
             held = _core.Tensor(exported(tensor))
         except TypeError as error:
             raise TensorError(
-                f"a {type(tensor).__name__} is not a writable tensor that can be passed on by DLPack"
+                f"a {type(tensor).__name__} is not a writable tensor that supports DLPack"
             ) from error
         if held.device_type != _DLPACK_CPU:
             raise TensorError(
@@ -207,11 +209,11 @@ class CpuDevice:
         return TensorView(held.address, held.shape, held.strides, held.itemsize, held)
 
     def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> CpuPlanes:
-        """The planes of a layout, in its order."""
+        """Bind the planes of a layout, in its order."""
         return CpuPlanes(bindings)
 
     def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
-        """Return a batch of copies that is not enqueued yet. Raises ``PlanError`` naming the pair that is wrong."""
+        """Prepare a batch of copies. Raises ``PlanError`` naming the pair that cannot be copied."""
         if not isinstance(planes, CpuPlanes):
             raise TypeError(f"expected planes of the CPU device, got {type(planes).__name__}")
         check_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
@@ -238,7 +240,7 @@ def _cpu_stream(stream: Stream) -> CpuStream:
 
 
 def wait_any_cpu_event(events: Sequence[Event], timeout: float | None = None) -> bool:
-    """Wait until one of the events, all of them ``CpuEvent``, is reached; whether one was."""
+    """Wait until one of the events, all of them ``CpuEvent``, is reached; return False at the timeout."""
     return _core.wait_any([_cpu_event(event).core for event in events], timeout)
 
 

@@ -1,8 +1,9 @@
-"""The CUDA device: one GPU of this process, its streams and events, and block copies on them."""
+"""CUDA device: one GPU of this process, block copies on it, and the kernels that they use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,8 @@ from fdcache.devices.base import (
     Stream,
     TensorView,
 )
-from fdcache.devices.calibration import Calibration, load_calibration
+from fdcache.devices.calibration import Calibration, load_calibration, make_policy, min_group_bytes
+from fdcache.devices.copies import check_swap, make_result
 from fdcache.devices.cuda_memory import BlockTable, CudaMemory
 from fdcache.devices.cuda_streams import (
     CudaEvent,
@@ -29,109 +31,22 @@ from fdcache.devices.cuda_streams import (
     cuda_stream,
     handle_of,
 )
-from fdcache.devices.faults import make_result
-from fdcache.devices.kernels import load_kernels
-from fdcache.devices.policy import make_policy, min_group_bytes
-from fdcache.devices.topology import find_gpu
-from fdcache.devices.validation import check_swap
-from fdcache.errors import DeviceError, DeviceLostError, StreamError
+from fdcache.devices.topology import find_gpu, import_cupy
+from fdcache.errors import DeviceError, DeviceLostError, KernelError, StreamError
 from fdcache.layout import Plane
 from fdcache.metadata import CacheSwapMetadata, TransferResult
 from fdcache.settings.cache import TransferSettings, Verify
 
-
-class CudaPlanes:
-    """The planes of a layout in GPU memory, and the table of their chunks that the kernels read."""
-
-    def __init__(self, bindings: Sequence[PlaneBinding], record_bytes: int, memory: CudaMemory) -> None:
-        self.num_planes = len(bindings)
-        self.num_blocks = min(binding.num_blocks for binding in bindings)
-        self.table = _core.PlaneTable(
-            [binding.address for binding in bindings],
-            [binding.stride for binding in bindings],
-            [binding.plane.nbytes for binding in bindings],
-            [binding.plane.offset for binding in bindings],
-            [binding.owner for binding in bindings],
-        )
-        chunks, self.first_chunk = _core.swap_chunks(self.table, record_bytes)
-        self._chunks = memory.allocate(len(chunks))
-        self._chunks.set(np.frombuffer(chunks, np.uint8))
-        self.chunks: int = self._chunks.data.ptr
-
-
-class CudaBlockCopy:
-    """A batch of block copies on a GPU."""
-
-    def __init__(
-        self,
-        core: _core.CudaSwap,
-        swap: CacheSwapMetadata,
-        *,
-        memory: CudaMemory,
-        owners: object,
-    ) -> None:
-        self._core = core
-        self._swap = swap
-        self._memory = memory
-        self._owners = owners
-        self._table: BlockTable | None = None
-        self._is_finished = False
-        self.done = CudaEvent(core.done)
-
-    @property
-    def started(self) -> bool:
-        """Whether the batch was enqueued."""
-        return self._core.started
-
-    def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
-        """Copy a range of planes on the stream."""
-        self.enqueue_groups(stream, [(first_plane, last_plane)])
-
-    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[CudaEvent]:
-        """Enqueue ranges of planes one after the other; an event recorded after each.
-
-        The stream's own thread may enqueue and record later than this returns: who waits for an event, be it
-        another stream, waits for that too.
-        """
-        own = cuda_stream(stream)
-        own.hold(self)
-        try:
-            if self._table is None:
-                self._table = self._memory.take_table(self._core.table_bytes)
-                self._core.set_table(self._table.host, self._table.device)
-            events = own.submitter.enqueue(self._core, own.lane(), ranges)
-        except (DeviceError, _core.CudaError) as error:
-            own.submitter.refuse(self._core, str(error))
-            return [self.done] * len(ranges)
-        return [CudaEvent(event) for event in events]
-
-    def cancel(self) -> bool:
-        """Nothing that was enqueued on a GPU can be taken back."""
-        return False
-
-    def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
-        """Return the result of positions ``start`` to ``stop``; the first call stamps the arrived records ready."""
-        if not self._is_finished:
-            self._is_finished = True
-            self._core.finish()
-            if self._table is not None:
-                self._memory.give_table(self._table)
-        return make_result(
-            self._swap,
-            slice(start, stop),
-            self._core.faults(),
-            self._core.checksums(),
-            copied_bytes=self._core.copied_bytes,
-            seconds=self._core.seconds,
-            detail=self._core.error,
-        )
+_KERNELS = ("fdcache_copy_in", "fdcache_copy_out", "fdcache_sum", "fdcache_copy_words")
 
 
 class CudaDevice:
-    """One GPU, named by UUID or by its ordinal among those that CUDA shows to this process.
+    """One GPU, given by its UUID or by its ordinal among the GPUs visible to this process.
 
-    Everything is bound to it, whatever device is current; controllers of several threads may share it. Without a
-    calibration of this GPU, driver and topology (``fdcache init``) copies go by safe defaults. Raises ``DeviceError``
+        device = CudaDevice("GPU-1f2a", settings=TransferSettings())
+
+    Every call uses this GPU, no matter which device is current; controllers of several threads may share it. Without
+    a calibration of this GPU, driver and topology (``fdcache init``) copies use safe defaults. Raises ``DeviceError``
     when there is no such GPU, and ``KernelError`` when its kernels do not compile.
     """
 
@@ -162,27 +77,27 @@ class CudaDevice:
 
     @property
     def name(self) -> str:
-        """The GPU's name and UUID."""
+        """Name and UUID of the GPU."""
         return f"{self.gpu.name} ({self.gpu.uuid})"
 
     @property
     def numa_node(self) -> int | None:
-        """The node of the GPU's PCI device."""
+        """NUMA node of the GPU's PCI device."""
         return self.gpu.numa_node
 
     @property
     def lost(self) -> str | None:
-        """Why the GPU can no longer be used by this process; None while it can."""
+        """Why this process can no longer use the GPU; None while it can."""
         return self._context.lost
 
     def min_group_bytes(self, num_blocks: int, record_bytes: int) -> int:
-        """What the copy engines and the submitting thread need; see ``policy.min_group_bytes``."""
+        """Return the least bytes of a group of layers; see ``calibration.min_group_bytes``."""
         return min_group_bytes(
             self.settings, self._chosen, num_blocks, record_bytes, batched=self._policy.batched
         )
 
     def as_stream(self, stream: Any) -> Stream:
-        """A stream of fdcache, CuPy, torch or Paddle, one with ``__cuda_stream__``, or a handle as an int."""
+        """Return a stream of fdcache, CuPy, torch or Paddle, one with ``__cuda_stream__``, or of a handle (int)."""
         if isinstance(stream, CudaStream | ExternalStream):
             return stream
         handle = handle_of(stream)
@@ -191,43 +106,45 @@ class CudaDevice:
         except _core.CudaError as error:
             raise self._error(error) from error
         if not is_own:
-            raise StreamError(f"the stream is not one of {self.name}: make it while that GPU is current")
+            raise StreamError(f"the stream is not one of {self.name}: create it while that GPU is current")
         return ExternalStream(self._context, handle, stream)
 
     def create_stream(self, *, background: bool = False) -> CudaStream:
-        """A new stream with its own staging ring; a background one has the lowest priority."""
+        """Create a stream with its own staging ring; a background stream has the lowest priority."""
         return CudaStream(self.gpu, self._context, self._memory, background=background)
 
     def create_event(self) -> CudaEvent:
-        """A new event, not recorded."""
+        """Create an event that is not recorded yet."""
         try:
             return CudaEvent(_core.CudaEvent(self._context))
         except _core.CudaError as error:
             raise self._error(error) from error
 
     def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
-        """Wait until one of the events is reached; whether one was."""
+        """Wait until one of the events is reached; return False at the timeout."""
         return _core.wait_cuda_events([core_event(event) for event in events], timeout)
 
     def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None = None) -> Any:
-        """A zero-filled tensor; CuPy's unless ``framework`` says otherwise."""
+        """Return a zero-filled tensor of ``framework``, CuPy by default."""
         return self._memory.allocate_plane(plane, num_blocks, framework)
 
     def pin_memory(self, address: int, nbytes: int, owner: object) -> PinnedMemory:
-        """Register host memory for all GPUs of this process."""
+        """Pin host memory for all GPUs of this process."""
         return self._memory.pin(address, nbytes, owner)
 
     def inspect_tensor(self, tensor: Any) -> TensorView:
-        """Where a tensor lies, through DLPack or ``__cuda_array_interface__``."""
+        """Return address and shape of a tensor, through DLPack or ``__cuda_array_interface__``."""
         return self._memory.inspect(tensor)
 
     def bind_planes(self, bindings: Sequence[PlaneBinding], record_bytes: int) -> CudaPlanes:
-        """The planes of a layout, in its order."""
+        """Bind the planes of a layout, in its order."""
         return CudaPlanes(bindings, record_bytes, self._memory)
 
     def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
-        """Return a batch of copies that is not enqueued yet. Raises ``PlanError`` naming the pair that is wrong,
-        ``DeviceLostError`` when the GPU has failed, ``DeviceError`` when it takes no more work.
+        """Prepare a batch of copies.
+
+        Raises ``PlanError`` naming the pair that cannot be copied, ``DeviceLostError`` when the GPU has failed, and
+        ``DeviceError`` when it accepts no more work.
         """
         if not isinstance(planes, CudaPlanes):
             raise TypeError(f"expected planes of the CUDA device, got {type(planes).__name__}")
@@ -264,7 +181,7 @@ class CudaDevice:
 
     def _error(self, error: _core.CudaError | None) -> DeviceError:
         if (reason := self.lost) is not None:
-            return DeviceLostError(f"{self.name} has failed ({reason}); start this process anew")
+            return DeviceLostError(f"{self.name} has failed ({reason}); restart this process")
         return DeviceError(f"{self.name}: {error}")
 
     def _extents_of(self, arena: HostArena) -> _core.CudaExtents:
@@ -273,3 +190,128 @@ class CudaDevice:
             extents = _core.CudaExtents([extent.device_address for extent in arena.pinned])
             self._extents[arena] = arena.epoch, extents
         return extents
+
+
+class CudaPlanes:
+    """Planes of a layout in GPU memory, and the table of their chunks that the kernels read."""
+
+    def __init__(self, bindings: Sequence[PlaneBinding], record_bytes: int, memory: CudaMemory) -> None:
+        self.num_planes = len(bindings)
+        self.num_blocks = min(binding.num_blocks for binding in bindings)
+        self.table = _core.PlaneTable(
+            [binding.address for binding in bindings],
+            [binding.stride for binding in bindings],
+            [binding.plane.nbytes for binding in bindings],
+            [binding.plane.offset for binding in bindings],
+            [binding.owner for binding in bindings],
+        )
+        chunks, self.first_chunk = _core.swap_chunks(self.table, record_bytes)
+        self._chunks = memory.allocate(len(chunks))
+        self._chunks.set(np.frombuffer(chunks, np.uint8))
+        self.chunks: int = self._chunks.data.ptr
+
+
+class CudaBlockCopy:
+    """Batch of block copies on a GPU."""
+
+    def __init__(
+        self,
+        core: _core.CudaSwap,
+        swap: CacheSwapMetadata,
+        *,
+        memory: CudaMemory,
+        owners: object,
+    ) -> None:
+        self._core = core
+        self._swap = swap
+        self._memory = memory
+        self._owners = owners
+        self._table: BlockTable | None = None
+        self._is_finished = False
+        self.done = CudaEvent(core.done)
+
+    @property
+    def started(self) -> bool:
+        """True once the batch is enqueued."""
+        return self._core.started
+
+    def enqueue(self, stream: Stream, first_plane: int, last_plane: int) -> None:
+        """Copy a range of planes on the stream."""
+        self.enqueue_groups(stream, [(first_plane, last_plane)])
+
+    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[CudaEvent]:
+        """Enqueue ranges of planes in order; return an event recorded after each.
+
+        The stream's thread may enqueue and record after this call returns. Waiting for an event, on the host or in
+        another stream, includes waiting for that.
+        """
+        own = cuda_stream(stream)
+        own.hold(self)
+        try:
+            if self._table is None:
+                self._table = self._memory.take_table(self._core.table_bytes)
+                self._core.set_table(self._table.host, self._table.device)
+            events = own.submitter.enqueue(self._core, own.lane(), ranges)
+        except (DeviceError, _core.CudaError) as error:
+            own.submitter.refuse(self._core, str(error))
+            return [self.done] * len(ranges)
+        return [CudaEvent(event) for event in events]
+
+    def cancel(self) -> bool:
+        """Return False: work that is enqueued on a GPU cannot be cancelled."""
+        return False
+
+    def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
+        """Return the result of positions ``start`` to ``stop``; the first call stamps the arrived records ready."""
+        if not self._is_finished:
+            self._is_finished = True
+            self._core.finish()
+            if self._table is not None:
+                self._memory.give_table(self._table)
+        return make_result(
+            self._swap,
+            slice(start, stop),
+            self._core.faults(),
+            self._core.checksums(),
+            copied_bytes=self._core.copied_bytes,
+            seconds=self._core.seconds,
+            detail=self._core.error,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Handles of copy_in, copy_out, sum and copy_words; ``module`` keeps them loaded."""
+
+    handles: tuple[int, ...]
+    module: Any
+
+
+def load_kernels(ordinal: int, source: str | None = None) -> Kernels:
+    """Compile the swap kernels for the GPU with this ordinal; CuPy caches the result on disk.
+
+    ``source`` defaults to fdcache's own. Raises ``KernelError`` with the remedy, ``DeviceError`` without CuPy.
+    """
+    cupy = import_cupy()
+    code = _core.swap_source() if source is None else source
+    try:
+        with cupy.cuda.Device(ordinal):
+            module = cupy.RawModule(code=code, options=("-std=c++17",), backend="nvrtc")
+            handles = tuple(module.get_function(name).kernel.ptr for name in _KERNELS)
+    except (cupy.cuda.compiler.CompileException, ImportError, OSError, RuntimeError) as error:
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise KernelError(
+            f"the swap kernels do not compile for GPU {ordinal}: {why}; {_remedy(cupy, error)}"
+        ) from error
+    return Kernels(handles, module)
+
+
+def _remedy(cupy: Any, error: Exception) -> str:
+    package = "nvidia-cuda-nvrtc-cu12 (-cu13 beside cupy-cuda13x)"
+    if isinstance(error, cupy.cuda.compiler.CompileException):
+        return f"use an NVRTC that supports this GPU: pip install --upgrade {package}"
+    if isinstance(error, OSError):
+        return "set CUPY_CACHE_DIR to a folder that this user can write to"
+    if isinstance(error, (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)):
+        return "update the GPU driver, or use an NVRTC that is not newer than it"
+    return f"install NVRTC: pip install {package}, or the CUDA toolkit"

@@ -1,4 +1,4 @@
-"""Memory of one GPU: planes, staging rings, block tables, and tensors that an engine brings."""
+"""Memory of one GPU: planes, staging rings, block tables, and the engine's tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fdcache.layout import Plane
 
 _DLPACK_CUDA = 2
 
-_LEAST_TABLE = 4096
+_MIN_TABLE = 4096
 _SPARE_TABLES = 16
-"""Bytes of the smallest block table, of 170 blocks, and how many of them are made at once."""
+"""Bytes of the smallest block table, enough for 170 blocks, and how many are allocated at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Room for the block table of one batch, pinned on the host and on the device."""
+    """Buffers for the block table of one batch: pinned on the host, and on the device."""
 
     host: int
     device: int
@@ -43,12 +43,12 @@ class CudaMemory:
         self._cupy = import_cupy()
         self._tables: dict[int, list[BlockTable]] = defaultdict(list)
         self._lock = threading.Lock()
-        self._add_tables(_LEAST_TABLE)
+        self._add_tables(_MIN_TABLE)
 
     def allocate(self, nbytes: int) -> Any:
-        """Zero-filled memory as a one-dimensional CuPy array; there when this returns.
+        """Allocate zero-filled memory as a one-dimensional CuPy array; it is zeroed when this returns.
 
-        It is of its own: once nobody holds it, it is the GPU's again and not a pool's.
+        The allocation uses no memory pool: releasing the array returns the memory to the GPU.
         """
         cupy = self._cupy
         memory = self.reserve(nbytes)
@@ -58,16 +58,16 @@ class CudaMemory:
             return cupy.ndarray((nbytes,), dtype=cupy.uint8, memptr=memory)
 
     def reserve(self, nbytes: int) -> Any:
-        """Memory of its own, not zeroed, as a CuPy memory pointer. No pool hands it to another stream."""
+        """Allocate memory, not zeroed and outside of any pool, as a CuPy memory pointer."""
         cupy = self._cupy
         with cupy.cuda.Device(self._gpu.ordinal):
             try:
                 return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
             except (cupy.cuda.memory.OutOfMemoryError, cupy.cuda.runtime.CUDARuntimeError) as error:
-                raise DeviceError(f"{self._gpu.name} gave no {nbytes} bytes: {error}") from error
+                raise DeviceError(f"{self._gpu.name} could not allocate {nbytes} bytes: {error}") from error
 
     def allocate_plane(self, plane: Plane, num_blocks: int, framework: str | None) -> Any:
-        """A zero-filled tensor of ``framework``, CuPy's by default."""
+        """Return a zero-filled tensor of ``framework``, CuPy by default."""
         if (tensor := allocate_by_framework(framework, plane, num_blocks, self._gpu.ordinal)) is not None:
             return tensor
         memory = self.allocate(num_blocks * plane.device_stride)
@@ -75,33 +75,35 @@ class CudaMemory:
             return as_tensor(memory, plane, num_blocks, framework or "cupy")
 
     def take_table(self, nbytes: int) -> BlockTable:
-        """A block table of at least ``nbytes`` bytes. Raises ``DeviceError``."""
-        size = max(1 << max(nbytes - 1, 0).bit_length(), _LEAST_TABLE)
+        """Take a block table of at least ``nbytes`` bytes. Raises ``DeviceError``."""
+        size = max(1 << max(nbytes - 1, 0).bit_length(), _MIN_TABLE)
         with self._lock:
             if not self._tables[size]:
                 self._add_tables(size)
             return self._tables[size].pop()
 
     def _add_tables(self, size: int) -> None:
-        # Several at a time: the driver may let an allocation wait for the work that is under way.
-        nbytes = max(size, _LEAST_TABLE * _SPARE_TABLES)
+        # Several at a time, because the driver may block an allocation until running work has completed.
+        nbytes = max(size, _MIN_TABLE * _SPARE_TABLES)
         cupy = self._cupy
         with cupy.cuda.Device(self._gpu.ordinal):
             try:
                 pinned = cupy.cuda.alloc_pinned_memory(nbytes)
             except cupy.cuda.runtime.CUDARuntimeError as error:
-                raise DeviceError(f"{nbytes} bytes of pinned memory for block tables: {error}") from error
+                raise DeviceError(
+                    f"{nbytes} bytes of pinned memory for block tables could not be allocated: {error}"
+                ) from error
         device = self.reserve(nbytes)
         for at in range(0, nbytes, size):
             self._tables[size].append(BlockTable(pinned.ptr + at, device.ptr + at, size, (pinned, device)))
 
     def give_table(self, table: BlockTable) -> None:
-        """Take a table back whose batch has ended."""
+        """Return the table of a batch that has ended."""
         with self._lock:
             self._tables[table.nbytes].append(table)
 
     def pin(self, address: int, nbytes: int, owner: object) -> _core.CudaRegistration:
-        """Register host memory. Raises ``HostMemoryError`` with the remedy."""
+        """Pin host memory. Raises ``HostMemoryError`` with the remedy."""
         try:
             return _core.CudaRegistration(self._context, address, nbytes, owner)
         except _core.CudaError as error:
@@ -110,16 +112,15 @@ class CudaMemory:
             ) from error
 
     def inspect(self, tensor: Any) -> TensorView:
-        """Where a tensor lies, through DLPack or ``__cuda_array_interface__``."""
+        """Return address and shape of a tensor, through DLPack or ``__cuda_array_interface__``."""
         view = _through_dlpack(tensor) or _through_array_interface(tensor)
         if view is None:
             raise TensorError(
-                f"a {type(tensor).__name__} passes itself on neither by DLPack nor by "
-                "__cuda_array_interface__; pass its bytes, such as tensor.view(torch.uint8)"
+                f"a {type(tensor).__name__} supports neither DLPack nor __cuda_array_interface__; pass its bytes, "
+                "such as tensor.view(torch.uint8)"
             )
-        with self._cupy.cuda.Device(
-            self._gpu.ordinal
-        ):  # the device pointer is null to a GPU without peer access
+        # Under another current GPU without peer access, the device pointer would be null.
+        with self._cupy.cuda.Device(self._gpu.ordinal):
             attributes = self._cupy.cuda.runtime.pointerGetAttributes(view.address)
         if attributes.device != self._gpu.ordinal or attributes.devicePointer != view.address:
             raise TensorError(
@@ -151,7 +152,7 @@ def _through_dlpack(tensor: Any) -> TensorView | None:
 def _through_array_interface(tensor: Any) -> TensorView | None:
     try:
         interface = tensor.__cuda_array_interface__
-    except (AttributeError, TypeError):  # torch raises the latter for dtypes that the interface lacks
+    except (AttributeError, TypeError):  # torch raises TypeError for dtypes that the interface lacks
         return None
     address, read_only = interface["data"]
     if read_only:

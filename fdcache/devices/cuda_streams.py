@@ -1,4 +1,4 @@
-"""Streams and events of a GPU: fdcache's own, and those of the engine."""
+"""Streams and events of a GPU: fdcache's own and the engine's."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from typing import Any, Protocol
 
 from fdcache import _core
 from fdcache.devices.base import Event, Stream
+from fdcache.devices.calibration import STAGING_SLOT_BYTES, STAGING_SLOTS
 from fdcache.devices.cuda_memory import CudaMemory
-from fdcache.devices.policy import STAGING_SLOT_BYTES, STAGING_SLOTS
 from fdcache.devices.topology import Gpu, import_cupy
 from fdcache.errors import DeviceError, StreamError
 
 _BACKGROUND_PRIORITY = 0
 _PRIORITY = -5
-"""CUDA clips priorities to what the GPU has; lower numbers go first."""
+"""CUDA clips priorities to the GPU's range; lower numbers run first."""
 
 
 class CudaEvent:
-    """A point in a stream of a GPU. Its driver event is used again once nobody holds this object."""
+    """Point in a stream of a GPU. Its driver event is reused once this object is released."""
 
     def __init__(self, core: _core.CudaEvent) -> None:
         self.core = core
 
     def record(self, stream: Stream) -> None:
-        """Let it be reached when the stream has done everything enqueued so far."""
-        gpu_stream(stream).record(self.core)
+        """Reach the event once the stream has completed everything enqueued so far."""
+        _gpu_stream(stream).record(self.core)
 
     def query(self) -> bool:
-        """Whether it was reached; on a GPU that has failed every event is."""
+        """Return True once the event is reached, or the GPU has failed."""
         return self.core.query()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds, None for ever; whether it was reached."""
+        """Wait up to ``timeout`` seconds, None for ever; return True when the event is reached."""
         return _core.wait_cuda_events([self.core], timeout)
 
 
 class ExternalStream:
-    """A stream of the engine. It is used, never owned; ``owner`` keeps it alive."""
+    """Stream of the engine: used, never owned; ``owner`` keeps it alive."""
 
     def __init__(self, context: _core.CudaContext, handle: int, owner: object) -> None:
         self._context = context
@@ -56,7 +56,7 @@ class ExternalStream:
             )
 
     def record(self, event: _core.CudaEvent) -> None:
-        """Record an event behind what the stream holds now. Raises ``StreamError`` during a capture."""
+        """Record an event after the stream's current work. Raises ``StreamError`` during a capture."""
         self._check_not_captured("submit_swap_tasks")
         try:
             event.record(self.handle)
@@ -64,7 +64,7 @@ class ExternalStream:
             raise DeviceError(f"nothing can wait for the compute stream: {error}") from error
 
     def wait_event(self, event: Event) -> None:
-        """Hold later operations until the event is reached. Raises ``StreamError`` during a capture."""
+        """Make later operations wait for the event. Raises ``StreamError`` during a capture."""
         self._check_not_captured("waiting for the layers of a plan")
         try:
             core_event(event).hold(self.handle)
@@ -72,10 +72,10 @@ class ExternalStream:
             raise DeviceError(f"a stream cannot wait for an event: {error}") from error
 
     def retire(self) -> None:
-        """Nothing of fdcache is kept alive by it."""
+        """Do nothing: the stream keeps no memory of fdcache alive."""
 
     def close(self) -> None:
-        """It is the engine's."""
+        """Do nothing: the engine owns the stream."""
 
 
 class _Batch(Protocol):
@@ -84,9 +84,9 @@ class _Batch(Protocol):
 
 
 class CudaStream:
-    """One direction and purpose: a stream for kernels and one for the copy engine, and a staging ring.
+    """Stream of one direction and purpose: one stream for kernels, one for the copy engine, and a staging ring.
 
-    ``submitter`` puts work on it; a background stream has all of its copies put there by the submitter's thread.
+    ``submitter`` submits work; on a background stream its own thread submits every copy.
     """
 
     def __init__(self, gpu: Gpu, context: _core.CudaContext, memory: CudaMemory, *, background: bool) -> None:
@@ -104,15 +104,15 @@ class CudaStream:
             self.submitter = _core.CudaSubmitter(context, self.handle, background)
         except RuntimeError as error:
             raise DeviceError(
-                f"no thread can be started that submits copies: {error}; raise the limit of threads (ulimit -u, "
+                f"the thread that submits copies cannot be started: {error}; raise the limit of threads (ulimit -u, "
                 "docker run --pids-limit)"
             ) from error
         self._process = os.getpid()
 
     def lane(self) -> _core.CudaLane:
-        """The streams as the core wants them; the ring is allocated at the first use.
+        """Return the streams and the ring for the native module; the ring is allocated at the first use.
 
-        Raises ``DeviceError`` when the GPU has no memory for it, or has failed.
+        Raises ``DeviceError`` when the GPU has no memory for the ring, or has failed.
         """
         if self._lane is None:
             self._ring = self._memory.reserve(STAGING_SLOTS * STAGING_SLOT_BYTES)
@@ -123,28 +123,25 @@ class CudaStream:
         return self._lane
 
     def hold(self, batch: _Batch) -> None:
-        """Keep a batch, and the memory that it names, until it has ended."""
+        """Keep a batch, and the memory that it refers to, alive until it has ended."""
         if not self._held or self._held[-1] is not batch:
             self.retire()
             self._held.append(batch)
 
     def record(self, event: _core.CudaEvent) -> None:
-        """Record an event behind what the stream was given so far."""
+        """Record an event after everything submitted so far."""
         self.submitter.record(event)
 
     def wait_event(self, event: Event) -> None:
-        """Hold later operations until the event is reached. A wait that the driver refuses fails the next batch."""
+        """Make later operations wait for the event. A wait that the driver refuses fails the next batch."""
         self.submitter.wait(core_event(event))
 
     def retire(self) -> None:
-        """Let go of the memory that finished copies kept alive."""
+        """Release the memory that finished copies kept alive."""
         self._held = [batch for batch in self._held if not batch.done.query()]
 
     def close(self) -> None:
-        """Wait for what was enqueued, then let go of everything. On a GPU that has failed there is no wait.
-
-        In a forked child, where nothing goes on, it does nothing.
-        """
+        """Wait for submitted work, unless the GPU has failed, then release everything. Do nothing in a forked child."""
         if os.getpid() != self._process:
             return
         for batch in self._held:
@@ -155,13 +152,13 @@ class CudaStream:
         self._ring = None
 
     def __del__(self) -> None:
-        # Neither copies in flight nor what is still to be submitted may outlive the memory that they name.
+        # Copies in flight, and those not submitted yet, must not outlive the memory that they refer to.
         if hasattr(self, "_process"):
             self.close()
 
 
 def handle_of(stream: Any) -> int:
-    """The driver's handle of a stream of any framework. Raises ``TypeError`` for anything else."""
+    """Return the driver's handle of a stream of any framework. Raises ``TypeError`` for anything else."""
     if isinstance(stream, int) and not isinstance(stream, bool):
         return stream
     if hasattr(stream, "__cuda_stream__"):
@@ -176,26 +173,26 @@ def handle_of(stream: Any) -> int:
         if isinstance(handle, int):
             return handle
     raise TypeError(
-        f"a {type(stream).__name__} is no CUDA stream; pass a torch, CuPy or Paddle stream or its handle"
+        f"a {type(stream).__name__} is not a CUDA stream; pass a torch, CuPy or Paddle stream or its handle"
     )
 
 
-def gpu_stream(stream: Stream) -> CudaStream | ExternalStream:
-    """The stream, if it is one of a GPU. Raises ``TypeError``."""
+def _gpu_stream(stream: Stream) -> CudaStream | ExternalStream:
+    """Return a stream of a GPU. Raises ``TypeError`` for any other."""
     if not isinstance(stream, CudaStream | ExternalStream):
         raise TypeError(f"expected a stream of the CUDA device, got {type(stream).__name__}")
     return stream
 
 
 def cuda_stream(stream: Stream) -> CudaStream:
-    """The stream, if it is one that fdcache made. Raises ``TypeError``."""
+    """Return a stream that fdcache made. Raises ``TypeError`` for any other."""
     if not isinstance(stream, CudaStream):
         raise TypeError(f"copies run on fdcache's own streams, got {type(stream).__name__}")
     return stream
 
 
 def core_event(event: Event) -> _core.CudaEvent:
-    """The event, if it is one of a GPU. Raises ``TypeError``."""
+    """Return the native event of a GPU event. Raises ``TypeError`` for any other."""
     if not isinstance(event, CudaEvent):
         raise TypeError(f"expected an event of the CUDA device, got {type(event).__name__}")
     return event.core

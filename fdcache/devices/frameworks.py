@@ -1,4 +1,4 @@
-"""One plane's memory as a tensor of the framework that computes with it, and a framework's tensor as memory."""
+"""Tensors of NumPy, CuPy, torch and Paddle over the memory of a plane."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fdcache.errors import TensorError
 from fdcache.layout import DTYPE_BYTES, Plane
 
 _ARRAY_DTYPES = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-"""What stands for dtypes that NumPy and CuPy do not have."""
+"""Substitutes for dtypes that NumPy and CuPy do not have."""
 
 
 def as_tensor(memory: Any, plane: Plane, num_blocks: int, framework: str) -> Any:
-    """``memory``, a one-dimensional uint8 array, as a tensor of shape (num_blocks, *plane.shape).
+    """Return ``memory``, a one-dimensional uint8 array, as a tensor of shape (num_blocks, *plane.shape).
 
-    Blocks are ``plane.device_stride`` bytes apart; the tensor keeps the memory alive. NumPy and CuPy get
+    Blocks are ``plane.device_stride`` bytes apart; the tensor keeps the memory alive. NumPy and CuPy represent
     bfloat16 as uint16 and fp8 as uint8. Raises ``TensorError`` for an unknown or missing framework, for one that
-    cannot have this memory, and for a stride that is not a multiple of the element.
+    cannot use this memory, and for a stride that is not a multiple of the element size.
     """
     if framework not in FRAMEWORKS:
         raise TensorError(f"framework {framework!r} is unknown; use one of {', '.join(FRAMEWORKS)}")
@@ -43,10 +43,10 @@ def as_tensor(memory: Any, plane: Plane, num_blocks: int, framework: str) -> Any
 def allocate_by_framework(
     framework: str | None, plane: Plane, num_blocks: int, gpu: int | None
 ) -> Any | None:
-    """Return a zero-filled tensor in memory of the framework's own, where it cannot take over fdcache's; else None.
+    """Return a zero-filled tensor in the framework's own memory if it cannot use fdcache's, else None.
 
-    Paddle before 3.0 copies the memory that it is given by DLPack. ``gpu`` is the ordinal of the visible GPU, None
-    for the CPU. Nothing is launched on the GPU. Raises ``TensorError`` for a dtype that this release does not have.
+    Paddle before 3.0 copies memory that it receives through DLPack. ``gpu`` is the ordinal of the visible GPU, None
+    for the CPU. Nothing is launched on the GPU. Raises ``TensorError`` for a dtype that this release lacks.
     """
     if framework != "paddle":
         return None
@@ -61,7 +61,7 @@ def allocate_by_framework(
 def zeros_in_paddle(paddle: ModuleType, plane: Plane, num_blocks: int, place: Any) -> Any:
     """Return a zero-filled Paddle tensor of shape (num_blocks, *plane.shape), blocks ``plane.device_stride`` apart.
 
-    The zeros are copied from the host: releases whose kernels do not run on a GPU still allocate and copy there.
+    The zeros are copied from the host, because releases whose kernels do not run on a GPU can still copy there.
     """
     dtype = _array_dtype(plane)
     if not hasattr(paddle, plane.dtype):
@@ -77,10 +77,7 @@ def zeros_in_paddle(paddle: ModuleType, plane: Plane, num_blocks: int, place: An
 
 
 def exported(tensor: Any) -> Any:
-    """Return an object that DLPack can take over: the tensor, or its capsule where its type has no ``__dlpack__``.
-
-    The tensors of Paddle before 3.0 have none.
-    """
+    """Return an object for DLPack: the tensor, or its capsule for the tensors of Paddle before 3.0."""
     if not hasattr(tensor, "__dlpack__") and type(tensor).__module__.partition(".")[0] == "paddle":
         return sys.modules["paddle"].utils.dlpack.to_dlpack(tensor)
     return tensor
@@ -98,7 +95,7 @@ def _array_dtype(plane: Plane) -> np.dtype[Any]:
 
 
 def _strides(plane: Plane) -> list[int]:
-    """Elements from one index to the next, for each axis."""
+    """Return the stride of each axis, in elements."""
     strides = [1]
     for size in reversed(plane.shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -130,4 +127,4 @@ FRAMEWORKS: dict[str, Callable[[ModuleType, Any, Plane, int], Any]] = {
     "torch": _torch,
     "paddle": _paddle,
 }
-"""How each framework takes memory over; the keys are what ``framework=`` may be."""
+"""Functions that wrap memory, by the name of the framework."""

@@ -1,4 +1,4 @@
-"""Measures what each way of copying reaches on one GPU, and what it costs a neighbour on the same GPU."""
+"""Measurement of each way of copying on one GPU, and of its cost for other work on the same GPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from typing import Any
 
 import numpy as np
 
 from fdcache import _core
-from fdcache.devices.base import Direction, PinnedMemory, PlaneBinding
-from fdcache.devices.calibration import KIB, MIB, Calibration, Measurement, Thresholds
+from fdcache.devices.base import PinnedMemory, PlaneBinding
+from fdcache.devices.calibration import KIB, MIB, Calibration, Measurement, Thresholds, choose_calibration
 from fdcache.devices.cuda import CudaDevice
-from fdcache.devices.policy import choose_calibration
 from fdcache.devices.topology import Gpu, import_cupy
 from fdcache.errors import DeviceError, HostMemoryError
 from fdcache.layout import KVLayout
@@ -32,9 +32,16 @@ _SMALL_PLANE = 8 * KIB
 Tell = Callable[[str], None]
 
 
+class Direction(Enum):
+    """Direction of a copy; the values are those of ``Measurement.direction``."""
+
+    TO_HOST = "device to host"
+    TO_DEVICE = "host to device"
+
+
 @dataclass(frozen=True)
 class _Arena:
-    """Records in one extent, which the probe owns."""
+    """Records in one extent that the probe owns."""
 
     num_blocks: int
     fingerprint: bytes
@@ -44,9 +51,11 @@ class _Arena:
 
 
 class LinkProbe:
-    """A few seconds of copies through 256 MiB of host and of GPU memory.
+    """A few seconds of copies between 256 MiB of host memory and as much GPU memory.
 
-    Raises ``HostMemoryError`` and ``DeviceError`` when either is not there, or the GPU fails.
+        calibration = LinkProbe(gpu).measure()
+
+    Raises ``HostMemoryError`` or ``DeviceError`` when the memory is not available, or the GPU fails.
     """
 
     def __init__(self, gpu: Gpu, tell: Tell = lambda _: None) -> None:
@@ -60,7 +69,7 @@ class LinkProbe:
         self._random = np.random.default_rng(0)
 
     def measure(self) -> Calibration:
-        """All measurements, and what follows from them."""
+        """Measure every method and return the calibration that follows."""
         cuda = self._cupy.cuda
         try:
             link = {direction: self._link(direction) for direction in Direction}
@@ -68,7 +77,7 @@ class LinkProbe:
         except (cuda.memory.OutOfMemoryError, cuda.runtime.CUDARuntimeError, _core.CudaError) as error:
             raise DeviceError(
                 f"the link of {self._gpu.name} ({self._gpu.uuid}) cannot be measured: {error}; measure while nothing "
-                "else uses the GPU, or go on by safe defaults"
+                "else uses the GPU, or continue with safe defaults"
             ) from error
         return choose_calibration(
             self._gpu,
@@ -84,7 +93,7 @@ class LinkProbe:
         return CudaDevice(self._gpu.uuid, settings=settings, calibration=plain)
 
     def _link(self, direction: Direction) -> float:
-        """GB/s of large pinned copies."""
+        """Return the GB/s of large pinned copies."""
         self._tell(f"link, {direction.value}")
         cupy = self._cupy
         kinds = {Direction.TO_DEVICE: 1, Direction.TO_HOST: 2}
@@ -143,7 +152,7 @@ class LinkProbe:
         bench.close()
 
     def _slowdown(self, bench: _Bench, direction: Direction, step: int) -> float | None:
-        """How much longer products of matrices take beside the copies; None without cuBLAS."""
+        """Return the slowdown of matrix products by concurrent copies, as a fraction; None without cuBLAS."""
         cupy = self._cupy
         with cupy.cuda.Device(self._gpu.ordinal):
             stream = cupy.cuda.Stream(non_blocking=True)
@@ -195,7 +204,7 @@ def _host_memory(gpu: Gpu) -> _core.HostMemory:
 
 
 class _Bench:
-    """A layout of 64 equal planes over the probe's memory."""
+    """Copies of a layout of 64 equal planes in the probe's memory."""
 
     def __init__(
         self, device: CudaDevice, plane_bytes: int, pinned: PinnedMemory, memory: _core.HostMemory
@@ -228,7 +237,7 @@ class _Bench:
         self._finish(self._enqueue(Direction.TO_HOST, _PLANES, every, every))
 
     def run(self, direction: Direction, step: int, random: np.random.Generator) -> float:
-        """GB/s of one batch of scattered blocks, in ranges of ``step`` planes."""
+        """Return the GB/s of one batch of scattered blocks, in ranges of ``step`` planes."""
         return self._batch * self._payload / self._finish(self.start(direction, step, random)) / 1e9
 
     def start(self, direction: Direction, step: int, random: np.random.Generator) -> Any:
@@ -236,7 +245,7 @@ class _Bench:
         return self._enqueue(direction, step, device, host)
 
     def close(self) -> None:
-        """Wait, and let go of the ring."""
+        """Wait for the copies and release the ring."""
         self._stream.close()
 
     def _enqueue(self, direction: Direction, step: int, device: Any, host: Any) -> Any:

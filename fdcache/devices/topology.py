@@ -1,4 +1,4 @@
-"""Which GPUs there are and where they sit: by UUID and PCI address, never by an index that another may count."""
+"""Visible GPUs and their place in the machine, identified by UUID and PCI address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fdcache.errors import DeviceError
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU that this process may use. ``ordinal`` counts the visible ones of this process only."""
+    """GPU that this process may use. ``ordinal`` counts the GPUs visible to this process only."""
 
     ordinal: int
     uuid: str
@@ -27,13 +27,13 @@ class Gpu:
 
     @property
     def topology(self) -> str:
-        """What the speed of copies depends on besides GPU and driver."""
+        """Description of everything but GPU and driver that the speed of copies depends on."""
         node = "unknown" if self.numa_node is None else str(self.numa_node)
         return f"{self.pci_address}, {self.link}, NUMA node {node}"
 
 
 def import_cupy() -> Any:
-    """CuPy. Raises ``DeviceError`` naming the package to install, or the folder that CuPy cannot make."""
+    """Import CuPy. Raises ``DeviceError`` naming the package to install, or the folder that CuPy cannot create."""
     try:
         import cupy
     except ImportError as error:
@@ -43,13 +43,13 @@ def import_cupy() -> Any:
         ) from error
     except OSError as error:
         raise DeviceError(
-            f"CuPy cannot make its folder of compiled kernels ({error}); set CUPY_CACHE_DIR to one that can be written"
+            f"CuPy cannot create its folder of compiled kernels ({error}); set CUPY_CACHE_DIR to a writable folder"
         ) from error
     return cupy
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that CUDA shows to this process, in its order. Raises ``DeviceError`` when there is none."""
+    """Return the GPUs visible to this process, in CUDA's order. Raises ``DeviceError`` when CUDA cannot be used."""
     runtime = import_cupy().cuda.runtime
     try:
         count = runtime.getDeviceCount()
@@ -60,7 +60,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def find_gpu(wanted: str | int | None) -> Gpu:
-    """The GPU with that UUID (or an unambiguous beginning of it) or that ordinal; None is the first.
+    """Return the GPU with this UUID (or a unique beginning of one) or ordinal; the first one for None.
 
     Raises ``DeviceError`` naming the GPUs that are visible.
     """
@@ -82,7 +82,7 @@ def _describe(runtime: Any, ordinal: int, driver: int) -> Gpu:
     folder = Path("/sys/bus/pci/devices") / address
     return Gpu(
         ordinal=ordinal,
-        # CuPy's own properties cut a UUID off at its first zero byte.
+        # CuPy's properties truncate a UUID at its first zero byte.
         uuid=f"GPU-{uuid.UUID(bytes=_core.device_uuid(ordinal))}",
         name=properties["name"].decode(),
         driver=driver,
@@ -95,13 +95,13 @@ def _describe(runtime: Any, ordinal: int, driver: int) -> Gpu:
 
 
 def link_of(folder: Path) -> str:
-    """The PCI link in words, from a device's folder in sysfs."""
+    """Describe the PCI link of a device, from its folder in sysfs."""
     speed, width = _read(folder / "max_link_speed"), _read(folder / "max_link_width")
     return f"PCIe {speed} x{width}" if speed and width else "PCIe link unknown"
 
 
 def numa_node_of(folder: Path) -> int | None:
-    """The NUMA node of a PCI device, from its folder in sysfs; None where the machine does not say."""
+    """Return the NUMA node of a PCI device, from its folder in sysfs; None when unknown."""
     text = _read(folder / "numa_node")
     return int(text) if text and int(text) >= 0 else None
 

@@ -22,8 +22,7 @@ from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, Tr
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.settings.checks import log_misspelt, require_host_tier
-from fdcache.storage.connector import StorageConnector
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.host import HostCache

@@ -17,7 +17,7 @@ from fdcache.replay.scheduler import Scheduler
 from fdcache.replay.statistics import Stopwatch, Tally, Timeline
 from fdcache.replay.worker import StartProgress, WorkerSpec
 from fdcache.replay.workloads import Arrivals, WorkItem
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.factory import open_lookup
 
 STEPS_AHEAD = 2

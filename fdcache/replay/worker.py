@@ -24,7 +24,7 @@ from fdcache.replay.devices import (
 )
 from fdcache.replay.messages import StepOrder, StepResult
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings, TransferSettings, Verify
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.tiers.host import HostCache
 

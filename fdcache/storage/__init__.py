@@ -1,1 +1,1 @@
-"""The storage tier: connectors to where blocks outlive the process."""
+"""Storage connectors: blocks in a local file or in a store that several engines share."""

@@ -1,6 +1,4 @@
-"""What every storage connector must do, as a pytest suite.
-
-A test module of yours subclasses ``ConnectorConformance`` and says how a connector is made::
+"""Test suite that every storage connector must pass, and host records with known bytes to test one with.
 
     from fdcache.storage.conformance import ConnectorConformance
 
@@ -9,45 +7,48 @@ A test module of yours subclasses ``ConnectorConformance`` and says how a connec
         def open_connector(self):
             return lambda layout, rank: MyConnector(...)
 
-``open_connector(layout, rank)`` may be called several times in one test; each call gives a connector to the same
-storage. Everything it opens is closed by the suite.
+``open_connector(layout, rank)`` may be called several times in one test; each call returns a connector to the same
+storage. The suite closes every connector that it opens.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fdcache import _core
 from fdcache.layout import KVLayout
-from fdcache.storage.conformance_records import READY, HostRecords, conformance_layout, path_of
+from fdcache.metadata import SLOT_HEADER_BYTES, HashArray
 from fdcache.storage.connector import (
     BatchResult,
     Outcome,
+    RecordBatch,
     StorageConnector,
     StorageState,
     StorageStats,
 )
 
-__all__ = ["ConnectorConformance", "HostRecords", "conformance_layout", "path_of"]
-
 _TIMEOUT = 30.0
+_READY = 2
 
 OpenConnector = Callable[[KVLayout, int], StorageConnector]
 
 
 class ConnectorConformance:
-    """The tests. Subclasses give the fixture ``open_connector``."""
+    """The tests. A subclass defines the fixture ``open_connector``."""
 
     blocks = 20
 
     @pytest.fixture
     def open_connector(self) -> OpenConnector:
-        """How a connector is made; to be given by the subclass."""
-        raise NotImplementedError("give the fixture open_connector")
+        """Return a function that opens a connector; the subclass defines it."""
+        raise NotImplementedError("define the fixture open_connector")
 
     @contextmanager
     def _connected(
@@ -63,7 +64,7 @@ class ConnectorConformance:
             connector.close()
 
     def test_is_a_connector(self, open_connector: OpenConnector) -> None:
-        """It has every method, and stats say that it is ready."""
+        """Every method exists, and the statistics report a ready storage."""
         with self._connected(open_connector, conformance_layout()) as (connector, _):
             assert isinstance(connector, StorageConnector)
             stats = connector.stats()
@@ -72,7 +73,7 @@ class ConnectorConformance:
             assert stats.state is StorageState.READY
 
     def test_what_was_put_comes_back(self, open_connector: OpenConnector) -> None:
-        """Every byte, the header stamped, the checksum told."""
+        """A get restores every byte, stamps the header and returns the checksum."""
         hashes = path_of(self.blocks, "back")
         with self._connected(open_connector, conformance_layout()) as (connector, records):
             stored = connector.put(records.fill(hashes), _TIMEOUT)
@@ -86,15 +87,15 @@ class ConnectorConformance:
             assert connector.stats().hits >= self.blocks
 
     def test_what_was_never_put_is_a_miss(self, open_connector: OpenConnector) -> None:
-        """A miss is no error, and leaves nothing that looks ready."""
+        """A miss is not an error, and leaves no header that looks ready."""
         with self._connected(open_connector, conformance_layout()) as (connector, records):
             records.wipe()
             read = connector.get(records.batch(path_of(3, "never")), _TIMEOUT)
             assert _outcomes(read) == [Outcome.MISS] * 3
-            assert all(records.table.header(slot).state != READY for slot in range(3))
+            assert all(records.table.header(slot).state != _READY for slot in range(3))
 
     def test_a_batch_has_an_outcome_for_each_block(self, open_connector: OpenConnector) -> None:
-        """Hits and misses of one batch do not touch each other."""
+        """Hits and misses of one batch are independent."""
         hashes = path_of(self.blocks, "mixed")
         half = self.blocks // 2
         with self._connected(open_connector, conformance_layout()) as (connector, records):
@@ -105,7 +106,7 @@ class ConnectorConformance:
             assert all(records.holds(slot, hashes[slot].tobytes()) for slot in range(half))
 
     def test_exists_is_the_leading_run(self, open_connector: OpenConnector) -> None:
-        """Blocks behind a gap do not count."""
+        """Blocks after a gap do not count."""
         hashes = path_of(self.blocks, "run")
         with self._connected(open_connector, conformance_layout()) as (connector, records):
             assert connector.exists(hashes, _TIMEOUT).length == 0
@@ -116,14 +117,14 @@ class ConnectorConformance:
             assert connector.exists(hashes[:0], _TIMEOUT).length == 0
 
     def test_putting_twice_is_ok(self, open_connector: OpenConnector) -> None:
-        """A block that is there already counts as stored."""
+        """A block that is stored already counts as stored."""
         hashes = path_of(4, "twice")
         with self._connected(open_connector, conformance_layout()) as (connector, records):
             for _ in range(2):
                 assert _outcomes(connector.put(records.fill(hashes), _TIMEOUT)) == [Outcome.OK] * 4
 
     def test_a_record_that_is_another_block_is_not_stored(self, open_connector: OpenConnector) -> None:
-        """The header of the record decides, not the caller's word."""
+        """The header of the host record is compared with the hash in the batch."""
         hashes = path_of(3, "source")
         with self._connected(open_connector, conformance_layout()) as (connector, records):
             batch = records.fill(hashes)
@@ -133,7 +134,7 @@ class ConnectorConformance:
             assert connector.exists(hashes, _TIMEOUT).length == 2
 
     def test_delete_removes_what_is_named(self, open_connector: OpenConnector) -> None:
-        """The last block goes, those above it stay; a second time it is a miss."""
+        """Only the named block is removed; removing it again is a miss."""
         hashes = path_of(4, "delete")
         with self._connected(open_connector, conformance_layout()) as (connector, records):
             connector.put(records.fill(hashes), _TIMEOUT)
@@ -142,7 +143,7 @@ class ConnectorConformance:
             assert _outcomes(connector.delete(hashes[3:], _TIMEOUT)) == [Outcome.MISS]
 
     def test_clear_keeps_to_its_namespace(self, open_connector: OpenConnector) -> None:
-        """Another layout's blocks with the same hashes stay, and were never mixed up."""
+        """Another layout's blocks with the same hashes are kept apart, and stay."""
         hashes = path_of(5, "clear")
         mine, other = conformance_layout("mine"), conformance_layout("other")
         with (
@@ -159,7 +160,7 @@ class ConnectorConformance:
             assert all(others.holds(slot, row.tobytes()) for slot, row in enumerate(hashes))
 
     def test_ranks_do_not_see_each_others_records(self, open_connector: OpenConnector) -> None:
-        """The same hash is another record on another rank."""
+        """Each rank has its own record of a hash."""
         layout = conformance_layout("ranks", tp_size=2)
         hashes = path_of(3, "ranks")
         with (
@@ -173,7 +174,7 @@ class ConnectorConformance:
             assert first.exists(hashes, _TIMEOUT).length == 3
 
     def test_a_cancelled_batch_moves_nothing(self, open_connector: OpenConnector) -> None:
-        """A cancel before the call takes all of it back."""
+        """A batch cancelled before the call moves nothing."""
         hashes = path_of(3, "cancel")
         cancel = _core.CancelFlag()
         cancel.set()
@@ -186,7 +187,7 @@ class ConnectorConformance:
             assert _outcomes(read) == [Outcome.CANCELLED] * 3
 
     def test_a_passed_deadline_is_a_timeout(self, open_connector: OpenConnector) -> None:
-        """With no time left nothing is moved, and nothing is called a miss."""
+        """After the deadline nothing is moved, and no block is reported as a miss."""
         hashes = path_of(3, "late")
         with self._connected(open_connector, conformance_layout()) as (connector, records):
             connector.put(records.fill(hashes), _TIMEOUT)
@@ -194,7 +195,7 @@ class ConnectorConformance:
             assert _outcomes(connector.get(records.batch(hashes), 0.0)) == [Outcome.TIMEOUT] * 3
 
     def test_closing_twice_is_harmless(self, open_connector: OpenConnector) -> None:
-        """And calls after it fail as values."""
+        """Calls after it return failures, and raise nothing."""
         connector = open_connector(conformance_layout(), 0)
         records = HostRecords(conformance_layout(), 2)
         connector.close()
@@ -204,3 +205,100 @@ class ConnectorConformance:
 
 def _outcomes(result: BatchResult) -> list[Outcome]:
     return [Outcome(value) for value in result.outcomes.tolist()]
+
+
+def conformance_layout(model: str = "conformance", tp_size: int = 1) -> KVLayout:
+    """Return a small layout of several planes."""
+    return KVLayout.uniform(
+        block_size=16,
+        kv_heads=2,
+        head_dim=16,
+        dtype="bfloat16",
+        model=model,
+        revision="1",
+        num_layers=3,
+        tp_size=tp_size,
+    )
+
+
+def path_of(count: int, name: str) -> HashArray:
+    """Return the hashes of one path's blocks."""
+    rows, parent = [], name.encode()
+    for _ in range(count):
+        parent = hashlib.sha256(parent).digest()
+        rows.append(parent)
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(count, 32)
+
+
+class HostRecords:
+    """Host records with bytes derived from the hash of their block."""
+
+    def __init__(self, layout: KVLayout, count: int) -> None:
+        self.layout = layout
+        self._memory = _core.HostMemory(count * layout.record_bytes)
+        self._headers = _core.HostMemory(count * SLOT_HEADER_BYTES)
+        self.table = _core.RecordTable(
+            [self._memory.address],
+            count,
+            layout.record_bytes,
+            [self._headers.address],
+            count,
+            (self._memory, self._headers),
+        )
+
+    def content(self, block_hash: bytes) -> NDArray[np.uint8]:
+        """Return the bytes of a block's record."""
+        record = np.zeros(self.layout.record_bytes, np.uint8)
+        random = np.random.default_rng(int.from_bytes(block_hash[:8], "little"))
+        for plane in self.layout.planes:
+            end = plane.offset + plane.nbytes
+            record[plane.offset : end] = random.integers(0, 256, plane.nbytes, np.uint8)
+        return record
+
+    def fill(self, hashes: HashArray) -> RecordBatch:
+        """Fill records 0, 1, ... with these blocks of one path; return their batch."""
+        batch = self.batch(hashes)
+        planes = self.layout.planes
+        for slot, (row, parent) in enumerate(zip(batch.hashes, batch.parents, strict=True)):
+            record = self.table.record(slot)
+            record[:] = self.content(row.tobytes())
+            checksum = _core.record_checksum(
+                record, [plane.offset for plane in planes], [plane.nbytes for plane in planes]
+            )
+            header = _core.SlotHeader(
+                _READY,
+                1,
+                row.tobytes(),
+                parent.tobytes(),
+                self.layout.fingerprint,
+                self.layout.payload_bytes,
+                checksum,
+            )
+            self.table.set_header(slot, header)
+        return batch
+
+    def wipe(self) -> None:
+        """Overwrite all records and clear their headers."""
+        for slot in range(self.table.num_slots):
+            self.table.record(slot)[:] = 0xA5
+            self.table.set_header(slot, _core.SlotHeader.from_bytes(bytes(SLOT_HEADER_BYTES)))
+
+    def batch(self, hashes: HashArray) -> RecordBatch:
+        """Return a batch of records 0, 1, ... for these blocks of one path."""
+        count = len(hashes)
+        return RecordBatch(
+            records=self.table,
+            host_slots=np.arange(count, dtype=np.int32),
+            host_generations=np.ones(count, np.uint32),
+            hashes=hashes,
+            parents=np.concatenate((np.zeros((1, 32), np.uint8), hashes[:-1])),
+        )
+
+    def holds(self, slot: int, block_hash: bytes) -> bool:
+        """Return True when a record is stamped as this block and has its bytes."""
+        header = self.table.header(slot)
+        stamped = header.is_valid and header.state == _READY and header.hash == block_hash
+        return stamped and bool((self.table.record(slot) == self.content(block_hash)).all())
+
+
+__all__ = ["ConnectorConformance", "HostRecords", "conformance_layout", "path_of"]

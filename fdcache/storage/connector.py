@@ -1,12 +1,17 @@
-"""StorageConnector: what any storage must offer, and the records that its calls take and give.
+"""The interface of a storage connector, and the records that its calls take and return.
 
-A call moves a batch of blocks between host records and the storage, straight, without a copy in between. What
-goes wrong with a block is a value in the result, never an exception: ``Outcome`` tells a miss from an error, a
-timeout and a peer that is gone.
+    def connect(context: ConnectorContext) -> StorageConnector:
+        return MyConnector(context.layout, context.rank)
+
+A call moves a batch of blocks directly between host records and the storage, without a copy in between. A block
+that cannot be moved is a value in the result, never an exception: ``Outcome`` tells a miss from an error, a timeout
+and a peer that is gone.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
@@ -17,38 +22,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache._core import CancelFlag, RecordTable
+from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, StorageScan, UInt32Array, UInt64Array
+from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorContext:
+    """Everything a connector is made from.
+
+    ``rank`` is None for the scheduler, which only asks which blocks exist. ``verify``: compare every record that is
+    read with its checksum. ``on_progress`` is called with the number of slots scanned so far and in all.
+    """
+
+    layout: KVLayout
+    rank: int | None
+    settings: StorageTierSettings
+    mooncake: MooncakeSettings
+    verify: bool = True
+    on_progress: Callable[[int, int], None] | None = None
 
 
 class Outcome(IntEnum):
-    """What became of one block of a batch; the first eight are those of the core."""
+    """Result of moving one block; the first eight values are those of the native module."""
 
     OK = 0
     MISS = 1
-    """It is not stored."""
+    """The block is not stored."""
     CORRUPT = 2
-    """It was stored, but its bytes are not what was written; it counts as a miss and is gone now."""
+    """The stored bytes are not those that were written. It counts as a miss, and the record is removed."""
     SOURCE_CHANGED = 3
     """The host record is not the block that was to be stored."""
     ERROR = 4
     TIMEOUT = 5
-    """Not done before the deadline."""
+    """Not finished before the deadline."""
     CANCELLED = 6
     NO_ROOM = 7
-    """The disk has no room for it in this slot; others that hold a record already can be written."""
+    """The disk has no room for this slot. Slots that already hold a record can still be written."""
     PEER_GONE = 8
-    """The other side cannot be reached, or was found dead a moment ago."""
+    """The remote side is not reachable, or was found unreachable a moment ago."""
     BAD_SLOT = 9
-    """Its slot cannot be read, or not be written: the block is not stored, and the slot is not to be used again."""
+    """The slot cannot be read or written: the block is not stored, and the slot must not be used again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordBatch:
-    """Blocks on their way; element i of each array is one block.
+    """Blocks to move; element i of each array is one block.
 
-    ``host_slots`` and ``host_generations`` name records of ``records``: a put requires each to be READY with its
-    hash and takes the payload checksum from its header, a get stamps them. ``slots`` and ``generations`` name
-    places in a storage whose places the scheduler hands out, and are None for one that goes by hash.
+    ``host_slots`` and ``host_generations`` name records in ``records``. A put requires each record to be READY with
+    its hash, and takes the payload checksum from its header; a get stamps the headers. ``slots`` and ``generations``
+    name places in a storage whose places the scheduler assigns; they are None for a storage addressed by hash.
     """
 
     records: RecordTable
@@ -63,7 +86,7 @@ class RecordBatch:
         return len(self.host_slots)
 
     def select(self, index: slice | NDArray[np.bool_] | NDArray[np.intp]) -> RecordBatch:
-        """The blocks that a slice, a mask or an index array names."""
+        """Return the blocks that a slice, a mask or an index array selects."""
         return replace(
             self,
             host_slots=self.host_slots[index],
@@ -77,10 +100,10 @@ class RecordBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """``outcomes`` has an ``Outcome`` per block, ``checksums`` the record checksum of those that are OK.
+    """Result of moving a batch: an ``Outcome`` for each block, and the checksum of each record that is OK.
 
-    ``moved_bytes`` were read or written; ``error`` is the first failure in words. ``unfinished`` is a call that was
-    given up and goes on by itself: the batch's host records are in use until it is done.
+    ``moved_bytes`` were read or written; ``error`` is the message of the first failure. ``unfinished`` is a call that
+    was given up and is still running: the host records of the batch stay in use until it is done.
     """
 
     outcomes: NDArray[np.uint8]
@@ -91,18 +114,18 @@ class BatchResult:
 
     @classmethod
     def of(cls, count: int, outcome: Outcome, error: str | None = None) -> BatchResult:
-        """The same outcome for every block."""
+        """Return a result with the same outcome for all ``count`` blocks."""
         return cls(np.full(count, outcome, np.uint8), np.zeros(count, np.uint64), 0, error)
 
     @property
     def ok(self) -> NDArray[np.bool_]:
-        """Which blocks were moved."""
+        """Mask of the blocks that were moved."""
         return np.asarray(self.outcomes == Outcome.OK)
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The leading run of blocks that are stored; ``outcome`` is OK when the answer is sure."""
+    """Length of the leading run of stored blocks; ``outcome`` is OK unless the look-up was cut short."""
 
     length: int
     outcome: Outcome = Outcome.OK
@@ -110,17 +133,17 @@ class RunResult:
 
 
 class StorageState(StrEnum):
-    """Whether a storage is of use at present."""
+    """Condition of a storage."""
 
     READY = "ready"
     FULL = "full"
-    """The disk has less room than was promised; the blocks that it has room for are read and written."""
+    """The disk has less room than promised; blocks that it has room for are read and written."""
     READ_ONLY = "read_only"
     OFF = "off"
 
 
 class StorageStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of one rank's storage. Counts are since it was opened."""
+    """Snapshot of one rank's storage. Counts start when it is opened."""
 
     name: str
     state: StorageState
@@ -142,12 +165,47 @@ class StorageStats(msgspec.Struct, frozen=True, kw_only=True):
     written_bytes: int = 0
 
 
-class BlockStorage(Protocol):
-    """What a worker needs of its rank's storage. Calls may come from several threads.
+_COUNTED_AS = {
+    Outcome.MISS: "misses",
+    Outcome.CORRUPT: "corrupt",
+    Outcome.SOURCE_CHANGED: "errors",
+    Outcome.ERROR: "errors",
+    Outcome.TIMEOUT: "timeouts",
+    Outcome.PEER_GONE: "peer_gone",
+    Outcome.NO_ROOM: "no_room",
+    Outcome.BAD_SLOT: "bad_slots",
+}
 
-    ``timeout`` is in seconds; a call returns within it, but for requests that the system has begun and cannot
-    take back, whose memory is in use till they end: it waits for them, or says in ``BatchResult.unfinished`` what
-    to wait for. ``cancel`` takes back what has not begun.
+
+class StorageCounters:
+    """Counts of a storage's batches; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        names = ("hits", "stored", "read_bytes", "written_bytes", *_COUNTED_AS.values())
+        self._counts = dict.fromkeys(names, 0)
+
+    def add(self, outcomes: NDArray[np.uint8], moved_bytes: int, *, writing: bool) -> None:
+        """Count a batch: an ``Outcome`` for each block, and the bytes read or written."""
+        found = np.bincount(outcomes, minlength=len(Outcome)).tolist()
+        with self._lock:
+            self._counts["stored" if writing else "hits"] += found[Outcome.OK]
+            self._counts["written_bytes" if writing else "read_bytes"] += moved_bytes
+            for outcome, name in _COUNTED_AS.items():
+                self._counts[name] += found[outcome]
+
+    def stats(self, name: str, state: StorageState, error: str | None, **more: Any) -> StorageStats:
+        """Return a snapshot; ``more`` are further fields of ``StorageStats``."""
+        with self._lock:
+            return StorageStats(name=name, state=state, error=error, **self._counts, **more)
+
+
+class BlockStorage(Protocol):
+    """Storage of one rank, as a worker uses it. Calls may come from several threads.
+
+    ``timeout`` is in seconds, and a call returns within it, except for requests that the system has begun and cannot
+    take back. The memory of those is in use until they end: the call waits for them, or returns them as
+    ``BatchResult.unfinished``. ``cancel`` cancels work that has not begun.
     """
 
     @property
@@ -155,10 +213,10 @@ class BlockStorage(Protocol):
         """The storage in one word."""
 
     def register(self, records: RecordTable) -> None:
-        """Make known the host records that later batches use. Raises ``StorageError`` when that fails."""
+        """Register the host records that later batches use. Raises ``StorageError`` when that fails."""
 
     def unregister(self, records: RecordTable) -> None:
-        """Records that were made known by themselves are used no more: their memory goes to others."""
+        """Forget registered host records; no later batch uses them."""
 
     def get(self, batch: RecordBatch, timeout: float, cancel: CancelFlag | None = None) -> BatchResult:
         """Read blocks into their host records, check them, and stamp the records' headers."""
@@ -167,24 +225,24 @@ class BlockStorage(Protocol):
         """Store blocks from their host records."""
 
     def clear(self, timeout: float) -> int:
-        """Remove every block of this layout and rank, and nothing else; returns how many.
+        """Remove every block of this layout and rank, and no other; return how many.
 
-        Raises ``StorageError`` when that cannot be known to be done.
+        Raises ``StorageError`` when the blocks cannot be shown to be removed.
         """
 
     def stats(self) -> StorageStats:
-        """Counts and state; never waits."""
+        """Return counts and state; never blocks."""
 
     def close(self) -> None:
-        """Let go of everything. Calling it again is harmless."""
+        """Release all resources. Closing twice is harmless."""
 
 
 @runtime_checkable
 class PlacedStorage(BlockStorage, Protocol):
-    """A storage whose places the scheduler hands out: every batch names its slots."""
+    """Storage whose places the scheduler assigns: every batch names its slots."""
 
     def scan(self) -> StorageScan:
-        """What it holds, for the scheduler's index."""
+        """Return the stored blocks, for the scheduler's index."""
 
     def erase(self, slots: Int32Array) -> None:
         """Empty slots. Raises ``StorageError`` when that fails."""
@@ -192,10 +250,10 @@ class PlacedStorage(BlockStorage, Protocol):
 
 @runtime_checkable
 class StorageConnector(BlockStorage, Protocol):
-    """A storage that goes by hash, as one rank of one layout sees it. A put of what is stored already is OK."""
+    """Storage addressed by hash, as one rank of one layout sees it. Putting a block that is stored already is OK."""
 
     def exists(self, hashes: HashArray, timeout: float) -> RunResult:
-        """How many of the first blocks are stored, by every rank of the layout."""
+        """Return the leading run of blocks that every rank of the layout has stored."""
 
     def delete(self, hashes: HashArray, timeout: float) -> BatchResult:
-        """Remove blocks of this rank; MISS for those that were not there."""
+        """Remove blocks of this rank; MISS for blocks that are not stored."""

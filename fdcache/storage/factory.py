@@ -1,4 +1,4 @@
-"""From the setting FDCACHE_STORAGE to a connector."""
+"""Connectors by the name in FDCACHE_STORAGE: built in, or from an installed package."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from importlib.metadata import EntryPoint, entry_points
 
 from fdcache.errors import ConnectorNotFoundError, StorageError, StorageGoneError
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
-from fdcache.storage.connector import BlockStorage, StorageConnector
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import BlockStorage, ConnectorContext, StorageConnector
 
 ENTRY_POINTS = "fdcache.storage_connectors"
-"""The group in which an installed package names its connectors: a ``ConnectorFactory`` each."""
-
+"""Entry-point group in which a package names its connectors, each a ``ConnectorFactory``."""
 
 ConnectorFactory = Callable[[ConnectorContext], StorageConnector]
 
 
 def open_storage(context: ConnectorContext) -> BlockStorage | None:
-    """The storage of a worker, None when there is none. Raises ``StorageError`` when it cannot be opened."""
+    """Open a worker's storage; None when storage is off. Raises ``StorageError`` when it cannot be opened."""
     settings = context.settings
     if not settings.is_on:
         return None
     if settings.connector != "local":
-        return _connector(context)
+        return _connect(context)
     from fdcache.storage.slab import SlabStore
 
     return SlabStore(
@@ -42,41 +40,53 @@ def open_storage(context: ConnectorContext) -> BlockStorage | None:
 
 
 def open_lookup(context: ConnectorContext) -> StorageConnector | None:
-    """What the scheduler asks, None for a local storage or none. Raises ``StorageError`` as above."""
+    """Open the connector that the scheduler asks; None for local storage, whose index it keeps itself, or none.
+
+    Raises ``StorageError`` when it cannot be opened.
+    """
     if not context.settings.is_on or context.settings.connector == "local":
         return None
-    return _connector(context)
+    return _connect(context)
 
 
 def require_connector(settings: StorageTierSettings, mooncake: MooncakeSettings) -> None:
-    """Raise ``StorageError`` for a storage that these settings can never open, before anybody needs it."""
+    """Raise ``StorageError`` early for a storage that these settings can never open."""
     if settings.connector == "mooncake":
         from fdcache.storage.mooncake_client import ClientOptions, load_client
 
         load_client()
-        with suppress(StorageGoneError):  # a master that is not there may come
+        with suppress(StorageGoneError):  # an absent master may come back
             ClientOptions.resolve(mooncake, None)
     elif settings.is_on and settings.connector != "local":
         _find(settings.connector)
 
 
-def _connector(context: ConnectorContext) -> StorageConnector:
+def _connect(context: ConnectorContext) -> StorageConnector:
     name = context.settings.connector
     if name == "mooncake":
         from fdcache.storage.mooncake import MooncakeConnector
 
         return MooncakeConnector(context)
-    return _make(_find(name), context)
+    return _load(_find(name), context)
 
 
 def _find(name: str) -> EntryPoint:
     found = next(iter(entry_points(group=ENTRY_POINTS, name=name)), None)
-    if found is None:
-        raise ConnectorNotFoundError(_absent(name))
-    return found
+    if found is not None:
+        return found
+    if name == "attnstore":
+        raise ConnectorNotFoundError(
+            "FDCACHE_STORAGE=attnstore: the AttentionStore SDK is not a public package; install the vendor's "
+            f"connector, a package with the entry point 'attnstore' in the group {ENTRY_POINTS!r}"
+        )
+    known = ", ".join(sorted({"none", "local", "mooncake", *entry_points(group=ENTRY_POINTS).names}))
+    raise ConnectorNotFoundError(
+        f"FDCACHE_STORAGE={name}: no such connector; use one of {known}, or install the package that has the entry "
+        f"point {name!r} in the group {ENTRY_POINTS!r}"
+    )
 
 
-def _make(found: EntryPoint, context: ConnectorContext) -> StorageConnector:
+def _load(found: EntryPoint, context: ConnectorContext) -> StorageConnector:
     try:
         factory = found.load()
     except ImportError as error:
@@ -93,20 +103,7 @@ def _make(found: EntryPoint, context: ConnectorContext) -> StorageConnector:
         ) from error
     if not isinstance(connector, StorageConnector):
         raise ConnectorNotFoundError(
-            f"FDCACHE_STORAGE={found.name}: {found.value} made a {type(connector).__name__}, which is no "
+            f"FDCACHE_STORAGE={found.name}: {found.value} returned a {type(connector).__name__}, which is not a "
             "StorageConnector; see fdcache.storage.connector"
         )
     return connector
-
-
-def _absent(name: str) -> str:
-    if name == "attnstore":
-        return (
-            "FDCACHE_STORAGE=attnstore: the AttentionStore SDK is its vendor's and no public package; install the "
-            f"vendor's connector, a package with the entry point 'attnstore' in the group {ENTRY_POINTS!r}"
-        )
-    known = ", ".join(sorted({"none", "local", "mooncake", *(entry_points(group=ENTRY_POINTS).names)}))
-    return (
-        f"FDCACHE_STORAGE={name}: no such connector; use one of {known}, or install the package that has the entry "
-        f"point {name!r} in the group {ENTRY_POINTS!r}"
-    )

@@ -1,22 +1,25 @@
-"""Looking into storage files, and removing from them, without a server or an engine."""
+"""Inspect slab files, and remove blocks from them, without a server or an engine."""
 
 from __future__ import annotations
 
+import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fdcache import _core
 from fdcache.errors import StorageBusyError, StorageError, StorageFormatError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt64Array
 from fdcache.storage.connector import Outcome
-from fdcache.storage.slab_faults import IN_A_ROW
+from fdcache.storage.slab_file import SCAN_STEP, SlabLock, open_core, storage_error
 from fdcache.storage.slab_format import (
     SUFFIX,
     Superblock,
@@ -25,18 +28,21 @@ from fdcache.storage.slab_format import (
     read_layout,
     read_superblock,
 )
-from fdcache.storage.slab_handle import SCAN_STEP, SlabLock, open_core, storage_error
+from fdcache.storage.slab_health import IN_A_ROW
 
-_STEP = 512
+_CHECK_STEP = 512
 _THREADS = 4
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done to which file, how much of it is done, and how much there is."""
+"""Called with a step of the work on a file, how much of it is done, and how much there is."""
+
+
+# --- reading ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SlabContents:
-    """One file. Arrays are parallel; ``depths`` is -1 for blocks that nothing leads to."""
+    """Contents of one file. Arrays are parallel; ``depths`` is -1 for blocks with a missing ancestor."""
 
     path: Path
     superblock: Superblock
@@ -48,24 +54,34 @@ class SlabContents:
     depths: Int32Array
     bad_headers: int
     corrupt: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Slots whose record cannot be read, or is not what its header says; only after a check."""
+    """Slots whose record is unreadable or differs from its header; filled by a check only."""
 
     @property
     def namespace(self) -> str:
-        """The fingerprint of model and layout, in hexadecimal."""
+        """Fingerprint of model and layout, in hexadecimal."""
         return self.superblock.fingerprint.hex()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored records."""
+        return len(self.slots) * self.superblock.record_bytes
+
+    @property
+    def num_corrupt(self) -> int:
+        """Corrupt records and damaged headers."""
+        return len(self.corrupt) + self.bad_headers
 
 
 @dataclass(frozen=True, slots=True)
 class Damaged:
-    """A file of ours that cannot be read at all."""
+    """A slab file that cannot be read at all."""
 
     path: Path
     reason: str
 
 
 def slab_files(path: Path) -> list[Path]:
-    """The slab files in a folder, or the one that ``path`` names. Raises ``StorageError`` when there is nothing."""
+    """Return the slab files in a folder, or the one file at ``path``. Raises ``StorageError`` when there is neither."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -73,44 +89,16 @@ def slab_files(path: Path) -> list[Path]:
     return sorted(path.glob(f"fdcache-*{SUFFIX}"))
 
 
-def _removable_files(path: Path) -> list[Path]:
-    """Return the files of fdcache in a folder, or the one that ``path`` names.
-
-    Raises ``StorageError`` for a named file that is none of fdcache's, and for a link to a file.
-    """
-    files = slab_files(path)
-    for file in files:
-        if file.is_symlink():
-            raise StorageError(
-                f"{file}: a link to {file.readlink()}; nothing is removed through a link, name the file itself"
-            )
-    if files == [path] and not _is_ours(path):
-        raise StorageError(
-            f"{path}: not a slab file of fdcache, nothing is removed; name a file fdcache-*{SUFFIX} or its folder"
-        )
-    return [file for file in files if _is_ours(file)]
-
-
-def _is_ours(file: Path) -> bool:
-    """Return True for a file with a name that fdcache gives, and for a slab file with a similar name.
-
-    Contents do not count against the first kind: a damaged file can be removed.
-    """
-    if not file.match(f"fdcache-*{SUFFIX}") or not file.is_file():
-        return False
-    return is_file_name(file.name) or has_magic(file)
-
-
 def read_file(
     path: Path, *, verify: bool = False, on_progress: Progress | None = None
 ) -> SlabContents | Damaged:
-    """What a file holds; with ``verify`` every record is read and checked. The file is not changed."""
+    """Read a file's contents, without changing it; with ``verify`` read and check every record."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise storage_error(error.errno or 5, path) from error
+        raise storage_error(error.errno or errno.EIO, path) from error
     try:
-        with _direct(path) as record_fd:
+        with _open_direct(path) as record_fd:
             superblock = read_superblock(fd, path)
             layout = read_layout(fd, superblock, path)
             slab = open_core(superblock, layout, record_fd, fd, _THREADS)
@@ -128,7 +116,7 @@ def read_file(
 
 
 @contextmanager
-def _direct(path: Path) -> Iterator[int]:
+def _open_direct(path: Path) -> Iterator[int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -140,7 +128,7 @@ def _direct(path: Path) -> Iterator[int]:
 
 
 def _scan(slab: _core.SlabFile, path: Path, slots: int, on_progress: Progress | None) -> int:
-    """Read the headers; how many are damaged."""
+    """Read the headers; return how many are damaged."""
     bad_headers = 0
     for first in range(0, slots, SCAN_STEP):
         last = min(first + SCAN_STEP, slots)
@@ -154,21 +142,22 @@ def _scan(slab: _core.SlabFile, path: Path, slots: int, on_progress: Progress | 
 
 
 def _check(slab: _core.SlabFile, path: Path, slots: Int32Array, on_progress: Progress | None) -> Int32Array:
+    """Read the records; return the slots of corrupt and unreadable ones."""
     bad = [np.empty(0, np.int32)]
-    for first in range(0, len(slots), _STEP):
-        part = slots[first : first + _STEP]
+    for first in range(0, len(slots), _CHECK_STEP):
+        part = slots[first : first + _CHECK_STEP]
         outcomes, _, errors, _, _ = slab.verify(part)
         unreadable = outcomes == Outcome.ERROR
         if unreadable.sum() >= IN_A_ROW and unreadable.all():
             raise storage_error(int(errors[0]), path)
         bad.append(part[unreadable | (outcomes == Outcome.CORRUPT)])
         if on_progress is not None:
-            on_progress(f"checking {path.name}", min(first + _STEP, len(slots)), len(slots))
+            on_progress(f"checking {path.name}", min(first + _CHECK_STEP, len(slots)), len(slots))
     return np.concatenate(bad)
 
 
 def _depths(hashes: HashArray, parents: HashArray) -> Int32Array:
-    """The distance of each block from the root, -1 where a block on the way is missing."""
+    """Return each block's distance from the root, -1 where an ancestor is missing."""
     above = {row.tobytes(): parent.tobytes() for row, parent in zip(hashes, parents, strict=True)}
     depth = {bytes(32): -1}
     for start in above:
@@ -176,7 +165,7 @@ def _depths(hashes: HashArray, parents: HashArray) -> Int32Array:
         at = start
         while at not in depth and at in above:
             path.append(at)
-            depth[at] = -2  # a ring of blocks leads nowhere either
+            depth[at] = -2  # a cycle of blocks does not reach the root either
             at = above[at]
         base = depth.get(at, -2)
         for step, block in enumerate(reversed(path), start=1):
@@ -185,29 +174,99 @@ def _depths(hashes: HashArray, parents: HashArray) -> Int32Array:
     return np.where(found == -2, -1, found).astype(np.int32)
 
 
+# --- a summary ----------------------------------------------------------------------------------------------
+
+
+def summarize(files: Sequence[SlabContents | Damaged], *, verified: bool) -> dict[str, Any]:
+    """Return the figures of a folder as plain JSON values. A block counts once for each rank that stores its part.
+
+    ``corrupt_blocks`` counts records that a check refused and damaged headers; without a check, headers only.
+    """
+    whole = [one for one in files if isinstance(one, SlabContents)]
+    damaged = [one for one in files if isinstance(one, Damaged)]
+    now = time.time()
+    by_namespace: dict[str, list[SlabContents]] = {}
+    for contents in whole:
+        by_namespace.setdefault(contents.namespace, []).append(contents)
+    return {
+        "blocks": sum(len(contents.slots) for contents in whole),
+        "bytes": sum(contents.nbytes for contents in whole),
+        "verified": verified,
+        "corrupt_blocks": sum(contents.num_corrupt for contents in whole),
+        "namespaces": [
+            _summarize_namespace(name, group, now) for name, group in sorted(by_namespace.items())
+        ],
+        "files": [_summarize_file(contents) for contents in whole],
+        "damaged_files": [{"path": str(one.path), "reason": one.reason} for one in damaged],
+    }
+
+
+def _summarize_namespace(name: str, group: Sequence[SlabContents], now: float) -> dict[str, Any]:
+    written = np.concatenate([contents.written_ms for contents in group]) / 1000.0
+    depths = np.concatenate([contents.depths for contents in group])
+    reachable = depths[depths >= 0]
+    layout = group[0].layout
+    return {
+        "namespace": name,
+        "model": layout.model,
+        "revision": layout.revision,
+        "block_size": layout.block_size,
+        "record_bytes": layout.record_bytes,
+        "ranks": sorted(contents.superblock.rank for contents in group),
+        "tp_size": layout.tp_size,
+        "blocks": len(depths),
+        "bytes": sum(contents.nbytes for contents in group),
+        "capacity_blocks": sum(contents.superblock.slots for contents in group),
+        "unreachable_blocks": int((depths < 0).sum()),
+        "first_blocks": int((depths == 0).sum()),
+        "mean_depth": round(float(reachable.mean()), 1) if len(reachable) else None,
+        "deepest": int(reachable.max()) if len(reachable) else None,
+        "oldest_seconds": round(now - float(written.min()), 1) if len(written) else None,
+        "newest_seconds": round(now - float(written.max()), 1) if len(written) else None,
+        "corrupt_blocks": sum(contents.num_corrupt for contents in group),
+    }
+
+
+def _summarize_file(contents: SlabContents) -> dict[str, Any]:
+    status = contents.path.stat()
+    return {
+        "path": str(contents.path),
+        "namespace": contents.namespace,
+        "rank": contents.superblock.rank,
+        "blocks": len(contents.slots),
+        "file_bytes": status.st_size,
+        "disk_bytes": status.st_blocks * 512,
+        "corrupt_slots": contents.corrupt.tolist(),
+        "damaged_headers": contents.bad_headers,
+    }
+
+
+# --- removal ------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to remove: all conditions must hold. ``namespace`` is the beginning of a fingerprint, or a model name."""
+    """Blocks to remove; all conditions must hold. ``namespace`` is the beginning of a fingerprint, or a model name."""
 
     namespace: str | None = None
     older_than: float | None = None
     corrupt: bool = False
     everything: bool = False
 
-    def concerns(self, contents: SlabContents) -> bool:
-        """Whether the file is of the namespace."""
+    def matches(self, contents: SlabContents) -> bool:
+        """Return True for a file of the namespace."""
         wanted = self.namespace
         return wanted is None or contents.namespace.startswith(wanted) or contents.layout.model == wanted
 
     @property
     def whole_files(self) -> bool:
-        """Whether files go as they are."""
+        """True when matching files are removed as a whole."""
         return self.older_than is None and not self.corrupt
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What was, or would be, removed from a file; ``whole`` when the file itself is."""
+    """Blocks and bytes removed from a file, or that a dry run would remove; ``whole``: the file itself is removed."""
 
     path: Path
     blocks: int
@@ -218,10 +277,10 @@ class Removal:
 def remove(
     path: Path, selection: Selection, *, dry_run: bool, on_progress: Progress | None = None
 ) -> list[Removal]:
-    """Remove blocks from a folder's files, and with each block what hangs below it.
+    """Remove blocks, with all their descendants, from the files in a folder.
 
-    Raises ``StorageBusyError`` for a file that an engine has open, before anything of that file is changed, and
-    ``StorageError`` for a named file that is none of fdcache's.
+    Raises ``StorageBusyError`` for a file that an engine has open, before that file is changed, and ``StorageError``
+    for a named file that does not belong to fdcache.
     """
     return [
         removal
@@ -230,23 +289,50 @@ def remove(
     ]
 
 
+def _removable_files(path: Path) -> list[Path]:
+    """Return the files of fdcache in a folder, or the one file at ``path``.
+
+    Raises ``StorageError`` for a named file that does not belong to fdcache, and for a link to a file.
+    """
+    files = slab_files(path)
+    for file in files:
+        if file.is_symlink():
+            raise StorageError(
+                f"{file}: a link to {file.readlink()}; nothing is removed through a link, name the file itself"
+            )
+    if files == [path] and not _belongs_to_fdcache(path):
+        raise StorageError(
+            f"{path}: not a slab file of fdcache, nothing is removed; name a file fdcache-*{SUFFIX} or its folder"
+        )
+    return [file for file in files if _belongs_to_fdcache(file)]
+
+
+def _belongs_to_fdcache(file: Path) -> bool:
+    """Return True for a file with a name that fdcache gives, and for a slab file with a similar name.
+
+    The contents of the first kind are not examined, so that damaged files can be removed.
+    """
+    if not file.match(f"fdcache-*{SUFFIX}") or not file.is_file():
+        return False
+    return is_file_name(file.name) or has_magic(file)
+
+
 def _remove_from(
     path: Path, selection: Selection, dry_run: bool, on_progress: Progress | None
 ) -> Removal | None:
     with _locked(path):
         contents = read_file(path, verify=selection.corrupt, on_progress=on_progress)
         if isinstance(contents, Damaged):
-            unreadable = selection.namespace is None and (selection.everything or selection.corrupt)
-            if unreadable and not dry_run:
+            chosen = selection.namespace is None and (selection.everything or selection.corrupt)
+            if chosen and not dry_run:
                 path.unlink()
-            return Removal(path, 0, 0, whole=True) if unreadable else None
-        if not selection.concerns(contents):
+            return Removal(path, 0, 0, whole=True) if chosen else None
+        if not selection.matches(contents):
             return None
         if selection.whole_files:
             if not dry_run:
                 path.unlink()
-            count = len(contents.slots)
-            return Removal(path, count, count * contents.superblock.record_bytes, whole=True)
+            return Removal(path, len(contents.slots), contents.nbytes, whole=True)
         doomed = _with_descendants(contents, _chosen(contents, selection))
         if doomed.any() and not dry_run:
             _erase(contents, contents.slots[doomed])
@@ -254,7 +340,7 @@ def _remove_from(
         return Removal(path, count, count * contents.superblock.record_bytes, whole=False)
 
 
-def _chosen(contents: SlabContents, selection: Selection) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _chosen(contents: SlabContents, selection: Selection) -> NDArray[np.bool_]:
     chosen = np.ones(len(contents.slots), np.bool_)
     if selection.older_than is not None:
         limit = time.time_ns() // 1_000_000 - int(selection.older_than * 1000)
@@ -264,9 +350,7 @@ def _chosen(contents: SlabContents, selection: Selection) -> np.ndarray[tuple[in
     return chosen
 
 
-def _with_descendants(
-    contents: SlabContents, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]
-) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _with_descendants(contents: SlabContents, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
     gone = {row.tobytes() for row in contents.hashes[chosen]}
     doomed = chosen.copy()
     for i in np.argsort(contents.depths, kind="stable").tolist():
@@ -293,7 +377,9 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         lock = SlabLock(path)
     except StorageBusyError as error:
-        raise StorageBusyError(f"{path}: an engine is using it; end it first, or reset through it") from error
+        raise StorageBusyError(
+            f"{path}: an engine is using it; stop the engine first, or reset through it"
+        ) from error
     try:
         yield
     finally:

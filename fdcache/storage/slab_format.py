@@ -1,4 +1,4 @@
-"""The slab file as docs/format-storage.md writes it down: superblock, layout, slot headers, records."""
+"""Format of a slab file, as in docs/format-storage.md: superblock, layout, slot headers, records."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NAME = re.compile(rf"fdcache-[0-9a-f]{{16}}-rank\d+{re.escape(SUFFIX)}")
 _FIELDS = struct.Struct("<8sIIIIIIQQQQQQQ32s32s")
 _COPIES = 2
 _SPARE_SLOTS = 4
-"""Room for slot headers in a new file, as a multiple of its slots: so much it can grow later."""
+"""Room for slot headers in a new file, as a multiple of its slots; the file can grow this much later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What a slab file says of itself. Offsets and sizes in bytes; ``sequence`` counts its versions."""
+    """Description of a slab file, stored in it. Offsets and sizes are in bytes; ``sequence`` counts versions."""
 
     rank: int
     num_ranks: int
@@ -46,7 +46,7 @@ class Superblock:
 
     @classmethod
     def plan(cls, layout: KVLayout, rank: int, slots: int) -> Superblock:
-        """The superblock of a new file."""
+        """Return the superblock of a new file."""
         text = layout.to_json().encode()
         layout_offset = _COPIES * PAGE
         header_offset = _page_up(layout_offset + len(text))
@@ -69,15 +69,15 @@ class Superblock:
 
     @property
     def file_bytes(self) -> int:
-        """The size of the file with all its slots."""
+        """Size of the file with all its slots."""
         return self.record_offset + self.slots * self.record_bytes
 
     def resized(self, slots: int) -> Superblock:
-        """The same file with another number of slots, at most ``header_capacity``."""
+        """Return the next version, with another number of slots, at most ``header_capacity``."""
         return replace(self, slots=slots, sequence=self.sequence + 1)
 
     def pack(self) -> bytes:
-        """One page."""
+        """Return the superblock as one page."""
         fields = _FIELDS.pack(
             MAGIC,
             VERSION,
@@ -99,13 +99,13 @@ class Superblock:
         return (fields + hashlib.sha256(fields).digest()).ljust(PAGE, b"\0")
 
     def write(self, fd: int) -> None:
-        """Put it on the page whose turn it is and sync; the copy before it stays whole meanwhile."""
+        """Write and sync this version; the previous one, on the other page, stays intact."""
         os.pwrite(fd, self.pack(), self.offset)
         os.fdatasync(fd)
 
     @property
     def offset(self) -> int:
-        """Where this version stands in the file."""
+        """Offset of this version in the file."""
         return self.sequence % _COPIES * PAGE
 
 
@@ -114,7 +114,7 @@ def _page_up(offset: int) -> int:
 
 
 def file_name(fingerprint: bytes, rank: int) -> str:
-    """The name of a layout's and rank's file in its folder."""
+    """Return the name of a layout's and rank's file."""
     return f"fdcache-{fingerprint[:8].hex()}-rank{rank}{SUFFIX}"
 
 
@@ -124,7 +124,7 @@ def is_file_name(name: str) -> bool:
 
 
 def has_magic(path: Path) -> bool:
-    """Return True for a file in which at least one superblock begins as one of fdcache does."""
+    """Return True for a file with the magic of fdcache in at least one superblock. Raises ``StorageError``."""
     try:
         with path.open("rb") as file:
             return any(os.pread(file.fileno(), len(MAGIC), copy * PAGE) == MAGIC for copy in range(_COPIES))
@@ -133,15 +133,15 @@ def has_magic(path: Path) -> bool:
 
 
 def read_superblock(fd: int, path: Path) -> Superblock:
-    """The newest whole superblock. Raises ``StorageFormatError`` for a file that is none of ours."""
+    """Return the newest intact superblock. Raises ``StorageFormatError`` when there is none."""
     pages = [os.pread(fd, PAGE, copy * PAGE) for copy in range(_COPIES)]
     found = [block for page in pages if (block := _unpack(page)) is not None]
     if found:
         return max(found, key=lambda block: block.sequence)
-    ours = [page for page in pages if page.startswith(MAGIC)]
-    if not ours:
+    marked = [page for page in pages if page.startswith(MAGIC)]
+    if not marked:
         raise StorageFormatError(f"{path}: not a slab file of fdcache; use another folder or remove it")
-    version = int.from_bytes(ours[0][len(MAGIC) : len(MAGIC) + 4], "little")
+    version = int.from_bytes(marked[0][len(MAGIC) : len(MAGIC) + 4], "little")
     if version != VERSION:
         raise StorageFormatError(
             f"{path}: written in format version {version}, this fdcache reads version {VERSION}; "
@@ -176,18 +176,18 @@ def _unpack(page: bytes) -> Superblock | None:
 
 
 def read_layout(fd: int, superblock: Superblock, path: Path) -> KVLayout:
-    """The layout that the file was made for. Raises ``StorageFormatError`` when it is damaged."""
+    """Return the layout that the file was made for. Raises ``StorageFormatError`` when it is damaged."""
     text = os.pread(fd, superblock.layout_bytes, superblock.layout_offset)
     if hashlib.sha256(text).digest() != superblock.layout_digest:
-        raise StorageFormatError(f"{path}: the layout in it is damaged; `fdcache reset storage` removes it")
+        raise StorageFormatError(f"{path}: its layout is damaged; `fdcache reset storage` removes it")
     try:
         return KVLayout.from_json(text)
     except LayoutError as error:
-        raise StorageFormatError(f"{path}: the layout in it is none of this version: {error}") from error
+        raise StorageFormatError(f"{path}: its layout cannot be read by this version: {error}") from error
 
 
 def create_file(path: Path, layout: KVLayout, superblock: Superblock) -> None:
-    """Make the file, whole or not at all; the caller holds its lock."""
+    """Create the file atomically. The caller holds its lock."""
     scratch = path.with_suffix(".new")
     fd = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
@@ -210,7 +210,7 @@ def check_fits(superblock: Superblock, layout: KVLayout, rank: int, path: Path) 
     if superblock.fingerprint != layout.fingerprint:
         raise StorageFormatError(
             f"{path}: made for another model or layout (fingerprint {superblock.fingerprint.hex()[:16]}, "
-            f"not {layout.fingerprint.hex()[:16]}); it was renamed: give it back its name or remove it"
+            f"not {layout.fingerprint.hex()[:16]}); the file was renamed: restore its name or remove it"
         )
     if (superblock.rank, superblock.num_ranks) != (rank, layout.tp_size):
         raise StorageFormatError(
@@ -219,17 +219,17 @@ def check_fits(superblock: Superblock, layout: KVLayout, rank: int, path: Path) 
 
 
 def slots_for(size: int, layout: KVLayout) -> int:
-    """Slots of a file of at most ``size`` bytes. Raises ``StorageError`` when not one fits."""
+    """Return the number of slots of a file of at most ``size`` bytes. Raises ``StorageError`` when none fits."""
     slot_bytes = layout.record_bytes + _SPARE_SLOTS * SLOT_HEADER_BYTES
-    slots = (size - _most_overhead(layout)) // slot_bytes
+    slots = (size - _max_overhead(layout)) // slot_bytes
     if slots < 1:
         raise StorageError(
-            f"FDCACHE_STORAGE_SIZE: {size} bytes hold not one block of {layout.record_bytes} bytes; "
-            f"give at least {_most_overhead(layout) + slot_bytes}"
+            f"FDCACHE_STORAGE_SIZE: {size} bytes cannot hold one block of {layout.record_bytes} bytes; "
+            f"set at least {_max_overhead(layout) + slot_bytes}"
         )
     return int(min(slots, (2**31 - 1) // _SPARE_SLOTS))
 
 
-def _most_overhead(layout: KVLayout) -> int:
-    """Bytes before the records beside the slot headers: superblocks, layout, rounding."""
+def _max_overhead(layout: KVLayout) -> int:
+    """Bytes before the records, apart from slot headers: superblocks, layout, rounding."""
     return _COPIES * PAGE + _page_up(len(layout.to_json().encode())) + PAGE

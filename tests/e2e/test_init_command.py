@@ -11,11 +11,11 @@ import pytest
 
 from fdcache.devices import topology
 from fdcache.devices.calibration import Calibration, Measurement
-from fdcache.devices.link_plot import require_plotting, write_plot
 from fdcache.errors import ConfigurationError
 from fdcache.service.server import machine_setup
 from fdcache.service.server.arena import Arena
 from fdcache.settings import Settings
+from fdcache_cli.link_plot import require_plotting, write_plot
 from tests.commands import Done, run_command
 from tests.gpu.conftest import missing_gpu
 

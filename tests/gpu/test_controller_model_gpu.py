@@ -1,4 +1,4 @@
-"""The model engine over controllers with a GPU: what a step reads is what the copies brought."""
+"""Model engine with GPU controllers: every step reads the bytes of its prefix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.property.test_manager import MOST_DEVICE_BLOCKS, ManagerMachine, boun
 
 
 class GpuMachine(ManagerMachine):
-    """Ranks take the visible GPUs in turn, and copy in different ways; few loads may be ahead."""
+    """Ranks use the visible GPUs in turn, with different copy methods and few loads ahead."""
 
     num_layers = 3
     methods = ("auto", "staged")

@@ -1,4 +1,4 @@
-"""The GPU as a device: tensors of any framework, names, failures."""
+"""CUDA device: tensors of any framework, names of GPUs, failures."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_planes_of_an_interleaved_tensor_are_registered_by_their_strides() -
 
 
 @pytest.mark.parametrize("framework", ["cupy", "torch"])
-def test_planes_come_as_tensors_of_the_framework(framework: str) -> None:
+def test_allocated_planes_are_tensors_of_the_framework(framework: str) -> None:
     pytest.importorskip(framework)
     layout = LAYOUTS["fp8"]
     with CacheController(TransferSettings(), layout, device=CudaDevice()) as controller:
@@ -98,7 +98,7 @@ def test_host_tensors_and_read_only_memory_are_refused() -> None:
     device = CudaDevice()
     with pytest.raises(TensorError, match="not in GPU memory"):
         device.inspect_tensor(np.zeros(4))
-    with pytest.raises(TensorError, match="neither by DLPack"):
+    with pytest.raises(TensorError, match="neither DLPack"):
         device.inspect_tensor("text")
 
 
@@ -109,7 +109,7 @@ def test_a_gpu_is_found_by_uuid_and_unknown_ones_are_named() -> None:
         CudaDevice("GPU-00000000-0000-0000-0000-000000000000")
 
 
-def test_a_uuid_means_the_same_gpu_whatever_is_visible() -> None:
+def test_a_uuid_names_the_same_gpu_whichever_are_visible() -> None:
     last = visible_gpus()[-1]
     code = f"""
         from fdcache.devices.cuda import CudaDevice
@@ -178,11 +178,11 @@ LOST = """
 def test_a_lost_device_fails_its_copies_and_closes_cleanly() -> None:
     done = run_python(LOST)
     assert "REASON" in done.stdout and "the device failed: cu" in done.stdout, done.stdout + done.stderr
-    assert "LOST" in done.stdout and "start this process anew" in done.stdout, done.stdout + done.stderr
+    assert "LOST" in done.stdout and "restart this process" in done.stdout, done.stdout + done.stderr
     assert done.stdout.endswith("CLOSED\n"), done.stdout + done.stderr
 
 
-def test_a_refused_copy_is_a_failed_report_and_the_device_goes_on(monkeypatch: Any) -> None:
+def test_a_refused_copy_is_a_failed_report_and_the_device_continues(monkeypatch: Any) -> None:
     with GpuWorker(swap_method="kernel") as worker:
         worker.run(plan(1, evict=[(0, 0)]))
         before = worker.block(0)
@@ -197,7 +197,7 @@ def test_a_refused_copy_is_a_failed_report_and_the_device_goes_on(monkeypatch: A
         assert worker.gpu.lost is None
 
 
-def test_sleep_gives_the_memory_back_to_the_gpu() -> None:
+def test_sleep_returns_the_memory_to_the_gpu() -> None:
     layout, blocks = WIDE["512 KiB"], 128
     with GpuWorker(layout, device_blocks=blocks, host_blocks=2) as worker:
         awake, _ = cupy.cuda.runtime.memGetInfo()
@@ -209,7 +209,7 @@ def test_sleep_gives_the_memory_back_to_the_gpu() -> None:
         assert not any(worker.tensors[0][0].reshape(-1).tolist())
 
 
-def test_what_a_closed_worker_held_is_freed_without_the_garbage_collector() -> None:
+def test_closing_a_worker_frees_its_memory_without_the_garbage_collector() -> None:
     gc.collect()
     gc.disable()
     try:

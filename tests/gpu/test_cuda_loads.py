@@ -1,4 +1,4 @@
-"""Loads that wait for a GPU: merged, confirmed one by one, ahead of backups."""
+"""Loads that wait for a GPU are merged, confirmed one by one, and run before backups."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reports_of(worker: GpuWorker, count: int) -> dict[int, TransferReport]:
 
 @pytest.mark.parametrize("name", ["128 KiB", "4 KiB", "fp8"])
 @pytest.mark.parametrize("method", METHODS)
-def test_loads_behind_a_busy_stream_go_as_one_batch(method: str, name: str, monkeypatch: Any) -> None:
+def test_loads_behind_a_busy_stream_are_merged(method: str, name: str, monkeypatch: Any) -> None:
     layout = WIDE[name]
     with GpuWorker(
         layout,
@@ -73,7 +73,7 @@ def test_loads_behind_a_busy_stream_go_as_one_batch(method: str, name: str, monk
             assert worker.block(slot) == expected
 
 
-def test_a_stream_that_waits_for_a_layer_begins_a_load_that_waits() -> None:
+def test_waiting_for_a_layer_starts_a_waiting_load() -> None:
     layout = WIDE["128 KiB"]
     with GpuWorker(layout, device_blocks=BLOCKS, host_blocks=BLOCKS, loads_ahead=1) as worker:
         worker.run(plan(1, backup=[(slot, slot) for slot in range(BLOCKS)]))
@@ -94,7 +94,7 @@ def test_a_stream_that_waits_for_a_layer_begins_a_load_that_waits() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_load_ends_before_a_backup_that_was_there_first(method: str) -> None:
+def test_a_load_overtakes_an_earlier_backup(method: str) -> None:
     layout, blocks = WIDE["512 KiB"], 256
     with GpuWorker(layout, device_blocks=blocks, host_blocks=blocks, swap_method=method) as worker:
         worker.run(plan(1, evict=[(0, 0)]))
@@ -139,7 +139,7 @@ LOST = """
 """
 
 
-def test_loads_that_wait_for_a_device_that_is_lost_fail_with_its_reason() -> None:
+def test_waiting_loads_of_a_lost_device_fail_with_its_reason() -> None:
     done = run_python(LOST)
     assert "FAILED [" in done.stdout and "6]" in done.stdout, done.stdout + done.stderr
     assert "REASON" in done.stdout and "the device failed" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Order between the engine's streams and the copies, without the CPU."""
+"""Order between the engine's streams and copies, without the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spin(stream: object, cycles: int = 100_000_000) -> None:
 
 
 @pytest.mark.parametrize("method", ["auto", "kernel", "dma", "staged"])
-def test_copies_wait_for_what_the_compute_stream_holds(method: str) -> None:
+def test_copies_wait_for_the_work_on_the_compute_stream(method: str) -> None:
     with GpuWorker(WIDE["fp8"], swap_method=method) as worker:
         stream = cupy.cuda.Stream(non_blocking=True)
         spin(stream)
@@ -38,7 +38,7 @@ def test_copies_wait_for_what_the_compute_stream_holds(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["auto", "kernel", "dma", "staged"])
-def test_compute_that_writes_evicted_slots_waits_for_the_eviction(method: str) -> None:
+def test_compute_waits_for_the_eviction_of_the_slots_it_writes(method: str) -> None:
     layout, blocks = WIDE["128 KiB"], 64
     with GpuWorker(layout, device_blocks=blocks, host_blocks=blocks, swap_method=method) as worker:
         before = [worker.block(slot) for slot in range(blocks)]
@@ -75,7 +75,7 @@ def test_a_stream_waits_for_its_layer_without_the_cpu(method: str) -> None:
         worker.report()
 
 
-def test_a_wait_on_the_cpu_times_out_and_names_the_pending_layers() -> None:
+def test_a_cpu_wait_times_out_with_the_pending_layers() -> None:
     with GpuWorker(WIDE["fp8"]) as worker:
         stream = cupy.cuda.Stream(non_blocking=True)
         spin(stream, 400_000_000)
@@ -86,7 +86,7 @@ def test_a_wait_on_the_cpu_times_out_and_names_the_pending_layers() -> None:
         assert counter.is_all_done()
 
 
-def test_a_captured_stream_is_refused_and_told_what_to_call() -> None:
+def test_a_captured_stream_is_refused_with_the_remedy() -> None:
     with GpuWorker() as worker:
         worker.run(plan(1, evict=[(0, 0)]))
         counter = worker.controller.submit_swap_tasks(plan(2, load=[(0, 1)]), worker.idle)
@@ -110,14 +110,14 @@ def test_a_captured_stream_is_refused_and_told_what_to_call() -> None:
         stream.synchronize()
 
 
-def test_streams_of_torch_and_bare_handles_are_taken() -> None:
+def test_streams_of_torch_and_handles_are_accepted() -> None:
     torch = pytest.importorskip("torch")
     with GpuWorker() as worker:
         before = worker.block(0)
         worker.run(plan(1, evict=[(0, 0)]), torch.cuda.Stream())
         worker.run(plan(2, load=[(0, 1)]), torch.cuda.current_stream().cuda_stream)
         assert worker.block(1) == before
-        with pytest.raises(StreamError, match="compute_stream: a object is no CUDA stream"):
+        with pytest.raises(StreamError, match="compute_stream: a object is not a CUDA stream"):
             worker.controller.submit_swap_tasks(plan(3, load=[(0, 1)]), object())
 
 
@@ -135,7 +135,7 @@ def test_a_plan_without_a_compute_stream_is_refused_with_the_remedy_and_reported
         assert worker.report().results == ()
 
 
-def test_events_are_not_reused_while_their_counter_lives() -> None:
+def test_events_are_not_reused_while_their_counter_exists() -> None:
     with GpuWorker(WIDE["fp8"]) as worker:
         worker.run(plan(1, evict=[(i, i) for i in range(8)]))
         first = worker.controller.submit_swap_tasks(plan(2, load=[(0, 0)]), worker.idle)

@@ -1,4 +1,4 @@
-"""Large batches are put on their streams by threads of the streams' own: the same order, and nothing left behind."""
+"""Large batches are submitted by a thread of their stream: the order is the same, and no thread remains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LARGE_TABLE = 1 << 17
 
 @contextlib.contextmanager
 def threads_that_take_turns() -> Iterator[ThreadPoolExecutor]:
-    """Two threads, of which the interpreter lets each run for a microsecond."""
+    """Run two threads with a switch interval of a microsecond."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -71,7 +71,7 @@ def test_threads_begin_and_end_with_the_controller() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_last_load_of_a_slot_is_the_last_to_write_it_whoever_submitted_it(method: str) -> None:
+def test_the_last_load_of_a_slot_writes_it_last_from_either_thread(method: str) -> None:
     random = np.random.default_rng(3)
     with worker_with(swap_method=method, loads_ahead=1 << 40) as worker:
         worker.run(plan(1, evict=[(slot, slot) for slot in range(BLOCKS)]))
@@ -91,7 +91,7 @@ def test_the_last_load_of_a_slot_is_the_last_to_write_it_whoever_submitted_it(me
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_slots_are_emptied_before_a_large_load_writes_them(method: str) -> None:
+def test_slots_are_evicted_before_a_large_load_writes_them(method: str) -> None:
     with worker_with(2 * BLOCKS, swap_method=method) as worker:
         compute = cupy.cuda.Stream(non_blocking=True)
         worker.run(plan(1, evict=[(slot, slot) for slot in range(BLOCKS)]))
@@ -116,7 +116,7 @@ def test_slots_are_emptied_before_a_large_load_writes_them(method: str) -> None:
         assert [worker.block(slot) for slot in range(BLOCKS)] == [first[each] for each in host[:BLOCKS]]
 
 
-def test_layers_of_a_load_that_is_still_being_submitted_are_not_done() -> None:
+def test_layers_are_not_done_while_their_load_is_being_submitted() -> None:
     with worker_with() as worker:
         every = [(slot, slot) for slot in range(BLOCKS)]
         worker.run(plan(1, evict=every))
@@ -162,7 +162,7 @@ def test_controllers_of_two_threads_share_a_device() -> None:
             ended.result()
 
 
-def test_threads_get_a_block_table_each_also_when_it_has_to_be_made(monkeypatch: Any) -> None:
+def test_each_thread_gets_its_own_block_table(monkeypatch: Any) -> None:
     make = CudaMemory._add_tables
 
     def make_and_rest(memory: CudaMemory, size: int) -> None:

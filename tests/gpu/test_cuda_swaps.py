@@ -1,4 +1,4 @@
-"""Block copies on a GPU: the same bytes, headers and checksums as on the CPU, in every order."""
+"""Block copies on a GPU have the bytes, headers and checksums of the CPU, in any order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shuffled(count: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ALL)
-def test_a_permuted_round_trip_gives_the_bytes_of_the_cpu_path(name: str, method: str) -> None:
+def test_a_permuted_round_trip_matches_the_cpu(name: str, method: str) -> None:
     layout, blocks = ALL[name], 13
     out, host, back = (shuffled(blocks, seed) for seed in (1, 2, 3))
     options: dict[str, Any] = {"device_blocks": blocks, "host_blocks": blocks, "seed": 5, "group_layers": 2}
@@ -85,7 +85,7 @@ def test_no_block_one_block_and_all_blocks(count: int, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_runs_of_records_over_several_staging_slots_and_extents(method: str) -> None:
+def test_runs_span_staging_slots_and_extents(method: str) -> None:
     layout, blocks = WIDE["512 KiB"], 40
     with GpuWorker(
         layout, device_blocks=blocks, host_blocks=blocks, swap_method=method, verify="all"
@@ -102,7 +102,7 @@ def test_runs_of_records_over_several_staging_slots_and_extents(method: str) -> 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("gap", [1, 3, 4, 8, 24])
-def test_any_distance_between_blocks(gap: int, method: str) -> None:
+def test_blocks_may_be_any_distance_apart(gap: int, method: str) -> None:
     layout = LAYOUTS["odd tails"]
     planes = tuple(
         Plane(p.layer, p.kind, p.dtype, p.shape, p.nbytes, p.offset, p.nbytes + gap) for p in layout.planes
@@ -124,7 +124,7 @@ def test_any_distance_between_blocks(gap: int, method: str) -> None:
 
 @settings(max_examples=25)
 @given(data=st.data())
-def test_any_plan_does_what_the_cpu_does(data: st.DataObject) -> None:
+def test_any_plan_matches_the_cpu(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(LAYOUTS)))
     options: dict[str, Any] = {
         "device_blocks": 6,
@@ -152,7 +152,7 @@ def test_any_plan_does_what_the_cpu_does(data: st.DataObject) -> None:
         assert all(np.array_equal(gpu.record(slot), cpu.record(slot)) for slot in range(6))
 
 
-def test_a_load_of_other_content_fails_alone() -> None:
+def test_a_load_of_another_block_fails_alone() -> None:
     with GpuWorker() as worker:
         worker.run(plan(1, evict=[(slot, slot) for slot in range(4)]))
         wanted = plan(2, load=[(0, 4), (1, 5), (2, 6)])
@@ -175,7 +175,7 @@ def test_loads_are_verified_on_the_device_when_asked() -> None:
         assert "checksum" in str(result.error_message)
 
 
-def test_plans_in_flight_together_keep_apart() -> None:
+def test_concurrent_plans_are_independent() -> None:
     layout, blocks = WIDE["128 KiB"], 24
     with GpuWorker(layout, device_blocks=blocks, host_blocks=blocks) as worker:
         before = [worker.block(slot) for slot in range(blocks)]

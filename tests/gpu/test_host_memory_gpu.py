@@ -1,4 +1,4 @@
-"""Host memory that a GPU reaches: extents pinned one by one, progress, refusals, older drivers' copies."""
+"""Pinned host memory: extents, progress, refusals, and copies by drivers without batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.swaps import Worker, plan
 from tests.unit.test_host_arena import memory_policy
 
 
-def test_an_arena_is_pinned_by_extents_and_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_is_pinned_extent_by_extent_with_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = WIDE["128 KiB"]
     monkeypatch.setattr(arena_module, "EXTENT_BYTES", 4 * layout.record_bytes)
     told: list[tuple[int, int]] = []
@@ -58,7 +58,7 @@ def test_a_low_limit_on_locked_memory_is_named_with_the_remedy() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["128 KiB", "4 KiB", "mla 72 KiB", "odd tails"])
-def test_a_driver_without_batched_copies_gives_the_bytes_of_the_cpu_path(
+def test_a_driver_without_batched_copies_matches_the_cpu(
     name: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_core, "has_batched_copies", lambda: False)

@@ -1,4 +1,4 @@
-"""``fdcache init`` on a GPU: it measures, keeps, shows, and measures again what is stale."""
+"""``fdcache init`` on a GPU: measuring, keeping, showing, and measuring stale calibrations again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from fdcache.devices.calibration import Calibration, load_calibration, save_calibration
-from fdcache.devices.cuda import CudaDevice
-from fdcache.devices.kernels import load_kernels
+from fdcache.devices.cuda import CudaDevice, load_kernels
 from fdcache.devices.topology import visible_gpus
 from fdcache.errors import KernelError
 from fdcache.settings.cache import TransferSettings
@@ -33,7 +32,7 @@ def run_init(
     )
 
 
-def test_init_measures_keeps_and_shows(tmp_path: Path) -> None:
+def test_init_measures_keeps_and_shows_a_calibration(tmp_path: Path) -> None:
     picture = tmp_path / "link.svg"
     pytest.importorskip("matplotlib")
     uuid = visible_gpus()[0].uuid
@@ -58,7 +57,7 @@ held = cupy.cuda.Memory(free - (128 << 20))
 """
 
 
-def test_a_gpu_without_room_is_not_measured_and_says_so(tmp_path: Path) -> None:
+def test_a_gpu_without_free_memory_is_not_measured(tmp_path: Path) -> None:
     uuid = visible_gpus()[0].uuid
     folder = tmp_path / "calibration"
     done = run_init(folder, "--device", uuid, program=f"{FULL}{RUN}", CUDA_VISIBLE_DEVICES=uuid)
@@ -68,7 +67,7 @@ def test_a_gpu_without_room_is_not_measured_and_says_so(tmp_path: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_kernels_that_do_not_compile_are_told_with_the_remedy(tmp_path: Path) -> None:
+def test_kernels_that_do_not_compile_are_an_error_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(KernelError, match=r"GPU 0: .*error: .*pip install --upgrade nvidia-cuda-nvrtc"):
         load_kernels(0, "this is no C++")
     broken = "from fdcache import _core; _core.swap_source = lambda: 'this is no C++'; "

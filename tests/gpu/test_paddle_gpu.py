@@ -1,4 +1,4 @@
-"""Paddle tensors in the memory of a GPU, on Paddle's own stream, with whichever release is installed."""
+"""Paddle tensors in GPU memory, on Paddle's own stream, with the installed release."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def on_the_gpu() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_blocks_come_back_after_eviction_and_load(name: str) -> None:
+def test_blocks_are_the_same_after_eviction_and_load(name: str) -> None:
     check(name)

@@ -1,4 +1,4 @@
-"""The whole cache over a GPU: a workload with every reused block compared byte by byte."""
+"""Replays on a GPU, with every reused block compared byte by byte."""
 
 from __future__ import annotations
 

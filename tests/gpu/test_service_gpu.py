@@ -1,4 +1,4 @@
-"""A service on the node and engines with GPUs: each client registers the shared extents that its copies need."""
+"""Engines with GPUs on one service: each client pins the shared extents that its copies need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.service_help import ServiceProcess, service_process
 
 @pytest.fixture
 def service() -> Iterator[ServiceProcess]:
-    """Its arena lies where the system's shared memory does; files of a disk cannot be pinned."""
+    """Start a service with its arena in shared memory; files on a disk cannot be pinned."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="fdcache-test-") as folder,
         service_process(

@@ -1,4 +1,4 @@
-"""Two GPUs in one process: each controller keeps to its own, whatever device is current or visible first."""
+"""Two GPUs in one process: each controller uses its own, no matter which is current or visible first."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_a_tensor_of_the_other_gpu_is_refused(gpus: list[Gpu]) -> None:
         second.register_kv_cache(tensors)
 
 
-def test_host_memory_that_one_gpu_registered_serves_the_other(gpus: list[Gpu]) -> None:
-    """An arena is pinned for all GPUs of a process, so its records are the same bytes to each."""
+def test_host_memory_pinned_by_one_gpu_serves_the_other(gpus: list[Gpu]) -> None:
+    """An arena is pinned for all GPUs of a process."""
     layout = WIDE["fp8"]
     with GpuWorker(layout, gpu=gpus[0].uuid) as first, GpuWorker(layout, gpu=gpus[1].uuid, seed=1) as second:
         before = [first.block(slot) for slot in range(8)]
@@ -129,7 +129,7 @@ REORDERED = """
 
 
 @pytest.mark.parametrize("by", ["index", "uuid"])
-def test_reordering_the_visible_gpus_changes_their_numbers_alone(gpus: list[Gpu], by: str) -> None:
+def test_reordering_the_visible_gpus_changes_only_their_ordinals(gpus: list[Gpu], by: str) -> None:
     order = "1,0" if by == "index" else f"{gpus[1].uuid},{gpus[0].uuid}"
     done = run_python(REORDERED, given=f"{gpus[0].uuid} {gpus[1].uuid}", CUDA_VISIBLE_DEVICES=order)
     shown, *placed = done.stdout.splitlines()
@@ -174,8 +174,8 @@ LOST = """
 """
 
 
-def test_a_gpu_that_is_lost_leaves_the_other_alone_or_refused_with_a_reason() -> None:
-    """What a kernel's failure does to the other GPUs of its process is for the driver to say."""
+def test_a_lost_gpu_leaves_the_other_usable_or_refused_with_a_reason() -> None:
+    """The driver decides whether a kernel's failure affects the other GPUs of its process."""
     done = run_python(LOST)
     lost, other, closed = done.stdout.splitlines()
     assert (lost, closed) == ("FAILED [0]", "CLOSED"), done.stderr

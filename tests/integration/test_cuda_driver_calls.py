@@ -1,4 +1,4 @@
-"""The CUDA device on a driver that stands in for a GPU's: what it asks of the driver, and what of refusals."""
+"""CUDA device on the stand-in driver: its calls, and refusals of each of them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ def run(cuda_driver: Path, scenario: str) -> None:
 
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("method", METHODS)
-def test_copies_give_the_bytes_of_the_cpu_path(cuda_driver: Path, method: str, batched: bool) -> None:
+def test_copies_match_the_cpu(cuda_driver: Path, method: str, batched: bool) -> None:
     run(cuda_driver, f"cuda_scenarios.copy_like_a_cpu({method!r}, batched={batched})")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["staged", "dma", "kernel"])
-def test_whatever_call_is_refused_is_a_failed_report_and_nothing_is_lost_or_freed_twice(
-    cuda_driver: Path, method: str
-) -> None:
+def test_every_refused_call_is_a_failed_report_without_leaks(cuda_driver: Path, method: str) -> None:
     calls = ["cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuLaunchKernel", "cuStreamWaitEvent"]
     calls += ["cuEventCreate", "cuEventRecord", "cuEventQuery", "cuEventElapsedTime", "cuStreamGetCtx"]
     run(cuda_driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.REFUSED)")
@@ -37,7 +35,7 @@ def test_whatever_call_is_refused_is_a_failed_report_and_nothing_is_lost_or_free
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["staged", "dma", "kernel"])
-def test_wherever_the_gpu_is_lost_reports_say_so_and_the_controller_closes(
+def test_a_gpu_lost_at_any_call_fails_reports_and_the_controller_closes(
     cuda_driver: Path, method: str
 ) -> None:
     calls = ["cuMemcpyBatchAsync", "cuMemcpy2DAsync", "cuLaunchKernel", "cuStreamWaitEvent", "cuEventQuery"]
@@ -49,17 +47,17 @@ def test_wherever_the_gpu_is_lost_reports_say_so_and_the_controller_closes(
     ("method", "call"),
     [("dma", "cuMemcpyBatchAsync"), ("staged", "cuLaunchKernel"), ("kernel", "cuLaunchKernel")],
 )
-def test_after_a_refusal_the_next_plan_is_carried_out(cuda_driver: Path, method: str, call: str) -> None:
+def test_the_plan_after_a_refusal_succeeds(cuda_driver: Path, method: str, call: str) -> None:
     run(cuda_driver, f"cuda_scenarios.go_on_after_a_refusal({method!r}, {call!r})")
 
 
-def test_a_failed_copy_is_reported_when_it_writes_no_more_whatever_the_driver_refuses(
+def test_a_failed_copy_is_reported_only_after_its_last_write(
     cuda_driver: Path,
 ) -> None:
     run(cuda_driver, "cuda_scenarios.keep_slots_of_a_failed_copy()")
 
 
-def test_a_stream_that_is_captured_is_refused_before_anything_is_done(cuda_driver: Path) -> None:
+def test_a_captured_stream_is_refused_before_any_copy(cuda_driver: Path) -> None:
     run(cuda_driver, "cuda_scenarios.refuse_a_capture()")
 
 

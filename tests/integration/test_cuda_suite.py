@@ -1,4 +1,4 @@
-"""The tests for GPUs on a driver that stands in for a GPU's: what they ask of bytes and order, asked without one."""
+"""The tests in tests/gpu on the stand-in driver, without a GPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SUITE = ROOT / "tests/gpu"
 REAL = {
     "test_init_command.py": "it measures",
     "test_paddle_gpu.py": "Paddle for the CPU has no GPU tensors",
-    "test_cuda_order.py::test_a_captured_stream_is_refused_and_told_what_to_call": "the stand-in has no graphs",
+    "test_cuda_order.py::test_a_captured_stream_is_refused_with_the_remedy": "the stand-in has no graphs",
     "test_host_memory_gpu.py::test_a_low_limit_on_locked_memory_is_named_with_the_remedy": "it locks no memory",
 }
-"""What only a GPU can answer, and why."""
+"""Tests that need a real GPU, with the reason."""
 SLOW_COPIES = (
     "test_controller_model_gpu.py",
     "test_cuda_loads.py",
@@ -34,14 +34,14 @@ def modules() -> list[str]:
 @pytest.mark.parametrize(
     ("module", "delays"), [(name, "0 0") for name in modules()] + [(name, "20 300") for name in SLOW_COPIES]
 )
-def test_the_suite_for_gpus_passes(cuda_driver: Path, module: str, delays: str) -> None:
+def test_the_gpu_suite_passes(cuda_driver: Path, module: str, delays: str) -> None:
     skipped = [option for each in REAL if "::" in each for option in ("--deselect", f"tests/gpu/{each}")]
     arguments = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *skipped, f"tests/gpu/{module}"]
     done = cuda_stand_in.run(cuda_driver, *arguments, STAND_IN_DELAYS=delays, STAND_IN_GPUS="2")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_what_only_a_gpu_can_answer_is_there() -> None:
+def test_the_tests_that_need_a_gpu_exist() -> None:
     for each in REAL:
         name, _, function = each.partition("::")
         assert f"def {function}" in (SUITE / name).read_text()

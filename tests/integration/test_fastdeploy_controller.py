@@ -20,7 +20,7 @@ from fdcache.integrations.fastdeploy import (
 )
 from fdcache.metadata import StorageScan, SwapPurpose, TransferPlan
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings, TransferSettings
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.storage.slab import SlabStore
 from tests.fastdeploy_help import BLOCK, fd_config, fd_request

@@ -1,4 +1,4 @@
-"""The local connector passes the conformance suite, and evicts when its file is full."""
+"""A connector over a slab file: conformance, and eviction when the file is full."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TestLocalConnector(ConnectorConformance):
         return make
 
 
-def test_a_full_file_gives_up_the_oldest_leaves_first(tmp_path: Path) -> None:
+def test_a_full_file_evicts_the_oldest_leaves_first(tmp_path: Path) -> None:
     layout = conformance_layout()
     connector = LocalConnector(open_store(tmp_path, layout, size=100 * 1024))
     capacity = connector.stats().capacity_blocks
@@ -46,16 +46,16 @@ def test_a_full_file_gives_up_the_oldest_leaves_first(tmp_path: Path) -> None:
     connector.close()
 
 
-def test_blocks_below_a_corrupt_one_are_gone_too(tmp_path: Path) -> None:
+def test_a_corrupt_block_is_removed_with_its_descendants(tmp_path: Path) -> None:
     layout = conformance_layout()
     connector = LocalConnector(open_store(tmp_path, layout))
     records = HostRecords(layout, 8)
     hashes = path_of(5, "chain")
     connector.put(records.fill(hashes), 10)
-    slot = int(connector._pool.find(hashes[2:3]).slots[0])
-    store = connector._store
+    slot = int(connector.pool.find(hashes[2:3]).slots[0])
+    store = connector.store
     with store.path.open("r+b") as file:
-        file.seek(store._file.superblock.record_offset + slot * layout.record_bytes + 100)
+        file.seek(store.file.superblock.record_offset + slot * layout.record_bytes + 100)
         file.write(b"\xff" * 50)
     records.wipe()
     read = connector.get(records.batch(hashes), 10)
@@ -63,6 +63,6 @@ def test_blocks_below_a_corrupt_one_are_gone_too(tmp_path: Path) -> None:
     assert connector.exists(hashes, 10).length == 2
     again = connector.put(records.fill(hashes), 10)
     assert again.ok.all()
-    assert slot not in connector._pool.find(hashes).slots.tolist(), "a bad place is not used again"
-    assert np.array_equal(connector._pool.check_integrity(), [])
+    assert slot not in connector.pool.find(hashes).slots.tolist(), "a bad slot is not used again"
+    assert np.array_equal(connector.pool.check_integrity(), [])
     connector.close()

@@ -1,13 +1,12 @@
-"""Mooncake Store with a real master on loopback."""
+"""Connector to Mooncake Store, with a real master on loopback."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from fdcache.layout import KVLayout
 from fdcache.storage.conformance import (
     ConnectorConformance,
     HostRecords,
@@ -16,7 +15,9 @@ from fdcache.storage.conformance import (
     path_of,
 )
 from fdcache.storage.connector import Outcome, StorageState
-from tests.mooncake_master import Master, find_master
+from fdcache.storage.mooncake import MooncakeConnector
+from fdcache.storage.mooncake_client import load_client
+from tests.mooncake_master import Master, SharedClient, find_master
 from tests.service_help import until
 
 PATIENCE = 120
@@ -29,21 +30,34 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
     master.kill()
 
 
+@pytest.fixture(scope="module")
+def client(master: Master) -> Iterator[SharedClient]:
+    client = SharedClient()
+    yield client
+    client.leave()
+
+
+@pytest.fixture
+def connect(
+    master: Master, client: SharedClient, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., MooncakeConnector]:
+    """Open connectors that share one client."""
+    monkeypatch.setattr(load_client(), "MooncakeDistributedStore", lambda: client)
+    return master.connect
+
+
 class TestMooncakeConnector(ConnectorConformance):
     @pytest.fixture
-    def open_connector(self, master: Master) -> OpenConnector:
-        def make(layout: KVLayout, rank: int) -> object:
-            return master.connect(layout, rank)
-
-        return make  # type: ignore[return-value]
+    def open_connector(self, connect: OpenConnector) -> OpenConnector:
+        return connect
 
 
-def test_a_block_counts_only_when_every_rank_has_it(master: Master) -> None:
+def test_a_block_exists_only_when_every_rank_stored_it(connect: Callable[..., MooncakeConnector]) -> None:
     layout = conformance_layout("both ranks", tp_size=2)
     hashes = path_of(4, "both")
     records = [HostRecords(layout, 4), HostRecords(layout, 4)]
-    ranks = [master.connect(layout, 0), master.connect(layout, 1)]
-    asker = master.connect(layout, None)
+    ranks = [connect(layout, 0), connect(layout, 1)]
+    asker = connect(layout, None)
     for rank, connector in enumerate(ranks):
         connector.register(records[rank].table)
     ranks[0].put(records[0].fill(hashes), PATIENCE)
@@ -54,7 +68,7 @@ def test_a_block_counts_only_when_every_rank_has_it(master: Master) -> None:
         connector.close()
 
 
-def test_another_process_memory_serves_the_block(master: Master) -> None:
+def test_one_client_reads_what_another_stored(master: Master) -> None:
     layout = conformance_layout("two engines")
     hashes = path_of(6, "shared")
     writer, reader = master.connect(layout), master.connect(layout)
@@ -68,10 +82,12 @@ def test_another_process_memory_serves_the_block(master: Master) -> None:
     reader.close()
 
 
-def test_bytes_that_differ_from_their_checksum_are_refused_and_removed(master: Master) -> None:
+def test_a_record_that_differs_from_its_checksum_is_refused_and_removed(
+    connect: Callable[..., MooncakeConnector],
+) -> None:
     layout = conformance_layout("corrupt")
     hashes = path_of(3, "corrupt")
-    connector = master.connect(layout)
+    connector = connect(layout)
     records = HostRecords(layout, 3)
     connector.register(records.table)
     batch = records.fill(hashes)
@@ -85,7 +101,7 @@ def test_bytes_that_differ_from_their_checksum_are_refused_and_removed(master: M
     connector.close()
 
 
-def test_a_dead_master_is_told_from_a_miss_fails_fast_and_comes_back(tmp_path: Path) -> None:
+def test_a_dead_master_fails_fast_as_peer_gone_and_recovers(tmp_path: Path) -> None:
     master = Master(find_master(), tmp_path)
     layout = conformance_layout("dead")
     hashes = path_of(4, "dead")
@@ -107,14 +123,14 @@ def test_a_dead_master_is_told_from_a_miss_fails_fast_and_comes_back(tmp_path: P
     def stores() -> bool:
         return bool(connector.put(batch, PATIENCE).ok.all())
 
-    until(stores, "it stores again", PATIENCE)
+    until(stores, "the connector stores again", PATIENCE)
     assert connector.exists(hashes, PATIENCE).length == 4
     assert connector.stats().state is StorageState.READY
     connector.close()
     master.kill()
 
 
-def test_without_a_master_it_starts_off_and_costs_nothing(tmp_path: Path) -> None:
+def test_a_connector_without_a_master_starts_off_and_fails_fast(tmp_path: Path) -> None:
     master = Master(find_master(), tmp_path)
     master.kill()
     layout = conformance_layout("none")

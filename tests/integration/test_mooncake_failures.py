@@ -1,4 +1,4 @@
-"""Mooncake Store with a real master and real nodes that die or freeze while a batch is under way."""
+"""Mooncake Store with a master and nodes that die or freeze while a batch is in flight."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fdcache.metadata import CacheLevel, CacheSwapMetadata, StorageTask, SwapPur
 from fdcache.storage.conformance import HostRecords, conformance_layout, path_of
 from fdcache.storage.connector import BatchResult, Outcome, StorageState
 from fdcache.storage.mooncake import MooncakeConnector
+from fdcache.storage.mooncake_client import load_client
 from fdcache.storage.queue import StorageQueue, StorageTransfer
 from tests.mooncake_master import Master, find_master
 from tests.mooncake_node import Node
@@ -32,28 +33,40 @@ def master(tmp_path: Path) -> Iterator[Master]:
     master.kill()
 
 
-class Watched:
-    """The real client; ``happens`` happens when a call that moves records is about to begin."""
+class Calls:
+    """Calls that move records, of every client: their count, and an action before each."""
 
-    def __init__(self, client: Any, happens: Callable[[], None]) -> None:
-        self._client = client
-        self.happens = happens
+    def __init__(self) -> None:
         self.moves = 0
+        self.before: Callable[[], None] = lambda: None
+
+
+class WatchedClient:
+    """The real client, with its calls that move records reported to ``calls``."""
+
+    def __init__(self, client: Any, calls: Calls) -> None:
+        self._client = client
+        self._calls = calls
 
     def __getattr__(self, name: str) -> Any:
         if name in _MOVES:
-            self.moves += 1
-            self.happens()
+            self._calls.moves += 1
+            self._calls.before()
         return getattr(self._client, name)
 
 
-def watch(connector: MooncakeConnector, happens: Callable[[], None]) -> Watched:
-    connector._link._client = watched = Watched(connector._link.client, happens)
-    return watched
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    find_master()
+    calls = Calls()
+    library = load_client()
+    new = library.MooncakeDistributedStore
+    monkeypatch.setattr(library, "MooncakeDistributedStore", lambda: WatchedClient(new(), calls))
+    return calls
 
 
 def assert_given_up(result: BatchResult, connector: MooncakeConnector) -> None:
-    """The deadline passed, the call goes on, and nobody else is made to wait."""
+    """Check that the batch failed at its deadline, and that its call is still running."""
     assert result.outcomes.tolist() == [Outcome.TIMEOUT] * len(result.outcomes)
     assert result.unfinished is not None
     assert not result.unfinished.done()
@@ -64,8 +77,8 @@ def assert_given_up(result: BatchResult, connector: MooncakeConnector) -> None:
 
 
 @pytest.mark.parametrize("writing", [False, True])
-def test_a_master_that_freezes_inside_a_batch_costs_the_deadline_and_no_more(
-    master: Master, writing: bool
+def test_a_master_that_freezes_inside_a_batch_costs_only_the_deadline(
+    master: Master, calls: Calls, writing: bool
 ) -> None:
     layout = conformance_layout("frozen master")
     hashes = path_of(BLOCKS, "stored")
@@ -73,21 +86,21 @@ def test_a_master_that_freezes_inside_a_batch_costs_the_deadline_and_no_more(
     records = HostRecords(layout, BLOCKS)
     connector.register(records.table)
     assert connector.put(records.fill(hashes), 30).ok.all()
-    watched = watch(connector, master.freeze)
+    calls.before = master.freeze
     batch = records.fill(path_of(BLOCKS, "new")) if writing else records.batch(hashes)
     move = connector.put if writing else connector.get
     given_up = move(batch, 1.5)
     assert_given_up(given_up, connector)
-    moves = watched.moves
+    moves = calls.moves
     refused = move(batch, 1.5)
     assert refused.outcomes.tolist() == [Outcome.PEER_GONE] * BLOCKS
     assert refused.unfinished is None
-    assert watched.moves == moves, "the client is not called again while its call is under way"
+    assert calls.moves == moves, "the client is not called again while its call is in progress"
     master.kill()
     assert given_up.unfinished is not None
     given_up.unfinished.result(PATIENCE)
     assert all(records.table.header(slot).state != 2 for slot in range(BLOCKS)) or writing
-    watched.happens = lambda: None
+    calls.before = lambda: None
     master.start()
     batch = records.fill(hashes)
     while not connector.put(batch, 10).ok.all():
@@ -97,8 +110,8 @@ def test_a_master_that_freezes_inside_a_batch_costs_the_deadline_and_no_more(
 
 
 @pytest.mark.parametrize("freezes", [False, True])
-def test_a_node_that_dies_inside_a_batch_costs_the_deadline_and_no_more(
-    master: Master, freezes: bool
+def test_a_node_that_dies_inside_a_batch_costs_only_the_deadline(
+    master: Master, calls: Calls, freezes: bool
 ) -> None:
     layout = conformance_layout("node")
     hashes = path_of(BLOCKS, "node")
@@ -109,7 +122,7 @@ def test_a_node_that_dies_inside_a_batch_costs_the_deadline_and_no_more(
     assert connector.get(records.batch(hashes), 30).ok.all()
     assert all(records.holds(slot, row.tobytes()) for slot, row in enumerate(hashes))
     records.wipe()
-    watched = watch(connector, node.freeze if freezes else node.kill)
+    calls.before = node.freeze if freezes else node.kill
     gone = connector.get(records.batch(hashes), 1.5 if freezes else 30.0)
     if freezes:
         assert_given_up(gone, connector)
@@ -119,31 +132,32 @@ def test_a_node_that_dies_inside_a_batch_costs_the_deadline_and_no_more(
     else:
         assert gone.outcomes.tolist() == [Outcome.PEER_GONE] * BLOCKS
         assert connector.stats().state is StorageState.OFF
-    moves = watched.moves
+    moves = calls.moves
     assert (connector.get(records.batch(hashes), 10).outcomes == Outcome.PEER_GONE).all()
-    assert watched.moves == moves, "behind the breaker nothing is asked"
+    assert calls.moves == moves, "an open breaker makes no call"
     assert all(records.table.header(slot).state != 2 for slot in range(BLOCKS))
     connector.close()
 
 
-def test_host_slots_are_reported_free_only_when_the_call_has_ended(master: Master) -> None:
+def test_host_slots_are_reported_free_only_after_the_call_has_ended(master: Master, calls: Calls) -> None:
     layout = conformance_layout("slots")
     hashes = path_of(2, "slots")
     connector = master.connect(layout, retry_after=3600.0)
     arena = HostArena(layout, 4, CpuDevice())
     queue = StorageQueue(connector, arena)
-    watch(connector, master.freeze)
+    calls.before = master.freeze
     given_up, later = (
         transfer(queue, plan_id, slot, hashes[slot : slot + 1]) for plan_id, slot in ((1, 0), (2, 1))
     )
     queue.submit([given_up])
     queue.submit([later])
-    assert later.done.wait(PATIENCE), "the thread goes on to the next task"
+    assert later.done.wait(PATIENCE), "the thread continues with the next task"
     assert later.result().results[0].failed.tolist() == [0]
-    assert not given_up.done.query(), "its slot is in use"
+    assert not given_up.done.query(), "its slot is still in use"
     closing = threading.Thread(target=queue.close)
     closing.start()
     master.kill()
+    master.start()  # with a dead master a client takes ten seconds to leave
     assert given_up.done.wait(PATIENCE)
     assert given_up.result().results[0].failed.tolist() == [0]
     closing.join(PATIENCE)

@@ -1,4 +1,4 @@
-"""Replays against Mooncake with a real master: engines share what one of them computed."""
+"""Replays with Mooncake and a real master: engines share the blocks that one of them computed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,21 @@ from tests.replay_help import assert_clean, run_chat, small_config
 from tests.service_help import TIMEOUT, service_process
 
 REPLAY = (
-    *("replay", "--requests", "150", "--device-blocks", "150", "--host-memory", "2MiB", "--json"),
+    *("replay", "--requests", "100", "--device-blocks", "150", "--host-memory", "2MiB", "--json"),
     *("--write-policy", "write_through"),
 )
 
 
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    master = Master(find_master(), tmp_path_factory.mktemp("mooncake"))
+    yield master
+    master.kill()
+
+
 @pytest.fixture
-def master(tmp_path: Path) -> Iterator[Master]:
+def mortal(tmp_path: Path) -> Iterator[Master]:
+    """A master that the test freezes or kills."""
     master = Master(find_master(), tmp_path)
     yield master
     master.kill()
@@ -54,7 +62,7 @@ def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def test_two_processes_share_a_store(master: Master) -> None:
-    # A node that stays: what an engine stored in its own memory leaves with it.
+    # A node that stays: blocks in an engine's own segment are lost when the engine leaves.
     layout = conformance_layout("a node of its own")
     node = master.connect(layout)
     node.register(HostRecords(layout, 1).table)
@@ -66,12 +74,12 @@ def test_two_processes_share_a_store(master: Master) -> None:
     node.close()
 
 
-def test_a_master_that_dies_does_not_stop_the_engine(master: Master) -> None:
-    mooncake = MooncakeSettings(master=master.address, protocol="tcp", global_segment_size=32 << 20)
+def test_a_master_that_dies_does_not_stop_the_engine(mortal: Master) -> None:
+    mooncake = MooncakeSettings(master=mortal.address, protocol="tcp", global_segment_size=32 << 20)
     tier = StorageTierSettings(connector="mooncake", retry_after=0.2)
     config = small_config(device_blocks=150, host_memory=2 << 20, storage=tier, mooncake=mooncake)
     assert_clean(run_chat(config, requests=40))
-    master.kill()
+    mortal.kill()
     report = run_chat(config, requests=40)
     assert_clean(report)
     assert report.tally.hit_tokens["storage"] == 0
@@ -79,9 +87,9 @@ def test_a_master_that_dies_does_not_stop_the_engine(master: Master) -> None:
 
 
 @pytest.mark.slow
-def test_a_master_that_freezes_under_traffic_costs_its_deadline(master: Master) -> None:
-    """Requests that wait for all of their read go on; the host slots of its call are kept until it has ended."""
-    mooncake = MooncakeSettings(master=master.address, protocol="tcp", global_segment_size=32 << 20)
+def test_a_master_that_freezes_under_traffic_costs_its_deadline(mortal: Master) -> None:
+    """Requests that wait for their whole read continue; the host slots of its call are kept until it has ended."""
+    mooncake = MooncakeSettings(master=mortal.address, protocol="tcp", global_segment_size=32 << 20)
     tier = StorageTierSettings(
         connector="mooncake", retry_after=600.0, timeout=2.0, prefetch_policy=PrefetchPolicy.WAIT_COMPLETE
     )
@@ -92,7 +100,7 @@ def test_a_master_that_freezes_under_traffic_costs_its_deadline(master: Master) 
         mooncake=mooncake,
         cache={"write_policy": "write_through"},
     )
-    happens = {20: master.freeze, 55: master.kill}
+    happens = {20: mortal.freeze, 55: mortal.kill}
 
     def disturb(tally: Tally) -> None:
         for moment in [each for each in happens if tally.finished >= each]:

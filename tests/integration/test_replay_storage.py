@@ -1,4 +1,4 @@
-"""Replays with storage: what an earlier process left is hit, verified byte by byte, and damage is recomputed."""
+"""Replays with storage: blocks of an earlier process hit, byte by byte, and damaged ones are recomputed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def storage_of(report: Report) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy))
-def test_a_second_cold_run_hits_what_the_first_one_stored(tmp_path: Path, policy: WritePolicy) -> None:
+def test_a_cold_second_run_hits_the_blocks_of_the_first(tmp_path: Path, policy: WritePolicy) -> None:
     first = run_chat(config(tmp_path, cache={"write_policy": policy}))
     assert_clean(first)
     (stored,) = contents_of(tmp_path)
@@ -60,7 +60,7 @@ def test_every_prefetch_policy_is_clean(tmp_path: Path, policy: PrefetchPolicy) 
         assert report.tally.hit_tokens["storage"] > 0
 
 
-def test_ranks_agree_on_what_is_there(tmp_path: Path) -> None:
+def test_ranks_agree_on_the_stored_blocks(tmp_path: Path) -> None:
     assert_clean(run_chat(config(tmp_path, ranks=2), requests=60))
     files = contents_of(tmp_path)
     assert len(files) == 2
@@ -70,7 +70,7 @@ def test_ranks_agree_on_what_is_there(tmp_path: Path) -> None:
     assert second.tally.hit_tokens["storage"] > 0
 
 
-def test_a_block_that_one_rank_has_lost_is_nobodys(tmp_path: Path) -> None:
+def test_a_block_that_one_rank_lost_counts_for_none(tmp_path: Path) -> None:
     assert_clean(run_chat(config(tmp_path, ranks=2), requests=60))
     slab_files(tmp_path)[1].unlink()
     second = run_chat(config(tmp_path, ranks=2), requests=60)
@@ -78,7 +78,7 @@ def test_a_block_that_one_rank_has_lost_is_nobodys(tmp_path: Path) -> None:
     assert storage_of(second)["restored_blocks"] == 0
 
 
-def test_a_full_storage_gives_up_blocks_and_stays_within_its_size(tmp_path: Path) -> None:
+def test_full_storage_evicts_blocks_and_stays_within_its_size(tmp_path: Path) -> None:
     size = 1 << 20
     report = run_chat(config(tmp_path, storage={"size": size}, cache={"write_policy": "write_through"}))
     assert_clean(report)
@@ -89,7 +89,7 @@ def test_a_full_storage_gives_up_blocks_and_stays_within_its_size(tmp_path: Path
     assert (stored.depths >= 0).sum() > 0
 
 
-def test_overwritten_bytes_are_refused_and_recomputed_and_the_rest_still_hits(tmp_path: Path) -> None:
+def test_overwritten_records_are_recomputed_and_the_others_hit(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"cache": {"write_policy": "write_through"}, "host_memory": 1 << 20}
     assert_clean(run_chat(config(tmp_path, **settings)))
     (before,) = contents_of(tmp_path)
@@ -129,7 +129,7 @@ def test_failing_loads_and_storage_together_are_clean(tmp_path: Path) -> None:
         assert_clean(run_chat(config(tmp_path, load_failures=0.3)))
 
 
-def test_a_storage_that_is_in_use_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_storage_in_use_is_refused_with_the_reason(tmp_path: Path) -> None:
     from fdcache.errors import StorageBusyError
     from fdcache.storage.slab import SlabStore
 

@@ -20,8 +20,7 @@ from fdcache.errors import RefusedError
 from fdcache.replay.report import Report
 from fdcache.service.server.http import make_app
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings, WritePolicy
-from fdcache.storage.connector import BlockStorage
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import BlockStorage, ConnectorContext
 from fdcache.storage.factory import open_storage
 from fdcache.storage.offline import SlabContents, read_file, slab_files
 from fdcache.storage.slab import SlabStore

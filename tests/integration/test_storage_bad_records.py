@@ -1,4 +1,4 @@
-"""Records that the disk can no longer read or write: each costs its own block, in the store, an engine, a service."""
+"""Records that the disk cannot read or write: each costs its own block, in a store, an engine and a service."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(library: Path, tmp_path: Path) -> Callable[..., Any]:
-    """Run a program on a disk whose sectors fail as it says, and return the JSON that it prints."""
+    """Run a program on a disk whose sectors it makes fail; return the JSON that it prints."""
 
     def start(program: str) -> Any:
         folder = tmp_path / "files"
@@ -68,11 +68,11 @@ def run(library: Path, tmp_path: Path) -> Callable[..., Any]:
     return start
 
 
-def test_a_record_that_cannot_be_read_costs_its_own_block(run: Callable[..., Any]) -> None:
+def test_an_unreadable_record_costs_only_its_block(run: Callable[..., Any]) -> None:
     found = run(
         STORE
         + """
-fail(store._file, 17)
+fail(store.file, 17)
 outcomes = [int(store.get(batch.select(slice(slot, slot + 1)), 10).outcomes[0]) for slot in range(50)]
 together = store.get(batch, 10).outcomes.tolist()
 stats = store.stats()
@@ -91,11 +91,11 @@ print(json.dumps([outcomes, together, stats.state, stats.bad_slots, stats.errors
     assert kept == others, "another process does not ask for it either"
 
 
-def test_a_record_that_cannot_be_written_costs_its_own_block(run: Callable[..., Any]) -> None:
+def test_an_unwritable_record_costs_only_its_block(run: Callable[..., Any]) -> None:
     outcomes, state, kept = run(
         STORE
         + """
-fail(store._file, 3, 30, ways="w")
+fail(store.file, 3, 30, ways="w")
 outcomes = store.put(batch, 10).outcomes.tolist()
 alone = store.put(batch.select(slice(30, 31)), 10).outcomes.tolist()
 print(json.dumps([outcomes + alone, store.stats().state, store.scan().slots.tolist()]))
@@ -108,7 +108,7 @@ print(json.dumps([outcomes + alone, store.stats().state, store.scan().slots.toli
 
 
 @pytest.mark.parametrize("way", ["r", "w"])
-def test_several_records_that_fail_in_a_row_turn_the_store_off_and_are_not_lost(
+def test_several_failures_in_a_row_turn_the_store_off_and_lose_no_block(
     run: Callable[..., Any], way: str
 ) -> None:
     failed, state, resting, back, again, at_the_end = run(
@@ -118,13 +118,13 @@ store, records, hashes = open_store(folder, layout, retry_after=0.0), Records(la
 batch = records.full_batch(hashes, slots=range(50))
 assert store.put(batch, 10).ok.all()
 move = store.get if {way!r} == "r" else store.put
-fail(store._file, *range(10, 20), ways={way!r})
+fail(store.file, *range(10, 20), ways={way!r})
 some = batch.select(slice(10, 20))
-store._health._retry_after = 3600.0
+store.health.retry_after = 3600.0
 failed, state = move(some, 10).outcomes.tolist(), store.stats().state
 resting = move(batch.select(slice(0, 1)), 10).outcomes.tolist()
-store._health._retry_at = 0.0
-fail(store._file, 12, ways={way!r})
+store.health.retry_at = 0.0
+fail(store.file, 12, ways={way!r})
 back = move(some, 10).outcomes.tolist()
 again = store.put(batch.select(slice(40, 50)), 10).ok.all()
 print(json.dumps([failed, state, resting, back, bool(again), store.stats().state]))
@@ -138,16 +138,16 @@ print(json.dumps([failed, state, resting, back, bool(again), store.stats().state
     assert at_the_end == "ready"
 
 
-def test_headers_that_fail_turn_the_store_off(run: Callable[..., Any]) -> None:
+def test_failing_headers_turn_the_store_off(run: Callable[..., Any]) -> None:
     outcomes, state, error, refused = run(
         STORE
         + """
 from fdcache.errors import StorageDeviceError
-fail_headers(store._file, "w")
+fail_headers(store.file, "w")
 outcomes = store.put(batch.select(slice(0, 1)), 10).outcomes.tolist()
 stats = store.stats()
 store.close()
-fail_headers(store._file, "r")
+fail_headers(store.file, "r")
 try:
     open_store(folder, layout)
 except StorageDeviceError as failure:
@@ -161,7 +161,7 @@ print(json.dumps([outcomes, stats.state, stats.error, refused]))
     assert "see the kernel log" in refused
 
 
-def test_an_engine_loses_the_block_and_what_hangs_below_it_and_asks_for_neither_again(
+def test_an_engine_drops_a_bad_block_and_its_descendants_and_never_reads_them_again(
     run: Callable[..., Any],
 ) -> None:
     first, second, quarantined, bad, asked, state = run(
@@ -172,7 +172,7 @@ store_a_path(folder)
 engine = Engine(folder)
 paths = engine.manager._storage.pool
 nodes = sorted(paths.nodes(range(8)), key=lambda node: node.depth)
-fail(engine.store._file, nodes[5].block_id)
+fail(engine.store.file, nodes[5].block_id)
 first = engine.run("first", tokens_of(1, 8))
 bad = counters(engine).bad_storage_slots
 stats = engine.manager.get_stats().storage
@@ -195,13 +195,13 @@ print(json.dumps([first.num_cached_tokens // 16, second.num_cached_tokens // 16,
     assert state == "ready"
 
 
-def test_an_engine_writes_a_block_to_another_slot_when_one_fails(run: Callable[..., Any]) -> None:
+def test_an_engine_writes_the_block_of_a_failed_slot_to_another(run: Callable[..., Any]) -> None:
     stored, quarantined, writing = run(
         START
         + """
 from tests.storage_engine import Engine, tokens_of
 engine = Engine(folder)
-fail(engine.store._file, 2, ways="w")
+fail(engine.store.file, 2, ways="w")
 engine.run("first", tokens_of(1, 8))
 engine.settle()
 stats = engine.manager.get_stats().storage
@@ -213,7 +213,7 @@ engine.close()
     assert quarantined == writing == 1
 
 
-def test_a_service_loses_the_block_alone_and_tells_of_it(run: Callable[..., Any]) -> None:
+def test_a_service_loses_only_the_bad_block_and_reports_it(run: Callable[..., Any]) -> None:
     figures, lines = run(
         START
         + """
@@ -235,7 +235,7 @@ with tempfile.TemporaryDirectory(prefix="fdcache-test") as runtime:
         until(lambda: stored()["blocks"] == BLOCKS, "all is stored")
         (storage,) = service.service.storage.layouts.values()
         nodes = sorted(storage.index.pool.nodes(range(BLOCKS)), key=lambda node: node.depth)
-        fail(storage.queues[0].storage._file, nodes[3].block_id)
+        fail(storage.queues[0].storage.file, nodes[3].block_id)
         service.ask("reset", tier="host")
         engine.close()
         reader = Engine(service.address, fetches=StorageTierSettings(prefetch_policy=PrefetchPolicy.WAIT_COMPLETE))
@@ -269,12 +269,12 @@ print(json.dumps([figures, lines]))
     assert ["fdcache_storage_quarantined_blocks", None, 1.0] in lines
 
 
-def test_a_check_of_the_files_counts_a_record_that_cannot_be_read(run: Callable[..., Any]) -> None:
+def test_verify_counts_an_unreadable_record(run: Callable[..., Any]) -> None:
     corrupt, removed = run(
         STORE
         + """
 from fdcache.storage.offline import Selection, read_file, remove
-fail(store._file, 17)
+fail(store.file, 17)
 path = store.path
 store.close()
 corrupt = read_file(path, verify=True).corrupt.tolist()

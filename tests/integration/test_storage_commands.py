@@ -1,11 +1,9 @@
-"""``fdcache inspect storage`` and ``fdcache reset storage``: without a server, and touching nothing of others."""
+"""``fdcache inspect storage`` and ``fdcache reset storage`` on files, without a server."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from fdcache.errors import StorageError
 from fdcache.storage.offline import Selection, remove
 from fdcache.storage.slab_format import read_superblock
+from tests.in_process import command
 from tests.storage_help import Records, open_store, path_hashes, storage_layout
 from tests.terminals import on_terminal
 
@@ -23,12 +22,9 @@ OTHER = storage_layout(model="two", tp_size=2)
 
 
 def fdcache(*arguments: object, status: int = 0) -> str:
-    program = "from fdcache_cli.main import run; run()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    found, text = command(*arguments)
+    assert found == status, text
+    return text
 
 
 def inspect(folder: Path, *options: str, status: int = 0) -> dict[str, Any]:
@@ -40,25 +36,25 @@ def inspect(folder: Path, *options: str, status: int = 0) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Ten blocks of one model, four on each rank of another, and a file that is none of fdcache's."""
+    """Ten blocks of one model, four on each rank of another, and a file of another program."""
     for layout, rank, count in ((LAYOUT, 0, 10), (OTHER, 0, 4), (OTHER, 1, 4)):
         store = open_store(tmp_path, layout, rank=rank)
         records = Records(layout)
         assert store.put(records.full_batch(path_hashes(count), slots=range(count)), 10).ok.all()
         store.close()
-    (tmp_path / "notes.txt").write_text("not ours")
+    (tmp_path / "notes.txt").write_text("other")
     return tmp_path
 
 
 def damage(folder: Path, *slots: int) -> None:
-    path = next(path for path in folder.glob("*.slab") if read(path) == LAYOUT.fingerprint)
+    path = next(path for path in folder.glob("*.slab") if fingerprint_of(path) == LAYOUT.fingerprint)
     with path.open("r+b") as file:
         block = read_superblock(file.fileno(), path)
         for slot in slots:
             os.pwrite(file.fileno(), b"\x99" * 64, block.record_offset + slot * block.record_bytes)
 
 
-def read(path: Path) -> bytes:
+def fingerprint_of(path: Path) -> bytes:
     with path.open("rb") as file:
         return read_superblock(file.fileno(), path).fingerprint
 
@@ -74,10 +70,10 @@ def test_inspect_counts_by_namespace(folder: Path) -> None:
     assert by_model["one"]["namespace"] == LAYOUT.fingerprint.hex()
     text = fdcache("inspect", "storage", folder)
     assert "18 blocks" in text
-    assert "--verify does it" in text
+    assert "--verify" in text
 
 
-def test_verify_finds_damaged_records_and_says_so_by_its_status(folder: Path) -> None:
+def test_verify_finds_damaged_records_and_exits_with_1(folder: Path) -> None:
     damage(folder, 3, 7)
     assert inspect(folder)["corrupt_blocks"] == 0
     found = inspect(folder, "--verify", status=1)
@@ -94,7 +90,7 @@ def test_inspect_works_while_an_engine_has_the_file(folder: Path) -> None:
     store.close()
 
 
-def test_inspect_reports_a_file_that_is_damaged_as_a_whole(folder: Path) -> None:
+def test_inspect_reports_a_damaged_file_and_corrupt_removes_it(folder: Path) -> None:
     path = sorted(folder.glob("*.slab"))[0]
     with path.open("r+b") as file:
         file.write(b"\xff" * 8192)
@@ -111,20 +107,20 @@ def test_a_dry_run_changes_nothing(folder: Path) -> None:
     assert {path: path.read_bytes() for path in folder.glob("*.slab")} == before
 
 
-def test_all_removes_our_files_and_no_others(folder: Path) -> None:
+def test_all_removes_slab_files_and_no_others(folder: Path) -> None:
     fdcache("reset", "storage", folder, "--yes", "--all")
     assert not list(folder.glob("*.slab"))
-    assert (folder / "notes.txt").read_text() == "not ours"
+    assert (folder / "notes.txt").read_text() == "other"
 
 
-def test_without_a_terminal_to_ask_on_nothing_is_removed(folder: Path) -> None:
+def test_reset_without_a_terminal_needs_yes(folder: Path) -> None:
     before = inspect(folder)["blocks"]
     assert "give --yes" in fdcache("reset", "storage", folder, "--all", status=2)
     assert inspect(folder)["blocks"] == before
 
 
 @pytest.mark.parametrize(("answer", "status"), [("n\n", 1), ("y\n", 0)])
-def test_on_a_terminal_it_names_the_files_and_asks(folder: Path, answer: str, status: int) -> None:
+def test_reset_on_a_terminal_names_the_files_and_asks(folder: Path, answer: str, status: int) -> None:
     before = len(list(folder.glob("*.slab")))
     code, asked, output = on_terminal("reset", "storage", str(folder), "--all", "--json", answer=answer)
     assert code == status
@@ -141,7 +137,7 @@ def test_a_namespace_is_a_model_or_the_beginning_of_a_fingerprint(folder: Path) 
     assert inspect(folder)["blocks"] == 0
 
 
-def test_corrupt_removes_damaged_blocks_and_what_hangs_below_them(folder: Path) -> None:
+def test_corrupt_removes_damaged_blocks_and_their_descendants(folder: Path) -> None:
     damage(folder, 7)
     fdcache("reset", "storage", folder, "--yes", "--corrupt")
     found = inspect(folder, "--verify")
@@ -152,7 +148,7 @@ def test_corrupt_removes_damaged_blocks_and_what_hangs_below_them(folder: Path) 
     store.close()
 
 
-def test_older_than_removes_by_age(folder: Path) -> None:
+def test_older_than_removes_blocks_by_age(folder: Path) -> None:
     removed = json.loads(fdcache("reset", "storage", folder, "--yes", "--older-than", "1h", "--json"))
     assert removed["blocks"] == 0
     removed = json.loads(fdcache("reset", "storage", folder, "--yes", "--older-than", "0s", "--json"))
@@ -160,14 +156,14 @@ def test_older_than_removes_by_age(folder: Path) -> None:
     assert inspect(folder)["blocks"] == 0
 
 
-def test_wrong_use_is_told(folder: Path) -> None:
+def test_wrong_usage_is_refused_with_the_reason(folder: Path) -> None:
     assert "say what to remove" in fdcache("reset", "storage", folder, status=2)
     assert "say what to remove" in fdcache("reset", "storage", folder, "--all", "--corrupt", status=2)
     assert "no duration" in fdcache("reset", "storage", folder, "--older-than", "soon", status=2)
     assert "no such folder" in fdcache("inspect", "storage", folder / "nowhere", status=1)
 
 
-def test_blocks_that_nothing_leads_to_are_counted(folder: Path) -> None:
+def test_inspect_counts_unreachable_blocks(folder: Path) -> None:
     store = open_store(folder, LAYOUT)
     store.erase(np.array([4], np.int32))
     store.close()
@@ -178,32 +174,32 @@ def test_blocks_that_nothing_leads_to_are_counted(folder: Path) -> None:
 ALL = Selection(everything=True)
 
 
-class TestANamedFile:
+class TestFileByName:
     @pytest.mark.parametrize("selection", [ALL, Selection(corrupt=True)])
     @pytest.mark.parametrize("name", ["thesis.txt", "thesis.slab", "fdcache-notes.slab"])
-    def test_of_the_users_own_is_refused_and_stays_without_a_lock_beside_it(
+    def test_a_foreign_file_is_refused_and_gets_no_lock_file(
         self, tmp_path: Path, name: str, selection: Selection
     ) -> None:
         file = tmp_path / name
-        file.write_text("years of work")
+        file.write_text("a thesis")
         with pytest.raises(StorageError, match="not a slab file of fdcache, nothing is removed"):
             remove(file, selection, dry_run=False)
         assert list(tmp_path.iterdir()) == [file]
-        assert file.read_text() == "years of work"
+        assert file.read_text() == "a thesis"
 
-    def test_that_is_refused_ends_the_command_with_its_name(self, folder: Path) -> None:
+    def test_the_command_names_a_refused_file(self, folder: Path) -> None:
         notes = folder / "notes.txt"
         told = fdcache("reset", "storage", notes, "--all", "--yes", status=1)
         assert told.startswith(f"error: {notes}: not a slab file of fdcache")
-        assert notes.read_text() == "not ours"
+        assert notes.read_text() == "other"
 
-    def test_that_was_renamed_is_refused(self, folder: Path) -> None:
+    def test_a_renamed_slab_file_is_refused(self, folder: Path) -> None:
         kept = sorted(folder.glob("*.slab"))[0].rename(folder / "backup.slab")
         with pytest.raises(StorageError, match="not a slab file of fdcache"):
             remove(kept, ALL, dry_run=False)
         assert kept.exists()
 
-    def test_that_is_a_link_is_refused_with_its_target(self, folder: Path) -> None:
+    def test_a_link_is_refused_with_its_target(self, folder: Path) -> None:
         slab = sorted(folder.glob("*.slab"))[0]
         link = folder / "links" / slab.name
         link.parent.mkdir()
@@ -214,7 +210,7 @@ class TestANamedFile:
         assert list(link.parent.iterdir()) == [link]
         assert slab.exists()
 
-    def test_of_fdcache_goes_whole_or_damaged_and_the_others_stay(self, folder: Path) -> None:
+    def test_slab_files_are_removed_intact_or_damaged(self, folder: Path) -> None:
         whole, damaged, other = sorted(folder.glob("*.slab"))
         damaged.write_bytes(b"\xff" * 8192)
         for path in (whole, damaged):
@@ -222,7 +218,7 @@ class TestANamedFile:
         assert list(folder.glob("*.slab")) == [other]
 
 
-def test_a_file_that_is_only_named_like_ours_stays_in_the_folder(folder: Path) -> None:
-    (folder / "fdcache-notes.slab").write_text("not ours")
+def test_a_file_with_a_similar_name_stays_in_the_folder(folder: Path) -> None:
+    (folder / "fdcache-notes.slab").write_text("other")
     remove(folder, ALL, dry_run=False)
     assert [path.name for path in folder.glob("*.slab")] == ["fdcache-notes.slab"]

@@ -1,4 +1,4 @@
-"""File systems that fail: the store says how, does not get in the way, and comes back without a restart."""
+"""Failing file systems: the store reports the error, blocks nothing, and recovers without a restart."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def records() -> Records:
     return Records(LAYOUT, COUNT)
 
 
-def test_a_full_disk_leaves_the_store_what_it_has_room_for_until_there_is_more(
-    small_disk: Path, records: Records
-) -> None:
+def test_a_full_disk_limits_the_store_until_there_is_room(small_disk: Path, records: Records) -> None:
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(100 << 10))
     store = open_store(small_disk, LAYOUT)
@@ -73,7 +71,7 @@ from fdcache.storage.slab_format import read_superblock
 from tests.integration.test_storage_failures import COUNT, LAYOUT
 from tests.storage_help import Records, open_store, path_hashes
 store = open_store(Path(sys.argv[1]), LAYOUT)
-limit = store._file.superblock.record_offset + 10 * LAYOUT.record_bytes
+limit = store.file.superblock.record_offset + 10 * LAYOUT.record_bytes
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 stored = store.put(Records(LAYOUT, COUNT).full_batch(path_hashes(COUNT), slots=range(COUNT)), 10)
 print(int(stored.ok.sum()), store.stats().state.value, store.stats().error)
@@ -88,7 +86,7 @@ print(int(stored.ok.sum()), store.stats().state.value, store.stats().error)
     assert done.stdout.startswith("10 full StorageFullError")
 
 
-def test_a_replay_on_a_full_disk_goes_on(small_disk: Path) -> None:
+def test_a_replay_continues_on_a_full_disk(small_disk: Path) -> None:
     tier = StorageTierSettings(connector="local", directory=small_disk, size=64 * MIB, retry_after=0.05)
     report = run_chat(
         small_config(
@@ -103,7 +101,7 @@ def test_a_replay_on_a_full_disk_goes_on(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_an_engine_on_a_full_disk_goes_on_in_the_room_that_there_is_and_grows_again(
+def test_an_engine_on_a_full_disk_uses_the_room_there_is_and_grows_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, policy: str
 ) -> None:
     for folder in file_system(tmp_path / "small", "1m"):
@@ -171,14 +169,14 @@ def test_a_vanished_mount_turns_the_store_off_until_it_is_back(tmp_path: Path, r
     unmount(disk)
 
 
-def test_a_device_that_fails_is_told_from_a_miss_and_opened_anew(tmp_path: Path, records: Records) -> None:
+def test_a_failing_device_is_an_error_and_the_file_is_reopened(tmp_path: Path, records: Records) -> None:
     store = open_store(tmp_path, LAYOUT)
     hashes = path_hashes(8)
     batch = records.full_batch(hashes, slots=range(8))
     assert store.put(batch, 10).ok.all()
     # Reads of a pipe fail as those of a broken device do, through the same calls.
     reading, writing = os.pipe()
-    os.dup2(reading, store._file.record_fd)
+    os.dup2(reading, store.file.record_fd)
     failed = store.get(batch, 10)
     assert (failed.outcomes == Outcome.ERROR).all()
     assert store.stats().state is StorageState.OFF
@@ -192,15 +190,15 @@ def test_a_device_that_fails_is_told_from_a_miss_and_opened_anew(tmp_path: Path,
     store.close()
 
 
-def test_while_it_is_left_alone_a_failed_store_costs_no_call(tmp_path: Path, records: Records) -> None:
+def test_a_failed_store_makes_no_call_before_its_retry(tmp_path: Path, records: Records) -> None:
     store = open_store(tmp_path, LAYOUT, retry_after=3600.0)
     batch = records.full_batch(path_hashes(4), slots=range(4))
     assert store.put(batch, 10).ok.all()
     reading, writing = os.pipe()
-    saved = os.dup(store._file.record_fd)
-    os.dup2(reading, store._file.record_fd)
+    saved = os.dup(store.file.record_fd)
+    os.dup2(reading, store.file.record_fd)
     assert not store.get(batch, 10).ok.any()
-    os.dup2(saved, store._file.record_fd)
+    os.dup2(saved, store.file.record_fd)
     assert (store.get(batch, 10).outcomes == Outcome.ERROR).all()
     for fd in (reading, writing, saved):
         os.close(fd)
@@ -216,8 +214,8 @@ def test_a_read_only_file_system_is_refused_with_the_reason(small_disk: Path) ->
     open_store(small_disk, LAYOUT).close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_folder_of_somebody_else_is_refused_with_the_reason(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_of_another_user_is_refused_with_the_reason(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir(mode=0o700)
     program = """
@@ -243,8 +241,8 @@ except StorageReadOnlyError as error:
     assert "check mount and owner" in done.stdout
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_permission_that_is_lost_and_given_back() -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_store_survives_a_permission_that_is_lost_and_restored() -> None:
     folder = Path(tempfile.mkdtemp(prefix="fdcache-test"))  # the folders of a test are its owner's alone
     os.chown(folder, 65534, 65534)
     program = """
@@ -258,7 +256,7 @@ os.setresuid(65534, 65534, 65534)
 store = open_store(Path(sys.argv[1]), LAYOUT)
 assert store.put(batch, 10).ok.all()
 reading, writing = os.pipe()
-os.dup2(reading, store._file.record_fd)
+os.dup2(reading, store.file.record_fd)
 store.path.chmod(0)
 for _ in range(3):
     assert not store.get(batch, 10).ok.any()

@@ -1,4 +1,4 @@
-"""What docs/storage.md shows runs, and what it names is there."""
+"""docs/storage.md: its commands run, and the metrics, figures and variables that it names exist."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_the_commands_run(tmp_path: Path) -> None:
     first, second, inspected, reset = (run(tmp_path, line) for line in shown[1].splitlines())
     found = [int(re.findall(r"storage ([\d,]+)", text)[0].replace(",", "")) for text in (first, second)]
     assert found[0] == 0
-    assert found[1] > 0, "the second process finds what the first one left"
+    assert found[1] > 0, "the second process finds the blocks of the first"
     assert "0 corrupt (all checked)" in inspected
     assert "would remove the file and its" in reset
 
 
-def test_the_metrics_that_it_names_are_there(tmp_path: Path) -> None:
+def test_the_metrics_exist(tmp_path: Path) -> None:
     named = set(re.findall(r"fdcache_storage_\w+", GUIDE))
     assert len(named) > 10
     with local_service(tmp_path, **storage_settings(tmp_path / "storage")) as service:
@@ -51,7 +51,7 @@ def test_the_metrics_that_it_names_are_there(tmp_path: Path) -> None:
     assert named <= served
 
 
-def test_the_figures_and_variables_that_it_names_are_there() -> None:
+def test_the_figures_and_variables_exist() -> None:
     table = GUIDE.split("| figure |")[1].split("\n\n")[0]
     cells = [line.split("|")[2] for line in table.splitlines()[2:]]
     members = {name for cell in cells for name in re.findall(r"(\w+)`", cell)}

@@ -19,7 +19,7 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_verify_all_refuses_host_bytes_that_changed_and_forgets_them(stored: Path) -> None:
+def test_verify_all_refuses_and_drops_changed_host_records(stored: Path) -> None:
     engine = Engine(stored, verify=Verify.ALL)
     first = Request("first", tokens_of(1, 8))
     engine.manager.prefetch([first])
@@ -49,7 +49,7 @@ def spoil_header(engine: Engine) -> None:
     arena.table.set_header(slot, _core.SlotHeader.from_bytes(b"\x5a" * 128))
 
 
-def test_a_host_record_that_cannot_be_loaded_is_forgotten_and_computed_once(stored: Path) -> None:
+def test_a_host_record_that_cannot_be_loaded_is_dropped_and_computed_once(stored: Path) -> None:
     engine = Engine(stored)
     first = Request("first", tokens_of(1, 8))
     engine.manager.prefetch([first])
@@ -71,7 +71,7 @@ def test_a_host_record_that_cannot_be_loaded_is_forgotten_and_computed_once(stor
     engine.close()
 
 
-def test_a_host_record_that_cannot_be_stored_is_forgotten(tmp_path: Path) -> None:
+def test_a_host_record_that_cannot_be_stored_is_dropped(tmp_path: Path) -> None:
     engine = Engine(tmp_path)
     request = Request("first", tokens_of(1, 4))
     engine.match(request)

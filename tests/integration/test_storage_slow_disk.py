@@ -1,4 +1,4 @@
-"""A disk that takes its time: deadlines hold block by block, and requests go on without it."""
+"""A slow disk: deadlines hold for each block, and requests continue without it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ store.close()
 """
 
 
-def test_what_has_not_begun_at_the_deadline_never_does(slow_disk: Path, tmp_path: Path) -> None:
+def test_no_block_begins_after_the_deadline(slow_disk: Path, tmp_path: Path) -> None:
     written, read, right = json.loads(run(slow_disk, 40, "-c", DEADLINES, str(tmp_path)))
     assert set(read) == {Outcome.OK, Outcome.TIMEOUT}
     assert right == [outcome == Outcome.OK for outcome in read], "a block is there whole or not at all"
@@ -84,7 +84,7 @@ def replay(slow_disk: Path, folder: Path, milliseconds: int, policy: str, timeou
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
-def test_requests_go_on(slow_disk: Path, tmp_path: Path, policy: str) -> None:
+def test_requests_continue(slow_disk: Path, tmp_path: Path, policy: str) -> None:
     assert replay(slow_disk, tmp_path, 0, policy, "60s")["storage"]["timeouts"] == 0
     slow = replay(slow_disk, tmp_path, 15, policy, "100ms")
     assert slow["storage"]["restored_blocks"] > 0

@@ -184,7 +184,7 @@ def test_with_timeout_a_request_waits_for_its_budget(stored: Path) -> None:
 
 
 def test_the_first_corrupt_block_ends_the_run_and_the_rest_is_computed(engine: Engine) -> None:
-    block = engine.store._file.superblock
+    block = engine.store.file.superblock
     with engine.store.path.open("r+b") as file:
         file.seek(block.record_offset + 5 * block.record_bytes)
         file.write(b"\xde\xad")

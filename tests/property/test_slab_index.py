@@ -1,4 +1,4 @@
-"""The local connector against a plain model: puts, gets, deletes, damage, restarts and a cleared file."""
+"""A connector over a slab file against a simple model: puts, gets, deletes, damage, restarts, clears."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ class SlabIndexMachine(RuleBasedStateMachine):
     def damage(self, path: Path_, at: int) -> None:
         if path not in self.stored:
             return
-        slot = int(self.connector._pool.find(self.rows(path)[-1:]).slots[0])
-        store = self.connector._store
+        slot = int(self.connector.pool.find(self.rows(path)[-1:]).slots[0])
+        store = self.connector.store
         with store.path.open("r+b") as file:
-            offset = store._file.superblock.record_offset + slot * LAYOUT.record_bytes + at
+            offset = store.file.superblock.record_offset + slot * LAYOUT.record_bytes + at
             byte = os.pread(file.fileno(), 1, offset)
             os.pwrite(file.fileno(), bytes([byte[0] ^ (1 if path not in self.damaged else 3)]), offset)
         self.damaged.add(path)
@@ -109,8 +109,8 @@ class SlabIndexMachine(RuleBasedStateMachine):
     def the_index_is_the_model(self) -> None:
         if not hasattr(self, "connector"):
             return
-        assert self.connector._pool.check_integrity() == []
-        assert self.connector._pool.stats().ready == len(self.stored)
+        assert self.connector.pool.check_integrity() == []
+        assert self.connector.pool.stats().ready == len(self.stored)
         for path in self.stored:
             assert self.connector.exists(self.rows(path), 10).length == len(path)
 

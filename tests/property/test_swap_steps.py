@@ -1,4 +1,4 @@
-"""The planner's steps move every byte, in whatever order a GPU's queues may take them."""
+"""The planner's steps move every byte, in any order that a GPU's queues allow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE_BLOCKS = 16
 
 
 class Memory:
-    """Planes and records of a layout, all of them random bytes but for the gaps of a record."""
+    """Planes and records of a layout: random bytes, except the gaps of a record."""
 
     def __init__(self, layout: KVLayout, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -61,7 +61,7 @@ class Memory:
         return self.planes[index][slot * plane.device_stride :][: plane.nbytes]
 
     def expect(self, pairs: list[tuple[int, int]], *, to_host: bool) -> tuple[list[Any], Any]:
-        """Planes and records as they have to be afterwards."""
+        """Return the expected planes and records."""
         planes, records = [plane.copy() for plane in self.planes], self.records.copy()
         for device, host in pairs:
             record = records[host // PER_EXTENT, host % PER_EXTENT]
@@ -76,7 +76,7 @@ class Memory:
 
 
 def draw_pairs(data: st.DataObject) -> list[tuple[int, int]]:
-    """Device and host slots, by host slot; often in runs on either side."""
+    """Draw device and host slots, by host slot, often in runs on either side."""
     count = data.draw(st.integers(0, DEVICE_BLOCKS))
     starts = st.integers(0, HOST_BLOCKS - count)
     hosts = data.draw(
@@ -173,7 +173,7 @@ def test_any_order_of_the_queues_gives_the_same_bytes(data: st.DataObject) -> No
 
 
 def staged_load(drop: str | None) -> bool:
-    """Whether a load through a ring of two slots arrives in every order tried, with steps of a kind left out."""
+    """Return True when a load through a ring of two slots arrives in every order, without one kind of step."""
     layout = LAYOUTS["uniform"]
     limits = [1 << 40, 1, 1 << 40]
     policy = _core.SwapPolicy(_core.SwapChoice.STAGED, limits, limits, 1 << 20, 2, 32, 0, True)
@@ -205,6 +205,6 @@ def staged_load(drop: str | None) -> bool:
 
 
 @pytest.mark.parametrize("drop", ["hand over", "free"])
-def test_a_missing_wait_would_show(drop: str) -> None:
+def test_a_missing_wait_is_detected(drop: str) -> None:
     assert staged_load(None)
     assert not staged_load(drop)

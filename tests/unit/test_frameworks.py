@@ -1,4 +1,4 @@
-"""A plane's memory as a tensor of NumPy or Paddle on the CPU; unknown and missing frameworks."""
+"""Tensors of NumPy and Paddle over a plane's memory; unknown and missing frameworks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_paddle_tensors_are_copied() -> None:
             assert (tensor[2] == 3.0).all() and not (tensor[1] == 3.0).any()
 
 
-def test_frameworks_that_are_unknown_or_missing_are_refused() -> None:
+def test_unknown_and_missing_frameworks_are_refused() -> None:
     plane = LAYOUTS["uniform"].planes[0]
     with pytest.raises(TensorError, match="use one of numpy, cupy, torch, paddle"):
         CpuDevice().allocate_plane(plane, 2, "jax")

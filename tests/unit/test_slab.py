@@ -1,4 +1,4 @@
-"""The slab file: what it holds survives, and what is not whole is not there."""
+"""Slab store: blocks survive a restart, and incomplete ones are never returned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def records() -> Records:
     return Records(LAYOUT)
 
 
-def test_blocks_come_back_in_another_store(tmp_path: Path, records: Records) -> None:
+def test_a_new_store_returns_the_blocks_of_the_last(tmp_path: Path, records: Records) -> None:
     hashes = path_hashes(20)
     store = open_store(tmp_path, LAYOUT)
     assert store.put(records.full_batch(hashes, slots=range(20)), 10).ok.all()
@@ -45,7 +45,7 @@ def test_blocks_come_back_in_another_store(tmp_path: Path, records: Records) -> 
     store.close()
 
 
-def test_scattered_slots_and_runs_give_the_same_blocks(tmp_path: Path, records: Records) -> None:
+def test_scattered_slots_and_runs_return_the_same_blocks(tmp_path: Path, records: Records) -> None:
     hashes = path_hashes(30, seed=3)
     slots = np.random.default_rng(1).permutation(100)[:30].tolist()
     store = open_store(tmp_path, LAYOUT)
@@ -59,7 +59,7 @@ def test_scattered_slots_and_runs_give_the_same_blocks(tmp_path: Path, records: 
     store.close()
 
 
-def test_a_block_that_is_not_there_is_a_miss(tmp_path: Path, records: Records) -> None:
+def test_an_absent_block_is_a_miss(tmp_path: Path, records: Records) -> None:
     store = open_store(tmp_path, LAYOUT)
     hashes = path_hashes(4)
     store.put(records.full_batch(hashes, slots=range(4)), 10)
@@ -67,12 +67,12 @@ def test_a_block_that_is_not_there_is_a_miss(tmp_path: Path, records: Records) -
     other_generation = store.get(records.batch(hashes, slots=range(4), generation=2), 10)
     assert (never.outcomes == Outcome.MISS).all()
     assert (other_generation.outcomes == Outcome.MISS).all()
-    assert records.table.header(0).state == 2, "a miss leaves the host record alone"
+    assert records.table.header(0).state == 2, "a miss does not change the host record"
     store.close()
 
 
 @pytest.mark.parametrize("where", ["payload", "padding"])
-def test_a_changed_byte_is_refused_and_its_slot_emptied(tmp_path: Path, records: Records, where: str) -> None:
+def test_a_changed_byte_is_refused_and_empties_its_slot(tmp_path: Path, records: Records, where: str) -> None:
     layout = storage_layout(num_layers=1, head_dim=8)
     records = Records(layout)
     store = open_store(tmp_path, layout)
@@ -92,7 +92,7 @@ def test_a_changed_byte_is_refused_and_its_slot_emptied(tmp_path: Path, records:
     assert open_store(tmp_path, layout).scan().slots.tolist() == [0, 2]
 
 
-def test_recovered_blocks_are_checked_even_when_checks_are_off(tmp_path: Path, records: Records) -> None:
+def test_recovered_blocks_are_checked_with_checks_off(tmp_path: Path, records: Records) -> None:
     hashes = path_hashes(1)
     store = open_store(tmp_path, LAYOUT, verify=False)
     store.put(records.full_batch(hashes, slots=[0]), 10)
@@ -105,7 +105,7 @@ def test_recovered_blocks_are_checked_even_when_checks_are_off(tmp_path: Path, r
     store.close()
 
 
-def test_a_record_that_is_not_ready_is_not_stored(tmp_path: Path, records: Records) -> None:
+def test_a_host_record_of_another_block_is_not_stored(tmp_path: Path, records: Records) -> None:
     store = open_store(tmp_path, LAYOUT)
     hashes = path_hashes(2)
     batch = records.full_batch(hashes, slots=range(2))
@@ -115,7 +115,7 @@ def test_a_record_that_is_not_ready_is_not_stored(tmp_path: Path, records: Recor
     store.close()
 
 
-def test_a_passed_deadline_and_a_cancel_leave_everything_alone(tmp_path: Path, records: Records) -> None:
+def test_a_passed_deadline_or_a_cancel_changes_nothing(tmp_path: Path, records: Records) -> None:
     store = open_store(tmp_path, LAYOUT)
     hashes = path_hashes(4)
     store.put(records.full_batch(hashes, slots=range(4)), 10)
@@ -123,8 +123,8 @@ def test_a_passed_deadline_and_a_cancel_leave_everything_alone(tmp_path: Path, r
     assert (late.outcomes == Outcome.TIMEOUT).all()
     cancel = _core.CancelFlag()
     cancel.set()
-    taken_back = store.get(records.batch(hashes, slots=range(4)), 10, cancel)
-    assert (taken_back.outcomes == Outcome.CANCELLED).all()
+    cancelled = store.get(records.batch(hashes, slots=range(4)), 10, cancel)
+    assert (cancelled.outcomes == Outcome.CANCELLED).all()
     assert store.scan().slots.tolist() == [0, 1, 2, 3]
     store.close()
 
@@ -145,7 +145,7 @@ def test_layouts_and_ranks_share_a_folder(tmp_path: Path) -> None:
         store.close()
 
 
-def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_file_is_refused_and_unchanged(tmp_path: Path) -> None:
     store = open_store(tmp_path, LAYOUT)
     store.close()
     store.path.write_bytes(b"not ours" * 1000)
@@ -154,7 +154,7 @@ def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert store.path.read_bytes() == b"not ours" * 1000
 
 
-def test_another_versions_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path, LAYOUT)
     store.close()
     with store.path.open("r+b") as file:
@@ -164,7 +164,7 @@ def test_another_versions_file_is_refused(tmp_path: Path) -> None:
         open_store(tmp_path, LAYOUT)
 
 
-def test_one_damaged_superblock_is_survived_two_are_not(tmp_path: Path) -> None:
+def test_one_damaged_superblock_is_recovered_two_are_refused(tmp_path: Path) -> None:
     open_store(tmp_path, LAYOUT, size=2 * MIB).close()
     store = open_store(tmp_path, LAYOUT, size=4 * MIB)
     slots = store.num_slots
@@ -181,7 +181,7 @@ def test_one_damaged_superblock_is_survived_two_are_not(tmp_path: Path) -> None:
         open_store(tmp_path, LAYOUT, size=4 * MIB)
 
 
-def test_a_truncated_file_loses_what_it_lost(tmp_path: Path, records: Records) -> None:
+def test_a_truncated_file_loses_only_the_missing_records(tmp_path: Path, records: Records) -> None:
     store = open_store(tmp_path, LAYOUT)
     hashes = path_hashes(10)
     store.put(records.full_batch(hashes, slots=range(10)), 10)
@@ -210,13 +210,13 @@ def test_the_file_is_bounded_sparse_and_resized(tmp_path: Path, records: Records
     store = open_store(tmp_path, LAYOUT, size=MIB)
     assert store.scan().slots.tolist()[:few] == list(range(few))
     store.close()
-    with pytest.raises(StorageError, match="hold not one block"):
+    with pytest.raises(StorageError, match="cannot hold one block"):
         open_store(tmp_path, LAYOUT, size=1000)
     with pytest.raises(StorageError, match="lower FDCACHE_STORAGE_SIZE"):
         open_store(tmp_path, LAYOUT, size=1 << 40)
 
 
-def test_a_closed_store_answers_with_errors(tmp_path: Path, records: Records) -> None:
+def test_a_closed_store_returns_errors(tmp_path: Path, records: Records) -> None:
     store = open_store(tmp_path, LAYOUT)
     store.close()
     store.close()
@@ -224,7 +224,7 @@ def test_a_closed_store_answers_with_errors(tmp_path: Path, records: Records) ->
     assert (result.outcomes == Outcome.ERROR).all()
 
 
-def test_a_removed_file_turns_the_store_off_and_it_starts_anew(tmp_path: Path, records: Records) -> None:
+def test_a_moved_file_turns_the_store_off_until_it_is_back(tmp_path: Path, records: Records) -> None:
     store = open_store(tmp_path, LAYOUT, retry_after=0.0)
     hashes = path_hashes(4)
     batch = records.full_batch(hashes, slots=range(4))
@@ -241,7 +241,7 @@ def test_a_removed_file_turns_the_store_off_and_it_starts_anew(tmp_path: Path, r
 
 
 class Gate:
-    """The native file, at whose door one call waits until it is told to go on."""
+    """The native file, in which one call waits until the gate is open."""
 
     def __init__(self, core: _core.SlabFile, call: str) -> None:
         self._core, self._call = core, call
@@ -261,11 +261,11 @@ class Gate:
 
 
 @pytest.mark.parametrize("user", ["erase", "clear", "sync"])
-def test_no_descriptor_is_closed_while_somebody_uses_it(tmp_path: Path, records: Records, user: str) -> None:
+def test_no_descriptor_is_closed_while_a_call_uses_it(tmp_path: Path, records: Records, user: str) -> None:
     fsync = FsyncPolicy.INTERVAL if user == "sync" else FsyncPolicy.NEVER
     store = open_store(tmp_path, LAYOUT, fsync=fsync, fsync_interval=0.01)
     batch = records.full_batch(path_hashes(4), slots=range(4))
-    handle = store._file
+    handle = store.file
     gate = Gate(handle.core, "sync" if user == "sync" else "erase")
     handle.core = gate  # type: ignore[assignment]
     assert store.put(batch, 10).ok.all()
@@ -273,14 +273,14 @@ def test_no_descriptor_is_closed_while_somebody_uses_it(tmp_path: Path, records:
     thread = threading.Thread(target=work.get(user, lambda: None))
     thread.start()
     assert gate.entered.wait(60)
-    store._health.failed(errno.EIO)
-    assert not store.get(batch, 10).ok.any(), "it cannot be opened anew yet"
-    assert store._file is handle
+    store.health.failed(errno.EIO)
+    assert not store.get(batch, 10).ok.any(), "the file cannot be reopened yet"
+    assert store.file is handle
     os.fstat(handle.header_fd)
     os.fstat(handle.record_fd)
     gate.open.set()
     thread.join()
-    while store._file is handle:  # the thread that syncs may have it for a moment
+    while store.file is handle:  # the syncing thread may use it for a moment
         store.get(batch, 10)
     assert store.stats().state is StorageState.READY
     store.close()
@@ -298,7 +298,9 @@ def test_no_descriptor_is_closed_while_somebody_uses_it(tmp_path: Path, records:
         ("file/below", "cannot be made \\(Not a directory\\)"),
     ],
 )
-def test_a_folder_that_cannot_be_is_named_with_its_variable(tmp_path: Path, folder: str, wrong: str) -> None:
+def test_a_folder_that_cannot_be_made_is_named_with_its_variable(
+    tmp_path: Path, folder: str, wrong: str
+) -> None:
     (tmp_path / "file").touch()
     chosen = tmp_path / folder
     with pytest.raises(StorageError, match=f"^FDCACHE_STORAGE_DIR: {chosen} {wrong}; choose another folder$"):

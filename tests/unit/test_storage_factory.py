@@ -1,9 +1,8 @@
-"""From FDCACHE_STORAGE to a connector, by entry point too; and what is said when there is none."""
+"""Opening storage by name: built-in connectors, entry points, and errors for everything else."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,8 @@ import pytest
 
 from fdcache.errors import ConnectorNotFoundError, StorageError
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
-from fdcache.storage.breaker import CircuitBreaker
-from fdcache.storage.connector import PlacedStorage, StorageConnector
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import ConnectorContext, PlacedStorage, StorageConnector
 from fdcache.storage.factory import open_lookup, open_storage
-from fdcache.storage.mooncake_client import ClientOptions
 from tests.storage_help import MIB, storage_layout
 
 
@@ -27,7 +23,7 @@ def context(connector: str, folder: Path = Path("/nowhere"), rank: int | None = 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package of somebody else with connectors, as an installer would leave it."""
+    """Install a third-party package with connectors, as pip would leave it."""
     (tmp_path / "their_store.py").write_text(
         "from pathlib import Path\n"
         "from tests.local_connector import LocalConnector\n"
@@ -54,26 +50,26 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     sys.modules.pop("their_store", None)
 
 
-def test_none_is_none() -> None:
+def test_no_storage_is_none() -> None:
     assert open_storage(context("none")) is None
     assert open_lookup(context("none")) is None
 
 
-def test_local_is_a_storage_whose_slots_the_scheduler_hands_out(tmp_path: Path) -> None:
+def test_local_storage_is_placed_and_has_no_lookup(tmp_path: Path) -> None:
     storage = open_storage(context("local", tmp_path))
     assert isinstance(storage, PlacedStorage)
     assert open_lookup(context("local", tmp_path)) is None
     storage.close()
 
 
-def test_an_installed_package_brings_a_connector(installed: Path, tmp_path: Path) -> None:
+def test_an_entry_point_opens_a_connector(installed: Path, tmp_path: Path) -> None:
     storage = open_storage(context("theirs", tmp_path / "blocks"))
     assert isinstance(storage, StorageConnector)
     storage.close()
 
 
-def test_a_package_that_brings_something_else_is_refused(installed: Path) -> None:
-    with pytest.raises(ConnectorNotFoundError, match="no StorageConnector"):
+def test_a_broken_entry_point_is_refused_by_name(installed: Path) -> None:
+    with pytest.raises(ConnectorNotFoundError, match="is not a StorageConnector"):
         open_storage(context("wrong"))
     with pytest.raises(ConnectorNotFoundError, match="cannot be loaded"):
         open_storage(context("broken"))
@@ -81,58 +77,11 @@ def test_a_package_that_brings_something_else_is_refused(installed: Path) -> Non
         open_storage(context("fails"))
 
 
-def test_an_unknown_name_is_told_with_those_that_are_known(installed: Path) -> None:
+def test_an_unknown_name_lists_the_known_ones(installed: Path) -> None:
     with pytest.raises(ConnectorNotFoundError, match=r"broken, fails, local, mooncake, none, theirs, wrong"):
         open_storage(context("nothing-like-it"))
 
 
-def test_attnstore_says_what_to_install() -> None:
+def test_attnstore_names_the_package_to_install() -> None:
     with pytest.raises(ConnectorNotFoundError, match="install the vendor's connector"):
         open_storage(context("attnstore"))
-
-
-def test_the_mooncake_file_comes_before_the_variables(tmp_path: Path) -> None:
-    file = tmp_path / "mooncake.json"
-    file.write_text(
-        json.dumps(
-            {
-                "master_server_address": "127.0.0.1:50051",
-                "protocol": "tcp",
-                "global_segment_size": "2GiB",
-                "device_name": "mlx5_0,mlx5_1",
-            }
-        )
-    )
-    settings = MooncakeSettings(config_path=file, master="elsewhere:1", protocol="rdma", local_buffer_size=99)
-    options = ClientOptions.resolve(settings, rank=3)
-    assert (options.master, options.protocol) == ("127.0.0.1:50051", "tcp")
-    assert (options.segment_bytes, options.buffer_bytes) == (2 << 30, 99)
-    assert options.device == "mlx5_1"
-    assert options.local_hostname == "127.0.0.1"
-    assert ClientOptions.resolve(settings, rank=None).segment_bytes == 0, "a scheduler gives no memory"
-
-
-def test_mooncake_settings_that_cannot_work_are_told(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="needs MOONCAKE_MASTER_SERVER_ADDR"):
-        ClientOptions.resolve(MooncakeSettings(), 0)
-    with pytest.raises(StorageError, match="this machine for every node"):
-        ClientOptions.resolve(MooncakeSettings(master="10.1.2.3:50051", local_hostname="localhost"), 0)
-    with pytest.raises(StorageError, match="write host and port"):
-        ClientOptions.resolve(MooncakeSettings(master="nowhere"), 0)
-    broken = tmp_path / "broken.json"
-    broken.write_text("{")
-    with pytest.raises(StorageError, match=r"broken\.json cannot be read"):
-        ClientOptions.resolve(MooncakeSettings(config_path=broken), 0)
-
-
-def test_a_breaker_refuses_after_a_failure_and_lets_one_call_try_again() -> None:
-    now = [0.0]
-    breaker = CircuitBreaker(5.0, clock=lambda: now[0])
-    assert breaker.refuses() is None
-    breaker.failed("no answer")
-    assert breaker.refuses() == "no answer"
-    now[0] = 5.0
-    assert breaker.refuses() is None, "one call may try"
-    assert breaker.refuses() == "no answer", "the others wait for what comes of it"
-    breaker.succeeded()
-    assert breaker.refuses() is None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fdcache.devices.calibration import load_calibration
-from fdcache.devices.kernels import load_kernels
+from fdcache.devices.cuda import load_kernels
 from fdcache.devices.topology import Gpu, visible_gpus
 from fdcache.errors import ConfigurationError, DeviceError
 from fdcache.machine.memory import available_memory, huge_page_problem, numa_nodes

@@ -14,8 +14,7 @@ from pathlib import Path
 from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
-from fdcache.storage.connector import BlockStorage, PlacedStorage
-from fdcache.storage.context import ConnectorContext
+from fdcache.storage.connector import BlockStorage, ConnectorContext, PlacedStorage
 from fdcache.storage.factory import open_lookup, open_storage
 from fdcache.storage.slab_format import SUFFIX, file_name, read_layout, read_superblock
 from fdcache.tiers.storage import make_index

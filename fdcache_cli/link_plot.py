@@ -1,4 +1,4 @@
-"""A picture of a calibration: speed by size and method, in both directions."""
+"""Plot of a calibration: speed by size and method, in both directions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fdcache.errors import ConfigurationError
 
 
 def require_plotting(path: Path) -> None:
-    """Raise ``ConfigurationError`` where no picture can be written to ``path``; cheap, for before a run."""
+    """Raise ``ConfigurationError`` when no plot can be written to ``path``; call it before a long run."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError("--plot needs matplotlib; install it with: pip install 'fdcache[plot]'")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -23,7 +23,7 @@ def require_plotting(path: Path) -> None:
 
 
 def write_plot(calibration: Calibration, path: Path) -> None:
-    """Write the picture in the format that the file's name ends in."""
+    """Write the plot in the format of the file's suffix."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")

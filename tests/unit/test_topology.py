@@ -1,4 +1,4 @@
-"""Which GPU a name means, and what is said when none can be described."""
+"""GPUs by UUID and ordinal, their PCI links and NUMA nodes, and errors for unknown ones."""
 
 from __future__ import annotations
 
@@ -28,16 +28,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     ("wanted", "ordinal"),
     [(None, 0), (0, 0), (2, 2), ("GPU-aaaa1111-2", 1), ("gpu-AAAA1", 1), ("GPU-b", 2)],
 )
-def test_a_gpu_is_meant_by_uuid_its_beginning_or_number(
+def test_a_gpu_is_found_by_uuid_its_beginning_or_ordinal(
     gpus: list[Gpu], wanted: str | int | None, ordinal: int
 ) -> None:
     assert find_gpu(wanted) == gpus[ordinal]
 
 
 @pytest.mark.parametrize("wanted", ["GPU-aaaa", "GPU-cccc", "0", "", 3, -1])
-def test_a_name_that_means_none_or_several_is_refused_with_those_there_are(
-    gpus: list[Gpu], wanted: str | int
-) -> None:
+def test_an_unknown_or_ambiguous_name_lists_the_visible_gpus(gpus: list[Gpu], wanted: str | int) -> None:
     with pytest.raises(DeviceError, match="is not one of the visible GPUs") as refused:
         find_gpu(wanted)
     assert all(f"{gpu.ordinal}: {gpu.uuid}" in str(refused.value) for gpu in gpus)

@@ -1,4 +1,4 @@
-"""How tensors in GPU memory tell where they are. Reading that touches neither a GPU nor the memory."""
+"""Addresses of tensors in GPU memory, read without touching a GPU or the memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Withheld:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "V2", "V1"])
-def test_the_interface_gives_address_shape_and_strides_in_bytes(dtype: str) -> None:
+def test_the_array_interface_gives_address_shape_and_byte_strides(dtype: str) -> None:
     whole = np.zeros((6, 3, 4, 8), dtype)
     for array in (whole, whole[:, 1], whole[2:], whole.transpose(0, 2, 1, 3)):
         view = _through_array_interface(Exposed(array))
@@ -53,7 +53,7 @@ def test_without_strides_a_tensor_is_contiguous() -> None:
         assert view is not None and view.strides == (128, 32, 4)
 
 
-def test_the_tensor_is_kept_as_long_as_the_view() -> None:
+def test_the_view_keeps_the_tensor_alive() -> None:
     tensor = Exposed(np.zeros(4, np.uint8))
     view = _through_array_interface(tensor)
     assert view is not None and view.owner is tensor
@@ -66,7 +66,7 @@ def test_read_only_tensors_are_refused() -> None:
 
 
 @pytest.mark.parametrize("tensor", ["text", Withheld()])
-def test_what_has_no_interface_is_left_to_others(tensor: object) -> None:
+def test_an_object_without_the_interface_is_no_tensor(tensor: object) -> None:
     assert _through_array_interface(tensor) is None
 
 

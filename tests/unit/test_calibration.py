@@ -1,4 +1,4 @@
-"""From measurements to a calibration, from that and settings to a policy."""
+"""Calibration: chosen from measurements, kept in a file, applied as a policy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from fdcache.devices.calibration import (
     Calibration,
     Measurement,
     calibration_path,
+    choose_calibration,
     load_calibration,
+    make_policy,
+    min_group_bytes,
     save_calibration,
 )
-from fdcache.devices.policy import choose_calibration, make_policy, min_group_bytes
 from fdcache.devices.topology import Gpu, link_of, numa_node_of
 from fdcache.settings.cache import SwapMethod, TransferSettings
 
@@ -42,7 +44,7 @@ def calibration(link: float = 55.0, gpu: Gpu = GPU) -> Calibration:
     return choose_calibration(gpu, found, link_to_device=link, link_to_host=link, measured_at="now")
 
 
-def test_thresholds_are_the_sizes_from_which_on_a_way_is_fast() -> None:
+def test_thresholds_are_the_smallest_fast_sizes() -> None:
     found = calibration()
     assert found.to_device.direct_plane == 32 * KIB
     assert found.to_device.staged_column == 64 * KIB
@@ -51,7 +53,7 @@ def test_thresholds_are_the_sizes_from_which_on_a_way_is_fast() -> None:
     assert found.suits(GPU)
 
 
-def test_a_way_that_is_never_fast_is_never_taken() -> None:
+def test_a_method_that_is_never_fast_is_never_used() -> None:
     found = calibration(link=80.0)
     assert found.to_device.direct_plane == NEVER and found.to_device.group_column == NEVER
 
@@ -65,7 +67,7 @@ def test_a_calibration_is_kept_for_its_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"driver": 12080}, {"pci_address": "0000:41:00.0"}, {"numa_node": 0}])
-def test_another_driver_or_place_makes_a_calibration_stale(
+def test_another_driver_or_slot_makes_a_calibration_stale(
     tmp_path: Path, change: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     save_calibration(calibration(), GPU, tmp_path)
@@ -73,7 +75,7 @@ def test_another_driver_or_place_makes_a_calibration_stale(
     assert "fdcache init" in caplog.text
 
 
-def test_another_format_or_a_broken_file_is_no_calibration(
+def test_a_file_of_another_format_or_a_broken_one_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_calibration(replace(calibration(), format=FORMAT + 1), GPU, tmp_path)
@@ -93,7 +95,7 @@ def test_another_format_or_a_broken_file_is_no_calibration(
         ('"link_to_host": 55.0', '"link_to_host": "fast"'),
     ],
 )
-def test_a_calibration_that_no_copy_could_go_by_is_not_used(
+def test_a_calibration_with_impossible_values_is_ignored(
     tmp_path: Path, sound: str, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save_calibration(calibration(), GPU, tmp_path)
@@ -104,7 +106,7 @@ def test_a_calibration_that_no_copy_could_go_by_is_not_used(
     assert broken.split('"')[1] in caplog.text and "fdcache init" in caplog.text
 
 
-def test_settings_bound_the_thread_blocks() -> None:
+def test_settings_limit_the_thread_blocks() -> None:
     calibrated = replace(calibration(), kernel_ctas=4)
     ctas = {
         (wanted, budget): make_policy(
@@ -134,7 +136,7 @@ def group(blocks: int, record: int, method: SwapMethod = SwapMethod.AUTO, *, bat
     return min_group_bytes(settings, Calibration(), blocks, record, batched=batched)
 
 
-def test_groups_are_wide_enough_for_the_copy_engines_and_not_too_many() -> None:
+def test_groups_are_large_enough_for_the_copy_engines() -> None:
     assert group(1000, MIB) >= Calibration().to_device.group_column
     assert group(8192, MIB) * 6144 >= 8192 * MIB
     assert group(1, MIB) >= MIB
@@ -142,7 +144,7 @@ def test_groups_are_wide_enough_for_the_copy_engines_and_not_too_many() -> None:
     assert all(group(blocks, MIB) % (64 * KIB) == 0 for blocks in (1, 7, 100, 5000))
 
 
-def test_groups_are_joined_until_they_are_wide_enough_and_the_first_stays_small() -> None:
+def test_groups_are_joined_until_large_enough_and_the_first_stays_small() -> None:
     offsets = [100 * layer for layer in range(11)]
     groups = layer_groups(10, 1, 2)
     assert widen_groups(groups, offsets, 0) == groups

@@ -1,4 +1,4 @@
-"""An open slab file and the lock on it."""
+"""An open slab file, its lock, and the typed errors of its system calls."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from fdcache.errors import (
     StorageReadOnlyError,
 )
 from fdcache.layout import KVLayout
-from fdcache.storage.slab_format import PAGE, Superblock, check_fits, create_file, read_superblock
+from fdcache.storage.slab_format import PAGE, SUFFIX, Superblock, check_fits, create_file, read_superblock
 
 SCAN_STEP = 65536
-"""Slots whose headers are read between two words of progress."""
+"""Slots whose headers are read between two calls of the progress function."""
 UNWRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
-"""Of a file that can be read at most."""
+"""Errors of a file that can be read at most."""
 _NO_FOLDER = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
-"""Of a folder that cannot be: a part of it is a file, or it is in one of the kernel's."""
+"""Errors of a folder that cannot exist: part of its path is a file, or belongs to the kernel."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 ScanProgress = Callable[[int, int], None]
-"""Called with slots scanned so far and in all."""
+"""Called with the number of slots scanned so far and in all."""
 
 
 def storage_error(number: int, path: Path) -> StorageError:
-    """The typed error for an errno."""
+    """Return the typed error for an errno."""
     reason = os.strerror(number)
     if number in _FULL:
         return StorageFullError(
@@ -59,15 +59,15 @@ def _make_folder(folder: Path) -> None:
 
 
 def is_same_file(fd: int, path: Path) -> bool:
-    """Whether the open file still is the one of that name. Raises ``OSError`` when that cannot be told."""
-    ours, there = os.fstat(fd), path.stat()
-    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+    """Return True when the open file is the one at ``path``. Raises ``OSError`` when either cannot be examined."""
+    opened, named = os.fstat(fd), path.stat()
+    return (opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino)
 
 
 class SlabLock:
-    """The one right to use a slab file: a lock on the file beside it, which ends with the process.
+    """Exclusive lock on a slab file, held on a lock file beside it; the kernel releases it with the process.
 
-    Raises ``StorageBusyError`` when another process has it.
+    Raises ``StorageBusyError`` when another process holds it.
     """
 
     def __init__(self, slab: Path) -> None:
@@ -85,13 +85,13 @@ class SlabLock:
         except OSError as error:
             os.close(fd)
             raise StorageBusyError(
-                f"{self._path.with_suffix('.slab')}: another process is using it; end that one, or give each its "
+                f"{self._path.with_suffix(SUFFIX)}: another process is using it; end that process, or give each its "
                 "own FDCACHE_STORAGE_DIR"
             ) from error
         return fd
 
     def renew(self) -> None:
-        """Take the lock again where the file system was exchanged below it."""
+        """Take the lock again if the lock file was replaced, for example by another mount."""
         with suppress(FileNotFoundError):
             if is_same_file(self._fd, self._path):
                 return
@@ -100,15 +100,15 @@ class SlabLock:
         self._fd = fd
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         os.close(self._fd)
 
 
 class SlabHandle:
-    """A slab file with ``slots`` slots, open and scanned; made when it is not there. The caller holds its lock.
+    """Open slab file with ``slots`` slots, scanned; created if it does not exist. The caller holds its lock.
 
-    Raises ``StorageFormatError`` for a file that is none of this layout, rank and version, and the errors of
-    ``storage_error`` when it cannot be opened.
+    ``found`` and ``corrupt`` count slot headers of the scan. Raises ``StorageFormatError`` for a file of another
+    layout, rank or version, and the errors of ``storage_error`` when the file cannot be opened.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class SlabHandle:
             self.corrupt += corrupt
             if on_progress is not None:
                 on_progress(last, slots)
-        # A file cut short holds fewer records; its slots are empty now and have room again.
+        # The scan left the slots of a truncated file empty; give them their place in the file back.
         try:
             os.ftruncate(self.header_fd, self.superblock.file_bytes)
         except OSError as error:
@@ -181,7 +181,7 @@ class SlabHandle:
             return os.open(self.path, flags)
 
     def probe(self) -> int:
-        """Write the superblock again, its next version, and read it from the medium. Returns an errno or 0."""
+        """Write the next version of the superblock and read it from the medium. Return an errno or 0."""
         try:
             self._rewrite_superblock()
             with mmap.mmap(-1, PAGE) as page:
@@ -198,11 +198,11 @@ class SlabHandle:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            return  # the page may never have been written; a full disk is no failing one
+            return  # a full disk is not a failing one
         self.superblock = newer
 
     def close(self) -> None:
-        """Close the file; nothing may be under way."""
+        """Close the file. No call may be in progress."""
         os.close(self.record_fd)
         os.close(self.header_fd)
 
@@ -210,7 +210,7 @@ class SlabHandle:
 def open_core(
     superblock: Superblock, layout: KVLayout, record_fd: int, header_fd: int, threads: int
 ) -> _core.SlabFile:
-    """The native side of an open file."""
+    """Return the native object that moves records of an open file."""
     return _core.SlabFile(
         record_fd,
         header_fd,
