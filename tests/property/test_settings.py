@@ -1,4 +1,4 @@
-"""Whatever stands in the environment: it loads, or errors name the variables and tell no secret."""
+"""Any environment loads, or its errors name the variables and show no secret."""
 
 import io
 import json
@@ -67,13 +67,13 @@ environments = st.builds(
 )
 
 
-def all_that_can_be_shown(found: LoadResult) -> str:
+def everything_shown(found: LoadResult) -> str:
     states = effective_values(found.settings, found.rejected)
-    told = msgspec.json.encode(states)
-    assert msgspec.json.decode(told, type=dict[str, EffectiveValue]) == states, "a service can tell it"
+    encoded = msgspec.json.encode(states)
+    assert msgspec.json.decode(encoded, type=dict[str, EffectiveValue]) == states, "a service can send it"
     report = Report(states)
     shown = [
-        told.decode(),
+        encoded.decode(),
         repr(found),
         str(found.settings),
         found.settings.model_dump_json(),
@@ -92,7 +92,7 @@ def test_any_environment_loads_or_names_the_variables(environ: dict[str, str]) -
     for problem in found.problems:
         assert problem.variables
         assert all(name in environ or name in VARIABLES for name in problem.variables)
-    assert MARKER not in all_that_can_be_shown(found)
+    assert MARKER not in everything_shown(found)
 
 
 @settings(max_examples=100)
@@ -121,11 +121,11 @@ def test_any_dotenv_file_loads_or_names_its_lines(noise: bytes, secret: dict[str
         path.write_bytes(noise + "\n".join(["", *lines]).encode(errors="replace"))
         found = read_settings({"FDCACHE_ENV_FILE": str(path)})
     assert all(problem.source and problem.variables for problem in found.problems)
-    assert MARKER not in all_that_can_be_shown(found)
+    assert MARKER not in everything_shown(found)
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
-def test_quoting_is_read_back(text: str) -> None:
+def test_quoted_text_is_read_back(text: str) -> None:
     (entry,) = parse_dotenv(f"NAME={quote(text)}")
     assert entry.text == text
 
