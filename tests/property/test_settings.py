@@ -17,6 +17,7 @@ from fdcache.settings.effective import EffectiveValue, effective_values
 from fdcache.settings.kinds import format_size, parse_size
 from fdcache.settings.sources import parse_dotenv, quote
 from fdcache_cli.env_show import Report
+from tests.seeds import budget
 
 MARKER = "S3CRET"
 SECRETS = [name for name, variable in VARIABLES.items() if variable.secret]
@@ -85,7 +86,7 @@ def everything_shown(found: LoadResult) -> str:
     return "\n".join(shown)
 
 
-@settings(max_examples=200)
+@settings(max_examples=budget(300))
 @given(environments)
 def test_any_environment_loads_or_names_the_variables(environ: dict[str, str]) -> None:
     found = read_settings(environ)
@@ -95,7 +96,7 @@ def test_any_environment_loads_or_names_the_variables(environ: dict[str, str]) -
     assert MARKER not in everything_shown(found)
 
 
-@settings(max_examples=100)
+@settings(max_examples=budget(200))
 @given(environments)
 def test_loading_raises_settings_errors_only(environ: dict[str, str]) -> None:
     found = read_settings(environ)
@@ -112,7 +113,7 @@ def test_loading_raises_settings_errors_only(environ: dict[str, str]) -> None:
     assert MARKER not in str(caught.value) + repr(caught.value)
 
 
-@settings(max_examples=100)
+@settings(max_examples=budget(200))
 @given(st.binary(max_size=200), st.dictionaries(st.sampled_from(SECRETS), secret_texts, max_size=2))
 def test_any_dotenv_file_loads_or_names_its_lines(noise: bytes, secret: dict[str, str]) -> None:
     lines = [f"{name}={quote(text)}" for name, text in secret.items()]
