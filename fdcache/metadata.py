@@ -120,8 +120,8 @@ class BlockNode(msgspec.Struct, kw_only=True, frozen=True):
 class CacheSwapMetadata(msgspec.Struct, kw_only=True):
     """One batch of block copies in one direction. Array fields are parallel: element i is one block.
 
-    ``unverified``, of loads, is 1 where nobody has read the host record since a recovery: its checksum is checked.
-    ``success`` and ``error_message`` are set from the workers' results; until then a transfer maps nothing.
+    ``unverified``, of loads, is 1 for host records not read since a recovery, whose checksum is verified.
+    ``success`` and ``error_message`` are set from the workers' results; until then ``mapping`` is empty.
     """
 
     purpose: SwapPurpose
@@ -199,6 +199,9 @@ class StorageScan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Copies of every rank for one scheduler step.
 
+        for plan in manager.take_plans():
+            controller.submit_swap_tasks(plan)
+
     Evictions read device slots that loads and the step itself then write, so a worker orders both after them. Backups
     only read the device and are ordered after the compute that wrote their blocks.
 
@@ -229,13 +232,18 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 
 
 class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
-    """What one rank says of one transfer of a plan.
+    """One rank's result of one transfer of a plan. Positions are indices into the transfer's arrays.
 
-    ``failed`` holds the positions (indices into the transfer's arrays) that were not copied; ``checksums``
-    has one record checksum per position for copies to the host and is empty for loads. ``lost`` are those of the
-    failed whose source is not there any more, ``corrupt`` those that were refused for their checksum.
-    Of transfers with storage, ``bad_slots`` are those whose slot there cannot be read or written, and ``no_room``
-    those that the disk has no room for.
+    Args:
+        failed: positions that were not copied.
+        checksums: one record checksum per position for copies to the host; empty for loads.
+        copied_bytes: bytes copied.
+        seconds: time from the start of the first copy to the end of the last.
+        error_message: first reason of a failure.
+        lost: failed positions whose source no longer exists.
+        corrupt: failed positions with a wrong checksum.
+        bad_slots: failed positions whose storage slot cannot be read or written.
+        no_room: failed positions for which the disk has no space.
     """
 
     purpose: SwapPurpose
@@ -263,12 +271,14 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def success(self) -> bool:
-        """Whether every block was copied."""
+        """True if every block was copied."""
         return len(self.failed) == 0
 
 
 class TransferReport(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One rank's report of one finished plan, with a result for each of the plan's transfers.
+
+        manager.apply(controller.poll())
 
     ``refused``: the rank did not get the plan, and reports none of its storage tasks.
     """

@@ -1,4 +1,4 @@
-"""Which variable changes what, and live engines to look at: the Paddle example, the adapter, a replay, a service."""
+"""The effect of each variable, and live engines to observe: the Paddle example, the adapter, a replay, a service."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fdcache.storage.mooncake_client import ClientOptions
 from tests.fastdeploy_help import fd_config
 
 LONG = 100
-"""Tokens of the prompt that is served twice."""
+"""Tokens of a prompt that is served twice."""
 
 
 @dataclass
 class Engine:
-    """A scheduler's manager and rank 0's controller, as the program made them."""
+    """A program's manager and the controller of rank 0."""
 
     manager: CacheManager
     controller: CacheController
@@ -36,7 +36,7 @@ class Engine:
     hits: int = -1
 
     def serve_twice(self) -> None:
-        """Serve one prompt twice; ``hits`` are the tokens that the second time found."""
+        """Serve one prompt twice; ``hits`` is the number of tokens found the second time."""
         for name in ("first", "second"):
             request = Request(name, list(range(LONG)))
             match = self.manager.match_prefix([request])[0]
@@ -64,21 +64,21 @@ class Engine:
         return counter._default_timeout
 
 
-Look = Callable[[Any], object]
+Read = Callable[[Any], object]
 ENGINES = ("paddle", "adapter", "replay")
 
 
 @dataclass(frozen=True)
 class Case:
-    """``value`` of a variable, other than its default, and what it changes: in an engine, in a service, elsewhere.
+    """A value of a variable, other than its default, and functions that read its effect.
 
-    ``beside`` are variables without which it means nothing, with and without it the same. ``engines`` are the programs
-    in which it has the effect; ``elsewhere`` is looked at without any.
+    ``engine`` and ``serve`` read it from an engine and a service, ``elsewhere`` needs neither. ``engines`` are the
+    programs with the effect, ``refused_by`` those that refuse the value. ``beside`` are variables that it needs.
     """
 
     value: str
-    engine: Look | None = None
-    serve: Look | None = None
+    engine: Read | None = None
+    serve: Read | None = None
     elsewhere: Callable[[], object] | None = None
     engines: tuple[str, ...] = ENGINES
     refused_by: tuple[str, ...] = ()
@@ -86,11 +86,11 @@ class Case:
 
 
 GPU = Gpu(0, "GPU-1", "a GPU", 13000, "0000:00:06.0", "PCIe 32.0 GT/s x16", 1, 132, 1 << 37)
-KEPT = Calibration(measured_at="a day", kernel_ctas=7).made_for(GPU)
+SAVED = Calibration(measured_at="a day", kernel_ctas=7).made_for(GPU)
 
 
 def policy() -> Any:
-    """How the CUDA device would copy."""
+    """Return the copy policy of a CUDA device."""
     return make_policy(Settings.load().transfer, Calibration(), batched=True)
 
 
@@ -128,7 +128,7 @@ def events(engine: Engine) -> object:
     return len(engine.manager.take_events()) > 0
 
 
-def reads(name: str) -> Look:
+def reads(name: str) -> Read:
     return lambda engine: getattr(engine.manager._tiers.fetches.terms, name)
 
 
@@ -136,12 +136,12 @@ def groups(engine: Engine) -> object:
     return engine.controller._queue._groups._groups
 
 
-def in_service(name: str) -> Look:
-    """A setting that the service looks at while it runs."""
+def in_service(name: str) -> Read:
+    """Return a setting that the service reads while it runs."""
     return lambda server: getattr(server.service.settings, name)
 
 
-def storage_in_service(name: str) -> Look:
+def storage_in_service(name: str) -> Read:
     return lambda server: getattr(server.service.storage.settings, name) if server.service.storage else None
 
 
@@ -288,22 +288,22 @@ CASES: dict[str, Case] = {
     ),
 }
 WITHOUT_A_CHOICE = {"FDCACHE_EVICTION"}
-"""Variables that have one value only, the default."""
+"""Variables with a single value, the default."""
 
 
 def prepare(directory: Path) -> None:
-    """Make what the values name."""
+    """Create the files and folders that the values name."""
     for name in ("blocks", "other", "secrets"):
         (directory / name).mkdir(mode=0o700)
     values = {"FDCACHE_DEVICE_BLOCKS": "37", "FDCACHE_HOST_MEMORY": "2MiB"}
     (directory / "file.env").write_text("".join(f"{name}={text}\n" for name, text in values.items()))
     for name, text in values.items():
         (directory / "secrets" / name).write_text(text)
-    save_calibration(KEPT, GPU, directory / "calibration")
+    save_calibration(SAVED, GPU, directory / "calibration")
 
 
-def look_at_paddle(look: Look) -> object:
-    """The Paddle example's own halves, made from no flag but the model's."""
+def observe_paddle(read: Read) -> object:
+    """Observe the Paddle example, created with options of the model alone."""
     from examples.paddle_engine.__main__ import parse
     from examples.paddle_engine.kv_cache import FdcacheBlocks
     from examples.paddle_engine.worker import Worker
@@ -315,14 +315,14 @@ def look_at_paddle(look: Look) -> object:
     try:
         assert worker.controller is not None
         cache.restore(worker.storage_scans())
-        return look(Engine(cache.manager, worker.controller, demo.engine.device_blocks))
+        return read(Engine(cache.manager, worker.controller, demo.engine.device_blocks))
     finally:
         worker.shutdown()
         cache.close()
 
 
-def look_at_adapter(look: Look) -> object:
-    """The adapter's halves, on a configuration of FastDeploy's."""
+def observe_adapter(read: Read) -> object:
+    """Observe the adapter, created from a configuration of FastDeploy."""
     from fdcache.integrations import fastdeploy
 
     config = fd_config(total_block_num=64, num_cpu_blocks=40)
@@ -333,39 +333,39 @@ def look_at_adapter(look: Look) -> object:
         planes = controller.initialize_kv_cache(None, config.cache_config.total_block_num)
         if scan := controller.initialize_storage():
             manager.core.restore_storage([scan])
-        return look(Engine(manager.core, controller.core, planes[0].shape[0]))
+        return read(Engine(manager.core, controller.core, planes[0].shape[0]))
     finally:
         controller.shutdown()
         manager.core.close()
 
 
-def look_at_replay(look: Look) -> object:
-    """Look at the manager and controller that the command `fdcache replay` makes, instead of running a workload."""
+def observe_replay(read: Read) -> object:
+    """Observe the manager and controller that `fdcache replay` creates, without running a workload."""
     from fdcache.replay import engine as replaying
     from fdcache.replay.ranks import LocalRank
     from fdcache_cli.replay import replay
 
     found: list[object] = []
 
-    class LookingRun(replaying.Run):
+    class ObservedRun(replaying.Run):
         def work(self, *_: object) -> bool:
-            # Several ranks have processes of their own, whose controllers are out of reach.
+            # Several ranks run in processes of their own, and their controllers cannot be reached.
             worker = self.ranks.worker if isinstance(self.ranks, LocalRank) else None
             blocks = worker.planes.arrays[0].shape[0] if worker else 0
             controller: Any = worker and worker.controller
-            found.append(look(Engine(self.manager, controller, blocks)))
+            found.append(read(Engine(self.manager, controller, blocks)))
             return True
 
-    with mock.patch.object(replaying, "Run", LookingRun), redirect_stdout(StringIO()):
+    with mock.patch.object(replaying, "Run", ObservedRun), redirect_stdout(StringIO()):
         try:
             replay(layers=6, json_output=True)
         except SystemExit as end:
-            assert end.code == 130, end.code  # it was interrupted, and nothing leaked
+            assert end.code == 130, end.code  # interrupted, without leaks
     return found[0]
 
 
-def look_at_serve(look: Look) -> object:
-    """A service as `fdcache serve` makes it, where an earlier one of the same address has died."""
+def observe_serve(read: Read) -> object:
+    """Observe a service as `fdcache serve` creates it, after an earlier one at the same address died."""
     from fdcache.service.server import arena
 
     with mock.patch.object(arena, "_allocate_all", wraps=arena._allocate_all) as allocate:
@@ -377,14 +377,14 @@ def look_at_serve(look: Look) -> object:
     server.start()
     try:
         server.earlier, server.allocated = incarnation, allocate.call_args.args
-        return look(server)
+        return read(server)
     finally:
         server.close()
 
 
-LOOKS: dict[str, Callable[[Look], object]] = {
-    "paddle": look_at_paddle,
-    "adapter": look_at_adapter,
-    "replay": look_at_replay,
-    "serve": look_at_serve,
+OBSERVERS: dict[str, Callable[[Read], object]] = {
+    "paddle": observe_paddle,
+    "adapter": observe_adapter,
+    "replay": observe_replay,
+    "serve": observe_serve,
 }

@@ -1,4 +1,4 @@
-"""What the environment module that fdcache.envs stands in for gave for each variable, by its description.
+"""The values of the environment module that fdcache.envs replaces, by its description.
 
 The readers take the environment as a mapping, so that both sides can be asked about the same one.
 """
@@ -243,4 +243,4 @@ VALUES: dict[str, tuple[str, ...]] = {
     "FD_CUSTOM_AR_MAX_SIZE_MB": ("1", "64"),
     "FD_DETERMINISTIC_SPLIT_KV_SIZE": ("1", "16", "4096"),
 }
-"""Texts that the readers of everything but flags have to be tried with."""
+"""Texts to test the readers with, for every variable but flags."""

@@ -82,7 +82,7 @@ def available_memory(root: Path = Path("/")) -> MemoryBudget:
 def _control_groups(root: Path) -> Iterator[_ControlGroup]:
     """Yield the groups of this process that have a memory limit, from its own up to the mount.
 
-    A container may not see the folder of its own group; its limit then stands at the mount.
+    A container may not see the folder of its own group; its limit is then at the mount.
     """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -146,7 +146,7 @@ class CacheSettings(Group):
 
 
 class SwapMethod(StrEnum):
-    """How blocks are copied between GPU and host memory."""
+    """Method of copies between GPU and host memory."""
 
     AUTO = "auto"
     DMA = "dma"
@@ -241,7 +241,7 @@ class FsyncPolicy(StrEnum):
 
 
 class PrefetchPolicy(StrEnum):
-    """How long a request waits for blocks in flight from storage."""
+    """Limit of a request's wait for blocks in flight from storage."""
 
     BEST_EFFORT = "best_effort"
     WAIT_COMPLETE = "wait_complete"

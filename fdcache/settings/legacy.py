@@ -167,7 +167,7 @@ def _reader(variable: Variable) -> Callable[[object], Any]:
     raw: Mapping[Any, Any] = getattr(environ, "_data", environ)
     encode: Callable[[str], Any] = str if raw is environ else environ.encodekey
     get, env_file, secrets = raw.get, encode(ENV_FILE), encode(SECRETS_DIRECTORY)
-    # A variable has at most one deprecated name; its own stands in for a missing one.
+    # A variable has at most one deprecated name. Without one its own name is looked up twice.
     key, key_file, alias, alias_file = (encode(name) for name in (_spellings(variable) * 2)[:4])
     finish = _finish(variable)
     known: Any = object()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypedDict, Union, Unpack, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -99,84 +99,83 @@ class Group(BaseModel):
             yield name, mask_url(value) if value and kind is URL else value
 
 
+class Facts(TypedDict, total=False):
+    """Optional parts of a variable's description."""
+
+    unit: str
+    used_in: tuple[Component, ...]
+    """Components of fdcache that use it, in place of the group's."""
+    checked_against: str
+    """The variable with which it may conflict."""
+    live: bool
+    """A changed value takes effect while the process runs."""
+    since: str
+    alias: str
+    """A deprecated name."""
+    old: OldType
+    """Type in the old environment module; not set if that module has no such variable."""
+    old_default: Any
+    """Default in that module, unless it is the default in the old type."""
+    old_flag: tuple[str, str]
+    """False and true as that module spelt them, for a flag of type text."""
+    undeclared: bool
+    """The engine reads it and its environment module does not describe it."""
+
+
 def variable(
     name: str,
     default: Any,
     meaning: str,
     *,
-    old: OldType | None = None,
-    old_default: Any = ...,
-    old_flag: tuple[str, str] = ("0", "1"),
-    undeclared: bool = False,
-    unit: str | None = None,
-    used_in: tuple[Component, ...] | None = None,
-    checked_against: str | None = None,
-    live: bool = False,
-    since: str = "0.1.0",
-    alias: str | None = None,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
+    **facts: Unpack[Facts],
 ) -> Any:
     """Describe one variable, as the field of a group.
 
-    Args:
-        name: the environment variable.
-        default: its value where nothing sets it, validated like any other.
-        meaning: one sentence for people.
-        old: its type in the old environment module; None if that module has no such variable.
-        old_default: its default there, unless that is ``default`` in the old type.
-        old_flag: false and true as that module spelt them, for a flag of type text.
-        undeclared: the engine reads it and its environment module does not describe it.
-        used_in: the components of fdcache that use it, in place of the group's.
-        checked_against: the variable with which it may conflict.
-        live: a changed value takes effect while the process runs.
-        alias: a deprecated name.
+    ``default`` is validated like any other value; ``meaning`` is a sentence for people; ``ge``, ``gt`` and ``le`` are
+    the bounds.
     """
-    extra: dict[str, Any] = {
-        _KEY: {
-            "name": name,
-            "unit": unit,
-            "used_in": used_in,
-            "checked_against": checked_against,
-            "takes_effect": TakesEffect.LIVE if live else TakesEffect.START,
-            "since": since,
-            "aliases": (alias,) if alias else (),
-            "old": old,
-            "old_flag": old_flag,
-            "undeclared": undeclared,
-        }
-    }
-    if old_default is not ...:
-        extra[_KEY]["old_default"] = old_default
+    extra: dict[str, Any] = {_KEY: {"name": name, **facts}}
     return Field(default=default, description=meaning, ge=ge, gt=gt, le=le, json_schema_extra=extra)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """Description of one variable, read from its field."""
+    """Description of one variable, read from its field. ``Facts`` explains the optional parts."""
 
     name: str
     group: str
     field: str
     model: type[Group]
     kind: Kind
+    choices: tuple[str, ...]
     default: Any
     meaning: str
-    unit: str | None
-    used_in: tuple[Component, ...]
-    checked_against: str | None
-    takes_effect: TakesEffect
-    since: str
-    aliases: tuple[str, ...]
-    old: OldType | None
-    old_default: Any
-    old_flag: tuple[str, str]
-    undeclared: bool
-    choices: tuple[str, ...]
     minimum: float | None
     above: float | None
     maximum: float | None
+    used_in: tuple[Component, ...]
+    unit: str | None = None
+    checked_against: str | None = None
+    live: bool = False
+    since: str = "0.1.0"
+    alias: str | None = None
+    old: OldType | None = None
+    old_default: Any = ...
+    old_flag: tuple[str, str] = ("0", "1")
+    undeclared: bool = False
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Deprecated names."""
+        return (self.alias,) if self.alias else ()
+
+    @property
+    def takes_effect(self) -> TakesEffect:
+        """When a changed value takes effect."""
+        return TakesEffect.LIVE if self.live else TakesEffect.START
 
     @property
     def used_by(self) -> Actor:
@@ -305,7 +304,7 @@ def describe(group: str, model: type[Group]) -> Iterator[Variable]:
         extra = info.json_schema_extra
         if not isinstance(extra, dict) or _KEY not in extra:
             continue
-        facts: dict[str, Any] = dict(extra[_KEY])  # type: ignore[arg-type]
+        facts: dict[str, Any] = {"used_in": model.used_in, **extra[_KEY]}  # type: ignore[dict-item]
         kind, choices = _kind_of(info)
         limits = {type(item).__name__: item for item in info.metadata}
         yield Variable(
@@ -319,8 +318,6 @@ def describe(group: str, model: type[Group]) -> Iterator[Variable]:
             minimum=getattr(limits.get("Ge"), "ge", None),
             above=getattr(limits.get("Gt"), "gt", None),
             maximum=getattr(limits.get("Le"), "le", None),
-            old_default=facts.pop("old_default", ...),
-            used_in=model.used_in if (used_in := facts.pop("used_in")) is None else used_in,
             **facts,
         )
 

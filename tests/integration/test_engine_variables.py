@@ -1,4 +1,4 @@
-"""Each variable of the engine that is said to have an effect in fdcache has it, on the path that is named."""
+"""Effect in fdcache of the engine's variables."""
 
 from __future__ import annotations
 
@@ -61,29 +61,31 @@ def replay(
     return run_once
 
 
-def test_every_variable_of_the_engine_with_an_effect_is_in_a_test() -> None:
+def test_every_variable_with_an_effect_has_a_test() -> None:
     used = {name for name in OLD_VARIABLES if VARIABLES[name].used_in}
     texts = [path.read_text() for path in (Path(__file__), *Path(__file__).parent.glob("test_*service*.py"))]
     assert {name for name in used if not any(name in text for text in texts)} == set()
 
 
 class TestReplay:
-    def test_the_attention_backend_decides_the_planes(self, replay: Replay) -> None:
+    def test_attention_backend_determines_the_planes(self, replay: Replay) -> None:
         few = ("--requests", "5")
         assert replay(*few)["settings"]["planes"] == 4
         assert replay(*few, FD_ATTENTION_BACKEND="FLASH_ATTN")["settings"]["planes"] == 4
         assert replay(*few, FD_ATTENTION_BACKEND="MLA_ATTN")["settings"]["planes"] == 2
-        told = replay("--layout", "uniform", *few, FD_ATTENTION_BACKEND="MLA_ATTN")
-        assert told["settings"]["planes"] == 4
+        shown = replay("--layout", "uniform", *few, FD_ATTENTION_BACKEND="MLA_ATTN")
+        assert shown["settings"]["planes"] == 4
 
-    def test_a_reserve_for_decodes_after_a_preemption_prevents_most_others(self, replay: Replay) -> None:
+    def test_decode_reserve_prevents_most_preemptions(self, replay: Replay) -> None:
         plain = replay()["preemptions"]
-        kept = replay(**{RESERVE: "1000", DECAY: "0"})["preemptions"]
-        assert 0 < kept < plain / 3
-        assert replay(**{RESERVE: "1000", DECAY: "1000"})["preemptions"] > 2 * kept
+        reserved = replay(**{RESERVE: "1000", DECAY: "0"})["preemptions"]
+        assert 0 < reserved < plain / 3
+        assert replay(**{RESERVE: "1000", DECAY: "1000"})["preemptions"] > 2 * reserved
         assert replay(**{MINIMUM: "1000"})["preemptions"] < plain / 3
 
-    def test_decodes_take_blocks_by_the_number(self, replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_decodes_allocate_several_blocks_at_a_time(
+        self, replay: Replay, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         allocate = Manager.allocate_device_blocks
         grown: list[int] = []
 
@@ -117,7 +119,7 @@ class TestReplay:
         assert grown.count(3) > 1
         assert grown.count(1) < singly / 2  # the last of a request's blocks
 
-    def test_outputs_of_preempted_requests_are_left_out(
+    def test_outputs_of_preempted_requests_are_not_committed(
         self, replay: Replay, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         preempt, commit = Scheduler.preempt, Manager.commit
@@ -145,7 +147,7 @@ class TestReplay:
 
 
 class TestService:
-    def test_files_and_drain_follow_the_engines_names(self, tmp_path: Path) -> None:
+    def test_storage_folder_and_drain_timeout_follow_the_engine(self, tmp_path: Path) -> None:
         (tmp_path / "s").mkdir(mode=0o700)
         theirs = {"FILE_BACKEND_STORAGE_DIR": str(tmp_path / "files"), "FD_CACHE_PROC_EXIT_TIMEOUT": "300ms"}
         settings = {
@@ -161,14 +163,16 @@ class TestService:
         ) as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
-            until(lambda: list((tmp_path / "files").glob("fdcache-*")), "the files are made")
-            told = {name: each["text"] for name, each in service.ask("config")["settings"].items()}
-            assert told["FDCACHE_STORAGE_DIR"] == str(tmp_path / "files")
-            assert told["FDCACHE_DRAIN_TIMEOUT"] == "1"
-            assert service.terminate() == 0  # the engine is there, and the drain is over after a second
+            until(lambda: list((tmp_path / "files").glob("fdcache-*")), "the files exist")
+            shown = {name: each["text"] for name, each in service.ask("config")["settings"].items()}
+            assert shown["FDCACHE_STORAGE_DIR"] == str(tmp_path / "files")
+            assert shown["FDCACHE_DRAIN_TIMEOUT"] == "1"
+            assert (
+                service.terminate() == 0
+            )  # the engine is still connected, and the drain ends after a second
             engine.close()
 
-    def test_names_of_fdcache_are_stronger(self) -> None:
+    def test_own_variables_override_the_engines(self) -> None:
         settings = Settings.load(
             environ={
                 "FILE_BACKEND_STORAGE_DIR": "/theirs",
@@ -184,7 +188,7 @@ class TestService:
     @pytest.mark.parametrize(
         ("values", "level"), [({"FD_DEBUG": "1"}, "DEBUG"), ({"FD_LOG_LEVEL": "INFO"}, "INFO")]
     )
-    def test_log_level_files_and_their_number(
+    def test_log_level_folder_and_number_of_files(
         self, values: dict[str, str], level: str, tmp_path: Path
     ) -> None:
         from fdcache.service.server import process
@@ -208,15 +212,15 @@ class TestService:
 
 
 class TestDeterministicMode:
-    def test_reuse_is_cut_to_the_split_size(self, replay: Replay) -> None:
+    def test_reuse_grid_is_the_split_size(self, replay: Replay) -> None:
         few = ("--requests", "5")
         assert replay(*few)["settings"]["reuse_grid"] == 0
-        told = replay(*few, FD_DETERMINISTIC_MODE="1", FD_DETERMINISTIC_SPLIT_KV_SIZE="128")
-        assert told["settings"]["reuse_grid"] == 128
+        shown = replay(*few, FD_DETERMINISTIC_MODE="1", FD_DETERMINISTIC_SPLIT_KV_SIZE="128")
+        assert shown["settings"]["reuse_grid"] == 128
 
 
 class TestFastDeploy:
-    def test_the_attention_backend_decides_the_planes(self, environ: Callable[..., None]) -> None:
+    def test_attention_backend_determines_the_planes(self, environ: Callable[..., None]) -> None:
         def kinds() -> list[PlaneKind]:
             return [plane.kind for plane in layout_from_config(fd_config(latent=16)).layer_planes(0)]
 
@@ -227,7 +231,7 @@ class TestFastDeploy:
         environ(FD_ATTENTION_BACKEND="FLASH_ATTN")
         assert kinds() == [PlaneKind.KEY, PlaneKind.VALUE]
 
-    def test_a_backend_whose_planes_are_not_known_is_named(self, environ: Callable[..., None]) -> None:
+    def test_backend_with_unknown_planes_is_named(self, environ: Callable[..., None]) -> None:
         environ(FD_ATTENTION_BACKEND="DSA_ATTN")
         with pytest.raises(
             ConfigurationError, match=r"FD_ATTENTION_BACKEND=DSA_ATTN \(environment\).*layout of your own"
@@ -238,7 +242,7 @@ class TestFastDeploy:
             layout_from_config(fd_config())
 
     @pytest.mark.parametrize("keeps", ["0", "1"])
-    def test_a_preempted_request_leaves_its_outputs_where_it_should(
+    def test_preempted_request_leaves_its_outputs_if_configured(
         self, keeps: str, environ: Callable[..., None]
     ) -> None:
         environ(FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST=keeps)
@@ -260,7 +264,7 @@ class TestFastDeploy:
         assert found("FINISHED") == 4
 
     @pytest.mark.parametrize("clears", ["0", "1"])
-    def test_sleep_frees_the_host_cache_where_it_should(
+    def test_sleep_frees_the_host_cache_if_configured(
         self, clears: str, environ: Callable[..., None]
     ) -> None:
         pytest.importorskip("paddle")
@@ -274,7 +278,7 @@ class TestFastDeploy:
         assert controller.core.host_arena is not None
         controller.shutdown()
 
-    def test_the_old_manager_beside_the_adapter_is_named(
+    def test_old_manager_beside_the_adapter_is_a_warning(
         self, environ: Callable[..., None], caplog: pytest.LogCaptureFixture
     ) -> None:
         for values, times in (
@@ -285,8 +289,8 @@ class TestFastDeploy:
             caplog.clear()
             with caplog.at_level(logging.WARNING, "fdcache"):
                 CacheManager(fd_config())
-            told = [each for each in caplog.messages if "set ENABLE_V1_KVCACHE_MANAGER=1" in each]
-            assert len(told) == times
+            shown = [each for each in caplog.messages if "set ENABLE_V1_KVCACHE_MANAGER=1" in each]
+            assert len(shown) == times
 
 
 class TestPaddleEngine:
@@ -308,15 +312,15 @@ class TestPaddleEngine:
 
         yield run_once
 
-    def test_admission_follows_the_engines_variables(self, preemptions: Callable[..., int]) -> None:
+    def test_admission_follows_the_engine(self, preemptions: Callable[..., int]) -> None:
         plain = preemptions()
-        kept = preemptions(**{RESERVE: "1000", DECAY: "0"})
-        assert 0 < kept < plain
-        assert preemptions(**{RESERVE: "1000", DECAY: "1000"}) > kept
-        assert preemptions(**{MINIMUM: "1000"}) == kept
+        reserved = preemptions(**{RESERVE: "1000", DECAY: "0"})
+        assert 0 < reserved < plain
+        assert preemptions(**{RESERVE: "1000", DECAY: "1000"}) > reserved
+        assert preemptions(**{MINIMUM: "1000"}) == reserved
         assert preemptions(FD_ENC_DEC_BLOCK_NUM="8") != plain
 
-    def test_digests_of_logits_are_written_and_equal_with_and_without_the_cache(
+    def test_digests_of_logits_are_equal_with_and_without_the_cache(
         self, environ: Callable[..., None], capfd: pytest.CaptureFixture[str]
     ) -> None:
         pytest.importorskip("paddle")

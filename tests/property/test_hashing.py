@@ -65,7 +65,7 @@ def rows(hashes: HashArray) -> list[bytes]:
     return [row.tobytes() for row in hashes]
 
 
-def test_the_portable_backend_is_always_there_and_last() -> None:
+def test_portable_backend_is_always_last() -> None:
     assert BACKENDS[-1] == "portable"
 
 
@@ -77,7 +77,7 @@ def test_standard_vectors(backend: str, message: bytes, expected: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(message=st.binary(max_size=400))
-def test_sha256_is_hashlibs(backend: str, message: bytes) -> None:
+def test_sha256_equals_hashlib(backend: str, message: bytes) -> None:
     assert _core.sha256(message, backend) == hashlib.sha256(message).digest()
 
 
@@ -103,7 +103,7 @@ def test_documented_vectors(vector: dict[str, Any]) -> None:
 
 
 @given(fingerprint=digests, tenant=optional_names)
-def test_roots_are_the_oracles(fingerprint: bytes, tenant: str | None) -> None:
+def test_roots_equal_the_oracles(fingerprint: bytes, tenant: str | None) -> None:
     assert root_hash(fingerprint, tenant) == oracle_root(fingerprint, tenant)
 
 
@@ -114,7 +114,7 @@ def test_roots_are_the_oracles(fingerprint: bytes, tenant: str | None) -> None:
     block_size=block_sizes,
     parent=digests,
 )
-def test_hashes_without_extra_keys_are_the_oracles(
+def test_hashes_without_extra_keys_equal_the_oracles(
     backend: str, tokens: list[int], repeat: int, block_size: int, parent: bytes
 ) -> None:
     tokens = tokens * repeat
@@ -132,7 +132,7 @@ def test_hashes_without_extra_keys_are_the_oracles(
     items=item_lists(),
     lookahead=lookaheads,
 )
-def test_hashes_with_extra_keys_are_the_oracles(
+def test_hashes_with_extra_keys_equal_the_oracles(
     *,
     tokens: list[int],
     block_size: int,
@@ -157,7 +157,7 @@ def test_hashes_with_extra_keys_are_the_oracles(
     as_array=st.booleans(),
     lookahead=lookaheads,
 )
-def test_a_growing_request_has_the_hashes_of_the_whole(
+def test_hashes_do_not_depend_on_how_a_request_grows(
     *,
     pieces: list[list[int]],
     block_size: int,
@@ -200,7 +200,7 @@ def test_hashing_continues_from_any_block(
 
 
 @given(items=item_lists(), block_size=st.integers(1, 40), blocks=st.integers(1, 12))
-def test_the_running_index_loses_no_item(items: list[Item], block_size: int, blocks: int) -> None:
+def test_running_index_skips_no_item(items: list[Item], block_size: int, blocks: int) -> None:
     index = 0
     for start in range(0, blocks * block_size, block_size):
         end = start + block_size
@@ -215,7 +215,7 @@ def test_the_running_index_loses_no_item(items: list[Item], block_size: int, blo
     position=st.integers(0, 23),
     lookahead=lookaheads,
 )
-def test_one_token_changes_the_blocks_that_see_it_and_all_after_them(
+def test_token_changes_its_block_and_all_after_it(
     block_size: int, tokens: list[int], position: int, lookahead: int
 ) -> None:
     other = tokens.copy()

@@ -63,7 +63,7 @@ def test_fingerprint_is_the_documented_one(layout: KVLayout) -> None:
 
 
 @given(layouts(), st.data())
-def test_every_field_that_matters_changes_the_fingerprint(layout: KVLayout, data: st.DataObject) -> None:
+def test_fields_of_the_record_change_the_fingerprint(layout: KVLayout, data: st.DataObject) -> None:
     changes: list[dict[str, Any]] = [
         {"model": layout.model + "x"},
         {"revision": layout.revision + "x"},

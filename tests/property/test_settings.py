@@ -1,4 +1,4 @@
-"""Whatever stands in the environment: it loads, or errors name the variables and tell no secret."""
+"""Any environment loads, or its errors name the variables and show no secret."""
 
 import io
 import json
@@ -17,6 +17,7 @@ from fdcache.settings.effective import EffectiveValue, effective_values
 from fdcache.settings.kinds import format_size, parse_size
 from fdcache.settings.sources import parse_dotenv, quote
 from fdcache_cli.env_show import Report
+from tests.seeds import budget
 
 MARKER = "S3CRET"
 SECRETS = [name for name, variable in VARIABLES.items() if variable.secret]
@@ -67,13 +68,13 @@ environments = st.builds(
 )
 
 
-def all_that_can_be_shown(found: LoadResult) -> str:
+def everything_shown(found: LoadResult) -> str:
     states = effective_values(found.settings, found.rejected)
-    told = msgspec.json.encode(states)
-    assert msgspec.json.decode(told, type=dict[str, EffectiveValue]) == states, "a service can tell it"
+    encoded = msgspec.json.encode(states)
+    assert msgspec.json.decode(encoded, type=dict[str, EffectiveValue]) == states, "a service can send it"
     report = Report(states)
     shown = [
-        told.decode(),
+        encoded.decode(),
         repr(found),
         str(found.settings),
         found.settings.model_dump_json(),
@@ -85,17 +86,17 @@ def all_that_can_be_shown(found: LoadResult) -> str:
     return "\n".join(shown)
 
 
-@settings(max_examples=200)
+@settings(max_examples=budget(300))
 @given(environments)
 def test_any_environment_loads_or_names_the_variables(environ: dict[str, str]) -> None:
     found = read_settings(environ)
     for problem in found.problems:
         assert problem.variables
         assert all(name in environ or name in VARIABLES for name in problem.variables)
-    assert MARKER not in all_that_can_be_shown(found)
+    assert MARKER not in everything_shown(found)
 
 
-@settings(max_examples=100)
+@settings(max_examples=budget(200))
 @given(environments)
 def test_loading_raises_settings_errors_only(environ: dict[str, str]) -> None:
     found = read_settings(environ)
@@ -112,7 +113,7 @@ def test_loading_raises_settings_errors_only(environ: dict[str, str]) -> None:
     assert MARKER not in str(caught.value) + repr(caught.value)
 
 
-@settings(max_examples=100)
+@settings(max_examples=budget(200))
 @given(st.binary(max_size=200), st.dictionaries(st.sampled_from(SECRETS), secret_texts, max_size=2))
 def test_any_dotenv_file_loads_or_names_its_lines(noise: bytes, secret: dict[str, str]) -> None:
     lines = [f"{name}={quote(text)}" for name, text in secret.items()]
@@ -121,11 +122,11 @@ def test_any_dotenv_file_loads_or_names_its_lines(noise: bytes, secret: dict[str
         path.write_bytes(noise + "\n".join(["", *lines]).encode(errors="replace"))
         found = read_settings({"FDCACHE_ENV_FILE": str(path)})
     assert all(problem.source and problem.variables for problem in found.problems)
-    assert MARKER not in all_that_can_be_shown(found)
+    assert MARKER not in everything_shown(found)
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
-def test_quoting_is_read_back(text: str) -> None:
+def test_quoted_text_is_read_back(text: str) -> None:
     (entry,) = parse_dotenv(f"NAME={quote(text)}")
     assert entry.text == text
 

@@ -83,13 +83,13 @@ def differing_blocks(**options: Any) -> list[int]:
     return [i for i in range(4) if plain[i].tobytes() != other[i].tobytes()]
 
 
-def test_an_item_changes_the_hashes_from_its_first_block_on() -> None:
+def test_item_changes_the_hashes_from_its_first_block_on() -> None:
     assert differing_blocks(multimodal=[item(9, 1)]) == [2, 3]
     assert differing_blocks(multimodal=[item(15, 1)]) == [3]
     assert differing_blocks(multimodal=[item(16, 4)]) == []
 
 
-def test_an_adapter_changes_all_hashes() -> None:
+def test_adapter_changes_all_hashes() -> None:
     assert differing_blocks(adapter_id="lora") == [0, 1, 2, 3]
     assert differing_blocks(adapter_id="") == [0, 1, 2, 3]
 
@@ -107,7 +107,7 @@ def test_tenant_and_fingerprint_change_the_root() -> None:
     assert root_hash(fingerprint, "a") == root_hash(fingerprint, "a")
 
 
-def test_where_an_item_lies_within_its_placeholders_matters() -> None:
+def test_hash_depends_on_the_position_of_an_item() -> None:
     tokens = [7] * 4
     variants = [[(0, 2), (2, 2)], [(0, 1), (1, 3)], [(0, 1), (1, 2)], [(0, 1), (2, 2)]]
     hashes = {
@@ -119,7 +119,7 @@ def test_where_an_item_lies_within_its_placeholders_matters() -> None:
     assert len(hashes) == len(variants)
 
 
-def test_text_and_bytes_keys_never_count_as_equal() -> None:
+def test_text_and_bytes_keys_differ() -> None:
     text, data = MultimodalItem(0, 1, "ab"), MultimodalItem(0, 1, b"ab")
     assert (
         hash_blocks([1], 1, parent=ROOT, multimodal=[text]).tobytes()
@@ -177,7 +177,7 @@ def test_only_full_blocks_have_a_hash() -> None:
     assert blocks.block_size == 4
 
 
-def test_a_block_that_looks_ahead_has_a_hash_once_it_sees_what_follows() -> None:
+def test_lookahead_block_has_a_hash_once_the_tokens_after_it_exist() -> None:
     blocks = TokenBlocks(4, ROOT, lookahead=2)
     for count in range(1, 15):
         blocks.append(count)
@@ -185,12 +185,12 @@ def test_a_block_that_looks_ahead_has_a_hash_once_it_sees_what_follows() -> None
     assert hash_blocks(range(1, 6), 4, parent=ROOT, lookahead=2).shape == (0, 32)
 
 
-def test_blocks_that_look_ahead_differently_far_have_different_hashes() -> None:
+def test_hash_depends_on_the_lookahead() -> None:
     hashes = {hash_blocks([0] * 8, 4, parent=ROOT, lookahead=ahead)[0].tobytes() for ahead in range(5)}
     assert len(hashes) == 5
 
 
-def test_an_item_that_a_block_looks_ahead_to_is_in_its_hash_and_in_the_next_ones() -> None:
+def test_item_in_the_lookahead_is_part_of_the_hash() -> None:
     images = [item(*place, name) for place, name in zip(PLACES, "abc", strict=True)]
     tokens = [7] * 10
     seen = hash_blocks(tokens, 4, parent=ROOT, multimodal=images, lookahead=2)
@@ -203,7 +203,7 @@ def test_an_item_that_a_block_looks_ahead_to_is_in_its_hash_and_in_the_next_ones
     assert (alone[0] == seen[1]).all()
 
 
-def test_views_stay_valid_and_unchanged_while_the_request_grows_and_goes() -> None:
+def test_views_stay_valid_while_the_request_grows_and_after_it() -> None:
     blocks = TokenBlocks(4, ROOT)
     snapshots = []
     for first in range(0, 4000, 40):
@@ -251,7 +251,7 @@ TOKENS = [5, -1, 0, 2**31 - 1, -(2**31), 150_000, 1, 2]
         "mixed",
     ],
 )
-def test_every_form_of_tokens_hashes_alike(convert: Callable[[list[int]], Any]) -> None:
+def test_hash_does_not_depend_on_the_form_of_tokens(convert: Callable[[list[int]], Any]) -> None:
     expected = hash_blocks(TOKENS, 4, parent=ROOT)
     assert np.array_equal(hash_blocks(convert(TOKENS), 4, parent=ROOT), expected)
     blocks = TokenBlocks(4, ROOT)
@@ -299,7 +299,7 @@ def test_bad_tokens_are_named_and_change_nothing(tokens: Any, message: str) -> N
     assert np.array_equal(blocks.hashes, hash_blocks([1, 2, 3, 4], 2, parent=ROOT))
 
 
-def test_an_element_that_raises_reports_its_own_error() -> None:
+def test_error_of_an_element_is_raised() -> None:
     class Broken:
         def __index__(self) -> int:
             raise RuntimeError("broken index")
@@ -309,7 +309,7 @@ def test_an_element_that_raises_reports_its_own_error() -> None:
         hash_blocks(tokens, 2, parent=ROOT)
 
 
-def test_elements_that_change_what_is_read_are_refused() -> None:
+def test_elements_that_change_the_tokens_while_read_are_refused() -> None:
     blocks = TokenBlocks(2, ROOT)
 
     class Appending:
@@ -332,7 +332,7 @@ def test_elements_that_change_what_is_read_are_refused() -> None:
         hash_blocks(shrinking, 2, parent=ROOT)
 
 
-def test_reading_tokens_leaves_no_reference_behind() -> None:
+def test_reading_tokens_leaks_no_reference() -> None:
     token, tokens = 123_456_789, array("q", [1, 2, 3])
     values = [token] * 100
     before = sys.getrefcount(token), sys.getrefcount(values)

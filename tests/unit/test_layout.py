@@ -78,7 +78,7 @@ def test_block_fp8_layout_has_float32_scales_for_each_head_and_token() -> None:
         )
 
 
-def test_draft_layers_come_last_and_may_have_more_device_blocks() -> None:
+def test_draft_layers_are_last_and_may_have_more_device_blocks() -> None:
     layout = uniform(num_draft_layers=1, draft_block_ratio=1.5)
     assert layout.total_layers == 3
     assert [layout.is_draft(layer) for layer in range(3)] == [False, False, True]
@@ -89,7 +89,7 @@ def test_draft_layers_come_last_and_may_have_more_device_blocks() -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, 2])
-def test_a_layer_that_is_not_there_is_refused(layer: int) -> None:
+def test_unknown_layer_is_refused(layer: int) -> None:
     with pytest.raises(LayoutError, match=f"layer {layer} is not one of the 2 layers"):
         uniform().layer_planes(layer)
 
@@ -122,7 +122,7 @@ def test_small_planes_are_aligned_and_the_record_is_padded() -> None:
         ({"group": -1}, "group must be at least 0"),
     ],
 )
-def test_a_bad_field_is_named(change: dict[str, Any], message: str) -> None:
+def test_bad_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         uniform(**change)
 
@@ -141,7 +141,7 @@ def test_a_bad_field_is_named(change: dict[str, Any], message: str) -> None:
         ({"device_stride": 31}, "device_stride 31 is less than the plane's 32 bytes"),
     ],
 )
-def test_a_bad_plane_field_is_named(change: dict[str, Any], message: str) -> None:
+def test_bad_plane_field_is_named(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {
         "layer": 0,
         "kind": PlaneKind.KEY,
@@ -171,7 +171,7 @@ def test_planes_must_be_in_order_complete_and_disjoint() -> None:
         replace(layout, planes=[key])
 
 
-def test_a_scale_needs_what_it_scales() -> None:
+def test_scale_needs_the_plane_that_it_scales() -> None:
     layout = KVLayout.block_fp8(
         model="m", revision="r", block_size=64, num_layers=1, kv_heads=4, head_dim=128
     )
@@ -181,12 +181,12 @@ def test_a_scale_needs_what_it_scales() -> None:
 
 
 @pytest.mark.parametrize("record_bytes", [4096, 131073, 0])
-def test_record_bytes_must_hold_all_planes_and_be_padded(record_bytes: int) -> None:
+def test_record_bytes_must_cover_all_planes_and_padding(record_bytes: int) -> None:
     with pytest.raises(LayoutError, match="record_bytes must be"):
         replace(uniform(), record_bytes=record_bytes)
 
 
-def test_sliding_window_and_hybrid_groups_are_refused_by_their_own_error() -> None:
+def test_sliding_window_and_hybrid_groups_are_unsupported() -> None:
     with pytest.raises(UnsupportedLayoutError, match="sliding_window 4096"):
         uniform(sliding_window=4096)
     with pytest.raises(UnsupportedLayoutError, match="group 1: hybrid"):
@@ -218,19 +218,19 @@ def test_from_json_refuses_wrong_fields(edit: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{", b"\xff"])
-def test_from_json_refuses_what_is_no_layout(text: str | bytes) -> None:
+def test_from_json_refuses_other_documents(text: str | bytes) -> None:
     with pytest.raises(LayoutError, match="layout: "):
         KVLayout.from_json(text)
 
 
-def test_fingerprint_ignores_what_does_not_change_a_record() -> None:
+def test_fingerprint_ignores_fields_without_effect_on_a_record() -> None:
     layout = uniform(num_draft_layers=1)
     strided = tuple(dataclasses.replace(plane, device_stride=65536) for plane in layout.planes)
     assert replace(layout, planes=strided).fingerprint == layout.fingerprint
     assert replace(layout, draft_block_ratio=2.0).fingerprint == layout.fingerprint
 
 
-def test_a_layout_survives_pickling_with_its_fingerprint() -> None:
+def test_pickling_keeps_layout_and_fingerprint() -> None:
     layout = uniform()
     fingerprint = layout.fingerprint
     copy = pickle.loads(pickle.dumps(layout))  # noqa: S301

@@ -1,4 +1,4 @@
-"""Records that travel: they pack, pickle, compare, and say nothing that is not so."""
+"""Plans, reports and snapshots: packing, pickling, comparing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_reports_survive_msgpack_and_pickle() -> None:
     assert not result.success
 
 
-def test_what_is_no_plan_is_refused() -> None:
+def test_other_data_is_not_decoded_as_a_plan() -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_plan(b"\xc1")
     with pytest.raises(msgspec.DecodeError):

@@ -24,20 +24,20 @@ SECRETS = {name for name, variable in VARIABLES.items() if variable.secret}
 UID = 10001
 
 
-def test_reference_page_is_what_the_template_writes() -> None:
+def test_reference_page_is_up_to_date() -> None:
     assert (ROOT / "docs/reference/environment.md").read_text() == FORMATS["markdown"]()
 
 
-def test_command_and_templates_have_the_same_formats() -> None:
+def test_command_offers_every_format() -> None:
     assert [known.value for known in Format] == list(FORMATS)
 
 
-def test_dotenv_template_uncommented_is_the_defaults(tmp_path: Path) -> None:
+def test_uncommented_dotenv_template_has_the_defaults(tmp_path: Path) -> None:
     text = FORMATS["dotenv"]()
     plain = re.sub(r"^# (?=\w+=)", "", text, flags=re.MULTILINE)
     assert [entry.name for entry in parse_dotenv(plain)] == list(VARIABLES)
     file = tmp_path / "template.env"
-    # A write policy that is asked for wants a host tier, so that line stays a comment.
+    # An explicit write policy needs a host tier, so that line stays a comment.
     file.write_text(re.sub(r"^FDCACHE_WRITE_POLICY=", "# ", plain, flags=re.MULTILINE))
     settings = Settings.load(environ={"FDCACHE_ENV_FILE": str(file)})
     assert (
@@ -92,7 +92,7 @@ def test_json_schema_has_every_variable_with_its_choices_and_default() -> None:
         ({"FDCACHE_NO_SUCH_THING": 1}, False),
     ],
 )
-def test_json_schema_admits_what_the_settings_admit(settings: dict[str, object], fits: bool) -> None:
+def test_json_schema_accepts_what_the_settings_accept(settings: dict[str, object], fits: bool) -> None:
     validator = jsonschema_rs.validator_for(json.loads(FORMATS["json-schema"]()))
     assert validator.is_valid(settings) is fits
 
@@ -105,12 +105,14 @@ def test_every_variable_of_the_engine_has_one_effect_in_the_reference_and_the_te
         effect = variable.effect if variable.used_in else f"{variable.effect}: no effect in fdcache"
         assert f"# {effect}\n# {name}=" in dotenv
     counts = [int(number) for number in re.findall(r"^\| [a-z].*? \| (\d+) \| ", page, flags=re.MULTILINE)]
-    described = {told["name"] for told in json.loads((ROOT / "tests/data/environment.json").read_text())}
+    described = {entry["name"] for entry in json.loads((ROOT / "tests/data/environment.json").read_text())}
     assert sum(counts) == len(described)
     used = sum(bool(VARIABLES[name].used_in) for name in described)
     checked = sum(VARIABLES[name].effect.startswith("checked") for name in described)
-    told = f"describes {len(described)} variables. fdcache acts on {used} of them, compares {checked} more\nwith others"
-    assert f"{told} and passes {len(described) - used - checked} on:" in page
+    acted_on = (
+        f"describes {len(described)} variables. fdcache acts on {used} of them, compares {checked} more"
+    )
+    assert f"{acted_on}\nwith others and passes {len(described) - used - checked} on:" in page
     others = re.findall(
         r"`(\w+)`", "".join(re.findall(r"^- (?:used|passed on): .*$", page, flags=re.MULTILINE))
     )
@@ -136,7 +138,7 @@ def test_pages_name_variables_that_exist(page: str) -> None:
         assert (ROOT / page).parent.joinpath(target).exists(), target
 
 
-def test_guide_lists_the_secrets_and_the_commands() -> None:
+def test_guide_lists_secrets_and_commands() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
     assert all(f"`{name}`" in text for name in SECRETS)
     assert all(f"`fdcache env {command.name}" in text for command in COMMANDS)
@@ -162,7 +164,7 @@ def environment_of_image() -> dict[str, str]:
 
 
 def settings_of(environ: dict[str, str], secrets: list[str], folder: Path, limit: int) -> Settings:
-    """Load what a container would: its variables, its secrets in their folder, its memory limit."""
+    """Load the settings of a container with these variables, secrets and memory limit."""
     for name in secrets:
         (folder / name).write_text("a-key")
     found = read_settings({**environ, "FDCACHE_SECRETS_DIR": str(folder)})
@@ -185,7 +187,7 @@ def test_dockerfile_is_multi_stage_and_not_root() -> None:
         assert (ROOT / source).exists()
 
 
-def test_key_file_of_the_compose_file_reaches_no_image_and_no_repository() -> None:
+def test_key_file_of_the_compose_file_is_ignored() -> None:
     (place,) = [secret["file"] for secret in load_yaml("compose.yaml")["secrets"].values()]
     default = re.fullmatch(r"\$\{\w+:-\./(.+)\}", place)
     assert default
@@ -249,7 +251,7 @@ def test_kubernetes_manifests_agree_with_the_settings(tmp_path: Path) -> None:
     assert str(settings.logging.directory) in mounts
 
 
-def test_kubernetes_pod_is_locked_down_and_free_of_service_links() -> None:
+def test_kubernetes_pod_is_unprivileged_and_has_no_service_links() -> None:
     pod = load_yaml("kubernetes/deployment.yaml")["spec"]["template"]["spec"]
     (check,), (engine,) = pod["initContainers"], pod["containers"]
     assert pod["enableServiceLinks"] is False

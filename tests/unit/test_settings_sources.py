@@ -20,7 +20,7 @@ def write(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def everywhere(tmp_path: Path) -> dict[str, str]:
-    """An environment whose secrets directory and dotenv file give a value too."""
+    """An environment with a value in the secrets directory and the dotenv file, too."""
     write(tmp_path / "secrets" / NAME, "from secrets\n")
     write(tmp_path / "prod.env", f"{NAME}='from dotenv'\n")
     return {
@@ -51,7 +51,7 @@ def test_precedence_is_argument_environment_secrets_dotenv_default(everywhere: d
     assert Settings.load(environ={}).source(NAME) is Source.DEFAULT
 
 
-def test_losing_candidates_know_their_places(everywhere: dict[str, str]) -> None:
+def test_losing_candidates_have_their_places(everywhere: dict[str, str]) -> None:
     places = [candidate.place for candidate in Settings.load(environ=everywhere).candidates(NAME)]
     assert places[0] == "environment"
     assert places[1].endswith(f"secrets/{NAME}")
@@ -70,7 +70,7 @@ def test_argument_none_counts_as_not_given() -> None:
     assert settings.deployment.ranks == 2
 
 
-def test_unknown_argument_is_a_programming_error() -> None:
+def test_unknown_argument_raises_type_error() -> None:
     with pytest.raises(TypeError, match="FDCACHE_RANK"):
         Settings.load(environ={}, arguments={"FDCACHE_RANK": 1})
 
@@ -85,7 +85,7 @@ def test_empty_variable_counts_as_unset() -> None:
 @pytest.mark.parametrize(
     ("name", "text"), [("FDCACHE_RANKS", "4\n"), ("FD_API_KEY", "k1,k2\r\n"), (NAME, "x")]
 )
-def test_a_file_can_hold_any_value(tmp_path: Path, name: str, text: str) -> None:
+def test_file_can_contain_any_value(tmp_path: Path, name: str, text: str) -> None:
     path = write(tmp_path / "value", text)
     settings = Settings.load(environ={f"{name}_FILE": str(path)})
     (candidate,) = settings.candidates(name)
@@ -95,7 +95,7 @@ def test_a_file_can_hold_any_value(tmp_path: Path, name: str, text: str) -> None
     assert settings.changed(name)
 
 
-def test_file_in_a_dotenv_file_works_too(tmp_path: Path) -> None:
+def test_dotenv_file_can_name_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "value", "4")
     env_file = write(tmp_path / "a.env", f"FDCACHE_RANKS_FILE={path}")
     assert Settings.load(environ={"FDCACHE_ENV_FILE": str(env_file)}).deployment.ranks == 4
@@ -109,7 +109,7 @@ def test_value_and_file_at_once_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"x" * (1 << 20) + b"y"])
-def test_file_that_cannot_be_read_names_the_variable(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_file_names_the_variable(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "value"
     if content is not None:
         path.write_bytes(content)
@@ -119,7 +119,7 @@ def test_file_that_cannot_be_read_names_the_variable(tmp_path: Path, content: by
         assert caught.value.problems[0].variables == (name,)
 
 
-def test_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+def test_folder_instead_of_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="regular file"):
         Settings.load(environ={"FDCACHE_RANKS_FILE": str(tmp_path)})
 
@@ -135,7 +135,7 @@ def test_dotenv_in_the_working_directory_is_not_read(tmp_path: Path, monkeypatch
     assert Settings.load(environ={}).deployment.ranks == 1
 
 
-def test_dotenv_file_does_not_point_to_another(tmp_path: Path) -> None:
+def test_dotenv_file_does_not_name_another(tmp_path: Path) -> None:
     other = write(tmp_path / "other.env", "FDCACHE_RANKS=7")
     env_file = write(tmp_path / "a.env", f"FDCACHE_ENV_FILE={other}")
     settings = Settings.load(environ={"FDCACHE_ENV_FILE": str(env_file)})
@@ -143,7 +143,7 @@ def test_dotenv_file_does_not_point_to_another(tmp_path: Path) -> None:
     assert settings.files.env_file == env_file
 
 
-def test_bad_line_of_a_dotenv_file_is_named_and_not_repeated(tmp_path: Path) -> None:
+def test_bad_line_of_a_dotenv_file_is_named_without_its_text(tmp_path: Path) -> None:
     env_file = write(tmp_path / "a.env", "FDCACHE_RANKS=2\nhunter2 is no assignment\nFD_JOB_ID='open\n")
     found = read_settings({"FDCACHE_ENV_FILE": str(env_file)})
     assert [problem.source for problem in found.errors] == [f"{env_file}:2", f"{env_file}:3"]
@@ -184,7 +184,7 @@ def test_own_name_wins_over_the_deprecated_one() -> None:
         ("FD_API_KEYS", "FD_API_KEY"),
     ],
 )
-def test_unknown_name_suggests_what_was_meant(name: str, meant: str) -> None:
+def test_unknown_name_suggests_a_known_one(name: str, meant: str) -> None:
     (warning,) = Settings.load(environ={name: "hunter2"}).warnings
     assert warning.variables == (name,)
     assert f"did you mean {meant}?" in warning.right
@@ -205,16 +205,16 @@ def test_unknown_name_suggests_what_was_meant(name: str, meant: str) -> None:
         "FD_ROUTER_PORT",
     ],
 )
-def test_service_links_of_any_service_are_recognised(name: str) -> None:
+def test_service_links_are_ignored(name: str) -> None:
     assert Settings.load(environ={name: "tcp://10.0.0.1:80"}).warnings == ()
 
 
-def test_a_port_that_is_no_service_link_is_complained_of() -> None:
+def test_port_that_is_no_service_link_is_a_warning() -> None:
     (warning,) = Settings.load(environ={"FDCACHE_PORT": "8080"}).warnings
     assert warning.variables == ("FDCACHE_PORT",)
 
 
-def test_mistyped_secret_file_is_noticed(tmp_path: Path) -> None:
+def test_misspelt_secret_file_is_a_warning(tmp_path: Path) -> None:
     write(tmp_path / "FD_API_KEYS", "hunter2")
     write(tmp_path / "unrelated", "x")
     (warning,) = Settings.load(environ={"FDCACHE_SECRETS_DIR": str(tmp_path)}).warnings
@@ -222,16 +222,16 @@ def test_mistyped_secret_file_is_noticed(tmp_path: Path) -> None:
     assert "FD_API_KEY" in warning.right
 
 
-def test_service_link_over_a_real_variable_is_explained() -> None:
+def test_service_link_as_a_value_is_explained() -> None:
     (problem,) = read_settings({"FD_ZMQ_RECV_REQUEST_SERVER_PORT": "tcp://10.0.0.1:80"}).errors
     assert "enableServiceLinks: false" in problem.right
 
 
-def test_names_of_others_are_left_alone() -> None:
+def test_names_without_a_prefix_are_ignored() -> None:
     assert Settings.load(environ={"PATH": "/bin", "FDX": "1", "MY_FD_LOG_DRI": "x"}).warnings == ()
 
 
-def test_settings_made_directly_read_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_constructor_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / ".env", "cache={}\nFDCACHE_RANKS=7")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FDCACHE_RANKS", "7")
@@ -242,7 +242,7 @@ def test_settings_made_directly_read_nothing(tmp_path: Path, monkeypatch: pytest
     assert (given.cache.device_blocks, given.deployment.ranks) == (3, 1)
 
 
-def test_rejected_value_gives_way_to_the_default_not_to_a_weaker_source(everywhere: dict[str, str]) -> None:
+def test_rejected_value_is_replaced_by_the_default(everywhere: dict[str, str]) -> None:
     write(Path(everywhere["FDCACHE_SECRETS_DIR"]) / "FDCACHE_RANKS", "5")
     found = read_settings({**everywhere, "FDCACHE_RANKS": "many"}, defaults={"FDCACHE_RANKS": 3})
     assert found.settings.deployment.ranks == 1
@@ -250,7 +250,7 @@ def test_rejected_value_gives_way_to_the_default_not_to_a_weaker_source(everywhe
     assert [candidate.value for candidate in found.settings.candidates("FDCACHE_RANKS")] == ["many", "5", 3]
 
 
-def test_debugging_the_settings_library_tells_no_value(
+def test_debug_log_of_pydantic_settings_shows_no_value(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYDANTIC_SETTINGS_DEBUG", "1")

@@ -1,4 +1,4 @@
-"""The handler of a task that runs elsewhere."""
+"""The handle to an asynchronous task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fdcache.tasks import AsyncTaskHandler, TransferStatus
 
 
 class Download:
-    """A task that another thread ends, and that can be taken back until it starts."""
+    """A task that another thread ends, and that can be cancelled until it starts."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -42,7 +42,7 @@ def status_of(handler: AsyncTaskHandler[str]) -> TransferStatus:
     return handler.status
 
 
-def test_gives_the_result_when_it_is_there() -> None:
+def test_handler_returns_the_result() -> None:
     task = Download()
     handler = AsyncTaskHandler(task)
     assert status_of(handler) is TransferStatus.PENDING
@@ -51,14 +51,14 @@ def test_gives_the_result_when_it_is_there() -> None:
     assert status_of(handler) is TransferStatus.COMPLETED
 
 
-def test_says_when_the_result_is_late() -> None:
+def test_handler_raises_after_the_timeout() -> None:
     handler = AsyncTaskHandler(Download())
     assert not handler.wait(0)
     with pytest.raises(TransferTimeoutError, match="within 0 s"):
         handler.get_result(0)
 
 
-def test_a_result_after_a_cancel_changes_nothing() -> None:
+def test_cancel_is_final() -> None:
     task = Download()
     handler = AsyncTaskHandler(task)
     assert handler.cancel()
@@ -69,7 +69,7 @@ def test_a_result_after_a_cancel_changes_nothing() -> None:
         handler.get_result(0)
 
 
-def test_what_has_started_is_not_cancelled() -> None:
+def test_started_task_is_not_cancelled() -> None:
     task = Download()
     handler = AsyncTaskHandler(task)
     task.started = True

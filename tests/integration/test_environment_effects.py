@@ -1,4 +1,4 @@
-"""Every variable of fdcache's own, set by itself, changes what a live engine or service does."""
+"""Effect of every variable of fdcache on a live engine or service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("paddle")
 
 from fdcache.settings import VARIABLES, SettingsError
-from tests.environment_help import CASES, ENGINES, LOOKS, WITHOUT_A_CHOICE, Case, prepare
+from tests.environment_help import CASES, ENGINES, OBSERVERS, WITHOUT_A_CHOICE, Case, prepare
 from tests.service_help import local_service
 
 OWN = [name for name in VARIABLES if name.startswith("FDCACHE_")]
@@ -21,7 +21,7 @@ def effects() -> Sequence[object]:
     for name, case in CASES.items():
         engines = case.engines if case.engine else ()
         for where in (*engines, *(("serve",) if case.serve else ()), *(("",) if case.elsewhere else ())):
-            # Two ranks of a replay are two processes more.
+            # Two ranks of a replay are two processes.
             slow = [pytest.mark.slow] if (name, where) == ("FDCACHE_RANKS", "replay") else []
             found.append(pytest.param(name, where, marks=slow, id=f"{name}-{where or 'elsewhere'}"))
     return found
@@ -29,7 +29,7 @@ def effects() -> Sequence[object]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("in-force")
+    made = tmp_path_factory.mktemp("effects")
     made.chmod(0o700)
     prepare(made)
     return made
@@ -37,14 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A service that engines find."""
+    """Address of a running service for engines."""
     with local_service(tmp_path_factory.mktemp("service")) as running:
         yield running.address
 
 
 @pytest.fixture(autouse=True)
 def bare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what a service needs to keep to its folder is set."""
+    """Set only the variables that keep a service within its folder."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FDCACHE_RUNTIME_DIR", str(folder))
@@ -55,19 +55,19 @@ SERVICE = {"FDCACHE_ARENA_DIR": "{dir}", "FDCACHE_HTTP_ADDRESS": "off", "FDCACHE
 
 
 def observe(case: Case, where: str, given: Mapping[str, str]) -> object:
-    """What is seen there under these variables."""
+    """Return the observation of a case with these variables set."""
     with pytest.MonkeyPatch.context() as patch:
         for name, text in given.items():
             patch.setenv(name, text)
         if not where:
             assert case.elsewhere is not None
             return case.elsewhere()
-        look = case.serve if where == "serve" else case.engine
-        assert look is not None
-        return LOOKS[where](look)
+        read = case.serve if where == "serve" else case.engine
+        assert read is not None
+        return OBSERVERS[where](read)
 
 
-def test_every_variable_has_a_case_that_says_where_it_has_an_effect() -> None:
+def test_every_variable_has_a_case() -> None:
     assert set(CASES) | WITHOUT_A_CHOICE == set(OWN)
     for name, case in CASES.items():
         assert case.engine or case.serve or case.elsewhere, name
@@ -76,9 +76,9 @@ def test_every_variable_has_a_case_that_says_where_it_has_an_effect() -> None:
 
 
 @pytest.mark.parametrize(("name", "where"), effects())
-def test_a_variable_changes_what_is_done(name: str, where: str, folder: Path, service: str) -> None:
+def test_variable_has_an_effect(name: str, where: str, folder: Path, service: str) -> None:
     case = CASES[name]
-    # An address at which somebody serves is none for another service.
+    # A service cannot use the address of a running one.
     address = f"ipc://{folder}/other.sock" if where == "serve" else service
     around = SERVICE | dict(case.beside) if where == "serve" else dict(case.beside)
     given = {
@@ -95,7 +95,7 @@ def test_a_variable_changes_what_is_done(name: str, where: str, folder: Path, se
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.refused_by])
-def test_what_an_engine_decides_itself_is_refused_where_it_differs(name: str) -> None:
+def test_variable_that_contradicts_the_engine_is_refused(name: str) -> None:
     case = CASES[name]
     for where in case.refused_by:
         with pytest.raises(SettingsError, match=name):
