@@ -15,20 +15,18 @@ from pathlib import Path
 import pytest
 
 from tests.service_engine import BLOCK, PROMPT, Engine
-from tests.service_help import ServiceProcess, next_line, service_process, spawned, until
+from tests.service_help import (
+    LocalService,
+    ServiceProcess,
+    local_service,
+    next_line,
+    run,
+    service_process,
+    spawned,
+    until,
+)
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fdcache_cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", **environment},
-        check=False,
-        timeout=120,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
         engine.close()
 
 
-def inspect(service: ServiceProcess, *arguments: str) -> str:
+def inspect(service: ServiceProcess | LocalService, *arguments: str) -> str:
     done = run("inspect", *arguments, "--server", service.address)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -192,7 +190,8 @@ class TestStorage:
             "FDCACHE_STORAGE_DIR": str(tmp_path / "storage"),
             "FDCACHE_STORAGE_SIZE": "4MiB",
         }
-        with service_process(tmp_path / "s", **settings) as service:
+        (tmp_path / "s").mkdir()
+        with local_service(tmp_path / "s", **settings) as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
             until(lambda: service.ask("storage")["blocks"] == 10, "the blocks are stored")
@@ -221,15 +220,15 @@ class TestReset:
         assert done.returncode == 2
         assert "--yes" in done.stderr
 
-    def test_a_tenant_that_no_layout_knows_is_an_error(self, service: ServiceProcess) -> None:
+    def test_an_unknown_tenant_is_an_error(self, service: ServiceProcess) -> None:
         before = service.ask("namespaces")[0]["tier"]["ready"]
         done = run("reset", "--server", service.address, "--tier", "host", "--tenant", "nosuch", "--yes")
         assert done.returncode == 1
-        assert "tenant: no layout knows 'nosuch'; `fdcache inspect tenants` lists" in done.stderr
+        assert "tenant: no namespace knows 'nosuch'; `fdcache inspect tenants` lists" in done.stderr
         assert service.ask("namespaces")[0]["tier"]["ready"] == before
 
     def test_it_says_what_went(self, tmp_path: Path) -> None:
-        with service_process(tmp_path / "s") as service:
+        with local_service(tmp_path) as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
             until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
@@ -240,14 +239,13 @@ class TestReset:
             assert "forgot 10 blocks" in done.stdout
             late = run("reset", "--server", service.address, "--tier", "device", "--yes", "--wait", "100ms")
             assert late.returncode == 1
-            assert "has not answered yet" in late.stdout
+            assert "not reset yet" in late.stdout
             engine.close()
 
 
 def test_what_was_evicted_is_explained(tmp_path: Path) -> None:
-    with service_process(
-        tmp_path / "s", FDCACHE_HOST_MEMORY="128KiB", FDCACHE_EXTENT_SIZE="64KiB"
-    ) as service:
+    small = {"FDCACHE_HOST_MEMORY": "128KiB", "FDCACHE_EXTENT_SIZE": "64KiB"}
+    with local_service(tmp_path, **small) as service:
         engine = Engine(service.address, device_blocks=64)
         starts = iter(range(1000, 10**6, 1000))
         engine.serve(PROMPT)

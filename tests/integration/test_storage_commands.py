@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,8 @@ import pytest
 from fdcache.errors import StorageError
 from fdcache.storage.offline import Selection, remove
 from fdcache.storage.slab_format import read_superblock
+from tests.commands import everything
+from tests.service_help import run
 from tests.storage_help import Records, open_store, path_hashes, storage_layout
 from tests.terminals import on_terminal
 
@@ -23,12 +23,9 @@ OTHER = storage_layout(model="two", tp_size=2)
 
 
 def fdcache(*arguments: object, status: int = 0) -> str:
-    program = "from fdcache_cli.main import run; run()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    done = run(*arguments)
+    assert done.returncode == status, everything(done)
+    return everything(done)
 
 
 def inspect(folder: Path, *options: str, status: int = 0) -> dict[str, Any]:
@@ -74,7 +71,7 @@ def test_inspect_counts_by_namespace(folder: Path) -> None:
     assert by_model["one"]["namespace"] == LAYOUT.fingerprint.hex()
     text = fdcache("inspect", "storage", folder)
     assert "18 blocks" in text
-    assert "--verify does it" in text
+    assert "--verify checks them" in text
 
 
 def test_verify_finds_damaged_records_and_says_so_by_its_status(folder: Path) -> None:
@@ -163,7 +160,7 @@ def test_older_than_removes_by_age(folder: Path) -> None:
 def test_wrong_use_is_told(folder: Path) -> None:
     assert "say what to remove" in fdcache("reset", "storage", folder, status=2)
     assert "say what to remove" in fdcache("reset", "storage", folder, "--all", "--corrupt", status=2)
-    assert "no duration" in fdcache("reset", "storage", folder, "--older-than", "soon", status=2)
+    assert "not a duration" in fdcache("reset", "storage", folder, "--older-than", "soon", status=2)
     assert "no such folder" in fdcache("inspect", "storage", folder / "nowhere", status=1)
 
 

@@ -19,14 +19,13 @@ from fdcache.metadata import HashArray
 from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.namespaces import Namespaces
-from fdcache.service.wire.liveness import Watch, live_processes
+from fdcache.service.wire.liveness import Live, Watch, live_processes
 from fdcache.service.wire.protocol import (
     FETCHED,
     NOT_FETCHED,
     Attach,
     FetchTerms,
     Heartbeat,
-    Live,
     RefusalError,
     Register,
 )
