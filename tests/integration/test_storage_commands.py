@@ -13,7 +13,8 @@ import pytest
 from fdcache.errors import StorageError
 from fdcache.storage.offline import Selection, remove
 from fdcache.storage.slab_format import read_superblock
-from tests.in_process import command
+from tests.commands import everything
+from tests.service_help import run
 from tests.storage_help import Records, open_store, path_hashes, storage_layout
 from tests.terminals import on_terminal
 
@@ -22,9 +23,9 @@ OTHER = storage_layout(model="two", tp_size=2)
 
 
 def fdcache(*arguments: object, status: int = 0) -> str:
-    found, text = command(*arguments)
-    assert found == status, text
-    return text
+    done = run(*arguments)
+    assert done.returncode == status, everything(done)
+    return everything(done)
 
 
 def inspect(folder: Path, *options: str, status: int = 0) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def test_older_than_removes_blocks_by_age(folder: Path) -> None:
 def test_wrong_usage_is_refused_with_the_reason(folder: Path) -> None:
     assert "say what to remove" in fdcache("reset", "storage", folder, status=2)
     assert "say what to remove" in fdcache("reset", "storage", folder, "--all", "--corrupt", status=2)
-    assert "no duration" in fdcache("reset", "storage", folder, "--older-than", "soon", status=2)
+    assert "not a duration" in fdcache("reset", "storage", folder, "--older-than", "soon", status=2)
     assert "no such folder" in fdcache("inspect", "storage", folder / "nowhere", status=1)
 
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -45,11 +46,11 @@ class SocketLock:
 
 
 class ServiceLoop:
-    """Receives requests and sends answers until ``stop``."""
+    """Receives requests and sends answers until ``stop``. ``on_tick`` is called 20 times a second."""
 
-    def __init__(self, service: Service, socket: Path) -> None:
+    def __init__(self, service: Service, socket: Path, on_tick: Callable[[], None] = lambda: None) -> None:
         self.service = service
-        require_socket(socket)  # ZeroMQ would remove any file that is there
+        self._on_tick = on_tick
         self._socket_path = socket
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -57,13 +58,17 @@ class ServiceLoop:
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        former = os.umask(0o177)
-        try:
-            self._socket.bind(f"{SCHEME}{socket}")
-        finally:
-            os.umask(former)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._stopping = threading.Event()
+
+    def bind(self) -> None:
+        """Create the socket, for this user only."""
+        require_socket(self._socket_path)  # ZeroMQ would remove any file that is there
+        former = os.umask(0o177)
+        try:
+            self._socket.bind(f"{SCHEME}{self._socket_path}")
+        finally:
+            os.umask(former)
 
     def run(self) -> None:
         """Serve until ``stop``."""
@@ -78,6 +83,7 @@ class ServiceLoop:
             now = time.monotonic()
             if now >= tick_at:
                 self.service.tick(self._send_notice)
+                self._on_tick()
                 tick_at = now + _TICK_SECONDS
             ready = dict(poller.poll(max(0, int((tick_at - now) * 1000))))
             if storage is not None and storage.wake_fd in ready:
