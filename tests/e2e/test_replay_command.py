@@ -1,6 +1,7 @@
-"""``fdcache replay`` as a user runs it: what it prints, how it ends."""
+"""The command ``fdcache replay``: its output and its exit status."""
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -8,9 +9,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from fdcache_cli.main import run
 from tests.service_help import until
 
 FDCACHE = [sys.executable, "-c", "from fdcache_cli.main import run; run()"]
@@ -35,6 +38,28 @@ LINE = {"timestamp": 5, "input_length": 900, "output_length": 30, "hash_ids": [1
 
 
 def fdcache(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process."""
+    command = ["fdcache", "replay", *map(str, arguments)]
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
+    status: object = 0
+    with (
+        mock.patch.object(sys, "argv", command),
+        mock.patch.dict(os.environ, environment),
+        contextlib.redirect_stdout(streams[0]),
+        contextlib.redirect_stderr(streams[1]),
+    ):
+        try:
+            run()
+        except SystemExit as end:
+            status = end.code or 0
+    for stream in streams:
+        stream.seek(0)
+    assert isinstance(status, int)
+    return subprocess.CompletedProcess(command, status, *(stream.read() for stream in streams))
+
+
+def fdcache_process(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
     return subprocess.run(
         [*FDCACHE, "replay", *map(str, arguments)],
         capture_output=True,
@@ -51,7 +76,9 @@ def trace(path: Path, *lines: object) -> Path:
 
 
 def test_json_is_exactly_one_object_with_every_field() -> None:
-    done = fdcache("--requests", 60, "--device-blocks", 300, "--write-policy", "write_through", "--json")
+    done = fdcache_process(
+        "--requests", 60, "--device-blocks", 300, "--write-policy", "write_through", "--json"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     report = json.loads(done.stdout)
@@ -69,14 +96,14 @@ def test_json_is_exactly_one_object_with_every_field() -> None:
     assert report["peak_rss_bytes"] > 10 << 20
 
 
-def test_without_json_a_table_is_printed_and_no_bar_where_there_is_no_terminal() -> None:
+def test_without_json_the_report_is_a_table_and_no_bar_is_shown_without_a_terminal() -> None:
     done = fdcache("--requests", 20)
     assert done.returncode == 0, done.stderr
     assert "corrupt blocks" in done.stdout
     assert "hit rate" not in done.stderr
 
 
-def test_a_bar_is_shown_where_standard_error_is_a_terminal() -> None:
+def test_a_progress_bar_is_shown_if_standard_error_is_a_terminal() -> None:
     ours, theirs = pty.openpty()
     command = [*FDCACHE, "replay", "--requests", "100", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
@@ -93,7 +120,7 @@ def test_a_bar_is_shown_where_standard_error_is_a_terminal() -> None:
     assert b"hit rate" in shown
 
 
-def test_a_trace_is_replayed_and_its_repeated_blocks_are_hit(tmp_path: Path) -> None:
+def test_repeated_blocks_of_a_trace_are_hit(tmp_path: Path) -> None:
     done = fdcache(trace(tmp_path / "t.jsonl", *[LINE] * 3), "--concurrency", 1, "--json")
     report = json.loads(done.stdout)
     assert report["requests"] == 3
@@ -109,7 +136,9 @@ def test_a_trace_is_replayed_and_its_repeated_blocks_are_hit(tmp_path: Path) -> 
         ("{oops", "the whole line"),
     ],
 )
-def test_a_malformed_line_is_named_by_file_line_and_field(tmp_path: Path, line: object, field: str) -> None:
+def test_a_malformed_line_is_reported_with_file_line_and_field(
+    tmp_path: Path, line: object, field: str
+) -> None:
     path = trace(tmp_path / "bad.jsonl", LINE, line)
     done = fdcache(path, "--json")
     assert done.returncode == 1
@@ -135,7 +164,7 @@ def test_a_malformed_line_is_named_by_file_line_and_field(tmp_path: Path, line: 
         (["--plot", "no/such/folder.png"], "--plot", "does not exist"),
     ],
 )
-def test_an_impossible_option_is_named_with_what_would_do(
+def test_an_invalid_option_is_reported_with_its_remedy(
     arguments: list[str], option: str, remedy: str
 ) -> None:
     done = fdcache(*arguments)
@@ -145,7 +174,7 @@ def test_an_impossible_option_is_named_with_what_would_do(
     assert "Traceback" not in done.stderr
 
 
-def test_a_device_tier_that_no_request_fits_ends_with_status_one() -> None:
+def test_a_device_tier_too_small_for_every_request_exits_with_1() -> None:
     done = fdcache("--device-blocks", 3, "--requests", 20, "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["rejected"] == 20
@@ -159,7 +188,7 @@ def test_a_device_tier_that_no_request_fits_ends_with_status_one() -> None:
         ("10KiB", 1, "raise FDCACHE_DEVICE_MEMORY\n"),
     ],
 )
-def test_a_variable_is_blamed_where_no_option_was_given(memory: str, status: int, said: str) -> None:
+def test_an_invalid_variable_is_reported_if_no_option_was_given(memory: str, status: int, said: str) -> None:
     done = fdcache("--requests", 2, "--json", FDCACHE_DEVICE_MEMORY=memory, FDCACHE_HOST_MEMROY="1GiB")
     assert done.returncode == status
     assert said in done.stderr
@@ -167,32 +196,32 @@ def test_a_variable_is_blamed_where_no_option_was_given(memory: str, status: int
     assert "warning: FDCACHE_HOST_MEMROY (environment): there is no such setting" in done.stderr
 
 
-def test_settings_of_the_environment_hold_where_no_option_is_given() -> None:
+def test_the_environment_applies_if_no_option_is_given() -> None:
     arguments = ("--requests", 5, "--json", "--block-size", 32)
     done = fdcache(*arguments, FDCACHE_DEVICE_BLOCKS="777", FDCACHE_BLOCK_SIZE="16")
     settings = json.loads(done.stdout)["settings"]
     assert (settings["device_blocks"], settings["block_size"]) == (777, 32)
 
 
-def test_a_picture_is_written(tmp_path: Path) -> None:
+def test_plot_writes_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "replay.png"
     assert fdcache("--requests", 30, "--plot", picture).returncode == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_a_picture_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_plot_is_refused_before_the_run_without_matplotlib(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as u\n"
         "find = u.find_spec\n"
         "u.find_spec = lambda name, *rest: None if name == 'matplotlib' else find(name, *rest)\n"
     )
-    done = fdcache("--plot", "x.png", PYTHONPATH=str(tmp_path))
+    done = fdcache_process("--plot", "x.png", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert "pip install 'fdcache[plot]'" in done.stderr
 
 
-def test_corrupt_blocks_end_with_status_one() -> None:
+def test_corrupt_blocks_exit_with_1() -> None:
     program = (
         "from fdcache.replay._pattern import PatternModel\n"
         "from fdcache.replay import worker\n"
@@ -217,7 +246,7 @@ def test_corrupt_blocks_end_with_status_one() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_interrupt_ends_with_the_report_so_far(tmp_path: Path, ranks: int) -> None:
+def test_an_interrupt_prints_the_report_so_far(tmp_path: Path, ranks: int) -> None:
     endless = tmp_path / "endless.jsonl"
     os.mkfifo(endless)
     before = shared_memory()
@@ -229,7 +258,7 @@ def test_an_interrupt_ends_with_the_report_so_far(tmp_path: Path, ranks: int) ->
         for index in range(1_000_000):
             lines.write(json.dumps({**LINE, "hash_ids": [index, index + 1]}) + "\n")
             lines.flush()
-            if index == 3000:  # a pipe holds fewer lines: some have been replayed
+            if index == 1500:  # a pipe holds fewer lines, so some have been replayed
                 os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
@@ -237,7 +266,7 @@ def test_an_interrupt_ends_with_the_report_so_far(tmp_path: Path, ranks: int) ->
     assert report["interrupted"] is True
     assert report["requests"] > 0
     assert report["leaked_slots"] == report["leaked_pins"] == report["corrupt_blocks"] == 0
-    until(lambda: shared_memory() <= before, "it leaves no memory; that of other tests goes with them")
+    until(lambda: shared_memory() <= before, "no shared memory is left")
     wait_until_gone(process.pid)
 
 
@@ -245,7 +274,7 @@ def shared_memory() -> set[Path]:
     return set(Path("/dev/shm").glob("fdcache*"))
 
 
-def test_ranks_end_when_the_scheduler_is_killed(tmp_path: Path) -> None:
+def test_rank_processes_end_after_the_scheduler_is_killed(tmp_path: Path) -> None:
     endless = tmp_path / "endless.jsonl"
     os.mkfifo(endless)
     command = [*FDCACHE, "replay", str(endless), "--ranks", "2", "--json"]
@@ -261,7 +290,7 @@ def test_ranks_end_when_the_scheduler_is_killed(tmp_path: Path) -> None:
 
 
 def wait_until_gone(group: int) -> None:
-    """Wait for the last process of a group; multiprocessing's own helper ends a moment after its parent."""
+    """Wait for the last process of a group; multiprocessing's resource tracker ends shortly after its parent."""
 
     def is_gone() -> bool:
         try:
@@ -270,10 +299,10 @@ def wait_until_gone(group: int) -> None:
             return True
         return False
 
-    until(is_gone, "every process of the replay is gone")
+    until(is_gone, "every process of the replay has ended")
 
 
-def test_a_replay_where_nobody_serves_says_so_and_goes_on(tmp_path: Path) -> None:
+def test_an_unreachable_service_is_reported_and_the_replay_runs_without_it(tmp_path: Path) -> None:
     done = fdcache("--requests", 20, "--server", f"ipc://{tmp_path}/none.sock", "--json")
     assert done.returncode == 0, done.stderr
     assert f"nobody serves at ipc://{tmp_path}/none.sock" in done.stderr
