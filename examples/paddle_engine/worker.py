@@ -1,4 +1,4 @@
-"""One rank: the model, its paged cache, and everything that fdcache's worker side is told."""
+"""One rank: the model, its paged cache, and all calls of fdcache's controller."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from paddle import Tensor
 
 from examples.paddle_engine.batch import Batch, Chunk, find_row, make_batches
 from examples.paddle_engine.config import EngineConfig, ModelConfig
-from examples.paddle_engine.drafting import propose
 from examples.paddle_engine.model import Model, Reduce
 from examples.paddle_engine.paged_kv import PagedKV
-from examples.paddle_engine.sampling import Sample, sample
+from examples.paddle_engine.sampling import Sample, propose, sample
 from fdcache import CacheController, TransferPlan, TransferReport
 from fdcache.devices.base import Device
 from fdcache.integrations.paddle import allocate_planes, current_device, current_stream
@@ -27,7 +26,7 @@ from fdcache.tiers.host import HostCache
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What became of a chunk: the first ``computed`` of its tokens count, ``samples`` follow them."""
+    """Result of a chunk: its first ``computed`` tokens count, and ``samples`` follow them."""
 
     sequence: str
     computed: int
@@ -37,19 +36,19 @@ class ChunkResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The chunks' results in their order, and the plans that ended meanwhile."""
+    """Results of the chunks in order, and reports of plans that ended meanwhile."""
 
     chunks: tuple[ChunkResult, ...]
     reports: tuple[TransferReport, ...]
 
 
 def no_reduce(x: Tensor) -> Tensor:
-    """The sum over one rank."""
+    """Return the tensor: there is one rank."""
     return x
 
 
 class Worker:
-    """Executes steps. A ``CacheController`` has its planes registered; without ``host_cache`` there is none."""
+    """Worker of one rank. With ``host_cache`` it has a ``CacheController`` with its planes registered."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Worker:
             self._scan = self.controller.open_storage()
 
     def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
-        """Copy what the plans say and compute the chunks, each layer as soon as its blocks are there."""
+        """Submit the plans and compute the chunks, each layer as soon as its blocks are loaded."""
         stream = current_stream()
         counters = [self.controller.submit_swap_tasks(plan, stream) for plan in plans if self.controller]
 
@@ -105,15 +104,15 @@ class Worker:
         return StepResult(results, self._reports(wait=not chunks))
 
     def storage_scans(self) -> list[StorageScan]:
-        """What this rank's storage held at the start; nothing without storage."""
+        """Return the scan of this rank's storage at the start; [] without storage."""
         return [self._scan] if self._scan else []
 
     def update_weights(self, seed: int) -> None:
-        """Other weights; whatever is cached belongs to the old ones."""
+        """Replace the weights; cached blocks still belong to the old ones."""
         self._model.load_weights(seed)
 
     def shutdown(self) -> None:
-        """Wait for copies and let go of the memory."""
+        """Wait for copies and release the memory."""
         if self.controller:
             self.controller.shutdown()
 
@@ -125,7 +124,7 @@ class Worker:
     def _accept(
         self, chunks: Sequence[Chunk], batches: Sequence[Batch], hidden: Sequence[Tensor]
     ) -> list[tuple[Sample, ...]]:
-        """Sample each chunk's rows as long as the token in the next row is the one that was sampled."""
+        """Sample each chunk's rows until a draft differs from the sampled token."""
         accepted, first = [], 0
         for chunk in chunks:
             samples: list[Sample] = []
