@@ -165,7 +165,7 @@ def _diff_with_service(server: str, json: bool) -> None:
 
 
 def template(
-    template_format: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.DOTENV,
+    template_format: Annotated[Format, typer.Option("--format", help="Format of the file.")] = Format.DOTENV,
     output_file: Annotated[Path | None, typer.Option("--output", help="Write to this file.")] = None,
     check_only: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit 1 if --output differs.")

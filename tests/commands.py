@@ -63,5 +63,5 @@ def _text(stream: io.TextIOWrapper) -> str:
     return stream.buffer.getvalue().decode()
 
 
-FDCACHE = Path(sys.executable).with_name("fdcache")
+FDCACHE = str(Path(sys.executable).with_name("fdcache"))
 """The command as it is installed, for tests that need a process of its own."""

@@ -20,7 +20,7 @@ from fdcache.service.wire.protocol import (
     Ask,
     Refused,
     Request,
-    Told,
+    ToolAnswer,
     decode_answer,
     encode_request,
 )
@@ -132,7 +132,7 @@ class Client:
         """
         with self._lock:
             answer, _ = self._connection.call(Ask(what, arguments), self._timeout)
-        if not isinstance(answer, Told):
+        if not isinstance(answer, ToolAnswer):
             raise ProtocolError(f"expected the answer to {what!r}, got {type(answer).__name__}")
         return msgspec.json.decode(answer.value)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -375,7 +376,8 @@ class SessionKeeper:
                     heartbeat_at = now + _HEARTBEAT_SECONDS
                 ready = dict(poller.poll(_POLL_MS))
                 if self._wake in ready:
-                    _clear(self._wake)
+                    with suppress(BlockingIOError):
+                        os.eventfd_read(self._wake)
                 self._receive(connection)
             if (last := self.listening) is not None:
                 if self._is_drained():
@@ -500,10 +502,3 @@ def open_session(
     connection.session = answer.session
     arena = f"{geometry.incarnation:x}/{answer.session:x}/{live.path}"
     return Session(answer.session, arena, answer.num_slots, OutgoingCopies(table), answer.storage)
-
-
-def _clear(eventfd: int) -> None:
-    try:
-        os.eventfd_read(eventfd)
-    except BlockingIOError:
-        return

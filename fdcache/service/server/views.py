@@ -23,7 +23,7 @@ from fdcache.service.server.layout_storage import LayoutStorage
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.resets import reset
 from fdcache.service.server.service import Service
-from fdcache.service.wire.protocol import Answer, Ask, Refused, Told
+from fdcache.service.wire.protocol import Answer, Ask, Refused, ToolAnswer
 from fdcache.service.wire.views import (
     ArenaView,
     BlockView,
@@ -62,7 +62,7 @@ _WORST_FIRST = (StorageState.OFF, StorageState.READ_ONLY, StorageState.FULL, Sto
 class Views:
     """Answers ``Ask`` requests. It runs in the service's thread and reads its state directly.
 
-    ``answer(Ask("tree", {"limit": 10}))`` returns the ten hottest blocks, encoded in a ``Told``.
+    ``answer(Ask("tree", {"limit": 10}))`` returns the ten hottest blocks, encoded in a ``ToolAnswer``.
     """
 
     def __init__(self, service: Service, config: Mapping[str, EffectiveValue], fingerprint: str) -> None:
@@ -93,7 +93,7 @@ class Views:
         if ask.what not in self._answers:
             return Refused("unknown", f"{ask.what!r} is none of {', '.join(self._answers)}")
         try:
-            return Told(msgspec.json.encode(self._answers[ask.what](ask.arguments)))
+            return ToolAnswer(msgspec.json.encode(self._answers[ask.what](ask.arguments)))
         except ArgumentError as error:
             return Refused("malformed", str(error))
 

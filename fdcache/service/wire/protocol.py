@@ -236,7 +236,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """The request was carried out."""
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
+class ToolAnswer(msgspec.Struct, frozen=True, tag="told"):
     """Answer to a tool, a JSON value."""
 
     value: bytes
@@ -250,7 +250,17 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 Answer = (
-    Registered | Attached | Matched | Granted | Published | Alive | Events | Recall | Done | Told | Refused
+    Registered
+    | Attached
+    | Matched
+    | Granted
+    | Published
+    | Alive
+    | Events
+    | Recall
+    | Done
+    | ToolAnswer
+    | Refused
 )
 
 
