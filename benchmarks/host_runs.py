@@ -172,7 +172,7 @@ class GpuCopies:
     name = "H2D, D2H, to one large pinned copy"
 
     def __init__(self) -> None:
-        from benchmarks.swap_peers import Peers
+        from benchmarks.swap import Peers
         from benchmarks.swap_worker import SwapWorker, make_layout
         from fdcache.devices.calibration import Calibration
 

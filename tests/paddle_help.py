@@ -18,12 +18,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from examples.paddle_engine.baseline import FreshBlocks
 from examples.paddle_engine.batch import Chunk
 from examples.paddle_engine.config import EngineConfig, ModelConfig
-from examples.paddle_engine.engine import Engine
-from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
-from examples.paddle_engine.task import Task
+from examples.paddle_engine.engine import Engine, Task
+from examples.paddle_engine.kv_cache import FdcacheBlocks, FreshBlocks, Prompt
 from examples.paddle_engine.worker import StepResult, Worker
 from fdcache import TransferPlan
 from fdcache.devices.base import Device

@@ -17,11 +17,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ttft.common import Row
 from benchmarks.ttft.decode import decode_beside_swaps
-from benchmarks.ttft.first_token import first_tokens
 from benchmarks.ttft.model import LLAMA_3_8B, TINY
-from benchmarks.ttft.overhead import overhead_without_reuse
+from benchmarks.ttft.prefill import first_tokens, overhead_without_reuse
+from benchmarks.ttft.server import Row
 
 SHAPES = {"llama-3-8b": LLAMA_3_8B, "tiny": TINY}
 

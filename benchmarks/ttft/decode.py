@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.ttft.common import Row, Tokens, prompt, timed
 from benchmarks.ttft.model import Shape
-from benchmarks.ttft.server import Server, Spent
+from benchmarks.ttft.server import Row, Server, Spent, Tokens, prompt, timed
 from fdcache import Request
 from fdcache.tiers.statistics import Counters
 

@@ -1,9 +1,9 @@
-"""One sequence at a time, or a batch of decodes, on the model of ``model`` with its KV in fdcache."""
+"""Prompts, stop watches and rows of a report."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,21 @@ from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
 from fdcache.storage.connector import ConnectorContext, PlacedStorage
 from fdcache.storage.factory import open_storage
+
+Row = dict[str, Any]
+
+
+def prompt(shape: Shape, length: int, seed: int) -> Tokens:
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(0, shape.vocab, length)
+
+
+def timed(work: Callable[..., object], *arguments: object) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    work(*arguments)
+    return time.perf_counter() - start
+
 
 Tokens = NDArray[np.int64]
 PREFILL_CHUNK = 8192

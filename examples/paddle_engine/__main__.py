@@ -8,11 +8,10 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from examples.paddle_engine.baseline import FreshBlocks
 from examples.paddle_engine.comparison import Agreement, Run, plot, show, show_cache
 from examples.paddle_engine.config import EngineConfig, ModelConfig
 from examples.paddle_engine.engine import Engine, KVCache
-from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
+from examples.paddle_engine.kv_cache import FdcacheBlocks, FreshBlocks, Prompt
 from examples.paddle_engine.ranks import RankProcesses
 from examples.paddle_engine.worker import Worker
 from examples.paddle_engine.workload import Traffic

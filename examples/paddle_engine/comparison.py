@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from examples.paddle_engine.task import Task
+from examples.paddle_engine.engine import Task
 from fdcache import CacheManager
 from fdcache.settings.kinds import format_size
 from fdcache.tiers.statistics import Counters

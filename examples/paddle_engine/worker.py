@@ -14,10 +14,9 @@ from paddle import Tensor
 
 from examples.paddle_engine.batch import Batch, Chunk, find_row, make_batches
 from examples.paddle_engine.config import EngineConfig, ModelConfig
-from examples.paddle_engine.drafting import propose
 from examples.paddle_engine.model import Model, Reduce
 from examples.paddle_engine.paged_kv import PagedKV
-from examples.paddle_engine.sampling import Sample, sample
+from examples.paddle_engine.sampling import Sample, propose, sample
 from fdcache import CacheController, TransferPlan, TransferReport
 from fdcache.devices.base import Device
 from fdcache.integrations.paddle import allocate_planes, current_device, current_stream

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from examples.paddle_engine.engine import Engine
+from examples.paddle_engine.engine import Engine, Task
 from examples.paddle_engine.kv_cache import Prompt
-from examples.paddle_engine.task import Task
 from fdcache.replay.workloads import OUTPUT_STREAMS, WorkItem, WorkloadName, generate, stream_tokens
 
 Answers = Mapping[int, Sequence[int]]

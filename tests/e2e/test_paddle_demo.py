@@ -15,9 +15,9 @@ pytest.importorskip("paddle")
 
 from examples.paddle_engine import __main__ as demo
 from examples.paddle_engine.comparison import NEAR_TIE, Agreement, Run, show
+from examples.paddle_engine.engine import Task
 from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
 from examples.paddle_engine.sampling import Sample
-from examples.paddle_engine.task import Task
 from fdcache import _core
 from fdcache.tiers.statistics import Counters
 from tests.service_help import local_service, until

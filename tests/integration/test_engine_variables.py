@@ -299,7 +299,7 @@ class TestPaddleEngine:
     def preemptions(self, environ: Callable[..., None]) -> Iterator[Callable[..., int]]:
         pytest.importorskip("paddle")
         from examples.paddle_engine.__main__ import parse
-        from examples.paddle_engine.baseline import FreshBlocks
+        from examples.paddle_engine.kv_cache import FreshBlocks
 
         def run_once(**values: str) -> int:
             environ(**values)

@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from examples.paddle_engine.baseline import FreshBlocks
-from examples.paddle_engine.engine import Engine
-from examples.paddle_engine.kv_cache import FdcacheBlocks, Prompt
-from examples.paddle_engine.task import Task
+from examples.paddle_engine.engine import Engine, Task
+from examples.paddle_engine.kv_cache import FdcacheBlocks, FreshBlocks, Prompt
 from tests.paddle_help import ENGINE, GQA, prompt, spoken, tokens
 
 ranks = pytest.importorskip("examples.paddle_engine.ranks")

@@ -15,11 +15,10 @@ import torch
 
 from benchmarks.ttft import __main__ as ttft
 from benchmarks.ttft.attention import attend_gathered
-from benchmarks.ttft.common import prompt
 from benchmarks.ttft.decode import Visitors, blocks_moved
-from benchmarks.ttft.first_token import NEAR_TIE, judge
 from benchmarks.ttft.model import TINY
-from benchmarks.ttft.server import FirstToken, Server
+from benchmarks.ttft.prefill import NEAR_TIE, judge
+from benchmarks.ttft.server import FirstToken, Server, prompt
 
 ON_CPU = ["--shape", "tiny", "--device", "cpu"]
 
