@@ -1,19 +1,17 @@
-"""Block copies on the CPU: the record checksum against plain memory copies, and swaps by plane size.
+"""Measure block copies on the CPU: the record checksum beside plain memory copies, and swaps by plane size.
 
 Run with ``python -m benchmarks.copies``; prints the machine, GB/s and ratios.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.machine import machine
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
@@ -25,15 +23,8 @@ SWAP_BYTES = 256 << 20
 ROUNDS = 7
 
 
-def machine() -> str:
-    rows = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [row.split(":", 1)[1].strip() for row in rows if row.startswith("model name")]
-    model = models[0] if models else platform.machine()
-    return f"{model}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
-
-
 def rate(nbytes: int, work: Callable[[], object]) -> float:
-    """GB/s, the median of several rounds after one to warm up."""
+    """Return GB/s, the median of several rounds after a warm-up round."""
     work()
     seconds = []
     for _ in range(ROUNDS):

@@ -1,12 +1,11 @@
-"""What one evicted block costs as a tier grows, beside an ordered dictionary that does far less.
+"""Measure the cost of an evicted block as a tier grows, beside an ordered dictionary.
 
-Each tier is filled with paths of `PATH` blocks and then asked for slots, `BATCH` at a time, until half of its
-blocks have gone; the figure is the time of those requests by block, the slots' new use included.
+Each tier is filled with paths of `PATH` blocks. Then slots are reserved, `BATCH` at a time, until half of its blocks
+are evicted. The figure is the time of these reservations per block. The dictionary has no tree, pins or slots.
 """
 
 import argparse
 import json
-import platform
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.machine import machine
 from fdcache import _core
 
 SIZES = (10_000, 100_000, 1_000_000)
@@ -27,7 +27,7 @@ def random_hashes(count: int) -> NDArray[np.uint8]:
 
 
 def full_tier(size: int) -> _core.Tier:
-    """A tier whose every slot holds an entry that nobody uses, its paths released in a random order."""
+    """Return a tier whose slots all hold evictable entries, with paths released in random order."""
     tier = _core.Tier(size)
     hashes = random_hashes(size)
     leases = []
@@ -52,7 +52,7 @@ def tier_ns(size: int) -> float:
 
 
 def dictionary_ns(size: int) -> float:
-    """Taking the least recently used of as many keys: no tree, no pins, no slots."""
+    """Return the time to remove the least recently used key of a dictionary."""
     lru = OrderedDict.fromkeys(row.tobytes() for row in random_hashes(size))
     target = size // 2
     started = time.perf_counter_ns()
@@ -82,7 +82,7 @@ def main() -> None:
         row["ratio"] = row["tier_ns"] / rows[0]["tier_ns"]
         row["dictionary_ratio"] = row["dictionary_ns"] / rows[0]["dictionary_ns"]
     if options.json:
-        print(json.dumps({"machine": platform.processor() or platform.machine(), "rows": rows}))
+        print(json.dumps({"machine": machine(), "rows": rows}))
         return
     print(f"{'entries':>10} {'tier ns/block':>14} {'ratio':>6} {'OrderedDict ns':>15} {'ratio':>6}")
     for row in rows:

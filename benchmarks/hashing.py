@@ -1,4 +1,4 @@
-"""What block hashing costs: microseconds for a prompt, beside a hashlib loop of the same run.
+"""Measure block hashing: microseconds for a prompt, beside a hashlib loop in the same run.
 
 Run it with ``python -m benchmarks.hashing``.
 """
@@ -6,16 +6,15 @@ Run it with ``python -m benchmarks.hashing``.
 from __future__ import annotations
 
 import hashlib
-import platform
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.machine import machine
 from fdcache import _core
 from fdcache.hashing import TokenBlocks, hash_blocks, root_hash
 
@@ -24,18 +23,8 @@ REPEATS = 20
 DECODE_STEPS = 20_000
 
 
-def machine() -> str:
-    """Processor, interpreter and the ways to run SHA-256 here, the one in use first."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    processor = names[0] if names else platform.machine()
-    python = f"Python {platform.python_version()}, NumPy {np.__version__}"
-    return f"{processor}; {python}; SHA-256: {', '.join(_core.sha_backends())}"
-
-
 def best_us(call: Callable[[], object]) -> float:
-    """The least microseconds of one call."""
+    """Return the shortest time of one call in microseconds."""
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -45,7 +34,7 @@ def best_us(call: Callable[[], object]) -> float:
 
 
 def hashlib_loop(tokens: NDArray[np.int32], block_size: int, parent: bytes) -> bytes:
-    """The same chain with one hashlib call for each block."""
+    """Compute the same chain with one hashlib call per block."""
     data = tokens.tobytes()
     trailer = block_size.to_bytes(4, "little") + b"\x01"
     for start in range(0, len(data), 4 * block_size):
@@ -54,7 +43,7 @@ def hashlib_loop(tokens: NDArray[np.int32], block_size: int, parent: bytes) -> b
 
 
 def append_ns(block_size: int, root: bytes) -> float:
-    """Nanoseconds to append one generated token, hashing included."""
+    """Return the nanoseconds to append one generated token, hashing included."""
     times = []
     for _ in range(REPEATS):
         append = TokenBlocks(block_size, root).append
@@ -70,7 +59,8 @@ def main() -> None:
     as_list = tokens.tolist()
     root = root_hash(bytes(32))
     none = _core.ExtraKeys(None, [])
-    print(machine())
+    backends = ", ".join(_core.sha_backends())
+    print(f"{machine()}, NumPy {np.__version__}; SHA-256: {backends}, the first is in use")
     print(f"{NUM_TOKENS} tokens, best of {REPEATS}")
     for block_size in (16, 64):
         last = hash_blocks(tokens, block_size, parent=root)[-1].tobytes()

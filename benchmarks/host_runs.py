@@ -1,8 +1,8 @@
-"""How long the runs of host slots are that reservations get as a tier is used up and refilled, and what that is worth.
+"""Measure the runs of host slots that reservations get as a tier fills up and is refilled, and what they are worth.
 
-6,000 requests that begin, continue or branch off conversations reserve slots of a full tier. Beside the tier's own
-slots stand those of a stack, which gives away what was freed last. Copies of both are timed: with ``--device cpu``
-one memcpy a run, beside one of as many bytes; with ``--device cuda`` loads and evictions of a worker.
+6,000 requests that start, continue or branch off conversations reserve slots of a full tier. For comparison, a stack
+allocates the slot that was freed last. Copies of both are timed: with ``--device cpu`` one memcpy per run, beside one
+memcpy of as many bytes; with ``--device cuda`` loads and evictions of a worker.
 
 python -m benchmarks.host_runs [--device cpu|cuda] [--trace FILE]
 """
@@ -31,16 +31,16 @@ EXTENT = 64
 RESERVATIONS = 6_000
 POINTS = (100, 500, 1_000, 2_000, 4_000, 6_000)
 WINDOW = 100
-"""Reservations that a figure is taken over: those before each point."""
+"""Number of reservations before each point that a figure covers."""
 IN_FLIGHT = 16
 RECORD_BYTES = 64 << 10
-"""Of the CPU's copies; 1 MiB on a GPU."""
+"""Record size of the CPU's copies; 1 MiB on a GPU."""
 GIB = 1 << 30
 
 
 @dataclass
 class Stack:
-    """The slots that a stack of free ones would give for the same reservations, ascending."""
+    """Slots that a stack of free slots would allocate for the same reservations, ascending."""
 
     slots: int
     _at: dict[int, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Stack:
         self._free = list(range(self.slots))[::-1]
 
     def take(self, taken: _core.Reservation) -> Int32Array:
-        """Follow a reservation of a tier that evicts only what it must."""
+        """Allocate slots for a reservation of a tier that evicts on demand only."""
         self._free += [self._at.pop(slot) for slot in taken.evicted.slots.tolist()]
         mine = sorted(self._free[-len(taken) :])
         del self._free[-len(taken) :]
@@ -58,7 +58,7 @@ class Stack:
 
 
 def conversations(seed: int = 0) -> Iterator[HashArray]:
-    """The block hashes of each request: of a new conversation, or of one that goes on or branches."""
+    """Generate the block hashes of each request: of a new conversation, or one that continues or branches."""
     random = np.random.default_rng(seed)
     known: deque[HashArray] = deque(maxlen=2_000)
     while True:
@@ -74,7 +74,7 @@ def conversations(seed: int = 0) -> Iterator[HashArray]:
 
 
 def recorded(trace: Path, blocks: int = 8) -> Iterator[HashArray]:
-    """The block hashes of each request of a Mooncake trace, ``blocks`` for each hash of its own."""
+    """Generate the block hashes of each request of a Mooncake trace, ``blocks`` per hash of the trace."""
     for line in trace.read_text().splitlines():
         ids = np.array(json.loads(line)["hash_ids"], np.int64)
         words = np.zeros((len(ids) * blocks, 4), np.int64)
@@ -92,7 +92,7 @@ class Traffic:
     blocks: int = 0
 
     def serve(self, paths: Iterator[HashArray]) -> Iterator[_core.Reservation]:
-        """The reservation of each request that needs slots."""
+        """Generate the reservation of each request that needs slots."""
         running: deque[int] = deque()
         for path in paths:
             lease = self.tier.open_lease()
@@ -111,7 +111,7 @@ class Traffic:
 
 
 def churn() -> tuple[dict[str, list[Int32Array]], dict[str, float]]:
-    """The slots of every reservation, of a stack and of the tier; the hit rates."""
+    """Return the slots of every reservation, of the stack and of the tier, and the hit rates."""
     exact = Traffic(_core.Tier(SLOTS))
     stack = Stack(SLOTS)
     slots: dict[str, list[Int32Array]] = {"stack": [], "runs": []}
@@ -128,13 +128,13 @@ def churn() -> tuple[dict[str, list[Int32Array]], dict[str, float]]:
 
 
 def mean_run(reservations: Sequence[Int32Array]) -> float:
-    """Blocks of a run, no run crossing an extent."""
+    """Return the mean number of blocks in a run; no run crosses an extent."""
     runs = sum(len(_core.find_runs(slots, EXTENT)) for slots in reservations)
     return sum(map(len, reservations)) / runs
 
 
 class CpuCopies:
-    """Copies of records out of an arena, one memcpy a run, beside one memcpy of as many bytes."""
+    """Copies of records from an arena, one memcpy per run, beside one memcpy of as many bytes."""
 
     name = "memcpy of runs, to one of the same bytes"
 
@@ -143,7 +143,7 @@ class CpuCopies:
         self._target = np.ones((GIB // 8 // RECORD_BYTES, RECORD_BYTES), np.uint8)
 
     def measure(self, reservations: Sequence[Int32Array]) -> str:
-        """The rate of the copies of all these reservations, and its ratio to the large copies'."""
+        """Return the rate of the copies of all these reservations, and its ratio to that of large copies."""
         runs = [
             (int(slots[first]), count)
             for slots in reservations
@@ -182,7 +182,7 @@ class GpuCopies:
         self._random = np.random.default_rng(0)
 
     def measure(self, reservations: Sequence[Int32Array]) -> str:
-        """Their rates, each with its ratio to the link's."""
+        """Return the rates of loads and evictions, each with its ratio to the link's."""
         found = []
         for way, link in (("load", self._link.to_device), ("evict", self._link.to_host)):
             rate = self._worker.rate(way, lambda nbytes: self._pick(reservations, nbytes), GIB)
@@ -190,7 +190,7 @@ class GpuCopies:
         return "; ".join(found)
 
     def _pick(self, reservations: Sequence[Int32Array], nbytes: int) -> Any:
-        """Slots of reservations that follow each other, each slot once."""
+        """Return the slots of consecutive reservations, each slot once."""
         from benchmarks.swap_worker import Pick
 
         count = nbytes // self._worker.layout.record_bytes
@@ -204,7 +204,7 @@ class GpuCopies:
 
 
 def trace_hit_rates(trace: Path, slots: int = 50_000) -> tuple[float, float]:
-    """Of a tier that evicts only what it must, and of one that evicts ahead."""
+    """Return the hit rates of a tier that evicts on demand only, and of one that evicts ahead."""
     rates = []
     for spare in (0.0, HOST_SPARE):
         traffic = Traffic(_core.Tier(slots, extent=EXTENT, spare=spare))

@@ -1,8 +1,8 @@
-"""What the scheduler side costs: microseconds per request by call, and per decode step.
+"""Measure the scheduler side: microseconds per request by call, and per decode step.
 
 A closed loop of `--concurrency` requests over the recorded trace (or a generated chat workload where there is no
 trace) goes through a `CacheManager` without workers: whole prompts in one piece, then a block of output tokens
-a call. Hashing is measured apart, over the same prompts; `match` includes it.
+per call. Hashing is measured separately, over the same prompts; `match` includes it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.machine import machine
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
@@ -35,7 +34,7 @@ PHASES = ("hash", "match", "allocate", "commit", "decode", "finish")
 
 @dataclass(slots=True)
 class Running:
-    """A request in flight, its output and how much of that it has."""
+    """A request in flight, its output, and the number of output tokens so far."""
 
     request: Request
     output: NDArray[np.int32]
@@ -58,7 +57,7 @@ class Clock:
         self._since = time.perf_counter_ns()
 
     def table(self) -> dict[str, dict[str, float]]:
-        """Mean and percentiles by phase, in microseconds per request."""
+        """Return mean and percentiles by phase, in microseconds per request."""
         rows = {}
         for phase, spent in self.spent.items():
             values = np.array(list(spent.values()), dtype=np.float64) / 1000
@@ -82,7 +81,7 @@ def find_trace() -> Path | None:
 
 
 def drive(items: Iterator[WorkItem], blocks: int, concurrency: int) -> tuple[Clock, float, int]:
-    """Run all requests; returns the clock, the hit rate and how many there were."""
+    """Run all requests; return the clock, the hit rate and the number of requests."""
     manager = CacheManager(CacheSettings(device_blocks=blocks), layout())
     clock = Clock()
     running: deque[Running] = deque()
@@ -146,7 +145,7 @@ def decode(manager: CacheManager, clock: Clock, entry: Running) -> None:
 
 
 def decode_step_us(concurrency: int) -> float:
-    """One token for every running request, median over many steps, in a pool that is full."""
+    """Return the median time of a decode step: one token for every running request, in a full pool."""
     blocks = max(20_000, 128 * concurrency)
     manager = CacheManager(CacheSettings(device_blocks=blocks), layout())
     random = np.random.default_rng(0)
@@ -170,12 +169,6 @@ def decode_step_us(concurrency: int) -> float:
         manager.commit([(request, request.num_tokens) for request in requests])
         samples.append(time.perf_counter_ns() - since)
     return float(np.median(samples)) / 1000
-
-
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    return f"{model or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def main() -> None:

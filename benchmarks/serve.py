@@ -1,12 +1,17 @@
-"""The processes of the service's benchmark: the service, an empty echo beside it, and their clients."""
+"""Measure a service: look-ups from many clients, the scheduler thread's time per step, and a run without reuse.
+
+    python -m benchmarks.serve [--seconds 3]
+
+The echo is an empty ZeroMQ ROUTER/DEALER round trip over ipc:// on the same machine in the same run: the least that
+any such service costs. The quietest of several rounds of a scheduler's steps counts, so that other processes on the
+machine change little. Exits 1 if a run without reuse costs 1% of a 20 ms step or more.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import multiprocessing
-import os
-import platform
 import sys
 import tempfile
 import threading
@@ -24,6 +29,7 @@ from typing import TypeAlias
 import numpy as np
 import zmq
 
+from benchmarks.machine import machine
 from fdcache import _core
 from fdcache.devices.cpu import CpuDevice
 from fdcache.layout import KVLayout
@@ -83,7 +89,7 @@ def serve(directory: str, ready: Event, stop: Event) -> None:
 
 
 def fill(namespace: Namespace) -> None:
-    """Make every block of the path an entry, as if clients had stored it."""
+    """Store every block of the path, as clients do."""
     hashes = path_hashes()
     parents = np.concatenate((np.zeros((1, 32), np.uint8), hashes[:-1]))
     assert namespace.tier is not None
@@ -145,15 +151,16 @@ STEP_SECONDS = 0.020
 GOAL = 0.01
 ROUNDS, STEPS_A_ROUND = 6, 50
 WAITING_STEPS = 4
-_firsts = count(1 << 20, 1 << 20)  # so that no engine finds what another one stored
+_firsts = count(1 << 20, 1 << 20)  # distinct content, so that no engine finds another one's blocks
 _SELECTIVE, _THROUGH = WritePolicy.WRITE_THROUGH_SELECTIVE, WritePolicy.WRITE_THROUGH
 
 
 @dataclass
 class Engine:
-    """One scheduler, and what its steps took: microseconds of the thread by the wall and by its CPU, by round.
+    """One scheduler, and the microseconds of its steps by wall clock and CPU time, by round.
 
-    A prompt is admitted ``waits`` steps after it came. ``different``: how many prompts there are; None: each is new.
+    A prompt is admitted ``waits`` steps after its arrival. ``different`` is the number of distinct prompts; with None
+    every prompt is new.
     """
 
     name: str
@@ -168,12 +175,12 @@ class Engine:
     steps: int = 0
 
     def begin_round(self) -> None:
-        """What is measured from now on is a round of its own."""
+        """Start a new round of measurements."""
         self.walls.append([])
         self.cpus.append([])
 
     def step(self, prompts: int, blocks: int) -> None:
-        """New prompts arrive; those whose turn it is are admitted, computed and finished."""
+        """Run one step: new prompts arrive; those that have waited long enough are admitted, computed and finished."""
         self.steps += 1
         new = [self._request(self.steps * prompts + i, blocks) for i in range(prompts)]
         tokens = blocks * BLOCK + 1
@@ -200,17 +207,17 @@ class Engine:
 
     @property
     def wall(self) -> float:
-        """Of the quietest round, the median step."""
+        """Median step of the quietest round, in microseconds."""
         return min(float(np.median(each)) for each in self.walls)
 
     @property
     def cpu(self) -> float:
-        """Of the quietest round, the median step."""
+        """Median step of the quietest round, in microseconds."""
         return min(float(np.median(each)) for each in self.cpus)
 
 
 def carry_out(plan: TransferPlan, arena: SharedHostArena | None) -> TransferReport:
-    """What a worker would do and say; it only writes the headers."""
+    """Write the slot headers of a plan and report success, as a worker does, without copying."""
     nothing = np.empty(0, np.int32)
     if arena is not None:
         refused = arena.attach(plan) or arena.prepare(plan)
@@ -249,7 +256,7 @@ def engine(
     device_blocks: int = 4096,
     different: int | None = None,
 ) -> Iterator[Engine]:
-    """An engine of the benchmark, without a cache, embedded, or at a service."""
+    """Make an engine: without a cache, embedded, or connected to a service."""
     shape = layout()
     settings = CacheSettings(
         server=server,
@@ -267,7 +274,7 @@ def engine(
 
 
 def print_steps(server: str, prompts: int, blocks: int) -> bool:
-    """Measure all engines, a round of each in turn; whether those at the service are within the goal."""
+    """Measure all engines, one round of each in turn; return True if those at the service meet the goal."""
     with ExitStack() as stack:
         base, *others = (
             stack.enter_context(each)
@@ -310,7 +317,7 @@ def print_steps(server: str, prompts: int, blocks: int) -> bool:
 
 CLIENTS = (1, 8, 64)
 STEPS = ((1, 32), (8, 8))
-"""New prompts in a step, and blocks of each."""
+"""New prompts per step, and blocks per prompt."""
 
 
 def measure(
@@ -345,9 +352,8 @@ def print_lookups(directory: str, seconds: float) -> None:
 
 
 def measure_all(directory: str, seconds: float) -> bool:
-    """Print every table; whether a run without reuse is within its goal."""
-    machine = platform.processor() or platform.machine()
-    print(f"{machine}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
+    """Print every table; return True if a run without reuse meets its goal."""
+    print(f"{machine()}\n")
     print_lookups(directory, seconds)
     server = f"ipc://{directory}/fdcache.sock"
     verdicts = [print_steps(server, prompts, blocks) for prompts, blocks in STEPS]

@@ -1,4 +1,4 @@
-"""What configuration costs: reads through ``fdcache.envs`` beside the old readers, and the commands.
+"""Measure configuration: reads through ``fdcache.envs`` beside the old readers, and the start of commands.
 
 Run it with ``python -m benchmarks.settings``.
 """
@@ -6,7 +6,6 @@ Run it with ``python -m benchmarks.settings``.
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from timeit import Timer
 
+from benchmarks.machine import machine
 from fdcache import envs
 from fdcache.settings import Settings
 from tests.old_environment import READERS
@@ -38,21 +38,13 @@ COMMANDS = {
 }
 
 
-def machine() -> str:
-    """Name processor and interpreter."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}; Python {platform.python_version()}"
-
-
 def nanoseconds(statement: str, names: dict[str, object]) -> float:
-    """Time one execution at its best."""
+    """Return the shortest time of one execution in nanoseconds."""
     return min(Timer(statement, globals=names).repeat(ROUNDS, READS)) / READS * 1e9
 
 
 def report_reads() -> None:
-    """Print nanoseconds a read, for a variable that is set and one that is not."""
+    """Print nanoseconds per read, for set and unset variables."""
     print(f"{'nanoseconds a read':40}{'envs':>8}{'old':>8}{'ratio':>8}")
     for name, text in VARIABLES.items():
         for state in ("unset", "set"):
@@ -66,7 +58,7 @@ def report_reads() -> None:
 
 
 def report_getenv() -> None:
-    """Print what the plainest old reader costs: a lambda around ``os.getenv``."""
+    """Print the cost of the simplest old reader, a lambda around ``os.getenv``."""
     os.environ["FD_LOG_DIR"] = "log"
     names: dict[str, object] = {"read": lambda: os.getenv("FD_LOG_DIR", "log"), "envs": envs}
     old, new = nanoseconds("read()", names), nanoseconds("envs.FD_LOG_DIR", names)
@@ -75,7 +67,7 @@ def report_getenv() -> None:
 
 
 def milliseconds(call: Callable[[], object], times: int) -> float:
-    """Time one call at its best, the machine being shared."""
+    """Return the shortest time of one call in milliseconds."""
     taken = []
     for _ in range(times):
         start = time.perf_counter()
@@ -85,12 +77,12 @@ def milliseconds(call: Callable[[], object], times: int) -> float:
 
 
 def run(command: list[str]) -> None:
-    """Run a command and throw its output away."""
+    """Run a command and discard its output."""
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
 
 def report_commands() -> None:
-    """Print milliseconds a command, beside an empty interpreter."""
+    """Print milliseconds per command, beside an empty interpreter."""
     empty = milliseconds(lambda: run([sys.executable, "-c", "pass"]), STARTS)
     print(f"\n{'milliseconds a command':40}{'time':>8}{'of empty':>10}")
     print(f"{'python -c pass':40}{empty:8.1f}{1:10.1f}")
@@ -101,7 +93,7 @@ def report_commands() -> None:
 
 
 def main() -> None:
-    """Print everything."""
+    """Print all figures."""
     print(machine())
     report_reads()
     report_getenv()

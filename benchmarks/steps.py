@@ -1,4 +1,4 @@
-"""What a scheduler step costs beside the step's own requests: those that wait for storage, deep paths, many tenants.
+"""Measure the cost of a scheduler step beyond its own requests: waiting reads, deep paths, many tenants.
 
 Each figure is the median over many calls. `take_plans` is called while requests wait for room to read their blocks from
 storage; a store is one more block below a stored path; an addition to `Owners` goes to one that is full.
@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.scheduler import BLOCK, layout, machine
+from benchmarks.machine import machine
+from benchmarks.scheduler import BLOCK, layout
 from fdcache.manager import CacheManager, Request
 from fdcache.metadata import SLOT_HEADER_BYTES, CacheLevel, HashArray, StorageScan, SwapPurpose
 from fdcache.plans.ledger import StorageOrders
@@ -47,7 +48,7 @@ def prompts(requests: int, blocks: int) -> list[Request]:
 
 
 def scan_of(requests: list[Request], fingerprint: bytes) -> StorageScan:
-    """What a rank's file holds that stores every block of these requests."""
+    """Return the scan of a storage that holds every block of these requests."""
     paths = [request._bind(BLOCK, fingerprint).hashes for request in requests]
     hashes = np.concatenate(paths)
     parents = np.concatenate([np.concatenate((np.zeros((1, 32), np.uint8), path[:-1])) for path in paths])
@@ -65,7 +66,7 @@ def scan_of(requests: list[Request], fingerprint: bytes) -> StorageScan:
 
 
 def take_plans_us(waiting: int, blocks: int, calls: int) -> tuple[float, float]:
-    """`take_plans` and a match of every request, while reads of others fill what may be in flight."""
+    """Return the time of `take_plans` and of a match per request, while other reads fill the limit in flight."""
     shape = layout()
     requests = prompts(waiting + 4, blocks)
     settings = CacheSettings(
@@ -102,7 +103,7 @@ def store(tier: BlockPool, parent: bytes, path: HashArray) -> None:
 
 
 def store_us(depth: int, calls: int) -> float:
-    """Plan the store of one block below a path of `depth` blocks that are stored."""
+    """Return the time to plan the store of one block below a stored path of `depth` blocks."""
     path = chain(depth + calls)
     host = LocalHostTier(CacheLevel.HOST, 2 * len(path))
     index = LocalIndex.make(2 * len(path))
@@ -138,7 +139,7 @@ def store_us(depth: int, calls: int) -> float:
 
 
 def owners_us(most: int, calls: int) -> float:
-    """One addition to a full table, a fifth of which has been replaced; the mean."""
+    """Return the mean time of one addition to a full table, a fifth of which has been replaced."""
     owners = Owners(most)
     numbers = np.arange(most + most // 5 + calls, dtype=np.uint64).tobytes()
     keys = (numbers[at : at + 8] for at in count(0, 8))

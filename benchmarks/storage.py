@@ -1,9 +1,9 @@
-"""Throughput of the local storage tier beside fio and beside a file for each block.
+"""Measure the throughput of the local storage tier beside fio and beside one file per block.
 
     python -m benchmarks.storage [FOLDER] [--megabytes 512] [--depth 16] [--rounds 3] [--record-kib 1024]
 
 All three move the same bytes with O_DIRECT, the same block size and the same number of requests in flight, on the
-same file system, by turns in one run. Of fio the better of libaio and psync threads counts. The store checks every
+same file system, in turns in one run. For fio, the better of libaio and psync threads counts. The store verifies every
 record it reads.
 """
 
@@ -33,12 +33,12 @@ from fdcache.storage.slab import SlabStore
 
 _BATCH = 256
 PHASES = ("fill", "rewrite", "read")
-"""The first writes into a sparse file, writes over it, reads."""
+"""Write a sparse file, overwrite it, read it."""
 MIB = 1 << 20
 
 
 def layout_of(record_kib: int) -> KVLayout:
-    """A layout whose record has so many KiB: key and value planes of 64 KiB, or of half the record."""
+    """Return a layout with records of ``record_kib`` KiB: key and value planes of 64 KiB, or of half the record."""
     plane_kib = min(64, record_kib // 2)
     return KVLayout.uniform(
         model="bench",
@@ -52,7 +52,7 @@ def layout_of(record_kib: int) -> KVLayout:
 
 
 class Slab:
-    """The local storage."""
+    """fdcache's local storage."""
 
     name = "fdcache"
 
@@ -61,7 +61,7 @@ class Slab:
         self._hashes = path_of(_BATCH, "bench")
         self._batch = self._records.fill(self._hashes)
         self._blocks = blocks
-        # One thread of the store is kept free for reads, so that writes have ``depth`` of them.
+        # The store reserves one thread for reads, so writes get ``depth`` threads.
         size = blocks * (layout.record_bytes + 512) + MIB
         self._store = SlabStore(
             folder / "slab", layout, rank=0, size=size, fsync=FsyncPolicy.NEVER, threads=depth + 1
@@ -90,7 +90,7 @@ class Slab:
 
 
 class FilePerBlock:
-    """What others do: every block a file of its own; here with O_DIRECT and threads, and without a checksum."""
+    """One file per block, as other systems store them; with O_DIRECT and threads, without a checksum."""
 
     name = "file per block"
 
@@ -128,7 +128,7 @@ class FilePerBlock:
 
 
 def fio(folder: Path, record_bytes: int, nbytes: int, depth: int) -> dict[str, float]:
-    """Bytes a second of fio in each phase, by the better of two ways to keep ``depth`` requests in flight."""
+    """Return fio's bytes per second in each phase, by the better of two ways to keep ``depth`` requests in flight."""
     share = nbytes // depth // record_bytes * record_bytes
     ways = (
         ("--ioengine=libaio", f"--iodepth={depth}", f"--size={nbytes}"),

@@ -1,4 +1,7 @@
-"""What the copies are compared with: large pinned copies, and the two ways that other engines use."""
+"""Measure block copies on a GPU: bandwidth against the link, small swaps, neighbours, time to the first layer.
+
+python -m benchmarks.swap [--json FILE] [--section NAME]...
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ H2D, D2H = 1, 2
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes a second of large pinned copies."""
+    """Bytes per second of large pinned copies."""
 
     to_device: float
     to_host: float
@@ -34,7 +37,7 @@ class Link:
 
 
 def timed(work: Callable[[], None], streams: list[Any], repeats: int = 3) -> float:
-    """Seconds on the GPU from the first of ``streams`` to all of them."""
+    """Return the seconds on the GPU from the start of the first of ``streams`` to the end of all."""
     import cupy
 
     seconds = []
@@ -56,7 +59,7 @@ def timed(work: Callable[[], None], streams: list[Any], repeats: int = 3) -> flo
 
 
 class Peers:
-    """Pinned and device memory of 1 GiB a direction."""
+    """Reference copies: large pinned ones, and the two ways that other engines use; 1 GiB per direction."""
 
     def __init__(self) -> None:
         import cupy
@@ -73,15 +76,15 @@ class Peers:
         self._batch = _batched_copy()
 
     def link(self) -> Link:
-        """One large copy each way, and both at once."""
+        """Measure one large copy each way, and both at once."""
         return Link(self.alone(H2D), self.alone(D2H), self.pair())
 
     def alone(self, kind: int) -> float:
-        """Bytes a second of a large copy one way."""
+        """Return the bytes per second of a large copy one way."""
         return GIB / timed(lambda: self._large(kind, 0), self._streams[:1])
 
     def pair(self) -> float:
-        """Bytes a second of a large copy each way at once."""
+        """Return the bytes per second of two large copies, one each way, at once."""
 
         def both() -> None:
             self._large(H2D, 0)
@@ -103,7 +106,7 @@ class Peers:
         return (host, memory) if kind == H2D else (memory, host)
 
     def copy_loop(self, nbytes: int, kind: int) -> float:
-        """Bytes a second of one cudaMemcpyAsync a plane."""
+        """Return the bytes per second of one cudaMemcpyAsync per plane."""
         sources, targets = (each.tolist() for each in self._pieces(nbytes, kind))
 
         def loop() -> None:
@@ -113,7 +116,7 @@ class Peers:
         return len(sources) * nbytes / timed(loop, self._streams[:1], repeats=2)
 
     def copy_batch(self, nbytes: int, kind: int) -> float | None:
-        """Bytes a second of one cudaMemcpyBatchAsync of all planes; None where the driver has none."""
+        """Return the bytes per second of one cudaMemcpyBatchAsync of all planes; None if the driver lacks it."""
         if self._batch is None:
             return None
         sources, targets = self._pieces(nbytes, kind)
@@ -150,20 +153,20 @@ PLANS = 6
 REPEATS = 5
 _UNITS = 34
 _LEAD = 6
-"""Units before the copies; the first are left out of account."""
+"""Units before the copies; the first ones are not counted."""
 _WARM = 2
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The fraction by which work takes longer, and the bytes a second that were copied beside it."""
+    """Fraction by which work takes longer, and bytes per second copied meanwhile."""
 
     slowdown: float
     rate: float
 
 
 def neighbours() -> dict[str, Callable[[], None]]:
-    """Each enqueues some 8 ms of work on the current torch stream."""
+    """Return functions that each enqueue about 8 ms of work on the current torch stream."""
     import torch
 
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -196,7 +199,12 @@ def neighbours() -> dict[str, Callable[[], None]]:
 
 
 def cost(worker: SwapWorker, way: str, work: Callable[[], None]) -> Cost:
-    """What full-rate copies in runs cost ``work``, the median of a few stretches."""
+    """Measure the slowdown of ``work`` by full-rate copies in runs; the median of a few stretches.
+
+    ``work`` runs without a pause and the copies run in the middle of a stretch. The work during the copies is compared
+    with the work before and after them in the same stretch, because a GPU that was just idle runs faster for about
+    10 ms than a busy one, by more than copies cost.
+    """
     found = [_one_stretch(worker, way, work) for _ in range(REPEATS)]
     return Cost(
         statistics.median(each.slowdown for each in found), statistics.median(each.rate for each in found)
@@ -258,7 +266,7 @@ def worker(plane: int, **options: Any) -> SwapWorker:
 
 
 def ratio(reference: Callable[[], float], measure: Callable[[], float | None]) -> str:
-    """The reference is measured before and after each figure: the machine's rest loads the link too."""
+    """Return the ratio to a reference measured before and after, because other processes load the link too."""
     before = reference()
     found = measure()
     return "-" if found is None else f"{2 * found / (before + reference()):.3f}"
@@ -387,13 +395,13 @@ SECTIONS: dict[str, tuple[str, Callable[[Peers], Table]]] = {
     "bandwidth": ("Bandwidth as a ratio to one large pinned copy, 1 GiB moved", bandwidth),
     "both": ("Both ways at once, as a ratio to a pair of large copies", both_ways),
     "small": ("Small swaps, 64 planes of 16 KiB a block", small),
-    "neighbours": ("What a neighbour stream loses during copies in runs", interference),
+    "neighbours": ("Slowdown of a neighbour stream during copies in runs", interference),
     "first": ("Time to the first layer of a 2 GiB load", first_layer),
 }
 
 
 def main() -> None:
-    """Run the sections asked for, all by default, and print a table for each."""
+    """Run the given sections, all by default, and print a table for each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

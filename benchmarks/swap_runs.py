@@ -1,4 +1,4 @@
-"""How long the runs of host slots are that the manager's loads and copies to the host name, on a trace.
+"""Measure the runs of host slots in the manager's loads and copies to the host, on a trace.
 
 python -m benchmarks.swap_runs TRACE [--requests N]
 """
@@ -40,7 +40,7 @@ def main() -> None:
     per_extent = EXTENT_BYTES // REAL_RECORD
 
     class Recording(CacheManager):
-        """Counts the runs of every plan."""
+        """Manager that counts the runs of every plan."""
 
         def take_plans(self) -> list[TransferPlan]:
             plans = super().take_plans()

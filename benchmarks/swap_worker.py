@@ -1,4 +1,4 @@
-"""A worker on a GPU with a filled host cache, and plans that pick blocks in the ways that matter."""
+"""A worker on a GPU with a full host cache, and plans with scattered slots or runs of slots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN_BYTES = 16 * MIB
 
 
 def make_layout(plane_kib: int) -> KVLayout:
-    """64 planes of that size: 32 layers of keys and values, or 64 layers of MLA for 72 KiB."""
+    """Return a layout with 64 planes: 32 layers of keys and values, or 64 layers of MLA for 72 KiB."""
     common: dict[str, Any] = {"model": "benchmark", "revision": "1", "dtype": "bfloat16"}
     if plane_kib == 72:
         return KVLayout.mla(**common, num_layers=64, block_size=64, latent_dim=576)
@@ -32,7 +32,7 @@ def make_layout(plane_kib: int) -> KVLayout:
 
 
 def idle_stream(device: CudaDevice) -> Any:
-    """A stream on which nothing computes."""
+    """Return a stream on which nothing computes."""
     import cupy
 
     with cupy.cuda.Device(device.gpu.ordinal):
@@ -48,7 +48,7 @@ class Pick:
 
 
 class SwapWorker:
-    """``pool_bytes`` of device blocks and as much host cache, every host slot holding a block."""
+    """Controller with ``pool_bytes`` of device blocks and as much host cache, every host slot holding a block."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class SwapWorker:
         return Pick(self._sample(count), self._sample(count))
 
     def in_runs(self, nbytes: int) -> Pick:
-        """Host slots in runs of ``RUN_BYTES``, in a random order of runs; device slots at random."""
+        """Pick host slots in runs of ``RUN_BYTES``, in a random order of runs, and random device slots."""
         count = nbytes // self.layout.record_bytes
         length = max(RUN_BYTES // self.layout.record_bytes, 1)
         starts = self.random.permutation(self.blocks // length)[: -(-count // length)] * length
@@ -131,7 +131,7 @@ class SwapWorker:
         )
 
     def run(self, **picks: Pick) -> list[float]:
-        """Carry out one plan; the seconds of each of its transfers on the GPU."""
+        """Execute one plan; return the seconds of each of its transfers on the GPU."""
         self.controller.submit_swap_tasks(self.plan(**picks), self.stream)
         return self.finish()
 
@@ -148,15 +148,15 @@ class SwapWorker:
         return reports
 
     def rate(self, way: str, pick: Callable[[int], Pick], nbytes: int, repeats: int = 7) -> float:
-        """Bytes a second of loads or evictions, the median over different blocks."""
+        """Return the bytes per second of loads or evictions, the median over different blocks."""
         seconds = [self.run(**{way: pick(nbytes)})[0] for _ in range(repeats + 1)][1:]
         count = nbytes // self.layout.record_bytes
         return count * self.layout.payload_bytes / statistics.median(seconds)
 
     def rate_both(self, pick: Callable[[int], Pick], nbytes: int, plans: int = 4) -> float:
-        """Bytes a second of loads and backups of ``nbytes`` at once, by the host's clock.
+        """Return the bytes per second of loads and backups of ``nbytes`` at once, by the host's clock.
 
-        ``plans`` follow each other, so that what stands at the ends, with one way idle, weighs little. No block is
+        Several plans follow each other, so that the ends, with one way idle, weigh little. No block is
         copied twice, so the worker needs memory for ``2 * plans * nbytes``.
         """
         rates = []

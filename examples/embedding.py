@@ -1,7 +1,7 @@
-"""The shortest engine that uses fdcache: one process, one rank, NumPy for a device.
+"""The shortest engine that uses fdcache: one process, one rank, NumPy arrays as the device.
 
-Run it with ``python -m examples.embedding``. It serves three prompts that share a beginning, lets the device run
-out of blocks, and prints where each prompt's prefix was found. The environment configures it, as
+Run it with ``python -m examples.embedding``. It serves three prompts with a common prefix on a device with too few
+blocks, and prints where each prompt's prefix was found. The environment configures it, for example
 ``FDCACHE_HOST_MEMORY=0`` or ``FDCACHE_STORAGE=local FDCACHE_STORAGE_DIR=/tmp/blocks``.
 """
 
@@ -37,7 +37,7 @@ DEFAULTS = {
 
 
 class Engine:
-    """Schedules one request at a time: match, allocate, submit the plan, compute, report, commit, finish."""
+    """Engine that serves one request at a time: match, allocate, submit the plan, compute, report, commit, finish."""
 
     def __init__(self, settings: Settings) -> None:
         self.manager = CacheManager.from_settings(LAYOUT, settings, device_bytes=memory_bytes)
@@ -48,11 +48,11 @@ class Engine:
             self.manager.restore_storage([scan])
 
     def serve(self, name: str, prompt: list[int]) -> str:
-        """Serve one prompt; returns where its prefix was found."""
+        """Serve one prompt and return where its prefix was found."""
         request = Request(name, prompt)
         self.manager.prefetch([request])
         while (match := self.manager.match_prefix([request])[0]).status is MatchStatus.DEFERRED:
-            self.submit_plans()  # its blocks are on their way; an engine computes for others meanwhile
+            self.submit_plans()  # its blocks are being read; an engine computes other requests meanwhile
             self.collect_reports()
         allocation = self.manager.allocate_device_blocks([(request, len(prompt))])[0]
         if not allocation.ok:
@@ -66,34 +66,34 @@ class Engine:
         self.collect_reports()
         self.manager.commit([(request, len(prompt))])
         self.manager.request_finish([request])
-        self.submit_plans()  # a step without requests: the write policy's copies to the host
+        self.submit_plans()  # a step without requests: copies to the host, by the write policy
         self.collect_reports()
         found = f"{match.num_device_blocks} blocks on the device, {match.num_host_blocks} on the host"
         return f"{name}: {found}, {match.num_storage_blocks} in storage"
 
     def compute(self, layer: int, request: Request, start: int) -> None:
-        """Stands for attention: every block from token ``start`` on gets this layer's keys and values."""
+        """Write this layer's keys and values of every block from token ``start`` on; stands for attention."""
         for slot in request.block_table[start // LAYOUT.block_size :]:
             for plane in self.planes[2 * layer : 2 * layer + 2]:
                 plane[slot] = np.float16(layer)
 
     def submit_plans(self) -> list[LayerDoneCounter]:
-        """What this step copies, on its way before the step computes."""
+        """Submit the step's copies before the step computes."""
         return [self.controller.submit_swap_tasks(plan) for plan in self.manager.take_plans()]
 
     def collect_reports(self) -> None:
-        """Wait for the copies and tell the manager; an engine polls between steps instead."""
+        """Wait for the copies and apply their reports; an engine polls between steps instead."""
         while reports := self.controller.wait_reports(timeout=10):
             self.manager.apply(reports)
 
     def close(self) -> None:
-        """Wait for copies and free everything."""
+        """Wait for copies and release everything."""
         self.controller.shutdown()
         self.manager.close()
 
 
 def main() -> None:
-    """Serve three prompts on a device that holds one of them, where the environment says nothing else."""
+    """Serve three prompts on a device that by default holds one of them."""
     system = list(range(64))
     try:
         engine = Engine(Settings.load(defaults=DEFAULTS))

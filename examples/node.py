@@ -1,10 +1,10 @@
-"""The whole thing on one machine: a service, two engines one after the other, then at once, a look inside, the end.
+"""A service with several engines on one machine: one engine, a second one, two at once, and a look into the service.
 
     python examples/node.py
 
-Each engine is a `fdcache replay` that verifies every byte it reuses. What the first one stored, the second finds
-in the service's host tier. At the end no process, socket or shared memory is left. The environment configures them, as
-`FDCACHE_HOST_MEMORY=1GiB python examples/node.py`.
+Each engine is a `fdcache replay` that verifies every byte it reuses. The second one finds the first one's blocks in
+the service's host tier. At the end no process, socket or shared memory is left. The environment configures them, for
+example `FDCACHE_HOST_MEMORY=1GiB python examples/node.py`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def start(*arguments: str, **options: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> None:
-    """Wait for it; it must have ended well."""
+    """Wait for a command. Exits if it failed."""
     if process.wait() != 0:
         raise SystemExit(f"{process.args!r} ended with status {process.returncode}")
 
 
 def say(text: str) -> None:
-    """A heading, ahead of what the commands print."""
+    """Print a heading."""
     print(f"\n=== {text}", flush=True)
 
 
 def main() -> None:
-    """Run it."""
+    """Run the service, the engines and `fdcache inspect`."""
     with (
         tempfile.TemporaryDirectory(prefix="fdcache-demo-") as folder,
         tempfile.TemporaryDirectory(prefix="fdcache-demo-", dir=SHARED_MEMORY) as arena,
@@ -64,15 +64,15 @@ def main() -> None:
                     break
             say("one engine")
             finish(start(*chat))
-            say("another one after it: it finds on the host what the first one stored")
+            say("a second engine: it finds the first one's blocks on the host")
             finish(start(*chat))
             say("two at once")
             both = [start(*chat, "--seed", str(seed)) for seed in (1, 2)]
             for engine in both:
                 finish(engine)
-            say("what the service holds")
-            for what in ("tiers", "namespaces", "clients"):
-                finish(start("inspect", what))
+            say("inside the service")
+            for view in ("tiers", "namespaces", "clients"):
+                finish(start("inspect", view))
             finish(start("inspect", "tree", "--limit", "5"))
         finally:
             service.send_signal(signal.SIGTERM)

@@ -1,1 +1,1 @@
-"""Time to first token from each tier, and what the cache costs decoding and traffic without reuse; see ``__main__``."""
+"""Time to first token from each tier, and the cost of the cache for decodes and new prompts; see ``__main__``."""

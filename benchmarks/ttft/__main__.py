@@ -1,8 +1,8 @@
-"""Time to first token from each tier, and what the cache costs a decode and traffic without reuse.
+"""Measure the time to first token from each tier, and the cost of the cache for decodes and traffic without reuse.
 
 On a GPU: ``python -m benchmarks.ttft --json ttft.json --plot ttft.svg`` (a model of the shape of Llama-3-8B, random
-bfloat16 weights, about 40 GB of GPU memory). To try it without one: ``--shape tiny --device cpu``. Exits 1 when a first
-token differs that is no near tie.
+bfloat16 weights, about 40 GB of GPU memory). Without a GPU: ``--shape tiny --device cpu``. Exits 1 if a first
+token differs and is not a near tie.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHAPES = {"llama-3-8b": LLAMA_3_8B, "tiny": TINY}
 
 
 def show(title: str, rows: list[Row]) -> None:
-    """Print rows of equal keys."""
+    """Print rows with equal keys as a table."""
     table = Table(title=title)
     for name in rows[0]:
         table.add_column(name, justify="right")
@@ -36,7 +36,7 @@ def show(title: str, rows: list[Row]) -> None:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """TTFT over prompt length, one line per way."""
+    """Plot TTFT over prompt length, one line per way."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,7 +58,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts that were asked for."""
+    """Run the given parts, all by default."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ttft", description=__doc__)
     parser.add_argument("--shape", default="llama-3-8b", choices=SHAPES)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])

@@ -13,7 +13,7 @@ dim), tables (sequences, blocks) and positions (sequences,) of int64; the output
 
 
 def attention_for(device: str) -> Attention:
-    """What decodes on a device: a kernel that reads the blocks in place on a GPU, else plain torch."""
+    """Return the attention for decodes: a kernel that reads blocks in place on a GPU, plain torch elsewhere."""
     if device == "cuda":
         from benchmarks.ttft.paged_kernel import attend_in_place
 

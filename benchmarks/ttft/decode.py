@@ -1,4 +1,4 @@
-"""What swaps cost the decode steps beside which they run."""
+"""Cost of swaps for the decode steps that run meanwhile."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _PER_VISIT = 16
 _VISITORS = 12
 
 _EVERY = (0, 4, 1)
-"""Steps from one visitor to the next; 0: none comes."""
+"""Steps from one visitor to the next; 0 for no visitors."""
 
 
 class Planning(StrEnum):
-    """When the engine's thread plans and submits the swaps that go with a step."""
+    """Time at which the engine's thread plans and submits the swaps of a step."""
 
     IN_LINE = "before it"
     AHEAD = "beside it"
 
 
 class Decode:
-    """A batch of sequences that decode, as one CUDA graph where there is one."""
+    """A batch of decoding sequences, as one CUDA graph on a GPU."""
 
     def __init__(self, server: Server, sequences: int, context: int, steps: int) -> None:
         self.server = server
@@ -55,12 +55,12 @@ class Decode:
         self._graph = self._capture() if device == "cuda" else None
 
     def restart(self) -> None:
-        """Back to the first position, so that every round decodes the same."""
+        """Go back to the first position, so that every round decodes the same."""
         self.tokens.zero_()
         self.positions.fill_(self._context)
 
     def launch(self) -> None:
-        """Compute one token for every sequence, and bring it to the host, where an engine streams it."""
+        """Compute one token for every sequence, and copy it to the host."""
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -89,8 +89,8 @@ class Decode:
 
 
 class TokenReader:
-    """Brings tokens to the host by a stream of its own. On the compute stream the copy would wait behind every large
-    copy to the host that was submitted before it, and the next step behind the copy.
+    """Copies tokens to the host on a stream of its own. On the compute stream the copy would wait behind every large
+    copy to the host submitted before it, and the next step would wait behind the copy.
     """
 
     def __init__(self, device: str, sequences: int) -> None:
@@ -99,7 +99,7 @@ class TokenReader:
         self._stream: Any = torch.cuda.Stream() if on_gpu else None
 
     def take(self, tokens: Tensor) -> None:
-        """Put the copy on its way."""
+        """Start the copy."""
         if self._stream is None:
             self._host.copy_(tokens)
             return
@@ -108,7 +108,7 @@ class TokenReader:
             self._host.copy_(tokens, non_blocking=True)
 
     def read(self) -> list[int]:
-        """The tokens, once they are there; they must be read before the next step is launched."""
+        """Wait for the tokens and return them; call it before the next step is launched."""
         if self._stream is not None:
             self._stream.synchronize()
         tokens: list[int] = self._host.tolist()
@@ -116,8 +116,8 @@ class TokenReader:
 
 
 class Visitors:
-    """Requests that come and go beside the decodes: each loads ``blocks`` blocks from the host and leaves as many new
-    ones to be backed up. Nothing is computed for them, so that only their copies can slow the decodes down.
+    """Short requests beside the decodes: each loads ``blocks`` blocks from the host and leaves as many new
+    ones to back up. They compute nothing, so only their copies can slow the decodes down.
     """
 
     def __init__(self, server: Server, blocks: int, count: int) -> None:
@@ -132,7 +132,7 @@ class Visitors:
             self.leave()
 
     def visit(self) -> None:
-        """One visitor: those whose blocks have arrived go, and its copies are put on the streams."""
+        """Admit one visitor and submit its copies; visitors whose blocks have arrived leave."""
         self._depart()
         while not self._server.manager.can_allocate_device_blocks(self._blocks):
             self._depart(wait=True)
@@ -141,7 +141,7 @@ class Visitors:
         self._arrive(np.concatenate([self._prefixes[self._turn % len(self._prefixes)], tail]))
 
     def leave(self) -> None:
-        """Let all go."""
+        """End all visitors."""
         while self._staying:
             self._server.submit()
             self._depart(wait=True)
@@ -161,14 +161,14 @@ class Visitors:
 
 
 def blocks_moved(counters: Counters) -> int:
-    """Blocks copied either way so far."""
+    """Number of blocks copied either way so far."""
     return counters.blocks_loaded + counters.blocks_backed_up + counters.blocks_evicted_to_host
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Of some decode steps: seconds of one by the host's clock and on the GPU (0 without one), of the engine's thread
-    in manager and controller for each, the blocks swapped in each, and bytes swapped a second.
+    """Figures per decode step: seconds by the host's clock and on the GPU (0 without one), seconds of the engine's
+    thread in manager and controller, blocks swapped; and the bytes swapped per second.
     """
 
     step: float
@@ -180,12 +180,12 @@ class Round:
 
 
 def decode_beside_swaps(shape: Shape, device: str, *, sequences: int, context: int, rounds: int) -> list[Row]:
-    """Milliseconds of a decode step with nothing else, and with swaps both ways beside it.
+    """Measure the milliseconds of a decode step alone, and with swaps both ways meanwhile.
 
     Each visitor loads and leaves 16 blocks. The engine's thread plans the swaps before it launches a step, while the
-    GPU has nothing to do, or beside it, as an engine does whose scheduler runs one step ahead.
+    GPU is idle, or during the step, as a scheduler that runs one step ahead does.
     """
-    # Room for five visitors: those before the last one may still hold their blocks for copies under way.
+    # Room for five visitors: earlier ones may still hold their blocks for copies in flight.
     own = sequences * -(-(context + _STEPS) // shape.block_size)
     server = Server(
         shape,
@@ -242,14 +242,14 @@ def _run(decode: Decode, beside: Visitors, planning: Planning, every: int) -> Ro
 
 
 class GpuClock:
-    """How long the GPU takes for each piece of work put on the current stream."""
+    """Measures the GPU time of each piece of work on the current stream."""
 
     def __init__(self, device: str) -> None:
         self._on_gpu = device == "cuda"
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def measure(self, launch: Callable[[], None]) -> None:
-        """Launch, between two events."""
+        """Launch the work between two events."""
         if not self._on_gpu:
             return launch()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -260,7 +260,7 @@ class GpuClock:
         return None
 
     def mean(self) -> float:
-        """Seconds; 0 without a GPU. All work must have ended."""
+        """Return the mean seconds; 0 without a GPU. All work must have ended."""
         spans: list[float] = [begin.elapsed_time(end) for begin, end in self._spans]
         return 1e-3 * statistics.mean(spans or [0.0])
 

@@ -1,4 +1,4 @@
-"""A decoder-only transformer in torch with random weights, for measuring: its attention reads the paged cache only."""
+"""A decoder-only transformer in torch with random weights; its attention reads the paged cache only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Shape:
     block_size: int
 
     def layout(self) -> KVLayout:
-        """The planes of one block, bfloat16."""
+        """Return the layout: bfloat16 keys and values of each layer."""
         return KVLayout.uniform(
             model=self.name,
             revision="random",
@@ -78,7 +78,7 @@ class Model:
         self.cos, self.sin = angles.cos().bfloat16(), angles.sin().bfloat16()
 
     def prefill(self, tokens: Tensor, start: int, table: Tensor, wait: Callable[[int], None]) -> Tensor:
-        """Compute tokens [start, start + n) of one sequence; the logits (vocab,) of the last, still on the device.
+        """Compute tokens [start, start + n) of one sequence; return the logits (vocab,) of the last, on the device.
 
         ``table``: the sequence's blocks. ``wait(layer)`` makes the layer's loaded blocks readable.
         """
@@ -101,7 +101,7 @@ class Model:
         return self._logits(x[-1:])[0]
 
     def decode(self, tokens: Tensor, positions: Tensor, tables: Tensor) -> Tensor:
-        """One token of each of a batch of sequences; their next tokens. Works on tensors in place, so it can be
+        """Compute one token of each sequence and return the next tokens. Works on tensors in place, so it can be
         captured into a CUDA graph. ``tables``: (sequences, blocks).
         """
         s = self.shape

@@ -1,4 +1,4 @@
-"""Paged attention for decoding as a Triton kernel: the cache is read once, where it lies."""
+"""Paged attention for decodes as a Triton kernel that reads the cache once, in place."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_FEWEST_ROWS = 16  # of a matrix product
+_FEWEST_ROWS = 16  # smallest matrix product
 
 
 def attend_in_place(query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
-    """As ``attention.attend_gathered``; may be captured into a CUDA graph."""
+    """Compute the same as ``attention.attend_gathered``; can be captured into a CUDA graph."""
     count, heads, dim = query.shape
     kv_heads, block_size = keys.shape[1:3]
     query = query.contiguous()
@@ -50,7 +50,7 @@ def _attend(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
 ):
-    """One program for each sequence and key head; its query heads are the rows, padded to what a product needs."""
+    """Run one program per sequence and key head; its query heads are the rows, padded for a product."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     rows, tokens, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, DIM)
     length = tl.load(positions + sequence) + 1

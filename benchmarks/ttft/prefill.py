@@ -1,4 +1,4 @@
-"""Time to first token: computed, from the device, from the host, from storage."""
+"""Prefills: time to first token from each tier, and the overhead for prompts without reuse."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from benchmarks.ttft.model import Shape
 from benchmarks.ttft.server import FirstToken, Row, Server, Spent, Tokens, prompt, timed
 
 NEAR_TIE = 2**-4
-"""Two logits closer than this may change places: the best of 128,256 lie between 4 and 8, where bfloat16 has steps of
-2**-5, and each of the two is rounded."""
+"""Two logits closer than this may swap by rounding: the best of 128,256 lie between 4 and 8, where bfloat16 has steps
+of 2**-5, and both are rounded."""
 
 
 def first_tokens(
     shape: Shape, device: str, lengths: list[int], rounds: int, storage: Path | None
 ) -> list[Row]:
-    """TTFT for each prompt length: computed, from the device, from the host, and from storage where there is a folder
-    for it.
+    """Measure TTFT for each prompt length: computed, from device, host, and storage if a directory is given.
 
-    Chunks of other shapes round bfloat16 otherwise, so a first token may differ where the two best logits are a near
-    tie; "differ" counts those that have no such excuse.
+    Chunks of different shapes round bfloat16 differently, so a first token may differ at a near tie of the two best
+    logits; "differ" counts the other differences.
 
-    The goal for the host: at most 1.15 times the bytes over the link's bandwidth, plus the step that a device hit
-    needs as well.
+    The goal for the host is at most 1.15 times the bytes over the link's bandwidth, plus the step that a device hit
+    needs too.
     """
     blocks = max(lengths) // shape.block_size + 8
     server = Server(
@@ -45,7 +44,7 @@ def first_tokens(
         tiers = ("computed", "device", "host", "storage") if storage else ("computed", "device", "host")
         seconds: dict[str, list[float]] = {tier: [] for tier in tiers}
         verdicts = []
-        for seed in range(rounds + 1):  # the first round warms up
+        for seed in range(rounds + 1):  # the first round is a warm-up
             server.manager.reset_cache()
             text = prompt(shape, length, 1000 * length + seed)
             said = []
@@ -79,14 +78,14 @@ def first_tokens(
 
 
 def judge(said: Sequence[FirstToken]) -> str:
-    """Whether all ways said the same token: "equal", "near tie" or "differ"."""
+    """Compare the tokens of all ways: "equal", "near tie" or "differ"."""
     if len({answer.token for answer in said}) == 1:
         return "equal"
     return "near tie" if min(answer.margin for answer in said) < NEAR_TIE else "differ"
 
 
 def link_bandwidth(device: str, nbytes: int) -> float:
-    """GB/s of one large copy from pinned host memory to the device, the best of several."""
+    """Return the GB/s of one large copy from pinned host memory to the device, the best of several."""
     source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device == "cuda").fill_(1)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -103,11 +102,11 @@ _WAYS = ("without", "again without", "with")
 
 
 def overhead_without_reuse(shape: Shape, device: str, *, lengths: list[int], rounds: int) -> list[Row]:
-    """Milliseconds to serve prompts that share nothing, with blocks from a plain list and from fdcache, and how many of
-    them the engine's thread spends in manager and controller. Longer prompts have fewer rounds.
+    """Measure the milliseconds to serve prompts without reuse, with blocks from a plain list and from fdcache.
 
-    Ways take turns within a round, and overhead is the median of the rounds' own: a GPU drifts by more than is measured
-    here. ``noise`` is the same between two runs without the cache.
+    Also the part that the engine's thread spends in manager and controller. Longer prompts get fewer rounds. The ways
+    take turns within a round and the overhead is the median over rounds, because a GPU drifts by more than the
+    overhead. ``noise`` is the same between two runs without the cache.
     """
     return [
         _measure(shape, device, policy, length, max(rounds * min(lengths) // length, _FEWEST_ROUNDS))
@@ -134,7 +133,7 @@ def _measure(shape: Shape, device: str, policy: str, length: int, rounds: int) -
         text = prompt(shape, length, 8_000_000 + seed)
         for turn in range(len(_WAYS)):
             way = _WAYS[(turn + seed) % len(_WAYS)]
-            # The plain run overwrites whatever is cached in its blocks, so nothing may be cached by then.
+            # The run without cache overwrites blocks, so nothing may be cached in them.
             server.settle()
             server.manager.reset_cache()
             server.synchronize()
@@ -158,12 +157,12 @@ def _measure(shape: Shape, device: str, policy: str, length: int, rounds: int) -
 
 
 def _excess(seconds: list[float], base: list[float]) -> float:
-    """Median of how much longer each round took, in percent."""
+    """Return the median excess of the rounds in percent."""
     return round(100 * statistics.median(a / b - 1 for a, b in zip(seconds, base, strict=True)), 2)
 
 
 def _serve(server: Server, text: Tokens) -> None:
-    """A request as an engine serves it: reports are polled, never waited for."""
+    """Serve a request as an engine does: reports are polled, never waited for."""
     request = server.request(text)
     server.allocate(request, len(text))
     server.compute(request, text, server.submit())

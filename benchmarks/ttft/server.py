@@ -1,4 +1,4 @@
-"""Prompts, stop watches and rows of a report."""
+"""A server of one sequence at a time, or a batch of decodes, with its KV in fdcache."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Row = dict[str, Any]
 
 
 def prompt(shape: Shape, length: int, seed: int) -> Tokens:
-    """Random tokens."""
+    """Return a prompt of random tokens."""
     return np.random.default_rng(seed).integers(0, shape.vocab, length)
 
 
 def timed(work: Callable[..., object], *arguments: object) -> float:
-    """Seconds."""
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     work(*arguments)
     return time.perf_counter() - start
@@ -50,7 +50,7 @@ PREFILL_CHUNK = 8192
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A token, and by how much its logit beats the second best."""
+    """A token, and the margin of its logit over the second best."""
 
     token: int
     margin: float
@@ -120,7 +120,7 @@ class Server:
             torch.cuda.synchronize()
 
     def request(self, prompt: Tokens) -> Request:
-        """A new request, matched; it waits until what storage has of it is read."""
+        """Match a new request, waiting until its blocks in storage are read."""
         self._names += 1
         request = Request(str(self._names), prompt)
         with self.manager_time():
@@ -133,14 +133,14 @@ class Server:
         return request
 
     def allocate(self, request: Request, num_tokens: int) -> None:
-        """Blocks for so many tokens."""
+        """Allocate blocks for ``num_tokens`` tokens."""
         with self.manager_time():
             allocation = self.manager.allocate_device_blocks([(request, num_tokens)])[0]
         if not allocation.ok:
             raise RuntimeError(f"{allocation.shortfall} device blocks too few")
 
     def submit(self) -> list[LayerDoneCounter]:
-        """Close the step and put its plans on the streams."""
+        """Close the step and submit its plans."""
         with self.manager_time():
             plans = self.manager.take_plans()
         with self._controller_time():
@@ -149,13 +149,13 @@ class Server:
     def compute(
         self, request: Request, prompt: Tokens, counters: Iterable[LayerDoneCounter] = ()
     ) -> FirstToken:
-        """Prefill what is not cached; the first token, on the host."""
+        """Prefill the tokens that are not cached; return the first token."""
         return self.prefill(prompt, request.num_cached_tokens, request.block_table, tuple(counters))
 
     def prefill(
         self, prompt: Tokens, start: int, blocks: NDArray[np.int32], counters: Iterable[LayerDoneCounter] = ()
     ) -> FirstToken:
-        """Prefill from token ``start`` on into ``blocks``; the first token, on the host."""
+        """Prefill from token ``start`` on into ``blocks``; return the first token."""
         table = torch.from_numpy(blocks.astype(np.int64)).to(self.torch_device)
         tokens = torch.from_numpy(prompt).to(self.torch_device)
 
@@ -171,13 +171,13 @@ class Server:
         return FirstToken(int(best.indices[0]), scores[0] - scores[1])
 
     def finish(self, done: list[tuple[Request, int]]) -> None:
-        """Commit so many tokens of each request, and end them."""
+        """Commit the given number of tokens of each request, and finish them."""
         with self.manager_time():
             self.manager.commit(done)
             self.manager.request_finish([request for request, _ in done])
 
     def first_token(self, prompt: Tokens) -> tuple[float, FirstToken]:
-        """Seconds from the request's arrival to its first token, and the token; then everything is settled."""
+        """Return the seconds from arrival to first token, and the token; then wait for all copies."""
         self.synchronize()
         start = time.perf_counter()
         request = self.request(prompt)
@@ -190,7 +190,7 @@ class Server:
         return seconds, token
 
     def collect(self, *, wait: bool = False) -> None:
-        """Apply the reports that are there. Raises when a load failed: nothing here should fail."""
+        """Apply the reports so far. Raises ``RuntimeError`` if a load failed."""
         with self._controller_time():
             reports = self.controller.wait_reports(60.0) if wait else self.controller.poll()
         with self.manager_time():
@@ -213,7 +213,7 @@ class Server:
         self.spent.controller += time.perf_counter() - start
 
     def settle(self) -> None:
-        """Until every copy has ended and no backup is queued."""
+        """Wait until every copy has ended and no backup is queued."""
         while True:
             self.submit()
             stats = self.manager.get_stats()
@@ -227,19 +227,19 @@ class Server:
         self.manager.wakeup()
 
     def forget_all_but_storage(self) -> None:
-        """What a new process finds: the blocks in storage."""
+        """Start with a new manager that knows only the blocks in storage."""
         assert isinstance(self._storage, PlacedStorage)
         self.manager = CacheManager(self._settings, self.layout, storage=self._storage_tier)
         self.manager.restore_storage([self._storage.scan()])
 
     def close(self) -> None:
-        """Wait for copies and free everything."""
+        """Wait for copies and release everything."""
         self.settle()
         self.controller.shutdown()
 
 
 def _no_wait(layer: int) -> None:
-    """A later chunk reads blocks that the first one waited for."""
+    """Do nothing: the first chunk has waited for all blocks."""
 
 
 def _fdcache_device(device: str) -> Any:

@@ -1,8 +1,8 @@
-"""Ask an HTTP address whether it is well, with nothing but the standard library; exit 0 if it answers 2xx.
+"""Check the health of an HTTP address with the standard library alone; exit 0 if it answers 2xx.
 
     python probe.py URL [KEY_FILE]
 
-The first key of KEY_FILE is sent as a bearer token, for an address that asks for one.
+The first key of KEY_FILE is sent as a bearer token.
 """
 
 import sys
@@ -14,7 +14,7 @@ TIMEOUT_SECONDS = 3.0
 
 
 def probe(url: str, key_file: str | None = None) -> bool:
-    """Whether the address answers with success within the timeout."""
+    """Return True if the address answers with success within the timeout."""
     request = urllib.request.Request(url)
     if key_file is not None:
         key = Path(key_file).read_text().strip().partition(",")[0]

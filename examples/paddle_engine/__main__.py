@@ -1,4 +1,4 @@
-"""Serve generated traffic without and with fdcache, and compare: ``python -m examples.paddle_engine``."""
+"""Serve generated traffic with and without fdcache and compare: ``python -m examples.paddle_engine``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fdcache.service.client.connection import Client
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """What the flags say."""
+    """Demo described by the flags: a model, an engine and its traffic."""
 
     model: ModelConfig
     engine: EngineConfig
     traffic: Traffic
 
     def check(self) -> None:
-        """Raise ``ValueError`` or an ``FdcacheError`` for what cannot be served; no memory is taken yet."""
+        """Raise ``ValueError`` or ``FdcacheError`` if the traffic cannot be served; allocates nothing."""
         longest, room = self.traffic.longest, self.engine.device_blocks * self.engine.block_size
         if longest > self.model.max_positions:
             raise ValueError(
@@ -68,34 +68,36 @@ _CACHE_FLAGS = ("device_blocks", "host_memory", "block_size", "ranks", "write_po
 
 
 def _count(text: str) -> int:
-    """A number of things."""
+    """Parse a number of at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
     return number
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
-    """The demo that the flags describe, and where its plot goes. Exits with status 2 when they make no sense."""
+    """Return the demo and the plot's path. Exits with status 2 for invalid flags."""
     parser = argparse.ArgumentParser(prog="python -m examples.paddle_engine", description=__doc__)
     add = parser.add_argument
     add("--workload", default="chat", choices=["chat", "agent", "rag", "unique"])
     add("--requests", type=_count, default=40)
     add("--users", type=_count, default=4, help="requests served at a time")
-    add("--scale", type=_count, default=2, help="by how much the workload's prompts are shortened")
-    add("--answer-scale", type=_count, default=16, help="by how much its answers are")
+    add("--scale", type=_count, default=2, help="divisor of the workload's prompt lengths")
+    add("--answer-scale", type=_count, default=16, help="divisor of its answer lengths")
     add("--temperature", type=float, default=0.0, help="above 0: seeded sampling")
     add("--ordinary", action="store_true", help="ordinary instead of deterministic mode")
     add("--plot", type=Path, metavar="FILE")
     for field in fields(ModelConfig):  # --layers, --latent-dim, --kv-dtype, --seed, ...
         add(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
-    parser.epilog = "What is left out of these comes from the environment, FDCACHE_DEVICE_BLOCKS and so on."
+    parser.epilog = (
+        "The environment sets these flags where they are left out: FDCACHE_DEVICE_BLOCKS and so on."
+    )
     add("--device-blocks", type=_count)
     add("--host-memory", metavar="SIZE", help="of all ranks together")
     add("--block-size", type=_count)
     add("--ranks", type=_count, help="tensor-parallel ranks, each a process")
     add("--write-policy", choices=list(map(str, WritePolicy)))
-    add("--storage", type=Path, metavar="DIR", help="a folder that keeps blocks from run to run")
-    add("--server", metavar="ADDRESS", help="a running `fdcache serve`, whose host tier is used")
+    add("--storage", type=Path, metavar="DIR", help="a directory that keeps blocks from run to run")
+    add("--server", metavar="ADDRESS", help="use the host tier of a running `fdcache serve`")
     flags = vars(parser.parse_args(arguments))
     traffic = {
         name: flags[name] for name in ("scale", "answer_scale", "vocab", "seed", "users", "temperature")
@@ -117,7 +119,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Demo, Path | None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; 1 if one token differs, or if it cannot be run to its end."""
+    """Run the demo; return 1 if a token differs or the demo fails."""
     demo, path = parse(arguments)
     try:
         return compare(demo, path)
@@ -127,8 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(demo: Demo, path: Path | None) -> int:
-    """Serve twice and show both; 1 if one token differs."""
-    cache = FdcacheBlocks(demo.engine)  # first, so that settings it refuses are known at once
+    """Serve twice and show both runs; return 1 if a token differs."""
+    cache = FdcacheBlocks(demo.engine)  # first, so that invalid settings fail early
     without = demo.run(FreshBlocks(demo.engine))
     with_cache = demo.run(cache, reference=without)
     counters = cache.manager.get_stats().counters

@@ -1,4 +1,4 @@
-"""What one forward pass computes: rows of tokens, where their KV goes, and which blocks they may read."""
+"""Input of one forward pass: rows of tokens, the slots of their KV, and the blocks that they read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fdcache import MultimodalItem
 class Chunk:
     """Tokens [start, start + len(tokens)) of one sequence, as the scheduler sends them to every rank.
 
-    ``block_table`` covers them. Rows from ``sample_from`` on are sampled; those after it hold draft tokens that count
-    only if the row before sampled them. ``next_token`` follows a chunk that is not sampled.
+    ``block_table`` covers them. Rows from ``sample_from`` on are sampled. Later rows hold draft tokens, which count
+    only if the row before sampled them. ``next_token`` is the token after a chunk that is not sampled.
     """
 
     sequence: str
@@ -33,7 +33,7 @@ class Chunk:
 
     @property
     def stop(self) -> int:
-        """One past the last position."""
+        """One past the last position of the chunk."""
         return self.start + len(self.tokens)
 
 
@@ -49,8 +49,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows computed together. The others are padding: row ``rows[i]`` has the token with index ``source[i]`` in all the
-    step's chunks, and its KV goes to ``slots[i]``.
+    """Rows computed together: row ``rows[i]`` has the step's token ``source[i]``, whose KV goes to ``slots[i]``.
+
+    All other rows are padding.
     """
 
     tokens: Tensor
@@ -62,14 +63,14 @@ class Batch:
     images: tuple[tuple[MultimodalItem, Tensor], ...]
 
     def lay_out(self, values: NDArray[np.int64]) -> Tensor:
-        """One value for each row, given one for each token of the step; 0 where there is padding."""
+        """Return one value per row, given one per token of the step; 0 for padding."""
         laid = np.zeros(self.tokens.shape[0], np.int64)
         laid[self.rows] = values[self.source]
         return paddle.to_tensor(laid)
 
 
 def make_batches(chunks: Sequence[Chunk], block_size: int, grid: int, split_kv: int) -> list[Batch]:
-    """Ordinary mode: one batch of all rows. Deterministic mode: one batch per chunk and cell of the grid."""
+    """Return one batch of all rows in ordinary mode, or one per chunk and grid cell in deterministic mode."""
     firsts = np.cumsum([0, *(len(chunk.tokens) for chunk in chunks)])
     numbered = list(zip(chunks, firsts.tolist(), strict=False))
     if not grid:
@@ -84,7 +85,7 @@ def make_batches(chunks: Sequence[Chunk], block_size: int, grid: int, split_kv: 
 
 
 def _make(pieces: Sequence[tuple[Chunk, int, int, int]], block_size: int, split_kv: int) -> Batch:
-    """Pieces are (chunk, index of its first token in the step, first position, one past the last)."""
+    """Make a batch of pieces: (chunk, index of its first token in the step, first position, one past the last)."""
     tokens, positions, rows, source, slots = [], [], [], [], []
     spans, images = [], []
     row = 0
@@ -120,7 +121,7 @@ def _make(pieces: Sequence[tuple[Chunk, int, int, int]], block_size: int, split_
 
 
 def find_row(token: int, batches: Sequence[Batch], hidden: Sequence[Tensor]) -> Tensor:
-    """The hidden state (1, hidden) of the step's token with this index."""
+    """Return the hidden state (1, hidden) of the step's token with this index."""
     for batch, states in zip(batches, hidden, strict=True):
         at = np.flatnonzero(batch.source == token)
         if len(at):

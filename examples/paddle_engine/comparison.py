@@ -1,4 +1,4 @@
-"""Two runs of the same traffic: whether they said the same, and what each cost."""
+"""Comparison of two runs of the same traffic: their tokens and their speed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fdcache.settings.kinds import format_size
 from fdcache.tiers.statistics import Counters
 
 NEAR_TIE = 1e-3
-"""In ordinary mode a token may differ where both runs' two best scores are closer than this: a rounding that makes two
-scores change places is no smaller than either distance."""
+"""In ordinary mode a token may differ if the two best scores of both runs are closer than this, because rounding can
+swap them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its tasks in order, and its seconds from the first step to the last."""
+    """One run: its tasks in order, and the seconds from its first step to its last."""
 
     tasks: Sequence[Task]
     seconds: float
@@ -41,7 +41,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Tokens compared, and where the runs went apart: at a near tie, or for no such reason."""
+    """Numbers of compared tokens and near ties, and the other differences."""
 
     compared: int
     near_ties: int
@@ -49,7 +49,7 @@ class Agreement:
 
     @classmethod
     def of(cls, first: Run, second: Run, *, exact: bool) -> Agreement:
-        """Compare task by task, up to the first difference: after it the two have different texts to go on with."""
+        """Compare task by task, up to the first difference; the texts diverge after it."""
         compared = near_ties = 0
         differences = []
         for a, b in zip(first.tasks, second.tasks, strict=True):
@@ -102,7 +102,7 @@ def show(without: Run, with_cache: Run, counters: Counters, agreement: Agreement
 
 
 def plot(without: Run, with_cache: Run, counters: Counters, path: Path) -> None:
-    """TTFT over prompt length for both runs, and the tokens found by tier."""
+    """Plot TTFT over prompt length for both runs, and the tokens found by tier."""
     import matplotlib
 
     matplotlib.use("Agg")

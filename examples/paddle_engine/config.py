@@ -14,11 +14,13 @@ from fdcache.settings.engine_serving import SchedulingSettings
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer with random weights that follow from ``seed``.
+    """A decoder-only transformer with random weights derived from ``seed``.
 
-    ``latent_dim`` > 0 makes it MLA: one latent of that size and a rotary part of ``rope_dim`` per token instead of
-    keys and values per head. ``kv_dtype``: float32, bfloat16, or fp8 with a scale per head and token.
-    ``draft_layers``: 0, or 1 for a multi-token-prediction layer that proposes the token after the next.
+    Attributes:
+        latent_dim: above 0 selects MLA: one latent of that size and a rotary part of ``rope_dim`` per token instead of
+            keys and values per head.
+        kv_dtype: float32, bfloat16, or fp8 with a scale per head and token.
+        draft_layers: 0, or 1 for a multi-token-prediction layer that proposes the token after the next.
     """
 
     vocab: int = 2048
@@ -52,7 +54,7 @@ class ModelConfig:
             )
 
     def layout(self, block_size: int, ranks: int) -> KVLayout:
-        """What fdcache has to know of the model: the planes of one block on one rank."""
+        """Return the layout for fdcache: the planes of one block on one rank."""
         if self.heads % ranks or (not self.latent_dim and self.kv_heads % ranks):
             raise ValueError(f"ranks: {ranks} do not divide {self.heads} heads and {self.kv_heads} kv_heads")
         common: dict[str, Any] = {
@@ -80,18 +82,20 @@ DEFAULTS = {
     "FDCACHE_STORAGE_SIZE": "256MiB",
     "FDCACHE_PREFETCH_POLICY": "wait_complete",
 }
-"""What holds where neither a flag nor the environment says otherwise."""
+"""Defaults for variables that neither a flag nor the environment sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What fdcache is told, and limits of the engine. ``load`` makes one; every rank's process gets the same.
+    """Settings of fdcache and limits of the engine, equal in every rank's process. Make one with ``load``.
 
-    ``grid`` > 0 is deterministic mode: tokens are computed in padded chunks of ``grid`` rows, each at the row that its
-    position has on that grid, so a token gets the same bits whatever was computed with it; reuse is cut to the grid,
-    a multiple of ``split_kv``, the number of keys that attention reads at a time. 0: ordinary mode, all rows of
-    a step in one batch. ``scheduling``: the blocks that a decode takes at a time, and those kept for decodes after a
-    preemption. ``log_digests``: write a digest of all logits.
+    Attributes:
+        grid: above 0 selects deterministic mode: tokens are computed in padded chunks of ``grid`` rows, each token at
+            the row of its position on that grid, so it gets the same bits whatever is computed with it. Reuse is cut
+            to the grid. 0 selects ordinary mode: all rows of a step in one batch.
+        split_kv: number of keys that attention reads at a time; divides ``grid``.
+        scheduling: blocks that a decode takes at a time, and blocks reserved for decodes after a preemption.
+        log_digests: write a digest of all logits to standard error.
     """
 
     layout: KVLayout
@@ -131,9 +135,9 @@ class EngineConfig:
         grid: int = 32,
         **limits: int,
     ) -> EngineConfig:
-        """Read the settings: ``arguments`` by the names of variables, above the environment, above ``DEFAULTS``.
+        """Load the settings: ``arguments`` by variable name, then the environment, then ``DEFAULTS``.
 
-        ``FD_DETERMINISTIC_MODE`` with its split size stands in for a ``grid`` other than 0.
+        ``FD_DETERMINISTIC_MODE`` with its split size replaces a ``grid`` above 0.
         """
         engine = {"FDCACHE_REUSE_GRID": grid, "FDCACHE_LOOKAHEAD_TOKENS": model.draft_layers}
         settings = Settings.load(arguments=arguments, defaults={**PLAIN_VALUES, **DEFAULTS, **engine})
@@ -145,26 +149,26 @@ class EngineConfig:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens in a block."""
         return self.layout.block_size
 
     @property
     def ranks(self) -> int:
-        """Tensor-parallel ranks."""
+        """Number of tensor-parallel ranks."""
         return self.layout.tp_size
 
     @property
     def server(self) -> str | None:
-        """The service whose host tier is used."""
+        """Address of the service whose host tier is used, or None."""
         return self.settings.cache.server
 
     @property
     def device_blocks(self) -> int:
-        """Blocks that every rank allocates."""
+        """Number of device blocks of every rank."""
         return self.settings.cache_for(self.layout, self.device_bytes).device_blocks
 
     def device_bytes(self) -> int:
-        """The memory of one rank's device."""
+        """Return the memory of one rank's device in bytes."""
         from fdcache.integrations.paddle import device_bytes
 
         return device_bytes(self.ranks)

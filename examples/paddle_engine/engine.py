@@ -1,4 +1,4 @@
-"""One prompt on its way through the engine."""
+"""The scheduler: continuous batching with chunked prefill, preemption and speculative decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fdcache.replay.scheduler import DecodeReserve
 
 @dataclass(eq=False)
 class Task:
-    """``computed`` of its tokens have KV; ``held`` is a result above a load that is not confirmed."""
+    """A prompt in the engine. ``computed`` tokens have KV; ``held`` is a result that waits for a load's report."""
 
     prompt: Prompt
     arrival: float
@@ -35,7 +35,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """The prompt's name."""
+        """Name of the prompt."""
         return self.prompt.name
 
     @property
@@ -45,12 +45,13 @@ class Task:
 
     @property
     def is_done(self) -> bool:
-        """Whether all tokens that were asked for are there."""
+        """True once all requested tokens are generated."""
         return len(self.samples) >= self.prompt.max_tokens
 
     def next_chunk(self, budget: int, grid: int) -> Chunk:
-        """What to compute next of it, at most ``budget`` tokens, up to a place on the grid if more are to follow; the
-        block table is still to be put in.
+        """Return the next chunk of at most ``budget`` tokens, without its block table.
+
+        It ends on the grid unless it reaches the last token.
         """
         tokens = self.tokens
         start, stop = self.computed, min(len(tokens), self.computed + budget)
@@ -75,18 +76,18 @@ KVCache = FdcacheBlocks | FreshBlocks
 
 
 class TooLargeError(Exception):
-    """A sequence that the blocks of the engine cannot hold."""
+    """A sequence needs more blocks than the engine has."""
 
 
 class Ranks(Protocol):
-    """The workers, all of which execute every step."""
+    """The workers; all of them execute every step."""
 
     def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
-        """Rank 0's results and the reports of all ranks."""
+        """Return rank 0's results and the reports of all ranks."""
 
 
 class Engine:
-    """Serves prompts against a cache and its ranks, one step at a time."""
+    """Engine that serves prompts with a cache and its ranks, one step at a time."""
 
     def __init__(self, config: EngineConfig, cache: KVCache, ranks: Ranks) -> None:
         self._config = config
@@ -99,18 +100,18 @@ class Engine:
         self.loads_failed = 0
 
     def submit(self, prompt: Prompt) -> Task:
-        """Queue a prompt. When it grows beyond all blocks that there are, ``step`` raises ``TooLargeError``."""
+        """Queue a prompt. If it outgrows the engine's blocks, ``step`` raises ``TooLargeError``."""
         task = Task(prompt, time.perf_counter())
         self.waiting.append(task)
         return task
 
     def run(self) -> None:
-        """Step until nothing is left."""
+        """Run steps until all prompts are served."""
         while self.waiting or self.running:
             self.step()
 
     def step(self) -> list[Task]:
-        """Schedule, copy, compute, accept; returns the tasks that ended."""
+        """Schedule, copy, compute and accept; return the tasks that ended."""
         self.steps += 1
         chunks = self._schedule()
         self._reserve.note_step()
@@ -130,10 +131,10 @@ class Engine:
                 ended.append(task)
         return ended
 
-    # --- what to compute ----------------------------------------------------------------------------------
+    # --- scheduling ---------------------------------------------------------------------------------------
 
     def _schedule(self) -> list[Chunk]:
-        """Running tasks in the order of their arrival, then new ones, within the step's tokens."""
+        """Schedule running tasks in order of arrival, then new ones, within the step's tokens."""
         chunks: list[Chunk] = []
         budget = self._config.step_tokens
         for task in list(self.running):
@@ -161,9 +162,9 @@ class Engine:
         return chunks
 
     def _chunk(self, task: Task, budget: int) -> Chunk | None:
-        """The next tokens of a running task; those that came last make room when there is none.
+        """Return the next chunk of a running task; preempt the newest tasks if blocks run out.
 
-        A decode takes the blocks of the tokens that follow as well, where there are some.
+        A decode also takes blocks for the tokens that follow, if there are any.
         """
         chunk = task.next_chunk(budget, self._config.grid)
         size, ahead = self._config.block_size, self._config.scheduling.decode_blocks - 1
@@ -179,7 +180,7 @@ class Engine:
         return self._with_table(chunk)
 
     def _leaves_reserve(self, chunk: Chunk) -> bool:
-        """Whether the running tasks are left what they will need of the free blocks; a lone task is let in always."""
+        """Return True if enough free blocks are left for the running tasks. Always True for a lone task."""
         needed = -(-len(chunk.tokens) // self._config.block_size)
         reserved = len(self.running) * self._reserve.blocks_each
         return not reserved or self._cache.has_room(needed + reserved)
@@ -188,7 +189,7 @@ class Engine:
         return replace(chunk, block_table=self._cache.block_table(chunk.sequence))
 
     def _preempt(self, task: Task) -> None:
-        """Give the blocks back; what stays cached of them is found again when the task resumes."""
+        """Release the blocks; the task finds those still cached when it resumes."""
         self.running.remove(task)
         self._reserve.note_preemption()
         self._cache.release(task.name, resumes=True)
@@ -203,13 +204,13 @@ class Engine:
             and -(-(len(task.tokens) + 1) // self._config.block_size) > self._config.device_blocks
         ):
             raise TooLargeError(
-                f"{task.name} needs more than the {self._config.device_blocks} blocks there are; give the engine more"
+                f"{task.name} needs more than the engine's {self._config.device_blocks} blocks; raise device_blocks"
             )
 
-    # --- what came of it ----------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------
 
     def _resolve(self, task: Task, outcome: LoadOutcome) -> None:
-        """The end of a load. Tokens computed above one that failed do not count."""
+        """Apply the outcome of a load. Tokens computed after a failed load are dropped."""
         if outcome.status is LoadStatus.FAILED:
             self.loads_failed += 1
             task.computed = outcome.recompute_from

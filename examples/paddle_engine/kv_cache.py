@@ -1,4 +1,4 @@
-"""Where sequences get their blocks: everything that fdcache's scheduler side is told."""
+"""Blocks of the sequences: all calls of fdcache's manager, and a free list to compare it with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fdcache.tiers.host import HostCache
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a user asks for. ``images``: items whose placeholders are among the tokens."""
+    """A prompt of a user. ``images`` are items whose placeholders are among the tokens."""
 
     name: str
     tokens: Sequence[int]
@@ -35,7 +35,7 @@ class Prompt:
 
 
 class FdcacheBlocks:
-    """The blocks of fdcache. Sequences are named by their prompt's name."""
+    """Blocks managed by fdcache. Sequences are named by their prompt's name."""
 
     def __init__(self, engine: EngineConfig) -> None:
         layout, settings = engine.layout, engine.settings
@@ -44,16 +44,17 @@ class FdcacheBlocks:
 
     @property
     def host_cache(self) -> HostCache:
-        """What every rank is told of the host tier."""
+        """Description of the host tier for the ranks."""
         return self.manager.host_cache
 
     def restore(self, scans: Sequence[StorageScan]) -> int:
-        """Take up what the ranks found in their storage; returns the number of blocks."""
+        """Restore the blocks in the ranks' storage; return their number."""
         return self.manager.restore_storage(scans) if scans else 0
 
     def admit(self, prompt: Prompt) -> int | None:
-        """Find the cached prefix of a new or resumed sequence, in tokens; None: it waits for blocks on their way here
-        and is to be asked for in a later step.
+        """Return the cached prefix of a new or resumed sequence in tokens.
+
+        None: its blocks are still being read; call it again in a later step.
         """
         request = self._requests.get(prompt.name)
         if request is None:
@@ -64,48 +65,48 @@ class FdcacheBlocks:
         return match.num_cached_tokens if match.status is MatchStatus.MATCHED else None
 
     def grow(self, name: str, num_tokens: int) -> bool:
-        """Let the block table cover so many tokens, and the first time plan the loads; False: there is no room."""
+        """Extend the block table to cover ``num_tokens`` tokens; the first time also plan the loads. False: no room."""
         return self.manager.allocate_device_blocks([(self._requests[name], num_tokens)])[0].ok
 
     def has_room(self, num_blocks: int) -> bool:
-        """Whether so many blocks are free, or can be made free."""
+        """Return True if that many blocks are free or can be evicted."""
         return self.manager.can_allocate_device_blocks(num_blocks)
 
     def block_table(self, name: str) -> NDArray[np.int32]:
-        """The sequence's blocks, in order."""
+        """Return the sequence's blocks, in order."""
         return self._requests[name].block_table
 
     def is_loading(self, name: str) -> bool:
-        """Whether blocks of the sequence are on their way and might not arrive."""
+        """Return True while a load of the sequence is not confirmed."""
         return self._requests[name].is_loading
 
     def take_plans(self) -> list[TransferPlan]:
-        """Close the step: what the ranks have to copy in it."""
+        """Close the step and return its plans for the ranks."""
         return self.manager.take_plans()
 
     def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
-        """Take the ranks' reports, and look for plans that are overdue; the loads that ended."""
+        """Apply the ranks' reports, expire overdue plans, and return the outcomes of loads."""
         return self.manager.apply(reports) + self.manager.expire()
 
     def append(self, name: str, tokens: Sequence[int], num_computed: int) -> None:
-        """Add accepted tokens; those before ``num_computed`` have their KV on every rank."""
+        """Append accepted tokens; the first ``num_computed`` tokens have their KV on every rank."""
         request = self._requests[name]
         request.append_tokens(list(tokens))
         self.manager.commit([(request, num_computed)])
 
     def release(self, name: str, *, resumes: bool) -> None:
-        """Give the blocks back, at the end or, when the sequence ``resumes``, until it is admitted again."""
+        """Release the blocks, at the end or, if the sequence ``resumes``, until it is admitted again."""
         self.manager.request_finish([self._requests[name]])
         if not resumes:
             del self._requests[name]
 
     def close(self) -> None:
-        """Say goodbye to the service, if there is one, when the workers have ended."""
+        """Disconnect from the service, if any; call it after the workers have ended."""
         self.manager.close()
 
 
 class FreshBlocks:
-    """The calls of ``FdcacheBlocks`` with no cache: a free list. Everything is computed."""
+    """Same interface as ``FdcacheBlocks``, but only a free list: nothing is cached."""
 
     host_cache = None
 
@@ -115,11 +116,11 @@ class FreshBlocks:
         self._tables: dict[str, list[int]] = {}
 
     def restore(self, scans: Sequence[StorageScan]) -> int:
-        """There are none."""
+        """Return nothing: there are no copies."""
         return 0
 
     def admit(self, prompt: Prompt) -> int | None:
-        """Nothing is cached."""
+        """Return 0: nothing is cached."""
         self._tables[prompt.name] = []
         return 0
 
@@ -133,31 +134,31 @@ class FreshBlocks:
         return True
 
     def has_room(self, num_blocks: int) -> bool:
-        """Whether so many blocks are free."""
+        """Return True if that many blocks are free."""
         return num_blocks <= len(self._free)
 
     def block_table(self, name: str) -> NDArray[np.int32]:
-        """The sequence's blocks."""
+        """Return the sequence's blocks."""
         return np.array(self._tables[name], np.int32)
 
     def is_loading(self, name: str) -> bool:
-        """Nothing is ever loaded."""
+        """Return False: nothing is ever loaded."""
         return False
 
     def take_plans(self) -> list[TransferPlan]:
-        """Nothing is ever copied."""
+        """Return []: nothing is ever copied."""
         return []
 
     def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
-        """There are none."""
+        """Return nothing: there are no copies."""
         return []
 
     def append(self, name: str, tokens: Sequence[int], num_computed: int) -> None:
-        """Nobody keeps them."""
+        """Do nothing: tokens are not cached."""
 
     def release(self, name: str, *, resumes: bool) -> None:
-        """Back to the free list."""
+        """Return the blocks to the free list."""
         self._free.extend(self._tables.pop(name))
 
     def close(self) -> None:
-        """Nobody to say goodbye to."""
+        """Do nothing: there is no service."""

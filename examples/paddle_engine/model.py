@@ -15,14 +15,14 @@ from examples.paddle_engine.config import ModelConfig
 from examples.paddle_engine.paged_kv import PagedKV
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks."""
+"""Sum a tensor over the ranks."""
 
 _SHARPNESS = 4.0
-"""Random weights look at everything a little; sharper attention makes a wrong block show in the tokens."""
+"""Random weights attend to everything a little; sharper attention makes a wrong block change the tokens."""
 
 
 class Model:
-    """One rank's part of the model: its heads and its share of the feed-forward; the rest is on every rank."""
+    """One rank's part of the model: its heads and its share of the feed-forward; the rest is replicated."""
 
     def __init__(self, config: ModelConfig, rank: int, ranks: int, reduce: Reduce) -> None:
         self.config = config
@@ -40,11 +40,11 @@ class Model:
         self.load_weights(config.seed)
 
     def load_weights(self, seed: int) -> None:
-        """Make all weights from a seed; each rank keeps its part."""
+        """Generate all weights from a seed; each rank keeps its part."""
         c, random = self.config, np.random.default_rng(seed)
 
         def matrix(rows: int, columns: int, split: int | None = None) -> Tensor:
-            """``split``: the axis along which the ranks share the matrix."""
+            """Return a random matrix; ``split`` is the axis along which the ranks share it."""
             whole = (random.standard_normal((rows, columns)) / np.sqrt(rows)).astype(np.float32)
             part = whole if split is None else np.split(whole, self._ranks, axis=split)[self._rank]
             return paddle.to_tensor(np.ascontiguousarray(part))
@@ -68,7 +68,7 @@ class Model:
         self._draft_mix = matrix(2 * c.hidden, c.hidden)
 
     def forward(self, batch: Batch, kv: PagedKV, before_layer: Callable[[int], None]) -> Tensor:
-        """Hidden states (rows, hidden) after the main layers; ``before_layer`` returns once its KV is there."""
+        """Return hidden states (rows, hidden) after the main layers; ``before_layer`` waits for a layer's KV."""
         x = self._embed(batch.tokens)
         for item, rows in batch.images:
             x[rows] = self._image(item.hash)
@@ -85,21 +85,21 @@ class Model:
         kv: PagedKV,
         before_layer: Callable[[int], None],
     ) -> Tensor:
-        """Hidden states of the draft layer, which sees each row's hidden state and the token after it."""
+        """Return the hidden states of the draft layer, which gets each row's hidden state and next token."""
         layer = self.config.layers
         before_layer(layer)
         x = paddle.concat([_norm(hidden), _norm(self._embed(next_tokens))], axis=-1) @ self._draft_mix
         return self._layer(layer, x, batch, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (rows, vocab)."""
+        """Return the logits (rows, vocab)."""
         return _norm(hidden) @ self._head
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return paddle.gather(self._embedding, tokens)
 
     def _image(self, name: str | bytes) -> Tensor:
-        """Stands for a vision encoder: an embedding that follows from the image's hash."""
+        """Return an embedding derived from the image's hash; stands for a vision encoder."""
         data = name.encode() if isinstance(name, str) else name
         seed = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
         return paddle.to_tensor(
@@ -114,8 +114,9 @@ class Model:
         return x + self._reduce(gated @ weights["down"])
 
     def _attention(self, layer: int, h: Tensor, batch: Batch, kv: PagedKV) -> Tensor:
-        """Attention over what the cache holds once the batch's own KV is in it. Of MLA it holds one vector per token, a
-        latent that is key and value of all heads, and a rotary key.
+        """Write the batch's KV to the cache, then attend to the cache.
+
+        With MLA the cache holds one vector per token: a latent, which is key and value of all heads, and a rotary key.
         """
         weights, rows, dim = self._layers[layer], h.shape[0], self._head_dim
         query = self._rotate((h @ weights["query"]).reshape([rows, -1, dim]), batch.positions)
@@ -141,7 +142,7 @@ class Model:
         return mixed.transpose([1, 0, 2]).reshape([rows, -1])
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary position embedding of (rows, heads, dim), or of the rotary part at the end of dim."""
+        """Apply rotary position embedding to (rows, heads, dim), or to the rotary part at the end of dim."""
         cos = paddle.gather(self._cos, positions).unsqueeze(1)
         sin = paddle.gather(self._sin, positions).unsqueeze(1)
         plain = x.shape[-1] - 2 * cos.shape[-1]
@@ -155,7 +156,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
-    """Attention of (rows, heads, dim) over (kv_heads, tokens, dim); gives (heads, rows, value dim)."""
+    """Attend from (rows, heads, dim) to (kv_heads, tokens, dim); return (heads, rows, value dim)."""
     rows, heads, dim = query.shape
     kv_heads = keys.shape[0]
     grouped = query.transpose([1, 0, 2]).reshape([kv_heads, heads // kv_heads, rows, dim])

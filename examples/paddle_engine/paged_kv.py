@@ -15,11 +15,11 @@ _FP8_LIMIT = 448.0
 
 
 class PagedKV:
-    """The planes of a layout as Paddle tensors. Attention reads nothing else.
+    """The planes of a layout as Paddle tensors, the only KV that attention reads.
 
-    ``planes``: one tensor for each of ``layout.planes``, of shape (blocks, *plane.shape), which fdcache copies out of
-    and into. Floating-point planes hold [heads, block_size, dim]; an fp8 plane is read and written as its bytes, for
-    Paddle has no index operations for that dtype, and has one float32 scale per head and token beside it.
+    ``planes`` has one tensor of shape (blocks, *plane.shape) per plane of the layout; fdcache copies their blocks.
+    Floating-point planes hold [heads, block_size, dim]. An fp8 plane is read and written as bytes, because Paddle has
+    no index operations for that dtype, and comes with one float32 scale per head and token.
     """
 
     def __init__(self, layout: KVLayout, planes: Sequence[Tensor]) -> None:
@@ -36,7 +36,7 @@ class PagedKV:
             self._write(layer, PlaneKind.VALUE, PlaneKind.VALUE_SCALE, slots, value)
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Keys and values of the tokens in ``blocks``, in that order: (heads, tokens, dim) as float32."""
+        """Return keys and values of the tokens in ``blocks``, in that order: (heads, tokens, dim) as float32."""
         key = self._read(layer, PlaneKind.KEY, PlaneKind.KEY_SCALE, blocks)
         has_value = (layer, PlaneKind.VALUE) in self._planes
         return key, self._read(layer, PlaneKind.VALUE, PlaneKind.VALUE_SCALE, blocks) if has_value else None

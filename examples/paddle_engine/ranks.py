@@ -1,4 +1,4 @@
-"""Tensor parallelism: one process per rank, which all execute the same steps."""
+"""Tensor parallelism: one process per rank; all execute the same steps."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _MOST_ROWS = 4096
 
 @dataclass(frozen=True)
 class SumOverRanks:
-    """All-reduce through shared memory. Every rank adds in the same order, so all get the same bits."""
+    """All-reduce through shared memory. All ranks add in the same order and get the same bits."""
 
     rank: int
     buffers: Sequence[Any]
     barrier: Any
 
     def __call__(self, x: Any) -> Any:
-        """The sum of the ranks' tensors."""
+        """Return the sum of the ranks' tensors."""
         import paddle
 
         mine = np.frombuffer(self.buffers[self.rank], np.float32, count=x.size)
@@ -43,13 +43,13 @@ class SumOverRanks:
 
 
 class RankProcesses:
-    """The workers of all ranks, each in a process of its own, behind the calls of one worker."""
+    """The workers of all ranks in processes of their own, with the interface of one worker."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, host_cache: HostCache | None) -> None:
         context: SpawnContext = multiprocessing.get_context("spawn")
         buffers = [context.RawArray(ctypes.c_float, _MOST_ROWS * model.hidden) for _ in range(engine.ranks)]
         barrier = context.Barrier(engine.ranks)
-        self._shared = (buffers, barrier)  # a process that is starting still has to find them
+        self._shared = (buffers, barrier)  # kept alive for processes that are starting
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(engine.ranks):
@@ -64,16 +64,16 @@ class RankProcesses:
             self._processes.append(process)
 
     def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
-        """Rank 0's results; the reports of all ranks."""
+        """Return rank 0's results and the reports of all ranks."""
         results: list[StepResult] = self._call("execute", list(plans), list(chunks))
         return StepResult(results[0].chunks, tuple(report for each in results for report in each.reports))
 
     def storage_scans(self) -> list[StorageScan]:
-        """What the ranks' storage held at the start."""
+        """Return the scans of the ranks' storage at the start."""
         return [scan for scans in self._call("storage_scans") for scan in scans]
 
     def update_weights(self, seed: int) -> None:
-        """Other weights on every rank."""
+        """Replace the weights on every rank."""
         self._call("update_weights", seed)
 
     def shutdown(self) -> None:
@@ -102,7 +102,7 @@ def _serve(
     rank: int,
     reduce: SumOverRanks,
 ) -> None:
-    """A rank's process: carry out calls until the last one."""
+    """Run a rank's process: execute calls until ``shutdown``."""
     worker, name = None, ""
     while name != "shutdown":
         name, arguments = pipe.recv()

@@ -1,4 +1,4 @@
-"""Greedy and seeded sampling that depends on nothing but the logits, the request's seed and the position."""
+"""Sampling that depends only on logits, seed and position, and drafts of the token after the sampled one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from examples.paddle_engine.paged_kv import PagedKV
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A token, and by how much its score beat the second best."""
+    """A token, and the margin of its score over the second best."""
 
     token: int
     margin: float
 
 
 def sample(logits: NDArray[np.float32], temperature: float, seed: int, position: int) -> Sample:
-    """The best token, or with ``temperature`` > 0 a random one: the best after Gumbel noise keyed by (seed, position).
+    """Return the best token, with ``temperature`` > 0 after adding Gumbel noise keyed by (seed, position).
 
-    ``position`` is that of the new token, so a request that is preempted and resumed samples the same again.
+    ``position`` is the new token's, so a preempted and resumed request samples the same tokens.
     """
     scores = logits.astype(np.float64)
     if temperature > 0:
@@ -44,8 +44,8 @@ def propose(
     accepted: Sequence[tuple[Sample, ...]],
     wait_for_layer: Callable[[int], None],
 ) -> list[int | None]:
-    """A draft for each chunk that was sampled. The draft layer is fed each row's hidden state and the token after it;
-    what it makes of rejected tokens is written over by the next step, as in the layers below.
+    """Return a draft for each sampled chunk. The draft layer gets each row's hidden state and next token;
+    the next step overwrites its KV of rejected tokens, as in the main layers.
     """
     follows, last, end = [], [], 0
     for chunk, samples in zip(chunks, accepted, strict=True):

@@ -1,4 +1,4 @@
-"""One rank: the model, its paged cache, and everything that fdcache's worker side is told."""
+"""One rank: the model, its paged cache, and all calls of fdcache's controller."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fdcache.tiers.host import HostCache
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What became of a chunk: the first ``computed`` of its tokens count, ``samples`` follow them."""
+    """Result of a chunk: its first ``computed`` tokens count, and ``samples`` follow them."""
 
     sequence: str
     computed: int
@@ -36,19 +36,19 @@ class ChunkResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The chunks' results in their order, and the plans that ended meanwhile."""
+    """Results of the chunks in order, and reports of plans that ended meanwhile."""
 
     chunks: tuple[ChunkResult, ...]
     reports: tuple[TransferReport, ...]
 
 
 def no_reduce(x: Tensor) -> Tensor:
-    """The sum over one rank."""
+    """Return the tensor: there is one rank."""
     return x
 
 
 class Worker:
-    """Executes steps. A ``CacheController`` has its planes registered; without ``host_cache`` there is none."""
+    """Worker of one rank. With ``host_cache`` it has a ``CacheController`` with its planes registered."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Worker:
             self._scan = self.controller.open_storage()
 
     def execute(self, plans: Sequence[TransferPlan], chunks: Sequence[Chunk]) -> StepResult:
-        """Copy what the plans say and compute the chunks, each layer as soon as its blocks are there."""
+        """Submit the plans and compute the chunks, each layer as soon as its blocks are loaded."""
         stream = current_stream()
         counters = [self.controller.submit_swap_tasks(plan, stream) for plan in plans if self.controller]
 
@@ -104,15 +104,15 @@ class Worker:
         return StepResult(results, self._reports(wait=not chunks))
 
     def storage_scans(self) -> list[StorageScan]:
-        """What this rank's storage held at the start; nothing without storage."""
+        """Return the scan of this rank's storage at the start; [] without storage."""
         return [self._scan] if self._scan else []
 
     def update_weights(self, seed: int) -> None:
-        """Other weights; whatever is cached belongs to the old ones."""
+        """Replace the weights; cached blocks still belong to the old ones."""
         self._model.load_weights(seed)
 
     def shutdown(self) -> None:
-        """Wait for copies and let go of the memory."""
+        """Wait for copies and release the memory."""
         if self.controller:
             self.controller.shutdown()
 
@@ -124,7 +124,7 @@ class Worker:
     def _accept(
         self, chunks: Sequence[Chunk], batches: Sequence[Batch], hidden: Sequence[Tensor]
     ) -> list[tuple[Sample, ...]]:
-        """Sample each chunk's rows as long as the token in the next row is the one that was sampled."""
+        """Sample each chunk's rows until a draft differs from the sampled token."""
         accepted, first = [], 0
         for chunk in chunks:
             samples: list[Sample] = []

@@ -1,4 +1,4 @@
-"""Conversations for the engine: the generated workloads, with the engine's own answers in them."""
+"""Traffic for the engine: generated workloads that quote the engine's own answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from examples.paddle_engine.kv_cache import Prompt
 from fdcache.replay.workloads import OUTPUT_STREAMS, WorkItem, WorkloadName, generate, stream_tokens
 
 Answers = Mapping[int, Sequence[int]]
-"""The tokens generated for each item, by its index."""
+"""Generated tokens by the item's index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Items of a workload; ``users`` are served at a time.
+    """Items of a workload, ``users`` of which are served at a time.
 
-    To suit a small model, lengths of prompts are divided by ``scale`` and those of answers by ``answer_scale``.
+    For a small model, prompt lengths are divided by ``scale`` and answer lengths by ``answer_scale``.
     """
 
     items: tuple[WorkItem, ...]
@@ -44,12 +44,12 @@ class Traffic:
         users: int,
         temperature: float,
     ) -> Traffic:
-        """The first ``requests`` items of a workload."""
+        """Generate the first ``requests`` items of a workload."""
         items = tuple(generate(WorkloadName(name), requests, seed))
         return cls(items, scale, answer_scale, vocab, seed, users, temperature)
 
     def prompt(self, item: WorkItem, answers: Answers) -> Prompt:
-        """The item's prompt; where it quotes an earlier answer, that answer."""
+        """Return the item's prompt, with the earlier answers that it quotes."""
         tokens: list[int] = []
         for stream, length in zip(item.streams.tolist(), item.lengths.tolist(), strict=True):
             if stream >= OUTPUT_STREAMS:
@@ -67,18 +67,18 @@ class Traffic:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its answer."""
+        """Length of the longest prompt with its answer in tokens."""
         answers = {item.index: [0] * self.answer_length(item) for item in self.items}
         return max(len(self.prompt(item, answers).tokens) + self.answer_length(item) for item in self.items)
 
     def answer_length(self, item: WorkItem) -> int:
-        """How many tokens are generated."""
+        """Return the number of tokens to generate."""
         return max(item.output_length // self.answer_scale, 2)
 
     def serve(self, engine: Engine, answers: Answers | None = None) -> list[Task]:
         """Serve all items, each turn after the one before it, and return their tasks in order.
 
-        Prompts quote ``answers``, those of another run, or else this run's own.
+        Prompts quote ``answers`` of another run if given, otherwise this run's own.
         """
         own: dict[int, list[int]] = {}
         quoted = own if answers is None else answers
