@@ -1,4 +1,4 @@
-"""``python -m examples.paddle_engine``."""
+"""The demo ``python -m examples.paddle_engine``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ TINY = [
 ]
 
 
-def test_the_demo_finds_all_tokens_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_finds_equal_tokens_and_writes_its_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plot = tmp_path / "plot.png"
     assert demo.main([*TINY, "--plot", str(plot)]) == 0
     out = capsys.readouterr().out
@@ -39,7 +41,7 @@ def test_the_demo_finds_all_tokens_equal(tmp_path: Path, capsys: pytest.CaptureF
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_deterministic_mode_of_the_environment_gives_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environments_deterministic_mode_sets_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FD_DETERMINISTIC_MODE", "1")
     for split in (8, 64):
         monkeypatch.setenv("FD_DETERMINISTIC_SPLIT_KV_SIZE", str(split))
@@ -48,7 +50,7 @@ def test_the_deterministic_mode_of_the_environment_gives_the_grid(monkeypatch: p
     assert demo.parse([*TINY, "--ordinary"])[0].engine.grid == 0
 
 
-def test_storage_beside_a_service_is_refused_in_a_line(
+def test_storage_beside_a_service_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FDCACHE_STORAGE", "local")
@@ -60,7 +62,7 @@ def test_storage_beside_a_service_is_refused_in_a_line(
 
 
 @pytest.mark.parametrize("mode", [[], ["--ordinary"]], ids=["deterministic", "ordinary"])
-def test_the_demo_fails_when_a_token_differs(
+def test_a_different_token_fails_the_demo(
     mode: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     admit = FdcacheBlocks.admit
@@ -75,19 +77,22 @@ def test_the_demo_fails_when_a_token_differs(
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_what_cannot_be_run_ends_in_words(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main([*TINY, "--ranks", ranks, "--kv-heads", "2", "--storage", "/proc/none"]) == 1
+def test_storage_that_cannot_be_opened_ends_with_an_error(
+    ranks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("--requests", "1", "--ranks", ranks, "--kv-heads", "2")
+    assert demo.main([*TINY, *few, "--storage", "/proc/none"]) == 1
     assert "error: " in capsys.readouterr().err
 
 
-def test_a_plot_that_cannot_be_written_ends_in_words(
+def test_a_plot_that_cannot_be_written_ends_with_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo.main([*TINY, "--requests", "1", "--plot", str(tmp_path / "none" / "plot.png")]) == 1
     assert "error: --plot: " in capsys.readouterr().err
 
 
-def test_a_second_run_finds_on_a_service_what_the_first_one_stored(
+def test_a_second_run_finds_the_blocks_of_the_first_in_a_service(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with local_service(tmp_path) as service:
@@ -96,31 +101,25 @@ def test_a_second_run_finds_on_a_service_what_the_first_one_stored(
         assert ", 0 host," in capsys.readouterr().out
         assert demo.main(flags) == 0
         assert ", 0 host," not in capsys.readouterr().out
-        until(lambda: not service.ask("clients"), "both engines have said goodbye")
+        until(lambda: not service.ask("clients"), "both engines have disconnected")
 
 
-def test_the_environment_alone_configures_the_demo() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.paddle_engine", *TINY],
-        cwd=ROOT,
-        env={
-            "FDCACHE_WRITE_POLICY": "write_back",
-            "FDCACHE_HOST_MEMORY": "48MiB",
-            "FDCACHE_BLOCK_SIZE": "32",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_environment_alone_configures_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FDCACHE_WRITE_POLICY", "write_back")
+    monkeypatch.setenv("FDCACHE_HOST_MEMORY", "48MiB")
+    monkeypatch.setenv("FDCACHE_BLOCK_SIZE", "32")
+    assert demo.main([*TINY]) == 0
+    out = capsys.readouterr().out
     # 2 layers of keys and values, 32 tokens of one head of 16 floats each, and a slot header
     blocks = (48 << 20) // (2 * 2 * 32 * 16 * 4 + 128)
-    assert f"cache: device 200 blocks; host {blocks:,} blocks of 48MiB; write_back" in done.stdout
-    assert "near ties: 0" in done.stdout
+    assert f"cache: device 200 blocks; host {blocks:,} blocks of 48MiB; write_back" in out
+    assert "near ties: 0" in out
 
 
-def test_beside_the_sources_an_ordinary_install_is_used(tmp_path: Path) -> None:
-    """Without the finder of an editable install the checkout's fdcache, which is first in the path, has no core."""
+def test_an_installed_package_is_preferred_to_the_source_directory(tmp_path: Path) -> None:
+    """Without an editable install's finder, the checkout's fdcache would come first in the path, and it has no core."""
     installed = tmp_path / "installed"
     shutil.copytree(ROOT / "fdcache", installed / "fdcache", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(_core.__file__, installed / "fdcache")
@@ -148,7 +147,7 @@ def test_beside_the_sources_an_ordinary_install_is_used(tmp_path: Path) -> None:
         ((1.0, 1.0), False, 0, 1),
     ],
 )
-def test_only_ordinary_mode_excuses_a_token_and_only_at_a_near_tie(
+def test_a_token_may_differ_in_ordinary_mode_at_a_near_tie_only(
     margins: tuple[float, float],
     exact: bool,
     near_ties: int,
@@ -161,7 +160,7 @@ def test_only_ordinary_mode_excuses_a_token_and_only_at_a_near_tie(
         task.samples = [Sample(5, 1.0), Sample(token, margin), Sample(token, 1.0)]
         runs.append(Run([task], 1.0))
     agreement = Agreement.of(*runs, exact=exact)
-    # The third token is not compared: the texts are two by then.
+    # The third token is not compared: the texts have diverged.
     assert (agreement.compared, agreement.near_ties, len(agreement.differences)) == (
         2,
         near_ties,
@@ -189,9 +188,7 @@ def test_only_ordinary_mode_excuses_a_token_and_only_at_a_near_tie(
         (["--device-blocks", "2"], "device_blocks: they hold 32 tokens"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
-    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_flags_exit_with_2(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         demo.main([*TINY, *flags])
     assert end.value.code == 2

@@ -1,4 +1,4 @@
-"""The Paddle engine with blocks that outlive the process."""
+"""The Paddle engine with a storage tier that outlives its process."""
 
 from __future__ import annotations
 
@@ -15,24 +15,34 @@ from tests.paddle_help import ENGINE, GQA, MODELS, Server, assert_as_without_cac
 SMALL = replace(ENGINE, device_blocks=12, host_blocks=24)
 
 
-def serve_elsewhere(folder: Path, name: str = "gqa") -> None:
-    """Another process serves a prompt of 150 tokens and ends; its blocks stay in ``folder``."""
+NAMES = ["gqa", "mla", "fp8", "mtp"]
+STORAGES = {name: name for name in NAMES} | {"tiers": "gqa", "damaged": "gqa"}
+"""Storages by directory, with the model that wrote them; each is for one test."""
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of ``STORAGES``, each written by another process that served a prompt of 150 tokens."""
+    folder = tmp_path_factory.mktemp("stored")
     program = f"""
 from dataclasses import replace
 from pathlib import Path
-from tests.integration.test_paddle_storage import SMALL
+from tests.integration.test_paddle_storage import SMALL, STORAGES
 from tests.paddle_help import MODELS, Server, prompt, tokens
-server = Server(MODELS[{name!r}], replace(SMALL, storage=Path({str(folder)!r})))
-server.serve(prompt("before", tokens(0, 150, server.model.vocab)))
-server.close()
+for directory, name in STORAGES.items():
+    server = Server(MODELS[name], replace(SMALL, storage=Path({str(folder)!r}) / directory))
+    server.serve(prompt("before", tokens(0, 150, server.model.vocab)))
+    server.close()
 """
+    for directory in STORAGES:
+        (folder / directory).mkdir()
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
+    return folder
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla", "fp8", "mtp"])
-def test_a_new_process_reads_what_another_one_stored(tmp_path: Path, name: str) -> None:
-    serve_elsewhere(tmp_path, name)
-    server = Server(MODELS[name], replace(SMALL, storage=tmp_path))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_new_process_reads_the_blocks_of_another_one(storage: Path, name: str) -> None:
+    server = Server(MODELS[name], replace(SMALL, storage=storage / name))
     assert server.restored == 9
     tasks = server.serve(prompt("again", tokens(0, 150, server.model.vocab)))
     counters = server.fdcache.manager.get_stats().counters
@@ -42,9 +52,8 @@ def test_a_new_process_reads_what_another_one_stored(tmp_path: Path, name: str) 
     server.close()
 
 
-def test_a_path_that_lies_in_three_tiers(tmp_path: Path) -> None:
-    serve_elsewhere(tmp_path)
-    server = Server(GQA, replace(SMALL, host_blocks=16, storage=tmp_path))
+def test_a_prefix_is_found_in_three_tiers(storage: Path) -> None:
+    server = Server(GQA, replace(SMALL, host_blocks=16, storage=storage / "tiers"))
     shared, whole = prompt("shared", tokens(0, 100)), prompt("whole", tokens(0, 150))
     tasks = server.serve(shared)
     tasks += server.serve(prompt("other", tokens(1, 110)))
@@ -58,11 +67,10 @@ def test_a_path_that_lies_in_three_tiers(tmp_path: Path) -> None:
     server.close()
 
 
-def test_a_block_that_was_damaged_on_disk_is_computed_instead(tmp_path: Path) -> None:
-    serve_elsewhere(tmp_path)
-    (slab,) = tmp_path.rglob(f"*{SUFFIX}")
+def test_a_block_damaged_on_disk_is_recomputed(storage: Path) -> None:
+    (slab,) = (storage / "damaged").rglob(f"*{SUFFIX}")
     damage_records(slab)
-    server = Server(GQA, replace(SMALL, storage=tmp_path))
+    server = Server(GQA, replace(SMALL, storage=storage / "damaged"))
     tasks = server.serve(prompt("again", tokens(0, 150)))
     assert tasks[0].cached_tokens < 128
     assert_as_without_cache(server, tasks)

@@ -1,6 +1,6 @@
-"""FastDeploy's real scheduler, from its pinned source, runs on fdcache's tiers by environment alone.
+"""FastDeploy's scheduler, from its pinned source, on fdcache's tiers, configured by the environment alone.
 
-Every prefill checks all the KV that it finds against the tokens it stands for.
+Every prefill checks all the KV that it finds against the tokens that it stands for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ SWAPPED = [name for name in SCENARIOS if name.startswith("swapped")]
 def drive(
     *runs: str | dict[str, Any], manager: str = "fdcache", folder: Path, **environment: str
 ) -> dict[str, dict[str, Any]]:
-    """Run scenarios in a fresh process whose environment is all it is told; what came of each by name."""
+    """Run scenarios in a new process; return the results by name."""
+    return {
+        result["scenario"]: result for result in run(*runs, manager=manager, folder=folder, **environment)
+    }
+
+
+def run(
+    *runs: str | dict[str, Any], manager: str = "fdcache", folder: Path, **environment: str
+) -> list[dict[str, Any]]:
+    """Run scenarios in a new process that the environment alone configures; return their results in order."""
     arguments = [run if isinstance(run, str) else json.dumps(run) for run in runs]
     done = subprocess.run(
         [sys.executable, "-m", "tests.peers.fastdeploy_main", manager, *arguments],
@@ -37,12 +46,11 @@ def drive(
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"scenario"')]
-    return {result["scenario"]: result for result in results}
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"scenario"')]
 
 
 def check(results: dict[str, dict[str, Any]], names: list[str]) -> None:
-    """All of them ran to their end and no prefill found wrong KV."""
+    """Assert that all of them ran to their end and no prefill found wrong KV."""
     assert list(results) == names
     for name, result in results.items():
         assert not result["stalled"], name
@@ -52,32 +60,40 @@ def check(results: dict[str, dict[str, Any]], names: list[str]) -> None:
         assert result["finished"] and result["checked"], name
 
 
-def test_every_scenario_ends_without_wrong_kv(tmp_path: Path) -> None:
-    results = drive(folder=tmp_path)
-    check(results, list(SCENARIOS))
+TWO_PROCESSES = "swapped, write_back"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Results of every scenario with one rank, and of ``TWO_PROCESSES`` with two ranks in processes of their own."""
+    last = {"scenario": TWO_PROCESSES, "ranks": 2, "processes": True}
+    return run(*SCENARIOS, last, folder=tmp_path_factory.mktemp("fastdeploy"))
+
+
+def test_no_scenario_finds_wrong_kv(results: list[dict[str, Any]]) -> None:
+    by_name = {result["scenario"]: result for result in results[:-1]}
+    check(by_name, list(SCENARIOS))
     for name in SWAPPED:
-        assert results[name]["finished"] == 24
-        assert results[name]["host_hits"], name
-    assert results["mixed"]["finished"] == results["delayed workers"]["finished"] == 60
-    assert (results["aborts"]["finished"], results["aborts"]["aborted"]) == (9, 9)
-    assert results["preempted"]["preempted"]
-    assert results["failed loads"]["host_hits"]
+        assert by_name[name]["finished"] == 24
+        assert by_name[name]["host_hits"], name
+    assert by_name["mixed"]["finished"] == by_name["delayed workers"]["finished"] == 60
+    assert (by_name["aborts"]["finished"], by_name["aborts"]["aborted"]) == (9, 9)
+    assert by_name["preempted"]["preempted"]
+    assert by_name["failed loads"]["host_hits"]
 
 
-def test_scheduler_and_two_ranks_in_processes_of_their_own_need_the_environment_alone(tmp_path: Path) -> None:
-    name = "swapped, write_back"
-    results = drive({"scenario": name, "ranks": 2, "processes": True}, folder=tmp_path)
-    check(results, [name])
-    assert results[name]["host_hits"]
+def test_two_ranks_in_processes_of_their_own_find_no_wrong_kv(results: list[dict[str, Any]]) -> None:
+    check({TWO_PROCESSES: results[-1]}, [TWO_PROCESSES])
+    assert results[-1]["host_hits"]
 
 
-def test_the_plug_in_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_plug_in_names_the_missing_variable(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ENABLE_V1_KVCACHE_MANAGER is not 1"):
         drive("exact", folder=tmp_path, ENABLE_V1_KVCACHE_MANAGER="0")
 
 
 @pytest.mark.slow
-def test_the_driver_sees_wrong_kv(tmp_path: Path) -> None:
+def test_the_driver_detects_wrong_kv(tmp_path: Path) -> None:
     (result,) = drive("swapped, write_back", manager="fastdeploy", folder=tmp_path).values()
     assert result["wrong"]
 
@@ -96,7 +112,7 @@ def test_the_host_tier_of_a_service_serves_every_scenario(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_death_of_the_service_costs_hits_and_nothing_else(tmp_path: Path) -> None:
+def test_the_death_of_the_service_costs_only_hits(tmp_path: Path) -> None:
     with service_process(tmp_path / "service") as service:
         assert service.process is not None
         environment = {"FDCACHE_SERVER": service.address, "SERVICE_PID": str(service.process.pid)}
@@ -104,7 +120,7 @@ def test_the_death_of_the_service_costs_hits_and_nothing_else(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_death_of_a_worker_leaves_nothing_wrong(tmp_path: Path) -> None:
+def test_the_death_of_a_worker_leaves_no_wrong_kv(tmp_path: Path) -> None:
     check(drive("killed worker", folder=tmp_path), ["killed worker"])
 
 
@@ -119,5 +135,5 @@ def test_a_restarted_engine_reads_its_storage(tmp_path: Path, policy: str) -> No
     }
     results = drive("restart with storage", folder=tmp_path, **environment)
     check(results, ["restart with storage"])
-    if policy != "best_effort":  # which waits for nothing
+    if policy != "best_effort":  # best_effort waits for no read
         assert results["restart with storage"]["storage_hits"]
