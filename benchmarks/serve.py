@@ -73,7 +73,7 @@ def serve(directory: str, ready: Event, stop: Event) -> None:
     )
     server = Server(settings)
     server.start()
-    namespace = server.service.shares.open(layout())
+    namespace = server.service.namespaces.open(layout())
     while namespace.num_slots < 2 * BLOCKS and namespace.grow():
         pass
     fill(namespace)
