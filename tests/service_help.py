@@ -17,6 +17,7 @@ from fdcache.errors import ServiceError
 from fdcache.service.client.connection import Client
 from fdcache.service.server.lifecycle import Server
 from fdcache.settings import Settings
+from tests.commands import Done, run_command
 
 TIMEOUT = 60.0
 
@@ -39,6 +40,11 @@ def arguments(directory: Path, **others: str) -> dict[str, object]:
         "FDCACHE_HOST_MEMORY": "16MiB",
         **others,
     }
+
+
+def run(*arguments: object, **environ: str) -> Done:
+    """Run a command in this process, with ``environ`` added to its environment."""
+    return run_command(arguments, {**os.environ, "COLUMNS": "200", **environ})
 
 
 @contextmanager

@@ -57,8 +57,8 @@ def test_check_reports_the_machine_and_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"FDCACHE_ARENA_DIR": "/no/such/folder"}, "make it a tmpfs"),
-        ({"FDCACHE_ARENA_DIR": "/sys"}, "choose another, a tmpfs such as /dev/shm"),
+        ({"FDCACHE_ARENA_DIR": "/no/such/folder"}, "mount a tmpfs there"),
+        ({"FDCACHE_ARENA_DIR": "/sys"}, "choose another one, a tmpfs such as /dev/shm"),
         ({"FDCACHE_NUMA_NODE": "4095"}, "no NUMA node 4095; unset the variable"),
         ({"FDCACHE_RUNTIME_DIR": "/"}, "set FDCACHE_RUNTIME_DIR to another directory"),
     ],

@@ -20,9 +20,8 @@ import pytest
 from fdcache.hashing import TokenBlocks, root_hash
 from fdcache.service.wire.views import TreeNode
 from fdcache_cli.inspect_blocks import draw_tree
-from tests.e2e.test_serve_command import run
 from tests.service_engine import BLOCK, PROMPT, Engine, ready_blocks
-from tests.service_help import TIMEOUT, LocalService, local_service, next_line, spawned, until
+from tests.service_help import TIMEOUT, LocalService, local_service, next_line, run, spawned, until
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -25,10 +25,10 @@ from fdcache.service.server.arena import Arena, find_arenas, foreign_arenas, rem
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.server.machine_setup import clean_arenas, examine
 from fdcache.service.server.preflight import check_all
+from fdcache.service.server.process import notify, notify_status
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Register
 from fdcache.settings import Settings, Severity
-from tests.e2e.test_serve_command import run
 from tests.service_engine import PROMPT, Engine, layout, ready_blocks
 from tests.service_help import (
     TIMEOUT,
@@ -37,6 +37,7 @@ from tests.service_help import (
     arguments,
     local_service,
     next_line,
+    run,
     spawned,
     until,
 )
@@ -108,13 +109,17 @@ class TestServiceManager:
             assert service.terminate() == 0
             assert self.hear(notifications, "STATUS=") == ["STOPPING=1", "STATUS=draining 0 clients"]
 
-    def test_one_that_does_not_listen_holds_nothing_up(
-        self, tmp_path: Path, notifications: socket.socket
+    def test_a_manager_that_does_not_read_is_waited_for_no_longer_than_the_timeout(
+        self, notifications: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with ServiceProcess(tmp_path / "s", NOTIFY_SOCKET=notifications.getsockname()) as service:
-            service.start()
-            assert service.terminate() == 0
-            assert service.leftovers() == []
+        monkeypatch.setenv("NOTIFY_SOCKET", notifications.getsockname())
+        sent = 0
+        while not caplog.records:
+            notify(f"STATUS={sent}", timeout=0.05)
+            sent += 1
+        assert caplog.messages == ["NOTIFY_SOCKET: timed out"]
+        notify_status("dropped at once")
+        assert self.hear(notifications, f"STATUS={sent - 2}") == [f"STATUS={i}" for i in range(sent - 1)]
 
     def test_an_abstract_socket_and_one_that_is_gone(self, tmp_path: Path) -> None:
         line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

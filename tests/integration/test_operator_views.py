@@ -16,9 +16,8 @@ from fdcache.service.wire.protocol import Heartbeat, Register
 from fdcache.service.wire.views import TreeNode
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache_cli.inspect_blocks import draw_trees
-from tests.e2e.test_serve_command import run
 from tests.service_engine import BLOCK, PROMPT, Engine, layout
-from tests.service_help import TIMEOUT, LocalService, local_service, until
+from tests.service_help import TIMEOUT, LocalService, local_service, run, until
 from tests.terminals import drawn, on_terminal
 
 MADE_UP = {
@@ -152,8 +151,8 @@ class TestBlocksAndPrompts:
         ("text", "status", "said"),
         [
             ("[1, 2]", 0, "these tokens fill no block"),
-            ("1 two 3", 2, "'two' is no token id"),
-            ("[1, -2]", 2, "'-2' is no token id"),
+            ("1 two 3", 2, "'two' is not a token id"),
+            ("[1, -2]", 2, "'-2' is not a token id"),
             ("\udcff", 2, "cannot be read as text"),
         ],
     )
@@ -211,7 +210,7 @@ class TestWhatCannotBe:
         done = run("inspect", "tiers", "--server", f"ipc://{path}")
         assert done.returncode == 1
         assert f"{path} does not exist" in done.stderr
-        assert "start `fdcache serve`" in done.stderr
+        assert "is `fdcache serve` running?" in done.stderr
 
     def test_a_folder_of_the_socket_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
@@ -224,7 +223,7 @@ class TestWhatCannotBe:
     def test_a_check_looks_for_the_arena_folder(self, tmp_path: Path) -> None:
         done = run("serve", "--check", "--arena-dir", str(tmp_path / "none"))
         assert done.returncode == 78
-        assert "make it a tmpfs" in done.stderr
+        assert "mount a tmpfs there" in done.stderr
 
     def test_a_replay_at_a_service_has_no_host_memory_of_its_own(self, tmp_path: Path) -> None:
         done = run("replay", "--server", f"{tmp_path}/x.sock", "--host-memory", "1GiB", "--requests", "1")

@@ -12,9 +12,8 @@ from fdcache.errors import RefusedError
 from fdcache.hashing import tenant_key
 from fdcache.manager import Request
 from fdcache.service.client.connection import Client
-from tests.e2e.test_serve_command import run
 from tests.service_engine import PROMPT, Engine, ready_blocks
-from tests.service_help import LocalService, local_service, until
+from tests.service_help import LocalService, local_service, run, until
 
 
 @pytest.fixture
@@ -120,7 +119,7 @@ class TestWhichBlocks:
     def test_unused_for_long(self, service: LocalService, engine: Engine) -> None:
         assert service.ask("reset", tier="host", older_than=1000.0)["host"][0]["blocks"] == 0
         key = tenant_key("nobody").hex()
-        with pytest.raises(RefusedError, match="no layout knows"):
+        with pytest.raises(RefusedError, match="no namespace knows"):
             service.ask("reset", tier="host", older_than=1e-6, tenant=key)
         assert service.ask("reset", tier="all", older_than=1e-6)["device"] == []
         assert ready_blocks(service) == 0
@@ -128,7 +127,7 @@ class TestWhichBlocks:
     def test_a_part_of_a_device_tier_is_a_usage_error(self) -> None:
         done = run("reset", "--tier", "device", "--tenant", "x", "--yes")
         assert done.returncode == 2
-        assert "everything or nothing" in done.stderr
+        assert "reset as a whole" in done.stderr
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
@@ -137,8 +136,8 @@ class TestWhichBlocks:
             ({"tenant": "name"}, "tenant: give the key"),
             ({"older_than": -1}, "older_than"),
             ({"in_flight": "ignore"}, "in_flight: 'ignore' is not one of"),
-            ({"namespace": "zz"}, "namespace: none is called"),
-            ({"tier": "device", "older_than": 5}, "everything or nothing"),
+            ({"namespace": "zz"}, "namespace: no name begins with"),
+            ({"tier": "device", "older_than": 5}, "reset as a whole"),
         ],
     )
     def test_what_makes_no_sense_is_refused(
@@ -159,8 +158,8 @@ def test_all_tiers_are_reported(service: LocalService, engine: Engine) -> None:
     dry = run("reset", "--server", service.address, "--dry-run")
     assert dry.returncode == 0
     assert "host" in dry.stdout
-    assert "10 blocks, would be told" in dry.stdout
+    assert "10 blocks, would be reset" in dry.stdout
     late = run("reset", "--server", service.address, "--yes", "--wait", "100ms")
     assert late.returncode == 1
     assert "forgot 10 blocks" in late.stdout
-    assert "has not answered yet" in late.stdout
+    assert "not reset yet" in late.stdout

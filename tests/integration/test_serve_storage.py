@@ -275,7 +275,7 @@ class TestReset:
     def test_a_layout_without_clients_and_another_name(self, service: LocalService) -> None:
         name = service.ask("storage")["layouts"][0]["namespace"]
         assert service.ask("reset", tier="all", namespace=name)["storage"][0]["blocks"] == BLOCKS
-        with pytest.raises(RefusedError, match="none is called"):
+        with pytest.raises(RefusedError, match="no name begins with"):
             service.ask("reset", tier="storage", namespace="0" * 16 if name[0] != "0" else "f" * 16)
 
 

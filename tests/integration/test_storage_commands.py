@@ -159,7 +159,7 @@ def test_older_than_removes_blocks_by_age(folder: Path) -> None:
 def test_wrong_usage_is_refused_with_the_reason(folder: Path) -> None:
     assert "say what to remove" in fdcache("reset", "storage", folder, status=2)
     assert "say what to remove" in fdcache("reset", "storage", folder, "--all", "--corrupt", status=2)
-    assert "no duration" in fdcache("reset", "storage", folder, "--older-than", "soon", status=2)
+    assert "not a duration" in fdcache("reset", "storage", folder, "--older-than", "soon", status=2)
     assert "no such folder" in fdcache("inspect", "storage", folder / "nowhere", status=1)
 
 

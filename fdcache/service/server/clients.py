@@ -16,11 +16,10 @@ import msgspec
 from fdcache.layout import KVLayout
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.namespaces import Namespaces
-from fdcache.service.wire.liveness import Watch, live_processes
+from fdcache.service.wire.liveness import Live, Watch, live_processes
 from fdcache.service.wire.protocol import (
     Attach,
     Heartbeat,
-    Live,
     RefusalError,
     Register,
 )

@@ -139,7 +139,7 @@ def make_app(address: str, api_keys: tuple[str, ...], *, timeout: float = _TIMEO
             raise HTTPException(404, str(error)) from error
 
     app = _Api(title="fdcache", version=__version__, description="The KV cache service of a node.")
-    failures = _FAILURES if api_keys else {503: _FAILURES[503], 404: _FAILURES[404]}
+    failures = {code: each for code, each in _FAILURES.items() if api_keys or code != 401}
     guarded: dict[str, Any] = {"dependencies": [Depends(check_key)] if api_keys else []}
 
     @app.exception_handler(UnicodeError)

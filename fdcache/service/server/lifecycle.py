@@ -1,4 +1,4 @@
-"""The life of a service: locks, memory, recovery, readiness, the end."""
+"""Server: starts a service (locks, memory, recovery, storage), runs it, drains it and removes its files."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a service is to be reached; ``http`` is None when it is off."""
+    """Addresses of a service; ``http`` is None when it is off."""
 
     address: str
     http: tuple[str, int] | None
 
 
 def endpoints(settings: Settings, address: str | None = None) -> Endpoints:
-    """The addresses in force. Raises ``ConfigurationError`` for one that cannot be served."""
+    """Return the addresses in force. Raises ``ConfigurationError`` for one that cannot be served."""
     chosen = address or settings.cache.server or default_address(settings.server.runtime_dir)
     try:
         path = socket_path(chosen)
@@ -57,51 +57,57 @@ def endpoints(settings: Settings, address: str | None = None) -> Endpoints:
 
 
 def require_keys(http: tuple[str, int] | None, settings: Settings) -> None:
-    """Raise ``ConfigurationError`` for an address that others reach without a key."""
+    """Raise ``ConfigurationError`` for an address that other machines reach without an API key."""
     if http is not None and not is_loopback(http[0]) and not settings.service.api_keys:
         raise ConfigurationError(
-            f"FDCACHE_HTTP_ADDRESS: {http[0]} can be reached from elsewhere; set FD_API_KEY, or use 127.0.0.1"
+            f"FDCACHE_HTTP_ADDRESS: {http[0]} is reachable from other machines; set FD_API_KEY, or use 127.0.0.1"
         )
 
 
 def check_arena_dir(settings: Settings) -> None:
-    """Raise ``ConfigurationError`` when there is no folder for the arena that this user can write."""
+    """Raise ``ConfigurationError`` unless the arena directory exists and this user can write to it."""
     if problem := arena_folder_problem(settings):
         raise ConfigurationError("FDCACHE_ARENA_DIR: " + "; ".join(problem))
 
 
 def arena_folder_problem(settings: Settings) -> tuple[str, str] | None:
-    """Say what is wrong with the folder of the arena, and the remedy."""
+    """Return what is wrong with the arena directory, and the remedy."""
     folder = settings.server.arena_dir
     if not is_directory(folder):
-        return f"{folder} is no folder", "make it a tmpfs"
+        return f"{folder} is not a directory", "mount a tmpfs there"
     if not os.access(folder, os.W_OK | os.X_OK) or is_read_only(folder):
-        return f"{folder} cannot be written by this user", "choose another, a tmpfs such as /dev/shm"
+        return f"{folder} cannot be written by this user", "choose another one, a tmpfs such as /dev/shm"
     return None
 
 
 def parse_http(text: str) -> tuple[str, int] | None:
-    """HOST:PORT, or None for off. Raises ``ConfigurationError``."""
+    """Return host and port of HOST:PORT; None for off. Raises ``ConfigurationError``."""
     if text.lower() in {"off", "none"}:
         return None
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(
-            f"FDCACHE_HTTP_ADDRESS: {text!r} is not HOST:PORT, as 127.0.0.1:9470, or off"
+            f"FDCACHE_HTTP_ADDRESS: {text!r} is not HOST:PORT, such as 127.0.0.1:9470, or off"
         )
     return host.strip("[]"), int(port)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Return True for an address that only this machine reaches."""
     return host in {"localhost", "::1"} or host.startswith("127.")
 
 
 class Server:
-    """One service from its locks to its last file.
+    """One service.
 
-    ``start`` raises ``ServiceRunningError`` when another one serves the address, ``HostMemoryError`` when the
-    memory is not there; nothing is left then.
+    Example::
+
+        server = Server(Settings.load())
+        server.start()
+        try:
+            server.run()  # until another thread or a signal handler calls server.stop()
+        finally:
+            server.close()
     """
 
     def __init__(self, settings: Settings, address: str | None = None) -> None:
@@ -117,18 +123,22 @@ class Server:
         self._loop: ServiceLoop | None = None
         self._drain_until: float | None = None
         self.on_ready: Callable[[], None] = lambda: None
-        """Called once by ``run``, when the memory is there and the storage index is loaded."""
+        """Called once by ``run``, when the storage index is loaded."""
         self._is_ready = False
 
     @property
     def is_serving(self) -> bool:
-        """Whether it answers, or will as soon as it runs."""
+        """Return True if ``run`` answers requests, or will."""
         return self._loop is not None
 
     def start(self, progress: Progress = lambda what, done, total: None) -> None:
-        """Take the locks, make or recover the arena, bind the socket."""
+        """Take the locks, make or recover the arena, and bind the socket. After an error nothing is left behind.
 
-        def tell(what: str, done: int, total: int) -> None:
+        Raises ``ServiceRunningError`` if another service has this address, ``HostMemoryError`` for too little memory,
+        ``ConfigurationError`` and ``StorageError`` for settings that cannot be served.
+        """
+
+        def report(what: str, done: int, total: int) -> None:
             notify_status(f"{what}: {done} of {total}")
             progress(what, done, total)
 
@@ -136,10 +146,10 @@ class Server:
         require_socket(self._socket)
         self._lock = SocketLock(self._socket)
         try:
-            self._open_arena(tell)
+            self._open_arena(report)
             self.service.clients.watch_earlier()
-            self._open_storage(tell)
-            self._loop = ServiceLoop(self.service, self._socket)
+            self._open_storage(report)
+            self._loop = ServiceLoop(self.service, self._socket, self._on_tick)
         except BaseException:
             self._close_storage()
             self.arena.close()
@@ -163,7 +173,7 @@ class Server:
             if not wanted or found.extents == wanted // max(found.extent_bytes, 1):
                 self.recovered = self.service.namespaces.recover(self.arena.adopt(found))
                 return
-            log.warning("the earlier arena has another size than is asked for now: it is not recovered")
+            log.warning("the earlier arena is not recovered: its size differs from FDCACHE_HOST_MEMORY")
         if settings.huge_pages and (problem := huge_page_problem(settings.arena_dir)):
             log.warning("%s", problem)
         try:
@@ -178,7 +188,7 @@ class Server:
             dead = [each for each in find_arenas(settings.arena_dir) if not each.alive]
             if not dead:
                 raise
-            taken = "; ".join(f"{each.size} are of {each.words}: {each.remedy}" for each in dead)
+            taken = "; ".join(f"{each.size} of {each.words}: {each.remedy}" for each in dead)
             raise HostMemoryError(f"{error}\ndead arenas in {settings.arena_dir}: {taken}") from error
 
     def _open_storage(self, progress: Progress) -> None:
@@ -197,20 +207,15 @@ class Server:
             storage.close()
 
     def run(self) -> None:
-        """Serve until told to end by ``stop``."""
+        """Serve until ``stop``."""
         assert self._loop is not None
-        tick = self.service.tick
-
-        def tick_and_drain(tell: Callable[..., bool]) -> None:
-            tick(tell)
-            self._announce()
-            self._drain()
-
-        self.service.tick = tick_and_drain  # type: ignore[method-assign]
         self._loop.run()
 
-    def _announce(self) -> None:
-        """Say once that everything is loaded."""
+    def _on_tick(self) -> None:
+        self._announce_ready()
+        self._drain()
+
+    def _announce_ready(self) -> None:
         if self._is_ready or self.service.is_loading:
             return
         self._is_ready = True
@@ -220,9 +225,9 @@ class Server:
             self.on_ready()
 
     def stop(self, *, force: bool = False) -> None:
-        """Begin to end, from any thread: not ready at once, then drain; ``force`` ends at once."""
+        """Drain, then end ``run``; with ``force``, or when it drains already, end at once. Any thread may call it."""
         if self._loop is None:
-            return  # it is ending already
+            return  # closed already
         if force or self._drain_until is not None:
             self._loop.stop()
             return
@@ -240,11 +245,11 @@ class Server:
             self._loop.stop()
         elif time.monotonic() > self._drain_until:
             if not is_flushed:
-                log.warning("FDCACHE_DRAIN_TIMEOUT is over before everything was written to storage")
+                log.warning("FDCACHE_DRAIN_TIMEOUT is over; not everything was written to storage")
             self._loop.stop()
 
     def close(self) -> None:
-        """Take socket, shared memory and locks away."""
+        """Remove the socket, the shared memory and the locks."""
         if self._loop is not None:
             self._loop.close()
             self._loop = None
@@ -253,13 +258,13 @@ class Server:
             namespace.close()
         self.arena.close()
         for _ in live_processes(self._socket.parent):
-            pass  # of the living; the files of the dead are gone now
+            pass  # it removes the live files of dead clients
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def abandon(self) -> None:
-        """Leave everything as a service does that is killed, but for its locks: for tests of recovery."""
+        """Release the locks and leave all files, as a killed service does. For tests of recovery."""
         if self._loop is not None:
             self._loop.close()
             self._loop = None

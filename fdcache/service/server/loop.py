@@ -6,6 +6,7 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -45,10 +46,11 @@ class SocketLock:
 
 
 class ServiceLoop:
-    """Receives requests and sends answers until ``stop``."""
+    """Receives requests and sends answers until ``stop``. ``on_tick`` is called 20 times a second."""
 
-    def __init__(self, service: Service, socket: Path) -> None:
+    def __init__(self, service: Service, socket: Path, on_tick: Callable[[], None] = lambda: None) -> None:
         self.service = service
+        self._on_tick = on_tick
         require_socket(socket)  # ZeroMQ would remove any file that is there
         self._socket_path = socket
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -78,6 +80,7 @@ class ServiceLoop:
             now = time.monotonic()
             if now >= tick_at:
                 self.service.tick(self._send_notice)
+                self._on_tick()
                 tick_at = now + _TICK_SECONDS
             ready = dict(poller.poll(max(0, int((tick_at - now) * 1000))))
             if storage is not None and storage.wake_fd in ready:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UnsetType
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -160,6 +161,10 @@ def _add_storage(families: Families, storage: StorageView) -> None:
     for each in storage.layouts:
         for state in StorageState:
             add_sample(states, [each.namespace, state.value], each.state == state.value)
-    opened = [each for each in storage.layouts if isinstance(each.totals, StorageTotals)]
-    families.add(NamespaceStorageView, [([each.namespace], each) for each in opened], ["namespace"])
-    families.add(StorageTotals, [([each.namespace], each.totals) for each in opened], ["namespace"])
+    opened = [
+        ([each.namespace], each, each.totals)
+        for each in storage.layouts
+        if not isinstance(each.totals, UnsetType)
+    ]
+    families.add(NamespaceStorageView, [(labels, each) for labels, each, _ in opened], ["namespace"])
+    families.add(StorageTotals, [(labels, totals) for labels, _, totals in opened], ["namespace"])

@@ -17,9 +17,10 @@ from fdcache.errors import HostMemoryError, UnsupportedLayoutError
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.service.server.arena import Arena
-from fdcache.service.server.history import History, MissReason
+from fdcache.service.server.history import History
 from fdcache.service.server.tenants import Quotas, Tenants
 from fdcache.service.wire.shared_memory import Extent, Geometry, create_table, record_table, table_bytes
+from fdcache.service.wire.views import MissReason
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED, HOST_SPARE, BlockPool
 
@@ -281,7 +282,7 @@ class Namespace:
                 CacheLevel.HOST, self.num_slots, extent=self.geometry.records_per_extent, spare=HOST_SPARE
             )
             self.tier.record_events(_EVENTS)
-            self.tenants.limit(self.tier, self.storable_slots)
+            self.tenants.set_limits(self.tier, self.storable_slots)
             self.tier.mirror(self._table)
         else:
             self.tier.resize(self.num_slots)

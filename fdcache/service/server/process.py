@@ -1,4 +1,4 @@
-"""What a service manager hears of the service: the protocol of sd_notify."""
+"""Process of ``fdcache serve``: sd_notify, signals and logging."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from fdcache.settings.server import LogFormat
 log = logging.getLogger("fdcache.service.server")
 
 
-_TIMEOUT = 5.0
+def notify(*states: str, timeout: float = 5.0) -> None:
+    """Send states such as READY=1, STOPPING=1 and STATUS=text to the service manager, if there is one.
 
-
-def notify(*states: str) -> None:
-    """Tell the service manager, if there is one: READY=1, STOPPING=1, STATUS=text. Waits for it at most 5 s."""
+    A manager that does not read delays this by at most ``timeout`` seconds.
+    """
     try:
-        _send("\n".join(states), _TIMEOUT)
+        _send("\n".join(states), timeout)
     except OSError as error:
         log.warning("NOTIFY_SOCKET: %s", error)
 
 
 def notify_status(text: str) -> None:
-    """Tell it what is going on, unless it is busy: there is more to tell soon."""
+    """Send a status to the service manager, unless that would block: the next one follows soon."""
     try:
         _send(f"STATUS={text}", 0)
     except OSError as error:
@@ -53,10 +53,10 @@ def _send(message: str, timeout: float) -> None:
 
 @contextmanager
 def ended_by_signals(is_serving: Callable[[], bool], stop: Callable[[bool], None]) -> Iterator[None]:
-    """Catch SIGTERM and SIGINT: ``stop(False)``, from the second one on ``stop(True)``.
+    """Call ``stop(False)`` for the first SIGTERM or SIGINT, ``stop(True)`` for any further one. Main thread only.
 
-    A process that does not serve yet ends at once, through ``SystemExit`` or ``KeyboardInterrupt``, so that what it has
-    made by then is taken away. Only for the main thread.
+    Before the process serves, a signal raises ``SystemExit`` or ``KeyboardInterrupt`` instead, so that ``finally``
+    blocks remove what was made.
     """
     received = 0
 
@@ -79,10 +79,10 @@ def ended_by_signals(is_serving: Callable[[], bool], stop: Callable[[bool], None
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Time, level, logger, message, and the traceback if there is one."""
+        """Return time, level, logger, message, and the traceback if there is one."""
         fields = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname,
@@ -95,10 +95,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line of text each; a name in it cannot begin another, or write over the terminal."""
+    """Formats a record as one line of text. Control characters in names are escaped."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The line, without the traceback."""
+        """Return the line without the traceback."""
         record.message = printable(record.message)
         return super().formatMessage(record)
 
@@ -109,7 +109,7 @@ def _log_file(directory: Path, backup_count: int) -> TimedRotatingFileHandler:
         return TimedRotatingFileHandler(directory / "fdcache-serve.log", when="D", backupCount=backup_count)
     except OSError as error:
         raise ConfigurationError(
-            f"FD_LOG_DIR: {directory} cannot be written: {error.strerror}; choose another folder"
+            f"FD_LOG_DIR: {directory} cannot be written: {error.strerror}; choose another directory"
         ) from error
 
 
