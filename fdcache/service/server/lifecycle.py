@@ -149,8 +149,11 @@ class Server:
             self._open_arena(report)
             self.service.clients.watch_earlier()
             self._open_storage(report)
+            # Signals stop the loop from here on, so none can leave the socket behind.
             self._loop = ServiceLoop(self.service, self._socket, self._on_tick)
+            self._loop.bind()
         except BaseException:
+            self._close_loop()
             self._close_storage()
             self.arena.close()
             self._lock.release()
@@ -201,6 +204,11 @@ class Server:
             lambda done, total: progress("loading the storage index", done, total),
         )
 
+    def _close_loop(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close()
+
     def _close_storage(self) -> None:
         storage, self.service.storage = self.service.storage, None
         if storage is not None:
@@ -250,9 +258,7 @@ class Server:
 
     def close(self) -> None:
         """Remove the socket, the shared memory and the locks."""
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
+        self._close_loop()
         self._close_storage()
         for namespace in self.service.namespaces.values():
             namespace.close()
@@ -265,9 +271,7 @@ class Server:
 
     def abandon(self) -> None:
         """Release the locks and leave all files, as a killed service does. For tests of recovery."""
-        if self._loop is not None:
-            self._loop.close()
-            self._loop = None
+        self._close_loop()
         self._close_storage()
         self.arena.abandon()
         if self._lock is not None:

@@ -51,7 +51,6 @@ class ServiceLoop:
     def __init__(self, service: Service, socket: Path, on_tick: Callable[[], None] = lambda: None) -> None:
         self.service = service
         self._on_tick = on_tick
-        require_socket(socket)  # ZeroMQ would remove any file that is there
         self._socket_path = socket
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -59,13 +58,17 @@ class ServiceLoop:
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        former = os.umask(0o177)
-        try:
-            self._socket.bind(f"{SCHEME}{socket}")
-        finally:
-            os.umask(former)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._stopping = threading.Event()
+
+    def bind(self) -> None:
+        """Create the socket, for this user only."""
+        require_socket(self._socket_path)  # ZeroMQ would remove any file that is there
+        former = os.umask(0o177)
+        try:
+            self._socket.bind(f"{SCHEME}{self._socket_path}")
+        finally:
+            os.umask(former)
 
     def run(self) -> None:
         """Serve until ``stop``."""
