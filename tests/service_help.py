@@ -17,7 +17,7 @@ from fdcache.errors import ServiceError
 from fdcache.service.client.connection import Client
 from fdcache.service.server.lifecycle import Server
 from fdcache.settings import Settings
-from tests.commands import run_command
+from tests.commands import Done, run_command
 
 TIMEOUT = 60.0
 
@@ -42,8 +42,8 @@ def arguments(directory: Path, **others: str) -> dict[str, object]:
     }
 
 
-def run(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in this process, in its environment with ``environ`` added."""
+def run(*arguments: object, **environ: str) -> Done:
+    """Run a command in this process, with ``environ`` added to its environment."""
     return run_command(arguments, {**os.environ, "COLUMNS": "200", **environ})
 
 

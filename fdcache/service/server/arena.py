@@ -1,4 +1,4 @@
-"""Arena: the node's host memory as equal files, given to layouts and taken back by renaming."""
+"""Arena: the host memory of a service, as files of equal size in a tmpfs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _PAGE = 4096
 _MADV_POPULATE_WRITE = 23
 _HUGE_PAGE = 2 << 20
 _FEWEST_EXTENTS = 16
-_SHARE_OF_TABLES = 256  # the presence tables of all layouts together, at 16 bytes for a record of 4 KiB
+_SHARE_OF_TABLES = 256  # for presence tables: 16 bytes for each record of 4 KiB or more
 _TOUCH_THREADS = 8
-_SHARE_OF_MEMORY = 4  # unasked, the arena takes a quarter of what is there
+_SHARE_OF_MEMORY = 4  # by default the arena takes a quarter of the free memory
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What one has to know of an arena whose service is gone."""
+    """Description of an arena, kept in its lock file for the service that recovers it."""
 
     pid: int
     incarnation: int
@@ -41,10 +41,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Arena:
-    """``extents`` files of ``extent_bytes`` in ``directory``, all named fdcache-NAME-...
+    """Extents: files of equal size in ``directory``, all allocated at the start.
 
-    Free ones are ...-free-INDEX; those of a layout ...-NAMESPACE-rRANK-INDEX. Renaming a file moves its
-    memory, so nothing is allocated after the start.
+    A free extent is named fdcache-NAME-free-INDEX, one of a namespace fdcache-NAME-NAMESPACE-rRANK-INDEX. Renaming a
+    file gives its memory to a namespace, or takes it back.
     """
 
     def __init__(self, directory: Path, name: str, address: str = "") -> None:
@@ -60,17 +60,17 @@ class Arena:
     # --- life ---------------------------------------------------------------------------------------------
 
     def lock(self) -> Manifest | None:
-        """Become the arena's only service; the manifest of a dead one before, if there is any.
+        """Take the lock. Return the manifest of an earlier, dead service if there is one.
 
-        Raises ``ServiceRunningError`` with the process id of a live one, and ``ConfigurationError`` when the folder
-        cannot be written.
+        Raises ``ServiceRunningError`` with the process id of a live service, and ``ConfigurationError`` if the
+        directory cannot be written.
         """
         try:
             self._lock_fd = os.open(self._manifest_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigurationError(
                 f"FDCACHE_ARENA_DIR: {self._manifest_path} cannot be written: {error.strerror}; "
-                "choose another folder that this user may write, a tmpfs"
+                "choose another directory that this user may write, a tmpfs"
             ) from error
         text = self._manifest_path.read_bytes()
         try:
@@ -98,9 +98,10 @@ class Arena:
         huge_pages: bool = False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        """Make and touch the extents, after removing what was there. ``wanted`` bytes; 0: a quarter of what is free.
+        """Create and touch the extents, after removing older files.
 
-        Raises ``HostMemoryError`` when memory, control group or folder do not have them; nothing is kept then.
+        ``wanted`` bytes; 0 for a quarter of the free memory. Raises ``HostMemoryError`` if memory, control group or
+        directory have too little, and then leaves nothing behind.
         """
         self.clean()
         total = wanted or self.affordable(wanted=None) // _SHARE_OF_MEMORY
@@ -117,18 +118,18 @@ class Arena:
             self.clean()
             raise HostMemoryError(
                 f"{self.directory}: the system refused {count * size} bytes: {error}; ask for less with "
-                "--host-memory, or give the folder more room"
+                "--host-memory, or enlarge the directory's file system"
             ) from error
         self._free = list(range(count))[::-1]
         self._next_index = count
 
     def adopt(self, manifest: Manifest) -> list[tuple[str, int, int]]:
-        """Take over what a dead service left: (namespace, rank, index) of each assigned extent."""
+        """Take over the files of a dead service. Return namespace, rank and index of each assigned extent."""
         self.manifest = msgspec.structs.replace(manifest, pid=os.getpid(), address=self._address)
         self._write_manifest()
         assigned = []
         for table in self.directory.glob(f"{self.prefix}-*.table"):
-            table.unlink()  # they are made anew for the layouts that are taken up
+            table.unlink()  # each recovered namespace makes its own
         for path, match in self._files():
             if path.stat().st_size != manifest.extent_bytes:
                 path.unlink()
@@ -141,13 +142,13 @@ class Arena:
         return sorted(assigned)
 
     def clean(self) -> None:
-        """Remove every file of the arena but the manifest."""
+        """Remove every file except the manifest."""
         for path in self.directory.glob(f"{self.prefix}-*"):
             path.unlink()
         self._free = []
 
     def close(self) -> None:
-        """Remove everything and let go of the lock."""
+        """Remove every file and release the lock."""
         if self._lock_fd < 0:
             return
         self.clean()
@@ -156,7 +157,7 @@ class Arena:
         self._lock_fd = -1
 
     def abandon(self) -> None:
-        """Let go of the lock and leave the memory to the next service, as if this one had died."""
+        """Release the lock and leave the memory to the next service, as a killed service does."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -165,7 +166,7 @@ class Arena:
 
     @property
     def num_free(self) -> int:
-        """Extents that no layout has."""
+        """Free extents."""
         return len(self._free)
 
     @property
@@ -174,12 +175,12 @@ class Arena:
         return self.manifest.extents * self.manifest.extent_bytes
 
     def assign(self, paths: list[str]) -> None:
-        """Turn free extents, as many as ``paths``, into those files."""
+        """Rename free extents to ``paths``."""
         for path in paths:
             self._free_path(self._free.pop()).rename(path)
 
     def take_back(self, paths: list[str]) -> None:
-        """Turn a layout's extents, whose headers were cleared, into free ones."""
+        """Make extents free whose headers were cleared."""
         for path in paths:
             Path(path).rename(self._free_path(self._next_index))
             self._free.append(self._next_index)
@@ -200,7 +201,7 @@ class Arena:
     # --- budget -------------------------------------------------------------------------------------------
 
     def affordable(self, wanted: int | None = None) -> int:
-        """Bytes that memory, control groups and the folder can all give now."""
+        """Return the bytes that memory, control groups and the directory can all give now."""
         return min(available_memory().nbytes, self._folder_bytes())
 
     def _folder_bytes(self) -> int:
@@ -229,21 +230,26 @@ class Arena:
 
 
 def arena_name(socket: Path) -> str:
-    """Name the arena of the service with this socket."""
+    """Return the name of the arena for a socket."""
     return hashlib.sha256(str(socket).encode()).hexdigest()[:8]
 
 
 def extent_bytes(total: int, most: int, huge_pages: bool) -> int:
-    """The size of an extent: so small that there are at least 16, and a multiple of a page."""
+    """Return the size of an extent: at most ``most``, a multiple of a page, and at most 1/16 of the arena.
+
+    Raises ``HostMemoryError`` if the arena is smaller than a page.
+    """
     page = _HUGE_PAGE if huge_pages else _PAGE
     size = max(min(most, total // _FEWEST_EXTENTS) // page * page, page)
     if total < size:
-        raise HostMemoryError(f"an arena of {total} bytes holds no extent of {size}; give more --host-memory")
+        raise HostMemoryError(
+            f"an arena of {total} bytes is smaller than an extent of {size}; give more --host-memory"
+        )
     return size
 
 
 def _allocate_all(paths: list[Path], size: int, numa_node: int | None, huge_pages: bool) -> Iterator[None]:
-    """Make the files, some at a time: the system clears their pages. Each is yielded in order."""
+    """Create the files, in parallel since the system clears their pages. Yields after each one, in order."""
     cores = None if numa_node is None else node_cores(numa_node)
     pool = ThreadPoolExecutor(min(_TOUCH_THREADS, os.cpu_count() or 1), "fdcache-touch")
     try:
@@ -254,7 +260,7 @@ def _allocate_all(paths: list[Path], size: int, numa_node: int | None, huge_page
 
 def _allocate(path: Path, *, size: int, cores: set[int] | None, huge_pages: bool) -> None:
     if cores is not None:
-        os.sched_setaffinity(0, cores)  # this thread alone: the kernel prefers the memory near its core
+        os.sched_setaffinity(0, cores)  # of this thread alone: the kernel takes memory near its core
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         (_touch_huge if huge_pages else _touch)(fd, size)
@@ -267,7 +273,7 @@ def _touch(fd: int, size: int) -> None:
 
 
 def _touch_huge(fd: int, size: int) -> None:
-    """A page takes its size when it is touched through a mapping that asks for huge ones."""
+    """Touch the memory through a mapping that asks for huge pages: the first touch decides the size of a page."""
     os.ftruncate(fd, size)
     with mmap.mmap(fd, size, mmap.MAP_SHARED) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -279,7 +285,7 @@ _FILE = re.compile(r"fdcache-([0-9a-z]+)(?:\.arena|-.+)")
 
 @dataclass(frozen=True, slots=True)
 class FoundArena:
-    """One arena: its files' bytes; ``pid`` and ``address`` as its manifest has them, 0 and empty without one."""
+    """An arena on this machine. ``pid`` and ``address`` are those of its manifest; 0 and empty without one."""
 
     name: str
     directory: Path
@@ -290,25 +296,25 @@ class FoundArena:
 
     @property
     def words(self) -> str:
-        """Whose it is."""
+        """Owner, for messages."""
         owner = f"process {self.pid}" if self.pid else "an unknown process"
         return f"{owner} at {self.address}" if self.address else owner
 
     @property
     def size(self) -> str:
-        """How much it has, in words."""
+        """Size, for messages."""
         return f"{self.nbytes / 2**20:.0f} MiB"
 
     @property
     def remedy(self) -> str:
-        """What to do about a dead one."""
+        """Remedy for a dead one."""
         recover = f"fdcache serve --socket {self.address} takes it over; " if self.address else ""
         return f"{recover}fdcache init --clean-arenas removes it"
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignArena:
-    """An arena of another user, who alone can tell whether its service is alive."""
+    """An arena of another user. This user cannot find out if its service is alive."""
 
     name: str
     nbytes: int
@@ -316,12 +322,12 @@ class ForeignArena:
 
 
 def find_arenas(directory: Path) -> list[FoundArena]:
-    """Return the arenas in a folder that this user may read; empty where it does not exist."""
+    """Return the arenas in a directory that this user may read; none if it does not exist."""
     return [each for each in _arenas(directory) if isinstance(each, FoundArena)]
 
 
 def foreign_arenas(directory: Path) -> list[ForeignArena]:
-    """Return the arenas in a folder that ``find_arenas`` passes over."""
+    """Return the arenas in a directory that this user may not read."""
     return [each for each in _arenas(directory) if isinstance(each, ForeignArena)]
 
 
@@ -338,7 +344,7 @@ def _arenas(directory: Path) -> Iterator[FoundArena | ForeignArena]:
             try:
                 status = path.stat()
             except (FileNotFoundError, PermissionError):
-                continue  # it has just been taken away, or the folder may be listed and not entered
+                continue  # removed meanwhile, or the directory may be listed and not entered
             nbytes += status.st_size
             if status.st_uid != os.geteuid() and not os.access(path, os.R_OK | os.W_OK):
                 owner = status.st_uid
@@ -357,7 +363,7 @@ def _look_at(directory: Path, name: str, nbytes: int) -> FoundArena:
 
 @contextmanager
 def _locked(manifest: Path) -> Iterator[bool]:
-    """Whether nobody else holds the manifest, which is held meanwhile; one that is not there is nobody's."""
+    """Lock the manifest meanwhile. Yields False if a live service holds it, True otherwise and if there is none."""
     try:
         fd = os.open(manifest, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -373,7 +379,7 @@ def _locked(manifest: Path) -> Iterator[bool]:
 
 
 def remove_arena(arena: FoundArena) -> None:
-    """Take a dead arena's files away. Raises ``ServiceRunningError`` with the process id when it is alive by now."""
+    """Remove the files of a dead arena. Raises ``ServiceRunningError`` with the process id if it is alive by now."""
     manifest = arena.directory / f"fdcache-{arena.name}.arena"
     with _locked(manifest) as got:
         if not got:

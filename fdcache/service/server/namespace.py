@@ -282,7 +282,7 @@ class Namespace:
                 CacheLevel.HOST, self.num_slots, extent=self.geometry.records_per_extent, spare=HOST_SPARE
             )
             self.tier.record_events(_EVENTS)
-            self.tenants.limit(self.tier, self.storable_slots)
+            self.tenants.set_limits(self.tier, self.storable_slots)
             self.tier.mirror(self._table)
         else:
             self.tier.resize(self.num_slots)

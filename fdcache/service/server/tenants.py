@@ -1,4 +1,4 @@
-"""Tenants of a layout: their numbers in its tier, their quotas, and which blocks below the root are whose."""
+"""Tenants of a namespace: their numbers in its tier, their quotas, and their blocks below the root."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fdcache.tiers.pool import ABSENT, BlockPool
 _HASH_BYTES = 32
 _ROW = _HASH_BYTES + TENANT_BYTES
 _NO_LIMIT = 2**32 - 1
-_FIRST_SWEEP = 4096  # from so many tenants on, the numbers of those without blocks are used again
-_SLACK = 4096  # rows that the file may hold in vain
+_FIRST_SWEEP = 4096  # from that many tenants on, numbers of tenants without blocks are reused
+_SLACK = 4096  # obsolete rows before the file is rewritten
 
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Shares of a layout's blocks: ``default`` for every tenant, ``own`` for some by their keys."""
+    """Shares of a namespace's blocks: ``default`` for every tenant, ``own`` for some by their keys."""
 
     default: float
     own: Mapping[bytes, float]
@@ -32,7 +32,7 @@ class Quotas:
 
     @classmethod
     def of(cls, settings: ServerSettings) -> Quotas:
-        """What the settings say."""
+        """Read the settings."""
         keys = {tenant_key(name): (name, share) for name, share in settings.tenant_quotas}
         return cls(
             settings.tenant_quota,
@@ -41,16 +41,19 @@ class Quotas:
         )
 
     def share(self, key: bytes) -> float:
-        """The share of one tenant."""
+        """Return the share of a tenant."""
         return self.own.get(key, self.default)
 
     def name(self, key: bytes) -> str:
-        """What people call a tenant: its name where a quota names it, else the beginning of its key, or nobody."""
+        """Return the name of a tenant if a quota names it, else the beginning of its key, or (none)."""
         return "(none)" if key == NO_TENANT else self.names.get(key, key.hex()[:12])
 
 
 class Tenants:
-    """The tenants of one layout. What blocks are whose is kept in ``path`` too, for the service after this one."""
+    """The tenants of one namespace.
+
+    The owners of blocks below the root are kept in the file ``path`` too, so that the next service can recover them.
+    """
 
     def __init__(self, quotas: Quotas, path: Path) -> None:
         self.quotas = quotas
@@ -65,24 +68,27 @@ class Tenants:
 
     @property
     def limited(self) -> bool:
-        """Whether any tenant may have less than the whole layout."""
+        """Return True if some tenant may have less than the whole namespace."""
         return self.quotas.default < 1 or any(share < 1 for share in self.quotas.own.values())
 
     # --- numbers and limits -------------------------------------------------------------------------------
 
-    def limit(self, tier: BlockPool, storable: int) -> None:
-        """Let the tier know what each tenant may have of ``storable`` blocks."""
+    def set_limits(self, tier: BlockPool, storable: int) -> None:
+        """Set the tier's limit for each tenant, its share of ``storable`` blocks."""
         self._storable = storable
         for key, number in self._numbers.items():
             tier.set_tenant_limit(number, self.most_blocks(key))
 
     def most_blocks(self, key: bytes) -> int:
-        """Blocks that a tenant may have."""
+        """Return the number of blocks that a tenant may have."""
         share = self.quotas.share(key)
         return _NO_LIMIT if share >= 1 else max(int(share * self._storable), 1)
 
     def numbers(self, tier: BlockPool, parents: HashArray, keys: bytes, storable: int) -> UInt32Array:
-        """The number of each block's tenant, where it is below the root. Raises ``ProtocolError``."""
+        """Return the tenant number of each block; 0 for blocks that are not below the root.
+
+        ``keys`` has the key of each block below the root, or is empty. Raises ``ProtocolError`` for another length.
+        """
         numbers = np.zeros(len(parents), np.uint32)
         rooted = np.flatnonzero(~parents.any(axis=1)).tolist()
         if keys and len(keys) != TENANT_BYTES * len(rooted):
@@ -90,7 +96,7 @@ class Tenants:
                 f"tenants: {len(keys)} bytes are not {TENANT_BYTES} for each block below the root"
             )
         if storable != self._storable:
-            self.limit(tier, storable)
+            self.set_limits(tier, storable)
         for position, at in enumerate(rooted if keys else ()):
             key = keys[TENANT_BYTES * position : TENANT_BYTES * (position + 1)]
             numbers[at] = self._numbers[key] if key in self._numbers else self._new_number(tier, key)
@@ -105,7 +111,7 @@ class Tenants:
         return number
 
     def _sweep(self, tier: BlockPool) -> None:
-        """Forget the tenants without blocks. Done again only when there are twice as many as are left."""
+        """Free the numbers of tenants without blocks, and wait until their count has doubled before the next sweep."""
         counts = tier.tenant_entries()
         for key, number in list(self._numbers.items()):
             if number and not counts[number]:
@@ -114,7 +120,7 @@ class Tenants:
         self._sweep_at = max(2 * len(self._numbers), _FIRST_SWEEP)
 
     def blocks(self, tier: BlockPool) -> dict[bytes, int]:
-        """Blocks of each tenant that has any, and of nobody."""
+        """Return the number of blocks of each tenant that has any, and of blocks without a tenant."""
         counts = tier.tenant_entries().tolist()
         return {
             key: counts[number]
@@ -123,7 +129,7 @@ class Tenants:
         }
 
     def name_of(self, number: int) -> str:
-        """What people call the tenant with a number."""
+        """Return the name of the tenant with a number."""
         return next((self.quotas.name(key) for key, its in self._numbers.items() if its == number), "?")
 
     def knows(self, key: bytes) -> bool:
@@ -131,18 +137,18 @@ class Tenants:
         return key in self._numbers or key in self.quotas.own
 
     def number(self, key: bytes) -> int | None:
-        """The number of a tenant, None for one that has never stored anything."""
+        """Return the number of a tenant; None if it has never stored a block."""
         return self._numbers.get(key)
 
     def rooted(self, key: bytes) -> HashArray:
-        """The blocks below the root of a tenant with a name."""
+        """Return the blocks of a tenant below the root."""
         found = b"".join(root for root, owner in self.roots.items() if owner == key)
         return np.frombuffer(found, np.uint8).reshape(-1, _HASH_BYTES)
 
-    # --- what is whose ------------------------------------------------------------------------------------
+    # --- owners of blocks ---------------------------------------------------------------------------------
 
     def note(self, parents: HashArray, hashes: HashArray, keys: bytes, arrived: np.ndarray) -> None:
-        """Those blocks that arrived are about to be stored; whose they are is written down before they can be found."""
+        """Record the owners of blocks that arrived, before these can be found."""
         rows = []
         rooted = np.flatnonzero(~parents.any(axis=1)).tolist() if keys else []
         for position, at in enumerate(rooted):
@@ -155,19 +161,19 @@ class Tenants:
             self._write(b"".join(rows), len(rows))
 
     def remove_blocks(self, blocks: Iterable[bytes]) -> None:
-        """Blocks are not in the tier any more."""
+        """Forget blocks that left the tier."""
         if self.roots:
             for block in blocks:
                 self.roots.pop(block, None)
 
     def forget_absent(self, tier: BlockPool, hashes: HashArray) -> None:
-        """Of these blocks, that were not kept, some may not be in the tier."""
+        """Forget those of these blocks that are not in the tier."""
         if self.roots:
             absent = hashes[tier.contains(hashes) == ABSENT]
             self.remove_blocks(row.tobytes() for row in absent)
 
     def clear(self) -> None:
-        """No block is in the tier any more."""
+        """Forget all blocks."""
         self.roots.clear()
 
     def _write(self, data: bytes, rows: int) -> None:
@@ -186,7 +192,7 @@ class Tenants:
         self._rows = len(self.roots)
 
     def restore(self) -> dict[bytes, bytes]:
-        """What the service before this one wrote down: blocks below the root and whose they are."""
+        """Return the owners of blocks below the root, as the earlier service wrote them."""
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
@@ -201,6 +207,6 @@ class Tenants:
             self._file = -1
 
     def remove(self) -> None:
-        """The layout has no memory any more."""
+        """Remove the file."""
         self.close()
         self._path.unlink(missing_ok=True)
