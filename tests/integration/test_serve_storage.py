@@ -286,9 +286,9 @@ class TestLookingIn:
             engine.serve(PROMPT)
             until(lambda: service.ask("storage")["blocks"] == BLOCKS, "the blocks are stored")
             service.ask("reset", tier="host")
-            answer = explain_tokens(service.client, "", [*PROMPT, *range(900, 904)], None)
-            assert [block["tier"] for block in answer["blocks"]] == ["storage"] * BLOCKS + [None]
-            assert answer["broken_at"] == BLOCKS
+            answer, _ = explain_tokens(service.client, "", [*PROMPT, *range(900, 904)], None)
+            assert [block.tier for block in answer.blocks] == ["storage"] * BLOCKS + [None]
+            assert answer.broken_at == BLOCKS
             with TestClient(make_app(service.address, ())) as web:
                 assert web.get("/v1/stats").json()["storage"]["blocks"] == BLOCKS
                 assert web.get("/v1/namespaces").json()[0]["storage"]["blocks"] == BLOCKS

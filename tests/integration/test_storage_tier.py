@@ -205,7 +205,7 @@ def test_a_read_begins_where_the_host_ends_though_the_device_has_more(engine: En
     match = engine.run("longer", tokens_of(1, 8))
     assert match.num_device_blocks == 4
     assert match.num_storage_blocks == 4
-    assert engine.manager._host.stats().ready == 8
+    assert engine.manager._host.usage().ready == 8
 
 
 def test_a_reuse_grid_cuts_a_run_whose_tail_came_from_storage(stored: Path) -> None:

@@ -27,7 +27,7 @@ def result(purpose: SwapPurpose, failed: list[int], **causes: list[int]) -> Tran
         copied_bytes=0,
         seconds=0.0,
         error_message="broken" if failed else None,
-        **{cause: np.array(positions, np.int32) for cause, positions in causes.items()},  # type: ignore[arg-type]
+        **{cause: np.array(positions, np.int32) for cause, positions in causes.items()},
     )
 
 

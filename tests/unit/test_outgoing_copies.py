@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fdcache._core import OutgoingCopies, PresenceTable, Tier
-from tests.unit.test_presence import ROOT, digest, memory, path, rows, store
+from tests.unit.test_shared_memory import ROOT, digest, memory, path, rows, store
 
 A, B, C, D = path("a", 4)
 
