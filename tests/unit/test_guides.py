@@ -190,3 +190,10 @@ def names(cell: str) -> list[str]:
     """Members named in a cell of the table."""
     quoted = re.findall(r"`(?:MatchResult\.)?([a-z_]+)(?:\([^`]*\))?`", cell)
     return [name for name in quoted if not name.startswith(("write_through", "write_back"))]
+
+
+def test_the_files_that_the_architecture_names_are_there() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = re.findall(r"`([a-z_/]+\.(?:py|cpp)|csrc/[a-z]+/)`", text)
+    assert len(named) > 40
+    assert [each for each in named if not ((ROOT / "fdcache" / each).exists() or (ROOT / each).exists())] == []
