@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from fdcache._core import BlockList
 from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.blocks import BlockQueue, Blocks, path_starts, with_absent_ancestors
+from fdcache.plans.blocks import BlockQueue, Blocks, path_starts
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import HostTier
-from fdcache.tiers.pool import ABSENT, NO_PARENT, RESERVED, STORED, BlockPool
+from fdcache.tiers.pool import ABSENT, NO_PARENT, RESERVED, STORED, BlockPool, with_absent_ancestors
 from fdcache.tiers.statistics import Counters
 
 _MOST_IN_FLIGHT = 1024

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache._core import BlockList, Tier
+from fdcache._core import BlockList
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
 
 ROOT = bytes(32)
@@ -93,29 +93,6 @@ class Blocks(msgspec.Struct, frozen=True, eq=False):
 NO_BLOCKS = Blocks(
     np.empty(0, np.int32), np.empty(0, np.uint32), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8)
 )
-
-
-def with_absent_ancestors(
-    tier: Tier, slots: Int32Array, is_absent: Callable[[HashArray], NDArray[np.bool_]]
-) -> Blocks:
-    """Return blocks of a tier and their ancestors, parents first, as far as the tier below lacks them.
-
-    The tier below is closed under prefixes, so the walk up a path ends at the first block that it has. The cost grows
-    with the blocks returned, not with their depth.
-    """
-    levels, listed = 0, -1
-    while True:
-        blocks = Blocks.of(tier.ancestry(slots, levels))
-        grown, listed = len(blocks) > listed, len(blocks)
-        blocks = blocks.select(is_absent(blocks.hashes))
-        above = blocks.parents[path_starts(blocks)]
-        above = above[above.any(axis=1)]
-        if not grown or not len(above) or not is_absent(above).any():
-            return blocks
-        own = {row.tobytes() for row in blocks.hashes}
-        if all(parent.tobytes() in own for parent in above[is_absent(above)]):
-            return blocks
-        levels = max(64, 4 * levels)
 
 
 def path_starts(blocks: Blocks) -> NDArray[np.bool_]:

@@ -21,7 +21,7 @@ OnDevice = Callable[[HashArray], int]
 
 
 class FetchTerms(msgspec.Struct, frozen=True):
-    """How long requests wait for blocks that are read from storage.
+    """Limits on how long requests wait for blocks that are read from storage.
 
     With the policy timeout: ``timeout`` seconds, and one more for every ``bandwidth`` bytes.
     """

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fdcache import _core
 from fdcache.errors import ConfigurationError, IntegrityError
-from fdcache.metadata import BlockNode, CacheLevel, CacheStatus
+from fdcache.metadata import BlockNode, CacheLevel, CacheStatus, HashArray, Int32Array
+from fdcache.plans.blocks import Blocks, path_starts
 from fdcache.tiers.statistics import TierUsage
 
 ABSENT, READY, PENDING = range(3)
@@ -114,3 +118,26 @@ class BlockPool(_core.Tier):
 def _check_size(level: CacheLevel, num_blocks: int) -> None:
     if not 1 <= num_blocks <= MOST_BLOCKS:
         raise ConfigurationError(f"{num_blocks} {level.value} blocks: a tier has 1 to {MOST_BLOCKS}")
+
+
+def with_absent_ancestors(
+    tier: _core.Tier, slots: Int32Array, is_absent: Callable[[HashArray], NDArray[np.bool_]]
+) -> Blocks:
+    """Return blocks of a tier and their ancestors, parents first, as far as the tier below lacks them.
+
+    The tier below is closed under prefixes, so the walk up a path ends at the first block that it has. The cost grows
+    with the blocks returned, not with their depth.
+    """
+    levels, listed = 0, -1
+    while True:
+        blocks = Blocks.of(tier.ancestry(slots, levels))
+        grown, listed = len(blocks) > listed, len(blocks)
+        blocks = blocks.select(is_absent(blocks.hashes))
+        above = blocks.parents[path_starts(blocks)]
+        above = above[above.any(axis=1)]
+        if not grown or not len(above) or not is_absent(above).any():
+            return blocks
+        own = {row.tobytes() for row in blocks.hashes}
+        if all(parent.tobytes() in own for parent in above[is_absent(above)]):
+            return blocks
+        levels = max(64, 4 * levels)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import numpy as np
 
 from fdcache.metadata import HashArray, SwapPurpose
-from fdcache.plans.blocks import BlockQueue, Blocks, with_absent_ancestors
+from fdcache.plans.blocks import BlockQueue, Blocks
 from fdcache.plans.ledger import StorageOrders, SwapInFlight
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
-from fdcache.tiers.pool import NO_PARENT, RESERVED, BlockPool
+from fdcache.tiers.pool import NO_PARENT, RESERVED, BlockPool, with_absent_ancestors
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import NO_ROOM, StorageIndex
 

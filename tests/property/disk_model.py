@@ -44,7 +44,7 @@ class Found:
 
 
 class Disk:
-    """What a rank has stored outlives it, as do bad slots and the room on the disk; what is queued goes with it.
+    """Stored blocks, bad slots and the room on the disk outlive the rank; queued tasks do not.
 
     ``room`` is how many slots the disk has room for, None for all.
     """

@@ -15,7 +15,7 @@ SLOTS = 12
 
 
 class Disk:
-    """What a full disk says to writes: it has room for so many slots, whichever come first."""
+    """A full disk: it has room for the first few slots that are written."""
 
     def __init__(self, room: int) -> None:
         self.room = room

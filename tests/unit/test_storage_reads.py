@@ -83,7 +83,7 @@ class Stage:
 
     @property
     def looks(self) -> int:
-        """How often any tier was looked into for a block."""
+        """Number of blocks looked up in any tier."""
         return self.host.stats().lookups + self.index.pool.stats().lookups
 
 
