@@ -32,7 +32,7 @@ class ControllerMachine(ManagerMachine):
 
 
 def test_every_step_reads_the_bytes_of_its_prefix() -> None:
-    run_state_machine_as_test(ControllerMachine, settings=bounded(examples=150, steps=25))
+    run_state_machine_as_test(ControllerMachine, settings=bounded(examples=budget(300), steps=25))
 
 
 @pytest.mark.slow

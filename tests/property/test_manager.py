@@ -243,7 +243,7 @@ def bounded(examples: int, steps: int) -> settings:
 
 
 def test_bytes_are_right_and_nothing_leaks_in_short_histories() -> None:
-    run_state_machine_as_test(ManagerMachine, settings=bounded(examples=400, steps=30))
+    run_state_machine_as_test(ManagerMachine, settings=bounded(examples=budget(1000), steps=30))
 
 
 @pytest.mark.slow

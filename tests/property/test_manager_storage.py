@@ -231,7 +231,7 @@ class StorageMachine(ManagerMachine):
 
 
 def test_blocks_come_back_from_storage_right_or_not_at_all() -> None:
-    run_state_machine_as_test(StorageMachine, settings=bounded(examples=300, steps=30))
+    run_state_machine_as_test(StorageMachine, settings=bounded(examples=budget(500), steps=30))
 
 
 @pytest.mark.slow

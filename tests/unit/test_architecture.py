@@ -113,6 +113,17 @@ def imported() -> list[Any]:
     return [json.loads(line) for line in answer.stdout.splitlines()]
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("fdcache.manager.")])
+def test_the_state_of_requests_belongs_to_one_module(name: str) -> None:
+    touched = {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(ast.parse(MODULES[name].read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id in ("request", "live", "owner") and node.attr.startswith("_")
+    }
+    assert bool(touched) == (name == "fdcache.manager.requests"), sorted(touched)
+
+
 def test_importing_the_package_starts_nothing_and_loads_no_framework(imported: list[Any]) -> None:
     loaded, threads = imported[0]
     assert threads == 1

@@ -1,4 +1,4 @@
-"""The write policies: which hits they hear of, and what their copies do to the order of eviction."""
+"""Write policies: which hits count, and how backups keep the order of eviction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATH = chain(1, 2, 3)
 
 
 class Stage:
-    """A device tier with ``PATH``, whose blocks are backed up at their third hit (the first is their computation)."""
+    """A device tier with ``PATH``; blocks are backed up at their third hit, the first being their computation."""
 
     def __init__(self) -> None:
         self.device = BlockPool(CacheLevel.DEVICE, 8)
@@ -35,39 +35,39 @@ class Stage:
         self.requests = LiveRequests(settings, layout(), tiers)
         store(self.device, PATH)
 
-    def ask(self, request: Request, blocks: int, start: int = 0) -> None:
-        """A look-up after which the request has to wait."""
+    def match_and_defer(self, request: Request, blocks: int, start: int = 0) -> None:
+        """Match a request and defer it."""
         live = self.requests.admit(request)
         assert len(live.match_device(hashes(PATH[:blocks]), start)) == blocks - start
         self.requests.unmatch(request)
 
 
-def test_a_request_that_has_to_ask_again_hits_a_block_once() -> None:
+def test_a_request_that_is_matched_again_hits_a_block_once() -> None:
     stage, waiting = Stage(), Request("waiting", [1])
     for _ in range(5):
-        stage.ask(waiting, 2)
+        stage.match_and_defer(waiting, 2)
     assert stage.backups.queued == 0
     assert [node.hit_count for node in stage.device.nodes(stage.device.find(hashes(PATH)).slots)] == [2, 2, 1]
 
 
-def test_a_hit_that_reaches_the_threshold_counts_though_its_request_has_to_wait() -> None:
+def test_a_deferred_request_can_reach_the_threshold() -> None:
     stage, waiting = Stage(), Request("waiting", [1])
-    stage.ask(Request("earlier", [1]), 2)
+    stage.match_and_defer(Request("earlier", [1]), 2)
     for _ in range(3):
-        stage.ask(waiting, 2)
+        stage.match_and_defer(waiting, 2)
     assert stage.backups.queued == 2
 
 
-def test_of_a_longer_run_only_what_is_new_to_the_request_is_a_hit() -> None:
+def test_only_blocks_that_are_new_to_the_request_are_hits() -> None:
     stage, request = Stage(), Request("growing", [1])
-    stage.ask(Request("earlier", [1]), 3)
-    stage.ask(request, 1)
+    stage.match_and_defer(Request("earlier", [1]), 3)
+    stage.match_and_defer(request, 1)
     assert stage.backups.queued == 1
-    stage.ask(request, 3, start=1)
+    stage.match_and_defer(request, 3, start=1)
     assert stage.backups.queued == 3
 
 
-def test_what_leaves_the_device_at_once_keeps_its_order_in_the_host() -> None:
+def test_blocks_evicted_together_keep_their_order_in_the_host() -> None:
     world = World(device=6, host=12, policy=WritePolicy.WRITE_BACK, clean_reserve=0)
     for prompt in ((*A, *B), B, C):
         world.serve(*prompt, *TAIL)
@@ -82,7 +82,7 @@ def test_what_leaves_the_device_at_once_keeps_its_order_in_the_host() -> None:
     ("policy", "reserve"),
     [*((policy, 10) for policy in WritePolicy), (WritePolicy.WRITE_BACK, 0)],
 )
-def test_the_device_finds_what_an_exact_lru_does(policy: WritePolicy, reserve: int) -> None:
+def test_device_hits_equal_those_of_an_exact_lru(policy: WritePolicy, reserve: int) -> None:
     world = World(device=50, host=200, policy=policy, clean_reserve=reserve)
     draw = random.Random(3)
     lru: OrderedDict[int, None] = OrderedDict()
@@ -101,12 +101,11 @@ def test_the_device_finds_what_an_exact_lru_does(policy: WritePolicy, reserve: i
 
 
 @pytest.mark.parametrize("asked", [1, 4])
-def test_waiting_for_another_requests_load_is_one_hit(asked: int) -> None:
+def test_a_request_that_waits_for_a_load_counts_one_hit(asked: int) -> None:
     world = World(host=8)
     world.serve(*A, *B, *TAIL)
-    host = world.manager._host
-    assert host is not None
-    world.manager._tiers.reset_device()
+    world.manager.sleep()
+    world.manager.wakeup()
     world.serve(*A, *TAIL)
     world.engine.schedule([world.submit(*A, *B, *TAIL)], 100)
     waiting = world.submit(*A, *B, *TAIL)

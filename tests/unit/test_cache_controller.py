@@ -1,4 +1,4 @@
-"""Plans carried out by one worker: bytes, order, confirmation."""
+"""CacheController: bytes, order and reports of one worker's plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def worker() -> Worker:  # type: ignore[misc]
 
 
 class TestRoundTrip:
-    def test_a_backup_and_a_load_bring_the_bytes_back(self, worker: Worker) -> None:
+    def test_a_backup_and_a_load_restore_the_bytes(self, worker: Worker) -> None:
         original = worker.block(3)
         report = worker.run(plan(1, backup=[(3, 5)]))
         assert report.results[0].success
@@ -50,7 +50,7 @@ class TestRoundTrip:
         assert load.checksums.tolist() == []
         assert load.copied_bytes == worker.layout.payload_bytes
 
-    def test_the_header_says_what_is_in_the_slot(self, worker: Worker) -> None:
+    def test_the_header_describes_the_record(self, worker: Worker) -> None:
         (result,) = worker.run(plan(1, evict=[(3, 5)], generation=9)).results
         header = header_of(worker, 5)
         assert header.is_valid
@@ -60,7 +60,7 @@ class TestRoundTrip:
         assert header.payload_bytes == worker.layout.payload_bytes
         assert header.fingerprint == worker.layout.fingerprint[:16]
 
-    def test_a_plan_may_load_into_the_slot_that_it_empties(self, worker: Worker) -> None:
+    def test_a_plan_may_load_into_a_slot_that_it_evicts(self, worker: Worker) -> None:
         first, second = worker.block(1), worker.block(2)
         worker.run(plan(1, backup=[(1, 0)]))
         worker.run(plan(2, evict=[(2, 4)], load=[(0, 2)]))
@@ -68,7 +68,7 @@ class TestRoundTrip:
         worker.run(plan(3, load=[(4, 7)]))
         assert worker.block(7) == second
 
-    def test_a_report_has_one_result_per_transfer_empty_ones_too(self, worker: Worker) -> None:
+    def test_a_report_has_one_result_per_transfer_even_if_empty(self, worker: Worker) -> None:
         report = worker.run(plan(1, evict=[(1, 1)], load=[], backup=[(2, 2)]))
         assert [result.purpose for result in report.results] == [
             SwapPurpose.EVICT,
@@ -173,7 +173,7 @@ class TestOrder:
         gate.open()
         assert passed.wait(PATIENCE)
 
-    def test_a_held_backup_delays_no_later_eviction_or_load(self, worker: Worker) -> None:
+    def test_a_blocked_backup_delays_no_later_eviction_or_load(self, worker: Worker) -> None:
         gate = Gate()
         worker.controller.submit_swap_tasks(plan(1, backup=[(1, 1)]), gate.stream)
         assert worker.run(plan(2, evict=[(2, 2)])).plan_id == 2
@@ -182,7 +182,7 @@ class TestOrder:
         gate.open()
         assert worker.report().plan_id == 1
 
-    def test_the_counter_does_not_wait_for_backups(self, worker: Worker) -> None:
+    def test_the_layer_counter_does_not_wait_for_backups(self, worker: Worker) -> None:
         gate = Gate()
         counter = worker.controller.submit_swap_tasks(plan(1, backup=[(1, 1)]), gate.stream)
         assert counter.is_all_done()
@@ -190,7 +190,7 @@ class TestOrder:
         gate.open()
         worker.report()
 
-    def test_refuses_a_layer_that_does_not_exist(self, worker: Worker) -> None:
+    def test_a_layer_that_does_not_exist_is_refused(self, worker: Worker) -> None:
         counter = worker.controller.submit_swap_tasks(plan(1))
         for layer in (-1, 4):
             with pytest.raises(PlanError, match="not one of the 4 layers"):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.controller.layers import layer_groups, widen_groups
 from fdcache.devices.calibration import (
     FORMAT,
     KIB,
@@ -142,15 +141,6 @@ def test_groups_are_large_enough_for_the_copy_engines() -> None:
     assert group(1, MIB) >= MIB
     assert group(1000, MIB, SwapMethod.KERNEL) < group(1000, MIB) + 1
     assert all(group(blocks, MIB) % (64 * KIB) == 0 for blocks in (1, 7, 100, 5000))
-
-
-def test_groups_are_joined_until_large_enough_and_the_first_stays_small() -> None:
-    offsets = [100 * layer for layer in range(11)]
-    groups = layer_groups(10, 1, 2)
-    assert widen_groups(groups, offsets, 0) == groups
-    assert widen_groups(groups, offsets, 350) == [(0, 1), (1, 5), (5, 10)]
-    assert widen_groups(groups, offsets, 10_000) == [(0, 1), (1, 10)]
-    assert widen_groups([(0, 10)], offsets, 10_000) == [(0, 10)]
 
 
 def test_link_and_node_come_from_sysfs(tmp_path: Path) -> None:

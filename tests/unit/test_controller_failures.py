@@ -1,4 +1,4 @@
-"""Plans that fail or are refused, and what is taken back."""
+"""CacheController: failed copies, refused plans, cancelled copies."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class TestRefusedPlans:
             (TransferPlan(plan_id=1, loads=swap(SwapPurpose.EVICT, [(0, 1)])), "the transfer is a evict"),
         ],
     )
-    def test_names_the_pair_and_launches_nothing(
+    def test_a_wrong_pair_is_named_and_nothing_is_copied(
         self, worker: Worker, bad: TransferPlan, message: str
     ) -> None:
         before = [worker.block(slot) for slot in range(8)]
@@ -182,9 +182,7 @@ class TestRefusedPlans:
             ("hash_values", np.zeros((2, 32), np.int8), "an array of uint8, got int8"),
         ],
     )
-    def test_numbers_that_would_be_cut_to_size(
-        self, worker: Worker, field: str, value: object, found: str
-    ) -> None:
+    def test_arrays_of_wider_integers(self, worker: Worker, field: str, value: object, found: str) -> None:
         worker.run(plan(1, evict=[(0, 0)]))
         loads = swap(SwapPurpose.LOAD, [(0, 1), (1, 2)])
         setattr(loads, field, value)
@@ -203,7 +201,7 @@ class TestRefusedPlans:
             ({"src_block_ids": np.array([3, 8], np.int32)}, "pair 1: host slot 8 is not one of the 8"),
         ],
     )
-    def test_a_copy_is_checked_by_the_device_itself(
+    def test_the_device_checks_the_arrays_of_a_copy(
         self, worker: Worker, changes: dict[str, Any], message: str
     ) -> None:
         sound = swap(SwapPurpose.LOAD, [(0, 0), (1, 1)])
@@ -296,7 +294,7 @@ class TestPlansThatCannotBeSubmitted:
             ("copy", MemoryError),
         ],
     )
-    def test_what_the_device_refuses_is_reported_with_nothing_raised(
+    def test_errors_of_the_device_are_reported_and_not_raised(
         self, step: str, error: type[Exception]
     ) -> None:
         device = _FailingDevice(step, error("broken"))
@@ -339,7 +337,7 @@ class TestPlansThatCannotBeSubmitted:
             worker.controller.submit_swap_tasks(plan(1, load=[(0, 1)]), "stream 0")
         assert worker.report().results[0].failed.tolist() == [0]
 
-    def test_what_is_no_plan_is_named(self, worker: Worker) -> None:
+    def test_another_type_than_a_plan_is_refused(self, worker: Worker) -> None:
         with pytest.raises(PlanError, match=r"a TransferPlan of CacheManager\.take_plans, got list"):
             worker.controller.submit_swap_tasks([plan(1)])  # type: ignore[arg-type]
 
@@ -361,7 +359,7 @@ class TestPlansThatCannotBeSubmitted:
         }
         assert worker.controller.poll() == []
 
-    def test_a_plan_that_comes_after_the_end_is_reported(self) -> None:
+    def test_a_plan_after_shutdown_is_reported(self) -> None:
         with Worker() as worker:
             pass
         with pytest.raises(CacheNotReadyError, match="shut down"):
@@ -378,7 +376,7 @@ def _with_storage(plan_id: int, **pairs: Any) -> TransferPlan:
 
 
 class TestCancel:
-    def test_queued_copies_are_taken_back_for_good(self, worker: Worker) -> None:
+    def test_cancelled_copies_stay_cancelled(self, worker: Worker) -> None:
         gate = Gate()
         worker.controller.submit_swap_tasks(plan(1, backup=[(1, 1), (2, 2)]), gate.stream)
         handler = worker.controller.handler(1)
@@ -400,7 +398,7 @@ class TestCancel:
             handler.get_result()
         assert not worker.record(1).any()
 
-    def test_what_is_done_cannot_be_cancelled(self, worker: Worker) -> None:
+    def test_a_finished_plan_cannot_be_cancelled(self, worker: Worker) -> None:
         worker.controller.submit_swap_tasks(plan(1, evict=[(1, 1)]))
         handler = worker.controller.handler(1)
         report = handler.get_result(PATIENCE)
@@ -411,7 +409,7 @@ class TestCancel:
         with pytest.raises(PlanError, match="plan 1 is not in flight"):
             worker.controller.handler(1)
 
-    def test_a_plan_under_way_loses_only_what_has_not_started(self) -> None:
+    def test_cancel_takes_back_only_transfers_that_have_not_begun(self) -> None:
         device = PausingDevice(pause_at=1)
         with Worker(device=device, first_group_layers=1) as worker:
             worker.run(plan(1, backup=[(0, 0)]))
@@ -423,13 +421,13 @@ class TestCancel:
             device.resume.set()
             assert handler.get_result(PATIENCE).results[0].success
 
-    def test_a_failed_plan_says_so_and_has_its_report(self, worker: Worker) -> None:
+    def test_the_handler_of_a_failed_plan_has_its_report(self, worker: Worker) -> None:
         worker.controller.submit_swap_tasks(plan(1, load=[(1, 1)]))
         handler = worker.controller.handler(1)
         assert handler.get_result(PATIENCE).results[0].failed.tolist() == [0]
         assert status_of(handler) is TransferStatus.FAILED
 
-    def test_a_waiting_thread_learns_of_a_cancel(self, worker: Worker) -> None:
+    def test_a_cancel_wakes_a_waiting_thread(self, worker: Worker) -> None:
         gate = Gate()
         worker.controller.submit_swap_tasks(plan(1, backup=[(1, 1)]), gate.stream)
         reports = []

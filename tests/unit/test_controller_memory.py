@@ -1,4 +1,4 @@
-"""The memory of a controller while copies use it, and its end."""
+"""CacheController: memory in use by copies, sleep and shutdown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def worker() -> Worker:  # type: ignore[misc]
 
 class TestLifeCycle:
     @pytest.mark.parametrize("method", ["free_cache", "sleep", "shutdown"])
-    def test_memory_under_a_held_copy_is_not_freed(self, method: str) -> None:
+    def test_memory_of_a_copy_in_flight_is_not_freed(self, method: str) -> None:
         worker = Worker(drain_timeout=0.02)
         gate = Gate()
         worker.controller.submit_swap_tasks(plan(1, evict=[(1, 1)]), gate.stream)
@@ -37,7 +37,7 @@ class TestLifeCycle:
         assert worker.block(3) == written
         worker.controller.shutdown()
 
-    def test_shutdown_waits_for_a_copy_that_ends_in_time(self) -> None:
+    def test_shutdown_waits_for_copies_in_flight(self) -> None:
         worker = Worker()
         gate = Gate()
         worker.controller.submit_swap_tasks(plan(1, evict=[(1, 1)]), gate.stream)
@@ -62,7 +62,7 @@ class TestLifeCycle:
             with pytest.raises(CacheNotReadyError, match="shut down"):
                 use()
 
-    def test_sleep_gives_up_the_planes_and_keeps_the_host_cache(self, worker: Worker) -> None:
+    def test_sleep_frees_the_planes_and_keeps_the_host_cache(self, worker: Worker) -> None:
         original = worker.block(3)
         worker.run(plan(1, backup=[(3, 5)]))
         worker.tensors.clear()
@@ -91,7 +91,7 @@ class TestLifeCycle:
         with pytest.raises(CacheNotReadyError, match="host cache exists already"):
             worker.controller.initialize_host_cache(4)
 
-    def test_a_host_cache_beyond_the_memory_is_refused_and_leaves_nothing(self) -> None:
+    def test_a_host_cache_larger_than_the_memory_is_refused(self) -> None:
         with CacheController(TransferSettings(), uniform_layout()) as controller:
             with pytest.raises(HostMemoryError, match="ask for at most"):
                 controller.initialize_host_cache(1 << 40)

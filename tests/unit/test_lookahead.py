@@ -1,4 +1,4 @@
-"""Draft layers see tokens after a block: its KV serves only a request that goes on with the same ones."""
+"""Look-ahead tokens: a block is reused by requests that continue with the same tokens."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def found(world: World, *tokens: int) -> int:
 
 
 @pytest.mark.parametrize(("lookahead", "cached"), [(0, 6), (1, 6), (BLOCK, 5), (BLOCK + 1, 5), (100, 0)])
-def test_blocks_that_see_the_same_tokens_are_all_reused(lookahead: int, cached: int) -> None:
+def test_blocks_with_equal_lookahead_tokens_are_reused(lookahead: int, cached: int) -> None:
     world = World(device=16, lookahead_tokens=lookahead)
     world.serve(*PATH, 9)
     assert found(world, *PATH, 9) == cached
 
 
 @pytest.mark.parametrize(("lookahead", "cached"), [(0, 6), (1, 5), (BLOCK, 5), (BLOCK + 1, 4), (100, 0)])
-def test_blocks_that_see_another_token_after_them_are_computed_again(lookahead: int, cached: int) -> None:
+def test_a_block_with_other_lookahead_tokens_is_computed_again(lookahead: int, cached: int) -> None:
     world = World(device=16, lookahead_tokens=lookahead)
     world.serve(*PATH, 9, *(0,) * 2 * BLOCK)
     assert found(world, *PATH, 8, *(0,) * 2 * BLOCK) == cached
 
 
-def test_a_block_before_two_continuations_is_kept_for_each_of_them() -> None:
+def test_a_block_is_stored_once_for_each_continuation() -> None:
     world = World(device=16, lookahead_tokens=1)
     for path in ((*A, *X, *TAIL), (*A, *Y, *TAIL), (*A, *Y, *TAIL), (*A, *X, *TAIL)):
         world.serve(*path)  # the model engine checks what it reads
@@ -42,7 +42,7 @@ def test_a_block_before_two_continuations_is_kept_for_each_of_them() -> None:
     world.assert_nothing_is_held()
 
 
-def test_requests_that_go_on_differently_and_compute_a_block_at_once_publish_both() -> None:
+def test_two_requests_publish_the_same_block_for_different_continuations() -> None:
     world = World(device=16, lookahead_tokens=1)
     jobs = [world.submit(*A, *rest, *TAIL) for rest in (X, Y, Y)]
     world.engine.schedule(jobs, 100)
@@ -55,7 +55,7 @@ def test_requests_that_go_on_differently_and_compute_a_block_at_once_publish_bot
     world.assert_nothing_is_held()
 
 
-def test_a_continuation_that_only_the_host_has_is_not_taken_for_the_one_on_the_device() -> None:
+def test_a_continuation_on_the_host_is_not_mixed_up_with_another_on_the_device() -> None:
     world = World(device=8, host=16, lookahead_tokens=1)
     world.serve(*A, *B, *X, *TAIL)
     world.manager.sleep()
@@ -68,7 +68,7 @@ def test_a_continuation_that_only_the_host_has_is_not_taken_for_the_one_on_the_d
     world.assert_nothing_is_held()
 
 
-def test_a_generated_block_is_published_once_the_token_after_it_is_known() -> None:
+def test_a_generated_block_is_published_once_its_lookahead_token_is_known() -> None:
     world = World(device=8, lookahead_tokens=1)
     request = Request("r", [*A, *B[:-1]])
     world.manager.match_prefix([request])
@@ -85,7 +85,7 @@ def test_a_generated_block_is_published_once_the_token_after_it_is_known() -> No
     world.assert_nothing_is_held()
 
 
-def test_a_request_stays_with_the_look_ahead_it_was_matched_with() -> None:
+def test_a_request_cannot_change_its_lookahead() -> None:
     world = World(device=8, lookahead_tokens=1)
     request = Request("r", [*A, *TAIL])
     world.manager.match_prefix([request])

@@ -1,4 +1,4 @@
-"""The manager's requests, one behaviour at a time, against the model engine of the property tests."""
+"""CacheManager: requests from match to finish, with the model engine of the property tests."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class TestMatch:
         world.engine.schedule([job], 100)
         first, second = job.request.block_table.tolist()
         assert job.request.num_cached_tokens == BLOCK
-        shared = world.manager._device.find(job.request.block_hashes).slots.tolist()
-        assert first == shared[0]
-        assert second != shared[1]
+        shared = world.manager.find_blocks(job.request)[CacheLevel.DEVICE]
+        assert first == shared[0].block_id
+        assert second != shared[1].block_id
 
     def test_generated_tokens_are_reused_but_not_the_last_sampled_one(self) -> None:
         world = World()
@@ -46,7 +46,7 @@ class TestMatch:
         world.engine.finish(job)
         assert world.match(*A, *B, 7, 7) == (2, 0)
 
-    def test_a_path_can_be_looked_up_without_pinning_it(self) -> None:
+    def test_find_blocks_pins_nothing(self) -> None:
         world = World(host=8)
         world.serve(*A, *B, *TAIL)
         found = world.manager.find_blocks(Request("probe", [*A, *B, *C]))
@@ -57,7 +57,7 @@ class TestMatch:
         assert {node.cache_status for node in device + host} == {CacheStatus.DEVICE, CacheStatus.HOST}
         world.assert_nothing_is_held()
 
-    def test_opting_out_neither_reuses_nor_leaves_blocks(self) -> None:
+    def test_a_request_without_cache_neither_reuses_nor_leaves_blocks(self) -> None:
         world = World()
         world.serve(*A, *TAIL, use_cache=False)
         assert world.match(*A, *TAIL) == (0, 0)
@@ -81,7 +81,7 @@ class TestMatch:
             manager.request_finish([request])
         assert manager.get_stats().device.ready == 3
 
-    def test_a_running_request_cannot_be_matched_again_nor_its_id_taken(self) -> None:
+    def test_a_running_request_and_its_id_cannot_be_matched_again(self) -> None:
         world = World()
         job = world.submit(*A)
         world.engine.schedule([job], 100)
@@ -158,7 +158,7 @@ class TestAllocate:
         with pytest.raises(RequestStateError, match="3 tokens are fewer than the 8"):
             world.manager.allocate_device_blocks([(request, 3)])
 
-    def test_what_a_request_found_is_counted_once_however_often_it_grows(self) -> None:
+    def test_hits_of_a_request_are_counted_once(self) -> None:
         world = World()
         world.serve(*A, *TAIL)
         request = Request("r", [*A, *B, *C])
@@ -168,7 +168,7 @@ class TestAllocate:
         counters = world.manager.get_stats().counters
         assert (counters.lookups, counters.lookup_tokens, counters.device_hit_tokens) == (2, 5 + 12, BLOCK)
 
-    def test_committing_more_than_there_is_is_refused(self) -> None:
+    def test_a_commit_of_more_tokens_than_blocks_is_refused(self) -> None:
         world = World()
         request = Request("r", [*A, 1])
         world.manager.match_prefix([request])
@@ -189,7 +189,7 @@ class TestAllocate:
         assert world.manager.get_stats().live_requests == 1
         world.manager.check_integrity()
 
-    def test_two_requests_computing_one_block_store_it_once(self) -> None:
+    def test_two_requests_that_compute_the_same_block_store_it_once(self) -> None:
         world = World()
         jobs = [world.submit(*A, *B, *TAIL), world.submit(*A, *B, *TAIL)]
         world.engine.schedule(jobs, 100)

@@ -1,4 +1,4 @@
-"""The manager's tiers as a whole, and the bounds of its own host tier."""
+"""CacheManager: tiers as a whole, bounds of backups, pause, events and statistics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.property.engine_model import BLOCK
 
 
 class TestHostTier:
-    def test_write_back_does_not_copy_the_same_blocks_over_and_over(self) -> None:
+    def test_write_back_copies_a_block_once(self) -> None:
         world = World(device=8, host=2, policy=WritePolicy.WRITE_BACK, clean_reserve=8)
         world.serve(*A, *B, *TAIL)
         world.serve(*C, *B, *TAIL)
@@ -31,7 +31,7 @@ class TestHostTier:
             world.settle()
         assert world.manager.get_stats().counters.blocks_backed_up <= 8
 
-    def test_backups_in_flight_are_bounded_and_the_others_follow(self) -> None:
+    def test_backups_in_flight_are_bounded_and_the_rest_follow(self) -> None:
         world = World(device=1200, host=1200)
         job = world.submit(*range(1100 * BLOCK), *TAIL)
         world.engine.schedule([job], 1 << 20)
@@ -61,7 +61,7 @@ class TestHostTier:
         stats = world.manager.get_stats()
         assert (stats.queued_backups, stats.counters.backups_dropped) == (10_000, 10_000)
 
-    def test_a_host_block_has_the_checksum_of_rank_0s_record(self) -> None:
+    def test_a_host_block_has_the_checksum_of_rank_0(self) -> None:
         world = World(host=8, ranks=2)
         world.engine.schedule([world.submit(*A, *TAIL)], 100)
         world.settle()
@@ -79,7 +79,7 @@ class TestHostTier:
         assert isinstance(world.manager._host, LocalHostTier)
         assert world.manager._host.node(int(plan.backups.dst_block_ids[0])).checksum == 70
 
-    def test_no_room_on_the_host_drops_copies_and_delays_nobody(self) -> None:
+    def test_backups_without_room_on_the_host_are_dropped(self) -> None:
         world = World(device=4, host=1, policy=WritePolicy.WRITE_BACK, clean_reserve=0)
         world.serve(*A, *B, *C, *TAIL)
         world.serve(*C, *B, *A, *TAIL)
@@ -92,7 +92,7 @@ class TestHostTier:
 
 
 class TestFailures:
-    def test_losing_a_rank_that_there_is_not_changes_nothing(self) -> None:
+    def test_losing_an_unknown_rank_changes_nothing(self) -> None:
         world = World()
         world.serve(*A, *TAIL)
         with pytest.raises(PlanError, match="rank 1 is not one of the 1 ranks"):
@@ -116,7 +116,7 @@ class TestWholeCache:
         assert not world.manager.can_allocate_device_blocks(17)
 
     @pytest.mark.parametrize("blocks", [0, -1, 2**31])
-    def test_a_number_of_blocks_that_cannot_be_is_refused(self, blocks: int) -> None:
+    def test_an_impossible_number_of_blocks_is_refused(self, blocks: int) -> None:
         world = World()
         with pytest.raises(ConfigurationError, match=f"{blocks} device blocks"):
             world.manager.resize_device_pool(blocks)
@@ -124,7 +124,7 @@ class TestWholeCache:
         with pytest.raises(ConfigurationError, match="host blocks"):
             CacheManager(CacheSettings(device_blocks=1, host_memory=2**31 * 4224), layout())
 
-    def test_pause_defers_and_refuses_and_wakeup_goes_on(self) -> None:
+    def test_pause_defers_matches_and_refuses_allocations_until_wakeup(self) -> None:
         world = World()
         running, waiting = world.submit(*A, *TAIL), world.submit(*B, *TAIL)
         world.engine.schedule([running], 2)
@@ -150,7 +150,7 @@ class TestWholeCache:
         assert usage[CacheLevel.HOST].used_bytes == shape.record_bytes
         assert usage[CacheLevel.HOST].usage == 0.5
 
-    def test_events_tell_what_entered_and_left_each_tier(self) -> None:
+    def test_events_list_what_entered_and_left_each_tier(self) -> None:
         world = World(device=2, host=4, event_buffer=100)
         job = world.serve(*A, *TAIL)
         block = job.request.block_hashes[0].tobytes()
@@ -169,7 +169,7 @@ class TestWholeCache:
             BlocksCleared(CacheLevel.HOST),
         ]
 
-    def test_a_reader_that_comes_too_late_learns_that_events_are_missing(self) -> None:
+    def test_dropped_events_are_reported_as_lost(self) -> None:
         world = World(event_buffer=2)
         world.serve(*A, *B, *C, *TAIL)
         assert EventsLost(CacheLevel.DEVICE) in world.manager.take_events()

@@ -110,3 +110,20 @@ def test_nodes_are_hashable_and_compare_by_value() -> None:
     assert {node(1), node(1), node(2)} == {node(1), node(2)}
     assert node(1).is_leaf
     assert node(1).is_swapping
+
+
+@pytest.mark.parametrize("purpose", SwapPurpose)
+def test_a_transfer_names_its_host_and_device_slots(purpose: SwapPurpose) -> None:
+    transfer = msgspec.structs.replace(
+        swap(purpose, 3),
+        src_type=purpose.source,
+        dst_type=purpose.target,
+        src_block_ids=np.arange(5, 8, dtype=np.int32),
+    )
+    source = (transfer.src_block_ids, transfer.src_generations)
+    target = (transfer.dst_block_ids, transfer.dst_generations)
+    host, other = (target, source) if purpose.target is CacheLevel.HOST else (source, target)
+    assert transfer.to_host == (purpose.target is CacheLevel.HOST)
+    assert np.array_equal(transfer.host_slots, host[0])
+    assert np.array_equal(transfer.host_generations, host[1])
+    assert np.array_equal(transfer.device_slots, other[0])

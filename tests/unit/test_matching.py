@@ -1,4 +1,4 @@
-"""Reuse cut to the engine's grid."""
+"""Matches: rounded down to the engine's reuse grid."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_a_match_ends_on_the_grid(grid: int, cached: int) -> None:
     world.assert_nothing_is_held()
 
 
-def test_the_last_token_is_left_to_compute_on_the_grid() -> None:
+def test_the_last_cell_is_computed_after_a_full_hit() -> None:
     world = World(device=16, reuse_grid=2 * BLOCK)
     world.serve(*PATH, 9)
     assert found(world, PATH) == 4
     assert found(world, PATH[: 4 * BLOCK]) == 2
 
 
-def test_the_cut_counts_blocks_of_all_tiers() -> None:
+def test_the_grid_counts_blocks_of_all_tiers() -> None:
     world = World(device=8, host=16, reuse_grid=4 * BLOCK)
     world.serve(*PATH, 9)
     world.serve(*(7,) * (4 * BLOCK), 9)
@@ -43,7 +43,7 @@ def test_the_cut_counts_blocks_of_all_tiers() -> None:
     world.assert_nothing_is_held()
 
 
-def test_a_copy_that_is_not_waited_for_ends_the_match_on_the_grid() -> None:
+def test_a_match_that_ends_at_a_pending_block_ends_on_the_grid() -> None:
     world = World(device=8, host=16, reuse_grid=2 * BLOCK, defer_timeout=0.0)
     world.serve(*PATH, 9)
     world.serve(*(7,) * (4 * BLOCK), 9)
@@ -68,7 +68,7 @@ def on_both_tiers(grid: int) -> World:
 
 
 @pytest.mark.parametrize(("grid", "found"), [(1, (3, 3)), (2, (3, 3)), (4, (3, 1)), (5, (3, 2)), (7, (0, 0))])
-def test_what_is_cut_off_is_not_pinned_when_the_rest_is_loaded(grid: int, found: tuple[int, int]) -> None:
+def test_blocks_beyond_the_grid_are_not_pinned(grid: int, found: tuple[int, int]) -> None:
     world = on_both_tiers(grid)
     assert world.manager.get_stats().device.pins == 0
     before = world.manager.get_stats().counters
@@ -94,7 +94,7 @@ def test_what_is_cut_off_is_not_pinned_when_the_rest_is_loaded(grid: int, found:
     world.assert_nothing_is_held()
 
 
-def test_a_cut_inside_the_device_part_needs_nothing_of_the_host() -> None:
+def test_a_match_rounded_down_to_device_blocks_pins_nothing_on_the_host() -> None:
     world = on_both_tiers(2)
     request = Request("probe", PATH[: 3 * BLOCK + 1])
     result = world.manager.match_prefix([request])[0]
@@ -106,7 +106,7 @@ def test_a_cut_inside_the_device_part_needs_nothing_of_the_host() -> None:
     world.assert_nothing_is_held()
 
 
-def test_of_two_requests_matched_at_once_the_second_takes_what_the_first_one_loads() -> None:
+def test_the_second_of_two_equal_requests_reuses_the_loads_of_the_first() -> None:
     world = on_both_tiers(2)
     jobs = [world.submit(*PATH, 9) for _ in range(2)]
     jobs[0].running = True
@@ -126,6 +126,6 @@ def test_of_two_requests_matched_at_once_the_second_takes_what_the_first_one_loa
 
 
 @pytest.mark.parametrize("grid", [3, BLOCK + 1, 3 * BLOCK // 2])
-def test_a_grid_beside_the_blocks_is_refused(grid: int) -> None:
+def test_a_grid_that_does_not_fit_the_block_size_is_refused(grid: int) -> None:
     with pytest.raises(ConfigurationError, match=f"reuse_grid: {grid}"):
         World(reuse_grid=grid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fdcache.controller.layers import layer_groups
+from fdcache.controller.layers import layer_groups, widen_groups
 from tests.faults import FailingLoadsDevice
 from tests.swaps import Worker, plan, uniform_layout
 
@@ -20,6 +20,15 @@ from tests.swaps import Worker, plan, uniform_layout
 )
 def test_groups_cover_all_layers(layers: int, first: int, later: int, groups: list[tuple[int, int]]) -> None:
     assert layer_groups(layers, first, later) == groups
+
+
+def test_groups_are_joined_until_large_enough_and_the_first_stays_small() -> None:
+    offsets = [100 * layer for layer in range(11)]
+    groups = layer_groups(10, 1, 2)
+    assert widen_groups(groups, offsets, 0) == groups
+    assert widen_groups(groups, offsets, 350) == [(0, 1), (1, 5), (5, 10)]
+    assert widen_groups(groups, offsets, 10_000) == [(0, 1), (1, 10)]
+    assert widen_groups([(0, 10)], offsets, 10_000) == [(0, 10)]
 
 
 @pytest.mark.parametrize("layer", [0, 1, 3])

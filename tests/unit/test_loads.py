@@ -1,4 +1,4 @@
-"""Loads that wait for room on their stream: merged, and each confirmed by itself."""
+"""Loads that wait for their stream: copied in batches, each reported by itself."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def busy() -> Iterator[Busy]:
         made.controller.shutdown()
 
 
-def test_waiting_loads_go_as_one_batch_and_are_reported_one_by_one(busy: Busy) -> None:
+def test_waiting_loads_are_copied_as_one_batch_and_reported_one_by_one(busy: Busy) -> None:
     busy.controller.submit_swap_tasks(plan(3, load=[(4, 8)]))
     busy.controller.submit_swap_tasks(plan(4, load=[(5, 9), (6, 10)]))
     assert busy.controller.poll() == []
@@ -109,7 +109,7 @@ def test_waiting_loads_go_as_one_batch_and_are_reported_one_by_one(busy: Busy) -
     assert [busy.worker.block(slot) for slot in (8, 9, 10)] == busy.saved[4:7]
 
 
-def test_a_batch_has_no_more_bytes_than_may_be_ahead(busy: Busy) -> None:
+def test_a_batch_is_at_most_loads_ahead_bytes(busy: Busy) -> None:
     for index in range(4):
         busy.controller.submit_swap_tasks(
             plan(3 + index, load=[(2 * index, 8 + 2 * index), (1, 9 + 2 * index)])
@@ -120,14 +120,14 @@ def test_a_batch_has_no_more_bytes_than_may_be_ahead(busy: Busy) -> None:
     assert busy.device.loads == [[1, 2, 3], [8, 9], [10, 11], [12, 13], [14, 15, 4]]
 
 
-def test_a_load_larger_than_all_that_may_be_ahead_goes_by_itself(busy: Busy) -> None:
+def test_a_load_larger_than_loads_ahead_is_a_batch_by_itself(busy: Busy) -> None:
     busy.controller.submit_swap_tasks(plan(3, load=[(4 + i, 8 + i) for i in range(6)]))
     busy.open()
     assert busy.reports(2)[3].results[0].success
     assert [busy.worker.block(8 + i) for i in range(6)] == busy.saved[4:10]
 
 
-def test_one_load_follows_the_one_being_copied_however_little_may_be_ahead() -> None:
+def test_one_load_is_always_enqueued_behind_the_one_being_copied() -> None:
     busy = Busy(loads_ahead=1)
     busy.controller.submit_swap_tasks(plan(3, load=[(4, 8)]))
     assert busy.device.loads == [[1, 2, 3]]
@@ -137,7 +137,7 @@ def test_one_load_follows_the_one_being_copied_however_little_may_be_ahead() -> 
     busy.controller.shutdown()
 
 
-def test_failures_are_told_by_the_positions_of_their_own_plan(busy: Busy) -> None:
+def test_failed_positions_are_those_of_the_own_plan(busy: Busy) -> None:
     untouched = busy.worker.block(9)
     busy.controller.submit_swap_tasks(plan(3, load=[(4, 8)]))
     wrong = swap(SwapPurpose.LOAD, [(6, 10), (5, 9)], generation=[1, 7])
@@ -168,7 +168,7 @@ def test_checksums_are_compared_for_the_plans_that_ask_for_it(busy: Busy) -> Non
     assert reports[4].results[0].failed.tolist() == reports[4].results[0].corrupt.tolist() == [1]
 
 
-def test_a_layer_that_is_waited_for_begins_its_load_alone_and_at_once(busy: Busy) -> None:
+def test_a_wait_for_a_layer_starts_its_load_at_once_and_alone(busy: Busy) -> None:
     busy.controller.submit_swap_tasks(plan(3, load=[(4, 8)]))
     wanted = busy.controller.submit_swap_tasks(plan(4, load=[(5, 9)]))
     assert wanted.pending_layers() == [0, 1, 2, 3] and not wanted.is_layer_done(0)
@@ -186,7 +186,7 @@ def test_a_layer_that_is_waited_for_begins_its_load_alone_and_at_once(busy: Busy
     assert set(busy.reports(3)) == {2, 3, 4}
 
 
-def test_the_thread_that_waits_for_a_waiting_load_is_served(busy: Busy) -> None:
+def test_a_wait_for_a_waiting_load_returns(busy: Busy) -> None:
     counter = busy.controller.submit_swap_tasks(plan(3, load=[(4, 8)]))
     opening = threading.Timer(0.02, busy.open)
     opening.start()
@@ -206,7 +206,7 @@ def test_a_handler_waits_for_a_load_that_waits(busy: Busy) -> None:
     assert busy.worker.block(8) == busy.saved[4]
 
 
-def test_a_waiting_load_is_taken_back_for_good(busy: Busy) -> None:
+def test_a_cancelled_waiting_load_is_never_copied(busy: Busy) -> None:
     before = busy.worker.block(8)
     counter = busy.controller.submit_swap_tasks(plan(3, load=[(4, 8), (5, 9)]))
     busy.controller.submit_swap_tasks(plan(4, load=[(6, 10)]))
@@ -221,7 +221,7 @@ def test_a_waiting_load_is_taken_back_for_good(busy: Busy) -> None:
     assert busy.worker.block(8) == before
 
 
-def test_one_plan_of_a_batch_cannot_be_taken_back() -> None:
+def test_one_load_of_a_batch_cannot_be_cancelled() -> None:
     """All of a batch would be taken back, and the other plans with it."""
     busy = Busy()
     gate = CpuEvent()
@@ -251,7 +251,7 @@ def test_a_batch_waits_for_the_evictions_of_all_its_plans(busy: Busy) -> None:
     assert [busy.worker.block(slot) for slot in (8, 9)] == busy.saved[4:6]
 
 
-def test_the_last_load_of_a_slot_is_the_one_that_stays(busy: Busy) -> None:
+def test_loads_into_one_slot_keep_the_order_of_submission(busy: Busy) -> None:
     busy.controller.submit_swap_tasks(plan(3, load=[(4, 8)]))
     last = busy.controller.submit_swap_tasks(plan(4, load=[(5, 8)]))
     last.wait_for_layer(0, stream=busy.device.create_stream())
@@ -260,7 +260,7 @@ def test_the_last_load_of_a_slot_is_the_one_that_stays(busy: Busy) -> None:
     assert busy.worker.block(8) == busy.saved[5]
 
 
-def test_a_bad_pair_is_named_though_the_load_would_wait(busy: Busy) -> None:
+def test_a_wrong_pair_of_a_waiting_load_is_named(busy: Busy) -> None:
     with pytest.raises(PlanError, match=f"load: pair 1: device slot {BLOCKS} is not one of"):
         busy.controller.submit_swap_tasks(plan(3, load=[(4, 8), (5, BLOCKS)]))
     busy.open()
@@ -330,7 +330,7 @@ class _BreakingDevice(CpuDevice):
         return _BreaksOff(copy) if not swap.to_host else copy
 
 
-def test_a_load_that_breaks_off_keeps_its_slots_until_what_is_on_the_stream_has_ended() -> None:
+def test_a_load_that_is_refused_midway_holds_its_slots_until_the_accepted_part_has_ended() -> None:
     with Worker(device=_BreakingDevice(), first_group_layers=1, group_layers=1) as worker:
         worker.run(plan(1, backup=[(0, 0)]))
         gate = Gate()
@@ -342,14 +342,14 @@ def test_a_load_that_breaks_off_keeps_its_slots_until_what_is_on_the_stream_has_
         assert counter.is_all_done()
 
 
-def test_a_lost_device_refuses_a_load_that_would_wait(busy: Busy) -> None:
+def test_a_lost_device_refuses_a_waiting_load(busy: Busy) -> None:
     busy.device.lost_reason = "gone"
     assert busy.controller.submit_swap_tasks(plan(3, load=[(4, 8)])).is_all_done()
     (report,) = busy.controller.poll()
     assert "gone" in str(report.results[0].error_message)
 
 
-def test_a_backup_that_waits_delays_no_load(busy: Busy) -> None:
+def test_a_blocked_backup_delays_no_load(busy: Busy) -> None:
     gate = CpuEvent()
     held = busy.device.create_stream()
     held.wait_event(gate)
@@ -362,7 +362,7 @@ def test_a_backup_that_waits_delays_no_load(busy: Busy) -> None:
     assert list(busy.reports(1)) == [3]
 
 
-def test_shutdown_carries_out_what_waits() -> None:
+def test_shutdown_copies_waiting_loads() -> None:
     busy = Busy()
     busy.controller.submit_swap_tasks(plan(3, load=[(4, 8)]))
     busy.open()
@@ -371,7 +371,7 @@ def test_shutdown_carries_out_what_waits() -> None:
     assert busy.worker.block(8) == busy.saved[4]
 
 
-def test_a_counter_that_is_kept_keeps_no_memory() -> None:
+def test_a_layer_counter_keeps_no_memory_alive() -> None:
     busy = Busy()
     counters = [busy.controller.submit_swap_tasks(plan(3 + i, load=[(4 + i, 8 + i)])) for i in range(2)]
     busy.open()

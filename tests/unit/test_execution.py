@@ -1,4 +1,4 @@
-"""Plans whose reports were not polled yet."""
+"""Plans in flight: waits for events of device and storage."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fdcache.devices.cpu import CpuDevice, CpuEvent
 
 
 class ForeignDevice(CpuDevice):
-    """As a GPU: it waits for its own events only."""
+    """A device that waits for its own events only, as a GPU does."""
 
     def wait_any(self, events: Sequence[Event], timeout: float | None = None) -> bool:
         raise TypeError(f"expected an event of this device, got {type(events[0]).__name__}")
 
 
-def test_events_of_storage_are_never_given_to_a_device_that_does_not_know_them() -> None:
+def test_storage_events_are_not_passed_to_a_device_that_does_not_know_them() -> None:
     plans = PlansInFlight(ForeignDevice())
     ended, running = CpuEvent(), CpuEvent()
     ended.set()
