@@ -1,4 +1,4 @@
-"""Commands on a pseudo-terminal, as a person runs them."""
+"""Commands run on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.service_help import TIMEOUT
 
 
 def on_terminal(*arguments: str, answer: str = "") -> tuple[int, str, str]:
-    """Run a command with ``answer`` typed on a terminal: its status, what is seen there, and its standard output."""
+    """Run a command with ``answer`` typed; return its status, the terminal's content and its standard output."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "fdcache_cli.main", *arguments],
@@ -34,7 +34,7 @@ def on_terminal(*arguments: str, answer: str = "") -> tuple[int, str, str]:
 
 
 def drawn(*arguments: str) -> str:
-    """What a command draws on a terminal."""
+    """Return what a command draws on a terminal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "fdcache_cli.main", *arguments],

@@ -1,4 +1,4 @@
-"""What the container files start, run as processes: engines that share the tier of the service beside them."""
+"""Commands of the container files, run as processes: engines share the tier of the service beside them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = {"FDCACHE_HOST_MEMORY": "64MiB"}
 
 
 def check(container: Container, **others: str) -> None:
-    """The check that comes before the engine finds nothing wrong."""
+    """Run the check that precedes the engine, and expect no problem."""
     done = subprocess.run(
         container.fdcache,
         env=container.process(others, writes=False),
@@ -33,7 +33,7 @@ def check(container: Container, **others: str) -> None:
 
 
 def serve_prompt(container: Container, **others: str) -> Any:
-    """An engine process in the container; FastDeploy's place is taken by one that uses its adapter as it does."""
+    """Run an engine process of the container; it stands in for FastDeploy and uses the adapter in the same way."""
     assert "fastdeploy" in container.command[2]
     done = subprocess.run(
         [sys.executable, "-m", "tests.fastdeploy_engine"],
@@ -57,7 +57,7 @@ def both(directory: Path) -> dict[str, Container]:
 
 
 @pytest.mark.parametrize("containers", [both, kubernetes], ids=["compose", "kubernetes"])
-def test_a_second_engine_finds_on_the_service_what_the_first_one_stored(
+def test_a_second_engine_hits_the_blocks_of_the_first(
     containers: Callable[[Path], dict[str, Container]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     found = containers(tmp_path_factory.mktemp("c"))  # a short path: a socket's has at most 107 bytes
@@ -80,7 +80,7 @@ def test_a_second_engine_finds_on_the_service_what_the_first_one_stored(
     ]
 
 
-def test_variables_set_in_the_compose_file_are_in_force_in_its_engine(tmp_path: Path) -> None:
+def test_variables_of_the_compose_file_take_effect_in_its_engine(tmp_path: Path) -> None:
     engine = compose(tmp_path, "compose.yaml")["engine"]
     given = {
         "FDCACHE_WRITE_POLICY": "write_back",

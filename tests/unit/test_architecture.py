@@ -85,6 +85,16 @@ def test_a_room_imports_only_what_stands_below_it(name: str) -> None:
     assert not beyond, f"{name} imports {sorted(beyond)}"
 
 
+@pytest.mark.parametrize(("lower", "upper"), [("wire", "client"), ("wire", "server"), ("client", "server")])
+def test_a_floor_of_the_service_does_not_import_a_higher_one(lower: str, upper: str) -> None:
+    modules = [name for name in MODULES if name.startswith(f"fdcache.service.{lower}")]
+    assert modules
+    beyond = {
+        name for name in modules if any(one.startswith(f"fdcache.service.{upper}") for one in GRAPH[name])
+    }
+    assert not beyond
+
+
 def test_no_module_reaches_itself() -> None:
     edges = {name: {one for one in GRAPH[name] if one in MODULES and one != "fdcache"} for name in MODULES}
     finished: set[str] = set()
