@@ -1,4 +1,4 @@
-"""What the tests with a driver that stands in do in their processes."""
+"""Scenarios that the tests on the stand-in driver run in processes of their own."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def shuffled(seed: int) -> list[int]:
     return [int(each) for each in np.random.default_rng(seed).permutation(BLOCKS)]
 
 
-def copy_like_a_cpu(method: str, *, batched: bool) -> None:
-    """Records, headers, checksums and device blocks are those of the CPU path, whatever the layout."""
+def match_the_cpu(method: str, *, batched: bool) -> None:
+    """Compare records, headers, checksums and device blocks with those of the CPU, for every layout."""
     if not batched:
         _core.has_batched_copies = lambda: False
     for layout in LAYOUTS.values():
@@ -136,7 +136,7 @@ def fail_once(driver: Driver, method: str, call: str, after: int, code: int) -> 
     return came
 
 
-def go_on_after_a_refusal(method: str, call: str) -> None:
+def succeed_after_a_refusal(method: str, call: str) -> None:
     """The next plan is carried out as if nothing had been."""
     driver = Driver()
     with GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8, swap_method=method) as worker:
