@@ -14,7 +14,7 @@ from fdcache.service.server.http import make_app
 from fdcache.settings import VARIABLES
 from fdcache.storage.connector import StorageStats
 from fdcache.tiers.statistics import CacheStats, Counters
-from tests.in_process import command
+from tests import commands
 from tests.integration.test_serve_storage import BLOCKS, storage_settings
 from tests.service_engine import PROMPT, Engine
 from tests.service_help import local_service, until
@@ -26,13 +26,12 @@ def run(line: str) -> str:
     """Run a replay in a process of its own, and other commands in this one."""
     arguments = line.split()[1:]
     if arguments[0] != "replay":
-        status, text = command(*arguments)
+        done = commands.fdcache(*arguments)
     else:
         replay = [sys.executable, "-m", "fdcache_cli.main", *arguments]
         done = subprocess.run(replay, capture_output=True, text=True, timeout=120, check=False)
-        status, text = done.returncode, done.stdout + done.stderr
-    assert status == 0, (line, text)
-    return text
+    assert done.returncode == 0, (line, done.stderr)
+    return done.stdout
 
 
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
