@@ -1,4 +1,4 @@
-"""What the tests with a driver that stands in do in their processes."""
+"""Scenarios that the tests on the stand-in driver run in processes of their own."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def shuffled(seed: int) -> list[int]:
     return [int(each) for each in np.random.default_rng(seed).permutation(BLOCKS)]
 
 
-def copy_like_a_cpu(method: str, *, batched: bool) -> None:
-    """Records, headers, checksums and device blocks are those of the CPU path, whatever the layout."""
+def match_the_cpu(method: str, *, batched: bool) -> None:
+    """Compare records, headers, checksums and device blocks with those of the CPU, for every layout."""
     if not batched:
         _core.has_batched_copies = lambda: False
     for layout in LAYOUTS.values():
@@ -57,7 +57,7 @@ def copy_like_a_cpu(method: str, *, batched: bool) -> None:
 
 
 def plans(first_id: int) -> list[TransferPlan]:
-    """Blocks 0 and 1 go to the host and come back; a plan with copies in either direction follows."""
+    """Return plans that evict and load blocks 0 and 1, and one with copies in both directions."""
     return [
         plan(first_id, evict=[(0, 3), (1, 5)], generation=first_id),
         plan(first_id + 1, load=[(3, 4), (5, 6)], generation=first_id),
@@ -66,7 +66,7 @@ def plans(first_id: int) -> list[TransferPlan]:
 
 
 def run(worker: GpuWorker, made: TransferPlan, stream: Any = COMPUTE) -> str | None:
-    """Carry a plan out as far as it goes, and check what is reported of it; why it was refused or failed."""
+    """Run a plan as far as possible and check its report; return why it was refused or failed."""
     contents = {slot: worker.block(slot) for slot in range(BLOCKS)}
     counter = worker.controller.submit_swap_tasks(made, stream)
     reasons = []
@@ -100,7 +100,7 @@ def record_planes(worker: GpuWorker, slot: int) -> list[bytes]:
 
 
 def at_every_call(calls: Sequence[str], method: str, code: int) -> None:
-    """Each of these calls fails once, the first time it is made, the second time, and so on."""
+    """Fail each call once: the first time it is made, then the second time, and so on."""
     driver = Driver()
     before = driver.held()
     for call in calls:
@@ -112,7 +112,7 @@ def at_every_call(calls: Sequence[str], method: str, code: int) -> None:
 
 
 def fail_once(driver: Driver, method: str, call: str, after: int, code: int) -> bool:
-    """Whether the call was made so often."""
+    """Return True when the call was made that often."""
     worker = GpuWorker(
         LAYOUT, device_blocks=BLOCKS, host_blocks=8, swap_method=method, group_layers=2, verify="all"
     )
@@ -136,8 +136,8 @@ def fail_once(driver: Driver, method: str, call: str, after: int, code: int) -> 
     return came
 
 
-def go_on_after_a_refusal(method: str, call: str) -> None:
-    """The next plan is carried out as if nothing had been."""
+def succeed_after_a_refusal(method: str, call: str) -> None:
+    """Run a plan after one that was refused."""
     driver = Driver()
     with GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8, swap_method=method) as worker:
         driver.fail(call, code=REFUSED)
@@ -148,7 +148,7 @@ def go_on_after_a_refusal(method: str, call: str) -> None:
 
 
 def keep_slots_of_a_failed_copy() -> None:
-    """A driver that refuses every wait from some point on: what is reported as failed is written no more."""
+    """Refuse every wait from some point on: no copy writes after it is reported as failed."""
     driver = Driver()
     failed = 0
     for after in range(8):
@@ -171,7 +171,7 @@ def keep_slots_of_a_failed_copy() -> None:
 
 
 def refuse_a_capture() -> None:
-    """A captured stream may not even see memory being allocated; others are served meanwhile."""
+    """Refuse a captured stream before any allocation, and serve other streams meanwhile."""
     driver = Driver()
     with GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8) as worker:
         counter = worker.controller.submit_swap_tasks(plan(1, evict=[(0, 3)]), worker.idle)
@@ -198,7 +198,7 @@ def refuse_a_capture() -> None:
 
 
 def refuse_a_foreign_stream() -> None:
-    """Nothing waits for a stream of another GPU, so nothing may be put behind it."""
+    """Refuse a stream of another GPU, for which no copy could wait."""
     driver = Driver()
     with GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8) as worker:
         driver.disown(COMPUTE.ptr)
@@ -213,7 +213,7 @@ def refuse_a_foreign_stream() -> None:
 
 
 def serve_requests(policy: str, call: str) -> None:
-    """A workload on the whole cache, every reused block compared, while calls are refused again and again."""
+    """Replay a workload while calls are refused repeatedly, and compare every reused block."""
     layout = LAYOUTS["fp8"]
     config = ReplayConfig(
         layout=layout,

@@ -1,4 +1,4 @@
-"""File systems in memory, so small that they are soon full; mounting them takes rights that a container may lack."""
+"""Small file systems in memory, to fill up; mounting them needs rights that a container may lack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def unmount(folder: Path, *options: str) -> None:
 
 
 def file_system(folder: Path, size: str) -> Iterator[Path]:
-    """One in a new folder, for a fixture to yield from; skips where mounting is not allowed."""
+    """Mount one in a new folder, for a fixture to yield from; skip where mounting is not allowed."""
     folder.mkdir()
     if not mount(folder, size):
         pytest.skip("mounting a tmpfs is not allowed here")

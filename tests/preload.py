@@ -1,4 +1,4 @@
-"""Small libraries in C that tests preload into a process, to watch or disturb its system calls."""
+"""C libraries that tests preload into a process, to record or disturb its system calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def build(name: str, folder: Path) -> Path:
-    """The library made from ``tests/<name>.c``; skips the test where there is no compiler."""
+    """Build the library from ``tests/<name>.c``; skip the test where there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler to build the library that is preloaded")

@@ -1,4 +1,4 @@
-"""Steps of the planner carried out over host memory, in any order that a GPU's two queues may take."""
+"""Run the planner's steps over host memory, in any order that a GPU's two queues allow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Step = tuple[Any, ...]
 
 @dataclass
 class _Queue:
-    """What one queue still has to do: an action, or the number of a mark of the other queue to wait for."""
+    """Rest of a queue: actions, and numbers of marks of the other queue to wait for."""
 
     todo: deque[Callable[[], None] | int] = field(default_factory=deque)
 

@@ -1,4 +1,4 @@
-"""Layouts, plans and a worker with device and host memory, for the tests of the worker side."""
+"""Layouts, plans and a worker with device and host memory, for tests of the worker side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fdcache.settings.cache import TransferSettings
 Pairs = Sequence[tuple[int, int]]
 
 PATIENCE = 60.0
-"""Seconds after which what has to happen is taken for stuck: a busy machine may need some."""
+"""Seconds to wait for what must happen; a busy machine may need many."""
 
 
 def uniform_layout(**changes: Any) -> KVLayout:
@@ -41,12 +41,12 @@ def block_hash(name: object) -> NDArray[np.uint8]:
 
 
 def host_slot_hash(slot: int) -> NDArray[np.uint8]:
-    """The hash that ``swap`` gives to a block whose host slot is ``slot``."""
+    """Return the hash that ``swap`` gives to a block in host slot ``slot``."""
     return block_hash(("host", slot))
 
 
 def swap(purpose: SwapPurpose, pairs: Pairs, *, generation: int | Sequence[int] = 1) -> CacheSwapMetadata:
-    """Pairs are (source, destination); the hash of a block follows from its host slot."""
+    """Return a transfer of (source, destination) pairs; a block's hash is derived from its host slot."""
     source = np.array([pair[0] for pair in pairs], np.int32)
     target = np.array([pair[1] for pair in pairs], np.int32)
     levels = (CacheLevel.HOST, CacheLevel.DEVICE)
@@ -89,7 +89,7 @@ def plan(
 
 
 class Worker:
-    """A controller with memory; device blocks hold random bytes.
+    """Controller with memory; device blocks hold random bytes.
 
     ``idle`` is a stream on which nothing computes, for the plans of tests that compute nothing.
     """
@@ -123,14 +123,14 @@ class Worker:
         self.controller.shutdown()
 
     def scramble(self, slot: int) -> list[bytes]:
-        """Overwrite a device block with random bytes, which are returned by plane."""
+        """Overwrite a device block with random bytes; return them by plane."""
         self.set_block(
             slot, [self.rng.integers(0, 256, p.nbytes, dtype=np.uint8) for p in self.layout.planes]
         )
         return self.block(slot)
 
     def set_block(self, slot: int, planes: Sequence[NDArray[np.uint8]]) -> None:
-        """Overwrite a device block with these bytes, there when this returns."""
+        """Overwrite a device block with these bytes, synchronously."""
         for tensor, plane, data in zip(self.tensors, self.layout.planes, planes, strict=True):
             tensor[slot] = data.view(tensor.dtype).reshape(plane.shape)
 
@@ -154,7 +154,7 @@ class Worker:
 
 
 class Gate:
-    """A stream held up by an event: what waits for the stream waits for ``open``."""
+    """Stream blocked by an event: work that waits for the stream waits for ``open``."""
 
     def __init__(self) -> None:
         device = CpuDevice()

@@ -71,7 +71,7 @@ class HostArena(Protocol):
 
     @property
     def table(self) -> RecordTable:
-        """Where records and headers are."""
+        """Table of the records and their headers."""
 
 
 class DevicePlanes(Protocol):
@@ -180,7 +180,7 @@ class Device(Protocol):
 
     @property
     def lost(self) -> str | None:
-        """Why the device can no longer be used; None while it works."""
+        """Reason why the device can no longer be used; None while it works."""
 
     def as_stream(self, stream: Any) -> Stream:
         """Return a stream of this device, or of a framework on this device, as a ``Stream``.

@@ -1,4 +1,4 @@
-"""Which way of copying is fastest on a GPU: measured by ``fdcache init``, kept in a file, applied as a policy."""
+"""Calibration of a GPU: the fastest way of copying, measured by ``fdcache init``, kept in a file, used as a policy."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class CudaDevice:
 
     @property
     def lost(self) -> str | None:
-        """Why this process can no longer use the GPU; None while it can."""
+        """Reason why this process can no longer use the GPU; None while it can."""
         return self._context.lost
 
     def min_group_bytes(self, num_blocks: int, record_bytes: int) -> int:

@@ -34,6 +34,8 @@ from fdcache.storage.connector import (
     StorageStats,
 )
 
+__all__ = ["ConnectorConformance", "HostRecords", "conformance_layout", "path_of"]
+
 _TIMEOUT = 30.0
 _READY = 2
 
@@ -299,6 +301,3 @@ class HostRecords:
         header = self.table.header(slot)
         stamped = header.is_valid and header.state == _READY and header.hash == block_hash
         return stamped and bool((self.table.record(slot) == self.content(block_hash)).all())
-
-
-__all__ = ["ConnectorConformance", "HostRecords", "conformance_layout", "path_of"]

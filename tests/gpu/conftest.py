@@ -1,4 +1,4 @@
-"""Tests here need a GPU: they are marked, and skipped with the reason where there is none."""
+"""Mark the tests in this folder as needing a GPU, and skip them with the reason where there is none."""
 
 from __future__ import annotations
 

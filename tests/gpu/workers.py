@@ -1,4 +1,4 @@
-"""A worker whose device is a GPU, for the tests that need one."""
+"""Worker with a GPU as its device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _idle_stream(gpu: CudaDevice) -> Any:
 
 
 class GpuWorker(Worker):
-    """As ``Worker``; ``tensors`` are CuPy arrays. Copies go by the default calibration.
+    """A ``Worker`` on a GPU; ``tensors`` are CuPy arrays. Copies use the default calibration.
 
     ``gpu`` is the device itself, or its name.
     """

@@ -12,17 +12,16 @@ from tests import cuda_stand_in
 METHODS = ("auto", "dma", "staged", "kernel")
 
 
-def run(cuda_driver: Path, scenario: str) -> None:
-    done = cuda_stand_in.run_python(
-        cuda_driver, f"from tests import cuda_scenarios; {scenario}; print('DONE')"
-    )
+def run(cuda_driver: Path, *scenarios: str) -> None:
+    """Run scenarios one after the other in a process."""
+    steps = "; ".join(f"print({each!r}); {each}" for each in scenarios)
+    done = cuda_stand_in.run_python(cuda_driver, f"from tests import cuda_scenarios; {steps}; print('DONE')")
     assert done.stdout.endswith("DONE\n"), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("method", METHODS)
-def test_copies_match_the_cpu(cuda_driver: Path, method: str, batched: bool) -> None:
-    run(cuda_driver, f"cuda_scenarios.copy_like_a_cpu({method!r}, batched={batched})")
+def test_copies_match_the_cpu(cuda_driver: Path, batched: bool) -> None:
+    run(cuda_driver, *(f"cuda_scenarios.match_the_cpu({each!r}, batched={batched})" for each in METHODS))
 
 
 @pytest.mark.slow
@@ -43,17 +42,12 @@ def test_a_gpu_lost_at_any_call_fails_reports_and_the_controller_closes(
     run(cuda_driver, f"cuda_scenarios.at_every_call({calls}, {method!r}, cuda_scenarios.LOST)")
 
 
-@pytest.mark.parametrize(
-    ("method", "call"),
-    [("dma", "cuMemcpyBatchAsync"), ("staged", "cuLaunchKernel"), ("kernel", "cuLaunchKernel")],
-)
-def test_the_plan_after_a_refusal_succeeds(cuda_driver: Path, method: str, call: str) -> None:
-    run(cuda_driver, f"cuda_scenarios.go_on_after_a_refusal({method!r}, {call!r})")
+def test_the_plan_after_a_refusal_succeeds(cuda_driver: Path) -> None:
+    calls = {"dma": "cuMemcpyBatchAsync", "staged": "cuLaunchKernel", "kernel": "cuLaunchKernel"}
+    run(cuda_driver, *(f"cuda_scenarios.succeed_after_a_refusal{each}" for each in calls.items()))
 
 
-def test_a_failed_copy_is_reported_only_after_its_last_write(
-    cuda_driver: Path,
-) -> None:
+def test_a_failed_copy_is_reported_only_after_its_last_write(cuda_driver: Path) -> None:
     run(cuda_driver, "cuda_scenarios.keep_slots_of_a_failed_copy()")
 
 

@@ -60,7 +60,7 @@ def test_every_prefetch_policy_is_clean(tmp_path: Path, policy: PrefetchPolicy) 
         assert report.tally.hit_tokens["storage"] > 0
 
 
-def test_ranks_agree_on_the_stored_blocks(tmp_path: Path) -> None:
+def test_ranks_agree_on_the_stored_blocks_and_one_that_a_rank_lost_counts_for_none(tmp_path: Path) -> None:
     assert_clean(run_chat(config(tmp_path, ranks=2), requests=60))
     files = contents_of(tmp_path)
     assert len(files) == 2
@@ -68,10 +68,6 @@ def test_ranks_agree_on_the_stored_blocks(tmp_path: Path) -> None:
     second = run_chat(config(tmp_path, ranks=2), requests=60)
     assert_clean(second)
     assert second.tally.hit_tokens["storage"] > 0
-
-
-def test_a_block_that_one_rank_lost_counts_for_none(tmp_path: Path) -> None:
-    assert_clean(run_chat(config(tmp_path, ranks=2), requests=60))
     slab_files(tmp_path)[1].unlink()
     second = run_chat(config(tmp_path, ranks=2), requests=60)
     assert_clean(second)

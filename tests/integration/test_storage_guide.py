@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from fastapi.testclient import TestClient
 
 from fdcache.service.server.http import make_app
 from fdcache.settings import VARIABLES
 from fdcache.storage.connector import StorageStats
 from fdcache.tiers.statistics import CacheStats, Counters
+from tests import commands
 from tests.integration.test_serve_storage import BLOCKS, storage_settings
 from tests.service_engine import PROMPT, Engine
 from tests.service_help import local_service, until
@@ -20,17 +22,23 @@ from tests.service_help import local_service, until
 GUIDE = (Path(__file__).parent.parent.parent / "docs" / "storage.md").read_text()
 
 
-def run(folder: Path, line: str) -> str:
-    command = [sys.executable, "-m", "fdcache_cli.main", *line.split()[1:]]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+def run(line: str) -> str:
+    """Run a replay in a process of its own, and other commands in this one."""
+    arguments = line.split()[1:]
+    if arguments[0] != "replay":
+        done = commands.fdcache(*arguments)
+    else:
+        replay = [sys.executable, "-m", "fdcache_cli.main", *arguments]
+        done = subprocess.run(replay, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, (line, done.stderr)
     return done.stdout
 
 
-def test_the_commands_run(tmp_path: Path) -> None:
+def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     shown = re.search(r"```sh\n(.*?)```", GUIDE, re.DOTALL)
     assert shown is not None
-    first, second, inspected, reset = (run(tmp_path, line) for line in shown[1].splitlines())
+    first, second, inspected, reset = (run(line) for line in shown[1].splitlines())
     found = [int(re.findall(r"storage ([\d,]+)", text)[0].replace(",", "")) for text in (first, second)]
     assert found[0] == 0
     assert found[1] > 0, "the second process finds the blocks of the first"

@@ -1,4 +1,4 @@
-"""What fdcache and the tests for GPUs call of CuPy, on the driver that stands in for a GPU's.
+"""The part of CuPy that fdcache and the GPU tests call, on the stand-in driver.
 
 Its memory is the host's, its kernels are C++, its streams are threads. What a test does to arrays within ``with
 stream:`` is done in the order of that stream; outside of it at once. ``STAND_IN_GPUS`` says how many GPUs there are,
@@ -28,7 +28,7 @@ _TOTAL_BYTES = 1 << 36
 
 
 class CudaError(RuntimeError):
-    """What CuPy raises for errors of the runtime and the driver."""
+    """CuPy's error of the runtime and the driver."""
 
 
 def get_default_memory_pool() -> Any:
