@@ -289,7 +289,7 @@ def test_two_engines_share_the_host_tier_of_a_service(tmp_path: Path) -> None:
             assert engine.manager.core.get_stats().counters.loads_confirmed == found // 4
             engine.controller.shutdown()
             engine.manager.core.close()
-        until(lambda: not service.ask("clients"), "both engines have said goodbye")
+        until(lambda: not service.ask("clients"), "both engines have disconnected")
 
 
 class EnvironmentEngine(Engine):
@@ -323,7 +323,7 @@ def test_the_environment_alone_connects_two_engines_to_a_service(
             assert engine.serve(fd_request("a", prompt=prompt)) == found
             assert engine.manager.core.get_stats().counters.host_hit_tokens == found * BLOCK
             engine.close()
-        until(lambda: not service.ask("clients"), "both engines have said goodbye")
+        until(lambda: not service.ask("clients"), "both engines have disconnected")
 
 
 def test_the_environment_alone_configures_memory_and_storage(

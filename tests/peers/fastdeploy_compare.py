@@ -59,7 +59,7 @@ def _run(manager: str, *runs: str) -> dict[str, dict[str, Any]]:
 def _outcome(result: dict[str, Any]) -> str:
     """Return the number of requests that read wrong KV and "stalls" if the engine stopped, or the number that ended."""
     if not result:
-        return "cannot be told"
+        return "unsupported"
     misled = len({read["request_id"] for read in result["wrong"]})
     words = [f"**{misled} wrong**"] if misled else []
     words += ["**stalls**"] if result["stalled"] else []

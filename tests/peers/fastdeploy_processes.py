@@ -89,7 +89,7 @@ def _serve(line: Connection, rank: int, options: Any) -> None:
             return
         try:
             answer = getattr(worker, name)(*arguments)
-        except Exception as error:  # noqa: BLE001 - told to the engine, which raises it
+        except Exception as error:  # noqa: BLE001 - sent to the engine, which raises it
             line.send(error)
             continue
         if name == "step":

@@ -113,10 +113,10 @@ class TestEnvironment:
         assert not core.settings.enable_prefix_caching
         assert core.settings.write_through_threshold == 5
         assert (core.settings.plan_timeout, core.settings.event_buffer) == (7.0, 100)
-        told = "\n".join(overruled(caplog))
+        messages = "\n".join(overruled(caplog))
         assert (
             "FDCACHE_WRITE_POLICY=write_back (environment) is in force instead of cache_config.write_policy"
-            in told
+            in messages
         )
         replaced = {line.rpartition(" ")[2] for line in overruled(caplog)}
         attributes = (

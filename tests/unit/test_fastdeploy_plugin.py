@@ -66,8 +66,8 @@ def test_a_scheduler_decorated_by_another_plug_in_is_adapted(
         return original(self)
 
     scheduler.schedule = schedule
-    plugin._adapt_scheduler()
+    plugin.adapt_scheduler()
     adapted = scheduler.schedule
     assert adapted is not schedule
-    plugin._adapt_scheduler()
+    plugin.adapt_scheduler()
     assert scheduler.schedule is adapted, "once is enough"
