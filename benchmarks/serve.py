@@ -292,19 +292,19 @@ def print_steps(server: str, prompts: int, blocks: int) -> bool:
         reused = stack.enter_context(
             engine("shared, all reused", _THROUGH, server=server, device_blocks=tight, different=4 * prompts)
         )
-        everybody = [base, *others, reused]
+        engines = [base, *others, reused]
         for _ in range(ROUNDS):
-            for each in everybody:
+            for each in engines:
                 each.begin_round()
                 for _ in range(STEPS_A_ROUND):
                     each.step(prompts, blocks)
                     time.sleep(STEP_SECONDS / 4)
         figures = reused.manager.get_stats().counters
-        assert figures.host_hit_tokens > figures.lookup_tokens // 2, "the host was to have been hit"
+        assert figures.host_hit_tokens > figures.lookup_tokens // 2, "no prompt was found on the host"
     print(f"\n| {prompts} new prompts of {blocks} blocks a step | wall us | CPU us | of a 20 ms step | |")
     print("|---|---|---|---|---|")
     good = True
-    for each in everybody:
+    for each in engines:
         share = (each.wall - base.wall) / 1e6 / STEP_SECONDS
         verdict = ""
         if each.arena is not None and each is not reused:

@@ -1,6 +1,6 @@
-"""An engine in FastDeploy's place, a process of its own: the adapter and the environment, nothing else.
+"""An engine in FastDeploy's place in a process of its own, configured by the environment alone.
 
-It serves one prompt twice and prints what is in force and what was found, as one JSON object.
+It serves one prompt twice and prints the settings and the hits as one JSON object.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.service_help import until
 
 
 def allocate(layout: KVLayout, num_blocks: int) -> Sequence[Any]:
-    """NumPy's tensors, for processes that shall start quickly."""
+    """Allocate NumPy tensors, so that the process starts quickly."""
     return [np.zeros((num_blocks, plane.nbytes), np.uint8) for plane in layout.planes]
 
 
 def serve(manager: CacheManager, controller: CacheController, name: str) -> dict[str, int]:
-    """Serve the prompt; the blocks that were found, by tier."""
+    """Serve the prompt; return the blocks found by tier."""
     request = fd_request(name, prompt=[*range(4 * BLOCK), 99])
     manager.match_prefix(request)
     match = request._match_result
@@ -39,7 +39,7 @@ def serve(manager: CacheManager, controller: CacheController, name: str) -> dict
 
 
 def copy(manager: CacheManager, controller: CacheController) -> None:
-    """A step's copies, to their end."""
+    """Run a step's copies to their end."""
     while plans := manager.issue_pending_backup_to_batch_request():
         controller.submit_swap_tasks(plans)
         manager.apply(controller.core.wait_reports(timeout=60))

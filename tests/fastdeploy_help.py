@@ -68,7 +68,7 @@ def fd_request(
 
 
 def report_of(plan: TransferPlan | StorageTask, failed: Sequence[int] = ()) -> TransferReport:
-    """Rank 0's report of a plan; the loads at these positions failed."""
+    """Return rank 0's report of a plan with failed loads at these positions."""
     return TransferReport(
         plan_id=plan.plan_id,
         rank=0,
@@ -90,7 +90,7 @@ def make(*, clock: Callable[[], float] = time.monotonic, **cache: Any) -> CacheM
 
 
 def run(manager: CacheManager, request: Any, outputs: int = 1) -> list[int]:
-    """One request from match to its first tokens; returns the blocks of its table."""
+    """Run a request from match to its first tokens; return its block table."""
     manager.match_prefix(request)
     matched: list[int] = request._match_result.device_block_ids
     tokens = len(request.prompt_token_ids) + outputs
@@ -110,7 +110,7 @@ def settle(manager: CacheManager) -> list[TransferPlan]:
 def evicted(
     *, device_blocks: int, others: int, clock: Callable[[], float] = time.monotonic
 ) -> tuple[CacheManager, Any]:
-    """A manager, and a request of four blocks that has ended; another one drove some of them to the host."""
+    """Return a manager and an ended request of four blocks, some of which another request evicted to the host."""
     manager = make(total_block_num=device_blocks, num_cpu_blocks=16, clock=clock)
     first = fd_request("a", 4 * BLOCK)
     for request in (first, fd_request("b", prompt=[9] * (others * BLOCK))):

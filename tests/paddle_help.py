@@ -37,7 +37,7 @@ MODELS = {"gqa": GQA, "mla": MLA, "fp8": FP8, "bf16": BF16, "mtp": MTP}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an engine of the tests is made with, whatever model it has."""
+    """Sizes of an engine, for any model."""
 
     device_blocks: int = 64
     host_blocks: int = 64
@@ -50,7 +50,7 @@ class Sizes:
     storage: Path | None = None
 
     def load(self, model: ModelConfig) -> EngineConfig:
-        """The engine's configuration; the environment has no part in it."""
+        """Return the engine's configuration, independent of the environment."""
         cache: dict[str, object] = {
             "FDCACHE_DEVICE_BLOCKS": self.device_blocks,
             "FDCACHE_HOST_MEMORY": self.host_blocks * host_block_bytes(model.layout(16, self.ranks)),
@@ -77,7 +77,7 @@ def prompt(name: str, text: Sequence[int], max_tokens: int = 8, **options: Any) 
 
 
 class Server:
-    """An engine with its cache and one rank; it keeps every logit it sampled from and every draft it made."""
+    """Engine with its cache and one rank that records all logits and drafts."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Server:
         return tasks
 
     def finish(self) -> None:
-        """Run to the end and let every copy be reported."""
+        """Run to the end and wait for all copies."""
         self.engine.run()
         if isinstance(self.cache, FdcacheBlocks):
             while self._is_busy():
@@ -151,7 +151,7 @@ def spoken(tasks: Sequence[Task]) -> list[list[int]]:
 
 
 def assert_as_without_cache(server: Server, tasks: Sequence[Task], weights: int | None = None) -> None:
-    """The same tokens, the same bits in every logit and the same drafts as an engine that computes everything."""
+    """Assert the same tokens, logit bits and drafts as those of an engine that computes everything."""
     sizes = replace(server.sizes, device_blocks=256, server=None, storage=None)
     alone = Server(server.model, sizes, cached=False)
     if weights is not None:

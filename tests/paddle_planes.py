@@ -1,6 +1,6 @@
-"""Blocks of Paddle tensors, evicted and loaded on Paddle's current device: python -m tests.paddle_planes [NAME...].
+"""Evict and load blocks of Paddle tensors on Paddle's current device: python -m tests.paddle_planes [NAME...].
 
-It runs with whichever release of Paddle is installed, in a process of its own: two releases do not share one.
+It runs with the installed release of Paddle, in a process of its own, because two releases cannot share one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _ARRAYS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 
 
 def random_bytes(layout: KVLayout) -> list[np.ndarray]:
-    """Bytes for each plane, a row for a block."""
+    """Return random bytes for each plane, one row per block."""
     rng = np.random.default_rng(0)
     return [rng.integers(0, 256, (BLOCKS, plane.nbytes), dtype=np.uint8) for plane in layout.planes]
 
 
 def brought_by_the_engine(layout: KVLayout, data: Sequence[np.ndarray]) -> list[Any]:
-    """Tensors that hold these bytes. Copying them to the device launches no kernel."""
+    """Return tensors with these bytes; copying them to the device launches no kernel."""
     return [
         paddle.to_tensor(rows.view(_ARRAYS.get(plane.dtype, plane.dtype)).reshape(BLOCKS, *plane.shape))
         for plane, rows in zip(layout.planes, data, strict=True)
@@ -45,7 +45,7 @@ def brought_by_the_engine(layout: KVLayout, data: Sequence[np.ndarray]) -> list[
 
 
 def write(tensor: Any, data: np.ndarray) -> None:
-    """Overwrite the memory of a tensor, whose address stays."""
+    """Overwrite the memory of a tensor in place."""
     if paddle.device.get_device() == "cpu":
         ctypes.memmove(tensor.data_ptr(), data.ctypes.data, data.nbytes)
     else:
@@ -55,7 +55,7 @@ def write(tensor: Any, data: np.ndarray) -> None:
 
 
 def content(tensors: Sequence[Any]) -> list[np.ndarray]:
-    """The bytes of each tensor, a row for a block."""
+    """Return the bytes of each tensor, one row per block."""
     return [np.ascontiguousarray(tensor.numpy()).view(np.uint8).reshape(BLOCKS, -1) for tensor in tensors]
 
 
@@ -65,7 +65,7 @@ def new_controller(layout: KVLayout) -> CacheController:
 
 
 def evict_and_load(controller: CacheController, tensors: Sequence[Any]) -> None:
-    """Evict the first half of the blocks and load it into the second, backwards, layer by layer on Paddle's stream."""
+    """Evict the first half of the blocks and load it into the second in reverse, layer by layer on Paddle's stream."""
     layout, half = controller.layout, BLOCKS // 2
     controller.initialize_host_cache(half)
     before = content(tensors)
@@ -85,7 +85,7 @@ def evict_and_load(controller: CacheController, tensors: Sequence[Any]) -> None:
 
 
 def check_registered(name: str) -> None:
-    """Tensors that the engine made are evicted and loaded."""
+    """Check eviction and load of tensors made by the engine."""
     layout = LAYOUTS[name]
     controller = new_controller(layout)
     tensors = brought_by_the_engine(layout, random_bytes(layout))
@@ -95,7 +95,7 @@ def check_registered(name: str) -> None:
 
 
 def check_allocated(name: str) -> None:
-    """Tensors that fdcache allocates for Paddle, in either way, are zero filled, and are evicted and loaded."""
+    """Check that tensors allocated by fdcache are zero-filled, and their eviction and load."""
     layout = LAYOUTS[name]
     for by_controller in (True, False):
         controller = new_controller(layout)
@@ -115,7 +115,7 @@ def check_allocated(name: str) -> None:
 
 
 def check_missing_dtype(name: str) -> None:
-    """A dtype that the release does not have is refused by name, before any memory is taken."""
+    """Check that a dtype missing in the release is refused by name before memory is allocated."""
     controller = new_controller(LAYOUTS[name])
     try:
         controller.initialize_kv_cache(BLOCKS, framework="paddle")
@@ -128,7 +128,7 @@ def check_missing_dtype(name: str) -> None:
 
 
 def check(name: str) -> None:
-    """Run all that there is to check of one layout."""
+    """Run all checks of one layout."""
     check_registered(name)
     if all(hasattr(paddle, plane.dtype) for plane in LAYOUTS[name].planes):
         check_allocated(name)

@@ -1,4 +1,4 @@
-"""Small replays for the tests, an exact leaf-first LRU simulation, and where the recorded trace is."""
+"""Small replays, an exact leaf-first LRU simulation, and the recorded trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fdcache.settings.cache import CacheSettings
 
 
 def recorded_trace() -> Path | None:
-    """The recorded conversation trace, where the checkout stands beside one."""
+    """Return the path of the recorded conversation trace, or None."""
     for folder in Path(__file__).resolve().parents:
         trace = folder / "shared" / "traces" / "conversation_trace.jsonl"
         if trace.exists():
@@ -35,7 +35,7 @@ def small_config(
     cache: dict[str, Any] | None = None,
     **options: Any,
 ) -> ReplayConfig:
-    """A replay that takes a moment and runs out of device blocks."""
+    """Return a short replay that runs out of device blocks."""
     shape = Shape(layout=layout, layers=layers, draft_layers=draft_layers)
     return ReplayConfig(
         layout=shape.build(block_size, ranks),
@@ -45,12 +45,12 @@ def small_config(
 
 
 def run_chat(config: ReplayConfig, requests: int = 100, workload: WorkloadName = WorkloadName.CHAT) -> Report:
-    """Replay generated requests to their end."""
+    """Replay a generated workload to its end."""
     return replay(generate(workload, requests, config.seed), config)
 
 
 def assert_clean(report: Report) -> None:
-    """Nothing corrupt, leaked or out of place, and nothing left undone."""
+    """Assert that nothing is corrupt, leaked or unfinished."""
     tally = report.tally
     found = (tally.corrupt_blocks, report.leaked_slots, report.leaked_pins, report.integrity_error)
     assert found == (0, 0, 0, None)
@@ -74,7 +74,7 @@ class LeafFirstLru:
         self.fresh = 0
 
     def hit_rate(self, items: Iterable[WorkItem], seed: int) -> float:
-        """Share of the prompt tokens found, over all requests that fit."""
+        """Return the share of prompt tokens found, over all requests that fit."""
         hits = prompts = 0
         for item in items:
             if -(-item.computed_length // self.block_size) > self.capacity:
@@ -84,7 +84,7 @@ class LeafFirstLru:
         return hits / prompts
 
     def serve(self, item: WorkItem, seed: int) -> int:
-        """Find the prompt's prefix, hold all blocks of the request, keep its full ones; returns tokens found."""
+        """Find the prompt's prefix, hold all blocks of the request, cache its full ones; return the tokens found."""
         size = self.block_size
         tokens = item.tokens(seed)[: item.computed_length]
         blocks = [tokens[i : i + size].tobytes() for i in range(0, len(tokens) - size + 1, size)]

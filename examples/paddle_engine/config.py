@@ -122,8 +122,8 @@ class EngineConfig:
         if self.server and self.settings.storage_tier.is_on:
             connector = self.settings.storage_tier.connector
             raise ValueError(
-                f"FDCACHE_STORAGE={connector} is the service's where FDCACHE_SERVER is set: give it to `fdcache serve` "
-                "and leave it out here, or leave --server out"
+                f"FDCACHE_STORAGE={connector}: with FDCACHE_SERVER the storage belongs to the service; set it for "
+                "`fdcache serve` instead, or leave --server out"
             )
 
     @classmethod

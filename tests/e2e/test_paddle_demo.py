@@ -76,7 +76,7 @@ def test_a_different_token_fails_the_demo(
     assert "instead of" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_storage_that_cannot_be_opened_ends_with_an_error(
     ranks: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""What FastDeploy's worker expects of its cache controller, and both halves together on Paddle tensors."""
+"""FastDeploy's cache controller: its interface, and manager and controller together on Paddle tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TestMemory:
         ]
         controller.shutdown()
 
-    def test_block_wise_fp8_brings_scales(self) -> None:
+    def test_block_wise_fp8_adds_scales(self) -> None:
         controller = CacheController(fd_config(quantised="block_wise_fp8"), 0, 0)
         tensors = controller.initialize_kv_cache(backend(), 8)
         assert [tensor.dtype for tensor in tensors[:4]] == [paddle.uint8] * 2 + [paddle.bfloat16] * 2
@@ -76,12 +76,12 @@ class TestMemory:
         assert (tensors[0].dtype, tensors[0].shape) == (paddle.uint8, [8, 4, BLOCK, 4])
         controller.shutdown()
 
-    def test_a_backend_without_value_makes_keys_only(self) -> None:
+    def test_a_backend_without_values_makes_keys_only(self) -> None:
         controller = CacheController(fd_config(latent=16), 0, 0)
         assert len(controller.initialize_kv_cache(backend(value=False), 8)) == 3
         controller.shutdown()
 
-    def test_a_backend_that_makes_its_tensors_keeps_them(self) -> None:
+    def test_tensors_made_by_the_backend_are_used(self) -> None:
         made = []
 
         def create_kv_cache(
@@ -98,7 +98,7 @@ class TestMemory:
         ]
         controller.shutdown()
 
-    def test_draft_layers_follow_and_complete_the_cache(self) -> None:
+    def test_draft_layers_complete_the_cache(self) -> None:
         controller = CacheController(fd_config(method="mtp", ratio=1.5), 0, 0)
         assert len(controller.initialize_kv_cache(backend(), 8)) == 6
         assert not controller.is_initialized()
@@ -109,7 +109,7 @@ class TestMemory:
         assert controller.is_initialized()
         controller.shutdown()
 
-    def test_a_start_broken_off_before_the_draft_layers_may_be_repeated(self) -> None:
+    def test_an_interrupted_start_before_the_draft_layers_can_be_repeated(self) -> None:
         controller = CacheController(fd_config(method="mtp"), 0, 0)
         controller.initialize_kv_cache(backend(), 8)
         assert controller.free_cache()
@@ -122,7 +122,7 @@ class TestMemory:
         with pytest.raises(LayoutError, match="shapes"):
             CacheController(fd_config(), 0, 0).initialize_kv_cache(backend(heads=2), 8)
 
-    def test_freeing_gives_all_back_and_may_be_followed_by_a_new_start(self) -> None:
+    def test_free_cache_releases_everything_and_a_new_start_works(self) -> None:
         controller = CacheController(fd_config(), 0, 0)
         controller.initialize_kv_cache(backend(), 8)
         with pytest.raises(CacheNotReadyError):
@@ -144,7 +144,7 @@ class TestCopies:
         for tensor in tensors:
             tensor[0] = paddle.full(tensor.shape[1:], value, dtype=tensor.dtype)
 
-    def test_the_settings_are_those_of_the_device_too(self) -> None:
+    def test_transfer_settings_apply_to_the_device(self) -> None:
         controller = CacheController(fd_config(), 0, 0, settings=TransferSettings(verify="all"))
         tensors = controller.initialize_kv_cache(backend(), 4)
         self.filled(tensors, 3.0)
@@ -158,7 +158,7 @@ class TestCopies:
         controller.shutdown()
 
     @pytest.mark.parametrize("call", ["batch", "one transfer"])
-    def test_copies_wait_for_what_the_model_computes(self, call: str) -> None:
+    def test_copies_wait_for_the_compute_stream(self, call: str) -> None:
         gate = Gate()
         controller = CacheController(fd_config(), 0, 0, compute_stream=lambda: gate.stream)
         tensors = controller.initialize_kv_cache(backend(), 4)
@@ -169,14 +169,14 @@ class TestCopies:
         else:
             counter = controller.evict_device_to_host(evictions)
         assert counter is not None and not counter.is_layer_done(0)
-        self.filled(tensors, 5.0)  # what the stream was given before
+        self.filled(tensors, 5.0)  # earlier work of the stream
         gate.open()
         counter.wait_all()
         controller.load_host_to_device(swap(SwapPurpose.LOAD, [(1, 2)])).wait_all()
         assert all((tensor[2].astype("float32") == 5.0).all() for tensor in tensors)
         controller.shutdown()
 
-    def test_a_mistake_leaves_no_counter_and_every_plan_reported(self) -> None:
+    def test_a_refused_submission_leaves_no_counter_and_reports_every_plan(self) -> None:
         stream: Any = None
         controller = CacheController(fd_config(), 0, 0, compute_stream=lambda: stream)
         controller.initialize_kv_cache(backend(), 4)
@@ -197,7 +197,7 @@ class TestCopies:
 
 
 class Engine:
-    """A scheduler and a worker that keep to the old calls. A block's content is its tokens, in every plane."""
+    """A scheduler and a worker with FastDeploy's calls. A block's content is its tokens, in every plane."""
 
     def __init__(
         self, device: Any = None, storage: Path | None = None, server: str | None = None, **config: Any
@@ -216,13 +216,13 @@ class Engine:
         self.restored = self.manager.core.restore_storage([scan]) if scan else 0
 
     def start(self) -> StorageScan | None:
-        """Make the memory, and open the storage where there is one."""
+        """Allocate the memory, and open the storage if there is one."""
         self.planes = self.controller.initialize_kv_cache(backend(), self.manager.num_gpu_blocks)
         store = open_storage(ConnectorContext(self.controller.layout, 0, self.storage, MooncakeSettings()))
         return self.controller.initialize_storage(store) if store else None
 
     def serve(self, request: Any) -> int:
-        """Serve a request, check everything that was reused, and return how many blocks that was."""
+        """Serve a request, check all reused blocks, and return their number."""
         self.manager.match_prefix(request, skip_storage=False)
         while request._match_result.deferred:
             self.collect()
@@ -267,7 +267,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-def test_what_was_evicted_comes_back_byte_for_byte(policy: str) -> None:
+def test_evicted_blocks_are_loaded_byte_for_byte(policy: str) -> None:
     engine = Engine(write_policy=policy, total_block_num=8, num_cpu_blocks=32)
     for _ in range(2):
         engine.serve(fd_request("a", prompt=[*range(4 * BLOCK), 99]))
@@ -289,11 +289,11 @@ def test_two_engines_share_the_host_tier_of_a_service(tmp_path: Path) -> None:
             assert engine.manager.core.get_stats().counters.loads_confirmed == found // 4
             engine.controller.shutdown()
             engine.manager.core.close()
-        until(lambda: not service.ask("clients"), "both engines have said goodbye")
+        until(lambda: not service.ask("clients"), "both engines have disconnected")
 
 
 class EnvironmentEngine(Engine):
-    """An engine whose both halves are given the configuration alone."""
+    """An engine whose manager and controller get the configuration alone."""
 
     def __init__(self, **config: Any) -> None:
         self.manager = CacheManager(fd_config(**config))
@@ -309,7 +309,7 @@ class EnvironmentEngine(Engine):
         self.manager.core.close()
 
 
-def test_the_environment_alone_makes_two_engines_share_a_service(
+def test_the_environment_alone_connects_two_engines_to_a_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = [*range(4 * BLOCK), 99]
@@ -323,10 +323,10 @@ def test_the_environment_alone_makes_two_engines_share_a_service(
             assert engine.serve(fd_request("a", prompt=prompt)) == found
             assert engine.manager.core.get_stats().counters.host_hit_tokens == found * BLOCK
             engine.close()
-        until(lambda: not service.ask("clients"), "both engines have said goodbye")
+        until(lambda: not service.ask("clients"), "both engines have disconnected")
 
 
-def test_the_environment_alone_gives_an_engine_memory_and_storage(
+def test_the_environment_alone_configures_memory_and_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {
@@ -355,7 +355,7 @@ def test_the_environment_alone_gives_an_engine_memory_and_storage(
         engine.close()
 
 
-def test_a_controllers_own_settings_stand_above_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_controller_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FDCACHE_VERIFY", "all")
     own = TransferSettings(verify="off")
     with CacheController(fd_config(), 0, 0, settings=own).core as core:
@@ -373,7 +373,9 @@ def test_clearing_the_storage_leaves_nothing_to_read(tmp_path: Path) -> None:
     scan = engine.start()
     assert scan is not None
     assert not len(scan.slots)
-    assert engine.serve(fd_request("a", prompt=prompt)) == 0  # the manager was not told, and reads in vain
+    assert (
+        engine.serve(fd_request("a", prompt=prompt)) == 0
+    )  # the manager still plans reads, which find nothing
     assert engine.manager.core.get_stats().counters.blocks_requested_from_storage == 4
     engine.manager.core.check_integrity()
     engine.controller.shutdown()
@@ -383,7 +385,7 @@ def test_clearing_the_storage_leaves_nothing_to_read(tmp_path: Path) -> None:
     after.controller.shutdown()
 
 
-def test_a_storage_that_cannot_be_cleared_frees_nothing(
+def test_nothing_is_released_if_the_storage_cannot_be_cleared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(storage=tmp_path)

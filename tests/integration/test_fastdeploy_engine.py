@@ -1,4 +1,4 @@
-"""The classes of the plug-in over stand-ins for FastDeploy's objects: plans and reports travel by themselves."""
+"""The plug-in's classes with stand-ins for FastDeploy's objects: plans and reports travel over the link."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Wired:
         self.planes = self.controller.initialize_kv_cache(None, self.manager.num_gpu_blocks)
 
     def begin(self, request: Any) -> list[int]:
-        """Schedule a request, and compute its prompt."""
+        """Schedule a request and compute its prompt."""
         self.manager.match_prefix(request)
         match = request._match_result
         total = (len(request.prompt_token_ids) + len(request.output_token_ids)) // BLOCK + 1
@@ -53,7 +53,7 @@ class Wired:
         self.settle()
 
     def settle(self) -> None:
-        """Empty steps until every plan is reported."""
+        """Run empty steps until every plan is reported."""
 
         def settled() -> bool:
             self.manager.check_and_add_pending_backup()
@@ -63,7 +63,7 @@ class Wired:
         until(settled, "every plan is reported")
 
     def drive_out(self) -> Any:
-        """A request of four blocks that others have driven to the host."""
+        """Return a request of four blocks that others have evicted to the host."""
         first = fd_request("a", prompt=[1] * (4 * BLOCK))
         self.begin(first)
         self.end(first)
@@ -82,7 +82,7 @@ def wired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wired]:
     engine.manager.close()
 
 
-def test_backups_are_made_in_empty_steps_and_what_was_evicted_comes_back(wired: Wired) -> None:
+def test_empty_steps_make_backups_and_evicted_blocks_are_loaded(wired: Wired) -> None:
     again = wired.drive_out()
     table = wired.begin(again)
     assert again._match_result.matched_host_nums == 4 - again._match_result.matched_device_nums > 0
@@ -92,7 +92,7 @@ def test_backups_are_made_in_empty_steps_and_what_was_evicted_comes_back(wired: 
     wired.manager.core.check_integrity()
 
 
-def test_a_plan_outlives_the_batch_that_should_have_carried_it(wired: Wired) -> None:
+def test_a_plan_survives_the_loss_of_its_batch(wired: Wired) -> None:
     again = wired.drive_out()
     wired.manager.match_prefix(again)
     wired.manager.allocate_gpu_blocks(again, 5 - again._match_result.matched_device_nums)
@@ -105,7 +105,7 @@ def test_a_plan_outlives_the_batch_that_should_have_carried_it(wired: Wired) -> 
     wired.manager.core.check_integrity()
 
 
-def test_a_request_whose_load_failed_is_named_and_publishes_nothing_until_it_is_matched_again(
+def test_a_request_with_a_failed_load_is_returned_once_and_caches_nothing_until_its_next_match(
     wired: Wired,
 ) -> None:
     again = wired.drive_out()
@@ -122,13 +122,13 @@ def test_a_request_whose_load_failed_is_named_and_publishes_nothing_until_it_is_
     wired.manager.match_prefix(probe)
     assert probe._match_result.total_matched_blocks <= 4
     wired.manager.request_finish(probe)
-    wired.begin(again)  # matched again it may publish
+    wired.begin(again)  # after its next match it publishes again
     wired.end(again)
     wired.manager.match_prefix(probe)
     assert probe._match_result.total_matched_blocks > 4
 
 
-def test_tokens_of_a_request_that_is_preempted_while_it_loads_are_unsound_until_it_is_matched_again(
+def test_tokens_of_a_request_preempted_during_its_load_are_unsound_until_its_next_match(
     wired: Wired,
 ) -> None:
     again = wired.drive_out()
@@ -148,7 +148,7 @@ def test_tokens_of_a_request_that_is_preempted_while_it_loads_are_unsound_until_
     wired.manager.core.check_integrity()
 
 
-def test_a_plan_that_cannot_be_carried_out_is_reported_as_refused(wired: Wired) -> None:
+def test_a_plan_that_cannot_be_executed_is_reported_as_refused(wired: Wired) -> None:
     again = wired.drive_out()
     wired.manager.match_prefix(again)
     wired.manager.allocate_gpu_blocks(again, 5 - again._match_result.matched_device_nums)
@@ -160,10 +160,10 @@ def test_a_plan_that_cannot_be_carried_out_is_reported_as_refused(wired: Wired) 
     wired.manager.core.check_integrity()
 
 
-def test_the_end_of_a_worker_empties_the_tiers_and_another_may_come(wired: Wired) -> None:
+def test_the_death_of_a_worker_empties_the_tiers_and_a_successor_can_connect(wired: Wired) -> None:
     again = wired.drive_out()
     wired.controller.shutdown()
-    until(lambda: len(wired.manager.link.pending_events) > 0, "the loss is noticed")
+    until(lambda: len(wired.manager.link.pending_events) > 0, "the loss is detected")
     wired.manager.check_and_add_pending_backup()
     assert wired.manager.num_free_device_blocks == wired.manager.num_gpu_blocks
     wired.controller = CacheController(wired.config, 0, 0)
@@ -174,7 +174,7 @@ def test_the_end_of_a_worker_empties_the_tiers_and_another_may_come(wired: Wired
     wired.manager.core.check_integrity()
 
 
-def test_a_request_waits_for_storage_as_for_its_preprocessing(
+def test_a_request_waits_for_storage_like_for_its_preprocessing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FDCACHE_RUNTIME_DIR", str(tmp_path / "run"))
@@ -185,7 +185,7 @@ def test_a_request_waits_for_storage_as_for_its_preprocessing(
     prompt = [1] * (4 * BLOCK) + [3]
     for found in (0, 4):
         wired = Wired(total_block_num=16, num_cpu_blocks=32)
-        until(lambda wired=wired: wired.manager.link.pending_events, "the scan has come")  # type: ignore[misc]
+        until(lambda wired=wired: wired.manager.link.pending_events, "the scan has arrived")  # type: ignore[misc]
         wired.manager.check_and_add_pending_backup()
         request = fd_request("a", prompt=prompt)
         request.async_process_futures, request.multimodal_inputs = [], None
@@ -206,7 +206,7 @@ def test_a_request_waits_for_storage_as_for_its_preprocessing(
         wired.manager.close()
 
 
-def test_without_a_port_of_the_engine_the_attribute_is_named() -> None:
+def test_a_missing_engine_port_is_reported_with_the_attribute() -> None:
     config = SimpleNamespace(parallel_config=SimpleNamespace())
     with pytest.raises(ConfigurationError, match="local_engine_worker_queue_port"):
         socket_of(config, Settings())

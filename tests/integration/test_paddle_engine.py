@@ -1,4 +1,4 @@
-"""A real model on Paddle: with the cache it computes less and says, bit by bit, the same."""
+"""A model on Paddle generates the same bits with and without the cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def text(seed: int, count: int, server: Server) -> list[int]:
 
 
 @each_model
-def test_cold_requests(model: ModelConfig) -> None:
+def test_cold_requests_generate_the_same_tokens(model: ModelConfig) -> None:
     server = Server(model)
     tasks = server.serve(*(prompt(f"p{i}", text(i, 50 + 31 * i, server)) for i in range(3)))
     assert [task.cached_tokens for task in tasks] == [0, 0, 0]
@@ -42,7 +42,7 @@ def test_cold_requests(model: ModelConfig) -> None:
 
 
 @each_model
-def test_a_second_turn_finds_the_first_on_the_device(model: ModelConfig) -> None:
+def test_a_second_turn_finds_the_blocks_of_the_first_on_the_device(model: ModelConfig) -> None:
     server = Server(model)
     first = server.serve(prompt("first", text(0, 100, server), max_tokens=30))[0]
     second = server.serve(prompt("second", [*first.tokens, *text(1, 40, server)], temperature=0.7, seed=3))[0]
@@ -63,7 +63,7 @@ def test_a_prompt_that_was_evicted_comes_back_from_the_host(model: ModelConfig) 
     assert_as_without_cache(server, tasks)
 
 
-def test_a_path_that_lies_on_device_and_host() -> None:
+def test_a_prefix_is_found_on_device_and_host() -> None:
     server = Server(GQA, SMALL)
     tasks = server.serve(prompt("first", tokens(0, 150)), prompt("short", tokens(1, 60)))
     before = server.fdcache.manager.get_stats().counters
@@ -74,7 +74,7 @@ def test_a_path_that_lies_on_device_and_host() -> None:
     assert_as_without_cache(server, tasks)
 
 
-def test_a_full_hit_computes_the_last_cell_again_beside_the_shared_block() -> None:
+def test_a_full_hit_recomputes_the_last_grid_cell_in_a_private_block() -> None:
     server = Server()
     tasks = server.serve(prompt("first", tokens(0, 128), max_tokens=40))
     server.submit(prompt("second", tokens(0, 128)), prompt("third", tokens(0, 128)))
@@ -89,7 +89,7 @@ def test_a_full_hit_computes_the_last_cell_again_beside_the_shared_block() -> No
 
 
 @each_model
-def test_preempted_requests_resume_where_their_blocks_still_are(model: ModelConfig) -> None:
+def test_preempted_requests_resume_from_their_cached_blocks(model: ModelConfig) -> None:
     server = Server(model, replace(ENGINE, device_blocks=14))
     prompts = [prompt(f"p{i}", text(i, 64, server), max_tokens=40, temperature=0.5, seed=i) for i in range(3)]
     tasks = server.serve(*prompts)
@@ -98,7 +98,7 @@ def test_preempted_requests_resume_where_their_blocks_still_are(model: ModelConf
     assert_as_without_cache(server, tasks)
 
 
-def test_a_chunk_may_end_inside_a_block_that_is_cached_meanwhile() -> None:
+def test_a_chunk_may_end_inside_a_block_that_another_request_cached() -> None:
     server = Server(GQA, replace(ENGINE, step_tokens=40, max_running=2))
     tasks = server.submit(prompt("first", tokens(0, 150)))
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_chunks_of_any_size_give_the_same_bits() -> None:
         assert_as_without_cache(server, tasks)
 
 
-def test_a_prompt_with_another_image_is_another_prompt() -> None:
+def test_prompts_with_different_images_do_not_share_blocks() -> None:
     server = Server()
     images = {name: (MultimodalItem(40, 20, name),) for name in ("cat", "dog")}
     tasks = [server.serve(prompt(name, tokens(0, 120), images=images[name]))[0] for name in ("cat", "dog")]
@@ -127,7 +127,7 @@ def test_a_prompt_with_another_image_is_another_prompt() -> None:
     assert_as_without_cache(server, tasks)
 
 
-def test_drafts_are_accepted_and_are_those_of_an_uncached_run() -> None:
+def test_accepted_drafts_equal_those_of_an_uncached_run() -> None:
     server = Server(MODELS["mtp"])
     first = server.serve(prompt("first", text(0, 100, server), max_tokens=60))[0]
     second = server.serve(prompt("second", [*first.tokens, 1, 2, 3], max_tokens=60))[0]
@@ -136,8 +136,8 @@ def test_drafts_are_accepted_and_are_those_of_an_uncached_run() -> None:
     assert_as_without_cache(server, [first, second])
 
 
-def test_a_prompt_that_goes_on_otherwise_right_after_a_block_gets_its_own_draft_kv() -> None:
-    """The draft layer is fed the next token, so the KV at the end of a block depends on what follows it."""
+def test_a_prompt_that_diverges_at_a_block_boundary_gets_its_own_draft_kv() -> None:
+    """The draft layer gets the next token, so the KV at the end of a block depends on the token after it."""
     server = Server(replace(MODELS["mtp"], vocab=64))
     shared = text(0, 96, server)
     tasks = server.serve(prompt("one", [*shared, 1, 2, 3], max_tokens=30))
@@ -149,7 +149,7 @@ def test_a_prompt_that_goes_on_otherwise_right_after_a_block_gets_its_own_draft_
 
 
 @pytest.mark.parametrize("layer", range(GQA.layers))
-def test_a_load_that_fails_at_some_layer_is_computed_instead(layer: int) -> None:
+def test_blocks_of_a_load_that_fails_at_a_layer_are_recomputed(layer: int) -> None:
     device = FailingLoadsDevice(lambda pairs: [len(pairs) // 2], plane=2 * layer)
     server = Server(GQA, SMALL, device=device)
     tasks = server.serve(prompt("first", tokens(0, 150)))
@@ -175,7 +175,7 @@ def test_a_reset_in_mid_flight_changes_no_token() -> None:
     assert_as_without_cache(server, tasks)
 
 
-def test_new_weights_need_a_reset_and_then_find_nothing_old() -> None:
+def test_after_a_reset_new_weights_find_no_old_blocks() -> None:
     server = Server()
     server.serve(prompt("before", tokens(0, 100)))
     server.worker.update_weights(1)
@@ -187,8 +187,8 @@ def test_new_weights_need_a_reset_and_then_find_nothing_old() -> None:
     assert_as_without_cache(server, [fresh], weights=1)
 
 
-def test_every_cached_block_shows_in_the_logits() -> None:
-    """The comparison has power: one block of another prompt in place of the right one is noticed."""
+def test_every_cached_block_affects_the_logits() -> None:
+    """The comparison detects one block of another prompt in place of the right one."""
     server = Server()
     server.serve(prompt("first", tokens(0, 128)), prompt("other", tokens(1, 128)))
     right = server.serve(prompt("right", tokens(0, 128)))[0]
@@ -207,7 +207,7 @@ def test_every_cached_block_shows_in_the_logits() -> None:
     assert right.cached_tokens == 96
 
 
-def test_ordinary_mode_says_the_same_up_to_near_ties() -> None:
+def test_ordinary_mode_generates_the_same_tokens_up_to_near_ties() -> None:
     from examples.paddle_engine.comparison import Agreement, Run
 
     ordinary = replace(SMALL, device_blocks=40, grid=0)
@@ -224,7 +224,7 @@ def test_ordinary_mode_says_the_same_up_to_near_ties() -> None:
 
 
 def test_each_layer_waits_for_its_own_blocks() -> None:
-    """Copies of all groups but the first are held up until the forward pass waits for them."""
+    """Copies of all groups but the first wait until the forward pass waits for them."""
     device = PausingDevice(pause_at=1)
     server = Server(GQA, replace(SMALL, write_policy="write_back"), device=device)
     device.resume.set()

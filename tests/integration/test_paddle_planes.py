@@ -1,4 +1,4 @@
-"""Paddle tensors as device planes, both ways round."""
+"""Paddle tensors as device planes, allocated by Paddle or by fdcache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bytes_of(tensor: Any, block: int) -> bytes:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("make", [registered, viewed])
-def test_what_paddle_writes_goes_to_the_host_and_back(
+def test_bytes_written_by_paddle_survive_eviction_and_load(
     layout: KVLayout, make: Callable[[CacheController, int], list[Any]]
 ) -> None:
     with CacheController(TransferSettings(), layout, device=planes_in.current_device()) as controller:

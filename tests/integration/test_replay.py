@@ -1,4 +1,4 @@
-"""Replays through the real manager and controller: nothing corrupt, nothing leaked, whatever the shape."""
+"""Replays through the real manager and controllers are clean for every policy, layout and workload."""
 
 import multiprocessing
 import os
@@ -62,7 +62,7 @@ def test_traffic_is_counted_by_direction() -> None:
 
 
 class LateReports:
-    """A rank whose reports come two steps late, as those of a busy link do."""
+    """A rank whose reports arrive two steps late."""
 
     def __init__(self, spec: worker.WorkerSpec, _count: int, _on_start: worker.StartProgress | None) -> None:
         self._rank = LocalRank(spec)
@@ -77,9 +77,7 @@ class LateReports:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_steps_that_end_before_their_loads_are_reported_are_clean(
-    policy: WritePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_reports_of_loads_are_clean(policy: WritePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "start_ranks", LateReports)
     items = [
         replace(item, output_length=min(item.output_length, 2))
@@ -92,7 +90,7 @@ def test_steps_that_end_before_their_loads_are_reported_are_clean(
 
 
 @pytest.mark.parametrize("workload", [WorkloadName.AGENT, WorkloadName.CHAT])
-def test_loads_that_are_late_and_fail_hold_no_request_up_for_ever(workload: WorkloadName) -> None:
+def test_late_and_failing_loads_do_not_block_requests_forever(workload: WorkloadName) -> None:
     config = small_config(
         device_blocks=300,
         load_failures=1.0,
@@ -103,7 +101,7 @@ def test_loads_that_are_late_and_fail_hold_no_request_up_for_ever(workload: Work
     assert 0 < report.tally.overdue_loads <= report.tally.requests, "loads of one request were late twice"
 
 
-def test_what_the_manager_still_holds_counts_as_leaked() -> None:
+def test_slots_and_pins_that_are_still_held_count_as_leaked() -> None:
     config = small_config()
     manager = CacheManager(config.cache, config.layout)
     held, matched = Request("held", [1, 2]), Request("matched", [3])
@@ -144,13 +142,13 @@ def test_two_ranks_in_processes_of_their_own_are_clean(policy: WritePolicy) -> N
 
 
 @pytest.mark.parametrize("workload", list(WorkloadName))
-def test_every_workload_is_clean_and_reuses_what_it_promises(workload: WorkloadName) -> None:
+def test_every_workload_is_clean_and_all_but_unique_reuse_blocks(workload: WorkloadName) -> None:
     report = run_chat(small_config(device_blocks=400), requests=120, workload=workload)
     assert_clean(report)
     assert (report.tally.hit_rate > 0.2) == (workload is not WorkloadName.UNIQUE)
 
 
-def test_every_token_of_every_request_is_accounted_for() -> None:
+def test_all_prompt_and_output_tokens_are_counted() -> None:
     items = list(generate(WorkloadName.CHAT, 80, 0))
     report = replay(iter(items), small_config())
     assert report.tally.prompt_tokens == sum(item.prompt_length for item in items)
@@ -171,7 +169,7 @@ def test_requests_larger_than_the_pool_are_rejected_and_the_run_goes_on() -> Non
     assert report.tally.finished == 60 - too_large > 0
 
 
-def test_requests_as_large_as_the_pool_end() -> None:
+def test_requests_as_large_as_the_pool_finish() -> None:
     def item(index: int) -> WorkItem:
         streams = np.array([index], dtype=np.uint64)
         return WorkItem(index, 0.0, streams, np.array([600]), (1 << 62) + index, 681)
@@ -182,14 +180,14 @@ def test_requests_as_large_as_the_pool_end() -> None:
     assert report.tally.preemptions > 0
 
 
-def test_a_speed_keeps_to_the_timestamps() -> None:
+def test_speed_follows_the_timestamps() -> None:
     items = list(generate(WorkloadName.RAG, 20, 0))
     report = replay(iter(items), small_config(speed=50.0))
     assert_clean(report)
     assert report.wall_seconds >= items[-1].timestamp_ms / 1000 / 50
 
 
-def test_sampling_compares_fewer_blocks_and_off_none() -> None:
+def test_verify_sample_compares_fewer_blocks_and_off_none() -> None:
     everything, sample, nothing = (
         run_chat(small_config(verify=verify, concurrency=1)).tally.verified_blocks
         for verify in (Verify.ALL, Verify.SAMPLE, Verify.OFF)
@@ -203,7 +201,7 @@ def test_equal_seeds_give_equal_hits_without_a_host_tier() -> None:
     assert first.preemptions == again.preemptions
 
 
-def test_a_stop_leaves_nothing_behind_and_says_so() -> None:
+def test_an_interrupted_replay_is_clean_and_marked_as_interrupted() -> None:
     config = small_config()
     asked = iter(range(400))
     report = replay(
@@ -215,7 +213,7 @@ def test_a_stop_leaves_nothing_behind_and_says_so() -> None:
 
 
 class SilentlyWrongDevice(CpuDevice):
-    """Loads the block of the pair before instead, and reports success."""
+    """Device that loads the previous pair's block and reports success."""
 
     def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
         if not swap.to_host and len(swap) > 1:
@@ -230,14 +228,14 @@ class SilentlyWrongDevice(CpuDevice):
         return super().copy_blocks(planes, arena, swap)
 
 
-def test_a_device_that_loads_wrong_bytes_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_bytes_loaded_by_a_device_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "FaultyDevice", lambda *_, **__: SilentlyWrongDevice())
     report = run_chat(small_config(load_failures=1.0))
     assert report.tally.corrupt_blocks > 0
     assert not report.clean
 
 
-def test_a_controller_that_hides_failed_loads_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_failed_loads_are_detected_as_corrupt_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def poll_without_failures(controller: CacheController) -> list[TransferReport]:
         return [forgive(report) for report in poll(controller)]
 
@@ -256,7 +254,7 @@ def test_a_controller_that_hides_failed_loads_is_found_out(monkeypatch: pytest.M
     assert report.tally.corrupt_blocks > 0
 
 
-def test_memory_that_is_not_there_names_the_option_and_what_would_fit() -> None:
+def test_missing_memory_is_reported_with_the_option_and_a_size_that_fits() -> None:
     with pytest.raises(ReplayOptionError, match=r"--device-blocks: .* at most \d+ would fit"):
         run_chat(small_config(device_blocks=10**12), requests=1)
     with pytest.raises(ReplayOptionError, match=r"--host-memory: .* at most \S+ would fit"):
@@ -272,13 +270,13 @@ def test_memory_that_is_not_there_names_the_option_and_what_would_fit() -> None:
         ("load_failures", 1.5, "--load-failures"),
     ],
 )
-def test_an_option_out_of_range_is_named(option: str, value: float, name: str) -> None:
+def test_an_option_out_of_range_is_reported(option: str, value: float, name: str) -> None:
     options: dict[str, Any] = {option: value}
     with pytest.raises(ReplayOptionError, match=name):
         small_config(**options)
 
 
-def test_a_rank_that_dies_ends_the_run_with_its_name() -> None:
+def test_the_death_of_a_rank_ends_the_run_with_an_error_naming_it() -> None:
     steps = iter(range(50))
 
     def kill_rank_one() -> bool:
@@ -297,7 +295,7 @@ def rank_processes() -> list[multiprocessing.process.BaseProcess]:
     return [each for each in multiprocessing.active_children() if each.name.startswith("fdcache-rank")]
 
 
-def test_a_host_tier_smaller_than_one_path_comes_to_rest() -> None:
+def test_a_replay_ends_with_a_host_tier_smaller_than_one_path() -> None:
     cache = {"write_policy": WritePolicy.WRITE_BACK, "clean_reserve": 8}
     config = small_config(
         device_blocks=1200, block_size=16, host_memory=1 << 20, concurrency=1, seed=97, layers=1, cache=cache

@@ -1,4 +1,4 @@
-"""Many small replays of random shape, and the recorded trace at full length: the long runs."""
+"""Long runs: small replays of random shape, and the recorded trace."""
 
 import random
 from typing import Any

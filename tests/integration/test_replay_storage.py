@@ -102,7 +102,7 @@ def test_overwritten_records_are_recomputed_and_the_others_hit(tmp_path: Path) -
 
 
 def overwrite(contents: SlabContents, places: int, nbytes: int) -> set[int]:
-    """Overwrite bytes at random places of the records in use; returns the slots whose records changed."""
+    """Overwrite bytes at random places of the records in use; return the slots whose records changed."""
     random = np.random.default_rng(5)
     block = contents.superblock
     used = {int(slot) for slot in contents.slots}

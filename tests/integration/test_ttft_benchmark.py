@@ -1,4 +1,4 @@
-"""The TTFT benchmark on a tiny model: it serves from every tier and counts what it moves."""
+"""The TTFT benchmark on a tiny model serves from every tier and counts its copies."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_all_parts_run_on_a_tiny_model(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_token_that_differs_fails_unless_it_is_a_near_tie() -> None:
+def test_a_different_token_fails_unless_it_is_a_near_tie() -> None:
     sure, torn = FirstToken(7, 2 * NEAR_TIE), FirstToken(8, NEAR_TIE / 2)
     assert judge([sure, sure]) == judge([torn, torn]) == "equal"
     assert judge([sure, torn]) == "near tie"
     assert judge([sure, FirstToken(8, 2 * NEAR_TIE)]) == "differ"
 
 
-def test_a_wrong_block_makes_the_benchmark_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_block_fails_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     compute = Server.compute
 
     def over_another_block(server: Server, request: Any, text: Any, counters: Any = ()) -> FirstToken:
@@ -67,7 +67,7 @@ def test_a_wrong_block_makes_the_benchmark_fail(monkeypatch: pytest.MonkeyPatch)
     assert ttft.main([*ON_CPU, "--part", "ttft", "--lengths", "64", "--rounds", "3"]) == 1
 
 
-def test_hits_come_from_the_tier_that_they_are_named_after(tmp_path: Path) -> None:
+def test_hits_come_from_the_named_tier(tmp_path: Path) -> None:
     server = Server(TINY, "cpu", device_blocks=16, host_blocks=32, max_positions=200, storage=tmp_path)
     text = prompt(TINY, 100, 1)
     first = server.first_token(text)[1].token
@@ -82,7 +82,7 @@ def test_hits_come_from_the_tier_that_they_are_named_after(tmp_path: Path) -> No
     server.close()
 
 
-def test_visitors_load_and_back_up_all_the_time() -> None:
+def test_visitors_load_and_back_up_blocks_at_every_step() -> None:
     server = Server(TINY, "cpu", device_blocks=4 * 8, host_blocks=100, max_positions=200)
     visitors = Visitors(server, blocks=4, count=6)
     before = server.manager.get_stats().counters
@@ -95,7 +95,7 @@ def test_visitors_load_and_back_up_all_the_time() -> None:
     server.close()
 
 
-def test_decoding_token_by_token_is_prefilling() -> None:
+def test_decoding_gives_the_same_logits_as_prefilling() -> None:
     """The batched decode computes what a prefill of the same tokens does."""
     server = Server(TINY, "cpu", device_blocks=16, host_blocks=0, max_positions=200)
     text = prompt(TINY, 40, 1)
@@ -113,7 +113,7 @@ def test_decoding_token_by_token_is_prefilling() -> None:
 
 
 @pytest.mark.gpu
-def test_the_kernel_attends_as_plain_torch_does() -> None:
+def test_the_kernel_equals_plain_torch_attention() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     from benchmarks.ttft.paged_kernel import attend_in_place

@@ -1,7 +1,7 @@
 """The table of docs/fastdeploy.md: FastDeploy's own v1 cache manager and fdcache in the same scenarios.
 
 ``python -m tests.peers.fastdeploy_compare``. FastDeploy's copies are made as its controller orders them, at once and
-without failing, for its operators need a GPU.
+without failures, because its operators need a GPU.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def _run(manager: str, *runs: str) -> dict[str, dict[str, Any]]:
 
 
 def _outcome(result: dict[str, Any]) -> str:
-    """Requests that read wrong KV, and whether the engine stopped; else how many ended."""
+    """Return the number of requests that read wrong KV and "stalls" if the engine stopped, or the number that ended."""
     if not result:
-        return "cannot be told"
+        return "unsupported"
     misled = len({read["request_id"] for read in result["wrong"]})
     words = [f"**{misled} wrong**"] if misled else []
     words += ["**stalls**"] if result["stalled"] else []

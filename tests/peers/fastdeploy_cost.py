@@ -14,7 +14,7 @@ _STEPS = 200
 
 
 def schedule_cost(manager: str, outputs: int, port: int) -> dict[str, float]:
-    """Milliseconds of CPU time in one decode step, median and mean: so many output tokens each, 20,000 blocks."""
+    """Return the CPU milliseconds of a decode step, median and mean, with 20,000 blocks."""
     options = Options(
         manager=manager,
         blocks=BLOCKS,

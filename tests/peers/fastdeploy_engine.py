@@ -1,4 +1,4 @@
-"""An engine around FastDeploy's real scheduler: what its own engine loop and token processor do, without a GPU."""
+"""An engine around FastDeploy's real scheduler, with its engine loop and token processor, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STALL_STEPS = 600
 
 @dataclass
 class Options:
-    """``manager`` is fdcache or fastdeploy. ``delay``: loop turns to one step of the workers."""
+    """Options of an engine. ``manager`` is fdcache or fastdeploy; ``delay`` is loop turns per step of the workers."""
 
     manager: str = "fdcache"
     policy: str = "write_back"
@@ -46,7 +46,7 @@ class Options:
 
 @dataclass
 class Job:
-    """One request to serve. ``abort_at``: after so many output tokens it is aborted."""
+    """A request to serve; it is aborted after ``abort_at`` output tokens."""
 
     name: str
     prompt: list[int]
@@ -60,7 +60,7 @@ class Job:
 
 @dataclass
 class Result:
-    """What a scenario came to."""
+    """Result of a scenario."""
 
     finished: int = 0
     aborted: int = 0
@@ -77,7 +77,7 @@ class Result:
 
 
 def make_config(options: Options) -> Any:
-    """FastDeploy's real configuration, of a tiny model."""
+    """Return FastDeploy's real configuration of a tiny model."""
     from fastdeploy import config
     from fastdeploy.scheduler import SchedulerConfig
 
@@ -117,14 +117,14 @@ def make_config(options: Options) -> Any:
 
 
 def make_scheduler(config: Any, options: Options) -> Any:
-    """FastDeploy's real scheduler, with the cache manager that it makes itself."""
+    """Return FastDeploy's real scheduler, with the cache manager that it makes itself."""
     from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1
 
     return ResourceManagerV1(options.seqs, config, options.ranks, "mixed")
 
 
 def make_token_processor(config: Any, scheduler: Any, clients: Any) -> Any:
-    """FastDeploy's real token processor, without the queue that tokens come by."""
+    """Return FastDeploy's real token processor, without its message queue."""
     from fastdeploy.output.token_processor import TokenProcessor
 
     processor = TokenProcessor(config, clients, engine_worker_queue=None, split_connector=None)
@@ -133,7 +133,7 @@ def make_token_processor(config: Any, scheduler: Any, clients: Any) -> Any:
 
 
 class Failures:
-    """Loads that fail now and then; ``garbage`` are the device blocks that a failed load left behind in this step."""
+    """Injected load failures; ``garbage`` holds the device blocks of loads that failed in this step."""
 
     def __init__(self, rate: float, seed: int) -> None:
         self._rate = rate
@@ -190,7 +190,7 @@ class Engine:
         return ControllerCopier(self.config, rank, **parts)
 
     def _take_up_profile(self) -> None:
-        """What the engine does when the workers have found how many blocks there is room for."""
+        """Resize to the profiled number of blocks, as the engine does."""
         self.config.cache_config.total_block_num = self.options.blocks
         self.scheduler.reset_cache_config(self.config.cache_config)
         for worker in self.workers:
@@ -202,7 +202,7 @@ class Engine:
         return self.scheduler.cache_manager
 
     def add(self, job: Job) -> None:
-        """A request arrives."""
+        """Add a request."""
         job.request = make_request(job)
         if self.options.manager == "fastdeploy":
             from fastdeploy.cache_manager.v1.cache_utils import get_request_block_hasher
@@ -212,7 +212,7 @@ class Engine:
         self.scheduler.add_request(job.request)
 
     def run(self, until: Callable[[], bool] | None = None) -> bool:
-        """Go on until every request has ended, or ``until`` says so; False, and noted, when nothing moves any more."""
+        """Run until every request has ended or ``until`` returns True; note a stall and return False if it stops."""
         idle = 0
         while not (until() if until else all(job.done for job in self._jobs.values())):
             idle = 0 if self.turn() else idle + 1
@@ -224,7 +224,7 @@ class Engine:
         return True
 
     def turn(self) -> bool:
-        """One turn of the engine's loop; whether anything moved."""
+        """Run one turn of the engine's loop; return True if it made progress."""
         self._turn += 1
         self.result.steps += 1
         if not self._batches:
@@ -249,7 +249,7 @@ class Engine:
         return moved or bool(outputs[0])
 
     def _gather(self) -> None:
-        """Take what the workers found; blocks of a load that failed in this very step are known to be wrong."""
+        """Collect the workers' findings, without blocks of loads that failed in this step."""
         for worker in self.workers:
             self.result.checked += worker.checked
             worker.checked = 0
@@ -259,7 +259,7 @@ class Engine:
             worker.wrong.clear()
 
     def _process(self, outputs: dict[int, tuple[str, list[int]]]) -> None:
-        """What the token processor does with a step's tokens; its last step is the real one."""
+        """Process a step's tokens as the token processor does; its last step is the real one."""
         from fastdeploy.engine.request import CompletionOutput, RequestOutput, RequestStatus
 
         results = []
@@ -296,7 +296,7 @@ class Engine:
         self.tokens.postprocess(results)
 
     def put_results(self, results: list[Any]) -> None:
-        """What the clients are sent."""
+        """Take the tokens that are sent to the clients."""
         for result in results:
             job = self._jobs[result.request_id]
             job.answer += result.outputs.token_ids
@@ -311,7 +311,7 @@ class Engine:
             worker.wake(self.options.blocks)
 
     def kill_worker(self, rank: int) -> None:
-        """A rank's process is killed and another takes its place; every request is computed again."""
+        """Kill a rank's process and replace it; every request is recomputed."""
         self.workers[rank].kill()
         self._batches.clear()
         names = [task.request_id for task in self.scheduler.preempted_all()]
@@ -326,7 +326,7 @@ class Engine:
             self.scheduler.reschedule_preempt_task(name)
 
     def restart(self) -> None:
-        """End everything and start again, with nothing but what is in the storage."""
+        """End everything and start again with only the storage."""
         self.close()
         self._start()
 
@@ -343,12 +343,12 @@ class Engine:
 
 
 def make_worker(options: Options, rank: int, copier: Any) -> Worker:
-    """One rank's worker, with the blocks that the engine starts with."""
+    """Return one rank's worker, with the engine's initial blocks."""
     return Worker(rank, copier, LAYERS, BLOCK, options.profiled_blocks or options.blocks, options.mtp)
 
 
 def make_request(job: Job) -> Any:
-    """FastDeploy's real request."""
+    """Return FastDeploy's real request."""
     from fastdeploy.engine.request import ImagePosition, Request, RequestMetrics
     from fastdeploy.engine.sampling_params import SamplingParams
 

@@ -2,7 +2,7 @@
 
 A run is a scenario's name, a JSON object of ``scenario`` and options to change, or ``cost:`` with a number of output
 tokens. Prints one JSON object for each. With
-fdcache the plug-in comes by the environment alone, as FastDeploy loads it.
+fdcache, FastDeploy loads the plug-in by the environment alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENVIRONMENT = {
 
 
 def prepare(logs: Path) -> None:
-    """Import what FastDeploy's engine and workers both import, and what loads their plug-ins."""
+    """Import the modules that FastDeploy's engine and workers share, which load their plug-ins."""
     os.environ.update({**ENVIRONMENT, **os.environ})
     fastdeploy_source.install(fastdeploy_source.unpack(), logs)
     importlib.import_module("fastdeploy.reasoning")

@@ -1,4 +1,4 @@
-"""Workers in processes of their own, as FastDeploy starts them: all that they are told is their environment."""
+"""Workers in processes of their own, as FastDeploy starts them, configured by the environment alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS = 120.0
 
 
 class WorkerProcess:
-    """A worker's calls, made in its process. ``kill`` ends it as the kernel would."""
+    """Proxy of a worker in another process. ``kill`` ends it with SIGKILL."""
 
     def __init__(self, rank: int, options: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -89,7 +89,7 @@ def _serve(line: Connection, rank: int, options: Any) -> None:
             return
         try:
             answer = getattr(worker, name)(*arguments)
-        except Exception as error:  # noqa: BLE001 - told to the engine, which raises it
+        except Exception as error:  # noqa: BLE001 - sent to the engine, which raises it
             line.send(error)
             continue
         if name == "step":

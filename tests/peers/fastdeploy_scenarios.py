@@ -1,4 +1,4 @@
-"""The scenarios: what requests come, and what happens meanwhile. Each runs with either cache manager."""
+"""The scenarios: requests and events. Each runs with either cache manager."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _killed_worker(engine: Engine) -> None:
 
 
 def _killed_service(engine: Engine) -> None:
-    """The service is killed in the middle of the second wave, by the number that ``SERVICE_PID`` names."""
+    """Kill the service, process ``SERVICE_PID``, during the second wave."""
     for wave in range(3):
         jobs = [Job(f"{wave}.{i}", _tokens(i, 110), 12) for i in range(6)]
         for job in jobs:
@@ -124,7 +124,7 @@ def _wait_for_storage(engine: Engine) -> None:
 
 
 def _images(engine: Engine) -> None:
-    """Images that are computed in one piece; what follows an image differs, so that hits end inside it."""
+    """Serve images that are computed in one piece; prompts differ inside an image, so hits end there."""
     image = [7] * 40
     for wave in range(3):
         jobs = []
@@ -155,14 +155,14 @@ SCENARIOS: dict[str, tuple[Options, Play]] = {
     "images": (replace(_BASE, blocks=24, whole_images=True), _images),
     "failed loads": (replace(_BASE, blocks=24, failing=0.4), _swapped),
 }
-"""The options and the play of each."""
+"""Options and play of each scenario."""
 
 FDCACHE_ONLY: dict[str, tuple[Options, Play]] = {
     "killed worker": (replace(_BASE, blocks=24, ranks=2, processes=True), _killed_worker),
     "killed service": (replace(_BASE, blocks=24), _killed_service),
     "restart with storage": (replace(_BASE, blocks=40, policy="write_through"), _restarted),
 }
-"""Those that FastDeploy's own manager has no answer to."""
+"""Scenarios that FastDeploy's own manager does not support."""
 
 
 def play(name: str, manager: str, port: int, **changes: Any) -> Result:

@@ -1,6 +1,6 @@
-"""The pinned FastDeploy source, unpacked, and what takes the place of its heavy packages on a machine without a GPU.
+"""The pinned FastDeploy source, and stand-ins for its heavy packages on a machine without a GPU.
 
-Only what the scheduler and the cache manager import is stood in for; configuration, requests, scheduler and cache
+Only imports of the scheduler and the cache manager are replaced; configuration, requests, scheduler and cache
 manager are the real ones.
 """
 
@@ -23,14 +23,14 @@ _PACKAGES = ("paddle", "huggingface_hub", "orjson", "redis", "requests", "tqdm",
 
 
 def find_archive() -> Path | None:
-    """The archive in ``$PEERS_DIR``, or in ``shared/peers`` beside the project; None where it is not there."""
+    """Return the archive in ``$PEERS_DIR``, or in ``shared/peers`` beside the project; None if it is missing."""
     folder = os.environ.get("PEERS_DIR")
     places = [Path(folder)] if folder else [Path(__file__).parents[2].parent / "shared" / "peers"]
     return next((place / ARCHIVE for place in places if (place / ARCHIVE).is_file()), None)
 
 
 def missing() -> str | None:
-    """The reason why FastDeploy cannot be run here, or None."""
+    """Return the reason why FastDeploy cannot run here, or None."""
     if find_archive() is None:
         return f"{ARCHIVE} is not there; PEERS_DIR names its folder"
     absent = [name for name in _PACKAGES if find_spec(name) is None]
@@ -38,7 +38,7 @@ def missing() -> str | None:
 
 
 def unpack() -> Path:
-    """The folder that holds the package ``fastdeploy``; unpacked once for each user and archive."""
+    """Return the directory of the package ``fastdeploy``, unpacked once per user and archive."""
     archive = find_archive()
     assert archive is not None
     stat = archive.stat()
@@ -59,7 +59,7 @@ def unpack() -> Path:
 
 
 def install(source: Path, logs: Path) -> None:
-    """Let this process import FastDeploy from ``source``; its logs go to ``logs``."""
+    """Make FastDeploy importable from ``source``; its logs go to ``logs``."""
     os.environ["FD_LOG_DIR"] = str(logs)
     package = _module("fastdeploy", [str(source / "fastdeploy")])
     package.__file__ = str(source / "fastdeploy" / "__init__.py")
@@ -76,14 +76,14 @@ def _module(name: str, path: list[str] | None = None, **content: Any) -> ModuleT
 
 
 def _stand_ins() -> None:
-    """What is not on a machine without a GPU, or not in the package index; nothing of it is called here."""
+    """Install stand-ins for packages that need a GPU or are not in the package index; none of them is called."""
     _module("paddleformers")
     _module("paddleformers.utils")
     _module("paddleformers.utils.log", logger=logging.getLogger("paddleformers"))
     _module("paddleformers.transformers")
     config = type("PretrainedConfig", (), {})
     _module("paddleformers.transformers.configuration_utils", PretrainedConfig=config)
-    _module("crcmod")  # has no wheel, and only FastDeploy's scheduler over Redis calls it
+    _module("crcmod")  # has no wheel; only FastDeploy's scheduler over Redis calls it
     _module("aistudio_sdk")
     _module("aistudio_sdk.snapshot_download", snapshot_download=None)
     names = ["VideoReaderWrapper", "read_video_paddlecodec"]

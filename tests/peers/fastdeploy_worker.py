@@ -1,7 +1,7 @@
-"""A worker as FastDeploy's is to its scheduler, with a model whose KV says which tokens it was computed from.
+"""A worker with the interface of FastDeploy's, and a model whose KV identifies the tokens it was computed from.
 
-The value of a token's KV is a checksum of all tokens up to it, so a prefill that finds other blocks than its own
-sees it. Batches come as FastDeploy's queue brings them; tokens go back as its message queue does.
+The KV of a token is a checksum of all tokens up to it, so a prefill detects blocks
+of other prompts. Batches arrive as from FastDeploy's queue; tokens return as over its message queue.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 import paddle
 
 PREEMPTED = -9
-"""What FastDeploy's workers sample for a request that was preempted or aborted."""
+"""Token that FastDeploy's workers sample for a preempted or aborted request."""
 
 _MODULUS = 65521
 _VOCABULARY = 50
 
 
 def checksums(tokens: Sequence[int], start: int = 0, before: int = 1) -> np.ndarray[Any, Any]:
-    """The checksum up to each token from ``start`` on, ``before`` being the one up to the token ahead of it."""
+    """Return the checksum up to each token from ``start`` on; ``before`` is the checksum up to the previous token."""
     values = np.empty(len(tokens) - start, np.float32)
     for index in range(start, len(tokens)):
         before = (before * 33 + tokens[index] + 1) % _MODULUS
@@ -32,12 +32,12 @@ def checksums(tokens: Sequence[int], start: int = 0, before: int = 1) -> np.ndar
 
 
 def token_after(value: float) -> int:
-    """What the model samples where the KV of the last token has this value."""
+    """Return the token that the model samples for this value of the last token's KV."""
     return int(value) % _VOCABULARY + 3
 
 
 def answer_to(prompt: Sequence[int], length: int) -> list[int]:
-    """What the model answers when everything that it reads is right."""
+    """Return the model's answer if all KV that it reads is right."""
     tokens = list(prompt)
     value = float(checksums(tokens)[-1])
     for _ in range(length):
@@ -47,19 +47,19 @@ def answer_to(prompt: Sequence[int], length: int) -> list[int]:
 
 
 class Copier(Protocol):
-    """Whoever moves blocks: a cache controller, or what stands for FastDeploy's own on a CPU."""
+    """Copies blocks: a cache controller, or a stand-in for FastDeploy's own on a CPU."""
 
     def initialize(self, num_blocks: int) -> list[Any]:
-        """The tensors, key and value of each layer."""
+        """Make the tensors, key and value of each layer."""
 
     def submit(self, batch: Any) -> Any:
-        """Copy what a batch needs; a layer counter or None."""
+        """Submit a batch's copies; return a layer counter or None."""
 
     def sleep(self) -> None:
-        """Give the tensors up."""
+        """Release the tensors."""
 
     def close(self) -> None:
-        """The end."""
+        """Release everything."""
 
 
 class FastDeployCopier:
@@ -93,7 +93,7 @@ class FastDeployCopier:
 
 
 class ControllerCopier:
-    """The cache controller that FastDeploy's worker would make: what the plug-in put there."""
+    """The cache controller that the plug-in installed in FastDeploy's worker."""
 
     def __init__(self, config: Any, rank: int, **parts: Any) -> None:
         from fastdeploy.cache_manager import v1
@@ -133,7 +133,7 @@ def _backend(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class WrongRead:
-    """What a prefill found in its own blocks that was not what its tokens say."""
+    """Wrong KV that a prefill found in its blocks."""
 
     rank: int
     request_id: str
@@ -158,7 +158,7 @@ class Slot:
 
 
 class Worker:
-    """One rank. ``wrong`` names what a prefill found that was not what its tokens say."""
+    """Worker of one rank. ``wrong`` lists the wrong KV that prefills found."""
 
     def __init__(
         self, rank: int, copier: Copier, num_layers: int, block_size: int, num_blocks: int, drafts: bool
@@ -185,11 +185,11 @@ class Worker:
         self.copier.sleep()
 
     def drop_requests(self) -> None:
-        """Forget every request, as when the engine computes all of them again."""
+        """Drop every request; the engine recomputes all of them."""
         self._slots.clear()
 
     def insert(self, data: bytes) -> None:
-        """Take a batch, as it came through the queue."""
+        """Insert a batch from the queue."""
         from fastdeploy.engine.request import BatchRequest, RequestType
 
         batch, _, _ = BatchRequest.from_tasks([pickle.loads(data)])  # noqa: S301 - our own bytes
@@ -220,11 +220,11 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would compute anything."""
+        """Return True if a step would compute anything."""
         return any(slot.preempted or slot.prefill or slot.computed for slot in self._slots.values())
 
     def step(self) -> dict[int, tuple[str, list[int]]]:
-        """Compute one step; the tokens of each slot that sampled some, and of whom."""
+        """Compute one step; return the sampled tokens by slot and request."""
         sampled: dict[int, tuple[str, list[int]]] = {}
         work: list[tuple[int, Slot, int, int]] = []
         for index, slot in list(self._slots.items()):
@@ -255,7 +255,7 @@ class Worker:
         return sampled
 
     def _sample(self, slot: Slot) -> list[int]:
-        """One token, two where a draft is accepted; from the KV that is there, not from what should be."""
+        """Sample one token, or two if a draft is accepted, from the KV in the blocks."""
         tokens: list[int] = []
         at = len(slot.tokens) - 1
         value = float(self._planes[0][slot.table[at // self._block], 0, at % self._block, 0])
@@ -286,7 +286,7 @@ class Worker:
                 plane[slot.table[block], :, rows, :] = written[None, :, None]
 
     def _offset(self, layer: int, kind: int) -> int:
-        """No two planes and no two ranks hold the same."""
+        """Return an offset that differs between planes and ranks."""
         return 2 * layer + kind + 7 * self.rank
 
     def _write_draft(self, slot: Slot, at: int) -> None:
@@ -302,7 +302,7 @@ class Worker:
             plane[slot.table[at // self._block], :, at % self._block, :] = value
 
     def _check(self, layer: int, slot: Slot, start: int) -> None:
-        """Compare what a prefill reads below its own tokens, in every plane of a layer, with what should be there."""
+        """Compare the KV that a prefill reads, in every plane of a layer, with the expected values."""
         blocks = -(-start // self._block)
         self.checked += start
         for kind in range(2):

@@ -24,7 +24,7 @@ class TestConfiguration:
         ]
         assert (layout.num_layers, layout.tp_size, layout.num_draft_layers) == (3, 2, 0)
 
-    def test_quantised_caches_are_bytes_with_scales_for_block_wise_fp8(self) -> None:
+    def test_quantised_caches_have_byte_planes_and_block_wise_fp8_has_scales(self) -> None:
         plain = layout_from_config(fd_config(quantised="int8")).layer_planes(0)
         assert [plane.dtype for plane in plain] == ["uint8", "uint8"]
         scaled = layout_from_config(fd_config(quantised="block_wise_fp8")).layer_planes(0)
@@ -33,7 +33,7 @@ class TestConfiguration:
         assert [(plane.dtype, plane.shape) for plane in packed] == [("uint8", (4, BLOCK, 4))] * 2
 
     @pytest.mark.parametrize("name", ["quantization_config", "quantization"])
-    def test_the_engine_learns_of_a_quantised_cache_from_the_model(self, name: str) -> None:
+    def test_the_engine_reads_the_quantisation_from_the_model(self, name: str) -> None:
         engine, worker = fd_config(), fd_config(quantised="block_wise_fp8")
         setattr(engine.model_config, name, {"kv_cache_quant_type": "block_wise_fp8"})
         assert layout_from_config(engine) == layout_from_config(worker)
@@ -70,7 +70,7 @@ class TestConfiguration:
         }
         assert len(prints) == 6
 
-    def test_what_is_missing_or_unknown_is_named(self) -> None:
+    def test_missing_and_unknown_attributes_are_reported(self) -> None:
         with pytest.raises(ConfigurationError, match="has no dtype"):
             CacheManager(fd_config(dtype=None))
         with pytest.raises(ConfigurationError, match="write_policy"):
@@ -91,7 +91,7 @@ def overruled(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class TestEnvironment:
-    def test_what_is_set_stands_above_the_configuration_and_the_log_says_so(
+    def test_variables_override_the_configuration_with_a_log_line(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         given = {
@@ -113,10 +113,10 @@ class TestEnvironment:
         assert not core.settings.enable_prefix_caching
         assert core.settings.write_through_threshold == 5
         assert (core.settings.plan_timeout, core.settings.event_buffer) == (7.0, 100)
-        told = "\n".join(overruled(caplog))
+        messages = "\n".join(overruled(caplog))
         assert (
             "FDCACHE_WRITE_POLICY=write_back (environment) is in force instead of cache_config.write_policy"
-            in told
+            in messages
         )
         replaced = {line.rpartition(" ")[2] for line in overruled(caplog)}
         attributes = (
@@ -124,7 +124,7 @@ class TestEnvironment:
         )
         assert replaced == {f"cache_config.{name}" for name in attributes.split()}
 
-    def test_what_is_not_set_comes_from_the_configuration_in_silence(
+    def test_unset_variables_come_from_the_configuration_without_a_log_line(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("FDCACHE_PLAN_TIMEOUT", "7s")
@@ -138,14 +138,14 @@ class TestEnvironment:
         assert core.settings.plan_timeout == 7.0
         assert not overruled(caplog)
 
-    def test_what_the_caller_gives_stands_above_both(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_arguments_override_environment_and_configuration(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FDCACHE_DEVICE_MEMORY", "1GiB")
         monkeypatch.setenv("FDCACHE_HOST_MEMORY", "64MiB")
         monkeypatch.setenv("FDCACHE_WRITE_POLICY", "write_back")
         own = CacheSettings(device_blocks=5, write_policy=WritePolicy.WRITE_THROUGH)
         assert CacheManager(fd_config(), settings=own).core.settings == own
 
-    def test_device_memory_is_turned_into_blocks_that_profiling_does_not_change(
+    def test_device_memory_sets_the_number_of_blocks_whatever_profiling_finds(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         config = fd_config()
@@ -155,12 +155,12 @@ class TestEnvironment:
         manager.update_cache_config(config.cache_config)
         assert manager.num_gpu_blocks == 20
 
-    def test_another_block_size_than_the_engines_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_block_size_other_than_the_engines_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FDCACHE_BLOCK_SIZE", "64")
         with pytest.raises(SettingsError, match=r"FDCACHE_BLOCK_SIZE.* set FDCACHE_BLOCK_SIZE=4"):
             make()
 
-    def test_draft_layers_keep_the_token_they_look_ahead(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_draft_layers_require_a_lookahead_token(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FDCACHE_LOOKAHEAD_TOKENS", "0")
         make()
         with pytest.raises(SettingsError, match="FDCACHE_LOOKAHEAD_TOKENS"):

@@ -1,4 +1,4 @@
-"""The line between FastDeploy's scheduler and its workers."""
+"""The link between FastDeploy's scheduler and its workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ids(plans: list[TransferPlan]) -> list[int]:
     return [plan.plan_id for plan in plans]
 
 
-def test_a_steps_plans_wait_for_the_batch_that_needs_them(scheduler: SchedulerLink) -> None:
+def test_plans_of_a_step_wait_for_the_batch_that_names_them(scheduler: SchedulerLink) -> None:
     rank = worker(scheduler)
     rank.start(lambda plan: None)
     numbers = [scheduler.announce(TransferPlan(plan_id=number)) for number in (5, 6, 9)]
@@ -48,7 +48,7 @@ def test_a_steps_plans_wait_for_the_batch_that_needs_them(scheduler: SchedulerLi
     rank.close()
 
 
-def test_plans_that_belong_to_no_step_are_submitted_as_they_come(scheduler: SchedulerLink) -> None:
+def test_plans_without_a_step_are_submitted_on_arrival(scheduler: SchedulerLink) -> None:
     submitted: Queue[TransferPlan] = Queue()
     rank = worker(scheduler)
     rank.start(submitted.put)
@@ -58,7 +58,7 @@ def test_plans_that_belong_to_no_step_are_submitted_as_they_come(scheduler: Sche
     rank.close()
 
 
-def test_what_was_sent_before_a_rank_came_waits_for_it(scheduler: SchedulerLink) -> None:
+def test_plans_sent_before_a_rank_connects_wait_for_it(scheduler: SchedulerLink) -> None:
     number = scheduler.announce(TransferPlan(plan_id=3))
     for rank in (0, 1):
         late = worker(scheduler, rank)
@@ -85,7 +85,7 @@ def test_reports_and_scans_come_back_in_order(scheduler: SchedulerLink) -> None:
             written_ms=figures,
         )
     )
-    until(lambda: len(scheduler.pending_events) == 3, "all have come")
+    until(lambda: len(scheduler.pending_events) == 3, "all have arrived")
     first, second, scan = scheduler.collect()
     assert isinstance(first, TransferReport) and isinstance(second, TransferReport)
     assert (first.plan_id, second.plan_id) == (1, 2)
@@ -94,12 +94,12 @@ def test_reports_and_scans_come_back_in_order(scheduler: SchedulerLink) -> None:
     rank.close()
 
 
-def test_a_successor_is_let_in_once_the_loss_is_settled_and_gets_no_older_plan(
+def test_a_lost_worker_is_replaced_after_forget_and_its_successor_gets_no_older_plan(
     scheduler: SchedulerLink,
 ) -> None:
     first = worker(scheduler)
     first.close()
-    until(lambda: len(scheduler.pending_events) > 0, "the loss is noticed")
+    until(lambda: len(scheduler.pending_events) > 0, "the loss is detected")
     assert scheduler.collect() == [WorkerLost(0)]
     settled = scheduler.announce(TransferPlan(plan_id=1))
     scheduler.forget(0)
@@ -110,7 +110,7 @@ def test_a_successor_is_let_in_once_the_loss_is_settled_and_gets_no_older_plan(
     second.close()
 
 
-def test_a_worker_of_another_configuration_is_refused_with_what_differs(scheduler: SchedulerLink) -> None:
+def test_a_worker_with_another_configuration_is_refused_with_the_difference(scheduler: SchedulerLink) -> None:
     with pytest.raises(LayoutError, match="rank 2 is not one of the 2 ranks"):
         worker(scheduler, 2)
     rank = worker(scheduler)
@@ -124,19 +124,19 @@ def test_a_worker_of_another_configuration_is_refused_with_what_differs(schedule
         WorkerLink(scheduler.path, 1, LAYOUT, "int8", SECONDS)
 
 
-def test_a_worker_takes_over_the_schedulers_namespace(scheduler: SchedulerLink) -> None:
+def test_a_worker_adopts_the_schedulers_layout(scheduler: SchedulerLink) -> None:
     other = layout_from_config(fd_config(ranks=2))
     rank = WorkerLink(scheduler.path, 0, other.with_revision("of this process alone"), None, SECONDS)
     assert rank.layout == LAYOUT
     rank.close()
 
 
-def test_without_a_scheduler_the_remedy_is_named(tmp_path: Path) -> None:
+def test_a_missing_scheduler_is_reported_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(CacheNotReadyError, match="FD_PLUGINS=fdcache"):
         WorkerLink(tmp_path / "none.sock", 0, LAYOUT, None, 0.01)
 
 
-def test_a_scheduler_that_ends_wakes_whoever_waits_for_plans(tmp_path: Path) -> None:
+def test_the_end_of_the_scheduler_wakes_workers_that_wait_for_plans(tmp_path: Path) -> None:
     scheduler = SchedulerLink(tmp_path / "line.sock", LAYOUT, None)
     rank = worker(scheduler)
     rank.start(lambda plan: None)
@@ -153,7 +153,7 @@ def test_marks_survive_the_merging_of_batches() -> None:
     assert marked_plan(SimpleNamespace(hash_values=[])) == 0
 
 
-def test_a_second_engine_on_the_port_is_refused_until_the_first_has_ended(
+def test_a_second_engine_on_the_port_is_refused_until_the_first_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "_PREDECESSOR_SECONDS", 0.1)

@@ -33,7 +33,7 @@ class TestHost:
         assert plan.loads.dst_block_ids.tolist() == blocks[: match.matched_host_nums]
         assert manager.apply([report_of(plan)])[0].status == "confirmed"
 
-    def test_a_failed_load_says_from_where_to_compute(self) -> None:
+    def test_a_failed_load_reports_the_block_to_recompute_from(self) -> None:
         manager, first = evicted(device_blocks=8, others=7)
         again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
         manager.match_prefix(again)
@@ -45,7 +45,7 @@ class TestHost:
             again._match_result.matched_device_nums * BLOCK,
         )
 
-    def test_tokens_sampled_above_a_load_that_failed_leave_nothing(self) -> None:
+    def test_tokens_sampled_after_a_failed_load_are_not_cached(self) -> None:
         manager, first = evicted(device_blocks=10, others=9)
         again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
         manager.match_prefix(again)
@@ -67,7 +67,7 @@ class TestHost:
             manager.request_finish(probe)
         manager.core.check_integrity()
 
-    def test_tokens_sampled_above_a_load_that_was_confirmed_are_kept(self) -> None:
+    def test_tokens_sampled_after_a_confirmed_load_are_cached(self) -> None:
         manager, first = evicted(device_blocks=10, others=9)
         again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
         manager.match_prefix(again)
@@ -81,7 +81,7 @@ class TestHost:
         manager.match_prefix(probe)
         assert probe._match_result.matched_device_nums == 5
 
-    def test_a_request_whose_load_was_overdue_loads_nothing_when_it_is_matched_again(self) -> None:
+    def test_a_request_with_an_overdue_load_loads_nothing_at_its_next_match(self) -> None:
         now = 0.0
         manager, first = evicted(device_blocks=8, others=7, clock=lambda: now)
         again, other = (fd_request(name, prompt=[*first.prompt_token_ids, 1]) for name in "cd")
@@ -100,14 +100,14 @@ class TestHost:
             manager.request_finish(request)
         manager.core.check_integrity()
 
-    def test_fewer_blocks_than_the_host_hit_are_refused(self) -> None:
+    def test_allocating_fewer_blocks_than_the_host_hit_is_refused(self) -> None:
         manager, first = evicted(device_blocks=8, others=7)
         again = fd_request("c", prompt=[*first.prompt_token_ids, 1])
         manager.match_prefix(again)
         with pytest.raises(RequestStateError, match="fewer"):
             manager.allocate_device_blocks(again, 0)
 
-    def test_blocks_that_others_brought_meanwhile_are_told_once(self) -> None:
+    def test_blocks_cached_by_another_request_are_counted_once(self) -> None:
         manager, first = evicted(device_blocks=10, others=9)
         ahead, behind = (fd_request(name, prompt=[*first.prompt_token_ids, 1]) for name in "cd")
         manager.match_prefix(ahead)
@@ -128,7 +128,7 @@ class TestHost:
 
 
 class TestStorage:
-    def test_a_request_waits_for_its_blocks_and_gets_none_meanwhile(self) -> None:
+    def test_a_deferred_request_gets_no_blocks(self) -> None:
         settings = StorageTierSettings(connector="local", prefetch_policy="wait_complete", size="1MiB")
         manager = CacheManager(fd_config(), storage=settings)
         request = fd_request("a", 3 * BLOCK)

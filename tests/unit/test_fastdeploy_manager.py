@@ -1,4 +1,4 @@
-"""What FastDeploy's scheduler expects of its cache manager, kept by the stand-in: blocks and requests."""
+"""FastDeploy's cache manager: its interface to the scheduler."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class TestBlocks:
         assert manager.available_gpu_resource == 0.9
 
     @pytest.mark.parametrize("first", [95, 100])
-    def test_too_many_blocks_give_none_and_change_nothing(self, first: int) -> None:
+    def test_allocating_too_many_blocks_returns_none_and_changes_nothing(self, first: int) -> None:
         manager = make(total_block_num=100)
         manager.allocate_device_blocks(fd_request("a", 1), first)
         assert manager.allocate_device_blocks(fd_request("b", 1), 10) == []
         assert manager.num_free_device_blocks == 100 - first
 
-    def test_no_blocks_are_nothing(self) -> None:
+    def test_allocating_no_blocks_returns_an_empty_list(self) -> None:
         manager = make()
         assert manager.allocate_device_blocks(fd_request("a", 1), 0) == []
         assert manager.num_free_device_blocks == manager.num_gpu_blocks
 
-    def test_can_allocate_up_to_what_there_is(self) -> None:
+    def test_can_allocate_up_to_the_number_of_blocks(self) -> None:
         manager = make(total_block_num=100, num_cpu_blocks=50)
         assert manager.can_allocate_device_blocks(100)
         assert manager.can_allocate_gpu_blocks(100)
@@ -73,7 +73,7 @@ class TestBlocks:
         with pytest.raises(RequestStateError, match="50 device blocks"):
             manager.update_cache_config(SimpleNamespace(total_block_num=50))
 
-    def test_profiled_blocks_are_taken_up(self) -> None:
+    def test_the_pool_is_resized_to_the_profiled_blocks(self) -> None:
         manager = make(total_block_num=100)
         manager.update_cache_config(SimpleNamespace(total_block_num=150))
         assert len(manager.allocate_device_blocks(fd_request("a", 1), 120)) == 120
@@ -93,10 +93,10 @@ class TestBlocks:
 
 
 class TestOtherDuties:
-    """What FastDeploy's scheduler calls for features that fdcache has otherwise."""
+    """Calls of FastDeploy's scheduler for features that fdcache implements differently."""
 
     @pytest.mark.parametrize("name", ["write_cache_to_storage", "write_cache_to_storage_decode"])
-    def test_writing_to_storage_publishes_what_was_computed(self, name: str) -> None:
+    def test_write_cache_to_storage_commits_computed_blocks(self, name: str) -> None:
         manager = make()
         first = fd_request("a", 3 * BLOCK)
         manager.match_prefix(first)
@@ -124,7 +124,7 @@ class TestOtherDuties:
         manager.core.check_integrity()
 
     @pytest.mark.parametrize("steps", [1, 3])
-    def test_outputs_are_published_when_they_fill_a_block(self, steps: int) -> None:
+    def test_outputs_are_cached_when_they_fill_a_block(self, steps: int) -> None:
         manager = make()
         request = fd_request("a", 2 * BLOCK)
         manager.match_prefix(request)
@@ -138,7 +138,7 @@ class TestOtherDuties:
         manager.match_prefix(probe)
         assert probe._match_result.matched_device_nums == 4  # the last output has no KV yet
 
-    def test_a_request_that_ends_before_it_is_computed_again_publishes_nothing(
+    def test_a_resumed_request_that_ends_before_it_is_recomputed_caches_nothing(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "0")
@@ -154,7 +154,7 @@ class TestOtherDuties:
 
 
 class TestCostOfAStep:
-    def test_outputs_are_read_once_however_many_there_are(self) -> None:
+    def test_each_output_is_read_once(self) -> None:
         class Outputs(list[int]):
             read = 0
 
@@ -173,7 +173,9 @@ class TestCostOfAStep:
             manager.check_and_add_pending_backup()
         assert 1000 - BLOCK <= Outputs.read <= 1000
 
-    def test_the_number_of_free_blocks_visits_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_number_of_free_blocks_is_known_without_visiting_blocks(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         manager = make(total_block_num=100)
 
         def visit() -> list[int]:
@@ -218,7 +220,7 @@ class TestRequests:
         assert second._match_result.device_block_ids == blocks[:4]
         assert (second._match_result.matched_device_nums, second._match_result.total_matched_blocks) == (4, 4)
 
-    def test_nothing_is_found_before_its_kv_exists(self) -> None:
+    def test_blocks_are_matchable_only_after_their_kv_is_computed(self) -> None:
         manager = make()
         first = fd_request("a", 3 * BLOCK)
         manager.match_prefix(first)
@@ -231,7 +233,7 @@ class TestRequests:
         manager.match_prefix(third)
         assert third._match_result.total_matched_blocks == 0
 
-    def test_a_partial_prefix_matches_as_far_as_it_goes(self) -> None:
+    def test_a_partial_prefix_matches_up_to_the_first_difference(self) -> None:
         manager = make()
         first = fd_request("a", 4 * BLOCK)
         run(manager, first)
@@ -239,7 +241,7 @@ class TestRequests:
         manager.match_prefix(second)
         assert second._match_result.matched_device_nums == 2
 
-    def test_finish_gives_back_and_may_be_repeated(self) -> None:
+    def test_finish_releases_blocks_and_is_idempotent(self) -> None:
         manager = make(total_block_num=10)
         request = fd_request("a", 2 * BLOCK)
         run(manager, request)
@@ -249,7 +251,7 @@ class TestRequests:
         assert manager.num_free_device_blocks == 8
         manager.core.check_integrity()
 
-    def test_outputs_that_the_cache_knows_cannot_be_taken_back(self) -> None:
+    def test_committed_outputs_cannot_be_removed(self) -> None:
         manager = make()
         request = fd_request("a", 2 * BLOCK)
         run(manager, request, outputs=3)
@@ -257,7 +259,7 @@ class TestRequests:
         with pytest.raises(RequestStateError, match="of 3 output tokens 2 are left"):
             manager.check_and_add_pending_backup()
 
-    def test_a_running_request_is_not_matched_again_but_a_waiting_one_is(self) -> None:
+    def test_a_waiting_request_can_be_matched_again_but_not_a_running_one(self) -> None:
         manager = make()
         request = fd_request("a", 2 * BLOCK)
         manager.match_prefix(request)
@@ -281,7 +283,7 @@ class TestRequests:
         manager.match_prefix(dog)
         assert dog._match_result.matched_device_nums == 1
 
-    def test_without_prefix_caching_blocks_are_only_lent(self) -> None:
+    def test_without_prefix_caching_no_block_stays_cached(self) -> None:
         manager = make(enable_prefix_caching=False)
         request = fd_request("a", 3 * BLOCK)
         run(manager, request)

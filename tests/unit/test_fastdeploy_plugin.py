@@ -1,4 +1,4 @@
-"""What the plug-in makes of a FastDeploy that it does not know."""
+"""The plug-in and a FastDeploy with other classes or signatures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fdcache.integrations.fastdeploy.plugin import EXPECTED_SIGNATURES, find_dif
 
 
 def known() -> dict[str, Any]:
-    """Modules with everything that the plug-in expects, and nothing else."""
+    """Return modules with exactly the functions that the plug-in expects."""
     modules: dict[str, Any] = {}
     for (module, path), parameters in EXPECTED_SIGNATURES.items():
         owner, member = path.split(".")
@@ -27,11 +27,11 @@ def known() -> dict[str, Any]:
     return modules
 
 
-def test_the_known_shape_has_no_differences() -> None:
+def test_the_expected_signatures_have_no_differences() -> None:
     assert find_differences(known()) == []
 
 
-def test_every_difference_is_named() -> None:
+def test_every_difference_is_reported() -> None:
     modules = known()
     cache = modules["fastdeploy.cache_manager.v1"]
     scheduler = modules["fastdeploy.engine.sched.resource_manager_v1"].ResourceManagerV1
@@ -45,14 +45,14 @@ def test_every_difference_is_named() -> None:
     assert len(find_differences(modules)) == 3
 
 
-def test_a_class_that_is_gone_is_named() -> None:
+def test_a_missing_class_is_reported() -> None:
     modules = known()
     modules["fastdeploy.cache_manager.v1"] = SimpleNamespace(CacheManager=object)
     found = find_differences(modules)
     assert "fastdeploy.cache_manager.v1.CacheController.submit_swap_tasks is missing" in found
 
 
-def test_a_scheduler_that_another_plug_in_has_decorated_is_adapted_all_the_same(
+def test_a_scheduler_decorated_by_another_plug_in_is_adapted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     modules = known()
@@ -66,8 +66,8 @@ def test_a_scheduler_that_another_plug_in_has_decorated_is_adapted_all_the_same(
         return original(self)
 
     scheduler.schedule = schedule
-    plugin._adapt_scheduler()
+    plugin.adapt_scheduler()
     adapted = scheduler.schedule
     assert adapted is not schedule
-    plugin._adapt_scheduler()
+    plugin.adapt_scheduler()
     assert scheduler.schedule is adapted, "once is enough"

@@ -11,6 +11,6 @@ from fdcache.integrations import paddle as integration
 
 
 @pytest.mark.parametrize("name", ["set_data_ipc", "share_external_data", "unset_data_ipc"])
-def test_planes_are_not_shared_over_ipc_and_the_remedy_is_named(name: str) -> None:
+def test_sharing_planes_over_ipc_is_refused_with_the_remedy(name: str) -> None:
     with pytest.raises(UnsupportedCallError, match="register_kv_cache"):
         getattr(integration, name)(object(), "planes")

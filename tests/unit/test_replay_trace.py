@@ -1,4 +1,4 @@
-"""The Mooncake reader: what it makes of good lines and what it says of bad ones."""
+"""The reader of Mooncake traces: valid lines, and errors of invalid ones."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_equal_hash_ids_give_equal_tokens_and_outputs_are_unique(tmp_path: Path)
     assert (first[1000:] != second[1000:]).any()
 
 
-def test_tokens_follow_the_seed_and_nothing_else(tmp_path: Path) -> None:
+def test_tokens_depend_on_the_seed_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", GOOD)
     (first,), (again,) = read_trace(path), read_trace(path)
     assert (first.tokens(5) == again.tokens(5)).all()
@@ -50,7 +50,7 @@ def test_blank_lines_are_skipped_and_the_limit_counts_requests(tmp_path: Path) -
     assert [item.index for item in read_trace(path, limit=2)] == [0, 1]
 
 
-def test_a_prompt_longer_than_its_ids_is_clipped_and_says_so(tmp_path: Path) -> None:
+def test_a_prompt_longer_than_its_ids_is_clipped_and_counted(tmp_path: Path) -> None:
     (item,) = read_trace(write(tmp_path / "t.jsonl", {**GOOD, "input_length": 2000}))
     assert (item.prompt_length, item.clipped_tokens) == (1024, 976)
 
@@ -76,27 +76,27 @@ def test_ids_beyond_the_prompt_are_not_used(tmp_path: Path) -> None:
         ("hash_ids", "7"),
     ],
 )
-def test_a_bad_field_is_named_with_file_and_line(tmp_path: Path, field: str, value: Any) -> None:
+def test_an_invalid_field_is_reported_with_file_and_line(tmp_path: Path, field: str, value: Any) -> None:
     path = write(tmp_path / "t.jsonl", GOOD, {**GOOD, field: value})
     with pytest.raises(TraceError, match=rf"t\.jsonl, line 2, field {field}: "):
         list(read_trace(path))
 
 
 @pytest.mark.parametrize("field", sorted(GOOD))
-def test_a_missing_field_is_named_with_file_and_line(tmp_path: Path, field: str) -> None:
+def test_a_missing_field_is_reported_with_file_and_line(tmp_path: Path, field: str) -> None:
     path = write(tmp_path / "t.jsonl", {name: value for name, value in GOOD.items() if name != field})
     with pytest.raises(TraceError, match=rf"t\.jsonl, line 1, field {field}: "):
         list(read_trace(path))
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '"a"', '{"timestamp": }', "\x80"])
-def test_what_is_no_json_object_is_named_with_file_and_line(tmp_path: Path, text: str) -> None:
+def test_invalid_json_is_reported_with_file_and_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n\n" + text.encode("latin-1") + b"\n")
     with pytest.raises(TraceError, match=r"t\.jsonl, line 3, field the whole line: "):
         list(read_trace(path))
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"absent\.jsonl: the trace cannot be read: No such file"):
         list(read_trace(tmp_path / "absent.jsonl"))

@@ -1,4 +1,4 @@
-"""The generators: determinism, order, and the shape that each name promises."""
+"""Generated workloads: determinism, order and shape."""
 
 from collections import Counter
 
@@ -22,7 +22,7 @@ def test_equal_seeds_give_equal_requests(name: WorkloadName) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_requests_come_numbered_and_in_order_of_arrival(name: WorkloadName) -> None:
+def test_requests_are_numbered_in_order_of_arrival(name: WorkloadName) -> None:
     items = items_of(name)
     assert [item.index for item in items] == list(range(200))
     times = [item.timestamp_ms for item in items]
@@ -31,7 +31,7 @@ def test_requests_come_numbered_and_in_order_of_arrival(name: WorkloadName) -> N
 
 
 @pytest.mark.parametrize("name", [WorkloadName.CHAT, WorkloadName.AGENT])
-def test_a_later_turn_starts_with_the_former_prompt_and_its_output(name: WorkloadName) -> None:
+def test_a_turn_starts_with_the_previous_prompt_and_its_output(name: WorkloadName) -> None:
     items = items_of(name)
     later = [item for item in items if item.after is not None]
     assert len(later) > len(items) / 3
@@ -51,7 +51,7 @@ def test_conversations_share_a_few_system_prompts(name: WorkloadName) -> None:
     assert len(systems) <= 4 < len(opening)
 
 
-def test_agents_pause_less_and_carry_more_than_chats() -> None:
+def test_agents_pause_less_and_have_longer_prompts_than_chats() -> None:
     chat, agent = items_of(WorkloadName.CHAT), items_of(WorkloadName.AGENT)
     assert sum(i.think_ms for i in agent) < sum(i.think_ms for i in chat) / 4
     assert sum(i.prompt_length for i in agent) > 2 * sum(i.prompt_length for i in chat)

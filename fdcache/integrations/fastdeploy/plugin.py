@@ -95,7 +95,7 @@ class CacheManager(engine.CacheManager):
     """
 
     def __init__(self, config: Any) -> None:
-        _adapt_scheduler()
+        adapt_scheduler()
         super().__init__(config)
 
 
@@ -119,7 +119,11 @@ def install() -> None:
     logger.warning("fdcache serves FastDeploy's KV cache: it replaced %s", ", ".join(places))
 
 
-def _adapt_scheduler() -> None:
+def adapt_scheduler() -> None:
+    """Add preemption after failed loads, waits for storage and the filter of tokens to FastDeploy's engine. Idempotent.
+
+    Raises ``ConfigurationError`` if FastDeploy has other functions than expected.
+    """
     modules = {name: importlib.import_module(name) for name in (_REQUESTS, _SCHEDULER, _TOKENS)}
     scheduler = modules[_SCHEDULER].ResourceManagerV1
     if hasattr(scheduler.schedule, _ADAPTED):

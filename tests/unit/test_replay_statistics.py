@@ -1,4 +1,4 @@
-"""The timeline of a replay."""
+"""Statistics of a replay: its timeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fdcache.replay.statistics import Tally, Timeline
 from fdcache.settings.cache import CacheSettings
 
 
-def test_where_no_prompt_came_the_recent_hit_rate_is_a_gap_and_not_0() -> None:
+def test_the_recent_hit_rate_without_prompts_is_nan() -> None:
     layout = KVLayout.uniform(
         model="m", revision="1", num_layers=1, block_size=4, kv_heads=1, head_dim=8, dtype="uint8"
     )
