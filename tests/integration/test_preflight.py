@@ -14,8 +14,8 @@ LINES_OF = {
     "FDCACHE_SERVER=tcp://node:1": "address 'tcp://node:1': a service is reachable on its own node only",
     f"FDCACHE_SERVER=ipc:///{'x' * 120}": "the path is longer than the 107 bytes of a socket",
     "FDCACHE_SERVER=ipc:///dev/null/x.sock": "/dev/null: the directory of the socket is not a directory",
-    "FDCACHE_HTTP_ADDRESS=0.0.0.0:1": "0.0.0.0 can be reached from elsewhere; set FD_API_KEY, or use 127.0.0.1",
-    "FDCACHE_HTTP_ADDRESS=here": "'here' is not HOST:PORT, as 127.0.0.1:9470, or off",
+    "FDCACHE_HTTP_ADDRESS=0.0.0.0:1": "0.0.0.0 is reachable from other machines; set FD_API_KEY, or use 127.0.0.1",
+    "FDCACHE_HTTP_ADDRESS=here": "'here' is not HOST:PORT, such as 127.0.0.1:9470, or off",
     "FDCACHE_ARENA_DIR=/no/such/folder": "/no/such/folder is not a directory; mount a tmpfs there",
     "FDCACHE_ARENA_DIR=/sys": "/sys cannot be written by this user; choose another one, a tmpfs such as /dev/shm",
     "FDCACHE_RUNTIME_DIR=/etc": "/etc: ",
@@ -27,7 +27,7 @@ LINES_OF = {
     "FDCACHE_STORAGE=nosuch": "FDCACHE_STORAGE=nosuch: no such connector",
     "FDCACHE_STORAGE_DIR=/proc/nope": "/proc/nope cannot be created",
     "FDCACHE_STORAGE_SIZE=3": "'3' is below 4KiB; use a size, at least 4KiB",
-    "FDCACHE_HOST_MEMORY=3": "an arena of 3 bytes holds no extent of 4096",
+    "FDCACHE_HOST_MEMORY=3": "an arena of 3 bytes is smaller than an extent of 4096",
     "FDCACHE_REUSE_GRID=48": "a grid of 48 tokens neither divides the block size 64 nor is a multiple of it",
 }
 """An assignment that lets nothing start, and what is said of it. All that concern other variables go together."""
