@@ -20,6 +20,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from fdcache.service.wire.protocol import to_number
+from fdcache.settings.effective import EffectiveValue
 from fdcache.tiers.statistics import Histogram, Traffic
 
 Record = TypeVar("Record", bound=msgspec.Struct)
@@ -683,6 +684,15 @@ class ServiceView(msgspec.Struct):
     storage: StorageView | None
     namespaces: list[NamespaceView]
     clients: list[ClientView]
+
+
+class ConfigView(msgspec.Struct):
+    """Settings in force, by variable. Secrets are masked."""
+
+    version: Annotated[str, shown("Version of fdcache.")]
+    pid: Annotated[int, shown("Process id of the service.")]
+    fingerprint: Annotated[str, shown("Fingerprint of the settings.")]
+    settings: dict[str, EffectiveValue]
 
 
 class StateView(msgspec.Struct):
