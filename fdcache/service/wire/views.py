@@ -27,7 +27,7 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Unit(StrEnum):
-    """How a value is written in a table."""
+    """Format of a value in tables."""
 
     PLAIN = "plain"
     BYTES = "bytes"
@@ -53,7 +53,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """How a field of a record is shown."""
+    """Presentation of a field."""
 
     name: str
     description: str
