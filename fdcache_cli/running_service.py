@@ -1,4 +1,4 @@
-"""A running service's settings, and which of them its options took away from an environment."""
+"""Settings of a running service, and those that its options override in an environment."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from fdcache.service.client.connection import Client
 
 _SECONDS = 0.25
-"""What a service gets that nobody asked for by name."""
+"""Timeout for a service that was not named on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningService:
-    """What a service says of itself."""
+    """A running service and its settings."""
 
     address: str
     version: str
@@ -33,9 +33,9 @@ class RunningService:
     settings: Mapping[str, EffectiveValue]
 
     def overrides(self, environment: Mapping[str, EffectiveValue]) -> dict[str, EffectiveValue]:
-        """The settings that an option of the service made another than in ``environment``.
+        """Return the settings that an option of the service overrides in ``environment``.
 
-        Its address is left out: two ways to write it lead to the same socket.
+        The address is left out, since it may be written in two ways.
         """
         return {
             name: theirs
@@ -47,42 +47,37 @@ class RunningService:
         }
 
 
-class _Answer(msgspec.Struct):
-    version: str
-    pid: int
-    fingerprint: str
-    settings: dict[str, EffectiveValue]
-
-
 def ask_service(client: Client) -> RunningService:
     """Ask a service for its settings. Raises ``ServiceError`` or ``ProtocolError``."""
+    from fdcache.service.wire.views import ConfigView  # loads NumPy, as the client does
+
     try:
-        told = msgspec.convert(client.ask("config"), _Answer)
+        found = msgspec.convert(client.ask("config"), ConfigView)
     except msgspec.ValidationError as error:
         raise ProtocolError(
-            f"{client.address}: the service there tells its settings in another form ({error}); "
-            "use the fdcache command of its version"
+            f"{client.address}: the settings of the service cannot be read ({error}); use the fdcache command of the "
+            "service's version"
         ) from error
-    return RunningService(client.address, told.version, told.pid, told.fingerprint, told.settings)
+    return RunningService(client.address, found.version, found.pid, found.fingerprint, found.settings)
 
 
 def find_service(settings: Settings) -> RunningService | None:
-    """The service at the address that ``settings`` name, if one answers at once; without a socket nothing is tried."""
+    """Return the service at the address of ``settings`` if one answers within 0.25 s, else None."""
     address = settings.cache.server or default_address(settings.server.runtime_dir)
     try:
         if not is_served(address):
             return None
-        from fdcache.service.client.connection import Client  # loaded where there is somebody to talk to
+        from fdcache.service.client.connection import Client  # loads ZeroMQ, which few commands need
 
         with Client(address, timeout=_SECONDS) as client:
             return ask_service(client)
     except FdcacheError:
-        return None  # whoever wants to know why asks for it with --server
+        return None  # --server reports the reason
 
 
 def is_served(address: str) -> bool:
-    """Whether a process listens there that this user may speak to. Raises ``ConfigurationError`` for no address."""
+    """Return True if a process of this user listens there. Raises ``ConfigurationError`` for an invalid address."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.setblocking(False)
-        # One that is asked by very many at the moment says so, without delay.
+        # A service with a full backlog answers EAGAIN at once.
         return line.connect_ex(str(socket_path(address))) in (0, errno.EAGAIN)

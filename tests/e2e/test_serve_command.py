@@ -159,7 +159,7 @@ class TestInspect:
         assert done.returncode == 2
         assert "after it" in done.stderr
 
-    def test_a_block_by_the_beginning_of_its_hash(self, service: ServiceProcess) -> None:
+    def test_block_finds_by_the_beginning_of_the_hash(self, service: ServiceProcess) -> None:
         (first, *_) = json.loads(inspect(service, "tree", "--json"))
         (found,) = json.loads(inspect(service, "block", first["hash"][:12], "--json"))
         assert found["hash"] == first["hash"]
@@ -177,14 +177,14 @@ class TestInspect:
         assert "before block 6" in shown
         assert re.search(r"\bhost +[\d.]+\w ago", shown), shown
 
-    def test_without_a_service_it_says_what_to_do(self, tmp_path: Path) -> None:
+    def test_without_a_service_the_remedy_is_named(self, tmp_path: Path) -> None:
         done = run("inspect", "tiers", "--server", f"ipc://{tmp_path}/none.sock")
         assert done.returncode == 1
         assert "fdcache serve" in done.stderr
 
 
 class TestStorage:
-    def test_a_service_with_storage_shows_it_and_frees_it(self, tmp_path: Path) -> None:
+    def test_storage_is_shown_and_reset(self, tmp_path: Path) -> None:
         settings = {
             "FDCACHE_STORAGE": "local",
             "FDCACHE_STORAGE_DIR": str(tmp_path / "storage"),
@@ -207,7 +207,7 @@ class TestStorage:
             assert "local: ready, 0 blocks" in inspect(service, "storage")
             engine.close()
 
-    def test_a_service_without_storage_says_how_to_give_it_one(self, service: ServiceProcess) -> None:
+    def test_without_storage_the_remedy_is_named(self, service: ServiceProcess) -> None:
         assert "--storage" in inspect(service, "storage")
         done = run("reset", "--server", service.address, "--tier", "storage", "--yes")
         assert done.returncode == 1
@@ -243,7 +243,7 @@ class TestReset:
             engine.close()
 
 
-def test_what_was_evicted_is_explained(tmp_path: Path) -> None:
+def test_explain_names_evictions(tmp_path: Path) -> None:
     small = {"FDCACHE_HOST_MEMORY": "128KiB", "FDCACHE_EXTENT_SIZE": "64KiB"}
     with local_service(tmp_path, **small) as service:
         engine = Engine(service.address, device_blocks=64)

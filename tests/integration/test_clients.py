@@ -1,4 +1,4 @@
-"""The ends of sessions, and what is told between them: nothing is lost, nothing counts twice."""
+"""Sessions that end or are replaced: copies, pins and figures are neither lost nor counted twice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def service(tmp_path: Path) -> Iterator[LocalService]:
 
 @pytest.fixture
 def hurried_threads() -> Iterator[None]:
-    """Threads take turns as often as they can, so that what they do comes in every order."""
+    """Let threads switch as often as possible, so that their steps interleave in many orders."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -52,7 +52,7 @@ def host_of(engine: Engine) -> RemoteHostTier:
 
 
 def compute(engine: Engine, request: Request) -> list[TransferPlan]:
-    """Blocks computed and their backup planned, but not carried out."""
+    """Compute blocks and plan their backup without carrying it out."""
     engine.manager.match_prefix([request])
     engine.manager.allocate_device_blocks([(request, request.num_tokens)])
     engine.carry_out(engine.manager.take_plans())
@@ -61,7 +61,7 @@ def compute(engine: Engine, request: Request) -> list[TransferPlan]:
 
 
 class TestChangeOfLayout:
-    def test_copies_that_end_after_it_are_stored_under_the_old_one(
+    def test_copies_in_flight_are_stored_under_the_former_layout(
         self, service: LocalService, hurried_threads: None
     ) -> None:
         engine = Engine(service.address, device_blocks=64)
@@ -78,7 +78,7 @@ class TestChangeOfLayout:
         engine.close()
         assert_nothing_is_held(service)
 
-    def test_a_registration_under_way_is_not_mistaken_for_one_of_the_new_layout(self, tmp_path: Path) -> None:
+    def test_a_registration_in_flight_is_not_taken_for_one_of_the_new_layout(self, tmp_path: Path) -> None:
         with service_process(tmp_path / "s") as service:
             assert service.process is not None
             service.process.send_signal(signal.SIGSTOP)
@@ -93,9 +93,7 @@ class TestChangeOfLayout:
             engine.close()
             assert_nothing_is_held(service)
 
-    def test_what_is_read_until_after_it_stays_pinned_however_long_that_takes(
-        self, service: LocalService
-    ) -> None:
+    def test_blocks_of_a_load_in_flight_stay_pinned(self, service: LocalService) -> None:
         engine = Engine(service.address)
         engine.serve(PROMPT)
         until(lambda: ready_blocks(service) == 10, "the blocks are stored")
@@ -115,7 +113,7 @@ class TestChangeOfLayout:
         engine.close()
         assert_nothing_is_held(service)
 
-    def test_a_bad_block_that_is_read_until_after_it_is_dropped(self, tmp_path: Path) -> None:
+    def test_a_corrupt_block_of_a_load_in_flight_is_dropped(self, tmp_path: Path) -> None:
         service = LocalService(tmp_path)
         engine = Engine(service.address)
         engine.serve(PROMPT)
@@ -141,9 +139,7 @@ class TestChangeOfLayout:
 
 
 class TestTotals:
-    def test_why_blocks_were_not_there_is_known_though_they_are_stored_at_once(
-        self, service: LocalService
-    ) -> None:
+    def test_misses_are_counted_before_the_blocks_are_stored(self, service: LocalService) -> None:
         engine = Engine(service.address)
         engine.serve(PROMPT)
         until(lambda: ready_blocks(service) == 10, "the blocks are stored")
@@ -161,9 +157,7 @@ class TestTotals:
         assert missed == {"not_stored": 10 + 4, "reset": 10}
         engine.close()
 
-    def test_what_was_copied_counts_once_though_the_engine_registers_again(
-        self, service: LocalService
-    ) -> None:
+    def test_copies_count_once_when_an_engine_registers_again(self, service: LocalService) -> None:
         engine = Engine(service.address)
         engine.serve(PROMPT)
         until(lambda: service.ask("transfers")[0]["copied"], "it has told what it copied")
@@ -183,7 +177,7 @@ class TestTotals:
         assert_nothing_is_held(service)
 
 
-def test_slots_whose_grant_never_arrived_are_asked_for_again(service: LocalService) -> None:
+def test_slots_of_a_lost_grant_are_requested_again(service: LocalService) -> None:
     engine = Engine(service.address)
     keeper = host_of(engine).sessions
     session = keeper.session

@@ -1,4 +1,4 @@
-"""Engines and services that die, stop or end, and what becomes of what they held."""
+"""Engines and services that die, stop or end: their slots, pins and files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PYTHON = (sys.executable, "-c")
 
 
 class TestDeath:
-    def test_what_a_killed_client_held_is_taken_back(self, tmp_path: Path) -> None:
+    def test_slots_and_pins_of_a_killed_client_are_freed(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service, spawned(*_PYTHON, _CLIENT, service.address) as process:
             next_line(process)
             (client,) = service.ask("clients")
@@ -34,7 +34,7 @@ class TestDeath:
             assert_nothing_is_held(service)
             assert service.service.totals.clients_lost == 1
 
-    def test_a_stopped_client_keeps_what_it_may_write_and_loses_its_pins(self, tmp_path: Path) -> None:
+    def test_a_stopped_client_keeps_its_slots_and_loses_its_pins(self, tmp_path: Path) -> None:
         with (
             local_service(tmp_path, FDCACHE_SESSION_TIMEOUT="1s") as service,
             spawned(*_PYTHON, _CLIENT, service.address) as process,
@@ -51,9 +51,7 @@ class TestDeath:
             process.wait()
             assert_nothing_is_held(service)
 
-    def test_a_client_stopped_in_mid_copy_loads_nothing_from_slots_given_up_meanwhile(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_client_stopped_in_mid_copy_loads_nothing_from_released_slots(self, tmp_path: Path) -> None:
         with local_service(
             tmp_path,
             FDCACHE_SESSION_TIMEOUT="1s",
@@ -80,9 +78,7 @@ class TestDeath:
             writer.close()
             assert_nothing_is_held(service)
 
-    def test_an_engine_goes_on_while_the_service_is_gone_and_comes_back_by_itself(
-        self, tmp_path: Path
-    ) -> None:
+    def test_an_engine_computes_while_the_service_is_gone_and_reconnects(self, tmp_path: Path) -> None:
         with service_process(tmp_path / "s") as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
@@ -105,7 +101,7 @@ class TestDeath:
             assert service.terminate() == 0
             assert service.leftovers() == []
 
-    def test_the_end_waits_for_clients_and_leaves_nothing(self, tmp_path: Path) -> None:
+    def test_a_drain_waits_for_clients_and_leaves_no_files(self, tmp_path: Path) -> None:
         with service_process(tmp_path / "s") as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)

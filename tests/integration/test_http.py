@@ -1,4 +1,4 @@
-"""HTTP: probes, keys, views, metrics, and OpenAPI held against what is answered."""
+"""HTTP: probes, API keys, views, commands, and answers that conform to the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
 
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[TestClient]:
-    """A service of its own, with ten blocks in it."""
+    """The application of a service with ten blocks."""
     with local_service(tmp_path) as own:
         engine = Engine(own.address)
         engine.serve(PROMPT)
@@ -35,6 +35,15 @@ def web(tmp_path: Path) -> Iterator[TestClient]:
         with TestClient(make_app(own.address, ())) as client:
             yield client
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def schemas(service: LocalService) -> dict[tuple[str, ...], Any]:
+    """The OpenAPI schemas of the application without and with a key."""
+    return {
+        keys: schemathesis.openapi.from_asgi("/openapi.json", make_app(service.address, keys))
+        for keys in ((), (KEY,))
+    }
 
 
 PATHS = [
@@ -57,14 +66,30 @@ def test_openapi_has_every_path(web: TestClient) -> None:
     assert sorted((method.upper(), path) for path, each in paths.items() for method in each) == sorted(PATHS)
 
 
+@pytest.mark.parametrize(
+    ("path", "view"),
+    [("/v1/stats", "ServiceView"), ("/v1/clients", "ClientView"), ("/v1/reset", "ResetView")],
+)
+def test_openapi_describes_the_answers(web: TestClient, path: str, view: str) -> None:
+    schema = web.get("/openapi.json").json()
+    (operation,) = schema["paths"][path].values()
+    answer = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    assert f"#/components/schemas/{view}" in str(answer)
+    properties = schema["components"]["schemas"][view]["properties"]
+    assert all("description" in properties[name] for name in ("state", "name") if name in properties)
+
+
 @pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "guarded"])
 @pytest.mark.parametrize(("method", "path"), PATHS)
-def test_what_is_answered_is_what_openapi_says(
-    service: LocalService, method: str, path: str, keys: tuple[str, ...]
+def test_answers_conform_to_the_openapi_schema(
+    service: LocalService,
+    schemas: dict[tuple[str, ...], Any],
+    method: str,
+    path: str,
+    keys: tuple[str, ...],
 ) -> None:
-    schema = schemathesis.openapi.from_asgi("/openapi.json", make_app(service.address, keys))
     headers = {"Authorization": f"Bearer {KEY}"} if keys and path.startswith(("/v1", "/metrics")) else {}
-    operation = schema[path][method]
+    operation = schemas[keys][path][method]
 
     @given(case=operation.as_strategy())
     @settings(max_examples=10, suppress_health_check=list(HealthCheck))
@@ -77,12 +102,12 @@ def test_what_is_answered_is_what_openapi_says(
 
 class TestKeys:
     @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
-    def test_probes_never_need_one(self, service: LocalService, path: str) -> None:
+    def test_probes_need_no_key(self, service: LocalService, path: str) -> None:
         with TestClient(make_app(service.address, (KEY,))) as web:
             assert web.get(path).status_code == 200
 
     @pytest.mark.parametrize("path", ["/metrics", "/v1/stats", "/v1/config", "/v1/clients", "/v1/namespaces"])
-    def test_everything_else_does(self, service: LocalService, path: str) -> None:
+    def test_everything_else_needs_a_key(self, service: LocalService, path: str) -> None:
         with TestClient(make_app(service.address, ("other", KEY))) as web:
             assert web.get(path).status_code == 401
             assert web.get(path, headers={"Authorization": f"Bearer {KEY[:-1]}"}).status_code == 401
@@ -99,7 +124,7 @@ def test_views_and_commands(web: TestClient) -> None:
     assert web.post("/v1/reset", json={"tier": "nothing"}).status_code == 422
 
 
-def test_without_a_service_it_says_so(tmp_path: Path) -> None:
+def test_without_a_service_readyz_fails_and_healthz_does_not(tmp_path: Path) -> None:
     from fdcache.service.server import http
 
     web = TestClient(http.make_app(f"ipc://{tmp_path}/none.sock", (), timeout=0.2))

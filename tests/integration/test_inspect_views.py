@@ -1,4 +1,4 @@
-"""``fdcache inspect``: the live view on a terminal, pictures, the tree of the hottest prefixes, transfers."""
+"""``fdcache inspect``: tree, transfers, pictures, and watching a service on a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
-    """A service with a trunk of 5 blocks that is hot, and two branches of 5 and 3 blocks."""
+    """A service with a hot trunk of 5 blocks, and two branches of 5 and 3 blocks."""
     with local_service(tmp_path_factory.mktemp("service")) as running:
         engine = Engine(running.address)
         engine.serve(PROMPT)
@@ -78,7 +78,7 @@ def test_transfers_show_bytes_and_speed_by_direction(service: LocalService) -> N
 
 
 @pytest.mark.parametrize("what", ["tiers", "tree", "transfers", "clients", "namespaces", "tenants"])
-def test_a_picture(service: LocalService, tmp_path: Path, what: str) -> None:
+def test_plot_writes_a_picture(service: LocalService, tmp_path: Path, what: str) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "picture.png"
     done = run("inspect", what, "--server", service.address, "--plot", str(picture))
@@ -88,7 +88,7 @@ def test_a_picture(service: LocalService, tmp_path: Path, what: str) -> None:
     assert len(data) > 5000
 
 
-def test_without_matplotlib_the_extra_is_named(service: LocalService, tmp_path: Path) -> None:
+def test_plot_without_matplotlib_names_the_extra(service: LocalService, tmp_path: Path) -> None:
     blocked = "import sys; sys.modules['matplotlib'] = None; from fdcache_cli.main import run; run()"
     done = subprocess.run(
         [sys.executable, "-c", blocked, "inspect", "tiers", "--plot", str(tmp_path / "x.png")],
@@ -110,7 +110,7 @@ def test_without_matplotlib_the_extra_is_named(service: LocalService, tmp_path: 
         (["--plot", "x.png", "--json"], 2, "leave --json"),
     ],
 )
-def test_a_picture_that_cannot_be_is_refused(
+def test_an_invalid_plot_option_is_refused(
     tmp_path: Path, options: list[str], status: int, said: str
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -127,7 +127,7 @@ def read_until(fd: int, *texts: str) -> str:
     return shown
 
 
-def test_a_watch_clears_the_terminal_follows_what_happens_and_ends_with_ctrl_c(tmp_path: Path) -> None:
+def test_watch_refreshes_the_terminal_until_ctrl_c(tmp_path: Path) -> None:
     with local_service(tmp_path) as service:
         ours, theirs = pty.openpty()
         process = subprocess.Popen(
@@ -155,7 +155,7 @@ def test_a_watch_clears_the_terminal_follows_what_happens_and_ends_with_ctrl_c(t
         os.close(ours)
 
 
-def test_a_watch_waits_for_a_service_that_is_away(tmp_path: Path) -> None:
+def test_watch_waits_for_a_service_that_is_away(tmp_path: Path) -> None:
     service = LocalService(tmp_path)
     command = ("inspect", "tiers", "--watch", "--json", "--server", service.address)
     with spawned(sys.executable, "-m", "fdcache_cli.main", *command) as process:

@@ -1,4 +1,4 @@
-"""How a service begins and ends: signals, what a service manager hears, dead arenas, settings of the memory."""
+"""Start and end of a service: signals, sd_notify, dead arenas, other users' arenas, settings of memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class TestSignals:
-    def test_the_first_one_waits_for_clients_and_the_second_one_does_not(self, tmp_path: Path) -> None:
+    def test_the_first_signal_drains_and_the_second_one_ends_at_once(self, tmp_path: Path) -> None:
         with ServiceProcess(tmp_path / "s", FDCACHE_DRAIN_TIMEOUT="600s") as service:
             service.start()
             assert service.process is not None
@@ -63,7 +63,7 @@ class TestSignals:
             assert service.leftovers() == []
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_one_that_comes_before_it_serves_leaves_nothing(
+    def test_a_signal_during_the_start_leaves_no_files(
         self, tmp_path: Path, number: signal.Signals, notifications: socket.socket
     ) -> None:
         with ServiceProcess(
@@ -80,7 +80,7 @@ class TestSignals:
 
 @pytest.fixture
 def notifications(tmp_path: Path) -> Iterator[socket.socket]:
-    """A service manager's end of sd_notify."""
+    """Socket of a service manager, for sd_notify."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.bind(str(tmp_path / "notify"))
         line.settimeout(TIMEOUT)
@@ -89,13 +89,13 @@ def notifications(tmp_path: Path) -> Iterator[socket.socket]:
 
 class TestServiceManager:
     def hear(self, line: socket.socket, last: str) -> list[str]:
-        """What comes, up to the line that begins so."""
+        """Return the lines received, up to the one that begins with ``last``."""
         heard: list[str] = []
         while not heard or not heard[-1].startswith(last):
             heard += line.recv(1000).decode().splitlines()
         return heard
 
-    def test_it_hears_of_progress_readiness_and_the_end(
+    def test_progress_readiness_and_the_end_are_sent(
         self, tmp_path: Path, notifications: socket.socket
     ) -> None:
         with ServiceProcess(tmp_path / "s", NOTIFY_SOCKET=notifications.getsockname()) as service:
@@ -109,7 +109,7 @@ class TestServiceManager:
             assert service.terminate() == 0
             assert self.hear(notifications, "STATUS=") == ["STOPPING=1", "STATUS=draining 0 clients"]
 
-    def test_a_manager_that_does_not_read_is_waited_for_no_longer_than_the_timeout(
+    def test_a_manager_that_does_not_read_delays_no_longer_than_the_timeout(
         self, notifications: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setenv("NOTIFY_SOCKET", notifications.getsockname())
@@ -121,7 +121,7 @@ class TestServiceManager:
         notify_status("dropped at once")
         assert self.hear(notifications, f"STATUS={sent - 2}") == [f"STATUS={i}" for i in range(sent - 1)]
 
-    def test_an_abstract_socket_and_one_that_is_gone(self, tmp_path: Path) -> None:
+    def test_an_abstract_socket_works_and_one_that_is_gone_is_harmless(self, tmp_path: Path) -> None:
         line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         line.bind(f"\0fdcache-test-{tmp_path.name}-{time.monotonic_ns()}")
         line.settimeout(TIMEOUT)
@@ -135,7 +135,7 @@ class TestServiceManager:
 
 class TestDeadArenas:
     def dead(self, directory: Path) -> str:
-        """Leave an arena with ten blocks behind; its address."""
+        """Leave an arena with ten blocks behind. Return its address."""
         directory.mkdir()
         service = LocalService(directory)
         engine = Engine(service.address)
@@ -151,14 +151,14 @@ class TestDeadArenas:
         chosen = arguments(other, FDCACHE_ARENA_DIR=str(tmp_path / "dead"), **others)
         return Server(Settings.load(environ={}, arguments=chosen))
 
-    def test_one_of_another_socket_is_found_with_its_address_and_bytes(self, tmp_path: Path) -> None:
+    def test_a_dead_arena_is_found_with_its_address_and_size(self, tmp_path: Path) -> None:
         address = self.dead(tmp_path / "dead")
         (found,) = find_arenas(tmp_path / "dead")
         assert (found.alive, found.address) == (False, address)
         assert found.nbytes >= 16 << 20
         assert f"--socket {address}" in found.remedy
 
-    def test_serve_shows_it_and_another_one_recovers_it(self, tmp_path: Path) -> None:
+    def test_serve_shows_a_dead_arena_that_its_own_address_recovers(self, tmp_path: Path) -> None:
         address = self.dead(tmp_path / "dead")
         other = tmp_path / "other"
         other.mkdir(mode=0o700)
@@ -176,7 +176,7 @@ class TestDeadArenas:
             assert service.server.recovered == 10
         assert find_arenas(tmp_path / "dead") == []
 
-    def test_it_is_removed_on_request_and_a_living_one_is_not(self, tmp_path: Path) -> None:
+    def test_a_dead_arena_is_removed_and_a_live_one_is_not(self, tmp_path: Path) -> None:
         self.dead(tmp_path / "dead")
         (found,) = find_arenas(tmp_path / "dead")
         remove_arena(found)
@@ -188,14 +188,14 @@ class TestDeadArenas:
                 remove_arena(found)
             assert len(list((tmp_path / "dead").glob("fdcache-*-free-*"))) == 16
 
-    def test_memory_that_is_short_names_the_dead_arena_that_has_it(self, tmp_path: Path) -> None:
+    def test_too_little_memory_names_the_dead_arenas(self, tmp_path: Path) -> None:
         self.dead(tmp_path / "dead")
         server = self.serve_beside(tmp_path, FDCACHE_HOST_MEMORY=str(_all_memory()))
         with pytest.raises(HostMemoryError, match="init --clean-arenas removes it"):
             server.start()
         assert [each.alive for each in find_arenas(tmp_path / "dead")] == [False]
 
-    def test_files_without_a_manifest_are_an_arena_too(self, tmp_path: Path) -> None:
+    def test_files_without_a_manifest_are_an_arena(self, tmp_path: Path) -> None:
         (tmp_path / "fdcache-0badcafe-free-00001").write_bytes(bytes(4096))
         (tmp_path / "others-file").touch()
         (found,) = find_arenas(tmp_path)
@@ -206,14 +206,14 @@ class TestDeadArenas:
 
 @pytest.fixture
 def shared_folder() -> Iterator[Path]:
-    """A folder that everybody may write, as /dev/shm is."""
+    """A directory that all users may write, as /dev/shm."""
     with tempfile.TemporaryDirectory(prefix="fdcache-test-") as name:
         Path(name).chmod(0o1777)
         yield Path(name)
 
 
 def as_nobody(look: Callable[[], T]) -> T:
-    """Call ``look`` as another user, in a process of its own."""
+    """Call ``look`` as user nobody, in another process."""
     with ProcessPoolExecutor(
         1, multiprocessing.get_context("fork"), initializer=os.setresuid, initargs=(NOBODY,) * 3
     ) as pool:
@@ -243,7 +243,7 @@ def refusal_of_start(settings: Settings) -> str:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 class TestOtherUsers:
-    def test_their_arenas_are_passed_over(self, shared_folder: Path) -> None:
+    def test_arenas_of_other_users_are_passed_over(self, shared_folder: Path) -> None:
         theirs = Arena(shared_folder, "theirs")
         theirs.lock()
         theirs.create(1 << 20, 1 << 16)
@@ -259,7 +259,7 @@ class TestOtherUsers:
         theirs.close()
 
     @pytest.mark.parametrize("folder", ["/etc", "/root", "/root/below"])
-    def test_an_arena_folder_of_theirs_is_refused(self, shared_folder: Path, folder: str) -> None:
+    def test_an_arena_directory_of_another_user_is_refused(self, shared_folder: Path, folder: str) -> None:
         settings = settings_in(shared_folder, FDCACHE_ARENA_DIR=folder)
         (said,) = as_nobody(partial(errors, settings))
         assert said.startswith(f"FDCACHE_ARENA_DIR (environment): {folder} ")
@@ -267,19 +267,19 @@ class TestOtherUsers:
 
 
 class TestMemory:
-    def test_a_node_that_is_not_there_is_refused_with_the_remedy(self, tmp_path: Path) -> None:
+    def test_an_unknown_numa_node_is_refused_with_the_remedy(self, tmp_path: Path) -> None:
         done = run("serve", **_texts(arguments(tmp_path, FDCACHE_NUMA_NODE="4095")))
         assert done.returncode == 1
         assert "no NUMA node 4095; unset it" in done.stderr
         assert [path.name for path in tmp_path.iterdir()] == []
 
-    def test_memory_of_a_node_that_is_there(self, tmp_path: Path) -> None:
+    def test_memory_of_a_numa_node(self, tmp_path: Path) -> None:
         assert node_cores(0)
         with local_service(tmp_path, FDCACHE_NUMA_NODE="0") as service:
             assert service.ask("stats")["tiers"]["host"]["bytes"] == 16 << 20
 
     @pytest.mark.parametrize("folder", ["here", "shm"])
-    def test_asking_for_huge_pages_serves_and_says_where_there_are_none(
+    def test_huge_pages_are_used_or_their_absence_is_logged(
         self, tmp_path: Path, folder: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         where = tmp_path if folder == "here" else Path("/dev/shm")
@@ -299,7 +299,7 @@ class TestMemory:
 
 
 def _all_memory() -> int:
-    """What the machine has, of which some is in use."""
+    """Return the bytes of the machine, more than are free."""
     return int(psutil.virtual_memory().total)
 
 

@@ -1,4 +1,4 @@
-"""/metrics: what Prometheus' own parser makes of it, and whether the figures are those of what was done."""
+"""/metrics, read with the parser of Prometheus: names, units, and figures that match the traffic."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def samples(text: str) -> Samples:
 
 
 def value(found: Samples, name: str, **labels: str) -> float:
-    """The sum of the samples of that name that have these labels."""
+    """Return the sum of the samples of a name that have these labels."""
     return sum(
         number
         for (its, given), number in found.items()
@@ -74,7 +74,7 @@ def test_names_types_and_units_follow_the_conventions(service: LocalService) -> 
     assert {"fdcache_copied_bytes", "fdcache_copy_duration_seconds", "fdcache_arena_bytes"} <= units
 
 
-def test_bytes_and_seconds_of_what_was_copied_outlive_the_client_that_copied_it(
+def test_bytes_and_seconds_of_copies_outlive_their_client(
     service: LocalService,
 ) -> None:
     first = Engine(service.address, layout(ranks=2), device_blocks=64)  # so that one plan backs all up
@@ -93,7 +93,7 @@ def test_bytes_and_seconds_of_what_was_copied_outlive_the_client_that_copied_it(
         assert value(found, "fdcache_copy_duration_seconds_sum", direction=direction) > 0
 
 
-def test_a_histogram_is_cumulated_and_ends_with_everything(service: LocalService) -> None:
+def test_histogram_buckets_are_cumulated(service: LocalService) -> None:
     engine = Engine(service.address, device_blocks=64)
     engine.serve(PROMPT)
     engine.close()
@@ -113,14 +113,14 @@ class TestMisses:
         }
 
     def look_up(self, engine: Engine, tokens: list[int]) -> int:
-        """Ask the service for a path of which the device has nothing."""
+        """Look up a path that is not on the device. Return the blocks found."""
         engine.manager._device.reset()
         request = Request(f"look{tokens[0]}", tokens)
         found = engine.manager.match_prefix([request])[0].num_host_blocks
         engine.manager.request_finish([request])
         return found
 
-    def test_hits_and_what_was_never_stored(self, service: LocalService) -> None:
+    def test_hits_and_blocks_never_stored(self, service: LocalService) -> None:
         engine = Engine(service.address)
         engine.serve(PROMPT)
         until(lambda: ready_blocks(service) == 10, "the blocks are stored")
@@ -163,7 +163,7 @@ class TestMisses:
             engine.close()
             assert self.missed(service)["evicted"] == 10
 
-    def test_what_was_corrupt_and_what_hung_below_it(self, tmp_path: Path) -> None:
+    def test_corrupt_blocks_and_their_descendants(self, tmp_path: Path) -> None:
         (tmp_path / "s").mkdir()
         service = LocalService(tmp_path / "s")
         engine = Engine(service.address)
@@ -205,7 +205,7 @@ class TestMisses:
         b"",
     ],
 )
-def test_figures_that_a_client_makes_up_break_nothing(service: LocalService, figures: bytes) -> None:
+def test_invalid_client_figures_are_harmless(service: LocalService, figures: bytes) -> None:
     line = Connection(service.address)
     live = LiveFile(service.directory)
     answer, _ = line.call(Register(layout().to_json().encode(), live.live, 'bad"name\n'), TIMEOUT)

@@ -1,4 +1,4 @@
-"""Shares of the arena: what one layout gives up for another, and what it keeps."""
+"""Shares of the arena: memory that moves from one namespace to another."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def only_client(service: LocalService) -> Client:
 
 
 def extents(service: LocalService, engine: Engine) -> int:
-    """As its client would see them: nothing changes meanwhile."""
+    """Return the extents of an engine's namespace."""
     counts = {each["namespace"]: each["extents"] for each in service.ask("namespaces")}
     return int(counts.get(engine.layout.fingerprint.hex()[:16], 0))
 
 
 def fill(service: LocalService, engine: Engine, wanted: int) -> None:
-    """Serve prompts until the engine's layout has so many extents."""
+    """Serve prompts until the engine's namespace has that many extents."""
     prompt = 0
 
     def has_them() -> bool:
@@ -46,7 +46,7 @@ def fill(service: LocalService, engine: Engine, wanted: int) -> None:
 ARENA = {"FDCACHE_HOST_MEMORY": "1MiB", "FDCACHE_EXTENT_SIZE": "64KiB"}
 
 
-def test_an_idle_engine_whose_stock_fills_the_last_extent_does_not_starve_another_layout(
+def test_stock_of_an_idle_engine_is_reclaimed_for_another_namespace(
     tmp_path: Path,
 ) -> None:
     with local_service(tmp_path, **ARENA) as service:
@@ -76,7 +76,7 @@ def test_an_idle_engine_whose_stock_fills_the_last_extent_does_not_starve_anothe
         assert_nothing_is_held(service)
 
 
-def test_a_layout_at_its_quota_takes_nothing_from_one_that_has_more_than_its_share(tmp_path: Path) -> None:
+def test_a_namespace_at_its_quota_takes_no_extents_from_others(tmp_path: Path) -> None:
     service = LocalService(tmp_path, **ARENA)
     engine = Engine(service.address)
     fill(service, engine, EXTENTS)
@@ -98,20 +98,20 @@ def test_a_layout_at_its_quota_takes_nothing_from_one_that_has_more_than_its_sha
         assert_nothing_is_held(service)
 
 
-def test_a_recall_that_freed_nothing_ends_by_itself_and_is_not_repeated_at_once(tmp_path: Path) -> None:
+def test_a_reclaim_without_success_ends_by_itself_and_is_not_repeated_at_once(tmp_path: Path) -> None:
     with local_service(tmp_path, **ARENA) as service:
         engine = Engine(service.address)
         giver = namespace_of(service, engine)
         first = giver.num_slots - giver.geometry.records_per_extent
         now, sent = 100.0, []
-        recalls = Reclaims(lambda: now)
+        reclaims = Reclaims(lambda: now)
         for moment, held, times in ((100.0, True, 1), (102.0, True, 1), (103.0, False, 1), (113.0, True, 2)):
             now = moment
-            recalls.begin(giver)
-            sent += [recall.first for _, recall in recalls.take_new()]
-            assert (recalls.is_held(giver), sent) == (held, [first] * times)
-        recalls.end()
-        assert not recalls.is_held(giver)
-        recalls.begin(giver)
-        assert recalls.is_held(giver), "what was freed may be asked for again"
+            reclaims.begin(giver)
+            sent += [recall.first for _, recall in reclaims.take_new()]
+            assert (reclaims.is_held(giver), sent) == (held, [first] * times)
+        reclaims.end()
+        assert not reclaims.is_held(giver)
+        reclaims.begin(giver)
+        assert reclaims.is_held(giver), "after a success the extent may be reclaimed again"
         engine.close()

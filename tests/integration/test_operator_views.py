@@ -1,4 +1,4 @@
-"""The commands where an operator meets the unusual: made-up figures, nothing found, several layouts, questions."""
+"""Commands in unusual cases: made-up client figures, unknown blocks, several namespaces, questions on a terminal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,15 @@ def service(tmp_path: Path) -> Iterator[LocalService]:
         yield own
 
 
-def test_whatever_a_client_says_of_itself_is_shown_as_it_is(service: LocalService, tmp_path: Path) -> None:
+def assert_escaped_and_shortened(text: str) -> None:
+    assert r"engine[/bold]\x1b[2J\nfdcache" in text
+    assert "\x1b[2J" not in text
+    assert "z" * 40 not in text and "0" * 40 not in text
+
+
+def test_made_up_client_figures_are_shown_escaped_and_shortened(
+    service: LocalService, tmp_path: Path
+) -> None:
     line, live = Connection(service.address), LiveFile(service.directory)
     answer, _ = line.call(Register(layout().to_json().encode(), live.live, NAME), TIMEOUT)
     line.session = answer.session  # type: ignore[union-attr]
@@ -55,12 +63,10 @@ def test_whatever_a_client_says_of_itself_is_shown_as_it_is(service: LocalServic
     for view in ("tiers", "clients", "transfers"):
         piped = run("inspect", view, "--server", service.address)
         assert (piped.returncode, piped.stderr) == (0, "")
-        for text in (piped.stdout, drawn("inspect", view, "--server", service.address)):
-            assert r"engine[/bold]\x1b[2J\nfdcache" in text
-            assert "\x1b[2J" not in text
-            assert "z" * 40 not in text and "0" * 40 not in text, "what is long is cut"
+        assert_escaped_and_shortened(piped.stdout)
         told = json.loads(run("inspect", view, "--json", "--server", service.address).stdout)
         assert told
+    assert_escaped_and_shortened(drawn("inspect", "--server", service.address))
     text = run("inspect", "tiers", "--server", service.address).stdout
     assert "[bold]all[/bold]" in text and "somebody else" not in text and "everything" not in text
     (client,) = json.loads(run("inspect", "clients", "--json", "--server", service.address).stdout)
@@ -73,7 +79,9 @@ def test_whatever_a_client_says_of_itself_is_shown_as_it_is(service: LocalServic
 
 
 @pytest.mark.parametrize("view", ["tiers", "clients", "transfers"])
-def test_a_picture_of_made_up_figures_is_drawn(service: LocalService, tmp_path: Path, view: str) -> None:
+def test_a_picture_of_made_up_client_figures_is_drawn(
+    service: LocalService, tmp_path: Path, view: str
+) -> None:
     pytest.importorskip("matplotlib")
     line, live = Connection(service.address), LiveFile(service.directory)
     answer, _ = line.call(Register(layout().to_json().encode(), live.live, NAME + r"$\frac$"), TIMEOUT)
@@ -87,18 +95,18 @@ def test_a_picture_of_made_up_figures_is_drawn(service: LocalService, tmp_path: 
 
 
 class TestBlocksAndPrompts:
-    def test_a_block_that_is_nowhere_is_said_to_be(self, service: LocalService) -> None:
+    def test_an_unknown_block_is_reported(self, service: LocalService) -> None:
         done = run("inspect", "block", "0123abcd", "--server", service.address)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith("no block that begins with 0123abcd is there")
 
     @pytest.mark.parametrize("prefix", ["abc", "xyzxyz", "0" * 65])
-    def test_what_is_no_hash_is_wrong_usage(self, service: LocalService, prefix: str) -> None:
+    def test_an_invalid_hash_is_a_usage_error(self, service: LocalService, prefix: str) -> None:
         done = run("inspect", "block", prefix, "--server", service.address)
         assert done.returncode == 2
         assert "HASH: give 4 to 64 hexadecimal digits" in done.stderr
 
-    def test_it_says_whether_a_block_is_stored(self, tmp_path: Path) -> None:
+    def test_a_block_shows_whether_it_is_stored(self, tmp_path: Path) -> None:
         storage = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path / "storage")}
         (tmp_path / "s").mkdir()
         with local_service(tmp_path / "s", **storage, FDCACHE_STORAGE_SIZE="4MiB") as service:
@@ -120,9 +128,7 @@ class TestBlocksAndPrompts:
             shown = run("inspect", "block", key, "--server", service.address).stdout
             assert "yes" in shown.splitlines()[1].split()
 
-    def test_blocks_that_look_ahead_are_explained_by_their_own_keys(
-        self, service: LocalService, tmp_path: Path
-    ) -> None:
+    def test_explain_takes_the_lookahead_of_draft_layers(self, service: LocalService, tmp_path: Path) -> None:
         settings = CacheSettings(
             server=service.address,
             device_blocks=32,
@@ -156,7 +162,7 @@ class TestBlocksAndPrompts:
             ("\udcff", 2, "cannot be read as text"),
         ],
     )
-    def test_tokens_that_explain_nothing(
+    def test_explain_with_too_few_or_invalid_tokens(
         self, service: LocalService, tmp_path: Path, text: str, status: int, said: str
     ) -> None:
         engine = Engine(service.address)
@@ -169,7 +175,7 @@ class TestBlocksAndPrompts:
         assert "Traceback" not in done.stderr
 
 
-def test_trees_of_several_layouts_stand_below_their_names() -> None:
+def test_trees_of_several_namespaces_have_their_names_above() -> None:
     one, two = (
         TreeNode(name, name * 32, parent=None, depth=0, hits=1, children=0, pins=0, idle_seconds=1.0)
         for name in ("aa", "bb")
@@ -182,7 +188,7 @@ def test_trees_of_several_layouts_stand_below_their_names() -> None:
 
 class TestReset:
     @pytest.mark.parametrize(("answer", "status", "left"), [("n\n", 1, 10), ("y\n", 0, 0)])
-    def test_it_asks_on_the_terminal_and_prints_json_alone(
+    def test_reset_asks_on_the_terminal_and_prints_only_json(
         self, service: LocalService, answer: str, status: int, left: int
     ) -> None:
         engine = Engine(service.address)
@@ -200,9 +206,9 @@ class TestReset:
             assert output.strip() == ""
 
 
-class TestWhatCannotBe:
+class TestRefused:
     @pytest.mark.parametrize("left_behind", [False, True])
-    def test_where_no_process_listens_nobody_is_waited_for(self, tmp_path: Path, left_behind: bool) -> None:
+    def test_an_address_without_a_service_fails_at_once(self, tmp_path: Path, left_behind: bool) -> None:
         path = tmp_path / "a.sock"
         if left_behind:
             with socket.socket(socket.AF_UNIX) as line:
@@ -212,7 +218,7 @@ class TestWhatCannotBe:
         assert f"{path} does not exist" in done.stderr
         assert "is `fdcache serve` running?" in done.stderr
 
-    def test_a_folder_of_the_socket_that_cannot_be_made(self, tmp_path: Path) -> None:
+    def test_a_socket_directory_that_cannot_be_made_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         address = f"ipc://{tmp_path}/file/x.sock"
         done = run("serve", "--http", "off", "--socket", address, FDCACHE_ARENA_DIR=str(tmp_path))
@@ -220,17 +226,17 @@ class TestWhatCannotBe:
         assert "choose another --socket" in done.stderr
         assert "Traceback" not in done.stderr
 
-    def test_a_check_looks_for_the_arena_folder(self, tmp_path: Path) -> None:
+    def test_serve_check_requires_the_arena_directory(self, tmp_path: Path) -> None:
         done = run("serve", "--check", "--arena-dir", str(tmp_path / "none"))
         assert done.returncode == 78
         assert "mount a tmpfs there" in done.stderr
 
-    def test_a_replay_at_a_service_has_no_host_memory_of_its_own(self, tmp_path: Path) -> None:
+    def test_a_replay_at_a_service_refuses_host_memory(self, tmp_path: Path) -> None:
         done = run("replay", "--server", f"{tmp_path}/x.sock", "--host-memory", "1GiB", "--requests", "1")
         assert done.returncode == 2
         assert "give it to `fdcache serve`" in done.stderr
 
-    def test_files_are_not_watched(self, tmp_path: Path) -> None:
+    def test_inspect_storage_of_files_refuses_watch(self, tmp_path: Path) -> None:
         done = run("inspect", "storage", str(tmp_path), "--watch")
         assert done.returncode == 2
         assert "PATH is read once" in done.stderr

@@ -1,4 +1,4 @@
-"""A service that was killed: what the next one takes over, and from whom it keeps it meanwhile."""
+"""Recovery: blocks that the next service takes over from a killed one, and the clients that it awaits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.service_help import LocalService, local_service, next_line, spawned, 
 
 
 class TestRecovery:
-    def test_after_a_crash_the_blocks_are_there_and_are_verified(self, tmp_path: Path) -> None:
+    def test_blocks_survive_a_crash_and_are_verified_by_the_first_load(self, tmp_path: Path) -> None:
         service = LocalService(tmp_path)
         engine = Engine(service.address, layout(ranks=2))
         engine.serve(PROMPT)
@@ -38,7 +38,7 @@ class TestRecovery:
             assert_nothing_is_held(service)
 
     @pytest.mark.parametrize("rank", [0, 1])
-    def test_a_record_that_rotted_is_never_served(self, tmp_path: Path, rank: int) -> None:
+    def test_a_corrupt_record_is_never_served(self, tmp_path: Path, rank: int) -> None:
         service = LocalService(tmp_path)
         engine = Engine(service.address, layout(ranks=2))
         engine.serve(PROMPT)
@@ -59,13 +59,13 @@ class TestRecovery:
             until(lambda: service.ask("namespaces")[0]["totals"]["corrupt"] == 1, "it is dropped")
             engine.close()
 
-    def test_more_blocks_than_the_quota_allows_now_are_all_found(self, tmp_path: Path) -> None:
+    def test_all_blocks_are_recovered_under_a_smaller_quota(self, tmp_path: Path) -> None:
         long = list(range(3001))
         service = LocalService(tmp_path)
         engine = Engine(service.address, device_blocks=1024)
 
         def stored() -> bool:
-            """Copies are limited by the stock of slots, which grows with what is asked of it."""
+            """Serve until the stock of slots, which grows with use, allowed that many copies."""
             engine.manager._device.reset()
             engine.serve(long)
             engine.await_stock()
@@ -82,7 +82,7 @@ class TestRecovery:
             engine.close()
             assert_nothing_is_held(service)
 
-    def test_no_slot_is_given_away_while_an_earlier_client_lives(self, tmp_path: Path) -> None:
+    def test_no_slot_is_granted_while_an_earlier_client_lives(self, tmp_path: Path) -> None:
         service = LocalService(tmp_path)
         engine = Engine(service.address)
         engine.serve(PROMPT)
@@ -105,7 +105,7 @@ class TestRecovery:
                 )
                 engine.close()
 
-    def test_without_recovery_everything_is_new(self, tmp_path: Path) -> None:
+    def test_no_recover_starts_empty(self, tmp_path: Path) -> None:
         service = LocalService(tmp_path)
         engine = Engine(service.address)
         engine.serve(PROMPT)

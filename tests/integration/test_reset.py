@@ -1,4 +1,4 @@
-"""``fdcache reset`` against a running service: what is in flight, which blocks, what is reported, which status."""
+"""``fdcache reset`` against a running service: loads in flight, selected blocks, report and exit status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def service(tmp_path: Path) -> Iterator[LocalService]:
 
 @pytest.fixture
 def engine(service: LocalService) -> Iterator[Engine]:
-    """An engine whose prompt stands in the host tier, and not on its device."""
+    """An engine whose prompt is in the host tier and not on its device."""
     made = Engine(service.address)
     made.serve(PROMPT)
     until(lambda: ready_blocks(service) == 10, "the blocks are stored")
@@ -34,7 +34,7 @@ def engine(service: LocalService) -> Iterator[Engine]:
 
 
 def pinned(service: LocalService, engine: Engine, name: str = "holds") -> Request:
-    """A request that has found its blocks and goes on to load them."""
+    """Return a request that has pinned its blocks and not loaded them yet."""
     request = Request(name, PROMPT)
     assert engine.manager.match_prefix([request])[0].num_host_blocks == 10
     assert service.ask("clients")[0]["runs"] == 1
@@ -42,7 +42,9 @@ def pinned(service: LocalService, engine: Engine, name: str = "holds") -> Reques
 
 
 class TestInFlight:
-    def test_it_is_refused_naming_who_is_loading(self, service: LocalService, engine: Engine) -> None:
+    def test_a_reset_is_refused_and_names_the_loading_client(
+        self, service: LocalService, engine: Engine
+    ) -> None:
         request = pinned(service, engine)
         done = run("reset", "--server", service.address, "--tier", "host", "--yes")
         assert done.returncode == 1
@@ -53,12 +55,14 @@ class TestInFlight:
         assert ready_blocks(service) == 10
         engine.manager.request_finish([request])
 
-    def test_a_drain_lets_it_end_and_nothing_new_begin(self, service: LocalService, engine: Engine) -> None:
+    def test_a_drain_lets_loads_end_and_no_new_ones_begin(
+        self, service: LocalService, engine: Engine
+    ) -> None:
         request = pinned(service, engine)
         assert service.ask("reset", tier="host", in_flight="drain")["in_flight"][0]["pinned_runs"] == 1
 
         def holds() -> bool:
-            """A drain is good for 2 s, which a busy machine may take between these lines."""
+            """Drain again: a drain lasts 2 s, which a busy machine may need between these lines."""
             service.ask("reset", tier="host", in_flight="drain")
             late = Request("late", PROMPT)
             found = engine.manager.match_prefix([late])[0].num_host_blocks
@@ -73,7 +77,7 @@ class TestInFlight:
         assert (answer["host"][0]["blocks"], answer["in_flight"]) == (10, [])
         assert ready_blocks(service) == 0
 
-    def test_a_drain_that_takes_too_long_forgets_nothing_and_holds_nobody_up(
+    def test_a_drain_that_times_out_forgets_nothing_and_ends(
         self, service: LocalService, engine: Engine
     ) -> None:
         request = pinned(service, engine)
@@ -91,7 +95,9 @@ class TestInFlight:
 
         until(finds_it_again, "look-ups find blocks again")
 
-    def test_a_lease_from_before_is_stale_and_harmless(self, service: LocalService, engine: Engine) -> None:
+    def test_a_lease_from_before_the_reset_is_stale_and_harmless(
+        self, service: LocalService, engine: Engine
+    ) -> None:
         request = pinned(service, engine)
         assert service.ask("reset", tier="host")["host"][0]["in_use"] == 10
         (allocation,) = engine.manager.allocate_device_blocks([(request, len(PROMPT))])
@@ -104,7 +110,7 @@ class TestInFlight:
 
 
 class TestWhichBlocks:
-    def test_of_one_tenant(self, service: LocalService, engine: Engine) -> None:
+    def test_tenant_resets_the_blocks_of_one_tenant(self, service: LocalService, engine: Engine) -> None:
         engine.serve(PROMPT, "gone")
         until(lambda: ready_blocks(service) == 20, "the tenant's blocks are stored")
         where = ("--server", service.address)
@@ -116,7 +122,7 @@ class TestWhichBlocks:
         assert [each["tenant"] for each in service.ask("tenants")] == ["(none)"]
         assert ready_blocks(service) == 10
 
-    def test_unused_for_long(self, service: LocalService, engine: Engine) -> None:
+    def test_older_than_resets_unused_blocks(self, service: LocalService, engine: Engine) -> None:
         assert service.ask("reset", tier="host", older_than=1000.0)["host"][0]["blocks"] == 0
         key = tenant_key("nobody").hex()
         with pytest.raises(RefusedError, match="no namespace knows"):
@@ -124,7 +130,7 @@ class TestWhichBlocks:
         assert service.ask("reset", tier="all", older_than=1e-6)["device"] == []
         assert ready_blocks(service) == 0
 
-    def test_a_part_of_a_device_tier_is_a_usage_error(self) -> None:
+    def test_a_partial_device_reset_is_a_usage_error(self) -> None:
         done = run("reset", "--tier", "device", "--tenant", "x", "--yes")
         assert done.returncode == 2
         assert "reset as a whole" in done.stderr
@@ -140,7 +146,7 @@ class TestWhichBlocks:
             ({"tier": "device", "older_than": 5}, "reset as a whole"),
         ],
     )
-    def test_what_makes_no_sense_is_refused(
+    def test_invalid_arguments_are_refused(
         self, service: LocalService, arguments: dict[str, str], said: str
     ) -> None:
         with Client(service.address) as client, pytest.raises(RefusedError, match=said):

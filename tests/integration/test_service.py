@@ -1,4 +1,4 @@
-"""The service with real engines: what they share, and what a reset does."""
+"""The service with real engines: sharing, look-ups, resets, replays."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestSharing:
                 engine.close()
             assert_nothing_is_held(service)
 
-    def test_unequal_layouts_never_meet(self, tmp_path: Path) -> None:
+    def test_different_layouts_share_nothing(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
             first, second = Engine(service.address, layout("a")), Engine(service.address, layout("b"))
             first.serve(PROMPT)
@@ -53,7 +53,7 @@ class TestSharing:
             first.close()
             second.close()
 
-    def test_memory_goes_from_a_layout_without_clients_to_one_that_needs_it(self, tmp_path: Path) -> None:
+    def test_memory_moves_from_a_namespace_without_clients(self, tmp_path: Path) -> None:
         with local_service(tmp_path, FDCACHE_HOST_MEMORY="1MiB", FDCACHE_EXTENT_SIZE="64KiB") as service:
             first = Engine(service.address, layout("a"), device_blocks=256)
             starts = iter(range(0, 10**6, 1000))
@@ -77,7 +77,7 @@ class TestSharing:
             second.close()
             assert_nothing_is_held(service)
 
-    def test_an_extent_that_is_other_memory_than_it_was_is_mapped_anew(self, tmp_path: Path) -> None:
+    def test_an_extent_with_new_memory_is_mapped_again(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
@@ -100,7 +100,7 @@ class TestSharing:
             engine.close()
             assert not former.data.any()
 
-    def test_a_device_hit_asks_the_service_nothing(self, tmp_path: Path) -> None:
+    def test_a_device_hit_sends_no_request(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
@@ -109,7 +109,9 @@ class TestSharing:
             assert round_trips(service) == before
             engine.close()
 
-    def test_a_request_that_waits_for_anothers_load_asks_nothing_and_hits_once(self, tmp_path: Path) -> None:
+    def test_a_request_that_waits_for_a_load_sends_no_request_and_counts_one_hit(
+        self, tmp_path: Path
+    ) -> None:
         with local_service(tmp_path) as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
@@ -129,7 +131,7 @@ class TestSharing:
             engine.close()
             assert_nothing_is_held(service)
 
-    def test_what_is_not_there_is_known_without_asking(self, tmp_path: Path) -> None:
+    def test_a_miss_is_known_from_the_table_without_a_request(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
             engine = Engine(service.address)
             requests = [Request(f"q{i}", [i] * 41) for i in range(50)]
@@ -184,7 +186,7 @@ class TestSharing:
 
 
 class TestReset:
-    def test_a_reset_forgets_and_later_stores_are_found_again(self, tmp_path: Path) -> None:
+    def test_blocks_stored_after_a_reset_are_found(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
@@ -200,7 +202,7 @@ class TestReset:
             other.close()
             assert_nothing_is_held(service)
 
-    def test_a_device_reset_is_told_applied_and_acknowledged(self, tmp_path: Path) -> None:
+    def test_a_device_reset_is_sent_applied_and_acknowledged(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)
@@ -226,7 +228,7 @@ class TestReset:
             assert service.ask("reset", dry_run=True)["host"][0]["blocks"] == 10
             assert ready_blocks(service) == 10
 
-    def test_paused_it_finds_and_grants_nothing(self, tmp_path: Path) -> None:
+    def test_a_paused_service_finds_and_grants_nothing(self, tmp_path: Path) -> None:
         with local_service(tmp_path) as service:
             engine = Engine(service.address)
             engine.serve(PROMPT)

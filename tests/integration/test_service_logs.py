@@ -1,4 +1,4 @@
-"""The service's log: where it goes, how it looks, and what must never stand in it."""
+"""The service's log: destinations, formats, levels, and secrets that must not be in it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def environment(directory: Path, **others: str) -> dict[str, str]:
 
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
-    """The service's logger, as it was before."""
+    """The service's logger, restored after the test."""
     used = logging.getLogger("fdcache")
     former = (used.handlers[:], used.level, used.propagate)
     yield used
@@ -46,7 +46,7 @@ def logger() -> Iterator[logging.Logger]:
     used.setLevel(former[1])
 
 
-def test_no_secret_token_prompt_or_tenant_is_in_the_log_at_the_most_talkative_level(tmp_path: Path) -> None:
+def test_the_debug_log_has_no_secret_token_prompt_or_tenant(tmp_path: Path) -> None:
     settings = {
         "FD_API_KEY": KEY,
         "FD_LOG_DIR": str(tmp_path / "logs"),
@@ -89,7 +89,7 @@ def test_no_secret_token_prompt_or_tenant_is_in_the_log_at_the_most_talkative_le
         assert not [canary for canary in (KEY, TOKEN, TENANT, "19128374") if canary in text]
 
 
-def test_without_a_terminal_the_lines_are_json_and_on_one_they_are_text(tmp_path: Path) -> None:
+def test_lines_are_text_on_a_terminal_and_json_elsewhere(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "plain") as plain:
         plain.start()
         assert plain.terminate() == 0
@@ -117,7 +117,7 @@ def test_without_a_terminal_the_lines_are_json_and_on_one_they_are_text(tmp_path
 
 
 @pytest.mark.parametrize("level", ["INFO", "DEBUG"])
-def test_the_level_is_the_one_asked_for(tmp_path: Path, logger: logging.Logger, level: str) -> None:
+def test_the_level_follows_the_setting(tmp_path: Path, logger: logging.Logger, level: str) -> None:
     given = {"FD_LOG_DIR": str(tmp_path), "FD_LOG_LEVEL": level}
     process.configure(Settings.load(environ={}, arguments=given))
     logger.debug("detail")
@@ -126,7 +126,7 @@ def test_the_level_is_the_one_asked_for(tmp_path: Path, logger: logging.Logger, 
     assert ("detail" in text, "event" in text) == (level == "DEBUG", True)
 
 
-def test_a_name_in_a_line_of_text_cannot_begin_another_or_move_the_cursor() -> None:
+def test_control_characters_in_names_are_escaped() -> None:
     record = logging.LogRecord(
         "fdcache.service.server", logging.WARNING, "", 0, "client %s is silent", ("a\x1b[2J\nERROR b",), None
     )
@@ -134,7 +134,7 @@ def test_a_name_in_a_line_of_text_cannot_begin_another_or_move_the_cursor() -> N
     assert line == r"WARNING client a\x1b[2J\nERROR b is silent"
 
 
-def test_so_many_days_are_kept(tmp_path: Path, logger: logging.Logger) -> None:
+def test_backup_count_limits_the_days_kept(tmp_path: Path, logger: logging.Logger) -> None:
     for day in range(1, 6):
         (tmp_path / f"fdcache-serve.log.2020-01-0{day}").write_text("old\n")
     process.configure(
@@ -151,6 +151,6 @@ def test_so_many_days_are_kept(tmp_path: Path, logger: logging.Logger) -> None:
     assert "of tomorrow" in (tmp_path / kept[0]).read_text()
 
 
-def test_without_a_folder_no_file_is_written(tmp_path: Path, logger: logging.Logger) -> None:
+def test_without_a_directory_no_file_is_written(tmp_path: Path, logger: logging.Logger) -> None:
     process.configure(Settings.load(environ={}, arguments={}))
     assert [type(each) for each in logger.handlers] == [logging.StreamHandler]

@@ -1,4 +1,4 @@
-"""Quotas of tenants in a running service: who may push whose blocks out, and what operators see of it."""
+"""Quotas of tenants in a running service: eviction stays within a tenant, and views show it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tenants(service: LocalService) -> dict[str, dict[str, int]]:
 
 
 def found(service: LocalService, tokens: list[int], tenant: str | None) -> int:
-    """How many blocks of a prompt an engine that has nothing itself finds."""
+    """Return the blocks of a prompt that a fresh engine finds."""
     engine = Engine(service.address, device_blocks=64, stocked=False)
     count, _ = engine.serve(tokens, tenant)
     engine.close()
@@ -42,7 +42,7 @@ def found(service: LocalService, tokens: list[int], tenant: str | None) -> int:
 
 
 def flood(service: LocalService, engine: Engine, tenant: str | None, stored: int) -> None:
-    """Let a tenant store one prompt after another, until it has stored so many blocks."""
+    """Let a tenant store prompts until it has stored that many blocks."""
     starts = iter(range(1000, 10**7, 1000))
 
     def enough() -> bool:
@@ -55,9 +55,7 @@ def flood(service: LocalService, engine: Engine, tenant: str | None, stored: int
 
 
 @pytest.mark.parametrize("flooding", ["batch", None])
-def test_a_tenant_that_floods_evicts_its_own_and_leaves_the_others_blocks(
-    service: LocalService, flooding: str | None
-) -> None:
+def test_a_flooding_tenant_evicts_only_its_own_blocks(service: LocalService, flooding: str | None) -> None:
     engine = Engine(service.address, device_blocks=64)
     engine.serve(PROMPT, "quiet")
     until(lambda: ready_blocks(service) == 10, "the blocks are stored")
@@ -84,7 +82,7 @@ def test_without_quotas_a_flood_takes_everything(tmp_path: Path) -> None:
         assert found(service, PROMPT, "quiet") == 0
 
 
-def test_a_quota_of_its_own_has_its_name_and_shows_in_the_metrics(service: LocalService) -> None:
+def test_a_named_quota_is_shown_by_name_and_in_the_metrics(service: LocalService) -> None:
     engine = Engine(service.address, device_blocks=64)
     for start in range(0, 4000, 100):
         engine.serve(list(range(start, start + 41)), "large")
@@ -101,7 +99,7 @@ def test_a_quota_of_its_own_has_its_name_and_shows_in_the_metrics(service: Local
     assert f"fdcache_tenant_quota_blocks{labels} {float(large['most_blocks'])}" in text
 
 
-def test_a_prompt_longer_than_the_quota_is_stored_as_far_as_it_goes(service: LocalService) -> None:
+def test_a_prompt_longer_than_the_quota_is_stored_in_part(service: LocalService) -> None:
     engine = Engine(service.address, device_blocks=64)
     tokens = list(range(4 * 40 + 1))
     engine.serve(tokens, "batch")
@@ -118,7 +116,7 @@ def test_a_prompt_longer_than_the_quota_is_stored_as_far_as_it_goes(service: Loc
     assert_nothing_is_held(service)
 
 
-def test_who_owns_what_survives_the_service(tmp_path: Path) -> None:
+def test_owners_of_blocks_survive_the_service(tmp_path: Path) -> None:
     service = LocalService(tmp_path)
     engine = Engine(service.address)
     engine.serve(PROMPT, "one")
@@ -136,7 +134,7 @@ def test_who_owns_what_survives_the_service(tmp_path: Path) -> None:
         assert one[:12] not in tenants(service)
 
 
-def test_an_engine_client_names_the_tenant_too(service: LocalService) -> None:
+def test_an_engine_client_sends_the_tenant(service: LocalService) -> None:
     blocks = Blocks(service.address)
     tokens = TokenBlocks(BLOCK, root_hash(blocks.layout.fingerprint, "large"))
     tokens.append(list(range(3 * BLOCK)))
@@ -148,7 +146,7 @@ def test_an_engine_client_names_the_tenant_too(service: LocalService) -> None:
     blocks.close()
 
 
-def test_a_key_tells_nothing_of_the_name() -> None:
+def test_a_key_does_not_contain_the_name() -> None:
     assert tenant_key(None) == NO_TENANT
     assert len({tenant_key(name) for name in ("", "a", "b")}) == 3
     assert b"secret" not in tenant_key("secret")

@@ -1,4 +1,4 @@
-"""Extents as files: made, given, taken back, adopted, and checked before they are promised."""
+"""Extents as files: created, assigned, taken back, adopted, and checked against the memory there is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_every_file_bears_the_name_and_nothing_is_left_at_the_end(tmp_path: Path) -> None:
+def test_every_file_has_the_prefix_and_close_removes_all(tmp_path: Path) -> None:
     made = arena(tmp_path)
     assert made.num_free == 16
     assert len(names(tmp_path)) == 17
@@ -32,7 +32,7 @@ def test_every_file_bears_the_name_and_nothing_is_left_at_the_end(tmp_path: Path
     assert names(tmp_path) == []
 
 
-def test_an_extent_keeps_its_memory_when_it_changes_hands(tmp_path: Path) -> None:
+def test_an_extent_keeps_its_memory_when_it_is_assigned_again(tmp_path: Path) -> None:
     made = arena(tmp_path)
     path = str(tmp_path / "fdcache-t-00112233aabbccdd-r0-00000")
     made.assign([path])
@@ -45,7 +45,7 @@ def test_an_extent_keeps_its_memory_when_it_changes_hands(tmp_path: Path) -> Non
     made.close()
 
 
-def test_what_a_dead_service_left_is_adopted(tmp_path: Path) -> None:
+def test_files_of_a_dead_service_are_adopted(tmp_path: Path) -> None:
     made = arena(tmp_path)
     made.assign([str(tmp_path / f"fdcache-t-00112233aabbccdd-r{rank}-00000") for rank in (0, 1)])
     (tmp_path / "fdcache-t-free-00099").write_bytes(b"torn")
@@ -60,14 +60,14 @@ def test_what_a_dead_service_left_is_adopted(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_live_one_is_refused_with_its_pid(tmp_path: Path) -> None:
+def test_an_arena_of_a_live_service_is_refused_with_its_pid(tmp_path: Path) -> None:
     made = arena(tmp_path)
     with pytest.raises(ServiceRunningError, match=r"process \d+"):
         Arena(tmp_path, "t").lock()
     made.close()
 
 
-def test_a_folder_that_takes_no_manifest_is_refused_with_its_variable(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_refused_with_its_variable(tmp_path: Path) -> None:
     made = Arena(tmp_path / "gone", "t")
     with pytest.raises(
         ConfigurationError, match=r"^FDCACHE_ARENA_DIR: .*No such file or directory; choose another"
@@ -76,7 +76,7 @@ def test_a_folder_that_takes_no_manifest_is_refused_with_its_variable(tmp_path: 
     made.close()
 
 
-def test_more_than_there_is_is_refused_with_the_remedy_and_nothing_is_left(tmp_path: Path) -> None:
+def test_too_much_memory_is_refused_with_the_remedy_and_leaves_nothing(tmp_path: Path) -> None:
     made = Arena(tmp_path, "t")
     made.lock()
     with pytest.raises(HostMemoryError, match="--host-memory"):
@@ -85,7 +85,7 @@ def test_more_than_there_is_is_refused_with_the_remedy_and_nothing_is_left(tmp_p
     assert names(tmp_path) == []
 
 
-def test_extents_are_touched_by_threads_that_rebind_no_other(tmp_path: Path) -> None:
+def test_touching_extents_does_not_rebind_other_threads(tmp_path: Path) -> None:
     made = Arena(tmp_path, "t")
     made.lock()
     cores, told = os.sched_getaffinity(0), []
@@ -107,5 +107,5 @@ def test_extents_are_touched_by_threads_that_rebind_no_other(tmp_path: Path) -> 
         (8192, 1 << 26, 4096),
     ],
 )
-def test_there_are_enough_extents_to_share(total: int, most: int, expected: int) -> None:
+def test_an_arena_has_at_least_16_extents(total: int, most: int, expected: int) -> None:
     assert extent_bytes(total, most, huge_pages=False) == expected

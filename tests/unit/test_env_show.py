@@ -96,5 +96,5 @@ def test_a_service_of_this_version_is_understood() -> None:
 
 @pytest.mark.parametrize("answer", [[], {}, {"fingerprint": "f", "settings": {"FD_DEBUG": "0"}}])
 def test_a_service_of_another_version_is_named(answer: Any) -> None:
-    with pytest.raises(ProtocolError, match=r"x\.sock.*another form.*command of its version"):
+    with pytest.raises(ProtocolError, match=r"x\.sock.*cannot be read.*command of the service.s version"):
         ask_service(OtherVersion(answer))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Pictures of a service: what stands in them, and what the account of a client comes to."""
+"""Pictures of a service, and the share of prompt tokens that a client found."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TENANTS = [
 
 
 def texts(draw: Callable[[Any, Path], None], rows: Any, folder: Path) -> list[str]:
-    """What is written in a picture, label by label, numbers of the axes included."""
+    """Return the labels of a picture, with the numbers at its axes."""
     matplotlib = pytest.importorskip("matplotlib")
     from xml.etree import ElementTree as ET
 
@@ -51,13 +51,13 @@ def texts(draw: Callable[[Any, Path], None], rows: Any, folder: Path) -> list[st
     return ["".join(each.itertext()).strip() for each in ET.parse(picture).getroot().iter(f"{namespace}text")]
 
 
-def test_clients_have_a_bar_each_whatever_they_are_called(tmp_path: Path) -> None:
+def test_each_client_has_a_bar_whatever_its_name(tmp_path: Path) -> None:
     shown = texts(plot_clients, CLIENTS, tmp_path)
     assert [text for text in shown if text in (r"one $\frac$", "two")] == [r"one $\frac$", "two", "two"]
     assert {"device", "host", "storage", "GiB held to copy into", "3.0"} <= set(shown)
 
 
-def test_layouts_are_named_by_model_and_id(tmp_path: Path) -> None:
+def test_namespaces_are_labelled_with_model_and_id(tmp_path: Path) -> None:
     shown = texts(plot_namespaces, NAMESPACES, tmp_path)
     assert {"ab12", "cd34", "llama", r"llama\x1b[2J", "ready", "writing", "free", "GiB of the arena"} <= set(
         shown
@@ -72,7 +72,7 @@ def test_a_quota_is_marked_where_a_tenant_has_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("draw", [plot_tiers, plot_transfers, plot_clients, plot_namespaces, plot_tenants])
 @pytest.mark.filterwarnings("error")
-def test_nothing_is_a_picture_too(tmp_path: Path, draw: Callable[[Any, Path], None]) -> None:
+def test_no_rows_make_an_empty_picture(tmp_path: Path, draw: Callable[[Any, Path], None]) -> None:
     assert any(text for text in texts(draw, [], tmp_path))
 
 
@@ -92,7 +92,7 @@ def test_nothing_is_a_picture_too(tmp_path: Path, draw: Callable[[Any, Path], No
         (None, {}),
     ],
 )
-def test_what_a_client_says_it_found_counts_only_if_it_can_be(
+def test_contradictory_client_figures_have_no_hit_shares(
     counters: dict[str, Any] | None, shares: dict[str, float]
 ) -> None:
     assert ClientFigures.of({"counters": counters}).hit_shares() == shares

@@ -1,4 +1,4 @@
-"""The memory of one layout in an arena: what it takes from another layout carries nothing of it."""
+"""Memory of a namespace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def memory_of(arena: Arena, layout: KVLayout, name: str) -> tuple[NamespaceMemor
     return NamespaceMemory(arena, layout, geometry), geometry
 
 
-def test_an_extent_that_changes_layout_has_zeros_wherever_no_plane_is(tmp_path: Path) -> None:
+def test_padding_of_an_extent_from_another_namespace_is_cleared(tmp_path: Path) -> None:
     arena = Arena(tmp_path, "t")
     arena.lock()
     arena.create(16 * EXTENT, EXTENT)

@@ -21,10 +21,10 @@ from fdcache.service.client.connection import Client
 from fdcache.service.server.metrics import render
 from fdcache.service.wire.views import (
     ClientView,
+    ConfigView,
     NamespaceView,
     ResetView,
     ServiceView,
-    StateView,
     TreeNode,
 )
 
@@ -109,7 +109,7 @@ class _Api(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI schema."""
         if not self.openapi_schema:
-            views = [ServiceView, NamespaceView, ClientView, TreeNode, ResetView, StateView]
+            views = [ServiceView, NamespaceView, ClientView, TreeNode, ConfigView, ResetView]
             _, components = msgspec.json.schema_components(views, ref_template=_SCHEMAS)
             super().openapi()["components"]["schemas"].update(components)
         assert self.openapi_schema is not None
@@ -192,7 +192,7 @@ def make_app(address: str, api_keys: tuple[str, ...], *, timeout: float = _TIMEO
         """Return the hottest blocks, each with its ancestors."""
         return list(ask("tree", limit=limit, namespace=namespace))
 
-    @app.get("/v1/config", responses=failures, **guarded)
+    @app.get("/v1/config", responses=failures | _returns(ConfigView, "Settings."), **guarded)
     def config() -> dict[str, Any]:
         """Return the settings in force; secrets are masked."""
         return dict(ask("config"))

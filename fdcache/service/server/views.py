@@ -28,6 +28,7 @@ from fdcache.service.wire.views import (
     ArenaView,
     BlockView,
     ClientView,
+    ConfigView,
     CopiedView,
     ExplainedBlock,
     ExplainView,
@@ -138,14 +139,9 @@ class Views:
             if (device := client.reported().get("device"))
         ]
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ConfigView:
         """Return the settings in force by name, each with every value that was given for it. Secrets are masked."""
-        return {
-            "version": __version__,
-            "pid": os.getpid(),
-            "fingerprint": self._fingerprint,
-            "settings": msgspec.to_builtins(self._config),
-        }
+        return ConfigView(__version__, os.getpid(), self._fingerprint, dict(self._config))
 
     def _pause(self, paused: bool) -> StateView:
         self._service.paused = paused

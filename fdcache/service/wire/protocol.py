@@ -212,14 +212,14 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Answer to a heartbeat: the figures of the client's layout, in the order of ``TierUsage``."""
+    """Answer to a heartbeat: the figures of the client's namespace, in the order of ``TierUsage``."""
 
     figures: list[int]
     device_resets: int = 0
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
-    """Events of the layout's tier: kinds (0 stored, 1 removed, 2 cleared, 3 lost), hashes, parents."""
+    """Events of the namespace's tier: kinds (0 stored, 1 removed, 2 cleared, 3 lost), hashes, parents."""
 
     kinds: bytes
     hashes: bytes
@@ -227,7 +227,7 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
 
 
 class Recall(msgspec.Struct, frozen=True, tag="recall"):
-    """Ask for the slots of the stock from ``first`` on: another layout needs the memory."""
+    """Ask for the slots of the stock from ``first`` on: another namespace needs the memory."""
 
     first: int
 

@@ -15,7 +15,7 @@ from fdcache.metadata import SLOT_HEADER_BYTES
 
 
 class Geometry(msgspec.Struct, frozen=True):
-    """Files of one layout's memory: extents of ``extent_bytes`` in ``directory``, whose names begin with ``prefix``.
+    """Files of a namespace's memory: extents of ``extent_bytes`` in ``directory``, whose names begin with ``prefix``.
 
     An extent holds ``records_per_extent`` records, then their slot headers. ``incarnation`` changes when files of
     the same names become other memory. ``table_bytes`` is the size of the presence table.
@@ -81,7 +81,7 @@ class Extent:
         self.nbytes = nbytes
 
     def is_still(self, path: str | Path) -> bool:
-        """Return True if the file of this name is the mapped memory, not that of another layout since.
+        """Return True if the file of this name is the mapped memory, not that of another namespace since.
 
         Raises ``OSError`` when there is no such file.
         """

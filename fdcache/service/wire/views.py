@@ -20,13 +20,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from fdcache.service.wire.protocol import to_number
+from fdcache.settings.effective import EffectiveValue
 from fdcache.tiers.statistics import Histogram, Traffic
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Unit(StrEnum):
-    """How a value is written in a table."""
+    """Format of a value in tables."""
 
     PLAIN = "plain"
     BYTES = "bytes"
@@ -52,7 +53,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """How a field of a record is shown."""
+    """Presentation of a field."""
 
     name: str
     description: str
@@ -683,6 +684,15 @@ class ServiceView(msgspec.Struct):
     storage: StorageView | None
     namespaces: list[NamespaceView]
     clients: list[ClientView]
+
+
+class ConfigView(msgspec.Struct):
+    """Settings in force, by variable. Secrets are masked."""
+
+    version: Annotated[str, shown("Version of fdcache.")]
+    pid: Annotated[int, shown("Process id of the service.")]
+    fingerprint: Annotated[str, shown("Fingerprint of the settings.")]
+    settings: dict[str, EffectiveValue]
 
 
 class StateView(msgspec.Struct):
