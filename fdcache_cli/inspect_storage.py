@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fdcache.service.wire.views import NamespaceStorageView, StorageView
+from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
 from fdcache.settings.kinds import readable_size
 from fdcache_cli import errors, output
 from fdcache_cli.output import progress_bars

@@ -15,7 +15,9 @@ import typer
 
 from fdcache.errors import ProtocolError, ServiceUnavailableError
 from fdcache.service.client.connection import Client
-from fdcache.service.wire.views import StorageView, TiersView, Unit, fields, shown
+from fdcache.service.wire.records import Unit, fields, shown
+from fdcache.service.wire.storage_views import StorageView
+from fdcache.service.wire.views import TiersView
 from fdcache.settings import Severity
 from fdcache.settings.kinds import readable_size
 from fdcache_cli import output

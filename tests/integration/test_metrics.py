@@ -150,6 +150,7 @@ class TestMisses:
         with local_service(tmp_path / "s", **small) as service:
             engine = Engine(service.address, device_blocks=64)
             engine.serve(PROMPT)
+            until(lambda: ready_blocks(service), "its first blocks are stored")
             starts = iter(range(1000, 10**6, 1000))
 
             def has_evicted() -> bool:

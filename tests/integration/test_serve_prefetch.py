@@ -211,7 +211,9 @@ def test_a_client_that_disconnects_leaves_no_read_and_no_pin(stage: Stage) -> No
 def test_an_engine_cannot_have_storage_of_its_own(stage: Stage, tmp_path: Path) -> None:
     settings = CacheSettings(server=stage.service.address)
     storage = StorageTierSettings(connector="local", directory=tmp_path)
-    with pytest.raises(ConfigurationError, match="the storage belongs"):
+    with pytest.raises(
+        ConfigurationError, match="FDCACHE_STORAGE=local: with FDCACHE_SERVER the storage belongs"
+    ):
         CacheManager(settings, layout(), storage=storage)
 
 

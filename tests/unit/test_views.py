@@ -7,25 +7,17 @@ import inspect
 import msgspec
 import pytest
 
-from fdcache.service.wire import views
-from fdcache.service.wire.views import (
-    ArenaView,
-    BlockView,
-    NamespaceStorageView,
-    NamespaceTierView,
-    NamespaceTotals,
-    NamespaceView,
-    StorageTotals,
-    StoredBlocks,
-    fields,
-    total,
-)
+from fdcache.service.wire import storage_views, views
+from fdcache.service.wire.records import fields, total
+from fdcache.service.wire.storage_views import NamespaceStorageView, StorageTotals, StoredBlocks
+from fdcache.service.wire.views import ArenaView, BlockView, NamespaceTierView, NamespaceTotals, NamespaceView
 from fdcache_cli.service_view import table
 
 RECORDS = [
     each
-    for _, each in inspect.getmembers(views, inspect.isclass)
-    if issubclass(each, msgspec.Struct) and each.__module__ == views.__name__
+    for module in (views, storage_views)
+    for _, each in inspect.getmembers(module, inspect.isclass)
+    if issubclass(each, msgspec.Struct) and each.__module__ == module.__name__
 ]
 
 

@@ -19,14 +19,7 @@ from fdcache.errors import RefusedError, ServiceUnavailableError
 from fdcache.hashing import tenant_key
 from fdcache.service.client.connection import Client
 from fdcache.service.server.metrics import render
-from fdcache.service.wire.views import (
-    ClientView,
-    ConfigView,
-    NamespaceView,
-    ResetView,
-    ServiceView,
-    TreeNode,
-)
+from fdcache.service.wire.views import ClientView, ConfigView, NamespaceView, ResetView, ServiceView, TreeNode
 
 _TIMEOUT = 5.0
 _START_TIMEOUT = 10.0

@@ -12,22 +12,19 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from fdcache.service.wire.protocol import to_number
+from fdcache.service.wire.records import fields
+from fdcache.service.wire.storage_views import LoadingView, NamespaceStorageView, StorageTotals, StorageView
 from fdcache.service.wire.views import (
     HIT_TIERS,
     ArenaView,
     ClientFigures,
     ClientView,
     Latencies,
-    LoadingView,
-    NamespaceStorageView,
     NamespaceTotals,
     NamespaceView,
     ServiceTotals,
     ServiceView,
-    StorageTotals,
-    StorageView,
     TenantView,
-    fields,
 )
 from fdcache.storage.connector import StorageState
 from fdcache.tiers.statistics import BOUNDS, Histogram

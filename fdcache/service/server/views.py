@@ -24,6 +24,14 @@ from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.resets import reset
 from fdcache.service.server.service import Service
 from fdcache.service.wire.protocol import Answer, Ask, Refused, ToolAnswer
+from fdcache.service.wire.records import total
+from fdcache.service.wire.storage_views import (
+    LoadingView,
+    NamespaceStorageView,
+    StorageTotals,
+    StorageView,
+    StoredBlocks,
+)
 from fdcache.service.wire.views import (
     ArenaView,
     BlockView,
@@ -32,22 +40,16 @@ from fdcache.service.wire.views import (
     CopiedView,
     ExplainedBlock,
     ExplainView,
-    LoadingView,
     MemoryTiersView,
     NamedTenantView,
-    NamespaceStorageView,
     NamespaceTierView,
     NamespaceView,
     ServiceView,
     StateView,
-    StorageTotals,
-    StorageView,
-    StoredBlocks,
     TenantView,
     TiersView,
     TransferView,
     TreeNode,
-    total,
 )
 from fdcache.settings.effective import EffectiveValue
 from fdcache.storage.connector import StorageState, StorageStats
