@@ -89,7 +89,7 @@ def test_a_misspelt_name_is_logged_once_in_a_process(caplog: pytest.LogCaptureFi
 def test_the_example_refuses_storage_beside_a_service_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FDCACHE_STORAGE", "local")
     monkeypatch.setenv("FDCACHE_SERVER", "ipc:///tmp/no/such.sock")
-    with pytest.raises(SystemExit, match=r"^error: FDCACHE_STORAGE=local is the service's [^\n]*$"):
+    with pytest.raises(SystemExit, match=r"^error: FDCACHE_STORAGE=local: with FDCACHE_SERVER [^\n]*$"):
         embedding.main()
 
 
