@@ -196,4 +196,6 @@ def test_the_files_that_the_architecture_names_are_there() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     named = re.findall(r"`([a-z_/]+\.(?:py|cpp)|csrc/[a-z]+/)`", text)
     assert len(named) > 40
-    assert [each for each in named if not ((ROOT / "fdcache" / each).exists() or (ROOT / each).exists())] == []
+    assert [
+        each for each in named if not ((ROOT / "fdcache" / each).exists() or (ROOT / each).exists())
+    ] == []
