@@ -218,7 +218,7 @@ CASES: dict[str, Case] = {
     "FDCACHE_RECOVER": Case("0", serve=lambda server: server.arena.manifest.incarnation == server.earlier),
     "FDCACHE_DRAIN_TIMEOUT": Case("7s", serve=drains_for),
     "FDCACHE_SESSION_TIMEOUT": Case("7s", serve=in_service("session_timeout")),
-    "FDCACHE_NAMESPACE_QUOTA": Case("0.5", serve=lambda server: namespace(server)._most_extents),
+    "FDCACHE_NAMESPACE_QUOTA": Case("0.5", serve=lambda server: namespace(server).max_extents),
     "FDCACHE_TENANT_QUOTA": Case("0.5", serve=lambda server: namespace(server).tenants.quotas.default),
     "FDCACHE_TENANT_QUOTAS": Case(
         "search=0.5", serve=lambda server: [*namespace(server).tenants.quotas.names.values()]

@@ -187,8 +187,8 @@ class Namespace:
                 f"{self.geometry.extent_bytes} bytes; start the service with a larger FDCACHE_EXTENT_SIZE or more "
                 "--host-memory"
             )
-        self._max_extents = max(int(arena.manifest.extents * settings.namespace_quota) // self.ranks, 1)
-        self._table = self._make_table(self._max_extents)
+        self.max_extents = max(int(arena.manifest.extents * settings.namespace_quota) // self.ranks, 1)
+        self._table = self._make_table(self.max_extents)
         self.memory = NamespaceMemory(arena, layout, self.geometry)
         self.tier: BlockPool | None = None
         """None while the namespace has no memory."""
@@ -224,7 +224,7 @@ class Namespace:
     @property
     def max_slots(self) -> int:
         """Slots that the namespace could have now, with the free extents that its quota allows."""
-        more = min(self._max_extents - self.num_extents, self._arena.num_free // self.ranks)
+        more = min(self.max_extents - self.num_extents, self._arena.num_free // self.ranks)
         return (self.num_extents + max(more, 0)) * self.geometry.records_per_extent
 
     @property
@@ -235,7 +235,7 @@ class Namespace:
     @property
     def at_quota(self) -> bool:
         """Return True if it has all the extents that its quota allows."""
-        return self.num_extents >= self._max_extents
+        return self.num_extents >= self.max_extents
 
     @property
     def layout_path(self) -> Path:
@@ -253,7 +253,7 @@ class Namespace:
 
     def adopt(self, num_extents: int) -> None:
         """Map extents that an earlier service left, even if they exceed the present quota."""
-        if num_extents > self._max_extents:
+        if num_extents > self.max_extents:
             self._table = self._make_table(num_extents)
         self.memory.map(num_extents)
         self._resize()
