@@ -1,4 +1,4 @@
-"""What the compose files and Kubernetes manifests start, as processes of this machine instead of containers.
+"""Commands of the compose files and Kubernetes manifests, run as processes instead of containers.
 
 Command, environment and mounts are those of the files. A volume is a folder; two containers see the same one where the
 files say so, and nothing of each other elsewhere.

@@ -88,7 +88,7 @@ def run(worker: GpuWorker, made: TransferPlan, stream: Any = COMPUTE) -> str | N
                 assert record_planes(worker, int(target)) == contents[int(source)]
                 assert header_of(worker, int(target)).state == READY
         for position in result.failed:
-            if swap is not made.loads:  # nobody may take what is there for the block
+            if swap is not made.loads:  # the slot's content must not pass for the block
                 header = header_of(worker, int(swap.dst_block_ids[position]))
                 assert (header.state, header.generation) != (READY, swap.dst_generations[position])
     return "; ".join(reasons) or None

@@ -69,6 +69,6 @@ class Driver:
         self._library.stand_in_disown(ctypes.c_void_p(stream))
 
     def held(self) -> dict[str, int]:
-        """What is taken and not given back, and how often something was given back that was not taken."""
+        """Return what is taken and not given back, and the number of releases of things not taken."""
         names = ("events", "registered", "contexts", "pushed", "unknown")
         return {name: getattr(self._library, f"stand_in_{name}")() for name in names}

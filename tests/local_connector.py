@@ -1,4 +1,4 @@
-"""LocalConnector: a slab file that goes by hash, for whoever has no scheduler to hand out its slots."""
+"""LocalConnector: a slab file addressed by hash, for tests without a scheduler that assigns slots."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LocalConnector:
         self.store.unregister(records)
 
     def exists(self, hashes: HashArray, timeout: float) -> RunResult:
-        """How many of the first blocks are stored by this rank; the others' files are out of sight."""
+        """Return how many of the first blocks this rank stores; the other ranks' files are not visible."""
         absent = np.flatnonzero(self.pool.contains(hashes) != READY)
         return RunResult(int(absent[0]) if len(absent) else len(hashes))
 

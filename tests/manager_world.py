@@ -35,7 +35,7 @@ def layout(ranks: int = 1, revision: str = "1") -> KVLayout:
 class World:
     """A manager, its model engine, and a clock that stands still until told otherwise.
 
-    The host tier has ``host`` blocks, or is that of ``service``, under a layout which nobody else has.
+    The host tier has ``host`` blocks, or is that of ``service``, under a layout of its own.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class World:
         return self.engine.jobs[-1]
 
     def settle(self) -> None:
-        """Everything under way ends, and a service has heard of it."""
+        """Finish everything in flight and let a service hear of it."""
         self.engine.drain()
         if self.service is not None:
             host = self.manager._host

@@ -1,4 +1,4 @@
-"""How many seeds and examples the long tests run.
+"""Number of seeds and examples that the long tests run.
 
 ``FDCACHE_TEST_SEEDS`` is a percentage of the full number: 20 by default, 100 in ``make nightly``.
 """

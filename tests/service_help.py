@@ -58,7 +58,7 @@ def spawned(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def next_line(process: subprocess.Popen[str]) -> str:
-    """What the process says next."""
+    """Return the next line that the process prints."""
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, "it ended"
@@ -66,7 +66,7 @@ def next_line(process: subprocess.Popen[str]) -> str:
 
 
 class LocalService:
-    """A service in a thread, which holds nobody up at the end of a test run.
+    """A service in a thread that does not delay the end of a test run.
 
     The state of ``service`` may be looked at while nothing is asked of it.
     """

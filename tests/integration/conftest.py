@@ -1,4 +1,4 @@
-"""What several modules start from: managers with a host tier of their own and with a service's, and a bare line."""
+"""Fixtures: managers with a host tier of their own and with a service's, and a bare connection."""
 
 from __future__ import annotations
 

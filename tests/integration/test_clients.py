@@ -105,7 +105,7 @@ class TestChangeOfLayout:
         engine.manager.change_revision("2")
         (leaving,) = service.service.clients.values()
         begin = time.monotonic()
-        until(lambda: leaving.heartbeat_at > begin + 2, "it gives signs of life though it leaves")
+        until(lambda: leaving.heartbeat_at > begin + 2, "it sends heartbeats while it leaves")
         assert leaving.runs
         engine.carry_out(plans)
         engine.manager.request_finish([request])

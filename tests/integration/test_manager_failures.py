@@ -1,4 +1,4 @@
-"""What the manager makes of copies that fail, are late or belong to nobody, with either host tier."""
+"""Copies that fail, are late or have lost their request, with either host tier."""
 
 from __future__ import annotations
 

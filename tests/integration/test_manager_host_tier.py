@@ -1,4 +1,4 @@
-"""What goes down to the host tier and comes back, whether it is the manager's own or a service's."""
+"""Blocks that go to the host tier and come back, with the manager's own tier and a service's."""
 
 from __future__ import annotations
 

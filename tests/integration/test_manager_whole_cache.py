@@ -1,4 +1,4 @@
-"""What happens to the whole cache, and what it means to the requests in it, with either host tier."""
+"""Operations on the whole cache and their effect on its requests, with either host tier."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def service(tmp_path: Path) -> Iterator[LocalService]:
 
 
 def registered(service: LocalService, revision: str, clients: int = 1) -> bool:
-    """Whether so many engines have that revision, and slots to store into."""
+    """Return True if that many engines have the revision and slots to store into."""
     return [each["clients"] for each in service.ask("namespaces") if each["revision"] == revision] == [
         clients
     ]

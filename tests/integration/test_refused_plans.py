@@ -40,7 +40,7 @@ class Refusing:
         self.engine.finish(job)
 
     def settle(self) -> None:
-        """Whatever is to be copied is copied."""
+        """Carry out every copy."""
         while True:
             self.engine.schedule([], 1)
             self.engine.drain()

@@ -176,7 +176,7 @@ class TestFlush:
 
 
 def told(notified: socket.socket) -> list[bytes]:
-    """What the service manager was told since the last call."""
+    """Return the notifications to the service manager since the last call."""
     messages = []
     while True:
         try:
@@ -223,7 +223,7 @@ class TestReadiness:
         folder = tmp_path / "storage"
         other = SlabStore(folder, layout(), rank=0, size=64 << 20)
         with local_service(tmp_path, **storage_settings(folder, FDCACHE_STORAGE_RETRY="0s")) as service:
-            until(lambda: service.ask("stats")["state"] == "ready", "nobody waits for a file that is busy")
+            until(lambda: service.ask("stats")["state"] == "ready", "no one waits for a busy file")
             engine = Engine(service.address)
             (state,) = service.ask("storage")["layouts"]
             assert state["state"] == "off"

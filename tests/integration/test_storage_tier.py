@@ -274,7 +274,7 @@ def test_an_overdue_read_holds_up_no_request(engine: Engine) -> None:
 
 
 def lost_of_fifteen_paths(folder: Path, policy: WritePolicy) -> int:
-    """How many blocks are nowhere after more paths than the tiers above storage hold; as many as are counted."""
+    """Return how many blocks are in no tier after more paths than the upper tiers hold; the counter must agree."""
     engine = Engine(folder, write_policy=policy, clean_reserve=1, write_through_threshold=1)
     for first in range(1, 16):
         engine.run(f"r{first}", tokens_of(first, 8))

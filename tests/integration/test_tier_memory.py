@@ -1,4 +1,4 @@
-"""What a large tier costs, and what happens when there is no memory for a larger one."""
+"""Memory of a large tier, and the failure to allocate a larger one."""
 
 import subprocess
 import sys

@@ -51,16 +51,16 @@ class Step:
 
     @property
     def sees(self) -> int:
-        """How many of the tokens have been fed to some layer with it."""
+        """Number of tokens that some layer has seen."""
         return min(self.stop + self.lookahead, len(self.tokens))
 
     @property
     def final(self) -> int:
-        """How many tokens have their last KV with it, in the draft layers too."""
+        """Number of tokens with final KV, in the draft layers too."""
         return max(self.sees - self.lookahead, 0)
 
     def block(self, index: int, seen: int) -> Prefix:
-        """What a block holds after the first ``seen`` tokens were fed."""
+        """Content of a block after the first ``seen`` tokens."""
         return self.tokens[: min((index + 1) * BLOCK + self.lookahead, seen)]
 
 
@@ -208,7 +208,7 @@ class Engine:
         self._named = 0
 
     def close(self) -> None:
-        """Let go of a service; nothing is to be under way."""
+        """Release the service; nothing may be in flight."""
         for rank in self.ranks:
             rank.close()
         self.manager.close()
@@ -319,7 +319,7 @@ class Engine:
             self.stop(job)
 
     def drain(self) -> None:
-        """Everything that is under way comes to its end."""
+        """Run everything in flight to its end."""
         for rank in self.ranks:
             while rank.queue:
                 self.execute(rank, frozenset())

@@ -100,7 +100,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return CacheManager(cache, layout, clock=lambda: self.now)
 
     def work_elsewhere(self, data: st.DataObject) -> None:
-        """What goes on beside the ranks in a stretch of normal traffic."""
+        """Events beside the ranks in a stretch of normal traffic."""
 
     def job(self, pick: int) -> Job:
         return self.engine.jobs[pick % len(self.engine.jobs)]

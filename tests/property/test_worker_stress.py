@@ -30,7 +30,7 @@ class Sent:
 
 @dataclass
 class Account:
-    """What the worker must hold, kept by the test."""
+    """The test's own account of the blocks that the worker must hold."""
 
     worker: Worker
     rng: random.Random

@@ -324,7 +324,7 @@ class TestPlansThatCannotBeSubmitted:
             device.background.error = error("full")
             submitted = plan(1, evict=[(1, 1)], backup=[(3, 3)])
             counter = worker.controller.submit_swap_tasks(submitted, gate.stream)
-            assert worker.controller.poll() == [], "the eviction is under way: its slots are in use"
+            assert worker.controller.poll() == [], "the eviction is in flight: its slots are in use"
             assert counter.pending_layers() == [0, 1, 2, 3]
             gate.open()
             evicted, backed_up = worker.report().results

@@ -141,7 +141,7 @@ TRANSFER_PROCESS = {
 
 
 def transfer_process() -> list[tuple[str, str]]:
-    """What the old transfer process took, row by row, and what the page says of it."""
+    """Return the arguments of the old transfer process, row by row, with the page's words on each."""
     text = (ROOT / "docs/migration.md").read_text()
     table = text.split("\n## From the per-rank transfer process\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]

@@ -60,7 +60,7 @@ class DeviceOnNode(CpuDevice):
 
 
 def memory_policy(address: int) -> str:
-    """What the kernel says of the mapping that begins there; skips where it does not say."""
+    """Return the kernel's entry for the mapping that begins there; skip where there is none."""
     try:
         lines = Path("/proc/self/numa_maps").read_text().splitlines()
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def test_a_large_arena_says_in_the_log_how_far_it_is(
 
 
 class Pinned:
-    """What keeps an extent pinned."""
+    """An object that keeps an extent pinned."""
 
     def __init__(self, address: int, owner: object) -> None:
         self.device_address = address

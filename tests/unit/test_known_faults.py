@@ -113,7 +113,7 @@ def test_slots_with_one_number_in_two_tiers_have_nothing_to_do_with_each_other()
 
 
 def test_a_superfluous_slot_comes_back() -> None:
-    """A block computed twice left its second slot with nobody."""
+    """A block computed twice left its second slot without an owner."""
     tier = _core.Tier(4)
     store(tier, PATH[:2])
     lease = tier.open_lease()
@@ -163,7 +163,7 @@ def test_only_a_confirmed_copy_counts() -> None:
 
 
 def test_a_refused_allocation_says_how_much_is_missing_and_takes_nothing() -> None:
-    """A failed allocation returned an empty list that nobody looked at; too few slots corrupted the state."""
+    """A failed allocation returned an empty list that no caller checked; too few slots corrupted the state."""
     tier = _core.Tier(8)
     store(tier, PATH[:4])
     lease = tier.open_lease()

@@ -49,7 +49,7 @@ def test_a_match_that_ends_at_a_pending_block_ends_on_the_grid() -> None:
     world.serve(*(7,) * (4 * BLOCK), 9)
     assert world.match(*PATH, 9) == (3, 3)
     first = world.submit(*PATH, 9)
-    world.engine.schedule([first], 100)  # its loads are under way
+    world.engine.schedule([first], 100)  # its loads are in flight
     assert first.request.is_loading
     assert world.match(*PATH, 9) == (2, 0)
     world.settle()

@@ -101,7 +101,7 @@ class ndarray:  # noqa: N801
         return self._array.tolist()
 
     def any(self) -> bool:
-        """Whether one is not 0."""
+        """True if an element is not 0."""
         return bool(self._array.any())
 
 
@@ -131,7 +131,7 @@ def arange(count: int, dtype: Any = None) -> ndarray:
 
 
 def array_equal(one: ndarray, other: ndarray) -> bool:
-    """Whether all elements are the same."""
+    """True if all elements are equal."""
     return np.array_equal(one._array, other._array)
 
 
