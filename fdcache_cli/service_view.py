@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -114,6 +115,7 @@ def table(
 ) -> tuple[list[str], list[list[str]]]:
     """Return header and cells of records of one kind: a column for each field that has a title, nested ones too.
 
+    A record's own fields come first, such as its namespace; then the inherited ones, then those of inline records.
     ``more`` adds computed columns by title; ``_`` in it stands for a space.
     """
     columns = _columns(kind)
@@ -129,8 +131,8 @@ def table(
 
 def _columns(kind: type[msgspec.Struct], path: tuple[str, ...] = ()) -> list[tuple[str, Sequence[str], Unit]]:
     found: list[tuple[str, Sequence[str], Unit]] = []
-    hints = get_type_hints(kind)
-    for field in fields(kind):
+    hints, own = get_type_hints(kind), inspect.get_annotations(kind)
+    for field in sorted(fields(kind), key=lambda field: (field.inline, field.name not in own)):
         here = (*path, field.name)
         if field.column is not None:
             found.append((field.column, here, field.unit))

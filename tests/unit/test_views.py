@@ -10,7 +10,14 @@ import pytest
 from fdcache.service.wire import storage_views, views
 from fdcache.service.wire.records import fields, total
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageTotals, StoredBlocks
-from fdcache.service.wire.views import ArenaView, BlockView, NamespaceTierView, NamespaceTotals, NamespaceView
+from fdcache.service.wire.views import (
+    ArenaView,
+    BlockView,
+    NamedTenantView,
+    NamespaceTierView,
+    NamespaceTotals,
+    NamespaceView,
+)
 from fdcache_cli.service_view import table
 
 RECORDS = [
@@ -55,6 +62,13 @@ def test_a_table_has_the_columns_of_inline_records() -> None:
     assert shown["namespace"] == "ab12"
     assert (shown["ready"], shown["free"], shown["hits"]) == ("5", "3", "9")
     assert shown["record"] == "1MiB"
+
+
+def test_a_table_begins_with_what_its_rows_are_about() -> None:
+    assert table([], NamedTenantView)[0][:3] == ["namespace", "tenant", "blocks"]
+    header = table([], NamespaceStorageView)[0]
+    assert header[:6] == ["namespace", "model", "ranks", "state", "blocks", "of"]
+    assert header.index("hits") > header.index("writing"), "columns of inline records come last"
 
 
 def test_absent_values_are_empty_cells() -> None:
