@@ -144,6 +144,7 @@ class TestWhichBlocks:
             ({"in_flight": "ignore"}, "in_flight: 'ignore' is not one of"),
             ({"namespace": "zz"}, "namespace: no name begins with"),
             ({"tier": "device", "older_than": 5}, "reset as a whole"),
+            ({"tier": "host", "dryrun": True}, "dryrun: unknown; a reset takes dry_run"),
         ],
     )
     def test_invalid_arguments_are_refused(

@@ -25,6 +25,7 @@ from fdcache.tiers.storage_index import LocalIndex
 _DRAIN_SECONDS = 2.0
 """Look-ups stay empty that long after each request to drain, so an operator who went away delays nothing."""
 _MAX_SECONDS = 1e12
+_ARGUMENTS = frozenset({"tier", "namespace", "tenant", "tenant_name", "older_than", "in_flight", "dry_run"})
 
 
 class Tiers(StrEnum):
@@ -61,7 +62,9 @@ class ResetOrder:
 
     @classmethod
     def of(cls, service: Service, arguments: Arguments) -> ResetOrder:
-        """Check the arguments. Raises ``ArgumentError``."""
+        """Check the arguments. Raises ``ArgumentError``, also for an unknown one: it may be a misspelt ``dry_run``."""
+        if unknown := sorted(arguments.keys() - _ARGUMENTS):
+            raise ArgumentError(f"{unknown[0]}: unknown; a reset takes {', '.join(sorted(_ARGUMENTS))}")
         tiers = Tiers(choice(arguments, "tier", list(Tiers), Tiers.ALL))
         older_than = number(arguments, "older_than", 0, 0, _MAX_SECONDS)
         tenant = _tenant(arguments)
