@@ -221,7 +221,7 @@ class Clients(dict[int, Client]):
         if not namespace.num_extents and not self.make_room(namespace):
             raise RefusalError(
                 "no_memory",
-                f"no extents are left for this layout on {namespace.ranks} ranks; give the service more "
+                f"no extents are left for this namespace on {namespace.ranks} ranks; give the service more "
                 "--host-memory, or reset a namespace that is no longer used",
             )
         assert namespace.tier is not None

@@ -115,7 +115,7 @@ class ServiceStorage:
             opened = opening.future.result()
         except (StorageError, OSError, MemoryError) as error:
             if opening.error is None:
-                log.warning("layout %s: the storage cannot be opened, it is tried again: %s", name, error)
+                log.warning("namespace %s: the storage cannot be opened, it is tried again: %s", name, error)
             opening.error = str(error)
             opening.retry_at = time.monotonic() + max(self.settings.retry_after, 1.0)
             return
@@ -123,7 +123,7 @@ class ServiceStorage:
         self.layouts[opening.layout.fingerprint] = LayoutStorage(
             opened, self._cache, self.settings, wake=self._wake, make_room=self._make_room
         )
-        log.info("layout %s: the storage is open with %d blocks", name, opened.restored)
+        log.info("namespace %s: the storage is open with %d blocks", name, opened.restored)
 
     # --- work -----------------------------------------------------------------------------------------------
 
