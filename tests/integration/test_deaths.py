@@ -11,13 +11,24 @@ import pytest
 
 from fdcache.errors import ServiceRunningError
 from fdcache.manager import LoadStatus
+from fdcache.service.client.connection import Connection
+from fdcache.service.wire.liveness import LiveFile, live_processes
+from fdcache.service.wire.protocol import Attach
 from tests.service_engine import (
     PROMPT,
     Engine,
     assert_nothing_is_held,
     ready_blocks,
 )
-from tests.service_help import LocalService, local_service, next_line, service_process, spawned, until
+from tests.service_help import (
+    TIMEOUT,
+    LocalService,
+    local_service,
+    next_line,
+    service_process,
+    spawned,
+    until,
+)
 
 _PYTHON = (sys.executable, "-c")
 
@@ -31,6 +42,22 @@ class TestDeath:
             until(lambda: service.ask("clients")[0]["runs"] == 1, "only the last look-up is pinned")
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
+            assert_nothing_is_held(service)
+            assert service.service.totals.clients_lost == 1
+
+    def test_slots_of_a_killed_engine_stay_its_own_while_a_worker_of_it_lives(self, tmp_path: Path) -> None:
+        with local_service(tmp_path) as service, spawned(*_PYTHON, _CLIENT, service.address) as process:
+            next_line(process)
+            (engine,) = (live for live in live_processes(tmp_path) if live.path == live.engine)
+            worker, connection = LiveFile(tmp_path, engine.path), Connection(service.address)
+            connection.call(Attach(0, worker.live), TIMEOUT)
+            connection.close()
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            until(lambda: not Path(engine.path).exists(), "its death is noticed")
+            (client,) = service.ask("clients")
+            assert client["stock"] > 0
+            worker.close()
             assert_nothing_is_held(service)
             assert service.service.totals.clients_lost == 1
 

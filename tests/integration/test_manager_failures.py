@@ -68,6 +68,26 @@ class TestFailures:
         world.engine.deliver(0)
         assert world.manager.get_stats().device.ready == 3
 
+    @pytest.mark.parametrize("failing_block", [0, 1])
+    def test_a_commit_that_waited_for_a_failed_load_publishes_nothing(
+        self, worlds: Worlds, failing_block: int
+    ) -> None:
+        world = worlds.with_blocks_on_the_host_only()
+        job = world.submit(*A, *B, *C, *TAIL)
+        world.engine.schedule([job], 100)
+        (rank,) = world.engine.ranks
+        while rank.queue:
+            world.engine.execute(rank, frozenset({failing_block}))
+        world.engine.accept_oldest()
+        world.engine.deliver(0)
+        assert world.manager.get_stats().device.ready == failing_block
+        assert job.request.num_cached_tokens == failing_block * BLOCK
+        world.engine.schedule([job], 100)
+        world.settle()
+        assert world.manager.get_stats().device.ready == 3
+        world.engine.finish(job)
+        world.assert_nothing_is_held()
+
     def test_an_overdue_load_keeps_its_slots_until_it_is_reported(self, worlds: Worlds) -> None:
         world = worlds.with_blocks_on_the_host_only()
         job = world.submit(*A, *B, *TAIL)

@@ -154,6 +154,18 @@ class TestWhichBlocks:
             client.ask("reset", **arguments)
 
 
+def test_after_a_reset_an_engine_copies_into_slots_granted_later(
+    service: LocalService, engine: Engine
+) -> None:
+    (client,) = service.service.clients.values()
+    assert client.stock
+    service.ask("reset", tier="host")
+    until(lambda: client.stock and not client.stale_stock, "the earlier slots are given back")
+    engine.await_stock()
+    engine.serve(PROMPT)
+    until(lambda: ready_blocks(service) == 10, "the blocks are stored again")
+
+
 def test_all_tiers_are_reported(service: LocalService, engine: Engine) -> None:
     engine.serve(PROMPT)
 

@@ -154,6 +154,19 @@ def test_failed_positions_are_those_of_the_own_plan(busy: Busy) -> None:
     assert busy.worker.block(9) == untouched
 
 
+@pytest.mark.parametrize("stale", [0, 1, 2])
+def test_each_of_three_loads_of_a_batch_has_its_own_result(busy: Busy, stale: int) -> None:
+    for index in range(3):
+        generation = [7 if index == stale else 1]
+        load = swap(SwapPurpose.LOAD, [(4 + index, 8 + index)], generation=generation)
+        busy.controller.submit_swap_tasks(TransferPlan(plan_id=3 + index, loads=load))
+    busy.open()
+    reports = busy.reports(4)
+    assert busy.device.loads[-1] == [8, 9, 10]
+    failed = [reports[3 + index].results[0].failed.tolist() for index in range(3)]
+    assert failed == [[0] if index == stale else [] for index in range(3)]
+
+
 def test_checksums_are_compared_for_the_plans_that_ask_for_it(busy: Busy) -> None:
     for slot in (5, 7):
         busy.worker.record(slot)[0] ^= 1

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from fdcache import _core
 from fdcache.layout import KVLayout
 from fdcache.service.server.arena import Arena
-from fdcache.service.server.namespace import NamespaceMemory
+from fdcache.service.server.namespace import READY_HEADER, NamespaceMemory
 from fdcache.service.wire.shared_memory import Geometry
 from tests.property.test_round_trips import COMMON
+from tests.service_engine import layout as service_layout
 from tests.swaps import uniform_layout
 
 EXTENT = 1 << 16
@@ -45,4 +48,35 @@ def test_padding_of_an_extent_from_another_namespace_is_cleared(tmp_path: Path) 
     assert (records[:, planes] == 0xFF).all(), "planes are not cleared: that would take the time of a copy"
     del records, extent
     taken.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("wrong", ["state", "generation", "hash"])
+def test_a_block_is_complete_only_with_its_header_on_every_rank(
+    tmp_path: Path, rank: int, wrong: str
+) -> None:
+    arena = Arena(tmp_path, "t")
+    arena.lock()
+    arena.create(16 * EXTENT, EXTENT)
+    layout = service_layout(ranks=2)
+    memory, _ = memory_of(arena, layout, "00112233aabbccdd")
+    memory.add_extent()
+    slots, generations = np.array([0, 3], np.int32), np.array([5, 6], np.uint32)
+    hashes = np.array([[1] * 32, [2] * 32], np.uint8)
+
+    def write(rank: int, at: int, wrong: str = "") -> None:
+        state = READY_HEADER - 1 if wrong == "state" else READY_HEADER
+        generation = int(generations[at]) - (wrong == "generation")
+        key = bytes(32) if wrong == "hash" else hashes[at].tobytes()
+        header = _core.SlotHeader(state, generation, key, bytes(32), layout.fingerprint, 0, 0)
+        memory.tables[rank].set_header(int(slots[at]), header)
+
+    for each in (0, 1):
+        write(each, 0)
+        write(each, 1, wrong if each == rank else "")
+    assert memory.are_complete(slots, generations, hashes).tolist() == [True, False]
+    write(rank, 1)
+    assert memory.are_complete(slots, generations, hashes).tolist() == [True, True]
+    memory.close()
     arena.close()

@@ -56,6 +56,21 @@ class TestSizes:
         assert taken.slots.tolist() == list(range(8))
         assert min(taken.generations[3:]) > 1
 
+    def test_added_slots_start_above_the_highest_generation_of_the_removed_ones(
+        self, tier: _core.Tier
+    ) -> None:
+        others = tier.open_lease()
+        tier.reserve(others, 7)
+        for generation in (1, 2, 3):
+            lease = tier.open_lease()
+            taken = tier.reserve(lease, 1)
+            assert (taken.slots.tolist(), taken.generations.tolist()) == ([7], [generation])
+            tier.release(lease)
+        tier.release(others)
+        assert tier.resize(4) == 0
+        assert tier.resize(8) == 0
+        assert min(tier.reserve(tier.open_lease(), 8).generations[4:]) > 3
+
     def test_shrinking_drops_the_descendants_of_removed_slots(self, tier: _core.Tier) -> None:
         low, high = tier.open_lease(), tier.open_lease()
         tier.reserve(low, 4)
