@@ -28,8 +28,8 @@ test: $(VENV)/.installed-test  ## all tests but the long ones
 test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; skipped with the reason where its libraries are missing
 	$(BIN)/pytest -n 2 -m 'not slow and not nightly' $(wildcard tests/integration/test_*mooncake*.py)
 
-check: $(VENV)/.installed-test  ## the longer property, fault and stress runs, a fifth of their seeds
-	$(BIN)/pytest -n 2 --dist worksteal -m slow --timeout 1800
+check: $(VENV)/.installed-test  ## the longer property, fault and stress runs, a tenth of their seeds
+	FDCACHE_TEST_SEEDS=$${FDCACHE_TEST_SEEDS:-10} $(BIN)/pytest -n 2 --dist worksteal -m slow --timeout 1800 --durations 15
 
 nightly: $(VENV)/.installed-test  ## all seeds of the longer runs, and tests that take minutes each
 	FDCACHE_TEST_SEEDS=100 $(BIN)/pytest -n 2 --dist worksteal -m 'slow or nightly' --timeout 3600

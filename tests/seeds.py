@@ -1,6 +1,6 @@
 """Number of seeds and examples that the long tests run.
 
-``FDCACHE_TEST_SEEDS`` is a percentage of the full number: 20 by default, 100 in ``make nightly``.
+``FDCACHE_TEST_SEEDS`` is a percentage of the full number: 20 by default, 10 in ``make check``, 100 in ``make nightly``.
 """
 
 from __future__ import annotations
