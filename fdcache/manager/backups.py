@@ -203,11 +203,12 @@ class BackupPlanner:
             return blocks
         above = with_absent_ancestors(self._device, parents.slots, self._is_absent)
         above = above.select(np.array([row.tobytes() not in own for row in above.hashes], np.bool_))
-        return Blocks.concat((above, blocks)) if len(above) else blocks
+        # Path by path: if ancestors of several paths came first, these could evict each other for ever in a small host.
+        return _paths_from_root(Blocks.concat((blocks, above))) if len(above) else blocks
 
 
 def _paths_from_root(blocks: Blocks) -> Blocks:
-    """Return blocks in the order of eviction as paths, each from its root, the coldest path first."""
+    """Return blocks as paths, each from its root, in the order of the first block of each path."""
     position = {row.tobytes(): i for i, row in enumerate(blocks.hashes)}
     parent = [position.get(row.tobytes(), -1) for row in blocks.parents]
     turn: dict[int, None] = {}

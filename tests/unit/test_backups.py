@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 
 from fdcache.manager import Request
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.requests import LiveRequests
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import CacheLevel
+from fdcache.metadata import CacheLevel, SwapPurpose
+from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import LocalHostTier
-from fdcache.tiers.pool import BlockPool
+from fdcache.tiers.pool import STORED, BlockPool
 from fdcache.tiers.statistics import Counters
 from tests.manager_world import TAIL, A, B, C, World, layout
 from tests.property.engine_model import BLOCK
@@ -65,6 +67,25 @@ def test_only_blocks_that_are_new_to_the_request_are_hits() -> None:
     assert stage.backups.queued == 1
     stage.match_and_defer(request, 3, start=1)
     assert stage.backups.queued == 3
+
+
+def test_backups_of_several_paths_come_to_rest_in_a_host_that_is_too_small_for_them() -> None:
+    device, host = BlockPool(CacheLevel.DEVICE, 8), LocalHostTier(CacheLevel.HOST, 3)
+    planner = BackupPlanner(CacheSettings(write_policy=WritePolicy.WRITE_THROUGH), device, host, Counters())
+    other = chain(4, 5, 6)
+    store(device, PATH)
+    store(device, other)
+    planner.on_commit(hashes([PATH[2], other[2]]), np.full(2, STORED, np.uint8))
+    for _ in range(12):
+        plan = OpenPlan()
+        planner.plan_background(plan, 0)
+        swap = plan.swap(SwapPurpose.BACKUP)
+        if swap is None:
+            break
+        host.complete(swap.dst_block_ids, np.ones(len(swap), np.uint8), np.zeros(len(swap), np.uint64))
+        device.unhold(swap.src_block_ids)
+    assert planner.queued == 0
+    assert host.stats().ready == 3
 
 
 def test_blocks_evicted_together_keep_their_order_in_the_host() -> None:
