@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 
-PERCENT = int(os.environ.get("FDCACHE_TEST_SEEDS", "20"))
+VARIABLE = "FDCACHE_TEST_SEEDS"
+PERCENT = int(os.environ.get(VARIABLE, "20"))
 
 
 def budget(full: int) -> int:
