@@ -27,6 +27,8 @@ class OrderMachine(StorageMachine):
         for pool in manager._tiers.pools.values():
             assert isinstance(pool, _core.Tier)
             self.witnesses.append(EvictionWitness(pool))
+        requests = manager._requests
+        requests._blocks = self.witnesses[0].of_requests(requests._blocks)
         return manager
 
     @property
