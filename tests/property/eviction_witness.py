@@ -69,9 +69,8 @@ class EvictionWitness:
 
         return watched
 
-    def check_allocation(self, evicted: _core.BlockList | None, order: list[bytes]) -> None:
+    def check_allocation(self, gone: list[bytes], order: list[bytes]) -> None:
         """Check the blocks that an allocation evicted against the order before it."""
-        gone = [] if evicted is None else hash_list(evicted.hashes)
         assert gone == order[: len(gone)]
         self.evicted += len(gone)
 
@@ -134,6 +133,7 @@ class _WatchedBlocks:
         self._blocks = blocks
         self._witness = witness
         self._before: list[bytes] | None = None
+        self._evicted_for_copies = 0
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._blocks, name)
@@ -143,9 +143,15 @@ class _WatchedBlocks:
         self._before = self._witness.order
         return int(self._witness._watched(self._blocks.allocate)(request, num_tokens))
 
+    def reserve_copies(self, *args: Any) -> _core.CopyReservation:
+        taken: _core.CopyReservation = self._witness._watched(self._blocks.reserve_copies)(*args)
+        self._evicted_for_copies = len(taken.evicted)
+        return taken
+
     def take_followed(self) -> Any:
         followed = self._blocks.take_followed()
         if self._before is not None:
-            self._witness.check_allocation(followed[2], self._before)
-            self._before = None
+            gone = [] if followed[2] is None else hash_list(followed[2].hashes)
+            self._witness.check_allocation(gone[self._evicted_for_copies :], self._before)
+        self._before, self._evicted_for_copies = None, 0
         return followed
