@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "tier/session.hpp"
+
 namespace fdcache {
 
 Tier::Tier(std::uint32_t slots, std::string_view eviction, std::uint32_t extent, double spare)
@@ -14,14 +16,20 @@ Tier::Tier(std::uint32_t slots, std::string_view eviction, std::uint32_t extent,
 // --- leases ------------------------------------------------------------------------------------------------
 
 LeaseId Tier::open_lease() {
-    std::lock_guard lock(mutex_);
+    return Session(*this).open_lease();
+}
+
+LeaseId Tier::add_lease() {
     const LeaseId id = next_lease_++;
     leases_.emplace(id, Lease{epoch_, {}});
     return id;
 }
 
 bool Tier::release(LeaseId lease) {
-    std::lock_guard lock(mutex_);
+    return Session(*this).release(lease);
+}
+
+bool Tier::end_lease(LeaseId lease) {
     const auto found = leases_.find(lease);
     if (found == leases_.end()) return false;
     const std::vector<Slot> slots = std::move(found->second.slots);
@@ -155,11 +163,11 @@ void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant) {
     refresh(slot);
 }
 
-void Tier::make_ready(Slot slot) {
+void Tier::make_ready(Slot slot, std::uint32_t now) {
     Entry &entry = entries_[slot];
     entry.state = SlotState::kReady;
     entry.hits = 1;
-    entry.touched_ms = entry.ready_ms = now_ms();
+    entry.touched_ms = entry.ready_ms = now;
     --writing_;
     ++ready_;
     publish_event(TierEvent::Kind::kStored, slot);
@@ -207,12 +215,11 @@ void Tier::evict(Slot slot) {
 }
 
 std::uint32_t Tier::missing(std::size_t count) const {
-    const std::size_t room = free_.size() + order_->size();
-    return static_cast<std::uint32_t>(count > room ? count - room : 0);
+    return static_cast<std::uint32_t>(count > room() ? count - room() : 0);
 }
 
 // Evicts up to `count` of the coldest entries. `victims` and `evicted` have room for them.
-void Tier::evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockList &evicted) {
+void Tier::evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockList *evicted) {
     victims.clear();
     order_->take(static_cast<std::uint32_t>(std::min<std::size_t>(count, order_->size())), victims);
     // In three rounds, each of which prefetches the data of the next: in a large tier, cache misses dominate.
@@ -222,7 +229,7 @@ void Tier::evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockLis
         __builtin_prefetch(&digests_[slot]);
     }
     for (const Slot slot : victims) {
-        append(evicted, slot);
+        if (evicted) append(*evicted, slot);
         index_.prefetch(digests_[slot]);
     }
     for (const Slot slot : victims) evict(slot);
@@ -231,7 +238,7 @@ void Tier::evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockLis
 // Takes `count` free slots, ascending, and evicts entries for them if it must. While the slots form short
 // runs, evicts ahead of need, in growing batches, up to the spare share: with more free slots, runs are
 // longer.
-std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, BlockList &evicted) {
+std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, BlockList *evicted) {
     const std::size_t short_of = count > free_.size() ? count - free_.size() : 0;
     const std::size_t left = free_.size() + short_of - count;
     const auto spare = static_cast<std::size_t>(spare_ * static_cast<double>(entries_.size()));
@@ -240,7 +247,7 @@ std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, BlockList &evict
     std::vector<Slot> victims;
     runs.reserve(count);
     victims.reserve(std::max(short_of, ahead));
-    evicted.reserve(short_of + ahead);
+    if (evicted) evicted->make_room(short_of + ahead);
     evict_coldest(short_of, victims, evicted);
     free_.take(count, runs);
     for (std::size_t batch = kFirstBatch; ahead && runs.size() > count / kGoodRun + 1; batch *= 2) {
@@ -254,38 +261,46 @@ std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, BlockList &evict
     return runs;
 }
 
-// Takes slots in the order in which the blocks of a path will use them.
-void Tier::take_slots(std::uint32_t count, Reservation &out) {
-    out.slots.reserve(count);
-    out.generations.reserve(count);
-    for (const FreeRuns::Run &run : take_runs(count, out.evicted))
-        for (Slot slot = run.first; slot < run.first + run.count; ++slot) out.slots.push_back(slot);
+// Appends `count` slots to `table`, in the order in which the blocks of a path will use them. `table` has
+// room.
+void Tier::take_slots(std::uint32_t count, std::vector<Slot> &table, BlockList *evicted) {
+    const std::size_t first = table.size();
+    for (const FreeRuns::Run &run : take_runs(count, evicted))
+        for (Slot slot = run.first; slot < run.first + run.count; ++slot) table.push_back(slot);
     writing_ += count;
-    for (const Slot slot : out.slots) {
-        Entry &entry = entries_[slot];
+    for (std::size_t i = first; i < table.size(); ++i) {
+        Entry &entry = entries_[table[i]];
         const std::uint32_t generation = entry.generation + 1;
         entry = Entry{};
         entry.generation = generation;
         entry.state = SlotState::kWriting;
-        out.generations.push_back(generation);
     }
 }
 
 // --- computing ---------------------------------------------------------------------------------------------
 
-Reservation Tier::reserve(LeaseId lease_id, std::uint32_t count) {
-    std::lock_guard lock(mutex_);
-    Lease &lease = lease_of(lease_id);
+Reservation Tier::reserve(LeaseId lease, std::uint32_t count) {
+    Session session(*this);
     Reservation out;
-    out.missing = missing(count);
-    if (out.missing) return out;
-    lease.make_room(count);
-    take_slots(count, out);
-    for (const Slot slot : out.slots) {
-        entries_[slot].owner = lease_id;
-        pin(lease, slot);
-    }
+    out.generations.reserve(std::min(count, session.available()));
+    out.missing = session.reserve(lease, count, out.slots, &out.evicted);
+    for (const Slot slot : out.slots) out.generations.push_back(session.generation(slot));
     return out;
+}
+
+std::uint32_t Tier::take_anonymous(LeaseId lease_id, std::uint32_t count, std::vector<Slot> &table,
+                                   BlockList *evicted) {
+    Lease &lease = lease_of(lease_id);
+    if (const std::uint32_t short_of = missing(count)) return short_of;
+    make_room(lease.slots, count);
+    const std::size_t first = table.size();
+    make_room(table, count);
+    take_slots(count, table, evicted);
+    for (std::size_t i = first; i < table.size(); ++i) {
+        entries_[table[i]].owner = lease_id;
+        pin(lease, table[i]);
+    }
+    return 0;
 }
 
 void Tier::check_computed(LeaseId lease, std::span<const Slot> slots) const {
@@ -302,34 +317,41 @@ void Tier::check_computed(LeaseId lease, std::span<const Slot> slots) const {
         throw std::invalid_argument("a slot is committed twice in one call");
 }
 
-std::vector<CommitStatus> Tier::commit(LeaseId lease_id, const Digest &parent_hash,
-                                       std::span<const Digest> hashes, std::span<const Slot> slots) {
-    std::lock_guard lock(mutex_);
+std::vector<CommitStatus> Tier::commit(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
+                                       std::span<const Slot> slots) {
+    std::vector<CommitStatus> status;
+    Session(*this).commit(lease, parent, hashes, slots, &status);
+    return status;
+}
+
+std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std::span<const Digest> hashes,
+                               std::span<const Slot> slots, std::uint32_t now,
+                               std::vector<CommitStatus> *status) {
     Lease &lease = current_lease(lease_id);
     check_computed(lease_id, slots);
     check_hashes(hashes);
-    lease.make_room(hashes.size());
-    std::vector<CommitStatus> status;
-    status.reserve(hashes.size());
+    make_room(lease.slots, hashes.size());
+    if (status) make_room(*status, hashes.size());
+    std::size_t i = 0;
     Slot parent = resolve_parent(parent_hash);
-    for (std::size_t i = 0; i < hashes.size() && parent != kNoSlot; ++i) {
+    for (; i < hashes.size() && parent != kNoSlot; ++i) {
         const Entry &entry = entries_[slots[i]];
         if (entry.children || entry.holds) break;  // a copy into it, or into its children, is in flight
         const Slot present = index_.find(hashes[i]);
         if (present == kNoSlot) {
             link(slots[i], hashes[i], parent);
-            make_ready(slots[i]);
+            make_ready(slots[i], now);
             parent = slots[i];
-            status.push_back(CommitStatus::kStored);
+            if (status) status->push_back(CommitStatus::kStored);
         } else if (entries_[present].state == SlotState::kReady && entries_[present].parent == parent) {
             pin(lease, present);
             parent = present;
-            status.push_back(CommitStatus::kDuplicate);
+            if (status) status->push_back(CommitStatus::kDuplicate);
         } else {
             break;
         }
     }
-    return status;
+    return i;
 }
 
 }  // namespace fdcache
