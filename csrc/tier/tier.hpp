@@ -31,6 +31,7 @@
 #include "tier/eviction.hpp"
 #include "tier/free_runs.hpp"
 #include "tier/hash_index.hpp"
+#include "tier/large_vector.hpp"
 #include "tier/presence.hpp"
 #include "tier/tenants.hpp"
 
@@ -271,9 +272,10 @@ class Tier {
     static constexpr Slot kRoot = kNoSlot - 1;
     static constexpr std::uint32_t kGoodRun = 16;   // slots; a copy of this many records runs at full speed
     static constexpr std::size_t kFirstBatch = 32;  // entries in the first batch evicted ahead of need
+    static constexpr std::size_t kAhead = 16;       // blocks between a prefetch and its use
     static constexpr std::size_t kMostAhead = 512;  // entries that one reservation evicts ahead of need
 
-    struct Entry {
+    struct alignas(64) Entry {
         std::uint64_t checksum = 0;
         LeaseId owner = 0;  // the lease that reserved the slot; no other may commit it
         std::uint32_t generation = 0;
@@ -368,20 +370,23 @@ class Tier {
     void reserve_memory(std::uint32_t slots);
     void evict_above(std::uint32_t slots);
     std::uint32_t missing(std::size_t count) const;
-    void evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockList *evicted);
-    std::vector<FreeRuns::Run> take_runs(std::uint32_t count, BlockList *evicted);
-    void take_slots(std::uint32_t count, std::vector<Slot> &table, BlockList *evicted);
+    void evict_coldest(std::size_t count, BlockList *evicted);
+    void take_runs(std::uint32_t count, BlockList *evicted);
+    void take_slots(std::uint32_t count, const Entry &fresh, std::vector<Slot> &table, BlockList *evicted);
     void append(BlockList &list, Slot slot) const;
     void publish_event(TierEvent::Kind kind, Slot slot);
 
     mutable TierMutex mutex_;
-    std::vector<Entry> entries_;
-    std::vector<Digest> digests_;
+    LargeVector<Entry> entries_;
+    LargeVector<Digest> digests_;
     HashIndex index_{digests_};
     std::unique_ptr<EvictionOrder> order_;
     Tenants tenants_;
     FreeRuns free_;
     const double spare_;
+    // Of one reservation; kept for their memory.
+    std::vector<Slot> victims_;
+    std::vector<FreeRuns::Run> vacated_, taken_;
     std::unordered_map<LeaseId, Lease> leases_;
     std::optional<PresenceTable> mirror_;
     std::vector<TierEvent> events_;

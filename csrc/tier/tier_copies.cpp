@@ -46,13 +46,15 @@ void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::
     if (lease) make_room(lease->slots, count);
     out.slots.reserve(count);
     out.generations.reserve(count);
-    take_slots(count, out.slots, &out.evicted);
+    Entry fresh;
+    fresh.state = SlotState::kWriting;
+    fresh.owner = lease_id;
+    fresh.holds = 1;
+    take_slots(count, fresh, out.slots, &out.evicted);
+    holds_ += count;
     auto slot = out.slots.begin();
     for (std::size_t i = 0; i < hashes.size(); ++i) {
         if (out.status[i] != ReserveStatus::kReserved) continue;
-        entries_[*slot].owner = lease_id;
-        entries_[*slot].holds = 1;
-        ++holds_;
         link(*slot, hashes[i], parents[i].is_zero() ? kRoot : index_.find(parents[i]));
         if (lease) pin(*lease, *slot);
         out.generations.push_back(entries_[*slot].generation);
