@@ -42,7 +42,8 @@ using Requests = std::vector<PythonRequest *>;
 PythonRequest &request_of(nb::handle value) {
     static PyTypeObject *const type = reinterpret_cast<PyTypeObject *>(nb::type<PythonRequest>().ptr());
     if (!PyObject_TypeCheck(value.ptr(), type))
-        throw nb::type_error(("expected a Request, got " + std::string(nb::type_name(value.type()).c_str())).c_str());
+        throw nb::type_error(
+            ("expected a Request, got " + std::string(nb::type_name(value.type()).c_str())).c_str());
     return *nb::inst_ptr<PythonRequest>(value);
 }
 
@@ -153,7 +154,8 @@ StepTokens step_tokens(nb::handle values) {
     step.tokens.reserve(count);
     step.ends.reserve(count);
     // An __index__ may run any code, and even shorten the list.
-    for (std::size_t i = 0; i < count && static_cast<Py_ssize_t>(i) < PySequence_Fast_GET_SIZE(values.ptr()); ++i)
+    for (std::size_t i = 0; i < count && static_cast<Py_ssize_t>(i) < PySequence_Fast_GET_SIZE(values.ptr());
+         ++i)
         step.add(nb::borrow(PySequence_Fast_GET_ITEM(values.ptr(), static_cast<Py_ssize_t>(i))));
     return step;
 }
@@ -163,8 +165,9 @@ AdvanceResult advance(BlockManager &manager, nb::handle requests, nb::handle tok
     const StepTokens step = step_tokens(tokens);
     const Requests found = requests_of(requests);  // from here on no Python code runs
     if (found.size() != step.ends.size())
-        throw RequestStateError("advance: " + std::to_string(step.ends.size()) + " tokens or lists of tokens for " +
-                                    std::to_string(found.size()) + " requests");
+        throw RequestStateError("advance: " + std::to_string(step.ends.size()) +
+                                " tokens or lists of tokens for " + std::to_string(found.size()) +
+                                " requests");
     for (const PythonRequest *request : found) manager.check_advance(*request);
     std::vector<RequestState *> states(found.begin(), found.end());
     std::size_t at = 0;
@@ -193,9 +196,9 @@ void bind_request_state(nb::module_ &module) {
                               "``fdcache.manager.Request`` documents.")
         .def(
             "__init__",
-            [](PythonRequest *self, nb::str request_id, nb::object prompt, const std::optional<nb::bytes> &tenant,
-               const std::optional<ExtraKeys> &extra_keys, bool use_cache, bool device_only,
-               std::optional<std::uint64_t> max_cached_tokens) {
+            [](PythonRequest *self, nb::str request_id, nb::object prompt,
+               const std::optional<nb::bytes> &tenant, const std::optional<ExtraKeys> &extra_keys,
+               bool use_cache, bool device_only, std::optional<std::uint64_t> max_cached_tokens) {
                 const std::size_t count = nb::len(prompt);
                 std::optional<std::string> name;
                 if (tenant) name.emplace(tenant->c_str(), tenant->size());
@@ -217,14 +220,15 @@ void bind_request_state(nb::module_ &module) {
         .def_rw("max_cached_tokens", &PythonRequest::max_cached_tokens)
         .def_ro("is_loading", &PythonRequest::is_loading,
                 "True from the planning of a load to the ``LoadOutcome`` of ``CacheManager.apply``.")
-        .def_prop_ro("lease", &RequestState::lease,
-                     "Lease of the request's device blocks, another one after each match; 0 unless it is live.")
-        .def_prop_ro("num_blocks", [](const PythonRequest &self) { return self.table().size(); },
-                     "Length of the block table.")
+        .def_prop_ro(
+            "lease", &RequestState::lease,
+            "Lease of the request's device blocks, another one after each match; 0 unless it is live.")
+        .def_prop_ro(
+            "num_blocks", [](const PythonRequest &self) { return self.table().size(); },
+            "Length of the block table.")
         .def_prop_ro("is_live", &RequestState::is_live, "True between the request's match and its end.")
         .def_prop_ro(
-            "block_table",
-            [](const PythonRequest &self) { return table_rows(self, 0, self.table().size()); },
+            "block_table", [](const PythonRequest &self) { return table_rows(self, 0, self.table().size()); },
             nb::rv_policy::automatic,
             "Device slots in path order, shape (blocks,); empty unless the request is matched.")
         .def_prop_ro(
@@ -256,17 +260,19 @@ void bind_advance_result(nb::module_ &module) {
             return SlotRow(reinterpret_cast<const std::int32_t *>(values.data()), {values.size()}, self);
         };
     };
-    using State = std::tuple<std::vector<std::uint32_t>, std::vector<Slot>, std::vector<std::uint32_t>, std::uint32_t>;
-    nb::class_<AdvanceResult>(module, "AdvanceResult",
-                              "The blocks that a decode step added to its requests.\n\n"
-                              "::\n\n"
-                              "    result = manager.advance(requests, sampled_tokens)\n"
-                              "    for position, block in result:       # or the arrays, for a copy to the GPU\n"
-                              "        print(requests[position].request_id, block)\n"
-                              "    for position in result.failed:\n"
-                              "        preempt(requests[position])\n\n"
-                              "``positions`` and ``block_ids`` are parallel int32 arrays, shape (blocks,), ascending\n"
-                              "by request: views, which keep the result alive.")
+    using State =
+        std::tuple<std::vector<std::uint32_t>, std::vector<Slot>, std::vector<std::uint32_t>, std::uint32_t>;
+    nb::class_<AdvanceResult>(
+        module, "AdvanceResult",
+        "The blocks that a decode step added to its requests.\n\n"
+        "::\n\n"
+        "    result = manager.advance(requests, sampled_tokens)\n"
+        "    for position, block in result:       # or the arrays, for a copy to the GPU\n"
+        "        print(requests[position].request_id, block)\n"
+        "    for position in result.failed:\n"
+        "        preempt(requests[position])\n\n"
+        "``positions`` and ``block_ids`` are parallel int32 arrays, shape (blocks,), ascending\n"
+        "by request: views, which keep the result alive.")
         .def_prop_ro("positions", rows(&AdvanceResult::positions), nb::rv_policy::automatic,
                      "Position in the call of the request of each block.")
         .def_prop_ro("block_ids", rows(&AdvanceResult::blocks), nb::rv_policy::automatic,
@@ -301,15 +307,19 @@ void bind_advance_result(nb::module_ &module) {
                          text += ", ...";
                          break;
                      }
-                     text += (i ? ", " : "") + std::to_string(self.positions[i]) + ": " + std::to_string(self.blocks[i]);
+                     text += (i ? ", " : "") + std::to_string(self.positions[i]) + ": " +
+                             std::to_string(self.blocks[i]);
                  }
                  if (!self.failed.empty()) text += "; failed: " + std::to_string(self.failed.size());
                  return text + ")";
              })
         .def("__getstate__",
-             [](const AdvanceResult &self) { return State(self.positions, self.blocks, self.failed, self.shortfall); })
+             [](const AdvanceResult &self) {
+                 return State(self.positions, self.blocks, self.failed, self.shortfall);
+             })
         .def("__setstate__", [](AdvanceResult &self, const State &state) {
-            new (&self) AdvanceResult{std::get<0>(state), std::get<1>(state), std::get<2>(state), std::get<3>(state)};
+            new (&self)
+                AdvanceResult{std::get<0>(state), std::get<1>(state), std::get<2>(state), std::get<3>(state)};
         });
 }
 
@@ -343,15 +353,17 @@ void bind_block_manager(nb::module_ &module) {
             [](BlockManager *self, Tier &tier, std::int64_t block_size, const nb::bytes &fingerprint,
                std::int64_t lookahead, bool caches_prefixes, bool follow_stored, bool follow_evicted,
                bool follow_owners, std::uint32_t follow_hits) {
-                const BlockKeys keys{block_size, digest_of<HashingError>("fingerprint", fingerprint), lookahead};
+                const BlockKeys keys{block_size, digest_of<HashingError>("fingerprint", fingerprint),
+                                     lookahead};
                 new (self) BlockManager(tier, keys, caches_prefixes,
                                         {follow_stored, follow_evicted, follow_owners, follow_hits});
             },
             "tier"_a, "block_size"_a, "fingerprint"_a, "lookahead"_a = 0, "caches_prefixes"_a = true,
-            "follow_stored"_a = false, "follow_evicted"_a = false, "follow_owners"_a = false, "follow_hits"_a = 0,
-            nb::keep_alive<1, 2>())
+            "follow_stored"_a = false, "follow_evicted"_a = false, "follow_owners"_a = false,
+            "follow_hits"_a = 0, nb::keep_alive<1, 2>())
         .def(
-            "prepare", [](const BlockManager &self, PythonRequest &request) { bind_request(self, request, true); },
+            "prepare",
+            [](const BlockManager &self, PythonRequest &request) { bind_request(self, request, true); },
             "request"_a,
             "Hash the tokens of a request, without the GIL, unless they are. Any thread may call. Raises\n"
             "HashingError for tokens that cannot be hashed.")
@@ -364,7 +376,8 @@ void bind_block_manager(nb::module_ &module) {
         .def("stop_publishing", &BlockManager::stop_publishing,
              "Let live requests keep their blocks and publish no more.")
         .def(
-            "publishes", [](const BlockManager &self, const PythonRequest &request) { return self.publishes(request); },
+            "publishes",
+            [](const BlockManager &self, const PythonRequest &request) { return self.publishes(request); },
             "request"_a)
         .def(
             "owns", [](const BlockManager &self, const PythonRequest &request) { return self.owns(request); },
@@ -372,7 +385,8 @@ void bind_block_manager(nb::module_ &module) {
         .def("check_match", &check_match, "requests"_a, "live"_a,
              "Check that the requests can be matched, and hash those that are not yet.")
         .def(
-            "matchable", [](const BlockManager &self, const PythonRequest &request) { return self.matchable(request); },
+            "matchable",
+            [](const BlockManager &self, const PythonRequest &request) { return self.matchable(request); },
             "request"_a,
             "How many leading blocks a match may find: not the last token's, nor any above the request's\n"
             "limit.")
@@ -393,15 +407,21 @@ void bind_block_manager(nb::module_ &module) {
             "some run is on its way to the device.")
         .def(
             "match_more",
-            [](BlockManager &self, PythonRequest &request, std::size_t limit) { return self.match_more(request, limit); },
+            [](BlockManager &self, PythonRequest &request, std::size_t limit) {
+                return self.match_more(request, limit);
+            },
             "request"_a, "limit"_a, "Pin blocks that came to the device after the match; as ``match``.")
         .def(
             "shorten",
-            [](BlockManager &self, PythonRequest &request, std::size_t limit) { return self.shorten(request, limit); },
+            [](BlockManager &self, PythonRequest &request, std::size_t limit) {
+                return self.shorten(request, limit);
+            },
             "request"_a, "limit"_a, "Shorten a match to ``limit`` blocks.")
         .def(
             "accept",
-            [](BlockManager &self, PythonRequest &request, std::size_t blocks) { self.accept(request, blocks); },
+            [](BlockManager &self, PythonRequest &request, std::size_t blocks) {
+                self.accept(request, blocks);
+            },
             "request"_a, "blocks"_a, "Count ``blocks`` as found, some of them still to be loaded.")
         .def(
             "check_allocate",
@@ -423,7 +443,8 @@ void bind_block_manager(nb::module_ &module) {
                 require_equal(parents.shape(0), hashes.shape(0));
                 return self.reserve_copies(request, digests_of(parents), digests_of(hashes));
             },
-            "request"_a, "parents"_a, "hashes"_a, "Extend the block table by slots for copies of the next blocks.")
+            "request"_a, "parents"_a, "hashes"_a,
+            "Extend the block table by slots for copies of the next blocks.")
         .def(
             "count_hits", [](BlockManager &self, PythonRequest &request) { return self.count_hits(request); },
             "request"_a, "Count the look-up and the device hits of a request, once; return False later.")
@@ -454,8 +475,8 @@ void bind_block_manager(nb::module_ &module) {
         .def("release", &release, "request"_a, "live"_a,
              "Release every block of a live request; return False if it is not live.")
         .def(
-            "forget_hits", [](BlockManager &self, PythonRequest &request) { self.forget_hits(request); }, "request"_a,
-            "Let the next match of the request count as another hit.")
+            "forget_hits", [](BlockManager &self, PythonRequest &request) { self.forget_hits(request); },
+            "request"_a, "Let the next match of the request count as another hit.")
         .def_prop_ro("has_followed", &BlockManager::has_followed, "True if ``take_followed`` has something.")
         .def("take_followed", &take_followed,
              nb::sig("def take_followed(self) -> tuple[numpy.typing.NDArray[numpy.uint8] | None, "
@@ -472,7 +493,8 @@ void bind_scheduler(nb::module_ &module) {
         try {
             std::rethrow_exception(thrown);
         } catch (const RequestStateError &error) {
-            PyErr_SetString(nb::module_::import_("fdcache.errors").attr("RequestStateError").ptr(), error.what());
+            PyErr_SetString(nb::module_::import_("fdcache.errors").attr("RequestStateError").ptr(),
+                            error.what());
         }
     });
     bind_request_state(module);

@@ -12,7 +12,9 @@ std::uint64_t next_id() {
     return ++last;
 }
 
-std::string named(const RequestState &request) { return "request '" + request.id() + "'"; }
+std::string named(const RequestState &request) {
+    return "request '" + request.id() + "'";
+}
 
 void append(BlockList &list, const BlockList &more) {
     const auto add = [](auto &to, const auto &from) { to.insert(to.end(), from.begin(), from.end()); };
@@ -48,7 +50,8 @@ BlockManager::BlockManager(Tier &tier, const BlockKeys &keys, bool caches_prefix
 bool BlockManager::must_bind(const RequestState &request) const {
     if (!request.is_bound()) return true;
     if (request.keys() == keys_) return false;
-    const bool is_former = std::find(former_.begin(), former_.end(), request.keys().fingerprint) != former_.end();
+    const bool is_former =
+        std::find(former_.begin(), former_.end(), request.keys().fingerprint) != former_.end();
     if (!request.is_live() && is_former) return true;
     throw RequestStateError(named(request) +
                             " was matched by a manager of another layout or look-ahead; make a new request");
@@ -100,35 +103,47 @@ std::size_t BlockManager::matchable(const RequestState &request) const {
 }
 
 bool BlockManager::match(RequestState &request, std::size_t limit) {
-    request.lease_ = tier_.open_lease();
+    Tier::Session tier(tier_);
+    return begin(tier, request, limit);
+}
+
+bool BlockManager::shorten(RequestState &request, std::size_t limit) {
+    Tier::Session tier(tier_);
+    tier.release(request.lease_);
+    return begin(tier, request, limit);
+}
+
+bool BlockManager::match_more(RequestState &request, std::size_t limit) {
+    Tier::Session tier(tier_);
+    return extend_match(tier, request, limit);
+}
+
+bool BlockManager::begin(Tier::Session &tier, RequestState &request, std::size_t limit) {
+    request.lease_ = tier.open_lease();
     request.owner_ = id_;
     request.publish_epoch_ = request.use_cache && caches_prefixes_ ? epoch_ : 0;
     request.table_ = {};
     request.committed_tokens_ = 0;
     request.committed_blocks_ = request.returned_blocks_ = 0;
     request.is_loading = request.is_counted_ = false;
-    const bool pending = publishes(request) && match_more(request, limit);
+    const bool pending = publishes(request) && extend_match(tier, request, limit);
     request.returned_blocks_ = request.committed_blocks_;
     request.num_cached_tokens = request.table_.size() * block_size_;
     return pending;
 }
 
-bool BlockManager::match_more(RequestState &request, std::size_t limit) {
+bool BlockManager::extend_match(Tier::Session &tier, RequestState &request, std::size_t limit) {
     const Digest *hashes = request.blocks().hashes().data();
     const std::size_t start = request.table_.size();
-    const MatchRun run = tier_.match(request.lease_, {hashes, limit}, start, request.hit_blocks_);
-    append(request.table_, run.slots);
+    slots_.clear();
+    const bool pending = tier.match(request.lease_, {hashes, limit}, start, request.hit_blocks_, slots_);
+    append(request.table_, slots_);
     const std::size_t stop = request.table_.size();
     request.committed_blocks_ = static_cast<std::uint32_t>(stop);
     for (std::size_t i = std::max<std::size_t>(start, request.hit_blocks_); follow_.hits && i < stop; ++i)
-        if (run.hits[i - start] == follow_.hits) followed_.hit.push_back(hashes[i]);
+        if (tier.hits(slots_[i - start]) == follow_.hits) followed_.hit.push_back(hashes[i]);
     request.hit_blocks_ = std::max(request.hit_blocks_, static_cast<std::uint32_t>(stop));
-    return run.pending;
-}
-
-bool BlockManager::shorten(RequestState &request, std::size_t limit) {
-    tier_.release(request.lease_);
-    return match(request, limit);
+    return pending;
 }
 
 // --- allocate ----------------------------------------------------------------------------------------------
@@ -142,21 +157,22 @@ bool BlockManager::count_hits(RequestState &request) {
     return true;
 }
 
-std::uint32_t BlockManager::grow_to(RequestState &request, std::size_t blocks) {
+std::uint32_t BlockManager::grow_to(Tier::Session &tier, RequestState &request, std::size_t blocks) {
     const std::size_t have = request.table_.size();
     if (blocks <= have) return 0;
-    const Reservation taken = tier_.reserve(request.lease_, static_cast<std::uint32_t>(blocks - have));
-    if (taken.missing) {
+    slots_.clear();
+    const std::uint32_t missing = tier.reserve(request.lease_, static_cast<std::uint32_t>(blocks - have),
+                                               slots_, follow_.evicted ? &followed_.evicted : nullptr);
+    if (missing)
         ++stats_.allocation_failures;
-        return taken.missing;
-    }
-    append(request.table_, taken.slots);
-    if (follow_.evicted) append(followed_.evicted, taken.evicted);
-    return 0;
+    else
+        append(request.table_, slots_);
+    return missing;
 }
 
 std::uint32_t BlockManager::allocate(RequestState &request, std::uint64_t num_tokens) {
-    const std::uint32_t missing = grow_to(request, blocks_for(num_tokens));
+    Tier::Session tier(tier_);
+    const std::uint32_t missing = grow_to(tier, request, blocks_for(num_tokens));
     if (!missing) count_hits(request);
     return missing;
 }
@@ -179,58 +195,71 @@ std::pair<std::size_t, std::size_t> BlockManager::take_added(RequestState &reque
 // --- commit ------------------------------------------------------------------------------------------------
 
 void BlockManager::commit(RequestState &request, std::uint64_t num_tokens) {
+    Tier::Session tier(tier_);
+    commit_to(tier, request, num_tokens);
+}
+
+void BlockManager::commit_to(Tier::Session &tier, RequestState &request, std::uint64_t num_tokens) {
     request.committed_tokens_ = num_tokens;
-    if (publishes(request) && !request.is_loading) publish(request);
+    if (publishes(request) && !request.is_loading) publish(tier, request);
 }
 
 void BlockManager::end_load(RequestState &request, std::uint32_t copied, std::uint32_t planned) {
     request.is_loading = false;
     request.committed_blocks_ += copied;
-    if (copied < planned)
+    if (copied < planned) {
         request.num_cached_tokens = request.committed_blocks_ * block_size_;
-    else if (publishes(request))
-        publish(request);
+    } else if (publishes(request)) {
+        Tier::Session tier(tier_);
+        publish(tier, request);
+    }
 }
 
-void BlockManager::publish(RequestState &request) {
+void BlockManager::publish(Tier::Session &tier, RequestState &request) {
     const std::size_t start = request.committed_blocks_;
     if (request.committed_tokens_ < (start + 1) * block_size_) return;  // as in most decode steps
     // A block has no hash until its look-ahead tokens are known.
     const std::size_t stop = std::min(request.committed_tokens_ / block_size_, request.num_hashes());
     if (start >= stop) return;
     const Digest *hashes = request.blocks().hashes().data();
-    const auto status = tier_.commit(request.lease_, start ? hashes[start - 1] : Digest{},
-                                     {hashes + start, stop - start}, slots_of(request.table_, start, stop));
-    request.committed_blocks_ += static_cast<std::uint32_t>(status.size());
+    status_.clear();
+    const std::size_t count =
+        tier.commit(request.lease_, start ? hashes[start - 1] : Digest{}, {hashes + start, stop - start},
+                    slots_of(request.table_, start, stop), follow_.stored ? &status_ : nullptr);
+    request.committed_blocks_ += static_cast<std::uint32_t>(count);
     if (follow_.owners && request.tenant_) followed_.owners.emplace_back(hashes[0], *request.tenant_);
-    if (!follow_.stored) return;
-    for (std::size_t i = 0; i < status.size(); ++i)
-        if (status[i] == CommitStatus::kStored) followed_.stored.push_back(hashes[start + i]);
+    for (std::size_t i = 0; i < status_.size(); ++i)
+        if (status_[i] == CommitStatus::kStored) followed_.stored.push_back(hashes[start + i]);
 }
 
 void BlockManager::advance(std::span<RequestState *const> requests, std::uint64_t uncomputed, bool grow,
                            AdvanceResult &out) {
+    Tier::Session tier(tier_);
     for (std::size_t i = 0; i < requests.size(); ++i) {
         RequestState &request = *requests[i];
         const std::uint64_t tokens = request.num_tokens();
-        const std::size_t have = request.table_.size();
-        if (tokens > have * block_size_) {
-            const std::uint32_t missing = grow ? grow_to(request, blocks_for(tokens)) : 1;
-            if (missing) {
-                if (out.failed.empty()) out.shortfall = missing;
-                out.failed.push_back(static_cast<std::uint32_t>(i));
-            } else {
-                for (const Slot slot : slots_of(request.table_, have, request.table_.size())) {
-                    out.positions.push_back(static_cast<std::uint32_t>(i));
-                    out.blocks.push_back(slot);
-                }
-                request.returned_blocks_ = static_cast<std::uint32_t>(request.table_.size());
-            }
-        }
+        if (tokens > request.table_.size() * block_size_) extend_table(tier, request, i, grow, out);
         const std::uint64_t computed = tokens > uncomputed ? tokens - uncomputed : 0;
         const std::uint64_t room = request.table_.size() * block_size_;
-        commit(request, std::max(request.committed_tokens_, std::min(computed, room)));
+        commit_to(tier, request, std::max(request.committed_tokens_, std::min(computed, room)));
     }
+}
+
+void BlockManager::extend_table(Tier::Session &tier, RequestState &request, std::size_t position, bool grow,
+                                AdvanceResult &out) {
+    const std::size_t have = request.table_.size();
+    const std::size_t blocks = blocks_for(request.num_tokens());
+    const auto missing = grow ? grow_to(tier, request, blocks) : static_cast<std::uint32_t>(blocks - have);
+    if (missing) {
+        if (out.failed.empty()) out.shortfall = missing;
+        out.failed.push_back(static_cast<std::uint32_t>(position));
+        return;
+    }
+    for (const Slot slot : slots_of(request.table_, have, request.table_.size())) {
+        out.positions.push_back(static_cast<std::uint32_t>(position));
+        out.blocks.push_back(slot);
+    }
+    request.returned_blocks_ = static_cast<std::uint32_t>(request.table_.size());
 }
 
 // --- end ---------------------------------------------------------------------------------------------------
@@ -243,6 +272,8 @@ void BlockManager::release(RequestState &request) {
     request.num_cached_tokens = 0;
 }
 
-Followed BlockManager::take_followed() { return std::exchange(followed_, {}); }
+Followed BlockManager::take_followed() {
+    return std::exchange(followed_, {});
+}
 
 }  // namespace fdcache

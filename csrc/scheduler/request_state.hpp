@@ -1,5 +1,5 @@
-// One request of an engine: its tokens and block hashes, and the device blocks that it holds between its match and
-// its end.
+// One request of an engine: its tokens and block hashes, and the device blocks that it holds between its
+// match and its end.
 #pragma once
 
 #include <cstddef>
