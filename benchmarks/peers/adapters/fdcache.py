@@ -37,29 +37,25 @@ class FdcacheAdapter(Adapter):
         return tokens.tolist() if self._lists else tokens
 
     def hash(self, request: Request) -> None:
-        layout = self._manager.layout
-        request._bind(layout.block_size, layout.fingerprint).hashes  # noqa: B018  a match would do the same
+        self._manager.prepare([request])
 
     def match(self, request: Request) -> int:
         self._manager.match_prefix([request])
         return request.num_cached_tokens
 
     def allocate(self, request: Request) -> None:
-        self._grow([(request, request.num_prompt_tokens)])
+        (allocation,) = self._manager.allocate_device_blocks([(request, request.num_prompt_tokens)])
+        if not allocation.ok:
+            raise OutOfBlocksError(f"request {allocation.request_id}")
 
     def commit(self, request: Request) -> None:
         self._manager.commit([(request, request.num_prompt_tokens)])
 
     def decode(self, request: Request, output: Native) -> None:
-        self._grow([(request, request.num_tokens + len(output))])
-        request.append_tokens(output)
-        self._manager.commit([(request, request.num_tokens)])
+        self._advance([request], [output])
 
     def decode_step(self, requests: Sequence[Request], step: list[list[int]]) -> None:
-        self._grow([(request, request.num_tokens + 1) for request in requests])
-        for request, output in zip(requests, step, strict=True):
-            request.append_tokens(output)
-        self._manager.commit([(request, request.num_tokens) for request in requests])
+        self._advance(requests, step)
 
     def free(self, request: Request) -> None:
         self._manager.request_finish([request])
@@ -71,10 +67,10 @@ class FdcacheAdapter(Adapter):
     def check(self) -> None:
         self._manager.check_integrity()
 
-    def _grow(self, wanted: list[tuple[Request, int]]) -> None:
-        for allocation in self._manager.allocate_device_blocks(wanted):
-            if not allocation.ok:
-                raise OutOfBlocksError(f"request {allocation.request_id}")
+    def _advance(self, requests: Sequence[Request], outputs: Sequence[Native]) -> None:
+        added = self._manager.advance(requests, outputs, uncomputed_tokens=0)
+        if not added.ok:
+            raise OutOfBlocksError(f"{len(added.failed)} requests")
 
 
 def make(pool: Pool, *, lists: bool) -> FdcacheAdapter:
