@@ -3,7 +3,7 @@ The native core: block hashes, tiers, block copies on the CPU and on GPUs, slab 
 """
 
 import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import enum
 from typing import Annotated, Any
 
@@ -800,6 +800,7 @@ class AdvanceResult:
     def __getitem__(self, index: int) -> tuple[int, int]:
         """Return (position of the request, device slot)."""
 
+    def __iter__(self) -> Iterator[tuple[int, int]]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __repr__(self) -> str: ...
     def __getstate__(self) -> tuple[list[int], list[int], list[int], int]: ...
@@ -854,7 +855,7 @@ class BlockManager:
     def owns(self, request: RequestState) -> bool:
         """Return True between the request's match and its end."""
 
-    def check_match(self, requests: list, live: dict) -> None:
+    def check_match(self, requests: Sequence[RequestState], live: dict[str, Any]) -> None:
         """
         Check that the requests can be matched, and hash those that are not yet.
         """
@@ -865,13 +866,13 @@ class BlockManager:
         limit.
         """
 
-    def match(self, request: object, limit: int, live: dict) -> bool:
+    def match(self, request: object, limit: int, live: dict[str, Any]) -> bool:
         """
         Pin the leading run of the first ``limit`` blocks of a request that ``check_match`` has seen.
         Return True if the block after the run is on its way to the device.
         """
 
-    def match_all(self, requests: list, live: dict) -> bool:
+    def match_all(self, requests: Sequence[RequestState], live: dict[str, Any]) -> bool:
         """
         ``check_match`` and ``match`` all requests as far as they may be. Return True if a block after
         some run is on its way to the device.
@@ -932,7 +933,7 @@ class BlockManager:
         Count the leading blocks of a load that were copied; publish what waited for all of them.
         """
 
-    def release(self, request: RequestState, live: dict) -> bool:
+    def release(self, request: RequestState, live: dict[str, Any]) -> bool:
         """Release every block of a live request; return False if it is not live."""
 
     def forget_hits(self, request: RequestState) -> None:

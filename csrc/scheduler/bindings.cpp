@@ -38,6 +38,8 @@ struct PythonRequest : RequestState {
 };
 
 using Requests = std::vector<PythonRequest *>;
+using RequestSequence = nb::typed<nb::sequence, PythonRequest>;
+using Live = nb::typed<nb::dict, nb::str, nb::any>;  // the requests between match and end, by id
 
 PythonRequest &request_of(nb::handle value) {
     static PyTypeObject *const type = reinterpret_cast<PyTypeObject *>(nb::type<PythonRequest>().ptr());
@@ -92,27 +94,26 @@ void bind_request(const BlockManager &manager, PythonRequest &request, bool rele
 
 // --- match and end -----------------------------------------------------------------------------------------
 
-// `live`: the requests between match and end, by id.
-void check_match(const BlockManager &manager, const nb::list &requests, const nb::dict &live) {
+void check_match(const BlockManager &manager, const RequestSequence &requests, const Live &live) {
     std::unordered_set<std::string_view> seen;
     for (nb::handle each : requests) {
         const PythonRequest &request = request_of(each);
         manager.check_idle(request);
-        const bool is_twice = requests.size() > 1 && !seen.insert(request.id()).second;
+        const bool is_twice = nb::len(requests) > 1 && !seen.insert(request.id()).second;
         if (is_twice || PyDict_Contains(live.ptr(), request.request_id.ptr()))
             throw RequestStateError("another request with the id '" + request.id() + "' is running");
     }
     for (nb::handle each : requests) bind_request(manager, request_of(each), false);
 }
 
-bool match(BlockManager &manager, nb::handle handle, std::size_t limit, nb::dict &live) {
+bool match(BlockManager &manager, nb::handle handle, std::size_t limit, Live &live) {
     PythonRequest &request = request_of(handle);
     manager.check_idle(request);
     if (PyDict_SetItem(live.ptr(), request.request_id.ptr(), handle.ptr())) nb::raise_python_error();
     return manager.match(request, limit);
 }
 
-bool release(BlockManager &manager, PythonRequest &request, nb::dict &live) {
+bool release(BlockManager &manager, PythonRequest &request, Live &live) {
     if (!manager.owns(request)) return false;
     manager.release(request);
     if (PyDict_DelItem(live.ptr(), request.request_id.ptr())) nb::raise_python_error();
@@ -294,6 +295,15 @@ void bind_advance_result(nb::module_ &module) {
             },
             "index"_a, "Return (position of the request, device slot).")
         .def(
+            "__iter__",
+            [](const AdvanceResult &self) {
+                nb::list pairs;
+                for (std::size_t i = 0; i < self.blocks.size(); ++i)
+                    pairs.append(nb::make_tuple(self.positions[i], self.blocks[i]));
+                return nb::iter(pairs);
+            },
+            nb::sig("def __iter__(self) -> collections.abc.Iterator[tuple[int, int]]"))
+        .def(
             "__eq__",
             [](const AdvanceResult &self, nb::handle other) {
                 return nb::isinstance<AdvanceResult>(other) && self == nb::cast<const AdvanceResult &>(other);
@@ -395,7 +405,7 @@ void bind_block_manager(nb::module_ &module) {
              "Return True if the block after the run is on its way to the device.")
         .def(
             "match_all",
-            [](BlockManager &self, const nb::list &requests, nb::dict &live) {
+            [](BlockManager &self, const RequestSequence &requests, Live &live) {
                 check_match(self, requests, live);
                 bool pending = false;
                 for (nb::handle each : requests)
