@@ -28,9 +28,84 @@ def sized(data: bytes) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
+def primes(count: int) -> list[int]:
+    found: list[int] = []
+    number = 2
+    while len(found) < count:
+        if all(number % prime for prime in found):
+            found.append(number)
+        number += 1
+    return found
+
+
+def fraction_bits(root: int, prime: int) -> int:
+    """The first 32 bits of the fractional part of a prime's square or cube root."""
+    low, high = 0, prime << 32
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle**root <= prime << 32 * root else (low, middle)
+    return low % 2**32
+
+
+ROUND_CONSTANTS = [fraction_bits(3, prime) for prime in primes(64)]
+INITIAL = [fraction_bits(2, prime) for prime in primes(8)]
+MASK = 0xFFFFFFFF
+
+
+def right(x: int, n: int) -> int:
+    return (x >> n | x << 32 - n) & MASK
+
+
+def sha256_compress(state: bytes, piece: bytes) -> bytes:
+    """The compression function of FIPS 180-4, 6.2.2, on a state and a piece of 64 bytes."""
+    words = list(struct.unpack(">16I", piece))
+    for t in range(16, 64):
+        s0 = right(words[t - 15], 7) ^ right(words[t - 15], 18) ^ words[t - 15] >> 3
+        s1 = right(words[t - 2], 17) ^ right(words[t - 2], 19) ^ words[t - 2] >> 10
+        words.append((words[t - 16] + s0 + words[t - 7] + s1) & MASK)
+    before = struct.unpack(">8I", state)
+    a, b, c, d, e, f, g, h = before
+    for constant, word in zip(ROUND_CONSTANTS, words, strict=True):
+        t1 = h + (right(e, 6) ^ right(e, 11) ^ right(e, 25)) + (e & f ^ ~e & MASK & g) + constant + word
+        t2 = (right(a, 2) ^ right(a, 13) ^ right(a, 22)) + (a & b ^ a & c ^ b & c)
+        a, b, c, d, e, f, g, h = (t1 + t2) & MASK, a, b, c, (d + t1) & MASK, e, f, g
+    after = (a, b, c, d, e, f, g, h)
+    return struct.pack(">8I", *((x + y) & MASK for x, y in zip(before, after, strict=True)))
+
+
+PERMUTATION = [2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8]
+MIXED = [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
+MIXED += [(0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)]
+
+
+def blake3_compress(state: Sequence[int], piece: bytes, length: int, flags: int) -> list[int]:
+    """The compression function of BLAKE3, section 2.2, with a counter of zero; the first eight words of its output."""
+    words = list(struct.unpack("<16I", piece))
+    v = [*state, *INITIAL[:4], 0, 0, length, flags]
+    for _ in range(7):
+        for i, (a, b, c, d) in enumerate(MIXED):
+            for word, first, second in ((words[2 * i], 16, 12), (words[2 * i + 1], 8, 7)):
+                v[a] = (v[a] + v[b] + word) & MASK
+                v[d] = right(v[d] ^ v[a], first)
+                v[c] = (v[c] + v[d]) & MASK
+                v[b] = right(v[b] ^ v[c], second)
+        words = [words[position] for position in PERMUTATION]
+    return [v[i] ^ v[i + 8] for i in range(8)]
+
+
+def oracle_digest(key: bytes, message: bytes) -> bytes:
+    """BLAKE3's keyed hash of a message, as one chunk."""
+    state = list(struct.unpack("<8I", key))
+    for start in range(0, len(message), 64):
+        piece = message[start : start + 64]
+        flags = 16 | (1 if start == 0 else 0) | (2 | 8 if start + 64 >= len(message) else 0)
+        state = blake3_compress(state, piece.ljust(64, b"\0"), len(piece), flags)
+    return struct.pack("<8I", *state)
+
+
 def oracle_root(fingerprint: bytes, tenant: str | None) -> bytes:
     salt = b"" if tenant is None else sized(tenant.encode())
-    return hashlib.sha256(b"fdcache.root.v1\0" + fingerprint + salt + b"\x00").digest()
+    return oracle_digest(b"fdcache.root.v2".ljust(32, b"\0"), fingerprint + salt)
 
 
 def oracle_hashes(
@@ -43,6 +118,10 @@ def oracle_hashes(
     items: Sequence[Item] = (),
     lookahead: int = 0,
 ) -> list[bytes]:
+    keys = [
+        b"fdcache.block.v2" + struct.pack("<II", block_size, part).ljust(16, b"\0") for part in range(3)
+    ]
+    half = (block_size + 1) // 2
     hashes = []
     for first in range(0, len(tokens) - block_size - lookahead + 1, block_size):
         begin, end = start + first, start + first + block_size
@@ -54,9 +133,12 @@ def oracle_hashes(
                 extra += tag + struct.pack("<qq", offset - begin, length) + sized(data)
         if lookahead:
             extra += b"\x05" + struct.pack(f"<I{lookahead}i", lookahead, *following)
-        message = struct.pack(f"<{block_size}i", *tokens[first : first + block_size])
-        message += parent + extra + struct.pack("<I", block_size) + b"\x01"
-        parent = hashlib.sha256(message).digest()
+        block = struct.pack(f"<{block_size}i", *tokens[first : first + block_size])
+        one = oracle_digest(keys[0], block[: 4 * half])
+        two = oracle_digest(keys[1], block[4 * half :].ljust(4 * half, b"\0"))
+        if extra:
+            two = oracle_digest(keys[2], two + extra)
+        parent = sha256_compress(parent, one + two)
         hashes.append(parent)
     return hashes
 

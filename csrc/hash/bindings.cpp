@@ -131,11 +131,19 @@ HashRows hash_rows(std::shared_ptr<Digest[]> store, std::size_t rows) {
 
 namespace {
 
-const sha256::Backend &backend_of(const std::optional<std::string> &name) {
-    if (!name) return sha256::best_backend();
-    for (const sha256::Backend &backend : sha256::backends())
+const HashBackend &backend_of(const std::optional<std::string> &name) {
+    if (!name) return best_hash_backend();
+    for (const HashBackend &backend : hash_backends())
         if (*name == backend.name) return backend;
-    throw HashingError("backend '" + *name + "' is not one of sha_backends()");
+    throw HashingError("backend '" + *name + "' is not one of hash_backends()");
+}
+
+Digest keyed_digest_of(const nb::bytes &message, const nb::bytes &key,
+                       const std::optional<std::string> &backend) {
+    if (message.size() == 0) throw HashingError("message must not be empty");
+    const auto *data = reinterpret_cast<const std::uint8_t *>(message.c_str());
+    const auto words = std::bit_cast<blake3::Key>(digest_of<HashingError>("key", key));
+    return keyed_digest(backend_of(backend), words, {data, message.size()});
 }
 
 HashRows hash_blocks(nb::handle tokens, std::int64_t block_size, const nb::bytes &parent, std::int64_t start,
@@ -286,20 +294,20 @@ void bind_hashing(nb::module_ &module) {
         }
     });
     module.def(
-        "sha_backends",
+        "hash_backends",
         [] {
             std::vector<std::string> names;
-            for (const sha256::Backend &backend : sha256::backends()) names.emplace_back(backend.name);
+            for (const HashBackend &backend : hash_backends()) names.emplace_back(backend.name);
             return names;
         },
-        "Names of the SHA-256 implementations that this machine can run, fastest first.");
+        "Names of the implementations of block hashes that this machine can run, fastest first.");
     module.def(
-        "sha256",
-        [](const nb::bytes &message, const std::optional<std::string> &backend) {
-            const auto *data = reinterpret_cast<const std::uint8_t *>(message.c_str());
-            return digest_to_bytes(sha256::digest(backend_of(backend), {data, message.size()}));
+        "keyed_digest",
+        [](const nb::bytes &message, const nb::bytes &key, const std::optional<std::string> &backend) {
+            return digest_to_bytes(keyed_digest_of(message, key, backend));
         },
-        "message"_a, "backend"_a.none() = nb::none(), "Return the SHA-256 of a message.");
+        "message"_a, "key"_a, "backend"_a.none() = nb::none(),
+        "Return BLAKE3's keyed hash of a message, hashed as one chunk even if longer than 1,024 bytes.");
     module.def(
         "root_hash",
         [](const nb::bytes &fingerprint, const std::optional<nb::bytes> &tenant) {

@@ -10,12 +10,11 @@
 namespace fdcache {
 namespace {
 
-constexpr std::string_view root_tag{"fdcache.root.v1\0", 16};
-constexpr std::uint8_t root_message = 0, block_message = 1;
+// Each followed by zero bytes up to the 32 of a BLAKE3 key. A block's tag is followed by its size and the
+// part.
+constexpr std::string_view root_tag = "fdcache.root.v2", block_tag = "fdcache.block.v2";
+constexpr std::size_t size_word = 4, part_word = 5;
 constexpr std::uint8_t adapter_entry = 2, text_item_entry = 3, bytes_item_entry = 4, lookahead_entry = 5;
-
-// Number of blocks whose token chunks are hashed side by side; more is not faster.
-constexpr std::size_t batch_blocks = 16;
 
 static_assert(std::endian::native == std::endian::little, "the format's integers are little-endian");
 
@@ -32,8 +31,25 @@ void put_string(std::vector<std::uint8_t> &out, std::string_view text) {
     out.insert(out.end(), text.begin(), text.end());
 }
 
+std::size_t round_up(std::size_t size, std::size_t multiple) {
+    return (size + multiple - 1) / multiple * multiple;
+}
+
 void put_digest(std::vector<std::uint8_t> &out, const Digest &digest) {
     out.insert(out.end(), digest.bytes.begin(), digest.bytes.end());
+}
+
+blake3::Key tagged_key(std::string_view tag) {
+    blake3::Key key{};
+    std::memcpy(key.data(), tag.data(), tag.size());
+    return key;
+}
+
+blake3::Key block_key(std::int64_t block_size, std::uint32_t part) {
+    blake3::Key key = tagged_key(block_tag);
+    key[size_word] = static_cast<std::uint32_t>(block_size);
+    key[part_word] = part;
+    return key;
 }
 
 }  // namespace
@@ -85,17 +101,17 @@ void ExtraKeys::encode(std::int64_t start, std::int64_t end, std::size_t &index,
 }
 
 Digest root_hash(const Digest &fingerprint, std::optional<std::string_view> tenant) {
-    std::vector<std::uint8_t> message(root_tag.begin(), root_tag.end());
+    std::vector<std::uint8_t> message;
     put_digest(message, fingerprint);
     if (tenant) put_string(message, *tenant);
-    message.push_back(root_message);
-    return sha256::digest(sha256::best_backend(), message);
+    return keyed_digest(best_hash_backend(), tagged_key(root_tag), message);
 }
 
 BlockChain::BlockChain(std::int64_t block_size, const Digest &parent, std::int64_t start,
-                       ExtraKeys extra_keys, std::int64_t lookahead, const sha256::Backend &backend)
+                       ExtraKeys extra_keys, std::int64_t lookahead, const HashBackend &backend)
     : block_size_(static_cast<std::size_t>(block_size)),
       lookahead_(static_cast<std::size_t>(lookahead)),
+      keys_{block_key(block_size, 0), block_key(block_size, 1), block_key(block_size, 2)},
       parent_(parent),
       position_(start),
       extra_keys_(std::move(extra_keys)),
@@ -110,45 +126,100 @@ BlockChain::BlockChain(std::int64_t block_size, const Digest &parent, std::int64
         throw HashingError("lookahead must be at least 0 and below 2**31, got " + std::to_string(lookahead));
 }
 
-void BlockChain::encode_extra(const std::int32_t *following) {
-    const std::int64_t end = position_ + static_cast<std::int64_t>(block_size_);
+void BlockChain::encode_extra_keys(std::int64_t position, const std::int32_t *following,
+                                   std::vector<std::uint8_t> &out) {
+    const std::int64_t end = position + static_cast<std::int64_t>(block_size_);
     if (!extra_keys_.empty()) {
         // The next block may overlap items that this block only looks ahead to.
         std::size_t index = item_index_;
-        extra_keys_.encode(position_, end + static_cast<std::int64_t>(lookahead_), index, tail_);
-        extra_keys_.block_items(position_, end, item_index_);
+        extra_keys_.encode(position, end + static_cast<std::int64_t>(lookahead_), index, out);
+        extra_keys_.block_items(position, end, item_index_);
     }
     if (lookahead_ == 0) return;
-    tail_.push_back(lookahead_entry);
-    put(tail_, static_cast<std::uint32_t>(lookahead_));
+    out.push_back(lookahead_entry);
+    put(out, static_cast<std::uint32_t>(lookahead_));
     const auto *bytes = reinterpret_cast<const std::uint8_t *>(following);
-    tail_.insert(tail_.end(), bytes, bytes + lookahead_ * sizeof *following);
+    out.insert(out.end(), bytes, bytes + lookahead_ * sizeof *following);
+}
+
+// As many blocks as their halves fill the backend's lanes, or fewer.
+struct BlockChain::Batch {
+    const std::int32_t *tokens;
+    std::size_t blocks;
+    // Of the two halves of block i at 2 * i: the piece by which the block is linked to its parent.
+    Digest *digests;
+};
+
+void BlockChain::digest_tokens(const Batch &batch, const sha256::Links &before) {
+    const std::size_t token_bytes = block_size_ * sizeof *batch.tokens;
+    const std::size_t half_bytes = (block_size_ + 1) / 2 * sizeof *batch.tokens;
+    const std::size_t padded_bytes = round_up(half_bytes, blake3::piece_bytes);
+    const auto *data = reinterpret_cast<const std::uint8_t *>(batch.tokens);
+    std::array<std::uint8_t, blake3::max_lanes * blake3::piece_bytes> small;
+    std::vector<std::uint8_t> large;
+    // Halves that are no whole pieces are copied, to be followed by zeros. An odd block's second half ends in
+    // one.
+    if (2 * padded_bytes != token_bytes) {
+        const std::size_t size = 2 * batch.blocks * padded_bytes;
+        if (size > small.size()) large.resize(size);
+        std::uint8_t *padded = large.empty() ? small.data() : large.data();
+        if (large.empty()) std::fill_n(padded, size, std::uint8_t{0});
+        for (std::size_t i = 0; i < batch.blocks; ++i, data += token_bytes) {
+            std::uint8_t *half = padded + 2 * i * padded_bytes;
+            std::memcpy(half, data, half_bytes);
+            std::memcpy(half + padded_bytes, data + half_bytes, token_bytes - half_bytes);
+        }
+        data = padded;
+    }
+    blake3::Messages messages{2 * batch.blocks, half_bytes, {&keys_[0], &keys_[1]}, {}};
+    for (std::size_t half = 0; half < messages.count; ++half)
+        messages.rows[half] = data + half * padded_bytes;
+    backend_->digest(messages, batch.digests, before);
+}
+
+void BlockChain::digest_extra_keys(const Batch &batch) {
+    std::array<std::vector<std::uint8_t>, blake3::max_lanes / 2> texts;
+    for (std::size_t i = 0; i < batch.blocks; ++i) {
+        put_digest(texts[i], batch.digests[2 * i + 1]);
+        const auto position = position_ + static_cast<std::int64_t>(i * block_size_);
+        encode_extra_keys(position, batch.tokens + (i + 1) * block_size_, texts[i]);
+    }
+    // Texts of one length at a time: those of one adapter, look-ahead or image have the same length.
+    for (std::size_t first = 0; first < batch.blocks; ++first) {
+        const std::size_t bytes = texts[first].size();
+        if (bytes <= sizeof(Digest)) continue;
+        blake3::Messages messages{0, bytes, {&keys_[2], &keys_[2]}, {}};
+        std::array<std::size_t, blake3::max_lanes> blocks;
+        for (std::size_t i = first; i < batch.blocks; ++i) {
+            if (texts[i].size() != bytes) continue;
+            texts[i].resize(round_up(bytes, blake3::piece_bytes));
+            blocks[messages.count] = i;
+            messages.rows[messages.count++] = texts[i].data();
+        }
+        Digest digests[blake3::max_lanes];
+        backend_->digest(messages, digests, {});
+        for (std::size_t lane = 0; lane < messages.count; ++lane) {
+            batch.digests[2 * blocks[lane] + 1] = digests[lane];
+            texts[blocks[lane]].clear();
+        }
+    }
 }
 
 void BlockChain::extend(const std::int32_t *tokens, std::span<Digest> out) {
-    const std::size_t block_bytes = block_size_ * sizeof *tokens;
-    const std::size_t chunks = block_bytes / sha256::chunk_bytes;
-    const std::size_t chunked_bytes = chunks * sha256::chunk_bytes;
-    std::array<sha256::State, batch_blocks> states;
-    // The same for every block.
-    std::vector<std::uint8_t> trailer;
-    put(trailer, static_cast<std::uint32_t>(block_size_));
-    trailer.push_back(block_message);
-    for (std::size_t done = 0; done < out.size(); done += batch_blocks) {
-        const std::size_t count = std::min(batch_blocks, out.size() - done);
-        const auto *data = reinterpret_cast<const std::uint8_t *>(tokens + done * block_size_);
-        states.fill(sha256::initial_state);
-        backend_->compress_many({states.data(), count}, data, block_bytes, chunks);
-        for (std::size_t i = 0; i < count; ++i, data += block_bytes) {
-            tail_.assign(data + chunked_bytes, data + block_bytes);
-            put_digest(tail_, parent_);
-            encode_extra(tokens + (done + i + 1) * block_size_);
-            tail_.insert(tail_.end(), trailer.begin(), trailer.end());
-            parent_ = sha256::finish(*backend_, states[i], tail_, chunked_bytes + tail_.size());
-            out[done + i] = parent_;
-            position_ += static_cast<std::int64_t>(block_size_);
-        }
+    const std::size_t most = backend_->lanes / 2;
+    // While one batch's tokens are digested, the keys of the batch before are linked.
+    std::array<std::uint8_t, 2 * blake3::max_lanes * sizeof(Digest)> digests;
+    sha256::Links links{};
+    for (std::size_t done = 0; done < out.size(); done += most) {
+        Digest *fresh = reinterpret_cast<Digest *>(digests.data()) + done / most % 2 * blake3::max_lanes;
+        const Batch batch{tokens + done * block_size_, std::min(most, out.size() - done), fresh};
+        digest_tokens(batch, links);
+        if (lookahead_ > 0 || !extra_keys_.empty()) digest_extra_keys(batch);
+        links = {done == 0 ? &parent_ : &out[done - 1], fresh->bytes.data(), &out[done], batch.blocks};
+        position_ += static_cast<std::int64_t>(batch.blocks * block_size_);
     }
+    backend_->link(links);
+    if (!out.empty()) parent_ = out.back();
 }
 
 }  // namespace fdcache

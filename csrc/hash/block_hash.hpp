@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,8 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "hash/backends.hpp"
 #include "hash/digest.hpp"
-#include "hash/sha256.hpp"
 
 namespace fdcache {
 
@@ -64,7 +65,7 @@ class BlockChain {
     // also covers the `lookahead` tokens after it. Throws HashingError unless block_size is positive, start
     // is a non-negative multiple of it, and lookahead is not negative.
     BlockChain(std::int64_t block_size, const Digest &parent, std::int64_t start, ExtraKeys extra_keys,
-               std::int64_t lookahead = 0, const sha256::Backend &backend = sha256::best_backend());
+               std::int64_t lookahead = 0, const HashBackend &backend = best_hash_backend());
 
     std::size_t block_size() const { return block_size_; }
 
@@ -77,16 +78,24 @@ class BlockChain {
     void extend(const std::int32_t *tokens, std::span<Digest> out);
 
   private:
-    // Appends the part of the key of the block at `position_` that is neither tokens nor parent.
-    void encode_extra(const std::int32_t *following);
+    struct Batch;
+
+    // Digests the tokens of the batch's blocks, two halves each, beside the links of the batch before.
+    void digest_tokens(const Batch &batch, const sha256::Links &before);
+    // Replaces the second digest of each block that has extra keys.
+    void digest_extra_keys(const Batch &batch);
+    // Appends the extra keys of the block at `position` to `out`.
+    void encode_extra_keys(std::int64_t position, const std::int32_t *following,
+                           std::vector<std::uint8_t> &out);
 
     std::size_t block_size_, lookahead_;
+    std::array<blake3::Key, 3>
+        keys_;  // of the first half of a block's tokens, the second, and the extra keys
     Digest parent_;
     std::int64_t position_;
     ExtraKeys extra_keys_;
     std::size_t item_index_ = 0;
-    const sha256::Backend *backend_;
-    std::vector<std::uint8_t> tail_;
+    const HashBackend *backend_;
 };
 
 // An append-only array. Growing allocates a new store, and `share()` keeps the current one alive, so elements

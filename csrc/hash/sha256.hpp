@@ -1,43 +1,121 @@
-// SHA-256 (FIPS 180-4), with its compression function exposed to hash many messages side by side.
+// The compression function of SHA-256 (FIPS 180-4), by which keys are chained.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <span>
+#include <cstring>
 
 #include "hash/digest.hpp"
+#include "hash/lanes.hpp"
 
 namespace fdcache::sha256 {
 
-inline constexpr std::size_t chunk_bytes = 64;
+inline constexpr std::size_t piece_bytes = 64;
 
-using State = std::array<std::uint32_t, 8>;
-
-inline constexpr State initial_state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                        0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-
-// An implementation of the compression function. All give the same result.
-struct Backend {
-    const char *name;
-    // Folds `chunks` consecutive chunks at `data` into `state`.
-    void (*compress)(State &state, const std::uint8_t *data, std::size_t chunks);
-    // Folds the `chunks` chunks of message i at `data + i * stride` into `states[i]`.
-    void (*compress_many)(std::span<State> states, const std::uint8_t *data, std::size_t stride,
-                          std::size_t chunks);
+// Compressions in a row: key i + 1 is that of key i and the 64 bytes of piece i.
+struct Links {
+    const Digest *first;         // key 0
+    const std::uint8_t *pieces;  // of `count` links
+    Digest *out;                 // keys 1 to `count`
+    std::size_t count;
 };
 
-// Backends that this machine can run, fastest first; "portable" is always last.
-std::span<const Backend> backends();
+// FIPS 180-4, 4.2.2: the first 32 bits of the fractional parts of the cube roots of the first 64 primes.
+alignas(64) inline constexpr std::uint32_t round_constants[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-inline const Backend &best_backend() {
-    return backends().front();
+// FIPS 180-4, 6.2.2, in plain words.
+void link_portable(const Links &links);
+
+#if defined(__x86_64__)
+
+using Quad = lanes::Words<4>;
+
+// The SHA instructions, without a requirement on the target of the calling function.
+FDCACHE_INLINE void two_rounds(Quad &cdgh, const Quad &abef, const Quad &words) {
+    asm("sha256rnds2 %%xmm0, %1, %0" : "+x"(cdgh) : "x"(abef), "Yz"(words));
 }
 
-// Finishes a message whose first chunks are in `state`; `tail` holds its last bytes.
-Digest finish(const Backend &backend, State state, std::span<const std::uint8_t> tail,
-              std::uint64_t total_bytes);
+FDCACHE_INLINE Quad next_words(Quad w0, const Quad &w1, const Quad &w2, const Quad &w3) {
+    asm("sha256msg1 %1, %0" : "+x"(w0) : "x"(w1));
+    w0 += __builtin_shufflevector(w2, w3, 1, 2, 3, 4);
+    asm("sha256msg2 %1, %0" : "+x"(w0) : "x"(w3));
+    return w0;
+}
 
-Digest digest(const Backend &backend, std::span<const std::uint8_t> message);
+FDCACHE_INLINE Quad swap_bytes(Quad words) {
+    using Bytes = lanes::Vector<4>::Bytes;
+    const auto bytes = (Bytes)words;
+    return (Quad)__builtin_shufflevector(bytes, bytes, 3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12);
+}
+
+// Links with the SHA instructions, a quarter of a compression (16 rounds) at a time. A round waits four
+// cycles for the one before it, so other work fits between.
+class Chain {
+  public:
+    // The instructions keep the state as (f, e, b, a) and (h, g, d, c), low word first.
+    FDCACHE_INLINE explicit Chain(const Links &links) : piece_(links.pieces), out_(links.out) {
+        const Quad abcd = swap_bytes(lanes::load<Quad>(links.first->bytes.data()));
+        const Quad efgh = swap_bytes(lanes::load<Quad>(links.first->bytes.data() + 16));
+        abef_ = __builtin_shufflevector(abcd, efgh, 5, 4, 1, 0);
+        cdgh_ = __builtin_shufflevector(abcd, efgh, 7, 6, 3, 2);
+    }
+
+    // Steps 0 to 15 are four links.
+    template <int Step>
+    FDCACHE_INLINE void step() {
+        constexpr int quarter = Step % 4;
+        if constexpr (quarter == 0) {
+            abef_before_ = abef_;
+            cdgh_before_ = cdgh_;
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (quarter == 0)
+                words_[i] = swap_bytes(lanes::load<Quad>(piece_ + 16 * i));
+            else
+                words_[i] =
+                    next_words(words_[i], words_[(i + 1) & 3], words_[(i + 2) & 3], words_[(i + 3) & 3]);
+            const Quad sum = words_[i] + lanes::load<Quad>(round_constants + 16 * quarter + 4 * i);
+            two_rounds(cdgh_, abef_, sum);
+            two_rounds(abef_, cdgh_, __builtin_shufflevector(sum, sum, 2, 3, 2, 3));
+        }
+        if constexpr (quarter == 3) finish();
+    }
+
+  private:
+    FDCACHE_INLINE void finish() {
+        abef_ += abef_before_;
+        cdgh_ += cdgh_before_;
+        lanes::store(out_->bytes.data(), swap_bytes(__builtin_shufflevector(abef_, cdgh_, 3, 2, 7, 6)));
+        lanes::store(out_->bytes.data() + 16, swap_bytes(__builtin_shufflevector(abef_, cdgh_, 1, 0, 5, 4)));
+        ++out_;
+        piece_ += piece_bytes;
+    }
+
+    const std::uint8_t *piece_;
+    Digest *out_;
+    Quad abef_, cdgh_, abef_before_, cdgh_before_, words_[4];
+};
+
+FDCACHE_INLINE void link_with_instructions(const Links &links) {
+    if (links.count == 0) return;
+    Chain chain(links);
+    for (std::size_t i = 0; i < links.count; ++i) {
+        chain.step<0>();
+        chain.step<1>();
+        chain.step<2>();
+        chain.step<3>();
+    }
+}
+
+#endif
 
 }  // namespace fdcache::sha256

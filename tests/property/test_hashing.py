@@ -1,4 +1,5 @@
 import hashlib
+import struct
 from typing import Any
 
 import numpy as np
@@ -15,25 +16,33 @@ from fdcache.hashing import (
     root_hash,
 )
 from fdcache.metadata import HashArray
-from tests.format_oracle import Item, doc_vectors, oracle_hashes, oracle_root
+from tests.format_oracle import (
+    INITIAL,
+    Item,
+    doc_vectors,
+    oracle_digest,
+    oracle_hashes,
+    oracle_root,
+    sha256_compress,
+)
 
-BACKENDS = _core.sha_backends()
+BACKENDS = _core.hash_backends()
 
-# FIPS 180-4 example messages and those of the NIST test suite's long form.
-NIST = [
-    (b"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"),
-    (b"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
-    (
-        b"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
-        "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1",
-    ),
-    (
-        b"abcdefghbcdefghicdefghijdefghijkefghijklfghijklmghijklmn"
-        b"hijklmnoijklmnopjklmnopqklmnopqrlmnopqrsmnopqrstnopqrstu",
-        "cf5b16a778af8380036ce59e7b0492370b249b11e8f07a51afac45037afee9d1",
-    ),
-    (b"a" * 1_000_000, "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"),
-]
+# The published test vectors of BLAKE3: keyed hashes of as many bytes of the pattern 0, 1, ..., 250, 0, 1, ...
+BLAKE3_KEY = b"whats the Elvish word for friend"
+BLAKE3 = {
+    1: "6d7878dfff2f485635d39013278ae14f1454b8c0a3a2d34bc1ab38228a80c95b",
+    2: "5392ddae0e0a69d5f40160462cbd9bd889375082ff224ac9c758802b7a6fd20a",
+    8: "be2f5495c61cba1bb348a34948c004045e3bd4dae8f0fe82bf44d0da245a0600",
+    63: "bb1eb5d4afa793c1ebdd9fb08def6c36d10096986ae0cfe148cd101170ce37ae",
+    64: "ba8ced36f327700d213f120b1a207a3b8c04330528586f414d09f2f7d9ccb7e6",
+    65: "c0a4edefa2d2accb9277c371ac12fcdbb52988a86edc54f0716e1591b4326e72",
+    127: "c64200ae7dfaf35577ac5a9521c47863fb71514a3bcad18819218b818de85818",
+    128: "b04fe15577457267ff3b6f3c947d93be581e7e3a4b018679125eaf86f6a628ec",
+    129: "d4a64dae6cdccbac1e5287f54f17c5f985105457c1a2ec1878ebd4b57e20d38f",
+    1023: "c951ecdf03288d0fcc96ee3413563d8a6d3589547f2c2fb36d9786470f1b9d6e",
+    1024: "75c46f6f3d9eb4f55ecaaee480db732e6c2105546f1e675003687c31719c7ba4",
+}
 
 digests = st.binary(min_size=32, max_size=32)
 token_ids = st.integers(-(2**31), 2**31 - 1)
@@ -70,15 +79,26 @@ def test_portable_backend_is_always_last() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("message", "expected"), NIST, ids=lambda value: str(len(value)))
-def test_standard_vectors(backend: str, message: bytes, expected: str) -> None:
-    assert _core.sha256(message, backend).hex() == expected
+@pytest.mark.parametrize(("length", "expected"), BLAKE3.items())
+def test_digests_equal_the_published_vectors(backend: str, length: int, expected: str) -> None:
+    message = bytes(i % 251 for i in range(length))
+    assert oracle_digest(BLAKE3_KEY, message).hex() == expected
+    assert _core.keyed_digest(message, BLAKE3_KEY, backend).hex() == expected
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@given(message=st.binary(max_size=400))
-def test_sha256_equals_hashlib(backend: str, message: bytes) -> None:
-    assert _core.sha256(message, backend) == hashlib.sha256(message).digest()
+@given(message=st.binary(min_size=1, max_size=400), repeat=st.integers(1, 9), key=digests)
+def test_digests_equal_the_oracles(backend: str, message: bytes, repeat: int, key: bytes) -> None:
+    assert _core.keyed_digest(message * repeat, key, backend) == oracle_digest(key, message * repeat)
+
+
+@given(message=st.binary(max_size=300))
+def test_the_oracles_compression_makes_sha256(message: bytes) -> None:
+    padded = message + b"\x80" + bytes(-(len(message) + 9) % 64) + struct.pack(">Q", 8 * len(message))
+    state = struct.pack(">8I", *INITIAL)
+    for start in range(0, len(padded), 64):
+        state = sha256_compress(state, padded[start : start + 64])
+    assert state == hashlib.sha256(message).digest()
 
 
 @pytest.mark.parametrize("vector", doc_vectors("hashes"), ids=lambda vector: vector["name"])
