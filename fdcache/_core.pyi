@@ -5,7 +5,7 @@ The native core: block hashes, tiers, block copies on the CPU and on GPUs, slab 
 import array
 from collections.abc import Sequence
 import enum
-from typing import Annotated, Any
+from typing import Annotated, Any, overload
 
 import numpy
 import numpy.typing
@@ -675,6 +675,170 @@ class Tier:
 
     def check_integrity(self) -> list[str]:
         """Return the invariants that do not hold, in words."""
+
+class BlockQueue:
+    """
+    A first-in, first-out queue of at most ``most`` block hashes.
+
+    A full queue drops what was added first, one call's blocks at a time.
+    """
+
+    def __init__(self, most: int) -> None: ...
+    def __len__(self) -> int: ...
+    def add(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> int:
+        """Append blocks; return the number of blocks dropped."""
+
+    @overload
+    def add_equal(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        values: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        value: int,
+    ) -> int:
+        """
+        Append the blocks that have this value; return the number of blocks dropped.
+        """
+
+    @overload
+    def add_equal(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        values: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        value: int,
+    ) -> int: ...
+    def put_back(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """Put blocks that cannot be copied yet back at the front."""
+
+    def take(self, count: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+        """Remove and return the first blocks, or as many as there are."""
+
+    def clear(self) -> None:
+        """Drop every block."""
+
+class BlockCopies:
+    """
+    Copies of blocks between slots of two tiers, planned one after the other.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def append(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        unverified: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ]
+        | None,
+        targets: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        target_generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> int:
+        """Add copies; return the number of copies before them."""
+
+    def take(self) -> tuple:
+        """
+        Remove everything and return it: source slots, target slots, source generations, target
+        generations, hashes, parents, and the marks of unverified blocks or None.
+        """
+
+class PlannedBackups:
+    """The outcome of a call of ``BackupPlanner``."""
+
+    @property
+    def planned(self) -> int:
+        """Number of copies planned."""
+
+    @property
+    def dropped(self) -> int:
+        """Number of blocks that the host had no room for."""
+
+    @property
+    def withheld(self) -> int:
+        """Number of blocks that the copies keep from eviction."""
+
+    @property
+    def asked(self) -> int:
+        """Number of host slots asked for at once."""
+
+    @property
+    def displaced(self) -> BlockList:
+        """Blocks that left the host to make room."""
+
+class BackupPlanner:
+    """
+    Plans copies of blocks of the ``device`` to a host tier, ancestors first.
+
+    ``target``: the host tier, copies to that of a service, or None without a service. Planned
+    copies hold their slots in both tiers. ``most`` copies may begin; they may keep ``withheld``
+    blocks from eviction, and one is allowed anyway if ``none_in_flight``.
+    """
+
+    def __init__(self, device: Tier) -> None: ...
+    def flush(
+        self,
+        queue: BlockQueue,
+        target: Tier | OutgoingCopies | None,
+        most: int,
+        withheld: int,
+        none_in_flight: bool,
+        copies: BlockCopies,
+    ) -> PlannedBackups:
+        """
+        Plan copies of queued blocks that the host lacks. Those that have to wait stay queued.
+        """
+
+    def clean(
+        self,
+        coldest: int,
+        target: Tier | OutgoingCopies | None,
+        most: int,
+        withheld: int,
+        none_in_flight: bool,
+        copies: BlockCopies,
+    ) -> PlannedBackups:
+        """
+        Plan copies of those among the next ``coldest`` blocks to be evicted that the host lacks.
+        """
+
+    def evict(
+        self,
+        evicted: Sequence[BlockList],
+        least_hits: int,
+        target: Tier | OutgoingCopies | None,
+        copies: BlockCopies,
+    ) -> PlannedBackups:
+        """
+        Plan copies of evicted blocks with ``least_hits`` that the host lacks, before their slots
+        are overwritten. ``evicted``: the lists of one allocation, in the order of eviction.
+        """
 
 class SlotHeader:
     """The header of a slot outside the device (docs/format-record.md)."""

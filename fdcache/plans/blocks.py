@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Self
 
@@ -10,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache import _core
 from fdcache._core import BlockList
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
 
@@ -103,49 +103,10 @@ def path_starts(blocks: Blocks) -> NDArray[np.bool_]:
 
 
 _MOST_QUEUED = 16384
-_NO_HASHES: HashArray = np.empty((0, 32), np.uint8)
 
 
-class BlockQueue:
+class BlockQueue(_core.BlockQueue):
     """A first-in, first-out queue of block hashes. A full queue drops its oldest entries."""
 
     def __init__(self) -> None:
-        self._parts: deque[HashArray] = deque()
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def add(self, hashes: HashArray) -> int:
-        """Append hashes; return the number of old entries dropped."""
-        self._parts.append(hashes)
-        self._size += len(hashes)
-        dropped = 0
-        while self._size - dropped > _MOST_QUEUED:
-            dropped += len(self._parts.popleft())
-        self._size -= dropped
-        return dropped
-
-    def put_back(self, hashes: HashArray) -> None:
-        """Put hashes that cannot be copied yet back at the front."""
-        if len(hashes):
-            self._parts.appendleft(hashes)
-            self._size += len(hashes)
-
-    def take(self, count: int) -> HashArray:
-        """Remove and return the first ``count`` hashes, or as many as there are, shape (blocks, 32)."""
-        parts: list[HashArray] = []
-        while self._parts and count > 0:
-            hashes = self._parts.popleft()
-            if len(hashes) > count:
-                self._parts.appendleft(hashes[count:])
-                hashes = hashes[:count]
-            self._size -= len(hashes)
-            count -= len(hashes)
-            parts.append(hashes)
-        return np.concatenate(parts) if parts else _NO_HASHES
-
-    def clear(self) -> None:
-        """Drop every entry."""
-        self._parts.clear()
-        self._size = 0
+        super().__init__(_MOST_QUEUED)

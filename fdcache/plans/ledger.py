@@ -15,9 +15,11 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache._core import BlockCopies
 from fdcache.errors import PlanError
 from fdcache.metadata import (
     CacheSwapMetadata,
+    HashArray,
     Int32Array,
     StorageTask,
     SwapPurpose,
@@ -50,56 +52,58 @@ def make_swap(
     )
 
 
-def _join(parts: Sequence[CacheSwapMetadata]) -> CacheSwapMetadata | None:
-    """Return one transfer for transfers of the same purpose, None for none."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    unverified = None
-    if any(part.unverified is not None for part in parts):
-        unverified = np.concatenate(
-            [np.zeros(len(part), np.uint8) if part.unverified is None else part.unverified for part in parts]
-        )
-    return CacheSwapMetadata(
-        purpose=parts[0].purpose,
-        src_type=parts[0].src_type,
-        dst_type=parts[0].dst_type,
-        src_block_ids=np.concatenate([part.src_block_ids for part in parts]),
-        src_generations=np.concatenate([part.src_generations for part in parts]),
-        dst_block_ids=np.concatenate([part.dst_block_ids for part in parts]),
-        dst_generations=np.concatenate([part.dst_generations for part in parts]),
-        hash_values=np.concatenate([part.hash_values for part in parts]),
-        parent_hashes=np.concatenate([part.parent_hashes for part in parts]),
-        unverified=unverified,
-    )
-
-
 class OpenPlan:
-    """Transfers between device and host that were planned and not sent."""
+    """Transfers between device and host that were planned and not sent. Sending it empties it for the next step."""
+
+    __slots__ = ("_backups", "_by_purpose", "_evictions", "_loads")
 
     def __init__(self) -> None:
-        self._parts: dict[SwapPurpose, list[CacheSwapMetadata]] = {}
-        self._sizes: dict[SwapPurpose, int] = {}
+        self._evictions, self._loads, self._backups = BlockCopies(), BlockCopies(), BlockCopies()
+        self._by_purpose = {
+            SwapPurpose.EVICT: self._evictions,
+            SwapPurpose.LOAD: self._loads,
+            SwapPurpose.BACKUP: self._backups,
+        }
+
+    def copies(self, purpose: SwapPurpose) -> BlockCopies:
+        """Return the copies for this purpose, for native code to add to."""
+        return self._by_purpose[purpose]
 
     def add(self, purpose: SwapPurpose, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
         """Plan copies from ``source`` into ``slots``; return their offset within the transfer."""
-        offset = self._sizes.get(purpose, 0)
-        if len(source):
-            self._parts.setdefault(purpose, []).append(make_swap(purpose, source, slots, generations))
-            self._sizes[purpose] = offset + len(source)
-        return offset
-
-    def size(self, purpose: SwapPurpose) -> int:
-        """Return the number of blocks planned for this purpose."""
-        return self._sizes.get(purpose, 0)
+        return self._by_purpose[purpose].append(
+            source.slots,
+            source.generations,
+            source.hashes,
+            source.parents,
+            source.unverified,
+            slots,
+            generations,
+        )
 
     @property
     def is_empty(self) -> bool:
         """True while no copy is planned."""
-        return not self._parts
+        return not (self._evictions or self._loads or self._backups)
 
     def swap(self, purpose: SwapPurpose) -> CacheSwapMetadata | None:
-        """Return the transfer for this purpose, None when it has no blocks."""
-        return _join(self._parts.get(purpose, ()))
+        """Remove the transfer for this purpose and return it, None when it has no blocks."""
+        copies = self._by_purpose[purpose]
+        if not copies:
+            return None
+        sources, targets, source_generations, target_generations, hashes, parents, unverified = copies.take()
+        return CacheSwapMetadata(
+            purpose=purpose,
+            src_type=purpose.source,
+            dst_type=purpose.target,
+            src_block_ids=sources,
+            src_generations=source_generations,
+            dst_block_ids=targets,
+            dst_generations=target_generations,
+            hash_values=hashes,
+            parent_hashes=parents,
+            unverified=unverified,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -156,12 +160,12 @@ _STORAGE_GRACE = 1.0
 class SwapInFlight:
     """One transfer of a plan, with the result of each block over all ranks that have reported."""
 
-    __slots__ = ("_causes", "checksums", "copied", "swap")
+    __slots__ = ("_causes", "_copied", "checksums", "swap")
 
     def __init__(self, swap: CacheSwapMetadata) -> None:
         self.swap = swap
-        self.copied: Mask = np.ones(len(swap), np.bool_)
         self.checksums = _NO_CHECKSUMS
+        self._copied: Mask | None = None  # None: every block
         self._causes: dict[str, Mask] = {}
 
     def check(self, report: TransferReport, result: TransferResult) -> None:
@@ -180,16 +184,49 @@ class SwapInFlight:
         if rank == 0:
             self.checksums = result.checksums
         if len(result.failed):
-            self.copied[result.failed] = False
-        self._mark("lost", result.lost)
-        self._mark("corrupt", result.corrupt)
-        self._mark("bad_slots", result.bad_slots)
-        self._mark("no_room", result.no_room)
+            if self._copied is None:
+                self._copied = np.ones(len(self.swap), np.bool_)
+            self._copied[result.failed] = False
+        if len(result.lost):
+            self._mark("lost", result.lost)
+        if len(result.corrupt):
+            self._mark("corrupt", result.corrupt)
+        if len(result.bad_slots):
+            self._mark("bad_slots", result.bad_slots)
+        if len(result.no_room):
+            self._mark("no_room", result.no_room)
+
+    def fail(self) -> None:
+        """Count a rank that copied nothing."""
+        self._copied = np.zeros(len(self.swap), np.bool_)
+
+    def settle(self, arrived: HashArray) -> None:
+        """Set which blocks the target tier has; ``arrived`` is 1 for these."""
+        self._copied = arrived.view(np.bool_) if 0 in arrived.tobytes() else None
+
+    @property
+    def copied(self) -> Mask:
+        """Blocks that every rank has copied and, once the transfer is settled, the target tier has."""
+        return all_of(len(self.swap)).view(np.bool_) if self._copied is None else self._copied
+
+    @property
+    def flags(self) -> HashArray:
+        """1 for each block that is ``copied``, else 0."""
+        return all_of(len(self.swap)) if self._copied is None else self._copied.view(np.uint8)
+
+    @property
+    def num_copied(self) -> int:
+        """Number of blocks that are ``copied``."""
+        return len(self.swap) if self._copied is None else int(np.count_nonzero(self._copied))
+
+    def leading_copied(self, offset: int, count: int) -> int:
+        """Return how many of ``count`` blocks from ``offset`` on are ``copied``, up to the first that is not."""
+        first = -1 if self._copied is None else self._copied.tobytes().find(0, offset, offset + count)
+        return count if first < 0 else first - offset
 
     def _mark(self, cause: str, positions: Int32Array) -> None:
-        if len(positions):
-            mask = self._causes.setdefault(cause, np.zeros(len(self.swap), np.bool_))
-            mask[positions] = True
+        mask = self._causes.setdefault(cause, np.zeros(len(self.swap), np.bool_))
+        mask[positions] = True
 
     @property
     def lost(self) -> Mask:
@@ -200,6 +237,11 @@ class SwapInFlight:
     def corrupt(self) -> Mask:
         """Blocks whose source record some rank found wrong."""
         return self._cause("corrupt")
+
+    @property
+    def any_corrupt(self) -> bool:
+        """True if some rank found a source record wrong."""
+        return "corrupt" in self._causes
 
     @property
     def bad_slots(self) -> Mask:
@@ -216,6 +258,15 @@ class SwapInFlight:
         return np.zeros(len(self.swap), np.bool_) if mask is None else mask
 
 
+_ONES: HashArray = np.ones(4096, np.uint8)
+_ONES.flags.writeable = False
+
+
+def all_of(count: int) -> HashArray:
+    """Return the flags of blocks that were all copied, read-only."""
+    return _ONES[:count] if count <= len(_ONES) else np.ones(count, np.uint8)
+
+
 class InFlightPlan:
     """A plan that some rank has not reported yet. ``errors`` has one message per failed rank and transfer."""
 
@@ -229,13 +280,13 @@ class InFlightPlan:
     def fail(self, rank: int, reason: str) -> None:
         """Count a rank that will never report as one that copied nothing."""
         for swap in self.swaps.values():
-            swap.copied[:] = False
+            swap.fail()
         self.errors.append(f"rank {rank}: {reason}")
         self.waiting_for.discard(rank)
 
     def check(self, report: TransferReport) -> None:
         """Raise ``PlanError`` for a report that does not fit the plan."""
-        if [result.purpose for result in report.results] != list(self.swaps):
+        if tuple([result.purpose for result in report.results]) != tuple(self.swaps):
             raise PlanError(
                 f"report of plan {report.plan_id} by rank {report.rank} has other transfers than the plan"
             )
@@ -253,7 +304,7 @@ class InFlightPlan:
     def finish(self) -> None:
         """Set success and error message of every transfer, once the last rank has reported."""
         for each in self.swaps.values():
-            each.swap.success = bool(each.copied.all())
+            each.swap.success = each.num_copied == len(each.swap)
             each.swap.error_message = None if each.swap.success else "; ".join(self.errors)
 
 
