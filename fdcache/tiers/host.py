@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
 from fdcache import _core
 from fdcache._core import CopyReservation, PlannedBackups

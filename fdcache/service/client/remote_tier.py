@@ -12,7 +12,7 @@ from fdcache._core import CopyReservation, OutgoingCopies, PlannedBackups
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.hashing import NO_TENANT, tenant_key
 from fdcache.layout import KVLayout
-from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.metadata import HashArray, Int32Array, UInt64Array
 from fdcache.plans.blocks import Blocks
 from fdcache.service.client.connection import Connection
 from fdcache.service.client.holds import PinnedRuns, RemoteFetches
