@@ -223,7 +223,7 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 
     def swaps(self) -> tuple[CacheSwapMetadata, ...]:
         """Return the transfers in order of execution: evictions, loads, backups."""
-        return tuple(swap for swap in (self.evictions, self.loads, self.backups) if swap is not None)
+        return tuple([swap for swap in (self.evictions, self.loads, self.backups) if swap is not None])
 
     @property
     def plan_ids(self) -> tuple[int, ...]:

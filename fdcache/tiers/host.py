@@ -300,9 +300,10 @@ def complete_copies(flight: InFlightPlan, device: BlockPool, host: HostTier, cou
     """
     for purpose, result in flight.swaps.items():
         swap, copied = result.swap, result.flags
-        counters.count_copies(purpose, result.num_copied, len(swap))
+        counters.count_copies(purpose, result.num_copied, result.size)
         if purpose is SwapPurpose.LOAD:
-            discard_corrupt(result, host, counters)
+            if result.any_corrupt:
+                discard_corrupt(result, host, counters)
             arrived = device.complete(swap.dst_block_ids, copied, result.checksums)
             host.end_load(swap.src_block_ids, swap.hash_values, copied)
         else:
@@ -313,7 +314,7 @@ def complete_copies(flight: InFlightPlan, device: BlockPool, host: HostTier, cou
 
 def discard_corrupt(result: SwapInFlight, host: HostTier | BlockPool, counters: Counters) -> None:
     """Forget host records that a copy out of them found corrupt, while it still holds their slots."""
-    if result.any_corrupt:
-        bad = result.swap.src_block_ids[result.corrupt]
+    bad = result.swap.src_block_ids[result.corrupt]
+    if len(bad):
         host.discard(bad)
         counters.blocks_corrupt_in_host += len(bad)
