@@ -13,7 +13,11 @@ constexpr std::uint32_t kFirstLevels = 64;  // of ancestors listed at once, afte
 
 BlockList select(const BlockList &blocks, std::span<const std::size_t> chosen) {
     BlockList list;
-    list.reserve(chosen.size());
+    list.slots.reserve(chosen.size());
+    list.generations.reserve(chosen.size());
+    list.hashes.reserve(chosen.size());
+    list.parents.reserve(chosen.size());
+    list.hits.reserve(chosen.size());
     for (const std::size_t i : chosen) {
         list.slots.push_back(blocks.slots[i]);
         list.generations.push_back(blocks.generations[i]);
@@ -103,6 +107,29 @@ BlockList with_absent_ancestors(const Tier &tier, std::span<const Slot> slots, c
         levels = std::max(kFirstLevels, 4 * levels);
     }
 }
+
+// Ends the holds of slots at the end of its scope, unless a copy is planned of them.
+class ScopedHolds {
+  public:
+    // `slots`: held by the caller, once each time they are named.
+    ScopedHolds(Tier &tier, std::vector<Slot> slots) : tier_(tier), slots_(std::move(slots)) {}
+    ScopedHolds(const ScopedHolds &) = delete;
+    ScopedHolds &operator=(const ScopedHolds &) = delete;
+    ~ScopedHolds() {
+        if (!slots_.empty()) tier_.unhold(slots_);
+    }
+
+    // Leaves these slots, in the order of all slots, held.
+    void leave(std::span<const Slot> kept) {
+        auto next = kept.begin();
+        std::erase_if(slots_,
+                      [&](Slot slot) { return next != kept.end() && slot == *next && (++next, true); });
+    }
+
+  private:
+    Tier &tier_;
+    std::vector<Slot> slots_;
+};
 
 // Blocks as paths, each from its root, in the order of the first block of each path.
 BlockList paths_from_root(BlockList &&blocks) {
@@ -218,7 +245,7 @@ PlannedBackups BackupPlanner::evict(std::span<const BlockList *const> evicted, s
     }
     if (dirty.slots.empty()) return out;
     BlockList blocks = with_uncovered_ancestors(paths_from_root(std::move(dirty)), target);
-    const std::vector<Digest> orphans = copy(std::move(blocks), target, copies, out);
+    const std::vector<Digest> orphans = copy(std::move(blocks), false, target, copies, out);
     out.dropped += static_cast<std::uint32_t>(orphans.size());
     return out;
 }
@@ -245,11 +272,11 @@ std::vector<Digest> BackupPlanner::back_up(BlockList blocks, BackupTarget target
                                            BlockCopies &copies, PlannedBackups &out) {
     blocks = with_uncovered_ancestors(std::move(blocks), target);
     const std::span<const Slot> slots = blocks.slots;
-    const std::size_t count = spared(slots.first(std::min(limit.most, slots.size())), limit, out);
+    const std::size_t count = hold_spared(slots.first(std::min(limit.most, slots.size())), limit, out);
     const std::vector<Digest> rest(blocks.hashes.begin() + static_cast<std::ptrdiff_t>(count),
                                    blocks.hashes.end());
     truncate(blocks, count);
-    std::vector<Digest> later = copy(std::move(blocks), target, copies, out);
+    std::vector<Digest> later = copy(std::move(blocks), true, target, copies, out);
     // If the host has no room, descendants of dropped blocks would retry in every step.
     if (out.dropped)
         out.dropped += static_cast<std::uint32_t>(rest.size());
@@ -258,31 +285,29 @@ std::vector<Digest> BackupPlanner::back_up(BlockList blocks, BackupTarget target
     return later;
 }
 
-// Returns how many of the first slots may be held without keeping too many blocks from eviction.
-std::size_t BackupPlanner::spared(std::span<const Slot> slots, const BackupLimit &limit,
-                                  PlannedBackups &out) {
+// Holds as many of the first slots as may be held without keeping too many blocks from eviction.
+std::size_t BackupPlanner::hold_spared(std::span<const Slot> slots, const BackupLimit &limit,
+                                       PlannedBackups &out) {
+    const std::uint32_t before = device_.available();
     for (std::size_t count = slots.size(); count; count /= 2) {
-        const std::uint32_t withheld = withheld_by(slots.first(count));
+        device_.hold(slots.first(count));
+        const std::uint32_t withheld = before - device_.available();
         if (withheld <= limit.withheld || (count == 1 && limit.none_in_flight)) {
             out.withheld = withheld;
             return count;
         }
+        device_.unhold(slots.first(count));
     }
     return 0;
 }
 
-std::uint32_t BackupPlanner::withheld_by(std::span<const Slot> slots) {
-    const std::uint32_t before = device_.available();
-    device_.hold(slots);
-    const std::uint32_t withheld = before - device_.available();
-    device_.unhold(slots);
-    return withheld;
-}
-
-// Reserves host slots for blocks, parents first, as far as there is room, and plans their copies. Returns the
-// hashes of blocks that have to wait for the copy of an ancestor.
-std::vector<Digest> BackupPlanner::copy(BlockList blocks, BackupTarget target, BlockCopies &copies,
+// Reserves host slots for blocks, parents first, as far as there is room, and plans their copies. The copies
+// hold their blocks; with `held` all blocks are held already. Returns the hashes of blocks that have to wait
+// for the copy of an ancestor.
+std::vector<Digest> BackupPlanner::copy(BlockList blocks, bool held, BackupTarget target, BlockCopies &copies,
                                         PlannedBackups &out) {
+    ScopedHolds holds(device_, held ? blocks.slots : std::vector<Slot>());
+    std::vector<Digest> later;
     while (!blocks.slots.empty()) {
         const std::size_t count = blocks.slots.size();
         copies.reserve_for(copies.size() + count);
@@ -295,22 +320,24 @@ std::vector<Digest> BackupPlanner::copy(BlockList blocks, BackupTarget target, B
             truncate(blocks, count - missing);
             continue;
         }
-        std::vector<Slot> held;
-        std::vector<Digest> later;
-        std::size_t next = 0;
+        std::vector<Slot> sources;
+        sources.reserve(reserved);
         for (std::size_t i = 0; i < count; ++i) {
             if (taken.status[i] == ReserveStatus::kNoParent) later.push_back(blocks.hashes[i]);
             if (taken.status[i] != ReserveStatus::kReserved) continue;
+            const std::size_t next = sources.size();
             copies.add(blocks, i, taken.slots[next], taken.generations[next]);
-            held.push_back(blocks.slots[i]);
-            ++next;
+            sources.push_back(blocks.slots[i]);
         }
-        device_.hold(held);
+        if (held)
+            holds.leave(sources);
+        else
+            device_.hold(sources);
         out.planned += reserved;
         out.displaced = std::move(taken.evicted);
-        return later;
+        break;
     }
-    return {};
+    return later;
 }
 
 }  // namespace fdcache

@@ -97,9 +97,9 @@ class BackupPlanner {
     BlockList with_uncovered_ancestors(BlockList blocks, const BackupTarget &target) const;
     std::vector<Digest> back_up(BlockList blocks, BackupTarget target, const BackupLimit &limit,
                                 BlockCopies &copies, PlannedBackups &out);
-    std::size_t spared(std::span<const Slot> slots, const BackupLimit &limit, PlannedBackups &out);
-    std::uint32_t withheld_by(std::span<const Slot> slots);
-    std::vector<Digest> copy(BlockList blocks, BackupTarget target, BlockCopies &copies, PlannedBackups &out);
+    std::size_t hold_spared(std::span<const Slot> slots, const BackupLimit &limit, PlannedBackups &out);
+    std::vector<Digest> copy(BlockList blocks, bool held, BackupTarget target, BlockCopies &copies,
+                             PlannedBackups &out);
 
     Tier &device_;
 };

@@ -80,8 +80,7 @@ nb::tuple take_columns(BlockCopies &self) {
         return VectorOut<const std::uint32_t>(column.data(), {count}, owner);
     };
     const auto digests = [&](const std::vector<Digest> &column) {
-        return nb::ndarray<nb::numpy, const std::uint8_t, nb::shape<-1, 32>>(column.data(),
-                                                                             {count, sizeof(Digest)}, owner);
+        return HashesView(column.data(), {count, sizeof(Digest)}, owner);
     };
     nb::object unverified = nb::none();
     if (!copies.unverified.empty())

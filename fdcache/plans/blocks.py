@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Self
+from typing import Any, NamedTuple, Self, overload
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fdcache import _core
 from fdcache._core import BlockList
-from fdcache.metadata import HashArray, Int32Array, UInt32Array
+from fdcache.metadata import ArrayStruct, HashArray, Int32Array, UInt32Array
 
 ROOT = bytes(32)
 """Parent hash of the first block of a path."""
 
+_MOST_SHOWN = 8
 _ROOT_ROW = np.zeros((1, 32), np.uint8)
 
 
@@ -26,7 +26,16 @@ def parents_of(path: HashArray, start: int, stop: int) -> HashArray:
     return np.concatenate((_ROOT_ROW, path[: stop - 1])) if stop > 0 else path[:0]
 
 
-class Blocks(msgspec.Struct, frozen=True, eq=False):
+class Block(NamedTuple):
+    """One block of a list."""
+
+    slot: int
+    generation: int
+    hash: bytes
+    parent: bytes
+
+
+class Blocks(ArrayStruct, frozen=True):
     """Blocks of one tier. Element i of each array is one block: slot, slot generation, hash, parent's hash.
 
     ::
@@ -46,9 +55,28 @@ class Blocks(msgspec.Struct, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(self.slots)
 
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice | NDArray[Any]) -> Blocks: ...
+    def __getitem__(self, index: int | slice | NDArray[Any]) -> Block | Blocks:
+        if isinstance(index, slice | np.ndarray):
+            return self.select(index)
+        return Block(
+            int(self.slots[index]),
+            int(self.generations[index]),
+            self.hashes[index].tobytes(),
+            self.parents[index].tobytes(),
+        )
+
+    def __repr__(self) -> str:
+        shown = [str(slot) for slot in self.slots[:_MOST_SHOWN].tolist()]
+        shown += ["..."] * (len(self) > _MOST_SHOWN)
+        return f"Blocks({len(self)} blocks in slots [{', '.join(shown)}])"
+
     @classmethod
     def of(cls, found: BlockList) -> Self:
-        """Copy the arrays of a native list."""
+        """View the arrays of a native list."""
         return cls(found.slots, found.generations, found.hashes, found.parents)
 
     @classmethod
