@@ -29,6 +29,7 @@ using HashesIn = nb::ndarray<const std::uint8_t, nb::shape<-1, 32>, nb::c_contig
 template <typename T>
 using VectorOut = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 using HashesOut = nb::ndarray<nb::numpy, std::uint8_t, nb::shape<-1, 32>>;
+using HashesView = nb::ndarray<nb::numpy, const std::uint8_t, nb::shape<-1, 32>>;
 
 template <typename T>
 std::span<const T> span_of(const VectorIn<T> &values) {
@@ -108,6 +109,7 @@ void bind_presence(nb::module_ &module);
 void bind_tier_results(nb::module_ &module);
 void bind_tier(nb::module_ &module);
 void bind_scheduler(nb::module_ &module);
+void bind_plans(nb::module_ &module);
 void bind_records(nb::module_ &module);
 void bind_copies(nb::module_ &module);
 void bind_slab(nb::module_ &module);

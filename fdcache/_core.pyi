@@ -5,19 +5,21 @@ The native core: block hashes, tiers, block copies on the CPU and on GPUs, slab 
 import array
 from collections.abc import Iterator, Sequence
 import enum
-from typing import Annotated, Any
+from typing import Annotated, Any, overload
 
 import numpy
 import numpy.typing
 from numpy.typing import NDArray
 
-def sha_backends() -> list[str]:
+def hash_backends() -> list[str]:
     """
-    Names of the SHA-256 implementations that this machine can run, fastest first.
+    Names of the implementations of block hashes that this machine can run, fastest first.
     """
 
-def sha256(message: bytes, backend: str | None = None) -> bytes:
-    """Return the SHA-256 of a message."""
+def keyed_digest(message: bytes, key: bytes, backend: str | None = None) -> bytes:
+    """
+    Return BLAKE3's keyed hash of a message, hashed as one chunk even if longer than 1,024 bytes.
+    """
 
 def root_hash(fingerprint: bytes, tenant: bytes | None) -> bytes:
     """Return the hash before the first block of a request."""
@@ -95,32 +97,48 @@ def copy_with_checksum(
     """Copy all bytes and return their checksum."""
 
 class BlockList:
-    """Parallel arrays that describe blocks."""
+    """Parallel arrays that describe blocks; the arrays are read-only views."""
 
     def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, int, bytes, bytes, int]:
+        """Return slot, generation, hash, parent's hash and hits of a block."""
+
+    @overload
+    def __getitem__(self, index: slice) -> BlockList:
+        """Return a list of some of the blocks."""
+
+    def __eq__(self, other: object | None) -> bool:
+        """Compare the contents."""
+
+    def __repr__(self) -> str: ...
+    def __getstate__(self) -> tuple[bytes, bytes, bytes, bytes, bytes]: ...
+    def __setstate__(self, state: tuple[bytes, bytes, bytes, bytes, bytes]) -> None: ...
     @property
-    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
     @property
-    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
     @property
-    def hashes(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]: ...
+    def hashes(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)]: ...
     @property
-    def parents(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+    def parents(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)]:
         """32 zero bytes stand for the root."""
 
     @property
-    def hits(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    def hits(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
+
+    __hash__: None = None
 
 class MatchRun:
     """The pinned leading run of a path."""
 
     def __len__(self) -> int: ...
     @property
-    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
     @property
-    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
     @property
-    def hits(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    def hits(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
     @property
     def pending(self) -> bool:
         """True if the block after the run is being copied into this tier."""
@@ -132,9 +150,9 @@ class Reservation:
 
     def __len__(self) -> int: ...
     @property
-    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
     @property
-    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
     @property
     def evicted(self) -> BlockList: ...
     @property
@@ -145,7 +163,7 @@ class CopyReservation(Reservation):
     """Slots reserved for copies."""
 
     @property
-    def status(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    def status(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), writable=False)]:
         """
         Per hash: 0 reserved (its slot is the next of ``slots``), 1 ready, 2 pending, 3 no parent.
         """
@@ -958,6 +976,146 @@ class BlockManager:
 
     @property
     def stats(self) -> BlockManagerStats: ...
+
+class BlockQueue:
+    """
+    A first-in, first-out queue of at most ``most`` block hashes.
+
+    A full queue drops what was added first, one call's blocks at a time.
+    """
+
+    def __init__(self, most: int) -> None: ...
+    def __len__(self) -> int: ...
+    def add(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> int:
+        """Append blocks; return the number of blocks dropped."""
+
+    def put_back(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """Put blocks that cannot be copied yet back at the front."""
+
+    def take(self, count: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+        """Remove and return the first blocks, or as many as there are."""
+
+    def clear(self) -> None:
+        """Drop every block."""
+
+class BlockCopies:
+    """
+    Copies of blocks between slots of two tiers, planned one after the other.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def append(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        unverified: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ]
+        | None,
+        targets: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        target_generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> int:
+        """Add copies; return the number of copies before them."""
+
+    def take(self) -> tuple:
+        """
+        Remove everything and return it: source slots, target slots, source generations, target
+        generations, hashes, parents, and the marks of unverified blocks or None.
+        """
+
+class PlannedBackups:
+    """The outcome of a call of ``BackupPlanner``."""
+
+    @property
+    def planned(self) -> int:
+        """Number of copies planned."""
+
+    @property
+    def dropped(self) -> int:
+        """Number of blocks that the host had no room for."""
+
+    @property
+    def withheld(self) -> int:
+        """Number of blocks that the copies keep from eviction."""
+
+    @property
+    def asked(self) -> int:
+        """Number of host slots asked for at once."""
+
+    @property
+    def displaced(self) -> BlockList:
+        """Blocks that left the host to make room."""
+
+class BackupPlanner:
+    """
+    Plans copies of blocks of the ``device`` to a host tier, ancestors first.
+
+    ``target``: the host tier, copies to that of a service, or None without a service. Planned
+    copies hold their slots in both tiers. ``most`` copies may begin; they may keep ``withheld``
+    blocks from eviction, and one is allowed anyway if ``none_in_flight``.
+    """
+
+    def __init__(self, device: Tier) -> None: ...
+    def flush(
+        self,
+        queue: BlockQueue,
+        target: Tier | OutgoingCopies | None,
+        most: int,
+        withheld: int,
+        none_in_flight: bool,
+        copies: BlockCopies,
+    ) -> PlannedBackups:
+        """
+        Plan copies of queued blocks that the host lacks. Those that have to wait stay queued.
+        """
+
+    def clean(
+        self,
+        coldest: int,
+        target: Tier | OutgoingCopies | None,
+        most: int,
+        withheld: int,
+        none_in_flight: bool,
+        copies: BlockCopies,
+    ) -> PlannedBackups:
+        """
+        Plan copies of those among the next ``coldest`` blocks to be evicted that the host lacks.
+        """
+
+    def evict(
+        self,
+        evicted: Sequence[BlockList],
+        least_hits: int,
+        target: Tier | OutgoingCopies | None,
+        copies: BlockCopies,
+    ) -> PlannedBackups:
+        """
+        Plan copies of evicted blocks with ``least_hits`` that the host lacks, before their slots
+        are overwritten. ``evicted``: the lists of one allocation, in the order of eviction.
+        """
 
 class SlotHeader:
     """The header of a slot outside the device (docs/format-record.md)."""

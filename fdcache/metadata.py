@@ -9,7 +9,7 @@ They contain no handle, pointer or lock, can be pickled or packed with msgpack, 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import msgspec
 import numpy as np
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 __all__ = [
     "EXTENT_BYTES",
     "SLOT_HEADER_BYTES",
+    "ArrayStruct",
+    "BlockCopy",
     "BlockNode",
     "CacheLevel",
     "CacheStatus",
@@ -117,8 +119,44 @@ class BlockNode(msgspec.Struct, kw_only=True, frozen=True):
         return self.cache_status not in (CacheStatus.DEVICE, CacheStatus.HOST, CacheStatus.STORAGE)
 
 
-class CacheSwapMetadata(msgspec.Struct, kw_only=True):
+class ArrayStruct(msgspec.Struct, eq=False):
+    """A record whose fields may be arrays. Records are equal if all fields are, element by element."""
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(_same(getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _same(left: object, right: object) -> bool:
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    return not isinstance(left, np.ndarray) and not isinstance(right, np.ndarray) and left == right
+
+
+class BlockCopy(NamedTuple):
+    """One block of a transfer."""
+
+    src_block_id: int
+    dst_block_id: int
+    src_generation: int
+    dst_generation: int
+    hash_value: bytes
+    parent_hash: bytes
+
+
+class CacheSwapMetadata(ArrayStruct, kw_only=True):
     """One batch of block copies in one direction. Array fields are parallel: element i is one block.
+
+    ::
+
+        print(plan.loads)           # CacheSwapMetadata(load of 2 blocks, host to device: 7 -> 3, 8 -> 4)
+        plan.loads[0].hash_value    # of the first block
+        plan.loads[:8]              # the transfer of the first eight
+
+    The arrays of a manager's plans are read-only views of native memory.
 
     ``unverified``, of loads, is 1 for host records not read since a recovery, whose checksum is verified.
     ``success`` and ``error_message`` are set from the workers' results; until then ``mapping`` is empty.
@@ -139,6 +177,36 @@ class CacheSwapMetadata(msgspec.Struct, kw_only=True):
 
     def __len__(self) -> int:
         return len(self.src_block_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> BlockCopy: ...
+    @overload
+    def __getitem__(self, index: slice | NDArray[Any]) -> CacheSwapMetadata: ...
+    def __getitem__(self, index: int | slice | NDArray[Any]) -> BlockCopy | CacheSwapMetadata:
+        if isinstance(index, slice | np.ndarray):
+            arrays = {name: getattr(self, name)[index] for name in _COLUMNS}
+            marks = None if self.unverified is None else self.unverified[index]
+            return msgspec.structs.replace(self, **arrays, unverified=marks)
+        return BlockCopy(
+            int(self.src_block_ids[index]),
+            int(self.dst_block_ids[index]),
+            int(self.src_generations[index]),
+            int(self.dst_generations[index]),
+            self.hash_values[index].tobytes(),
+            self.parent_hashes[index].tobytes(),
+        )
+
+    def __repr__(self) -> str:
+        count = len(self)
+        first = slice(_MOST_SHOWN)
+        pairs = zip(self.src_block_ids[first], self.dst_block_ids[first], strict=False)
+        shown = [f"{source} -> {target}" for source, target in pairs] + ["..."] * (count > _MOST_SHOWN)
+        listed = f": {', '.join(shown)}" if shown else ""
+        state = "; succeeded" if self.success else f"; {self.error_message}" if self.error_message else ""
+        return (
+            f"CacheSwapMetadata({self.purpose.value} of {count} block{'s' * (count != 1)}, "
+            f"{self.src_type.value} to {self.dst_type.value}{listed}{state})"
+        )
 
     @property
     def to_host(self) -> bool:
@@ -168,6 +236,17 @@ class CacheSwapMetadata(msgspec.Struct, kw_only=True):
         return dict(zip(self.src_block_ids.tolist(), self.dst_block_ids.tolist(), strict=True))
 
 
+_COLUMNS = (
+    "src_block_ids",
+    "dst_block_ids",
+    "src_generations",
+    "dst_generations",
+    "hash_values",
+    "parent_hashes",
+)
+_MOST_SHOWN = 4
+
+
 class StorageTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One transfer between host and storage. It has its own plan id and report, since disks are slow.
 
@@ -183,7 +262,7 @@ class StorageTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         return (self.swap,)
 
 
-class StorageScan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class StorageScan(ArrayStruct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Blocks in one rank's storage when it was opened. Arrays are parallel: element i is one block in one slot."""
 
     rank: int
@@ -223,7 +302,15 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 
     def swaps(self) -> tuple[CacheSwapMetadata, ...]:
         """Return the transfers in order of execution: evictions, loads, backups."""
-        return tuple(swap for swap in (self.evictions, self.loads, self.backups) if swap is not None)
+        return tuple([swap for swap in (self.evictions, self.loads, self.backups) if swap is not None])
+
+    def __repr__(self) -> str:
+        shown = {"arena": self.arena, "cancelled": self.cancelled, "clear_storage": self.clear_storage}
+        parts = [str(self.plan_id)]
+        parts += [f"{swap.purpose.value} of {len(swap)}" for swap in self.swaps()]
+        parts += [f"{task.swap.purpose.value} of {len(task.swap)} as {task.plan_id}" for task in self.storage]
+        parts += [f"{name}={value!r}" for name, value in shown.items() if value]
+        return f"TransferPlan({', '.join(parts)})"
 
     @property
     def plan_ids(self) -> tuple[int, ...]:
@@ -231,7 +318,15 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
         return (self.plan_id, *(task.plan_id for task in self.storage))
 
 
-class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
+_NO_POSITIONS: Int32Array = np.empty(0, np.int32)
+_NO_POSITIONS.flags.writeable = False
+
+
+def _no_positions() -> Int32Array:
+    return _NO_POSITIONS
+
+
+class TransferResult(ArrayStruct, kw_only=True, frozen=True):
     """One rank's result of one transfer of a plan. Positions are indices into the transfer's arrays.
 
     Args:
@@ -252,10 +347,10 @@ class TransferResult(msgspec.Struct, kw_only=True, frozen=True):
     copied_bytes: int
     seconds: float
     error_message: str | None = None
-    lost: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
-    corrupt: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
-    bad_slots: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
-    no_room: Int32Array = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
+    lost: Int32Array = msgspec.field(default_factory=_no_positions)
+    corrupt: Int32Array = msgspec.field(default_factory=_no_positions)
+    bad_slots: Int32Array = msgspec.field(default_factory=_no_positions)
+    no_room: Int32Array = msgspec.field(default_factory=_no_positions)
 
     @classmethod
     def failure(cls, swap: CacheSwapMetadata, reason: str | None) -> TransferResult:

@@ -1,11 +1,16 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <stdexcept>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,18 +21,26 @@
 namespace fdcache {
 namespace {
 
-// Getters that return a vector member as an array of its own.
+// Getters that return a vector member as a read-only array, which keeps the owner alive.
 template <typename Out, typename Owner, typename T>
 auto column(std::vector<T> Owner::*member) {
-    return [member](const Owner &self) { return to_numpy<Out>(std::vector(self.*member)); };
+    static_assert(sizeof(T) == sizeof(Out));
+    return [member](nb::pointer_and_handle<Owner> self) {
+        const std::vector<T> &values = self.p->*member;
+        return VectorOut<const Out>(reinterpret_cast<const Out *>(values.data()), {values.size()}, self.h);
+    };
 }
 
 template <typename Owner>
 auto hash_column(std::vector<Digest> Owner::*member) {
-    return [member](const Owner &self) { return hashes_to_numpy(std::vector(self.*member)); };
+    return [member](nb::pointer_and_handle<Owner> self) {
+        const std::vector<Digest> &digests = self.p->*member;
+        return HashesView(reinterpret_cast<const std::uint8_t *>(digests.data()),
+                          {digests.size(), sizeof(Digest)}, self.h);
+    };
 }
 
-constexpr auto kOwned = nb::rv_policy::automatic;  // the array owns its memory
+constexpr auto kOwned = nb::rv_policy::automatic;  // the array refers to its owner
 
 using Runs = std::vector<std::pair<Slot, std::uint32_t>>;
 
@@ -37,14 +50,90 @@ Runs pairs_of(const std::vector<FreeRuns::Run> &runs) {
     return pairs;
 }
 
+template <typename T>
+nb::bytes bytes_of(const std::vector<T> &column) {
+    return nb::bytes(reinterpret_cast<const char *>(column.data()), column.size() * sizeof(T));
+}
+
+template <typename T>
+std::vector<T> column_from(const nb::bytes &bytes) {
+    std::vector<T> column(bytes.size() / sizeof(T));
+    std::memcpy(column.data(), bytes.c_str(), column.size() * sizeof(T));
+    return column;
+}
+
+using ListState = std::tuple<nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes>;
+using BlockFields = std::tuple<Slot, std::uint32_t, nb::bytes, nb::bytes, std::uint32_t>;
+
+ListState state_of(const BlockList &list) {
+    return {bytes_of(list.slots), bytes_of(list.generations), bytes_of(list.hashes), bytes_of(list.parents),
+            bytes_of(list.hits)};
+}
+
+void set_state(BlockList &list, const ListState &state) {
+    const auto &[slots, generations, hashes, parents, hits] = state;
+    new (&list) BlockList{column_from<Slot>(slots), column_from<std::uint32_t>(generations),
+                          column_from<Digest>(hashes), column_from<Digest>(parents),
+                          column_from<std::uint32_t>(hits)};
+}
+
+BlockFields fields_of(const BlockList &list, Py_ssize_t index) {
+    const auto size = static_cast<Py_ssize_t>(list.slots.size());
+    if (index < -size || index >= size) throw nb::index_error("list index out of range");
+    const auto i = static_cast<std::size_t>(index < 0 ? index + size : index);
+    return {list.slots[i], list.generations[i], digest_to_bytes(list.hashes[i]),
+            digest_to_bytes(list.parents[i]), list.hits[i]};
+}
+
+BlockList slice_of(const BlockList &list, const nb::slice &slice) {
+    const auto [start, stop, step, count] = slice.compute(list.slots.size());
+    BlockList part;
+    for (std::size_t n = 0; n < count; ++n) {
+        const auto i = static_cast<std::size_t>(start + static_cast<Py_ssize_t>(n) * step);
+        part.slots.push_back(list.slots[i]);
+        part.generations.push_back(list.generations[i]);
+        part.hashes.push_back(list.hashes[i]);
+        part.parents.push_back(list.parents[i]);
+        part.hits.push_back(list.hits[i]);
+    }
+    return part;
+}
+
+std::string text_of(const BlockList &list) {
+    constexpr std::size_t kMost = 8;
+    std::string text = "BlockList(" + std::to_string(list.slots.size()) + " blocks in slots [";
+    for (std::size_t i = 0; i < std::min(list.slots.size(), kMost); ++i)
+        text += (i ? ", " : "") + std::to_string(list.slots[i]);
+    return text + (list.slots.size() > kMost ? ", ...])" : "])");
+}
+
+bool equal(const BlockList &left, const BlockList &right) {
+    return left.slots == right.slots && left.generations == right.generations &&
+           left.hashes == right.hashes && left.parents == right.parents && left.hits == right.hits;
+}
+
 void bind_lists(nb::module_ &module) {
-    nb::class_<BlockList>(module, "BlockList", "Parallel arrays that describe blocks.")
-        .def("__len__", [](const BlockList &self) { return self.slots.size(); })
+    nb::class_<BlockList> list(module, "BlockList",
+                               "Parallel arrays that describe blocks; the arrays are read-only views.");
+    list.def("__len__", [](const BlockList &self) { return self.slots.size(); })
+        .def("__getitem__", &fields_of, "index"_a,
+             "Return slot, generation, hash, parent's hash and hits of a block.")
+        .def("__getitem__", &slice_of, "index"_a, "Return a list of some of the blocks.")
+        .def(
+            "__eq__",
+            [](const BlockList &self, nb::object other) {
+                return nb::isinstance<BlockList>(other) && equal(self, nb::cast<const BlockList &>(other));
+            },
+            "other"_a.none(), "Compare the contents.")
+        .def("__repr__", &text_of)
+        .def("__getstate__", &state_of)
+        .def("__setstate__", &set_state, "state"_a)
         .def_prop_ro("slots", column<std::int32_t>(&BlockList::slots), kOwned)
         .def_prop_ro("generations", column<std::uint32_t>(&BlockList::generations), kOwned)
         .def_prop_ro("hashes", hash_column(&BlockList::hashes), kOwned)
         .def_prop_ro("parents", hash_column(&BlockList::parents), kOwned, "32 zero bytes stand for the root.")
         .def_prop_ro("hits", column<std::uint32_t>(&BlockList::hits), kOwned);
+    list.attr("__hash__") = nb::none();
     nb::class_<MatchRun>(module, "MatchRun", "The pinned leading run of a path.")
         .def("__len__", [](const MatchRun &self) { return self.slots.size(); })
         .def_prop_ro("slots", column<std::int32_t>(&MatchRun::slots), kOwned)

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
+from fdcache import _core
 from fdcache._core import BlockList
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose
-from fdcache.plans.blocks import BlockQueue, Blocks, path_starts
+from fdcache.metadata import HashArray, SwapPurpose
+from fdcache.plans.blocks import BlockQueue
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import HostTier
-from fdcache.tiers.pool import ABSENT, NO_PARENT, RESERVED, BlockPool, with_absent_ancestors
+from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
 
 _MOST_IN_FLIGHT = 1024
@@ -32,7 +30,10 @@ later. A quarter keeps up with that and leaves three quarters of the evictable b
 
 
 class BackupPlanner:
-    """Plans copies from the device tier to the host tier, by the write policy of ``settings``."""
+    """Plans copies from the device tier to the host tier, by the write policy of ``settings``.
+
+    The native planner finds and reserves the blocks of one call; this class decides which and how many.
+    """
 
     def __init__(
         self, settings: CacheSettings, device: BlockPool, host: HostTier, counters: Counters
@@ -43,7 +44,9 @@ class BackupPlanner:
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
         selective = settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         self._threshold = settings.write_through_threshold if selective else 1
+        self._least_hits = 0 if self._writes_back else self._threshold
         self._clean_reserve = settings.clean_reserve
+        self._planner = _core.BackupPlanner(device)
         self._queue = BlockQueue()
         self._withheld = 0  # blocks that backups in flight keep from eviction, as of their planning
         self._is_short = False
@@ -71,20 +74,11 @@ class BackupPlanner:
         Pass all lists of one allocation together, in the order of eviction: a later one may have the parents of an
         earlier one.
         """
-        evicted = [dropped for dropped in evicted if len(dropped)]
-        if not evicted:
-            return
-        hashes = evicted[0].hashes if len(evicted) == 1 else np.concatenate([each.hashes for each in evicted])
-        self._credit += len(hashes)
-        presence = self._host.contains(hashes)
-        if ABSENT not in presence.tobytes():
-            return  # the usual case
-        hits = np.concatenate([dropped.hits for dropped in evicted])
-        dirty = (presence == ABSENT) & (hits >= (0 if self._writes_back else self._threshold))
-        if dirty.any():
-            blocks = _paths_from_root(Blocks.concat(map(Blocks.of, evicted)).select(np.flatnonzero(dirty)))
-            orphans = self._copy(self._with_uncovered_ancestors(blocks), SwapPurpose.EVICT, plan)
-            self._counters.backups_dropped += len(orphans)
+        count = sum(map(len, evicted))
+        if count:
+            self._credit += count
+            copies = plan.copies(SwapPurpose.EVICT)
+            self._count(self._planner.evict(evicted, self._least_hits, self._host.copy_target, copies))
 
     def give_way(self) -> None:
         """Begin no backup in this step while some are in flight: a request did not get its blocks."""
@@ -99,8 +93,10 @@ class BackupPlanner:
             self._withheld = 0
         if self._writes_back:
             self._refill_clean_reserve(plan, in_flight)
-        else:
-            self._flush_queue(plan, in_flight)
+        elif self._queue:
+            most, spare = self._limits(in_flight)
+            copies, target = plan.copies(SwapPurpose.BACKUP), self._host.copy_target
+            self._count(self._planner.flush(self._queue, target, most, spare, not in_flight, copies))
 
     def forget(self) -> None:
         """Clear the queue, as after a reset."""
@@ -111,110 +107,22 @@ class BackupPlanner:
         """Number of blocks that wait for a plan."""
         return len(self._queue)
 
-    def _flush_queue(self, plan: OpenPlan, in_flight: int) -> None:
-        wanted = self._queue.take(min(self._room(in_flight), self._host.copy_room))
-        if not len(wanted):
-            return
-        blocks = Blocks.of(self._device.find(wanted[self._host.contains(wanted) == ABSENT]))
-        if len(blocks):
-            self._queue.put_back(self._back_up(blocks, plan, in_flight))
-
     def _refill_clean_reserve(self, plan: OpenPlan, in_flight: int) -> None:
         wanted = min(self._clean_reserve - in_flight, self._credit)
-        if wanted <= 0:
-            return
-        cold = Blocks.of(self._device.coldest(wanted))
-        coldest = np.flatnonzero(self._host.contains(cold.hashes) == ABSENT)[: self._room(in_flight)]
-        if len(coldest):
-            self._back_up(_paths_from_root(cold.select(coldest)), plan, in_flight)
-        self._credit -= plan.size(SwapPurpose.BACKUP)
+        if wanted > 0:
+            most, spare = self._limits(in_flight)
+            copies, target = plan.copies(SwapPurpose.BACKUP), self._host.copy_target
+            planned = self._planner.clean(wanted, target, most, spare, not in_flight, copies)
+            self._credit -= planned.planned
+            self._count(planned)
 
-    def _room(self, in_flight: int) -> int:
-        """Return how many blocks may join those in flight."""
-        return max(0, max(1, min(_MOST_IN_FLIGHT, self._device.stats().slots // _SHARE)) - in_flight)
+    def _limits(self, in_flight: int) -> tuple[int, int]:
+        """Return how many backups may join those in flight, and how many blocks these may keep from eviction."""
+        share = self._device.stats().slots // _SHARE
+        most = max(1, min(_MOST_IN_FLIGHT, share))
+        return max(0, most - in_flight), max(0, share - self._withheld)
 
-    def _back_up(self, blocks: Blocks, plan: OpenPlan, in_flight: int) -> HashArray:
-        """Plan backups of ``blocks`` as far as the pool can spare them; return the hashes of the rest."""
-        blocks = self._with_uncovered_ancestors(blocks)
-        count = self._spared(blocks.slots[: self._room(in_flight)], in_flight)
-        rest, dropped = blocks.hashes[count:], self._counters.backups_dropped
-        later = self._copy(blocks.select(slice(0, count)), SwapPurpose.BACKUP, plan)
-        if self._counters.backups_dropped > dropped:
-            # The host has no room: descendants of dropped blocks would retry in every step.
-            self._counters.backups_dropped += len(rest)
-            rest = rest[:0]
-        return np.concatenate((later, rest))
-
-    def _spared(self, slots: Int32Array, in_flight: int) -> int:
-        """Return how many of the first slots may be held without keeping too many blocks from eviction.
-
-        At least 1 if no backup is in flight: it may be the end of a path as long as the pool.
-        """
-        spare = max(0, self._device.stats().slots // _SHARE - self._withheld)
-        count = len(slots)
-        while count:
-            withheld = self._withheld_by(slots[:count])
-            if withheld <= spare or (count == 1 and not in_flight):
-                self._withheld += withheld
-                break
-            count //= 2
-        return count
-
-    def _withheld_by(self, slots: Int32Array) -> int:
-        """Return how many blocks become unevictable if these slots are held."""
-        before = self._device.available
-        self._device.hold(slots)
-        withheld = before - self._device.available
-        self._device.unhold(slots)
-        return withheld
-
-    def _copy(self, blocks: Blocks, purpose: SwapPurpose, plan: OpenPlan) -> HashArray:
-        """Reserve host slots for ``blocks``, parents first, as far as there is room, and plan the copies.
-
-        Return the hashes of blocks that have to wait for the copy of an ancestor.
-        """
-        while len(blocks):
-            taken = self._host.reserve_copies(0, blocks.parents, blocks.hashes)
-            if taken.missing:
-                self._counters.backups_dropped += min(taken.missing, len(blocks))
-                blocks = blocks.select(slice(0, max(0, len(blocks) - taken.missing)))
-                continue
-            source = blocks.select(taken.status == RESERVED)
-            if len(source):
-                self._device.hold(source.slots)
-                plan.add(purpose, source, taken.slots, taken.generations)
-            return np.asarray(blocks.hashes[taken.status == NO_PARENT])
-        return blocks.hashes
-
-    def _is_absent(self, hashes: HashArray) -> NDArray[np.bool_]:
-        return np.asarray(self._host.contains(hashes) == ABSENT)
-
-    def _with_uncovered_ancestors(self, blocks: Blocks) -> Blocks:
-        uncovered = blocks.parents[path_starts(blocks)]
-        uncovered = uncovered[uncovered.any(axis=1)]
-        uncovered = uncovered[self._is_absent(uncovered)] if len(uncovered) else uncovered
-        own = {row.tobytes() for row in blocks.hashes} if len(uncovered) else set()
-        missing = [i for i, parent in enumerate(uncovered) if parent.tobytes() not in own]
-        if not missing:
-            return blocks
-        parents = self._device.find(uncovered[missing])
-        if not len(parents):
-            return blocks
-        above = with_absent_ancestors(self._device, parents.slots, self._is_absent)
-        above = above.select(np.array([row.tobytes() not in own for row in above.hashes], np.bool_))
-        # Path by path: if ancestors of several paths came first, these could evict each other for ever in a small host.
-        return _paths_from_root(Blocks.concat((blocks, above))) if len(above) else blocks
-
-
-def _paths_from_root(blocks: Blocks) -> Blocks:
-    """Return blocks as paths, each from its root, in the order of the first block of each path."""
-    position = {row.tobytes(): i for i, row in enumerate(blocks.hashes)}
-    parent = [position.get(row.tobytes(), -1) for row in blocks.parents]
-    turn: dict[int, None] = {}
-    for start in range(len(parent)):
-        path, at = [], start
-        while at >= 0 and at not in turn:
-            path.append(at)
-            at = parent[at]
-        turn.update(dict.fromkeys(reversed(path)))
-    return blocks.select(np.fromiter(turn, np.intp, len(turn)))
+    def _count(self, planned: _core.PlannedBackups) -> None:
+        self._counters.backups_dropped += planned.dropped
+        self._withheld += planned.withheld
+        self._host.copies_reserved(planned)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from fdcache.layout import KVLayout
 from fdcache.manager.requests import LoadRange, StepPlan
 from fdcache.manager.results import LoadOutcome, LoadStatus
@@ -52,18 +50,20 @@ class Plans:
 
     def close(self, arena: str | None) -> list[TransferPlan]:
         """Close the step and return its plans; ``arena`` names the shared arena that host slots refer to."""
-        step, background = self.open, self._background
-        self.open, self._background = StepPlan(), OpenPlan()
+        step, background, storage = self.open, self._background, self._tiers.storage
+        has_copies, orders = not background.is_empty, None
+        if storage is not None and not storage.orders.is_empty:
+            orders = storage.orders.take()
+        elif step.is_empty and not has_copies:
+            return []
         now, sent = self._clock(), []
-        storage = self._tiers.storage
-        orders = storage.orders.take() if storage and not storage.orders.is_empty else None
-        if not step.is_empty or (orders and background.is_empty):
+        if not step.is_empty or not has_copies:
             plan = self._ledger.send(step, now, arena, orders)
             if step.loads:
-                self._loads[plan.plan_id] = step.loads
+                self._loads[plan.plan_id], step.loads = step.loads, []
             sent.append(plan)
             orders = None
-        if not background.is_empty:
+        if has_copies:
             sent.append(self._ledger.send(background, now, arena, orders))
         return sent
 
@@ -104,8 +104,7 @@ class Plans:
 
     def _end_load(self, load: LoadRange, flight: InFlightPlan) -> LoadOutcome:
         """Confirm a load that every rank has reported, or fail it from the first block that a rank lacks."""
-        mask = flight.swaps[SwapPurpose.LOAD].copied[load.offset : load.offset + load.count]
-        copied = load.count if mask.all() else int(np.argmin(mask))
+        copied = flight.swaps[SwapPurpose.LOAD].leading_copied(load.offset, load.count)
         load.end(copied)
         if copied == load.count:
             self._counters.loads_confirmed += 1

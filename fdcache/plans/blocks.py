@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from typing import Self
+from typing import Any, NamedTuple, Self, overload
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache import _core
 from fdcache._core import BlockList
-from fdcache.metadata import HashArray, Int32Array, UInt32Array
+from fdcache.metadata import ArrayStruct, HashArray, Int32Array, UInt32Array
 
 ROOT = bytes(32)
 """Parent hash of the first block of a path."""
 
+_MOST_SHOWN = 8
 _ROOT_ROW = np.zeros((1, 32), np.uint8)
 
 
@@ -26,7 +26,16 @@ def parents_of(path: HashArray, start: int, stop: int) -> HashArray:
     return np.concatenate((_ROOT_ROW, path[: stop - 1])) if stop > 0 else path[:0]
 
 
-class Blocks(msgspec.Struct, frozen=True, eq=False):
+class Block(NamedTuple):
+    """One block of a list."""
+
+    slot: int
+    generation: int
+    hash: bytes
+    parent: bytes
+
+
+class Blocks(ArrayStruct, frozen=True):
     """Blocks of one tier. Element i of each array is one block: slot, slot generation, hash, parent's hash.
 
     ::
@@ -46,9 +55,28 @@ class Blocks(msgspec.Struct, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(self.slots)
 
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice | NDArray[Any]) -> Blocks: ...
+    def __getitem__(self, index: int | slice | NDArray[Any]) -> Block | Blocks:
+        if isinstance(index, slice | np.ndarray):
+            return self.select(index)
+        return Block(
+            int(self.slots[index]),
+            int(self.generations[index]),
+            self.hashes[index].tobytes(),
+            self.parents[index].tobytes(),
+        )
+
+    def __repr__(self) -> str:
+        shown = [str(slot) for slot in self.slots[:_MOST_SHOWN].tolist()]
+        shown += ["..."] * (len(self) > _MOST_SHOWN)
+        return f"Blocks({len(self)} blocks in slots [{', '.join(shown)}])"
+
     @classmethod
     def of(cls, found: BlockList) -> Self:
-        """Copy the arrays of a native list."""
+        """View the arrays of a native list."""
         return cls(found.slots, found.generations, found.hashes, found.parents)
 
     @classmethod
@@ -103,49 +131,10 @@ def path_starts(blocks: Blocks) -> NDArray[np.bool_]:
 
 
 _MOST_QUEUED = 16384
-_NO_HASHES: HashArray = np.empty((0, 32), np.uint8)
 
 
-class BlockQueue:
+class BlockQueue(_core.BlockQueue):
     """A first-in, first-out queue of block hashes. A full queue drops its oldest entries."""
 
     def __init__(self) -> None:
-        self._parts: deque[HashArray] = deque()
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def add(self, hashes: HashArray) -> int:
-        """Append hashes; return the number of old entries dropped."""
-        self._parts.append(hashes)
-        self._size += len(hashes)
-        dropped = 0
-        while self._size - dropped > _MOST_QUEUED:
-            dropped += len(self._parts.popleft())
-        self._size -= dropped
-        return dropped
-
-    def put_back(self, hashes: HashArray) -> None:
-        """Put hashes that cannot be copied yet back at the front."""
-        if len(hashes):
-            self._parts.appendleft(hashes)
-            self._size += len(hashes)
-
-    def take(self, count: int) -> HashArray:
-        """Remove and return the first ``count`` hashes, or as many as there are, shape (blocks, 32)."""
-        parts: list[HashArray] = []
-        while self._parts and count > 0:
-            hashes = self._parts.popleft()
-            if len(hashes) > count:
-                self._parts.appendleft(hashes[count:])
-                hashes = hashes[:count]
-            self._size -= len(hashes)
-            count -= len(hashes)
-            parts.append(hashes)
-        return np.concatenate(parts) if parts else _NO_HASHES
-
-    def clear(self) -> None:
-        """Drop every entry."""
-        self._parts.clear()
-        self._size = 0
+        super().__init__(_MOST_QUEUED)

@@ -6,8 +6,7 @@ A step collects its device transfers in an ``OpenPlan``; the storage tier collec
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -15,9 +14,11 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache._core import BlockCopies
 from fdcache.errors import PlanError
 from fdcache.metadata import (
     CacheSwapMetadata,
+    HashArray,
     Int32Array,
     StorageTask,
     SwapPurpose,
@@ -50,56 +51,71 @@ def make_swap(
     )
 
 
-def _join(parts: Sequence[CacheSwapMetadata]) -> CacheSwapMetadata | None:
-    """Return one transfer for transfers of the same purpose, None for none."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    unverified = None
-    if any(part.unverified is not None for part in parts):
-        unverified = np.concatenate(
-            [np.zeros(len(part), np.uint8) if part.unverified is None else part.unverified for part in parts]
-        )
-    return CacheSwapMetadata(
-        purpose=parts[0].purpose,
-        src_type=parts[0].src_type,
-        dst_type=parts[0].dst_type,
-        src_block_ids=np.concatenate([part.src_block_ids for part in parts]),
-        src_generations=np.concatenate([part.src_generations for part in parts]),
-        dst_block_ids=np.concatenate([part.dst_block_ids for part in parts]),
-        dst_generations=np.concatenate([part.dst_generations for part in parts]),
-        hash_values=np.concatenate([part.hash_values for part in parts]),
-        parent_hashes=np.concatenate([part.parent_hashes for part in parts]),
-        unverified=unverified,
-    )
-
-
 class OpenPlan:
-    """Transfers between device and host that were planned and not sent."""
+    """Transfers between device and host that were planned and not sent. Sending it empties it for the next step."""
+
+    __slots__ = ("_backups", "_by_purpose", "_evictions", "_loads")
 
     def __init__(self) -> None:
-        self._parts: dict[SwapPurpose, list[CacheSwapMetadata]] = {}
-        self._sizes: dict[SwapPurpose, int] = {}
+        self._evictions, self._loads, self._backups = BlockCopies(), BlockCopies(), BlockCopies()
+        self._by_purpose = {
+            SwapPurpose.EVICT: self._evictions,
+            SwapPurpose.LOAD: self._loads,
+            SwapPurpose.BACKUP: self._backups,
+        }
+
+    def copies(self, purpose: SwapPurpose) -> BlockCopies:
+        """Return the copies for this purpose, for native code to add to."""
+        return self._by_purpose[purpose]
 
     def add(self, purpose: SwapPurpose, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
         """Plan copies from ``source`` into ``slots``; return their offset within the transfer."""
-        offset = self._sizes.get(purpose, 0)
-        if len(source):
-            self._parts.setdefault(purpose, []).append(make_swap(purpose, source, slots, generations))
-            self._sizes[purpose] = offset + len(source)
-        return offset
-
-    def size(self, purpose: SwapPurpose) -> int:
-        """Return the number of blocks planned for this purpose."""
-        return self._sizes.get(purpose, 0)
+        return self._by_purpose[purpose].append(
+            source.slots,
+            source.generations,
+            source.hashes,
+            source.parents,
+            source.unverified,
+            slots,
+            generations,
+        )
 
     @property
     def is_empty(self) -> bool:
         """True while no copy is planned."""
-        return not self._parts
+        return not (self._evictions or self._loads or self._backups)
 
     def swap(self, purpose: SwapPurpose) -> CacheSwapMetadata | None:
-        """Return the transfer for this purpose, None when it has no blocks."""
-        return _join(self._parts.get(purpose, ()))
+        """Remove the transfer for this purpose and return it, None when it has no blocks."""
+        copies = self._by_purpose[purpose]
+        return _transfer(purpose, copies) if copies else None
+
+    def take(self) -> dict[str, CacheSwapMetadata]:
+        """Remove the transfers and return them by their field of ``TransferPlan``, in order of execution."""
+        taken = {}
+        if self._evictions:
+            taken["evictions"] = _transfer(SwapPurpose.EVICT, self._evictions)
+        if self._loads:
+            taken["loads"] = _transfer(SwapPurpose.LOAD, self._loads)
+        if self._backups:
+            taken["backups"] = _transfer(SwapPurpose.BACKUP, self._backups)
+        return taken
+
+
+def _transfer(purpose: SwapPurpose, copies: BlockCopies) -> CacheSwapMetadata:
+    sources, targets, source_generations, target_generations, hashes, parents, unverified = copies.take()
+    return CacheSwapMetadata(
+        purpose=purpose,
+        src_type=purpose.source,
+        dst_type=purpose.target,
+        src_block_ids=sources,
+        src_generations=source_generations,
+        dst_block_ids=targets,
+        dst_generations=target_generations,
+        hash_values=hashes,
+        parent_hashes=parents,
+        unverified=unverified,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -156,20 +172,22 @@ _STORAGE_GRACE = 1.0
 class SwapInFlight:
     """One transfer of a plan, with the result of each block over all ranks that have reported."""
 
-    __slots__ = ("_causes", "checksums", "copied", "swap")
+    __slots__ = ("_causes", "_copied", "checksums", "size", "swap")
 
     def __init__(self, swap: CacheSwapMetadata) -> None:
         self.swap = swap
-        self.copied: Mask = np.ones(len(swap), np.bool_)
+        self.size = len(swap)
         self.checksums = _NO_CHECKSUMS
-        self._causes: dict[str, Mask] = {}
+        self._copied: Mask | None = None  # None: every block
+        self._causes: dict[str, Mask] | None = None
 
     def check(self, report: TransferReport, result: TransferResult) -> None:
         """Raise ``PlanError`` for a result of other blocks."""
-        size = len(self.swap)
-        for positions in (result.failed, result.lost, result.corrupt, result.bad_slots, result.no_room):
-            if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < size:
-                raise PlanError(f"report of plan {report.plan_id}: failed positions must be below {size}")
+        size = self.size
+        if len(result.failed):
+            for positions in (result.failed, result.lost, result.corrupt, result.bad_slots, result.no_room):
+                if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < size:
+                    raise PlanError(f"report of plan {report.plan_id}: failed positions must be below {size}")
         if len(result.checksums) not in (0, size):
             raise PlanError(
                 f"report of plan {report.plan_id}: {len(result.checksums)} checksums for {size} blocks"
@@ -180,16 +198,52 @@ class SwapInFlight:
         if rank == 0:
             self.checksums = result.checksums
         if len(result.failed):
-            self.copied[result.failed] = False
-        self._mark("lost", result.lost)
-        self._mark("corrupt", result.corrupt)
-        self._mark("bad_slots", result.bad_slots)
-        self._mark("no_room", result.no_room)
+            if self._copied is None:
+                self._copied = np.ones(self.size, np.bool_)
+            self._copied[result.failed] = False
+            self._mark("lost", result.lost)
+            self._mark("corrupt", result.corrupt)
+            self._mark("bad_slots", result.bad_slots)
+            self._mark("no_room", result.no_room)
+
+    def fail(self) -> None:
+        """Count a rank that copied nothing."""
+        self._copied = np.zeros(self.size, np.bool_)
+
+    def settle(self, arrived: HashArray) -> None:
+        """Set which blocks the target tier has; ``arrived`` is 1 for these."""
+        self._copied = arrived.view(np.bool_) if 0 in arrived.tobytes() else None
+
+    @property
+    def copied(self) -> Mask:
+        """Blocks that every rank has copied and, once the transfer is settled, the target tier has."""
+        return all_of(self.size).view(np.bool_) if self._copied is None else self._copied
+
+    @property
+    def flags(self) -> HashArray:
+        """1 for each block that is ``copied``, else 0."""
+        return all_of(self.size) if self._copied is None else self._copied.view(np.uint8)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every block is ``copied``."""
+        return self._copied is None or bool(self._copied.all())
+
+    @property
+    def num_copied(self) -> int:
+        """Number of blocks that are ``copied``."""
+        return self.size if self._copied is None else int(np.count_nonzero(self._copied))
+
+    def leading_copied(self, offset: int, count: int) -> int:
+        """Return how many of ``count`` blocks from ``offset`` on are ``copied``, up to the first that is not."""
+        first = -1 if self._copied is None else self._copied.tobytes().find(0, offset, offset + count)
+        return count if first < 0 else first - offset
 
     def _mark(self, cause: str, positions: Int32Array) -> None:
         if len(positions):
-            mask = self._causes.setdefault(cause, np.zeros(len(self.swap), np.bool_))
-            mask[positions] = True
+            if self._causes is None:
+                self._causes = {}
+            self._causes.setdefault(cause, np.zeros(self.size, np.bool_))[positions] = True
 
     @property
     def lost(self) -> Mask:
@@ -202,6 +256,11 @@ class SwapInFlight:
         return self._cause("corrupt")
 
     @property
+    def any_corrupt(self) -> bool:
+        """True if some rank found a source record wrong."""
+        return self._causes is not None and "corrupt" in self._causes
+
+    @property
     def bad_slots(self) -> Mask:
         """Blocks whose storage slot some rank cannot read or write."""
         return self._cause("bad_slots")
@@ -212,60 +271,97 @@ class SwapInFlight:
         return self._cause("no_room")
 
     def _cause(self, cause: str) -> Mask:
-        mask = self._causes.get(cause)
-        return np.zeros(len(self.swap), np.bool_) if mask is None else mask
+        mask = None if self._causes is None else self._causes.get(cause)
+        return np.zeros(self.size, np.bool_) if mask is None else mask
+
+
+_ONES: HashArray = np.ones(4096, np.uint8)
+_ONES.flags.writeable = False
+
+
+def all_of(count: int) -> HashArray:
+    """Return the flags of blocks that were all copied, read-only."""
+    return _ONES[:count] if count <= len(_ONES) else np.ones(count, np.uint8)
 
 
 class InFlightPlan:
     """A plan that some rank has not reported yet. ``errors`` has one message per failed rank and transfer."""
 
-    def __init__(self, plan: TransferPlan | StorageTask, deadline: float, ranks: frozenset[int]) -> None:
+    __slots__ = ("_waiting", "deadline", "errors", "plan", "swaps")
+
+    def __init__(
+        self,
+        plan: TransferPlan | StorageTask,
+        swaps: Iterable[CacheSwapMetadata],
+        deadline: float,
+        ranks: int,
+    ) -> None:
         self.plan = plan
         self.deadline = deadline
-        self.waiting_for = set(ranks)
-        self.swaps = {swap.purpose: SwapInFlight(swap) for swap in plan.swaps()}
+        self.swaps: dict[SwapPurpose, SwapInFlight] = {}
+        for swap in swaps:
+            self.swaps[swap.purpose] = SwapInFlight(swap)
         self.errors: list[str] = []
+        self._waiting = ranks
+
+    def waits_for(self, rank: int) -> bool:
+        """Return True if this rank has not reported."""
+        return self._waiting >> rank & 1 == 1
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every rank has reported."""
+        return not self._waiting
 
     def fail(self, rank: int, reason: str) -> None:
         """Count a rank that will never report as one that copied nothing."""
         for swap in self.swaps.values():
-            swap.copied[:] = False
+            swap.fail()
         self.errors.append(f"rank {rank}: {reason}")
-        self.waiting_for.discard(rank)
+        self._waiting &= ~(1 << rank)
 
     def check(self, report: TransferReport) -> None:
         """Raise ``PlanError`` for a report that does not fit the plan."""
-        if [result.purpose for result in report.results] != list(self.swaps):
-            raise PlanError(
-                f"report of plan {report.plan_id} by rank {report.rank} has other transfers than the plan"
-            )
+        swaps = iter(self.swaps.items())
         for result in report.results:
-            self.swaps[result.purpose].check(report, result)
+            purpose, swap = next(swaps, (None, None))
+            if swap is None or result.purpose is not purpose:
+                raise self._other_transfers(report)
+            swap.check(report, result)
+        if next(swaps, None) is not None:
+            raise self._other_transfers(report)
+
+    def _other_transfers(self, report: TransferReport) -> PlanError:
+        return PlanError(
+            f"report of plan {report.plan_id} by rank {report.rank} has other transfers than the plan"
+        )
 
     def add(self, report: TransferReport) -> None:
         """Count one rank's report, which was checked."""
+        rank = report.rank
         for result in report.results:
-            self.swaps[result.purpose].add(result, report.rank)
+            self.swaps[result.purpose].add(result, rank)
             if result.error_message:
-                self.errors.append(f"rank {report.rank}: {result.error_message}")
-        self.waiting_for.discard(report.rank)
+                self.errors.append(f"rank {rank}: {result.error_message}")
+        self._waiting &= ~(1 << rank)
 
     def finish(self) -> None:
         """Set success and error message of every transfer, once the last rank has reported."""
         for each in self.swaps.values():
-            each.swap.success = bool(each.copied.all())
-            each.swap.error_message = None if each.swap.success else "; ".join(self.errors)
+            swap = each.swap
+            swap.success = each.is_whole
+            swap.error_message = None if swap.success else "; ".join(self.errors)
 
 
 class PlanLedger:
     """The plans in flight: those that some rank has not reported yet."""
 
     def __init__(self, num_ranks: int, timeout: float) -> None:
-        self._ranks = frozenset(range(num_ranks))
+        self._num_ranks = num_ranks
         self._timeout = timeout
         self._ids = count(1)
         self._plans: dict[int, InFlightPlan] = {}
-        self._blocks: Counter[SwapPurpose] = Counter()
+        self._blocks = dict.fromkeys(SwapPurpose, 0)
         self._deadlines: list[tuple[float, int]] = []  # a heap; plans that have ended may still be in it
 
     def __len__(self) -> int:
@@ -279,7 +375,11 @@ class PlanLedger:
         ``arena`` names the shared arena whose slots the plan uses.
         """
         plan_id = next(self._ids)
-        storage = storage or StorageOrders()
+        swaps = plan.take()
+        if storage is None:
+            sent = TransferPlan(plan_id=plan_id, arena=arena, **swaps)
+            self._expect(sent, swaps.values(), now + self._timeout)
+            return sent
         tasks = self._number(storage)
         sent = TransferPlan(
             plan_id=plan_id,
@@ -287,11 +387,9 @@ class PlanLedger:
             storage=tasks,
             cancelled=storage.cancelled,
             clear_storage=storage.clear,
-            evictions=plan.swap(SwapPurpose.EVICT),
-            loads=plan.swap(SwapPurpose.LOAD),
-            backups=plan.swap(SwapPurpose.BACKUP),
+            **swaps,
         )
-        self._expect(sent, now + self._timeout)
+        self._expect(sent, swaps.values(), now + self._timeout)
         self._expect_tasks(tasks, now)
         return sent
 
@@ -311,52 +409,57 @@ class PlanLedger:
 
     def _expect_tasks(self, tasks: Sequence[StorageTask], now: float) -> None:
         for task in tasks:
-            self._expect(task, now + task.timeout + _STORAGE_GRACE)
+            self._expect(task, task.swaps(), now + task.timeout + _STORAGE_GRACE)
 
-    def _expect(self, plan: TransferPlan | StorageTask, deadline: float) -> None:
-        self._plans[plan.plan_id] = InFlightPlan(plan, deadline, self._ranks)
-        for swap in plan.swaps():
-            self._blocks[swap.purpose] += len(swap)
+    def _expect(
+        self, plan: TransferPlan | StorageTask, swaps: Iterable[CacheSwapMetadata], deadline: float
+    ) -> None:
+        plan_id = plan.plan_id
+        flight = self._plans[plan_id] = InFlightPlan(plan, swaps, deadline, (1 << self._num_ranks) - 1)
+        for purpose, swap in flight.swaps.items():
+            self._blocks[purpose] += swap.size
         if len(self._deadlines) > 2 * len(self._plans) + 64:
             self._deadlines = [each for each in self._deadlines if each[1] in self._plans]
             heapify(self._deadlines)
-        heappush(self._deadlines, (deadline, plan.plan_id))
+        heappush(self._deadlines, (deadline, plan_id))
 
-    def _take_finished(self, plan_ids: Iterator[int]) -> list[InFlightPlan]:
-        """Remove and return the plans among these that wait for no rank any more."""
-        finished = [self._plans.pop(each) for each in list(plan_ids) if not self._plans[each].waiting_for]
-        for flight in finished:
-            flight.finish()
-            for swap in flight.plan.swaps():
-                self._blocks[swap.purpose] -= len(swap)
-        return finished
+    def _take_if_finished(self, flight: InFlightPlan) -> list[InFlightPlan]:
+        """Remove a plan and return it, unless it waits for a rank."""
+        if not flight.is_finished:
+            return []
+        del self._plans[flight.plan.plan_id]
+        flight.finish()
+        for purpose, swap in flight.swaps.items():
+            self._blocks[purpose] -= swap.size
+        return [flight]
 
     def check(self, report: TransferReport) -> None:
         """Raise ``PlanError`` for a report of an unknown rank, or one that does not fit its plan."""
         self._check_rank(report.rank)
-        if self.expects(report):
-            self._plans[report.plan_id].check(report)
+        flight = self._plans.get(report.plan_id)
+        if flight is not None and flight.waits_for(report.rank):
+            flight.check(report)
 
     def _check_rank(self, rank: int) -> None:
-        if rank not in self._ranks:
-            raise PlanError(f"rank {rank} is not one of the {len(self._ranks)} ranks")
+        if not 0 <= rank < self._num_ranks:
+            raise PlanError(f"rank {rank} is not one of the {self._num_ranks} ranks")
 
     def expects(self, report: TransferReport) -> bool:
         """Return True if this rank has not reported this plan yet."""
         flight = self._plans.get(report.plan_id)
-        return flight is not None and report.rank in flight.waiting_for
+        return flight is not None and flight.waits_for(report.rank)
 
     def record(self, report: TransferReport) -> list[InFlightPlan]:
         """Count an expected and checked report; return the plans, storage tasks included, that it completes."""
-        plan = self._plans[report.plan_id].plan
-        self._plans[report.plan_id].add(report)
-        concerned = [report.plan_id]
-        if report.refused and isinstance(plan, TransferPlan):
-            for task in plan.storage:
-                if (flight := self._plans.get(task.plan_id)) and report.rank in flight.waiting_for:
-                    flight.fail(report.rank, "the plan did not reach the rank")
-                    concerned.append(task.plan_id)
-        return self._take_finished(iter(concerned))
+        flight = self._plans[report.plan_id]
+        flight.add(report)
+        finished = self._take_if_finished(flight)
+        if report.refused and isinstance(flight.plan, TransferPlan):
+            for task in flight.plan.storage:
+                if (other := self._plans.get(task.plan_id)) and other.waits_for(report.rank):
+                    other.fail(report.rank, "the plan did not reach the rank")
+                    finished += self._take_if_finished(other)
+        return finished
 
     def clears_storage(self, report: TransferReport) -> bool:
         """Return True if the plan of an expected report empties the storage."""
@@ -367,9 +470,9 @@ class PlanLedger:
         """Fail what a dead rank has not reported; return the plans that this completes. Raises ``PlanError``."""
         self._check_rank(rank)
         for flight in self._plans.values():
-            if rank in flight.waiting_for:
+            if flight.waits_for(rank):
                 flight.fail(rank, "its process is gone")
-        return self._take_finished(iter(self._plans))
+        return [ended for flight in list(self._plans.values()) for ended in self._take_if_finished(flight)]
 
     def newly_overdue(self, now: float) -> list[InFlightPlan]:
         """Return plans whose deadline has passed since the last call. They stay in flight: reports free their slots."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
-from fdcache._core import CopyReservation
+from fdcache import _core
+from fdcache._core import CopyReservation, PlannedBackups
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.metadata import (
@@ -20,7 +20,6 @@ from fdcache.metadata import (
     HashArray,
     Int32Array,
     SwapPurpose,
-    UInt32Array,
     UInt64Array,
 )
 from fdcache.plans.blocks import NO_BLOCKS, Blocks
@@ -84,26 +83,6 @@ FETCHING_MATCH = HostMatch(0, fetching=True)
 """A look-up to repeat later: blocks of the request are being read from storage."""
 
 
-class SlotsForCopies(Protocol):
-    """Slots reserved for the blocks whose ``status`` is 0, in order; or none, and how many are ``missing``."""
-
-    @property
-    def slots(self) -> Int32Array:
-        """The reserved slots."""
-
-    @property
-    def generations(self) -> UInt32Array:
-        """Their generations."""
-
-    @property
-    def status(self) -> HashArray:
-        """Per hash: 0 reserved, 1 ready, 2 pending, 3 no parent."""
-
-    @property
-    def missing(self) -> int:
-        """Number of slots that were not available."""
-
-
 class HostTier(Protocol):
     """A tier of host blocks. A service that cannot be reached is a tier with nothing in it: no call raises for it."""
 
@@ -124,8 +103,11 @@ class HostTier(Protocol):
         """Number of slots known so far."""
 
     @property
-    def copy_room(self) -> int:
-        """Most blocks that may be copied to the tier now."""
+    def copy_target(self) -> _core.Tier | _core.OutgoingCopies | None:
+        """The native object in which ``BackupPlanner`` reserves slots; None while there is no service."""
+
+    def copies_reserved(self, planned: PlannedBackups) -> None:
+        """Learn which slots were reserved in ``copy_target``."""
 
     def take_device_reset(self) -> bool:
         """Return True if an operator asked for a reset of the device tier since the last call."""
@@ -152,9 +134,6 @@ class HostTier(Protocol):
 
     def contains(self, hashes: HashArray) -> HashArray:
         """Return per hash 0 absent, 1 ready, 2 pending; of a shared tier as far as this process knows."""
-
-    def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> SlotsForCopies:
-        """Reserve slots for copies of the absent blocks whose parent is present or precedes them."""
 
     def complete(self, slots: Int32Array, copied: HashArray, checksums: UInt64Array) -> HashArray:
         """End copies into slots, parents first; return 1 for blocks that are in the tier, or will be."""
@@ -234,9 +213,14 @@ class LocalHostTier(BlockPool):
         return self.stats().slots
 
     @property
-    def copy_room(self) -> int:
-        """Number of slots: copies that find no room are dropped one by one."""
-        return self.num_blocks
+    def copy_target(self) -> LocalHostTier:
+        """The tier itself."""
+        return self
+
+    def copies_reserved(self, planned: PlannedBackups) -> None:
+        """Call ``on_evict`` for the blocks that made room."""
+        if self.on_evict is not None:
+            self.on_evict(planned.displaced.hashes)
 
     def match_paths(
         self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
@@ -315,16 +299,17 @@ def complete_copies(flight: InFlightPlan, device: BlockPool, host: HostTier, cou
     is True for the blocks that its target tier has.
     """
     for purpose, result in flight.swaps.items():
-        swap, copied = result.swap, result.copied
-        counters.count_copies(purpose, int(copied.sum()), len(swap))
+        swap, copied = result.swap, result.flags
+        counters.count_copies(purpose, result.num_copied, result.size)
         if purpose is SwapPurpose.LOAD:
-            discard_corrupt(result, host, counters)
-            arrived = device.complete(swap.dst_block_ids, copied.view(np.uint8), result.checksums)
-            host.end_load(swap.src_block_ids, swap.hash_values, copied.view(np.uint8))
+            if result.any_corrupt:
+                discard_corrupt(result, host, counters)
+            arrived = device.complete(swap.dst_block_ids, copied, result.checksums)
+            host.end_load(swap.src_block_ids, swap.hash_values, copied)
         else:
-            arrived = host.complete(swap.dst_block_ids, copied.view(np.uint8), result.checksums)
+            arrived = host.complete(swap.dst_block_ids, copied, result.checksums)
             device.unhold(swap.src_block_ids)
-        result.copied = arrived.view(np.bool_)
+        result.settle(arrived)
 
 
 def discard_corrupt(result: SwapInFlight, host: HostTier | BlockPool, counters: Counters) -> None:

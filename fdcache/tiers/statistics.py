@@ -188,7 +188,10 @@ class Traffic(msgspec.Struct):
         """Add what a rank reports."""
         for result in report.results:
             if result.copied_bytes:
-                total = self.copied.setdefault(_DIRECTIONS[result.purpose], Copied())
+                direction = _DIRECTIONS[result.purpose]
+                total = self.copied.get(direction)
+                if total is None:
+                    total = self.copied[direction] = Copied()
                 total.bytes += result.copied_bytes
                 total.durations.observe(result.seconds)
 

@@ -115,7 +115,7 @@ class StorageTier:
         """
         assert isinstance(flight.plan, StorageTask)
         for purpose, result in flight.swaps.items():
-            self._counters.count_copies(purpose, int(result.copied.sum()), len(result.swap))
+            self._counters.count_copies(purpose, result.num_copied, len(result.swap))
             self._counters.bad_storage_slots += int(result.bad_slots.sum())
             if purpose is SwapPurpose.STORE:
                 self._complete_write(result)
@@ -124,9 +124,10 @@ class StorageTier:
 
     def _complete_write(self, result: SwapInFlight) -> None:
         swap = result.swap
-        result.copied = self.index.end_writes(
+        arrived = self.index.end_writes(
             swap, result.copied, result.checksums, result.bad_slots, result.no_room
         )
+        result.settle(arrived.view(np.uint8))
         discard_corrupt(result, self.host, self._counters)
         self.host.unhold(swap.src_block_ids)
         # A rank writes in order, so a block that arrived is proof that the files were emptied before it.
@@ -136,8 +137,8 @@ class StorageTier:
     def _complete_read(self, result: SwapInFlight) -> None:
         swap = result.swap
         self._counters.blocks_corrupt_in_storage += int(result.corrupt.sum())
-        arrived = self.host.complete(swap.dst_block_ids, result.copied.view(np.uint8), result.checksums)
-        result.copied = arrived.view(np.bool_)
+        arrived = self.host.complete(swap.dst_block_ids, result.flags, result.checksums)
+        result.settle(arrived)
         self.index.end_reads(swap, result.lost, result.corrupt | result.bad_slots)
         self.reads.ended(swap, failed=not result.copied.all())
 

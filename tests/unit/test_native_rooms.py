@@ -13,6 +13,7 @@ BELOW = {
     "hash": set[str](),
     "tier": {"hash"},
     "scheduler": {"hash", "tier"},
+    "plan": {"hash", "tier"},
     "copy": {"hash"},
     "slab": {"hash", "copy"},
     "swap": set[str](),

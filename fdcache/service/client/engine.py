@@ -120,9 +120,11 @@ class EngineClient:
             if tenant is not None and start == 0 and len(mine):
                 self._host.own(mine[0].tobytes(), tenant)
             room = min(len(mine), self._host.copy_room)
-            taken = self._host.reserve_copies(0, parents[:room], mine[:room])
+            taken = self._host.reserve_copies(parents[:room], mine[:room])
+            if taken is None or taken.missing:
+                return 0
             chosen = np.flatnonzero(taken.status == RESERVED)
-            if taken.missing or not len(chosen):
+            if not len(chosen):
                 return 0
             device_slots = np.ascontiguousarray(slots[:room][chosen], np.int32)
             none = np.zeros(len(chosen), np.uint32)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
+from fdcache._core import CopyReservation, OutgoingCopies, PlannedBackups
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.hashing import NO_TENANT, tenant_key
 from fdcache.layout import KVLayout
-from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.metadata import HashArray, Int32Array, UInt64Array
 from fdcache.plans.blocks import Blocks
 from fdcache.service.client.connection import Connection
 from fdcache.service.client.holds import PinnedRuns, RemoteFetches
@@ -39,7 +39,6 @@ from fdcache.tiers.host import (
     NOTHING,
     HostCache,
     HostMatch,
-    SlotsForCopies,
 )
 from fdcache.tiers.pool import PENDING
 from fdcache.tiers.statistics import TierUsage, Traffic
@@ -68,16 +67,6 @@ class Owners:
         """Return the tenant keys of the blocks one after the other; empty when none of them has a tenant."""
         keys = [self._tenants.get(block, NO_TENANT) for block in blocks]
         return b"".join(keys) if any(key is not NO_TENANT for key in keys) else b""
-
-
-@dataclass(frozen=True, slots=True)
-class NoSlots:
-    """Reservation at a service that is gone."""
-
-    missing: int
-    slots: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    generations: UInt32Array = field(default_factory=lambda: np.empty(0, np.uint32))
-    status: HashArray = field(default_factory=lambda: np.empty(0, np.uint8))
 
 
 class RemoteHostTier:
@@ -261,18 +250,27 @@ class RemoteHostTier:
 
     # --- copies -------------------------------------------------------------------------------------------
 
-    def contains(self, hashes: HashArray) -> HashArray:
-        """Look up the service's table and this engine's own copies: a wrong guess costs a copy, never a byte."""
+    @property
+    def copy_target(self) -> OutgoingCopies | None:
+        """The service's table and this engine's own copies: a wrong guess costs a copy, never a byte."""
         session = self.sessions.session
-        if session is None or self._reset_owed:
-            return np.zeros(len(hashes), np.uint8)
-        return session.copies.contains(hashes)
+        return None if session is None or self._reset_owed else session.copies
 
-    def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> SlotsForCopies:
-        """Take slots from the stock; no round trip."""
+    def contains(self, hashes: HashArray) -> HashArray:
+        """Look blocks up in ``copy_target``."""
+        target = self.copy_target
+        return np.zeros(len(hashes), np.uint8) if target is None else target.contains(hashes)
+
+    def copies_reserved(self, planned: PlannedBackups) -> None:
+        """Size the stock for as many slots."""
+        if (session := self.sessions.session) is not None:
+            session.expect(planned.asked)
+
+    def reserve_copies(self, parents: HashArray, hashes: HashArray) -> CopyReservation | None:
+        """Take slots from the stock, without a round trip; None without a service."""
         session = self.sessions.session
         if session is None or self._reset_owed:
-            return NoSlots(len(hashes))
+            return None
         taken = session.copies.reserve(parents, hashes)
         session.expect(len(taken) + taken.missing)
         return taken

@@ -1,0 +1,287 @@
+"""Measure the manager's side of plans: microseconds per step of the scheduler's thread, by call.
+
+Visitors: each loads 16 blocks from the host and leaves 16 new ones to back up, beside 32 decodes that compute, at the
+shape of an 8B model (blocks of 64 tokens and 8 MiB). Prompts: 2,048 tokens that share nothing, in tiers that are full.
+Empty: `take_plans` of a step without copies. There are no workers; reports come one step later, and making them is not
+measured. Each figure is the median over all steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.machine import machine
+from fdcache.layout import KVLayout
+from fdcache.manager import CacheManager, LoadStatus, MatchStatus, Request
+from fdcache.metadata import (
+    SLOT_HEADER_BYTES,
+    Int32Array,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+    TransferResult,
+)
+from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
+
+BLOCK = 64
+HALF = 16 * BLOCK
+SEQUENCES, CONTEXT, STEPS = 32, 1024, 48
+PREFIXES = 12
+NO_POSITIONS = np.empty(0, np.int32)
+Figures = dict[str, float]
+
+
+def layout() -> KVLayout:
+    return KVLayout.uniform(
+        model="8b", revision="1", num_layers=32, block_size=BLOCK, kv_heads=8, head_dim=128, dtype="bfloat16"
+    )
+
+
+def make_manager(device_blocks: int, host_blocks: int, policy: WritePolicy) -> CacheManager:
+    shape = layout()
+    memory = host_blocks * (shape.record_bytes + SLOT_HEADER_BYTES)
+    return CacheManager(
+        CacheSettings(device_blocks=device_blocks, host_memory=memory, write_policy=policy), shape
+    )
+
+
+def prompt(tokens: int, seed: int) -> Int32Array:
+    return np.random.default_rng(seed).integers(0, 128_256, tokens, dtype=np.int32)
+
+
+class Clock:
+    """Nanoseconds by call, of the present step and of all steps before it."""
+
+    def __init__(self) -> None:
+        self._step: dict[str, int] = defaultdict(int)
+        self._steps: list[dict[str, int]] = []
+
+    @contextmanager
+    def measure(self, call: str) -> Iterator[None]:
+        since = time.perf_counter_ns()
+        yield
+        self._step[call] += time.perf_counter_ns() - since
+
+    def end_step(self) -> None:
+        self._steps.append(self._step)
+        self._step = defaultdict(int)
+
+    def medians(self) -> Figures:
+        """Return the median microseconds of each call over the steps, and of their sum."""
+        calls = dict.fromkeys(call for step in self._steps for call in step)
+        rows = {call: [step.get(call, 0) / 1000 for step in self._steps] for call in calls}
+        total = [sum(step.values()) / 1000 for step in self._steps]
+        return {call: float(np.median(spent)) for call, spent in rows.items()} | {
+            "total": float(np.median(total))
+        }
+
+
+class Worker:
+    """Reports plans as one rank would, all copies done."""
+
+    def __init__(self) -> None:
+        self._plans: list[TransferPlan] = []
+        self.blocks = 0
+
+    def submit(self, plans: list[TransferPlan]) -> None:
+        self._plans += plans
+
+    def poll(self) -> list[TransferReport]:
+        plans, self._plans = self._plans, []
+        return [self._report(plan) for plan in plans]
+
+    def _report(self, plan: TransferPlan) -> TransferReport:
+        results = []
+        for swap in plan.swaps():
+            self.blocks += len(swap)
+            count = 0 if swap.purpose is SwapPurpose.LOAD else len(swap)
+            results.append(
+                TransferResult(
+                    purpose=swap.purpose,
+                    failed=NO_POSITIONS,
+                    checksums=np.arange(count, dtype=np.uint64),
+                    copied_bytes=len(swap) << 23,
+                    seconds=1e-3,
+                )
+            )
+        return TransferReport(plan_id=plan.plan_id, rank=0, results=tuple(results))
+
+
+class Serving:
+    """A manager, its worker, and the clock of its calls."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        self.manager = manager
+        self.worker = Worker()
+        self.clock = Clock()
+        self._named = 0
+
+    def admit(self, tokens: Int32Array) -> Request:
+        self._named += 1
+        request = Request(str(self._named), tokens)
+        with self.clock.measure("match"):
+            (match,) = self.manager.match_prefix([request])
+        assert match.status is MatchStatus.MATCHED
+        with self.clock.measure("allocate"):
+            (allocation,) = self.manager.allocate_device_blocks([(request, len(tokens))])
+        assert allocation.ok
+        return request
+
+    def take_plans(self) -> None:
+        with self.clock.measure("take_plans"):
+            plans = self.manager.take_plans()
+        self.worker.submit(plans)
+
+    def apply(self) -> None:
+        reports = self.worker.poll()
+        with self.clock.measure("apply"):
+            outcomes = self.manager.apply(reports)
+        assert all(outcome.status is LoadStatus.CONFIRMED for outcome in outcomes)
+
+    def finish(self, requests: list[Request]) -> None:
+        with self.clock.measure("commit"):
+            self.manager.commit([(request, request.num_tokens) for request in requests])
+        with self.clock.measure("finish"):
+            self.manager.request_finish(requests)
+
+    def settle(self) -> None:
+        """Run steps until nothing is planned any more."""
+        while True:
+            self.take_plans()
+            stats = self.manager.get_stats()
+            if not (stats.plans_in_flight or stats.queued_backups):
+                return
+            self.apply()
+
+
+def visitors(policy: WritePolicy, each_step: int, steps: int) -> Figures:
+    """Return the figures of steps in which ``each_step`` visitors arrive, and those of the step before leave."""
+    own = SEQUENCES * -(-(CONTEXT + STEPS) // BLOCK)
+    device_blocks = own + 160 * each_step
+    host_blocks = own + (PREFIXES + 40) * 16 * each_step
+    manager = make_manager(device_blocks, host_blocks, policy)
+    serving = Serving(manager)
+    for seed in range(SEQUENCES):
+        serving.admit(prompt(CONTEXT + STEPS, seed))
+    prefixes = [prompt(HALF, 1000 + seed) for seed in range(PREFIXES * each_step)]
+    for _ in range(2):  # hit twice, so that selective policies keep them too
+        for prefix in prefixes:
+            serving.settle()
+            serving.finish([serving.admit(prefix)])
+    serving.settle()
+    serving.clock = Clock()
+    serving.worker.blocks = 0
+    staying: list[Request] = []
+    for step in range(steps):
+        texts = [
+            np.concatenate(
+                (prefixes[(step * each_step + turn) % len(prefixes)], prompt(HALF, 1 << 20 | step))
+            )
+            for turn in range(each_step)
+        ]
+        serving.apply()
+        serving.finish(staying)
+        with serving.clock.measure("can_allocate"):
+            assert manager.can_allocate_device_blocks(32 * each_step)
+        staying = [serving.admit(text) for text in texts]
+        serving.take_plans()
+        serving.clock.end_step()
+    return serving.clock.medians() | {"blocks": serving.worker.blocks / steps}
+
+
+def prompts(policy: WritePolicy, tokens: int, steps: int) -> Figures:
+    """Return the figures of steps that each serve one prompt, none of which shares a block."""
+    manager = make_manager(1024, 4096, policy)
+    serving = Serving(manager)
+    warm = 6 * 1024 * BLOCK // tokens
+    for step in range(warm + steps):
+        text = prompt(tokens, step)
+        if step == warm:
+            serving.clock, serving.worker.blocks = Clock(), 0
+        request = serving.admit(text)
+        serving.take_plans()
+        serving.finish([request])
+        serving.apply()
+        serving.clock.end_step()
+    return serving.clock.medians() | {"blocks": serving.worker.blocks / steps}
+
+
+def empty_us(policy: WritePolicy, host_blocks: int, *, storage: bool, calls: int) -> float:
+    """Return the microseconds of `take_plans` when nothing is planned."""
+    shape = layout()
+    tier = StorageTierSettings()
+    if storage:
+        tier = StorageTierSettings(
+            connector="local", directory=Path("/nowhere"), size=4096 * shape.record_bytes
+        )
+    settings = CacheSettings(
+        device_blocks=1024,
+        host_memory=host_blocks * (shape.record_bytes + SLOT_HEADER_BYTES),
+        write_policy=policy,
+    )
+    with CacheManager(settings, shape, storage=tier) as manager:
+        serving = Serving(manager)
+        if storage:
+            manager.restore_storage([])
+        serving.finish([serving.admit(prompt(4096, 1))])
+        serving.settle()
+        return median_us(manager.take_plans, calls)
+
+
+def median_us(call: Callable[[], object], calls: int) -> float:
+    """Return the median of 100 batches of calls."""
+    samples = []
+    for _ in range(100):
+        since = time.perf_counter_ns()
+        for _ in range(max(calls // 100, 1)):
+            call()
+        samples.append((time.perf_counter_ns() - since) / max(calls // 100, 1))
+    return float(np.median(samples)) / 1000
+
+
+CALLS = ("can_allocate", "match", "allocate", "take_plans", "apply", "commit", "finish", "total", "blocks")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--json", action="store_true", help="print one object instead of tables")
+    options = parser.parse_args()
+    rows: dict[str, Figures] = {}
+    for policy in WritePolicy:
+        for count in (1, 8):
+            rows[f"{count} visitor{'s' * (count > 1)}, {policy.value}"] = visitors(
+                policy, count, max(options.steps // count, 20)
+            )
+    for policy in WritePolicy:
+        rows[f"prompt of 2,048, {policy.value}"] = prompts(policy, 2048, options.steps)
+    empty = {
+        name: empty_us(policy, host, storage=storage, calls=20_000)
+        for name, policy, host, storage in (
+            ("device alone", WritePolicy.WRITE_THROUGH, 0, False),
+            ("host, write_through", WritePolicy.WRITE_THROUGH, 4096, False),
+            ("host, write_back", WritePolicy.WRITE_BACK, 4096, False),
+        )
+    }
+    if options.json:
+        print(json.dumps({"machine": machine(), "steps_us": rows, "empty_take_plans_us": empty}))
+        return
+    print(f"{machine()}\n\n{'us per step':<40}" + "".join(f"{call:>13}" for call in CALLS))
+    for name, figures in rows.items():
+        print(f"{name:<40}" + "".join(f"{figures.get(call, 0.0):>13.1f}" for call in CALLS))
+    print(f"\n{'take_plans without copies':<40}{'us':>13}")
+    for name, spent in empty.items():
+        print(f"{name:<40}{spent:>13.2f}")
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+#include "bindings.hpp"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "plan/backup_planner.hpp"
+#include "plan/block_copies.hpp"
+
+namespace fdcache {
+namespace {
+
+using Target = std::optional<std::variant<Tier *, OutgoingCopies *>>;
+
+BackupTarget target_of(const Target &target) {
+    if (!target) return {};
+    return std::visit([](auto *tier) { return BackupTarget(*tier); }, *target);
+}
+
+std::vector<Digest> copy_of(const HashesIn &hashes) {
+    const auto given = digests_of(hashes);
+    return {given.begin(), given.end()};
+}
+
+void bind_queue(nb::module_ &module) {
+    nb::class_<BlockQueue>(module, "BlockQueue",
+                           "A first-in, first-out queue of at most ``most`` block hashes.\n\n"
+                           "A full queue drops what was added first, one call's blocks at a time.")
+        .def(nb::init<std::size_t>(), "most"_a)
+        .def("__len__", &BlockQueue::size)
+        .def(
+            "add", [](BlockQueue &self, const HashesIn &hashes) { return self.add(copy_of(hashes)); },
+            "hashes"_a, "Append blocks; return the number of blocks dropped.")
+        .def(
+            "put_back", [](BlockQueue &self, const HashesIn &hashes) { self.put_back(copy_of(hashes)); },
+            "hashes"_a, "Put blocks that cannot be copied yet back at the front.")
+        .def(
+            "take", [](BlockQueue &self, std::size_t count) { return hashes_to_numpy(self.take(count)); },
+            "count"_a, "Remove and return the first blocks, or as many as there are.")
+        .def("clear", &BlockQueue::clear, "Drop every block.");
+}
+
+// The columns of copies as read-only arrays, which share the ownership of their memory.
+nb::tuple take_columns(BlockCopies &self) {
+    auto owned = std::make_unique<BlockCopies>(std::exchange(self, {}));
+    BlockCopies &copies = *owned;
+    const nb::capsule owner(owned.get(), [](void *pointer) noexcept {
+        std::unique_ptr<BlockCopies>(static_cast<BlockCopies *>(pointer));
+    });
+    owned.release();
+    const std::size_t count = copies.size();
+    const auto slots = [&](const std::vector<Slot> &column) {
+        return VectorOut<const std::int32_t>(column.data(), {count}, owner);
+    };
+    const auto numbers = [&](const std::vector<std::uint32_t> &column) {
+        return VectorOut<const std::uint32_t>(column.data(), {count}, owner);
+    };
+    const auto digests = [&](const std::vector<Digest> &column) {
+        return HashesView(column.data(), {count, sizeof(Digest)}, owner);
+    };
+    nb::object unverified = nb::none();
+    if (!copies.unverified.empty())
+        unverified = nb::cast(VectorOut<const std::uint8_t>(copies.unverified.data(), {count}, owner));
+    return nb::make_tuple(slots(copies.sources), slots(copies.targets), numbers(copies.source_generations),
+                          numbers(copies.target_generations), digests(copies.hashes), digests(copies.parents),
+                          unverified);
+}
+
+void bind_copies_of_blocks(nb::module_ &module) {
+    nb::class_<BlockCopies>(module, "BlockCopies",
+                            "Copies of blocks between slots of two tiers, planned one after the other.")
+        .def(nb::init<>())
+        .def("__len__", &BlockCopies::size)
+        .def(
+            "append",
+            [](BlockCopies &self, const VectorIn<std::int32_t> &slots,
+               const VectorIn<std::uint32_t> &generations, const HashesIn &hashes, const HashesIn &parents,
+               const std::optional<VectorIn<std::uint8_t>> &unverified, const VectorIn<std::int32_t> &targets,
+               const VectorIn<std::uint32_t> &target_generations) {
+                for (const auto size :
+                     {generations.shape(0), hashes.shape(0), parents.shape(0), targets.shape(0),
+                      target_generations.shape(0), unverified ? unverified->shape(0) : slots.shape(0)})
+                    require_equal(slots.shape(0), size);
+                const std::size_t offset = self.size();
+                self.append({slots_of(slots), span_of(generations), digests_of(hashes), digests_of(parents),
+                             unverified ? span_of(*unverified) : std::span<const std::uint8_t>{}},
+                            slots_of(targets), span_of(target_generations));
+                return offset;
+            },
+            "slots"_a, "generations"_a, "hashes"_a, "parents"_a, "unverified"_a.none(), "targets"_a,
+            "target_generations"_a, "Add copies; return the number of copies before them.")
+        .def("take", &take_columns,
+             "Remove everything and return it: source slots, target slots, source generations, target\n"
+             "generations, hashes, parents, and the marks of unverified blocks or None.");
+}
+
+void bind_planner(nb::module_ &module) {
+    nb::class_<PlannedBackups>(module, "PlannedBackups", "The outcome of a call of ``BackupPlanner``.")
+        .def_ro("planned", &PlannedBackups::planned, "Number of copies planned.")
+        .def_ro("dropped", &PlannedBackups::dropped, "Number of blocks that the host had no room for.")
+        .def_ro("withheld", &PlannedBackups::withheld, "Number of blocks that the copies keep from eviction.")
+        .def_ro("asked", &PlannedBackups::asked, "Number of host slots asked for at once.")
+        .def_ro("displaced", &PlannedBackups::displaced, "Blocks that left the host to make room.");
+    nb::class_<BackupPlanner>(
+        module, "BackupPlanner",
+        "Plans copies of blocks of the ``device`` to a host tier, ancestors first.\n\n"
+        "``target``: the host tier, copies to that of a service, or None without a service. Planned\n"
+        "copies hold their slots in both tiers. ``most`` copies may begin; they may keep ``withheld``\n"
+        "blocks from eviction, and one is allowed anyway if ``none_in_flight``.")
+        .def(nb::init<Tier &>(), "device"_a, nb::keep_alive<1, 2>())
+        .def(
+            "flush",
+            [](BackupPlanner &self, BlockQueue &queue, const Target &target, std::size_t most,
+               std::uint32_t withheld, bool none_in_flight, BlockCopies &copies) {
+                return self.flush(queue, target_of(target), {most, withheld, none_in_flight}, copies);
+            },
+            "queue"_a, "target"_a.none(), "most"_a, "withheld"_a, "none_in_flight"_a, "copies"_a,
+            "Plan copies of queued blocks that the host lacks. Those that have to wait stay queued.")
+        .def(
+            "clean",
+            [](BackupPlanner &self, std::uint32_t coldest, const Target &target, std::size_t most,
+               std::uint32_t withheld, bool none_in_flight, BlockCopies &copies) {
+                return self.clean(coldest, target_of(target), {most, withheld, none_in_flight}, copies);
+            },
+            "coldest"_a, "target"_a.none(), "most"_a, "withheld"_a, "none_in_flight"_a, "copies"_a,
+            "Plan copies of those among the next ``coldest`` blocks to be evicted that the host lacks.")
+        .def(
+            "evict",
+            [](BackupPlanner &self, const std::vector<const BlockList *> &evicted, std::uint32_t least_hits,
+               const Target &target,
+               BlockCopies &copies) { return self.evict(evicted, least_hits, target_of(target), copies); },
+            "evicted"_a, "least_hits"_a, "target"_a.none(), "copies"_a,
+            "Plan copies of evicted blocks with ``least_hits`` that the host lacks, before their slots\n"
+            "are overwritten. ``evicted``: the lists of one allocation, in the order of eviction.");
+}
+
+}  // namespace
+
+void bind_plans(nb::module_ &module) {
+    bind_queue(module);
+    bind_copies_of_blocks(module);
+    bind_planner(module);
+}
+
+}  // namespace fdcache
