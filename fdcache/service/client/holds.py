@@ -62,17 +62,17 @@ class PinnedRuns:
             self._loading[lease] = self._runs[lease]
             self._loads.begin(lease, slots)
 
-    def end_load(self, slots: Int32Array) -> list[Run]:
-        """End a load of these slots; return the runs of which it read."""
-        runs = []
+    def end_load(self, slots: Int32Array) -> tuple[Session | None, bool]:
+        """End a load of these slots; return their session and True if it may have read unverified records."""
+        session, unverified = None, False
         for lease in self._loads.end(slots):
             run = self._loading[lease]
-            runs.append(run)
+            session, unverified = run.session, unverified or run.unverified
             if lease not in self._loads:
                 del self._loading[lease]
                 if run.released:
                     run.session.runs.unpin(run.number)
-        return runs
+        return session, unverified
 
 
 class RemoteFetches:

@@ -263,9 +263,8 @@ class RemoteHostTier:
         """End a load; report to the service unverified blocks that every rank could read, and failures."""
         with self.sessions.lock:
             session = self.sessions.listening
-            runs = self._runs.end_load(slots)
-            has_news = any(run.unverified for run in runs) or not copied.all()
-            if session and has_news and runs[0].session is session:
+            owner, unverified = self._runs.end_load(slots)
+            if owner is not None and owner is session and (unverified or 0 in copied.tobytes()):
                 body = LoadEnded(slots.tobytes(), hashes.tobytes(), copied.tobytes())
                 self._outbox.add(session, body)
 

@@ -154,12 +154,20 @@ class Client:
             if tier is not None:
                 tier.release(lease)
 
+    def hear(self) -> None:
+        """Note that it is alive."""
+        self.heartbeat_at = time.monotonic()
+        self.silent = False
+
     def take_runs(self) -> None:
         """Carry out what it has pinned and unpinned by itself."""
         if self.ring_error:
             return
         try:
-            for run, start, path in self.ring.take():
+            records = self.ring.take()
+            if records:
+                self.hear()
+            for run, start, path in records:
                 if len(path):
                     self.lookups += 1
                     self._pin_found(run, path, start)
@@ -204,6 +212,7 @@ class Client:
 
     def release_all(self) -> None:
         """Free its slots, pins and reads. Only for a client that said goodbye or is proved dead."""
+        self.take_runs()  # they count, although nothing stays pinned
         self.fetches.end_all()
         self.release_runs()
         self.ring_path.unlink(missing_ok=True)
@@ -349,8 +358,7 @@ class Clients(dict[int, Client]):
         client = self.get(session)
         if client is None:
             raise RefusalError("no_session", f"session {session} is unknown here; register again")
-        client.heartbeat_at = time.monotonic()
-        client.silent = False
+        client.hear()
         return client
 
     def of(self, namespace: Namespace) -> list[Client]:
