@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fdcache.errors import ServiceUnavailableError
-from fdcache.manager import Request as EngineRequest
+from fdcache.hashing import hash_blocks, root_hash
 from fdcache.service.client.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import (
@@ -90,7 +90,7 @@ class TestRefusals:
         service, connection = line
         engine = Engine(service.address)
         engine.serve(PROMPT)
-        hashes = EngineRequest("x", PROMPT)._bind(4, engine.layout.fingerprint).hashes
+        hashes = hash_blocks(PROMPT, 4, parent=root_hash(engine.layout.fingerprint))
         until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
         engine.close()
         until(lambda: not service.ask("clients"), "the engine has said goodbye")
@@ -108,7 +108,7 @@ class TestRefusals:
         engine.serve(PROMPT)
         until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
         live = register(connection, service.directory)
-        hashes = EngineRequest("x", PROMPT)._bind(4, engine.layout.fingerprint).hashes
+        hashes = hash_blocks(PROMPT, 4, parent=root_hash(engine.layout.fingerprint))
         body = Match(numbers(7), ints(10), ints(0), hashes.tobytes())
         assert [code(connection, body) for _ in range(2)] == ["done", "malformed"]
         runs_of(line).unpin(7)
@@ -124,7 +124,7 @@ class TestRefusals:
         live = register(connection, service.directory)
         other = Connection(service.address)
         other_live = register(other, service.directory)
-        hashes = EngineRequest("x", PROMPT)._bind(4, engine.layout.fingerprint).hashes
+        hashes = hash_blocks(PROMPT, 4, parent=root_hash(engine.layout.fingerprint))
         body = Match(numbers(5), ints(len(hashes)), ints(0), hashes.tobytes())
         answer, _ = other.call(body, TIMEOUT)
         assert isinstance(answer, Matched)
