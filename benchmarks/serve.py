@@ -41,7 +41,8 @@ from fdcache.service.client.connection import Connection
 from fdcache.service.server.lifecycle import Server
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.wire.liveness import LiveFile
-from fdcache.service.wire.protocol import Match, Matched, Register, Registered, Release
+from fdcache.service.wire.protocol import Match, Matched, Register, Registered
+from fdcache.service.wire.shared_memory import open_runs, open_table
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, WritePolicy
 
@@ -126,26 +127,48 @@ def ask_echo(directory: str, seconds: float, results: Results) -> None:
     results.put(times[len(times) // 10 :])
 
 
-def ask_service(directory: str, seconds: float, results: Results) -> None:
+@contextmanager
+def registered(directory: str) -> Iterator[tuple[Connection, _core.SharedRuns]]:
+    """Register a client; yield its connection, and what it sees and pins in shared memory."""
     line = Connection(f"ipc://{directory}/fdcache.sock")
     live = LiveFile(Path(directory))
-    registered, _ = line.call(Register(layout().to_json().encode(), live.live, "bench"), 30)
-    assert isinstance(registered, Registered)
-    line.session = registered.session
-    hashes = path_hashes()
-    body = Match(
-        np.array([len(hashes)], np.int32).tobytes(), np.zeros(1, np.int32).tobytes(), hashes.tobytes()
-    )
-    times = []
-    end = time.perf_counter() + seconds
-    while (began := time.perf_counter()) < end:
-        answer, _ = line.call(body, 30)
-        times.append(time.perf_counter() - began)
-        assert isinstance(answer, Matched)
-        assert len(answer.slots) == 4 * BLOCKS
-        line.send(Release(answer.leases))
+    answer, _ = line.call(Register(layout().to_json().encode(), live.live, "bench"), 30)
+    assert isinstance(answer, Registered)
+    line.session = answer.session
+    table = open_table(Path(answer.geometry.table_path), answer.geometry.table_bytes)
+    yield line, open_runs(table, Path(answer.ring))
     live.close()
+
+
+def ask_service(directory: str, seconds: float, results: Results) -> None:
+    hashes = path_hashes()
+    counts, starts = np.array([len(hashes)], np.int32).tobytes(), np.zeros(1, np.int32).tobytes()
+    times = []
+    with registered(directory) as (line, runs):
+        end = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < end:
+            run = runs.next_number()
+            answer, _ = line.call(Match(np.array([run]).tobytes(), counts, starts, hashes.tobytes()), 30)
+            times.append(time.perf_counter() - began)
+            assert isinstance(answer, Matched)
+            assert len(answer.slots) == 4 * BLOCKS
+            runs.unpin(run)
     results.put(times[len(times) // 10 :])
+
+
+def find_and_pin(directory: str, blocks: int, seconds: float) -> float:
+    """Return the median microseconds of a look-up of so many blocks in shared memory, one each 5 ms."""
+    hashes = path_hashes()[:blocks]
+    times = []
+    with registered(directory) as (_, runs):
+        end = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < end:
+            run = runs.pin(hashes, runs.find(hashes, 0))
+            times.append(time.perf_counter() - began)
+            assert run, "the service did not read the ring in time"
+            runs.unpin(run)
+            time.sleep(0.005)
+    return float(np.median(times)) * 1e6
 
 
 STEP_SECONDS = 0.020
@@ -350,6 +373,10 @@ def print_lookups(directory: str, seconds: float) -> None:
             f"| {ours['per_second']:,.0f} | {ours['p50_us']:.0f}, {ours['p99_us']:.0f} "
             f"| {ours['p50_us'] / base['p50_us']:.1f} |"
         )
+    figures = ", ".join(
+        f"{blocks} blocks {find_and_pin(directory, blocks, seconds):.1f} us" for blocks in (1, 32, BLOCKS)
+    )
+    print(f"\nLook-ups in shared memory, pins included: {figures}")
 
 
 def measure_all(directory: str, seconds: float) -> bool:

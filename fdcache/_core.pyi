@@ -279,7 +279,7 @@ class PresenceTable:
         self,
         memory: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
     ) -> None:
-        """``memory``: whole buckets of 64 bytes."""
+        """``memory``: whole buckets of 128 bytes, after one for control."""
 
     def contains(
         self,
@@ -299,6 +299,29 @@ class PresenceTable:
         """
         Number of consecutive blocks of a path that are present, from ``start`` on.
         """
+
+class PresenceWriter(PresenceTable):
+    """
+    The presence table of a tier of this process, which the tier itself keeps: ``Tier.mirror``.
+    """
+
+    def __init__(
+        self, memory: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")]
+    ) -> None: ...
+    def close(self) -> None:
+        """
+        Let no client pin blocks by itself until ``open``. What it has pinned is in its ring.
+        """
+
+    def open(self) -> None: ...
+    def set_unverified(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        unverified: bool,
+    ) -> None:
+        """Mark blocks of the table, or remove the mark."""
 
 class OutgoingCopies:
     """
@@ -331,17 +354,6 @@ class OutgoingCopies:
         ],
     ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
         """Per hash: 0 absent, 1 ready, 2 being copied by this process."""
-
-    def run(
-        self,
-        path: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-        start: int,
-    ) -> int:
-        """
-        Number of consecutive blocks of a path in the table, from ``start`` on.
-        """
 
     def reserve(
         self,
@@ -389,6 +401,104 @@ class OutgoingCopies:
     @property
     def in_flight(self) -> int:
         """Number of blocks being copied."""
+
+class FoundRun:
+    """The leading run of a path, as the table showed it. Not pinned yet."""
+
+    def __len__(self) -> int: ...
+    @property
+    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    @property
+    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    @property
+    def unverified(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))] | None:
+        """
+        1 for records whose bytes nothing has verified; None if there are none.
+        """
+
+class SharedRuns:
+    """
+    Runs that a client finds in the table of a shared tier and pins by itself.
+
+    ``ring``: shared memory in which it tells the service.
+    """
+
+    def __init__(
+        self,
+        table: PresenceTable,
+        ring: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+    ) -> None: ...
+    def find(
+        self,
+        path: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        start: int,
+    ) -> FoundRun:
+        """Look up the leading run of a path from ``start`` on."""
+
+    def pin(
+        self,
+        path: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        found: FoundRun,
+    ) -> int:
+        """
+        Pin a run that was found on this path; return its number, or 0: ask the service.
+
+        0 if the service removes blocks now or has removed some since, lets no client pin, or has
+        not read enough of the ring.
+        """
+
+    def next_number(self) -> int:
+        """Return a number for a run pinned on request."""
+
+    def unpin(self, run: int) -> None:
+        """Unpin a run; a full ring delays it until ``flush``."""
+
+    def flush(self) -> None:
+        """Write what a full ring has delayed."""
+
+class LoadingRuns:
+    """The slots that loads read, and the runs that pin them."""
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, run: int) -> bool: ...
+    def begin(
+        self,
+        run: int,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Begin to load these slots of a run."""
+
+    def end(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> list[int]:
+        """
+        End a load of these slots; return the runs that pin them, each once.
+
+        Raises IndexError for a slot that no load reads.
+        """
+
+class RunRing:
+    """The service's end of the ring of a client."""
+
+    def __init__(
+        self, memory: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")]
+    ) -> None: ...
+    def take(self) -> list[tuple[int, int, Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]]]:
+        """
+        Return (run, start, path) of each record since the last call; an empty path unpins.
+
+        The first ``start`` hashes of a path are zero. Raises ValueError for a record that no
+        client writes.
+        """
+
+    def close(self) -> None:
+        """Let the client write no more."""
 
 SLOT_FREE: int = 0
 

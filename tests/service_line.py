@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from fdcache._core import SharedRuns
 from fdcache.service.client.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Refused, Register, Registered, Request
+from fdcache.service.wire.shared_memory import open_runs, open_table
 from tests.service_engine import layout
 from tests.service_help import TIMEOUT, LocalService
 
@@ -31,5 +33,17 @@ def register(connection: Connection, directory: Path) -> LiveFile:
     return live
 
 
+def runs_of(line: Line) -> SharedRuns:
+    """Return what the client of a connection sees and pins in shared memory."""
+    service, connection = line
+    client = service.service.clients[connection.session]
+    geometry = client.namespace.geometry
+    return open_runs(open_table(Path(geometry.table_path), geometry.table_bytes), client.ring_path)
+
+
 def ints(*values: int) -> bytes:
     return np.array(values, np.int32).tobytes()
+
+
+def numbers(*values: int) -> bytes:
+    return np.array(values, np.int64).tobytes()

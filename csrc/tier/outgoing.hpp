@@ -28,7 +28,6 @@ class OutgoingCopies {
     std::size_t stock() const;
 
     std::vector<Presence> contains(std::span<const Digest> hashes) const;
-    std::size_t run(std::span<const Digest> path, std::size_t start) const { return table_.run(path, start); }
     // Like Tier::reserve_copies, but takes slots from the stock. Takes none if `missing` is not 0.
     CopyReservation reserve(std::span<const Digest> parents, std::span<const Digest> hashes);
 

@@ -6,74 +6,120 @@
 namespace fdcache {
 namespace {
 
-std::uint64_t load(std::uint64_t &tag) {
-    return std::atomic_ref(tag).load(std::memory_order_relaxed);
+constexpr std::uint32_t kUnverified = 1u << 31;  // slots are smaller
+
+std::uint64_t load(std::uint64_t &word, std::memory_order order = std::memory_order_acquire) {
+    return std::atomic_ref(word).load(order);
 }
 
-void store(std::uint64_t &tag, std::uint64_t value) {
-    std::atomic_ref(tag).store(value, std::memory_order_relaxed);
+void store(std::uint64_t &word, std::uint64_t value, std::memory_order order = std::memory_order_release) {
+    std::atomic_ref(word).store(value, order);
 }
 
-// Zero marks an empty place.
+// Zero marks an empty position.
 std::uint64_t tag_of(const Digest &digest) {
     const std::uint64_t word = digest.word(2);
     return word ? word : 1;
 }
 
-std::size_t count(std::uint64_t *bucket) {
-    std::size_t used = 0;
-    for (std::size_t i = 0; i < PresenceTable::kBucketTags; ++i) used += load(bucket[i]) != 0;
-    return used;
-}
-
-bool replace(std::uint64_t *bucket, std::uint64_t from, std::uint64_t to) {
-    for (std::size_t i = 0; i < PresenceTable::kBucketTags; ++i) {
-        if (load(bucket[i]) == from) {
-            store(bucket[i], to);
-            return true;
-        }
-    }
-    return false;
-}
-
-bool has(std::uint64_t *bucket, std::uint64_t tag) {
+std::uint64_t *find_tag(std::uint64_t *bucket, std::uint64_t tag) {
     for (std::size_t i = 0; i < PresenceTable::kBucketTags; ++i)
-        if (load(bucket[i]) == tag) return true;
-    return false;
+        if (load(bucket[i], std::memory_order_relaxed) == tag) return bucket + i;
+    return nullptr;
+}
+
+std::size_t used(std::uint64_t *bucket) {
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < PresenceTable::kBucketTags; ++i)
+        count += load(bucket[i], std::memory_order_relaxed) != 0;
+    return count;
+}
+
+std::uint64_t &place_of(std::uint64_t *tag) {
+    return tag[PresenceTable::kBucketTags];
+}
+
+std::uint64_t packed(const Place &place) {
+    return std::uint64_t{place.generation} << 32 | place.slot | (place.unverified ? kUnverified : 0);
 }
 
 }  // namespace
 
-PresenceTable::PresenceTable(void *memory, std::size_t nbytes)
-    : memory_(static_cast<std::uint64_t *>(memory)), buckets_(nbytes / kBucketBytes) {
+PresenceTable::PresenceTable(void *memory, std::size_t nbytes) {
     if (reinterpret_cast<std::uintptr_t>(memory) % alignof(std::uint64_t) || nbytes % kBucketBytes)
-        throw std::invalid_argument("a presence table is whole buckets of 64 bytes");
-    if (!memory || !buckets_) throw std::invalid_argument("a presence table has at least one bucket");
+        throw std::invalid_argument("a presence table is whole buckets of 128 bytes");
+    if (!memory || nbytes < kControlBytes + kBucketBytes)
+        throw std::invalid_argument("a presence table is a control line and at least one bucket");
+    buckets_ = static_cast<std::uint64_t *>(memory) + kControlBytes / sizeof(std::uint64_t);
+    count_ = (nbytes - kControlBytes) / kBucketBytes;
 }
 
-void PresenceTable::add(const Digest &digest) {
+std::uint64_t PresenceTable::version() const {
+    return load(version_word(), std::memory_order_seq_cst);
+}
+
+void PresenceTable::close() {
+    if (const std::uint64_t now = version(); !(now & 1))
+        store(version_word(), now + 1, std::memory_order_seq_cst);
+}
+
+void PresenceTable::open() {
+    if (const std::uint64_t now = version(); now & 1)
+        store(version_word(), now + 1, std::memory_order_seq_cst);
+}
+
+void PresenceTable::add(const Digest &digest, const Place &place) {
     std::uint64_t *const first = bucket(digest.word(0)), *const second = bucket(digest.word(1));
-    replace(count(first) <= count(second) ? first : second, 0, tag_of(digest));
+    std::uint64_t *const tag = find_tag(used(first) <= used(second) ? first : second, 0);
+    if (!tag) return;
+    store(place_of(tag), packed(place));
+    store(*tag, tag_of(digest));
 }
 
 void PresenceTable::remove(const Digest &digest) {
-    const std::uint64_t tag = tag_of(digest);
-    if (!replace(bucket(digest.word(0)), tag, 0)) replace(bucket(digest.word(1)), tag, 0);
+    store(version_word(), version() + 2);
+    if (std::uint64_t *const tag = find(digest)) store(*tag, 0);
 }
 
 void PresenceTable::clear() {
-    for (std::size_t i = 0; i < buckets_ * kBucketTags; ++i) store(memory_[i], 0);
+    store(version_word(), version() + 2);
+    for (std::size_t i = 0; i < 2 * kBucketTags * count_; ++i) store(buckets_[i], 0);
+}
+
+void PresenceTable::set_unverified(const Digest &digest, bool unverified) {
+    if (std::uint64_t *const tag = find(digest)) {
+        std::uint64_t &place = place_of(tag);
+        const std::uint64_t value = load(place) & ~std::uint64_t{kUnverified};
+        store(place, value | (unverified ? kUnverified : 0));
+    }
 }
 
 std::size_t PresenceTable::size() const {
-    std::size_t used = 0;
-    for (std::size_t i = 0; i < buckets_; ++i) used += count(memory_ + kBucketTags * i);
-    return used;
+    std::size_t total = 0;
+    for (std::size_t i = 0; i < count_; ++i) total += used(buckets_ + 2 * kBucketTags * i);
+    return total;
 }
 
-bool PresenceTable::holds(const Digest &digest) const {
+std::uint64_t *PresenceTable::find(const Digest &digest) const {
     const std::uint64_t tag = tag_of(digest);
-    return has(bucket(digest.word(0)), tag) || has(bucket(digest.word(1)), tag);
+    std::uint64_t *const found = find_tag(bucket(digest.word(0)), tag);
+    return found ? found : find_tag(bucket(digest.word(1)), tag);
+}
+
+std::optional<Place> PresenceTable::place(const Digest &digest) const {
+    std::uint64_t *const tag = find(digest);
+    if (!tag) return std::nullopt;
+    std::atomic_thread_fence(std::memory_order_acquire);  // the tag was read before its place
+    const std::uint64_t value = load(place_of(tag));
+    const auto slot = static_cast<std::uint32_t>(value);
+    return Place{slot & ~kUnverified, static_cast<std::uint32_t>(value >> 32), (slot & kUnverified) != 0};
+}
+
+void PresenceTable::prefetch(const Digest &digest) const {
+    for (const std::uint64_t *const each : {bucket(digest.word(0)), bucket(digest.word(1))}) {
+        __builtin_prefetch(each);
+        __builtin_prefetch(each + kBucketTags);
+    }
 }
 
 std::size_t PresenceTable::run(std::span<const Digest> path, std::size_t start) const {

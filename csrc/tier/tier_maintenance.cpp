@@ -80,7 +80,8 @@ void Tier::mirror(PresenceTable table) {
     std::lock_guard lock(mutex_);
     table.clear();
     for (Slot slot = 0; slot < entries_.size(); ++slot)
-        if (entries_[slot].findable && entries_[slot].state == SlotState::kReady) table.add(digests_[slot]);
+        if (entries_[slot].findable && entries_[slot].state == SlotState::kReady)
+            table.add(digests_[slot], {slot, entries_[slot].generation});
     mirror_ = table;
 }
 
@@ -93,7 +94,8 @@ void Tier::record_events(std::size_t capacity) {
 }
 
 void Tier::publish_event(TierEvent::Kind kind, Slot slot) {
-    if (mirror_ && kind == TierEvent::Kind::kStored) mirror_->add(digests_[slot]);
+    if (mirror_ && kind == TierEvent::Kind::kStored)
+        mirror_->add(digests_[slot], {slot, entries_[slot].generation});
     if (mirror_ && kind == TierEvent::Kind::kRemoved) mirror_->remove(digests_[slot]);
     if (!event_capacity_) return;
     if (events_.size() >= event_capacity_) {

@@ -25,13 +25,12 @@ from fdcache.service.wire.protocol import (
     Refill,
     Refused,
     Register,
-    Release,
     Request,
     decode_answer,
 )
 from tests.service_engine import PROMPT, Engine, layout
 from tests.service_help import TIMEOUT, local_service, until
-from tests.service_line import Line, code, ints, register
+from tests.service_line import Line, code, ints, numbers, register, runs_of
 
 
 class TestRefusals:
@@ -47,17 +46,20 @@ class TestRefusals:
     def test_an_unknown_session_is_refused(self, line: Line) -> None:
         _, connection = line
         connection.session = 12345
-        for body in (Refill(5), Release([1]), Heartbeat(b"{}"), Match(b"", b"", b"")):
+        for body in (Refill(5), Heartbeat(b"{}"), Match(b"", b"", b"", b"")):
             assert code(connection, body) == "no_session"
 
     @pytest.mark.parametrize(
         "body",
         [
-            Match(ints(2), ints(0), bytes(32)),
-            Match(ints(1), ints(2), b"x" * 32),
-            Match(ints(-1), ints(0), b""),
-            Match(b"123", ints(0), b""),
-            Match(ints(1), ints(0), b"x" * 33),
+            Match(numbers(1), ints(2), ints(0), bytes(32)),
+            Match(numbers(1), ints(1), ints(2), b"x" * 32),
+            Match(numbers(1), ints(-1), ints(0), b""),
+            Match(numbers(1), b"123", ints(0), b""),
+            Match(numbers(1), ints(1), ints(0), b"x" * 33),
+            Match(ints(1), ints(1), ints(0), b"x" * 32),
+            Match(numbers(0), ints(1), ints(0), b"x" * 32),
+            Match(numbers(2, 2), ints(1, 1), ints(0, 0), b"x" * 64),
             Publish(ints(0), b"x" * 32, b"x" * 31, b"\1", bytes(8)),
             Publish(ints(0), b"x" * 32, b"x" * 32, b"\1\1", bytes(8)),
             LoadEnded(ints(1, 2), b"x" * 32, b"\1\1"),
@@ -94,13 +96,27 @@ class TestRefusals:
         until(lambda: not service.ask("clients"), "the engine has said goodbye")
         live = register(connection, service.directory)
         twisted = hashes[:5].tobytes() + hashes[[3, 1, 2]].tobytes()
-        assert code(connection, Match(ints(5, 3), ints(0, 0), twisted)) == "malformed"
+        assert code(connection, Match(numbers(1, 2), ints(5, 3), ints(0, 0), twisted)) == "malformed"
         tier = service.ask("namespaces")[0]["tier"]
         assert (tier["pins"], tier["leases"]) == (0, 1)
         assert service.ask("integrity") == []
         live.close()
 
-    def test_leases_of_others_cannot_be_released(self, line: Line) -> None:
+    def test_a_number_of_a_pinned_run_is_refused(self, line: Line) -> None:
+        service, connection = line
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
+        live = register(connection, service.directory)
+        hashes = hash_blocks(PROMPT, 4, parent=root_hash(engine.layout.fingerprint))
+        body = Match(numbers(7), ints(10), ints(0), hashes.tobytes())
+        assert [code(connection, body) for _ in range(2)] == ["done", "malformed"]
+        runs_of(line).unpin(7)
+        assert code(connection, body) == "done"
+        engine.close()
+        live.close()
+
+    def test_runs_of_others_cannot_be_unpinned(self, line: Line) -> None:
         service, connection = line
         engine = Engine(service.address)
         engine.serve(PROMPT)
@@ -109,9 +125,11 @@ class TestRefusals:
         other = Connection(service.address)
         other_live = register(other, service.directory)
         hashes = hash_blocks(PROMPT, 4, parent=root_hash(engine.layout.fingerprint))
-        answer, _ = other.call(Match(ints(len(hashes)), ints(0), hashes.tobytes()), TIMEOUT)
+        body = Match(numbers(5), ints(len(hashes)), ints(0), hashes.tobytes())
+        answer, _ = other.call(body, TIMEOUT)
         assert isinstance(answer, Matched)
-        assert code(connection, Release(answer.leases)) == "done"
+        assert answer.runs == numbers(5)
+        runs_of(line).unpin(5)
         assert service.ask("namespaces")[0]["tier"]["pins"] >= len(hashes)
         engine.close()
         for held in (live, other_live):

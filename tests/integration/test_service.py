@@ -123,10 +123,10 @@ class TestSharing:
             plans = engine.manager.take_plans()
             for _ in range(3):
                 assert engine.manager.match_prefix([second])[0].status is MatchStatus.DEFERRED
-            assert (round_trips(service), totals(service)["hit_blocks"]) == (1, 10)
+            assert (round_trips(service), totals(service)["hit_blocks"]) == (0, 10)
             engine.carry_out(plans)
             assert engine.manager.match_prefix([second])[0].num_device_blocks == 10
-            assert (round_trips(service), totals(service)["hit_blocks"]) == (1, 10)
+            assert (round_trips(service), totals(service)["hit_blocks"]) == (0, 10)
             engine.manager.request_finish([first, second])
             engine.close()
             assert_nothing_is_held(service)
@@ -167,7 +167,10 @@ class TestSharing:
             first.close()
             assert_nothing_is_held(service)
 
-    def test_many_requests_are_one_round_trip(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("is_open", "trips"), [(True, 0), (False, 1)])
+    def test_many_requests_are_one_round_trip_or_none(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool, trips: int
+    ) -> None:
         with local_service(tmp_path) as service:
             first = Engine(service.address)
             prompts = [[i] * 17 for i in range(8)]
@@ -176,9 +179,13 @@ class TestSharing:
             until(lambda: ready_blocks(service) == 32, "all is stored")
             second = Engine(service.address, device_blocks=64)
             requests = [Request(f"q{i}", prompt) for i, prompt in enumerate([*prompts, [9] * 17])]
+            monkeypatch.setattr(service.service, "open_tables", lambda: None)
+            for namespace in service.service.namespaces.values():
+                namespace.tier.open_table(is_open)
             found = [match.num_host_blocks for match in second.manager.match_prefix(requests)]
             assert found == [4] * 8 + [0]
-            assert round_trips(service) == 1
+            assert round_trips(service) == trips
+            assert totals(service)["hit_blocks"] == 32
             second.manager.request_finish(requests)
             first.close()
             second.close()

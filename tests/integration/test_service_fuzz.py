@@ -24,7 +24,6 @@ from fdcache.service.wire.protocol import (
     Publish,
     Refill,
     Register,
-    Release,
     Request,
     decode_answer,
     encode_request,
@@ -32,7 +31,7 @@ from fdcache.service.wire.protocol import (
 from fdcache.tiers.statistics import Copied, Direction, Traffic
 from tests.service_engine import PROMPT, Engine, layout
 from tests.service_help import until
-from tests.service_line import Line, code, ints, register
+from tests.service_line import Line, code, ints, numbers, register, runs_of
 
 
 def bodies(slots: list[int], live: LiveFile, hashes: np.ndarray) -> list[Request]:
@@ -41,11 +40,10 @@ def bodies(slots: list[int], live: LiveFile, hashes: np.ndarray) -> list[Request
     return [
         Register(layout().to_json().encode(), live.live, "test"),
         Attach(0, live.live),
-        Match(ints(10), ints(0), hashes.tobytes()),
-        Match(ints(1), ints(0), b"x" * 32, np.array([7], np.int64).tobytes()),
+        Match(numbers(1), ints(10), ints(0), hashes.tobytes()),
+        Match(numbers(2), ints(1), ints(0), b"x" * 32, numbers(7)),
         Prefetch(7, 0, hashes.tobytes()),
         EndFetches([7, 8]),
-        Release([1, 2, 3]),
         Refill(5),
         Publish(ints(*slots), none + three[:64], three, b"\1" * 3, bytes(24), b"t" * 16),
         Missed(1, three, ints(1, 2, 3)),
@@ -90,7 +88,7 @@ def test_random_frames_are_refused_and_leak_no_memory(line: Line) -> None:
     client = service.service.clients[connection.session]
     sound = bodies(list(client.stock)[:3], other, hashes)
     seeds = [encode_request(connection.session, 2, body) for body in sound]
-    seeds += [encode_request(1, 2, Match(ints(1), ints(0), b"x" * 32))]
+    seeds += [encode_request(1, 2, Match(numbers(3), ints(1), ints(0), b"x" * 32))]
 
     def storm(count: int) -> None:
         for data in mutations(seeds, rng, count):
@@ -125,7 +123,7 @@ def test_random_frames_are_refused_and_leak_no_memory(line: Line) -> None:
 def nonsense(rng: random.Random, slots: list[int], hashes: np.ndarray) -> Request:
     """A request whose arrays fit each other and mean nothing."""
 
-    def numbers(count: int) -> bytes:
+    def any_ints(count: int) -> bytes:
         edges = [-(2**31), -1, 0, 1, 2, 10**6, 2**31 - 1, *slots]
         return ints(*(rng.choice(edges) for _ in range(count)))
 
@@ -138,18 +136,24 @@ def nonsense(rng: random.Random, slots: list[int], hashes: np.ndarray) -> Reques
     count = rng.randrange(6)
     marks = bytes(rng.randrange(3) for _ in range(count))
     parts = [rng.randrange(4) for _ in range(count)]
-    paths = Match(ints(*parts), ints(*(rng.randrange(part + 1) for part in parts)), keys(sum(parts)))
+    runs = numbers(*(rng.randrange(1, 2**40) for _ in parts))
+    paths = Match(runs, ints(*parts), ints(*(rng.randrange(part + 1) for part in parts)), keys(sum(parts)))
     limits: list[Argument] = [-1, 0, 2**64 - 1, None, "x"]
     ages: list[Argument] = [-1, 1e300, float("nan"), True, "1"]
     possible: list[Request] = [
         paths,
-        Match(numbers(count), numbers(count), keys(count), bytes(8 * count)),
-        Release([rng.choice([-(2**63), -1, 0, 1, 5, 2**63]) for _ in range(count)]),
+        Match(
+            numbers(*(rng.choice([-(2**63), -1, 0, 1, 5]) for _ in range(count))),
+            any_ints(count),
+            any_ints(count),
+            keys(count),
+            bytes(8 * count),
+        ),
         Refill(rng.choice([-(2**63), -1, 0, 3, 2**40])),
-        Publish(numbers(count), keys(count), keys(count), marks, rng.randbytes(8 * count)),
+        Publish(any_ints(count), keys(count), keys(count), marks, rng.randbytes(8 * count)),
         Publish(ints(*slots), keys(len(slots)), keys(len(slots)), bytes(len(slots)), bytes(8 * len(slots))),
-        Missed(rng.randrange(9), keys(count), numbers(count)),
-        LoadEnded(numbers(count), keys(count), marks),
+        Missed(rng.randrange(9), keys(count), any_ints(count)),
+        LoadEnded(any_ints(count), keys(count), marks),
         Prefetch(rng.choice([-1, 0, 1, 2**63]), rng.choice([-1, 0, 1, 9]), keys(count)),
         EndFetches([rng.choice([-1, 0, 1, 2**63]) for _ in range(count)]),
         Ask(rng.choice(["tree", "tenants"]), {"limit": rng.choice(limits)}),
@@ -181,6 +185,42 @@ def test_random_requests_are_harmless(line: Line) -> None:
     connection.session = 0
     live.close()
     until(lambda: len(service.ask("clients")) == 1, "it is gone")
+    assert service.ask("integrity") == []
+    assert engine.serve(PROMPT)[1] == []
+    engine.close()
+
+
+def test_random_bytes_in_a_ring_are_harmless(line: Line) -> None:
+    service, connection = line
+    rng = random.Random(20261122)
+    engine = Engine(service.address)
+    engine.serve(PROMPT)
+    until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
+    hashes = hash_blocks(PROMPT, 4, parent=root_hash(engine.layout.fingerprint))
+    body = Match(numbers(2**40), ints(10), ints(0), hashes.tobytes())
+    answers = set()
+    for _ in range(60):
+        live = register(connection, service.directory)
+        runs = runs_of(line)
+        assert runs.pin(hashes, runs.find(hashes, 0))
+        service.ask("stats")
+        memory = np.memmap(service.service.clients[connection.session].ring_path, np.uint8, "r+")
+        written = int(memory[:8].view(np.uint64)[0])
+        records = rng.randrange(1, 5)
+        for at in range(128 + written, 128 + written + 16 * records, 16):
+            record = memory[at : at + 16]
+            record[:8].view(np.int64)[0] = rng.choice([-1, 0, 1, 2, 2**40])
+            record[8:].view(np.uint32)[:] = (
+                rng.choice([0, 1, 9, 2**17, 2**32 - 1]),
+                rng.choice([0, 0, 1, 2**31]),
+            )
+        memory[:8].view(np.uint64)[0] = written + rng.choice([16 * records, 16 * records, 2**20, 2**63, 5])
+        answers.add(code(connection, body))
+        assert service.ask("integrity") == []
+        connection.session = 0
+        live.close()
+    assert answers == {"done", "malformed"}
+    until(lambda: len(service.ask("clients")) == 1, "they are gone")
     assert service.ask("integrity") == []
     assert engine.serve(PROMPT)[1] == []
     engine.close()

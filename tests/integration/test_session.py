@@ -26,7 +26,7 @@ from fdcache.service.wire.protocol import (
     decode_request_frame,
     encode_answer,
 )
-from fdcache.service.wire.shared_memory import Geometry, create_table
+from fdcache.service.wire.shared_memory import RING_BYTES, Geometry, create_shared
 from fdcache.settings.cache import CacheSettings
 from tests.service_engine import layout
 from tests.service_help import TIMEOUT, service_process, until
@@ -41,7 +41,8 @@ class ScriptedService:
         self._grant = grant
         shape = layout()
         self._geometry = Geometry(str(directory), "fdcache-scripted", 1, 1 << 20, shape.record_bytes, 4096)
-        create_table(Path(self._geometry.table_path), 4096)
+        create_shared(Path(self._geometry.table_path), 4096)
+        create_shared(Path(self._geometry.ring_path(1)), RING_BYTES)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.bind(self.address)
@@ -66,7 +67,7 @@ class ScriptedService:
         request = decode_request(frame)  # type: ignore[arg-type]
         if isinstance(request, Register):
             self.registrations += 1
-            return Registered(self.registrations, self._geometry, 16)
+            return Registered(self.registrations, self._geometry, 16, self._geometry.ring_path(1))
         if isinstance(request, Refill):
             return self._grant
         if isinstance(request, Heartbeat):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fdcache._core import PresenceTable, Tier
-from fdcache.service.wire.shared_memory import BYTES_PER_SLOT, create_table, open_table, table_bytes
+from fdcache.service.wire.shared_memory import BYTES_PER_SLOT, create_shared, open_table, table_bytes
 
 ROOT = bytes(32)
 
@@ -137,7 +137,7 @@ class TestTable:
         assert tier.check_integrity() == []
 
     def test_a_full_bucket_omits_blocks_until_it_is_emptied(self) -> None:
-        shared = np.zeros(64, np.uint8)
+        shared = np.zeros(256, np.uint8)
         tier = Tier(16)
         tier.mirror(shared)
         keys = path("a", 12)
@@ -148,7 +148,7 @@ class TestTable:
         tier.reset()
         assert not table.contains(rows(*keys)).any()
 
-    @pytest.mark.parametrize("size", [0, 8, 63, 65])
+    @pytest.mark.parametrize("size", [0, 8, 128, 255, 257])
     def test_memory_of_a_wrong_size_is_refused(self, size: int) -> None:
         with pytest.raises(ValueError, match="bucket"):
             PresenceTable(np.zeros(size, np.uint8))
@@ -165,7 +165,7 @@ class TestFile:
     def test_another_mapping_sees_what_the_tier_writes(self, tmp_path: Path) -> None:
         file = tmp_path / "x.table"
         tier = Tier(8)
-        tier.mirror(create_table(file, table_bytes(8)))
+        tier.mirror(create_shared(file, table_bytes(8)))
         table = open_table(file, table_bytes(8))
         keys = path("a", 4)
         store(tier, tier.open_lease(), ROOT, keys)
@@ -175,16 +175,16 @@ class TestFile:
         file = tmp_path / "x.table"
         size = table_bytes(8)
         first, second = Tier(8), Tier(8)
-        first.mirror(create_table(file, size))
+        first.mirror(create_shared(file, size))
         old = open_table(file, size)
         store(first, first.open_lease(), ROOT, path("a", 4))
-        second.mirror(create_table(file, size))
+        second.mirror(create_shared(file, size))
         assert old.run(rows(*path("a", 4))) == 4
         assert open_table(file, size).run(rows(*path("a", 4))) == 0
 
     def test_a_file_that_is_too_small_is_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "x.table"
-        create_table(file, 4096)
+        create_shared(file, 4096)
         with pytest.raises(OSError, match="smaller than 8192"):
             open_table(file, 8192)
 
@@ -192,5 +192,5 @@ class TestFile:
         file = tmp_path / "x.table"
         room = os.statvfs(tmp_path)
         with pytest.raises(OSError):
-            create_table(file, (room.f_blocks * room.f_frsize + (1 << 30)) // 4096 * 4096)
+            create_shared(file, (room.f_blocks * room.f_frsize + (1 << 30)) // 4096 * 4096)
         assert not file.exists()

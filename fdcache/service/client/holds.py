@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from fdcache._core import LoadingRuns
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.service.client.session import Session, SessionKeeper
 from fdcache.service.wire.protocol import NOT_FETCHED, EndFetches, Prefetch
@@ -15,22 +15,22 @@ from fdcache.tiers.fetches import OnDevice
 
 @dataclass(slots=True)
 class Run:
-    """A run pinned at the service; unpinned once it is released and no load reads it."""
+    """A run pinned at the service under its ``number`` in a session; ``unverified``: some of its records are."""
 
     session: Session
-    remote: int
-    loading: int = 0
+    number: int
+    unverified: bool
     released: bool = False
 
 
 class PinnedRuns:
-    """Pinned runs by lease, and the runs that pin each slot being loaded. ``unpin`` releases one at the service."""
+    """Pinned runs by lease. A run is unpinned once it is released and no load reads it."""
 
-    def __init__(self, unpin: Callable[[Session, int], None]) -> None:
-        self._unpin = unpin
+    def __init__(self) -> None:
         self._leases = count(1)
         self._runs: dict[int, Run] = {}
-        self._loading: defaultdict[int, list[Run]] = defaultdict(list)
+        self._loads = LoadingRuns()
+        self._loading: dict[int, Run] = {}
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -38,12 +38,12 @@ class PinnedRuns:
     @property
     def slots_loading(self) -> int:
         """Slots that a load reads."""
-        return len(self._loading)
+        return len(self._loads)
 
-    def add(self, session: Session, remote: int) -> int:
-        """Add a run that the service pinned under its lease ``remote``; return the lease to use here."""
+    def add(self, session: Session, number: int, *, unverified: bool) -> int:
+        """Add a run that is pinned; return its lease."""
         lease = next(self._leases)
-        self._runs[lease] = Run(session, remote)
+        self._runs[lease] = Run(session, number, unverified)
         return lease
 
     def release(self, lease: int) -> bool:
@@ -52,36 +52,27 @@ class PinnedRuns:
         if run is None:
             return False
         run.released = True
-        self._unpin_if_unused(run)
+        if lease not in self._loads:
+            run.session.runs.unpin(run.number)
         return True
 
     def begin_load(self, lease: int, slots: Int32Array) -> None:
         """Keep these slots of a run pinned until their load ends."""
-        run = self._runs[lease]
-        run.loading += len(slots)
-        for slot in slots.tolist():
-            self._loading[slot].append(run)
+        if len(slots):
+            self._loading[lease] = self._runs[lease]
+            self._loads.begin(lease, slots)
 
-    def end_load(self, slots: Int32Array) -> Session | None:
-        """End a load of these slots; return their session, None for no slots."""
-        session = None
-        ended = []
-        for slot in slots.tolist():
-            # Any of several runs that pin a slot may be counted down: the others still pin it for their loads.
-            run = self._loading[slot].pop()
-            session = run.session
-            if not self._loading[slot]:
-                del self._loading[slot]
-            run.loading -= 1
-            if not run.loading:
-                ended.append(run)
-        for run in ended:
-            self._unpin_if_unused(run)
-        return session
-
-    def _unpin_if_unused(self, run: Run) -> None:
-        if run.released and not run.loading:
-            self._unpin(run.session, run.remote)
+    def end_load(self, slots: Int32Array) -> tuple[Session | None, bool]:
+        """End a load of these slots; return their session and True if it may have read unverified records."""
+        session, unverified = None, False
+        for lease in self._loads.end(slots):
+            run = self._loading[lease]
+            session, unverified = run.session, unverified or run.unverified
+            if lease not in self._loads:
+                del self._loading[lease]
+                if run.released:
+                    run.session.runs.unpin(run.number)
+        return session, unverified
 
 
 class RemoteFetches:
@@ -103,7 +94,7 @@ class RemoteFetches:
         if session is None or not session.storage or not number or number in self._known:
             return
         start = on_device(hashes)
-        if start < len(hashes):
+        if start + len(session.runs.find(hashes, start)) < len(hashes):
             self._known[number] = session
             self._sessions.outbox.add(session, Prefetch(number, start, hashes.tobytes()))
 
@@ -121,6 +112,10 @@ class RemoteFetches:
 
     def unpin(self, number: int) -> None:
         """Do nothing: the service unpins with the look-up."""
+
+    def __contains__(self, number: int) -> bool:
+        """Return True for a request that the service may keep a fetch for."""
+        return number in self._known
 
     def learn(self, session: Session, numbers: Sequence[int], states: Sequence[int]) -> None:
         """Note which of these requests the service keeps a fetch for."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fdcache._core import CopyReservation, OutgoingCopies, PlannedBackups
+from fdcache._core import CopyReservation, FoundRun, OutgoingCopies, PlannedBackups
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.hashing import NO_TENANT, tenant_key
 from fdcache.layout import KVLayout
@@ -21,7 +21,6 @@ from fdcache.service.wire.protocol import (
     FETCHING,
     MAX_BLOCKS,
     MAX_PATHS,
-    Answer,
     Ask,
     LoadEnded,
     Match,
@@ -29,6 +28,7 @@ from fdcache.service.wire.protocol import (
     Publish,
     hashes_from,
     int32_from,
+    int64_from,
     uint8_from,
     uint32_from,
 )
@@ -78,8 +78,8 @@ class RemoteHostTier:
     tier.release(match.lease)
     ```
 
-    A look-up first asks the presence table in shared memory and then the service, in one round trip for all paths.
-    Everything else is queued and sent by the thread of ``sessions``.
+    A look-up finds and pins its blocks in shared memory. Only what that cannot answer goes to the service, in one round
+    trip for all paths. Everything else is queued and sent by the thread of ``sessions``.
     """
 
     def __init__(self, settings: CacheSettings, layout: KVLayout, terms: FetchTerms | None = None) -> None:
@@ -90,7 +90,7 @@ class RemoteHostTier:
         self._reset_owed = False
         self._connection = Connection(settings.server)
         self._outbox = Outbox()
-        self._runs = PinnedRuns(self._outbox.release)
+        self._runs = PinnedRuns()
         self.sessions = SessionKeeper(settings, layout, self._outbox, self._is_loading, terms or FetchTerms())
         self.fetches = RemoteFetches(self.sessions)
 
@@ -136,8 +136,9 @@ class RemoteHostTier:
     ) -> list[HostMatch]:
         """Pin the leading runs of paths, as ``HostTier.match_paths``.
 
-        One round trip asks for the paths of which the table has something or which storage may have; none is made when
-        there are no such paths. Without an answer in time nothing is found, and the session is over.
+        One round trip asks for the paths that storage may have, and for those of which the table has something that
+        cannot be pinned without the service now; none is made when there are no such paths. Without an answer in time
+        nothing is found, and the session is over.
         """
         matches = [NOTHING] * len(paths)
         if self._reset_owed:
@@ -150,11 +151,18 @@ class RemoteHostTier:
         places: list[int] = []
         for i, (hashes, start) in enumerate(paths):
             number = fetches[i] if fetches else 0
-            end = len(hashes) if number else start + session.copies.run(hashes, start)
+            found = session.runs.find(hashes, start)
+            end = start + len(found)
+            if number and (end < len(hashes) or number in self.fetches):
+                end, run = len(hashes), 0
+            else:
+                run = session.runs.pin(hashes, found) if end > start else 0
             if end < len(hashes):
                 self._outbox.count_miss(hashes[end], len(hashes) - end, whole=end == start)
                 self._count_in_flight_miss(session, hashes[end])
-            if end > start:
+            if run:
+                matches[i] = self._pinned(session, run, hashes, start, found)
+            elif end > start:
                 asked.append((hashes[:end], start))
                 numbers.append(number)
                 places.append(i)
@@ -163,10 +171,18 @@ class RemoteHostTier:
                 matches[i] = match
         return matches
 
+    def _pinned(
+        self, session: Session, run: int, hashes: HashArray, start: int, found: FoundRun
+    ) -> HostMatch:
+        marks = found.unverified
+        lease = self._runs.add(session, run, unverified=marks is not None)
+        return HostMatch(lease, Blocks.of_path(hashes, start, found.slots, found.generations, marks))
+
     def _ask(
         self, session: Session, paths: Sequence[tuple[HashArray, int]], numbers: Sequence[int]
     ) -> list[HostMatch]:
         body = Match(
+            runs=np.array([session.runs.next_number() for _ in paths], np.int64).tobytes(),
             counts=np.array([len(hashes) for hashes, _ in paths], np.int32).tobytes(),
             starts=np.array([start for _, start in paths], np.int32).tobytes(),
             hashes=b"".join(hashes.tobytes() for hashes, _ in paths),
@@ -174,9 +190,8 @@ class RemoteHostTier:
         )
         self._connection.session = session.id
         try:
-            answer, late = self._connection.call(body, self._timeout)
-            for each in late:
-                self._release_late(session, each)
+            # An answer that comes later ends with its session, which is lost without it.
+            answer, _ = self._connection.call(body, self._timeout)
             if not isinstance(answer, Matched):
                 raise ProtocolError(f"expected the answer to a look-up, got {type(answer).__name__}")
             return self._matches(session, paths, numbers, answer)
@@ -194,6 +209,7 @@ class RemoteHostTier:
         numbers: Sequence[int],
         answer: Matched,
     ) -> list[HostMatch]:
+        runs = int64_from(answer.runs, "runs", len(paths)).tolist()
         counts = int32_from(answer.counts, "counts", len(paths)).tolist()
         slots = int32_from(answer.slots, "slots", sum(counts))
         generations = uint32_from(answer.generations, "generations", len(slots))
@@ -202,31 +218,26 @@ class RemoteHostTier:
         fetched = int32_from(answer.fetched, "fetched", 2 * len(states)).reshape(-1, 2).tolist()
         self.fetches.learn(session, numbers, states)
         matches, end = [], 0
-        for i, ((hashes, start), lease, size) in enumerate(zip(paths, answer.leases, counts, strict=True)):
+        for i, ((hashes, start), run, size) in enumerate(zip(paths, runs, counts, strict=True)):
             first, end = end, end + size
             if states and states[i] == FETCHING:
                 matches.append(FETCHING_MATCH)
                 continue
             if start + size < len(hashes):
                 self._count_in_flight_miss(session, hashes[start + size])
-            if not lease:
+            if not run:
                 matches.append(NOTHING)
                 continue
             marks = unverified[first:end] if len(unverified) else None
             blocks = Blocks.of_path(hashes, start, slots[first:end], generations[first:end], marks)
             part = range(*fetched[i]) if fetched else range(0)
-            matches.append(HostMatch(self._runs.add(session, lease), blocks, fetched=part))
+            lease = self._runs.add(session, run, unverified=marks is not None)
+            matches.append(HostMatch(lease, blocks, fetched=part))
         return matches
 
     def _count_in_flight_miss(self, session: Session, block: HashArray) -> None:
         if session.copies.contains(block[np.newaxis])[0] == PENDING:
             self.sessions.progress.in_flight_misses += 1
-
-    def _release_late(self, session: Session, answer: Answer) -> None:
-        """Release the runs of a look-up that was given up before its answer arrived."""
-        if isinstance(answer, Matched):
-            for lease in answer.leases:
-                self._outbox.release(session, lease)
 
     def release(self, lease: int) -> bool:
         """Unpin a run; what is being loaded from it stays pinned until the load's end."""
@@ -237,11 +248,11 @@ class RemoteHostTier:
         self._runs.begin_load(lease, slots)
 
     def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
-        """End a load, and report to the service which blocks every rank could read."""
+        """End a load; report to the service unverified blocks that every rank could read, and failures."""
         with self.sessions.lock:
             session = self.sessions.listening
-            owner = self._runs.end_load(slots)
-            if session and owner is session:
+            owner, unverified = self._runs.end_load(slots)
+            if owner is not None and owner is session and (unverified or 0 in copied.tobytes()):
                 body = LoadEnded(slots.tobytes(), hashes.tobytes(), copied.tobytes())
                 self._outbox.add(session, body)
 

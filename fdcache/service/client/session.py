@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from fdcache._core import OutgoingCopies
+from fdcache._core import OutgoingCopies, SharedRuns
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt32Array
@@ -38,14 +38,13 @@ from fdcache.service.wire.protocol import (
     Refused,
     Register,
     Registered,
-    Release,
     Request,
     hashes_from,
     int32_from,
     uint8_from,
     uint32_from,
 )
-from fdcache.service.wire.shared_memory import open_table
+from fdcache.service.wire.shared_memory import open_runs, open_table
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.pool import EVENT_CLEARED
@@ -71,6 +70,7 @@ class Session:
         arena: what plans name: incarnation of the memory, session, and live file of this process.
         copies: copies to the service, and its stock of slots; ``wanted`` slots shall be in stock, ``asked`` are
             requested.
+        runs: look-ups in the service's table, and what this process has pinned and unpinned there.
         storage: the service has a storage tier below its host tier.
         is_resetting: a reset is requested; slots granted before it would be useless.
         unanswered: heartbeats sent since the last message of the service.
@@ -80,6 +80,7 @@ class Session:
     arena: str
     num_slots: int
     copies: OutgoingCopies
+    runs: SharedRuns
     storage: bool = False
     wanted: int = _FIRST_STOCK
     asked: int = 0
@@ -118,26 +119,21 @@ class Session:
 
 
 class Outbox:
-    """Queued messages, releases and misses of sessions. Any thread adds, one sends; ``lock`` keeps their order."""
+    """Queued messages and misses of sessions. Any thread adds, one sends; ``lock`` keeps their order."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._messages: deque[tuple[Session, Request]] = deque()
-        self._releases: deque[tuple[Session, int]] = deque()
         self._misses: deque[tuple[bytes, int, bool]] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._messages or self._releases)
+        return bool(self._messages)
 
     def add(self, session: Session, body: Request) -> None:
         """Queue a message; it is dropped when the session ends first. Misses so far go before it."""
         with self.lock:
             self.add_misses(session)
             self._messages.append((session, body))
-
-    def release(self, session: Session, lease: int) -> None:
-        """Queue the release of a run."""
-        self._releases.append((session, lease))
 
     def count_miss(self, first: HashArray, blocks: int, whole: bool) -> None:
         """Count ``blocks`` missing blocks from the hash ``first``, shape (32,), on; ``whole``: the path has no hit.
@@ -163,23 +159,13 @@ class Outbox:
         self._misses.clear()
 
     def clear(self) -> None:
-        """Drop messages and releases of earlier sessions."""
+        """Drop messages of earlier sessions."""
         self._messages.clear()
-        self._releases.clear()
 
     def take_messages(self) -> Iterator[tuple[Session, Request]]:
         """Yield the queued messages in order."""
         while self._messages:
             yield self._messages.popleft()
-
-    def take_releases(self, session: Session | None) -> list[int]:
-        """Return the released leases of this session; those of others ended with their session."""
-        leases = []
-        while self._releases:
-            owner, lease = self._releases.popleft()
-            if owner is session:
-                leases.append(lease)
-        return leases
 
 
 class Progress:
@@ -409,9 +395,8 @@ class SessionKeeper:
     def _send_queued(self, connection: Connection) -> None:
         for session, body in self.outbox.take_messages():
             self._send(connection, session, body)
-        leases = self.outbox.take_releases(self.session)
-        if leases and (current := self.session) is not None:
-            self._send(connection, current, Release(leases))
+        if (current := self.listening) is not None:
+            current.runs.flush()
         if (current := self.session) is not None and current.needs_slots:
             self._send(connection, current, current.refill())
 
@@ -495,10 +480,11 @@ def open_session(
     geometry = answer.geometry
     try:
         table = open_table(Path(geometry.table_path), geometry.table_bytes)
+        runs = open_runs(table, Path(answer.ring))
     except OSError as error:
         raise ServiceUnavailableError(
             f"{geometry.table_path}: {error}; give this process the service's FDCACHE_ARENA_DIR"
         ) from error
     connection.session = answer.session
     arena = f"{geometry.incarnation:x}/{answer.session:x}/{live.path}"
-    return Session(answer.session, arena, answer.num_slots, OutgoingCopies(table), answer.storage)
+    return Session(answer.session, arena, answer.num_slots, OutgoingCopies(table), runs, answer.storage)

@@ -25,7 +25,7 @@ _PAGE = 4096
 _MADV_POPULATE_WRITE = 23
 _HUGE_PAGE = 2 << 20
 _FEWEST_EXTENTS = 16
-_SHARE_OF_TABLES = 256  # for presence tables: 16 bytes for each record of 4 KiB or more
+_SHARE_OF_TABLES = 128  # for presence tables: 32 bytes for each record of 4 KiB or more
 _TOUCH_THREADS = 8
 _SHARE_OF_MEMORY = 4  # by default the arena takes a quarter of the free memory
 
@@ -128,8 +128,9 @@ class Arena:
         self.manifest = msgspec.structs.replace(manifest, pid=os.getpid(), address=self._address)
         self._write_manifest()
         assigned = []
-        for table in self.directory.glob(f"{self.prefix}-*.table"):
-            table.unlink()  # each recovered namespace makes its own
+        for kind in ("table", "ring"):  # each recovered namespace, and each client, gets its own
+            for path in self.directory.glob(f"{self.prefix}-*.{kind}"):
+                path.unlink()
         for path, match in self._files():
             if path.stat().st_size != manifest.extent_bytes:
                 path.unlink()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from secrets import randbits
@@ -13,8 +14,10 @@ from typing import Any
 
 import msgspec
 
+from fdcache._core import RunRing
 from fdcache.layout import KVLayout
-from fdcache.service.server.namespace import Namespace
+from fdcache.metadata import HashArray
+from fdcache.service.server.namespace import Namespace, Run
 from fdcache.service.server.namespaces import Namespaces
 from fdcache.service.wire.liveness import Live, Watch, live_processes
 from fdcache.service.wire.protocol import (
@@ -23,7 +26,8 @@ from fdcache.service.wire.protocol import (
     RefusalError,
     Register,
 )
-from fdcache.service.wire.views import ServiceTotals
+from fdcache.service.wire.shared_memory import RING_BYTES, create_shared
+from fdcache.service.wire.views import MissReason, ServiceTotals
 from fdcache.tiers.fetches import FetchTable
 from fdcache.tiers.statistics import Traffic
 from fdcache.tiers.storage_reads import StorageReads
@@ -31,6 +35,7 @@ from fdcache.tiers.storage_reads import StorageReads
 log = logging.getLogger("fdcache.service.server")
 
 MAX_CLIENTS = 1024
+MAX_RUNS = 65536
 MAX_LAYOUT_BYTES = 1 << 20
 MAX_FIGURES_BYTES = 1 << 16
 MAX_NAME_LENGTH = 200
@@ -56,12 +61,16 @@ class Client:
     """Its scheduler and worker processes."""
     stock_lease: int
     fetches: FetchTable
+    ring: RunRing
+    ring_path: Path
     stock: dict[int, int] = field(default_factory=dict)
     """Slots that it may copy into, with their generations."""
     stale_stock: dict[int, set[int]] = field(default_factory=dict)
     """The slots of ``stock`` that were granted before a reset, by lease."""
-    runs: set[int] = field(default_factory=set)
-    """Leases of its pinned look-ups."""
+    runs: dict[int, int] = field(default_factory=dict)
+    """Leases of its pinned look-ups, by the numbers that it gave them."""
+    ring_error: str = ""
+    """What was wrong in its ring, which is not read any more then."""
     figures: bytes = b"{}"
     since: float = field(default_factory=time.time)
     heartbeat_at: float = field(default_factory=time.monotonic)
@@ -145,23 +154,68 @@ class Client:
             if tier is not None:
                 tier.release(lease)
 
+    def hear(self) -> None:
+        """Note that it is alive."""
+        self.heartbeat_at = time.monotonic()
+        self.silent = False
+
+    def take_runs(self) -> None:
+        """Carry out what it has pinned and unpinned by itself."""
+        if self.ring_error:
+            return
+        try:
+            records = self.ring.take()
+            if records:
+                self.hear()
+            for run, start, path in records:
+                if len(path):
+                    self.lookups += 1
+                    self._pin_found(run, path, start)
+                else:
+                    self.unpin([run])
+        except ValueError as error:
+            self.ring_error = f"its ring of runs is malformed: {error}"
+            self.ring.close()
+            self.release_runs()
+            log.warning("client %s: %s", self.name, self.ring_error)
+
+    def _pin_found(self, run: int, path: HashArray, start: int) -> None:
+        if run < 1 or run in self.runs:
+            raise ValueError(f"run {run} is not a new number above 0")
+        self.pin(run, path, start)
+
+    def pin(self, run: int, path: HashArray, start: int) -> Run | None:
+        """Pin the leading run of a path from block ``start`` on. Return None if there is none, or no more may be."""
+        if len(self.runs) >= MAX_RUNS:
+            self.namespace.history.count_refused(len(path) - start, MissReason.TOO_MANY_RUNS)
+            return None
+        found = self.namespace.match(path, start)
+        if found is not None:
+            self.runs[run] = found.lease
+        return found
+
+    def unpin(self, runs: Iterable[int]) -> None:
+        """Unpin runs; numbers of which nothing is pinned are ignored."""
+        tier = self.namespace.tier
+        for run in runs:
+            if (lease := self.runs.pop(run, None)) is not None and tier is not None:
+                tier.release(lease)
+
     def release_runs(self) -> int:
         """Unpin all of its look-ups. Return how many.
 
         A load that still reads there finds another generation in the slot's header, and fails.
         """
-        tier = self.namespace.tier
-        if tier is not None:
-            for lease in self.runs:
-                tier.release(lease)
         count = len(self.runs)
-        self.runs.clear()
+        self.unpin(list(self.runs))
         return count
 
     def release_all(self) -> None:
         """Free its slots, pins and reads. Only for a client that said goodbye or is proved dead."""
+        self.take_runs()  # they count, although nothing stays pinned
         self.fetches.end_all()
         self.release_runs()
+        self.ring_path.unlink(missing_ok=True)
         if self.namespace.tier is not None:
             for lease in (self.stock_lease, *self.stale_stock):
                 self.namespace.tier.release(lease)
@@ -225,8 +279,16 @@ class Clients(dict[int, Client]):
                 "--host-memory, or reset a namespace that is no longer used",
             )
         assert namespace.tier is not None
+        session = self._salt | next(self._serial)
+        ring_path = Path(namespace.geometry.ring_path(session))
+        try:
+            ring = RunRing(create_shared(ring_path, RING_BYTES))
+        except OSError as error:
+            raise RefusalError(
+                "no_memory", f"{ring_path}: no room for {RING_BYTES} bytes: {error}; enlarge its file system"
+            ) from error
         client = Client(
-            session=self._salt | next(self._serial),
+            session=session,
             identity=identity,
             namespace=namespace,
             live=request.live,
@@ -240,7 +302,10 @@ class Clients(dict[int, Client]):
                 most_blocks=MAX_FETCHED_BLOCKS,
                 keep_done=False,
             ),
+            ring=ring,
+            ring_path=ring_path,
         )
+        namespace.take_runs = partial(self.take_runs, namespace)
         self[client.session] = client
         self._totals.clients_registered += 1
         log.info("client %s registered: process %d, namespace %s", client.name, client.live.pid, namespace.id)
@@ -269,6 +334,12 @@ class Clients(dict[int, Client]):
         if given.parent != self._runtime_dir or not given.exists():
             raise RefusalError("malformed", f"live.path: not a file in {self._runtime_dir}")
 
+    def take_runs(self, namespace: Namespace | None = None) -> None:
+        """Carry out what the clients of a namespace, or all clients, have pinned and unpinned by themselves."""
+        for client in self.values():
+            if namespace is None or client.namespace is namespace:
+                client.take_runs()
+
     def remove(self, client: Client) -> None:
         """End the session of a client that said goodbye or is proved dead."""
         client.release_all()
@@ -287,8 +358,7 @@ class Clients(dict[int, Client]):
         client = self.get(session)
         if client is None:
             raise RefusalError("no_session", f"session {session} is unknown here; register again")
-        client.heartbeat_at = time.monotonic()
-        client.silent = False
+        client.hear()
         return client
 
     def of(self, namespace: Namespace) -> list[Client]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,21 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache import _core
+from fdcache._core import PresenceWriter
 from fdcache.errors import HostMemoryError, UnsupportedLayoutError
 from fdcache.layout import KVLayout
-from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.metadata import HashArray, Int32Array, UInt32Array, UInt64Array
 from fdcache.service.server.arena import Arena
 from fdcache.service.server.history import History
+from fdcache.service.server.host_pool import HostPool
 from fdcache.service.server.tenants import Quotas, Tenants
-from fdcache.service.wire.shared_memory import Extent, Geometry, create_table, record_table, table_bytes
+from fdcache.service.wire.shared_memory import Extent, Geometry, create_shared, record_table, table_bytes
 from fdcache.service.wire.views import MissReason
 from fdcache.settings.server import ServerSettings
-from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED, HOST_SPARE, BlockPool
+from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED
 
 READY_HEADER = 2
 STOCK_DIVISOR = 4
 """The clients of a namespace may together stock 1/4 of its slots to copy into."""
-_EVENTS = 65536
 
 
 class NamespaceMemory:
@@ -188,17 +189,19 @@ class Namespace:
                 "--host-memory"
             )
         self.max_extents = max(int(arena.manifest.extents * settings.namespace_quota) // self.ranks, 1)
-        self._table = self._make_table(self.max_extents)
+        self._table_memory = self._make_table(self.max_extents)
         self.memory = NamespaceMemory(arena, layout, self.geometry)
-        self.tier: BlockPool | None = None
+        self.tier: HostPool | None = None
         """None while the namespace has no memory."""
         self.history = History(settings.eviction_log)
         self.tenants = Tenants(quotas, Path(f"{self.geometry.directory}/{self.geometry.prefix}.tenants"))
         self.unverified: set[int] = set()
-        """Slots recovered from an earlier service whose checksums no load has verified yet."""
+        """Slots recovered from an earlier service whose checksums no load has verified yet; see ``set_unverified``."""
         self.pending_events: deque[tuple[np.ndarray, np.ndarray, np.ndarray]] = deque()
         self.on_evict: Callable[[HashArray], None] = lambda hashes: None
         """Called with the hashes of evicted blocks."""
+        self.take_runs: Callable[[], None] = lambda: None
+        """Called before blocks may be removed: carries out what clients have pinned and unpinned by themselves."""
         self.last_used = time.monotonic()
         """When the last client left; meaningless while there are clients."""
         self.draining_until = 0.0
@@ -254,7 +257,7 @@ class Namespace:
     def adopt(self, num_extents: int) -> None:
         """Map extents that an earlier service left, even if they exceed the present quota."""
         if num_extents > self.max_extents:
-            self._table = self._make_table(num_extents)
+            self._table_memory = self._make_table(num_extents)
         self.memory.map(num_extents)
         self._resize()
 
@@ -278,20 +281,22 @@ class Namespace:
 
     def _resize(self) -> None:
         if self.tier is None:
-            self.tier = BlockPool(
-                CacheLevel.HOST, self.num_slots, extent=self.geometry.records_per_extent, spare=HOST_SPARE
-            )
-            self.tier.record_events(_EVENTS)
+            table = PresenceWriter(self._table_memory)
+            per_extent = self.geometry.records_per_extent
+            self.tier = HostPool(self.num_slots, per_extent, table, self._before_removal)
             self.tenants.set_limits(self.tier, self.storable_slots)
-            self.tier.mirror(self._table)
+            self.tier.mirror(self._table_memory)
         else:
             self.tier.resize(self.num_slots)
+
+    def _before_removal(self) -> None:
+        self.take_runs()
 
     def _make_table(self, extents: int) -> NDArray[np.uint8]:
         size = table_bytes(extents * self.geometry.records_per_extent)
         self.geometry = msgspec.structs.replace(self.geometry, table_bytes=size)
         try:
-            return create_table(Path(self.geometry.table_path), size)
+            return create_shared(Path(self.geometry.table_path), size)
         except OSError as error:
             raise HostMemoryError(
                 f"{self.geometry.table_path}: no room for {size} bytes: {error}; enlarge the directory's file system"
@@ -362,7 +367,7 @@ class Namespace:
 
     def finish_loads(self, slots: Int32Array, hashes: HashArray, copied: np.ndarray) -> None:
         """Mark loaded blocks as verified. Check the blocks whose load failed and drop those that are corrupt."""
-        self.unverified.difference_update(slots[copied != 0].tolist())
+        self._set_verified(slots, hashes, copied != 0)
         failed = np.flatnonzero(copied == 0)
         if not len(failed) or self.tier is None:
             return
@@ -384,7 +389,19 @@ class Namespace:
         if not self.memory.is_intact(slot, key):
             return True
         self.unverified.discard(slot)
+        self.tier.table.set_unverified(np.frombuffer(key, np.uint8)[np.newaxis], False)
         return False
+
+    def set_unverified(self, slots: Iterable[int], hashes: HashArray) -> None:
+        """Mark recovered blocks: the loads of clients verify their checksums."""
+        assert self.tier is not None
+        self.unverified = set(slots)
+        self.tier.table.set_unverified(hashes, True)
+
+    def _set_verified(self, slots: Int32Array, hashes: HashArray, chosen: NDArray[np.bool_]) -> None:
+        if self.unverified and self.tier is not None:
+            self.unverified.difference_update(slots[chosen].tolist())
+            self.tier.table.set_unverified(np.ascontiguousarray(hashes[chosen]), False)
 
     def reset(self) -> int:
         """Forget every block. Return how many there were."""

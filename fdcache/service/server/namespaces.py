@@ -209,8 +209,8 @@ def _recover_blocks(namespace: Namespace) -> int:
         generation=min(newest + 1, 0xFFFFFFFF),
         tenants=_recover_tenants(namespace, chosen),
     )
-    kept = [slot for slot, was_taken in zip(ordered, taken.tolist(), strict=True) if was_taken]
-    namespace.unverified = set(kept)
+    kept = np.flatnonzero(taken)
+    namespace.set_unverified(np.array(ordered)[kept].tolist(), np.ascontiguousarray(chosen["hash"][kept]))
     namespace.history.totals.recovered = len(kept)
     return len(kept)
 

@@ -26,7 +26,6 @@ from fdcache.service.wire.protocol import (
     Publish,
     Published,
     RefusalError,
-    Release,
     hashes_from,
     int32_from,
     int64_from,
@@ -36,7 +35,6 @@ from fdcache.service.wire.protocol import (
 from fdcache.service.wire.views import MissReason
 from fdcache.tiers.fetches import OnDevice
 
-MAX_RUNS = 65536
 _STORED, _DROPPED = 0, 3
 _NO_NUMBERS = np.empty(0, np.int64)
 
@@ -60,49 +58,43 @@ def match(client: Client, request: Match, *, paused: bool, may_read: bool) -> Ma
         raise ProtocolError("counts and starts do not fit the hashes")
     numbers = int64_from(request.fetches, "fetches", len(counts)) if request.fetches else _NO_NUMBERS
     fetched, states = np.zeros((len(numbers), 2), np.int32), np.full(len(numbers), NOT_FETCHED, np.uint8)
+    runs = int64_from(request.runs, "runs", len(counts)).tolist()
+    if len({*runs}) != len(runs) or any(run < 1 or run in client.runs for run in runs):
+        raise ProtocolError("runs: numbers that are not above 0, or not new")
     namespace = client.namespace
     paused = paused or time.monotonic() < namespace.draining_until
-    leases: list[int] = []
     lengths: list[int] = []
     slots, generations = [], []
     end = 0
     client.lookups += len(counts)
     for i, (size, start) in enumerate(zip(counts.tolist(), starts.tolist(), strict=True)):
+        lengths.append(0)
         first, end = end, end + size
         path, number = hashes[first:end], int(numbers[i]) if len(numbers) else 0
         if number and may_read and client.fetches.must_wait(number, path, _constant(start)):
             states[i] = FETCHING
-            leases.append(0)
-            lengths.append(0)
             continue
-        full = len(client.runs) >= MAX_RUNS
-        if paused or full:
-            reason = MissReason.PAUSED if paused else MissReason.TOO_MANY_RUNS
-            namespace.history.count_refused(size - start, reason)
+        if paused:
+            namespace.history.count_refused(size - start, MissReason.PAUSED)
         try:
-            run = None if paused or full else namespace.match(path, start)
+            run = None if paused else client.pin(runs[i], path, start)
         except ValueError:
-            release(client, Release(leases))  # the client receives no leases with a refusal
+            client.unpin(runs)  # the client is not told what is pinned
             raise
         if number in client.fetches:
             states[i] = FETCHED
             fetched[i] = _take_fetched(client, number, start, len(run.slots) if run else 0)
-        if run is None:
-            leases.append(0)
-            lengths.append(0)
-            continue
-        client.runs.add(run.lease)
-        leases.append(run.lease)
-        lengths.append(len(run.slots))
-        slots.append(run.slots)
-        generations.append(run.generations)
+        if run is not None:
+            lengths[i] = len(run.slots)
+            slots.append(run.slots)
+            generations.append(run.generations)
     found = np.concatenate(slots) if slots else np.empty(0, np.int32)
     marks = b""
     if namespace.unverified and len(found):
         unverified = namespace.unverified
         marks = bytes(slot in unverified for slot in found.tolist())
     return Matched(
-        leases=leases,
+        runs=np.array([run if run in client.runs else 0 for run in runs], np.int64).tobytes(),
         counts=np.array(lengths, np.int32).tobytes(),
         slots=found.tobytes(),
         generations=(np.concatenate(generations) if slots else found).tobytes(),
@@ -147,16 +139,6 @@ def end_fetches(client: Client, request: EndFetches) -> Answer:
     """End the storage reads of finished requests."""
     for number in request.numbers:
         client.fetches.end(number)
-    return Done()
-
-
-def release(client: Client, request: Release) -> Answer:
-    """Unpin runs of this client. Leases of other clients are ignored."""
-    tier = client.namespace.tier
-    for lease in request.leases:
-        if lease in client.runs and tier is not None:
-            client.runs.discard(lease)
-            tier.release(lease)
     return Done()
 
 

@@ -41,10 +41,10 @@ from fdcache.service.wire.protocol import (
     Refused,
     Register,
     Registered,
-    Release,
     RequestFrame,
     decode_request,
     int32_from,
+    int64_from,
 )
 from fdcache.service.wire.views import ServiceTotals
 from fdcache.settings.server import ServerSettings
@@ -80,7 +80,6 @@ class Service:
             Match: self._match,
             Prefetch: self._prefetch,
             EndFetches: requests.end_fetches,
-            Release: requests.release,
             Refill: self._refill,
             Publish: self._publish,
             Missed: requests.missed,
@@ -135,7 +134,10 @@ class Service:
 
     def _carry_out(self, identity: bytes, session: int, request: object) -> Answer:
         if isinstance(request, Ask):
-            return self.answer_tool(request)
+            self.clients.take_runs()
+            answer = self.answer_tool(request)
+            self.open_tables()
+            return answer
         if isinstance(request, Register):
             return self._register(identity, request)
         if isinstance(request, Attach):
@@ -150,11 +152,27 @@ class Service:
             raise RefusalError("draining", "the service is shutting down; try again later")
         client = self.clients.register(identity, request)
         namespace = client.namespace
+        self.open_tables()
         return Registered(
-            client.session, namespace.geometry, namespace.num_slots, storage=self.storage is not None
+            client.session,
+            namespace.geometry,
+            namespace.num_slots,
+            str(client.ring_path),
+            storage=self.storage is not None,
         )
 
+    def open_tables(self) -> None:
+        """Let clients pin by themselves what they find, except where every look-up has to find nothing now."""
+        now = time.monotonic()
+        for namespace in self.namespaces.values():
+            if namespace.tier is not None:
+                is_open = not (self.paused or self.draining or now < namespace.draining_until)
+                namespace.tier.open_table(is_open)
+
     def _match(self, client: Client, request: Match) -> Answer:
+        client.take_runs()
+        if client.ring_error:
+            raise RefusalError("malformed", client.ring_error)
         answer = requests.match(client, request, paused=self.paused, may_read=self._grants_slots)
         if answer.fetched and (storage := self.storage_of(client.namespace)) is not None:
             storage.hit_blocks += int(np.diff(int32_from(answer.fetched, "fetched").reshape(-1, 2)).sum())
@@ -203,7 +221,7 @@ class Service:
         if client is None:
             return
         if isinstance(answer, Matched):
-            requests.release(client, Release(answer.leases))
+            client.unpin(int64_from(answer.runs, "runs").tolist())
         elif isinstance(answer, Granted):
             requests.take_back(client, int32_from(answer.slots, "slots"))
 
@@ -240,7 +258,9 @@ class Service:
 
     def tick(self, send: Send) -> None:
         """Do what is due regularly: remove dead clients, continue storage, send events and reclaims."""
+        self.clients.take_runs()
         self.clients.reap(self.settings.session_timeout)
+        self.open_tables()
         self.work()
         self.send_events(send)
         for namespace, recall in self.namespaces.reclaims.take_new():

@@ -19,7 +19,7 @@ from fdcache.service.wire.shared_memory import Geometry
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.statistics import Count, Traffic
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME = 8 << 20
 """Limit of a message in bytes."""
 MAX_PATHS = 4096
@@ -49,9 +49,11 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 class Match(msgspec.Struct, frozen=True, tag="match"):
     """Look up paths: ``counts[i]`` hashes each, of which those before ``starts[i]`` are not looked up.
 
-    ``fetches``, int64, holds the client's numbers of the requests whose blocks may be read from storage; 0: none.
+    ``runs``, int64, holds the client's numbers for what is pinned of each path, new ones above 0. ``fetches``, int64,
+    holds its numbers of the requests whose blocks may be read from storage; 0: none.
     """
 
+    runs: bytes
     counts: bytes
     starts: bytes
     hashes: bytes
@@ -70,12 +72,6 @@ class EndFetches(msgspec.Struct, frozen=True, tag="end_fetches"):
     """End requests: stop reading for them and drop what was kept."""
 
     numbers: list[int]
-
-
-class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Unpin runs of earlier look-ups."""
-
-    leases: list[int]
 
 
 class Refill(msgspec.Struct, frozen=True, tag="refill"):
@@ -146,7 +142,6 @@ Request = (
     | Match
     | Prefetch
     | EndFetches
-    | Release
     | Refill
     | Publish
     | Missed
@@ -160,11 +155,15 @@ Request = (
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
-    """The session is open; ``storage``: the service has a storage tier."""
+    """The session is open; ``storage``: the service has a storage tier.
+
+    ``ring``: path of the ring in which the client tells which runs it has pinned and unpinned.
+    """
 
     session: int
     geometry: Geometry
     num_slots: int
+    ring: str
     storage: bool = False
 
 
@@ -176,7 +175,9 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
 
 
 class Matched(msgspec.Struct, frozen=True, tag="matched"):
-    """A lease and a count of pinned blocks for each path; their slots and generations one after the other.
+    """A count of blocks pinned for each path; their slots and generations one after the other.
+
+    ``runs`` has the numbers of the request, 0 for a path of which nothing is pinned.
 
     ``fetched``, int32, has two numbers for each path: the first of these blocks that storage delivered for the request,
     and the first behind those. ``states``, uint8, is ``NOT_FETCHED`` when the service keeps nothing for the request,
@@ -184,7 +185,7 @@ class Matched(msgspec.Struct, frozen=True, tag="matched"):
     Both are empty when no path has a number.
     """
 
-    leases: list[int]
+    runs: bytes
     counts: bytes
     slots: bytes
     generations: bytes

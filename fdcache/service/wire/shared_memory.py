@@ -1,4 +1,4 @@
-"""Memory that a service shares with its clients: extents of records, and the table of the blocks in its tier."""
+"""Memory that a service shares with its clients: extents of records, the table of its blocks, a ring per client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache._core import PresenceTable, RecordTable
+from fdcache._core import PresenceTable, RecordTable, SharedRuns
 from fdcache.metadata import SLOT_HEADER_BYTES
 
 
@@ -46,6 +46,10 @@ class Geometry(msgspec.Struct, frozen=True):
     def table_path(self) -> str:
         """Path of the presence table."""
         return f"{self.directory}/{self.prefix}.table"
+
+    def ring_path(self, session: int) -> str:
+        """Return the path of the ring in which a client tells which runs it has pinned."""
+        return f"{self.directory}/{self.prefix}-{session:x}.ring"
 
 
 HEADER = np.dtype(
@@ -116,17 +120,20 @@ def record_table(geometry: Geometry, extents: list[Extent]) -> RecordTable:
 
 
 _PAGE = 4096
-BYTES_PER_SLOT = 16
-"""Bytes of the presence table for each slot: two tags of 8 bytes, so that the table is at most half full."""
+_BUCKET = 128
+BYTES_PER_SLOT = 32
+"""Bytes of the presence table for each slot: room for two tags and places, so that it is at most half full."""
+RING_BYTES = 1 << 20
+"""Size of a ring: 32,000 blocks can be pinned before the service has read it, which takes 50 ms at most."""
 
 
 def table_bytes(slots: int) -> int:
     """Return the size of the presence table of a tier with at most ``slots`` slots, in whole pages."""
-    return -(-slots * BYTES_PER_SLOT // _PAGE) * _PAGE
+    return -(-(slots * BYTES_PER_SLOT + _BUCKET) // _PAGE) * _PAGE
 
 
-def create_table(path: Path, nbytes: int) -> NDArray[np.uint8]:
-    """Create the file of a presence table and map it. Readers of an older file of this name keep theirs.
+def create_shared(path: Path, nbytes: int) -> NDArray[np.uint8]:
+    """Create the file of a table or a ring and map it. Readers of an older file of this name keep theirs.
 
     Raises ``OSError`` when the directory has no room.
     """
@@ -144,10 +151,20 @@ def create_table(path: Path, nbytes: int) -> NDArray[np.uint8]:
 
 def open_table(path: Path, nbytes: int) -> PresenceTable:
     """Map a service's presence table to read. Raises ``OSError`` when it is missing, or smaller than ``nbytes``."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return PresenceTable(_open_shared(path, nbytes, writable=False))
+
+
+def open_runs(table: PresenceTable, path: Path) -> SharedRuns:
+    """Map a client's ring to write. Raises ``OSError`` when it is missing or too small."""
+    return SharedRuns(table, _open_shared(path, RING_BYTES, writable=True))
+
+
+def _open_shared(path: Path, nbytes: int, *, writable: bool) -> NDArray[np.uint8]:
+    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_size < nbytes:
             raise OSError(f"{path} is smaller than {nbytes} bytes")
-        return PresenceTable(np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), np.uint8))
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return np.frombuffer(mmap.mmap(fd, nbytes, prot=access), np.uint8)
     finally:
         os.close(fd)

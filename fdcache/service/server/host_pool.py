@@ -1,0 +1,90 @@
+"""HostPool: the tier of a namespace, whose blocks clients pin without asking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fdcache._core import BlockList, CopyReservation, PresenceWriter, Reservation
+from fdcache.metadata import CacheLevel, HashArray, Int32Array, UInt32Array, UInt64Array
+from fdcache.tiers.pool import HOST_SPARE, BlockPool
+
+_EVENTS = 65536
+
+
+class HostPool(BlockPool):
+    """A tier of ``num_blocks`` slots that clients see in ``table``.
+
+    A client pins what it finds there by a record in its ring, if the table is open then. Every call that may remove
+    blocks closes the table and lets ``take_runs`` read all rings, so that no block goes that a client has pinned.
+    """
+
+    def __init__(
+        self, num_blocks: int, extent: int, table: PresenceWriter, take_runs: Callable[[], None]
+    ) -> None:
+        super().__init__(CacheLevel.HOST, num_blocks, extent=extent, spare=HOST_SPARE)
+        self.record_events(_EVENTS)
+        self.table = table
+        self._take_runs = take_runs
+        self._is_open = True
+        table.open()
+
+    def open_table(self, is_open: bool) -> None:
+        """Let clients pin blocks by themselves, or make them ask for every look-up."""
+        if self._is_open != is_open:
+            self._is_open = is_open
+            (self.table.open if is_open else self.table.close)()
+
+    @contextmanager
+    def _closed(self) -> Iterator[None]:
+        self.table.close()
+        try:
+            self._take_runs()
+            yield
+        finally:
+            if self._is_open:
+                self.table.open()
+
+    def reserve(self, lease: int, count: int) -> Reservation:
+        """See ``Tier.reserve``."""
+        with self._closed():
+            return super().reserve(lease, count)
+
+    def reserve_copies(self, lease: int, parents: HashArray, hashes: HashArray) -> CopyReservation:
+        """See ``Tier.reserve_copies``."""
+        with self._closed():
+            return super().reserve_copies(lease, parents, hashes)
+
+    def publish(
+        self,
+        lease: int,
+        parents: HashArray,
+        hashes: HashArray,
+        slots: Int32Array,
+        copied: HashArray,
+        checksums: UInt64Array,
+        tenants: UInt32Array | None = None,
+    ) -> HashArray:
+        """See ``Tier.publish``."""
+        with self._closed():
+            return super().publish(lease, parents, hashes, slots, copied, checksums, tenants)
+
+    def drop(self, hashes: HashArray) -> int:
+        """See ``Tier.drop``."""
+        with self._closed():
+            return super().drop(hashes)
+
+    def discard(self, slots: Int32Array, quarantine: bool = False) -> BlockList:
+        """See ``Tier.discard``."""
+        with self._closed():
+            return super().discard(slots, quarantine)
+
+    def reset(self) -> None:
+        """See ``Tier.reset``."""
+        with self._closed():
+            super().reset()
+
+    def resize(self, slots: int) -> int:
+        """See ``BlockPool.resize``."""
+        with self._closed():
+            return super().resize(slots)
