@@ -107,6 +107,7 @@ void Tier::make_anonymous(Slot slot) {
     entry.children = entry.used_children = entry.busy_children = 0;
     entry.findable = entry.used = entry.busy = false;
     if (entry.state != SlotState::kReady) return;
+    entry.owner = 0;  // others may read it: no lease may give it another hash
     entry.state = SlotState::kWriting;
     --ready_;
     ++writing_;

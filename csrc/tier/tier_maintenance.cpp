@@ -126,7 +126,8 @@ std::vector<std::string> Tier::check_integrity() const {
     for (const FreeRuns::Run &run : free_.runs())
         for (Slot slot = run.first; slot < run.first + run.count; ++slot) ++listed[slot];
 
-    std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, unused = 0, evictable = 0, withheld = 0;
+    std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, unused = 0, evictable = 0, withheld = 0,
+                  quarantined = 0;
     std::uint64_t holds = 0;
     std::vector<std::uint32_t> of_tenant(tenants_.size());
     for (Slot slot = 0; slot < slots; ++slot) {
@@ -140,7 +141,8 @@ std::vector<std::string> Tier::check_integrity() const {
         findable += entry.findable;
         holds += entry.holds;
         withheld += entry.withheld;
-        expect(!entry.withheld || entry.holds, name + "withheld but not held");
+        quarantined += entry.quarantined;
+        expect(entry.holds >= entry.kept(), name + "withheld or quarantined but not held");
         expect(entry.pins == pins[slot], name + "pins differ from what the leases hold");
         expect(listed[slot] == (entry.state == SlotState::kFree ? 1u : 0u),
                name + "free list disagrees with state");
@@ -212,7 +214,8 @@ std::vector<std::string> Tier::check_integrity() const {
     expect(findable == index_.size(), "hash table and entries disagree");
     expect(!mirror_ || mirror_->size() == ready_, "mirror and entries disagree");
     expect(holds == holds_, "hold counter is wrong");
-    expect(withheld == withheld_, "counter of withheld slots is wrong");
+    expect(withheld == withheld_ && quarantined == quarantined_,
+           "counter of withheld or quarantined slots is wrong");
     expect(std::accumulate(pins.begin(), pins.end(), std::uint64_t{0}) == pins_, "pin counter is wrong");
     return broken;
 }

@@ -154,8 +154,11 @@ void Tier::quarantine(std::span<const Slot> slots) {
     std::lock_guard lock(mutex_);
     for (const Slot slot : slots) check_slot(slot);
     for (const Slot slot : slots) {
-        begin_hold(slot);
+        Entry &entry = entries_[slot];
+        if (entry.quarantined) continue;
+        entry.quarantined = true;
         ++quarantined_;
+        begin_hold(slot);
     }
 }
 
@@ -198,10 +201,13 @@ BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
     const std::vector<Slot> doomed = subtree(named);
     gone.reserve(doomed.size());
     for (const Slot slot : doomed) append(gone, slot);
-    if (quarantine) {
-        for (const Slot slot : named) ++entries_[slot].holds;
-        holds_ += named.size();
-        quarantined_ += static_cast<std::uint32_t>(named.size());
+    for (const Slot slot : named) {
+        Entry &entry = entries_[slot];
+        if (!quarantine || entry.quarantined) continue;
+        entry.quarantined = true;
+        ++entry.holds;
+        ++holds_;
+        ++quarantined_;
     }
     remove_subtrees(doomed);
     return gone;

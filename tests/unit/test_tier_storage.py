@@ -171,3 +171,19 @@ def test_a_discard_skips_blocks_whose_parent_never_arrived() -> None:
     assert tier.check_integrity() == []
     assert tier.complete(taken.slots[1:], np.ones(1, np.uint8), np.empty(0, np.uint64)).tolist() == [0]
     assert tier.stats().free == 6
+
+
+def test_only_the_tier_ends_the_hold_of_a_slot_out_of_use() -> None:
+    tier = _core.Tier(4)
+    restore(tier, path(0, 1, 2))
+    tier.withhold(slots([0]))
+    tier.quarantine(slots([1, 1]))
+    for slot in (0, 1):
+        with pytest.raises(ValueError, match="no copy out of it holds slot"):
+            tier.unhold(slots([slot]))
+        with pytest.raises(ValueError, match="no copy holds slot"):
+            tier.complete(slots([slot]), np.ones(1, np.uint8), np.ones(1, np.uint64))
+    tier.discard(slots([1]), True)
+    stats = tier.stats()
+    assert (stats.withheld, stats.quarantined, stats.holds) == (1, 1, 0)
+    assert tier.check_integrity() == []
