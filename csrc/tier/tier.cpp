@@ -264,7 +264,7 @@ void Tier::take_slots(std::uint32_t count, Reservation &out) {
     writing_ += count;
     for (const Slot slot : out.slots) {
         Entry &entry = entries_[slot];
-        const std::uint32_t generation = entry.generation + 1;
+        const std::uint32_t generation = std::max(entry.generation, least_generation_) + 1;
         entry = Entry{};
         entry.generation = generation;
         entry.state = SlotState::kWriting;

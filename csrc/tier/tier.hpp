@@ -362,7 +362,7 @@ class Tier {
     std::uint32_t quarantined_ = 0;  // slots out of use for good, each with a hold
     std::uint32_t withheld_ = 0;     // slots out of use for now, each with a hold
     std::uint32_t ready_ = 0;
-    std::uint32_t first_generation_ = 0;  // of slots added by a resize: above those of all removed slots
+    std::uint32_t least_generation_ = 0;  // later content of any slot has one above it
     mutable std::uint64_t lookups_ = 0;
     const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };

@@ -43,7 +43,6 @@ std::uint32_t Tier::resize(std::uint32_t slots) {
     digests_.resize(slots);
     order_->resize(slots);
     tenants_.resize(slots);
-    for (Slot slot = old; slot < slots; ++slot) entries_[slot].generation = first_generation_;
     free_.resize(slots);
     if (slots > old) free_.add(old, slots - old);
     return 0;
@@ -73,7 +72,7 @@ void Tier::evict_above(std::uint32_t slots) {
         evict(slot);
     }
     for (std::size_t slot = slots; slot < entries_.size(); ++slot)
-        first_generation_ = std::max(first_generation_, entries_[slot].generation);
+        least_generation_ = std::max(least_generation_, entries_[slot].generation);
 }
 
 void Tier::mirror(PresenceTable table) {

@@ -116,6 +116,10 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
     std::vector<std::uint8_t> restored(found.hashes.size(), 0);
     std::lock_guard lock(mutex_);
     check_tenants(found.tenants);
+    // A restored block may have an earlier generation than what its slot had since.
+    for (const Entry &entry : entries_) generation = std::max(generation, entry.generation);
+    for (const std::uint32_t each : found.generations) generation = std::max(generation, each);
+    least_generation_ = std::max(least_generation_, generation);
     for (const std::uint32_t i : forest.order) {
         const Slot slot = found.slots[i];
         const std::uint32_t above = forest.parents[i];
@@ -137,14 +141,9 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         make_ready(slot);
         restored[i] = 1;
     }
-    for (const std::uint32_t each : found.generations) generation = std::max(generation, each);
     free_.clear();
-    for (Slot slot = static_cast<Slot>(entries_.size()); slot-- > 0;) {
-        Entry &entry = entries_[slot];
-        if (entry.state != SlotState::kFree) continue;
-        entry.generation = std::max(entry.generation, generation);
-        free_.add(slot);
-    }
+    for (Slot slot = static_cast<Slot>(entries_.size()); slot-- > 0;)
+        if (entries_[slot].state == SlotState::kFree) free_.add(slot);
     for (const std::uint32_t i : order)
         if (restored[i]) unpin(found.slots[i]);
     return restored;

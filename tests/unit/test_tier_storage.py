@@ -92,6 +92,18 @@ def test_generations_continue_above_all_restored_ones() -> None:
     assert taken.generations.tolist() == [7]
 
 
+def test_a_restored_block_does_not_bring_back_generations_that_its_slot_had() -> None:
+    tier = _core.Tier(1)
+    lease = tier.open_lease()
+    for _ in range(20):
+        tier.reserve(lease, 1)
+        assert tier.release(lease)
+        lease = tier.open_lease()
+    assert restore(tier, path(0, 1)) == [1]
+    assert tier.node(0).generation == 5
+    assert tier.reserve(lease, 1).generations.tolist() == [21]
+
+
 def test_slots_in_use_and_out_of_range_are_left_out() -> None:
     tier = _core.Tier(4)
     lease = tier.open_lease()
