@@ -6,7 +6,7 @@ comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp)
 
-.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check nightly lint format stubs bench clean
+.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check nightly tsan asan fuzz soak lint format stubs bench clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -31,8 +31,53 @@ test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; ski
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs, a tenth of their seeds
 	FDCACHE_TEST_SEEDS=$${FDCACHE_TEST_SEEDS:-10} $(BIN)/pytest -n 2 --dist worksteal -m slow --timeout 1800 --durations 15
 
-nightly: $(VENV)/.installed-test  ## all seeds of the longer runs, and tests that take minutes each
+nightly: $(VENV)/.installed-test  ## all seeds of the longer runs, tests that take minutes each, sanitizers, fuzzer and soak
 	FDCACHE_TEST_SEEDS=100 $(BIN)/pytest -n 2 --dist worksteal -m 'slow or nightly' --timeout 3600
+	$(MAKE) tsan
+	$(MAKE) asan FUZZ_INPUTS=20000
+	$(MAKE) fuzz SECONDS=900
+	$(MAKE) soak
+
+# The C++ core without Python: CMake and Ninja are all it needs of the virtual environment.
+$(VENV)/.cmake: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt 'cmake' 'ninja'
+	touch $@
+
+FUZZ_INPUTS ?= 1000
+NATIVE_TOOLS := PATH="$(abspath $(BIN)):$$PATH"
+define build_native
+$(NATIVE_TOOLS) cmake -S tests/native -B build/$@ -G Ninja --log-level=WARNING -DSANITIZE=$(1) -DFUZZ_INPUTS=$(FUZZ_INPUTS)
+$(NATIVE_TOOLS) cmake --build build/$@
+endef
+
+tsan: $(VENV)/.cmake  ## the C++ tests under ThreadSanitizer
+	$(call build_native,thread)
+	$(NATIVE_TOOLS) ctest --test-dir build/$@ --output-on-failure -j 2
+
+asan: $(VENV)/.cmake  ## the C++ tests and the fuzz targets on FUZZ_INPUTS inputs under AddressSanitizer and UBSan
+	$(call build_native,address)
+	$(NATIVE_TOOLS) ctest --test-dir build/$@ --output-on-failure -j 2
+
+# Inputs that found new code are kept in build/corpus; an input that fails is written to build/fuzz.
+FUZZ_TARGETS := hash slab tier
+SECONDS ?= 60
+LIBFUZZER := echo 'extern "C" int LLVMFuzzerTestOneInput(const char *, unsigned long) { return 0; }' \
+	| clang++ -fsanitize=fuzzer -x c++ -o /dev/null -
+fuzz: export CXX = clang++
+fuzz: $(VENV)/.cmake  ## search inputs of the C++ API that fail, for SECONDS in all
+	@$(LIBFUZZER) 2> /dev/null || { echo "make fuzz needs clang++ with libFuzzer: apt-get install clang libclang-rt-dev" >&2; exit 1; }
+	$(call build_native,fuzz)
+	for target in $(FUZZ_TARGETS); do \
+		mkdir -p build/corpus/$$target && build/fuzz/fuzz_$$target -max_total_time=$$(( $(SECONDS) / 3 )) -len_control=0 \
+			-max_len=600 -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/$$target- \
+			build/corpus/$$target tests/native/corpus/$$target || exit 1; \
+	done
+
+SOAK_REQUESTS ?= 10000000
+SOAK_MINUTES ?= 60
+soak: $(VENV)/.installed-test  ## SOAK_REQUESTS requests in at most SOAK_MINUTES: memory stays flat, invariants hold
+	$(BIN)/python -m tests.soak --requests $(SOAK_REQUESTS) --minutes $(SOAK_MINUTES)
 
 # CUDA=cuda12 or CUDA=cuda13 installs CuPy too.
 test-gpu: $(VENV)/.installed-test$(if $(CUDA),$(comma)$(CUDA))  ## the tests that need a GPU; skipped with the reason where there is none

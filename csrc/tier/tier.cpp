@@ -119,6 +119,7 @@ void Tier::make_anonymous(Slot slot) {
     entry.children = entry.used_children = entry.busy_children = 0;
     entry.findable = entry.used = entry.busy = false;
     if (entry.state != SlotState::kReady) return;
+    entry.owner = 0;  // others may read it: no lease may give it another hash
     entry.state = SlotState::kWriting;
     --ready_;
     ++writing_;
@@ -299,7 +300,7 @@ void Tier::take_slots(std::uint32_t count, const Entry &fresh, std::vector<Slot>
         for (Slot slot = run.first; slot < run.first + run.count; ++slot) {
             table[next++] = slot;
             Entry &entry = entries_[slot];
-            const std::uint32_t generation = entry.generation + 1;
+            const std::uint32_t generation = std::max(entry.generation, least_generation_) + 1;
             entry = fresh;
             entry.generation = generation;
         }

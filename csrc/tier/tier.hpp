@@ -199,7 +199,7 @@ class Tier {
 
     // Turns anonymous slots of this lease that another process has filled into entries if they were `copied`,
     // parents first. The lease gives up all of them. Frees slots that were not copied, of a lease from before
-    // a reset, of a hash that is present, or without a READY parent.
+    // a reset, of a hash that is present, without a READY parent, or with pending children.
     //
     // `tenants`: of the blocks below the root (empty: tenant 0), inherited by the blocks below them. A tenant
     // at its limit evicts its own coldest leaf for each new block, or the block's slot is freed.
@@ -277,7 +277,7 @@ class Tier {
 
     struct alignas(64) Entry {
         std::uint64_t checksum = 0;
-        LeaseId owner = 0;  // the lease that reserved the slot; no other may commit it
+        LeaseId owner = 0;  // the lease that may commit the slot: it reserved it, and has not yet
         std::uint32_t generation = 0;
         Slot parent = kNoSlot;
         std::uint32_t children = 0;
@@ -294,6 +294,10 @@ class Tier {
         bool used : 1 = false;
         bool busy : 1 = false;
         bool withheld : 1 = false;
+        bool quarantined : 1 = false;
+
+        // Holds that no copy ends.
+        std::uint32_t kept() const { return std::uint32_t{withheld} + std::uint32_t{quarantined}; }
     };
     static_assert(sizeof(Entry) == 64, "one cache line");
 
@@ -400,7 +404,7 @@ class Tier {
     std::uint32_t quarantined_ = 0;  // slots out of use for good, each with a hold
     std::uint32_t withheld_ = 0;     // slots out of use for now, each with a hold
     std::uint32_t ready_ = 0;
-    std::uint32_t first_generation_ = 0;  // of slots added by a resize: above those of all removed slots
+    std::uint32_t least_generation_ = 0;  // later content of any slot has one above it
     mutable std::uint64_t lookups_ = 0;
     const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };

@@ -62,7 +62,8 @@ void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::
     }
 }
 
-// Checks that each slot has as many holds as `slots` names it. Only the end of the copy into a pending slot
+// Checks that each slot has as many holds of copies as `slots` names it. Only the end of the copy into a
+// pending slot
 // (`arriving`) may release its last hold, because nothing else completes it.
 void Tier::check_held(std::span<const Slot> slots, bool arriving) {
     std::size_t held = 0;
@@ -70,7 +71,7 @@ void Tier::check_held(std::span<const Slot> slots, bool arriving) {
         if (slots[held] >= entries_.size()) break;
         Entry &entry = entries_[slots[held]];
         const bool pending = entry.findable && entry.state == SlotState::kWriting;
-        if (entry.holds <= (pending && !arriving ? 1u : 0u)) break;
+        if (entry.holds <= entry.kept() + (pending && !arriving)) break;
         --entry.holds;
     }
     for (const Slot slot : slots.first(held)) ++entries_[slot].holds;

@@ -43,7 +43,6 @@ std::uint32_t Tier::resize(std::uint32_t slots) {
     digests_.resize(slots);
     order_->resize(slots);
     tenants_.resize(slots);
-    for (Slot slot = old; slot < slots; ++slot) entries_[slot].generation = first_generation_;
     free_.resize(slots);
     if (slots > old) free_.add(old, slots - old);
     return 0;
@@ -73,7 +72,7 @@ void Tier::evict_above(std::uint32_t slots) {
         evict(slot);
     }
     for (std::size_t slot = slots; slot < entries_.size(); ++slot)
-        first_generation_ = std::max(first_generation_, entries_[slot].generation);
+        least_generation_ = std::max(least_generation_, entries_[slot].generation);
 }
 
 void Tier::mirror(PresenceTable table) {
@@ -128,7 +127,8 @@ std::vector<std::string> Tier::check_integrity() const {
     for (const FreeRuns::Run &run : free_.runs())
         for (Slot slot = run.first; slot < run.first + run.count; ++slot) ++listed[slot];
 
-    std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, unused = 0, evictable = 0, withheld = 0;
+    std::uint32_t free = 0, writing = 0, ready = 0, findable = 0, unused = 0, evictable = 0, withheld = 0,
+                  quarantined = 0;
     std::uint64_t holds = 0;
     std::vector<std::uint32_t> of_tenant(tenants_.size());
     for (Slot slot = 0; slot < slots; ++slot) {
@@ -142,7 +142,8 @@ std::vector<std::string> Tier::check_integrity() const {
         findable += entry.findable;
         holds += entry.holds;
         withheld += entry.withheld;
-        expect(!entry.withheld || entry.holds, name + "withheld but not held");
+        quarantined += entry.quarantined;
+        expect(entry.holds >= entry.kept(), name + "withheld or quarantined but not held");
         expect(entry.pins == pins[slot], name + "pins differ from what the leases hold");
         expect(listed[slot] == (entry.state == SlotState::kFree ? 1u : 0u),
                name + "free list disagrees with state");
@@ -214,7 +215,8 @@ std::vector<std::string> Tier::check_integrity() const {
     expect(findable == index_.size(), "hash table and entries disagree");
     expect(!mirror_ || mirror_->size() == ready_, "mirror and entries disagree");
     expect(holds == holds_, "hold counter is wrong");
-    expect(withheld == withheld_, "counter of withheld slots is wrong");
+    expect(withheld == withheld_ && quarantined == quarantined_,
+           "counter of withheld or quarantined slots is wrong");
     expect(std::accumulate(pins.begin(), pins.end(), std::uint64_t{0}) == pins_, "pin counter is wrong");
     return broken;
 }

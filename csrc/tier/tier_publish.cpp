@@ -20,7 +20,8 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
     const std::uint32_t now = now_ms();
     std::vector<PublishStatus> status(slots.size(), PublishStatus::kDropped);
     for (std::size_t i = 0; i < slots.size(); ++i) {
-        if (!copied[i] || !current) continue;
+        // Pending children of a failed copy belong to the block that was copied.
+        if (!copied[i] || !current || entries_[slots[i]].children) continue;
         const Slot parent = resolve_parent(parents[i]);
         const Tenant tenant = parent < kRoot ? tenants_.of(parent) : tenants.empty() ? 0 : tenants[i];
         if (index_.find(hashes[i]) != kNoSlot) {
@@ -40,7 +41,10 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
     // block.
     for (std::size_t first = 0, last = 0; first < slots.size(); first = last) {
         for (++last; last < slots.size() && parents[last] == hashes[last - 1];) ++last;
-        for (std::size_t i = last; i-- > first;) unpin(slots[i]);
+        for (std::size_t i = last; i-- > first;) {
+            entries_[slots[i]].owner = 0;
+            unpin(slots[i]);
+        }
     }
     const std::unordered_set<Slot> gone(slots.begin(), slots.end());
     std::erase_if(lease.slots, [&gone](Slot slot) { return gone.contains(slot); });

@@ -117,6 +117,10 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
     std::lock_guard lock(mutex_);
     check_tenants(found.tenants);
     const std::uint32_t now = now_ms();
+    // A restored block may have an earlier generation than what its slot had since.
+    for (const Entry &entry : entries_) generation = std::max(generation, entry.generation);
+    for (const std::uint32_t each : found.generations) generation = std::max(generation, each);
+    least_generation_ = std::max(least_generation_, generation);
     for (const std::uint32_t i : forest.order) {
         const Slot slot = found.slots[i];
         const std::uint32_t above = forest.parents[i];
@@ -138,14 +142,9 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         make_ready(slot, now);
         restored[i] = 1;
     }
-    for (const std::uint32_t each : found.generations) generation = std::max(generation, each);
     free_.clear();
-    for (Slot slot = static_cast<Slot>(entries_.size()); slot-- > 0;) {
-        Entry &entry = entries_[slot];
-        if (entry.state != SlotState::kFree) continue;
-        entry.generation = std::max(entry.generation, generation);
-        free_.add(slot);
-    }
+    for (Slot slot = static_cast<Slot>(entries_.size()); slot-- > 0;)
+        if (entries_[slot].state == SlotState::kFree) free_.add(slot);
     for (const std::uint32_t i : order)
         if (restored[i]) unpin(found.slots[i]);
     return restored;
@@ -155,8 +154,11 @@ void Tier::quarantine(std::span<const Slot> slots) {
     std::lock_guard lock(mutex_);
     for (const Slot slot : slots) check_slot(slot);
     for (const Slot slot : slots) {
-        begin_hold(slot);
+        Entry &entry = entries_[slot];
+        if (entry.quarantined) continue;
+        entry.quarantined = true;
         ++quarantined_;
+        begin_hold(slot);
     }
 }
 
@@ -199,10 +201,13 @@ BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
     const std::vector<Slot> doomed = subtree(named);
     gone.make_room(doomed.size());
     for (const Slot slot : doomed) append(gone, slot);
-    if (quarantine) {
-        for (const Slot slot : named) ++entries_[slot].holds;
-        holds_ += named.size();
-        quarantined_ += static_cast<std::uint32_t>(named.size());
+    for (const Slot slot : named) {
+        Entry &entry = entries_[slot];
+        if (!quarantine || entry.quarantined) continue;
+        entry.quarantined = true;
+        ++entry.holds;
+        ++holds_;
+        ++quarantined_;
     }
     remove_subtrees(doomed);
     return gone;

@@ -2,8 +2,6 @@
 
 #include <array>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -27,12 +25,6 @@ BlockPair block_pair(SlotPair pair) {
 }
 
 }  // namespace
-
-void expect(bool holds, const std::string &otherwise) {
-    if (holds) return;
-    std::fprintf(stderr, "%s\n", otherwise.c_str());
-    std::_Exit(EXIT_FAILURE);
-}
 
 void await(const EventPtr &event, const std::string &name) {
     using Clock = std::chrono::steady_clock;

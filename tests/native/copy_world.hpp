@@ -9,6 +9,7 @@
 
 #include "cuda/submitter.hpp"
 #include "cuda/swap.hpp"
+#include "native/checks.hpp"
 #include "native/stand_in_kernels.hpp"
 #include "native/stand_in_streams.hpp"
 
@@ -27,8 +28,8 @@ inline constexpr std::size_t kRecordBytes = kPlanes * kPlaneBytes;
 inline const std::vector<PlaneRange> kGroups{{0, 1}, {1, 2}, {2, kPlanes}};
 inline const std::vector<PlaneRange> kWhole{{0, kPlanes}};
 
-// Ends the process with a message unless the condition holds: a hanging thread cannot be stopped otherwise.
-void expect(bool holds, const std::string &otherwise);
+using tests::expect;
+
 // Waits for the event; ends the process after a timeout.
 void await(const EventPtr &event, const std::string &name);
 

@@ -1,11 +1,6 @@
-// Submission of block copies to a GPU's streams, on the stand-in driver. The argument names the case; without
-// one, lists all cases.
+// Submission of block copies to a GPU's streams, on the stand-in driver.
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
-#include <map>
 #include <optional>
 #include <string>
 #include <thread>
@@ -229,7 +224,7 @@ void close_with_work_left() {
     loads.world.expect_loaded(late);
 }
 
-const std::map<std::string, std::function<void()>> kCases{
+const tests::Cases kCases{
     {"last-writer-direct", [] { run_mixed_copies(cuda::SwapChoice::kDirect); }},
     {"last-writer-staged", [] { run_mixed_copies(cuda::SwapChoice::kStaged); }},
     {"last-writer-kernel", [] { run_mixed_copies(cuda::SwapChoice::kKernel); }},
@@ -254,13 +249,5 @@ const std::map<std::string, std::function<void()>> kCases{
 }  // namespace fdcache::stand_in
 
 int main(int count, char **arguments) {
-    using namespace fdcache::stand_in;
-    if (count < 2) {
-        for (const auto &[name, run] : kCases) std::puts(name.c_str());
-        return EXIT_SUCCESS;
-    }
-    const auto found = kCases.find(arguments[1]);
-    expect(found != kCases.end(), std::string("there is no case ") + arguments[1]);
-    found->second();
-    return EXIT_SUCCESS;
+    return fdcache::tests::run_cases(fdcache::stand_in::kCases, count, arguments);
 }

@@ -75,6 +75,41 @@ class TestPublish:
         assert tier.stats().writing == 2
         assert publish(tier, lease, slots, [ROOT, digest(1)], [digest(1), digest(2)]) == [0, 0]
 
+    def test_slots_given_up_cannot_be_published_again(self) -> None:
+        tier, lease, slots = stocked(4, 1)
+        tier.hold(np.array(slots, np.int32))
+        assert publish(tier, lease, slots, [ROOT], [digest(1)], "0") == [3]
+        with pytest.raises(ValueError, match="not one that this lease reserved"):
+            publish(tier, lease, slots, [ROOT], [digest(1)])
+        assert tier.check_integrity() == []
+
+    def test_an_entry_that_was_dropped_gets_no_other_hash_while_others_read_it(self) -> None:
+        tier, lease, slots = stocked(4, 1)
+        a, b = digest(1), digest(2)
+        tier.commit(lease, ROOT, rows(a), np.array(slots, np.int32))
+        reader = tier.open_lease()
+        for each in (reader, lease):
+            tier.match(each, rows(a))
+        tier.drop(rows(a))
+        with pytest.raises(ValueError, match="not one that this lease reserved"):
+            publish(tier, lease, slots, [ROOT], [b])
+        with pytest.raises(ValueError, match="not one that this lease reserved"):
+            tier.commit(lease, ROOT, rows(b), np.array(slots, np.int32))
+        assert tier.contains(rows(b)).tolist() == [0]
+        assert tier.check_integrity() == []
+
+    def test_children_of_a_failed_copy_do_not_move_below_another_block(self) -> None:
+        tier = Tier(4)
+        lease = tier.open_lease()
+        a, b, other = digest(1), digest(2), digest(3)
+        slots = tier.reserve_copies(lease, rows(ROOT, a), rows(a, b)).slots
+        zero, one, sums = np.zeros(1, np.uint8), np.ones(1, np.uint8), np.zeros(1, np.uint64)
+        tier.complete(slots[:1], zero, sums)
+        assert publish(tier, lease, slots[:1].tolist(), [ROOT], [other]) == [3]
+        assert tier.complete(slots[1:], one, sums).tolist() == [0]
+        assert tier.contains(rows(a, b, other)).tolist() == [0, 0, 0]
+        assert tier.check_integrity() == []
+
 
 class TestRestore:
     def restore(self, tier: Tier, found: list[tuple[int, int, bytes, bytes]], generation: int) -> list[int]:

@@ -92,6 +92,18 @@ def test_generations_continue_above_all_restored_ones() -> None:
     assert taken.generations.tolist() == [7]
 
 
+def test_a_restored_block_does_not_bring_back_generations_that_its_slot_had() -> None:
+    tier = _core.Tier(1)
+    lease = tier.open_lease()
+    for _ in range(20):
+        tier.reserve(lease, 1)
+        assert tier.release(lease)
+        lease = tier.open_lease()
+    assert restore(tier, path(0, 1)) == [1]
+    assert tier.node(0).generation == 5
+    assert tier.reserve(lease, 1).generations.tolist() == [21]
+
+
 def test_slots_in_use_and_out_of_range_are_left_out() -> None:
     tier = _core.Tier(4)
     lease = tier.open_lease()
@@ -171,3 +183,19 @@ def test_a_discard_skips_blocks_whose_parent_never_arrived() -> None:
     assert tier.check_integrity() == []
     assert tier.complete(taken.slots[1:], np.ones(1, np.uint8), np.empty(0, np.uint64)).tolist() == [0]
     assert tier.stats().free == 6
+
+
+def test_only_the_tier_ends_the_hold_of_a_slot_out_of_use() -> None:
+    tier = _core.Tier(4)
+    restore(tier, path(0, 1, 2))
+    tier.withhold(slots([0]))
+    tier.quarantine(slots([1, 1]))
+    for slot in (0, 1):
+        with pytest.raises(ValueError, match="no copy out of it holds slot"):
+            tier.unhold(slots([slot]))
+        with pytest.raises(ValueError, match="no copy holds slot"):
+            tier.complete(slots([slot]), np.ones(1, np.uint8), np.ones(1, np.uint64))
+    tier.discard(slots([1]), True)
+    stats = tier.stats()
+    assert (stats.withheld, stats.quarantined, stats.holds) == (1, 1, 0)
+    assert tier.check_integrity() == []

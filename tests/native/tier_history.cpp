@@ -1,0 +1,614 @@
+#include "native/tier_history.hpp"
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "native/bytes.hpp"
+#include "native/checks.hpp"
+#include "native/tier_model.hpp"
+
+namespace fdcache::tests {
+namespace {
+
+using Digests = std::vector<Digest>;
+using Slots = std::vector<Slot>;
+
+// Blocks are numbered: two binary trees of four levels.
+constexpr std::uint32_t kTree = 16;
+constexpr std::uint32_t kBlocks = 2 * kTree;
+constexpr std::size_t kMostLeases = 8;
+constexpr int kMostSteps = 150;
+
+bool is_block(std::uint32_t number) {
+    return number % kTree != 0;
+}
+
+// All hashes of the second tree share the word that places them in a table.
+Digest digest(std::uint32_t number) {
+    Digest made;
+    std::uint64_t word = number * 0x9E3779B97F4A7C15u;
+    for (std::size_t i = 0; i < made.bytes.size(); ++i) {
+        word ^= word >> 29;
+        word *= 0xBF58476D1CE4E5B9u;
+        made.bytes[i] = static_cast<std::uint8_t>(word >> 56);
+        if (number > kTree && i < 8) made.bytes[i] = 7;
+    }
+    return made;
+}
+
+const Digests &digests() {
+    static const Digests all = [] {
+        Digests made(kBlocks);
+        for (std::uint32_t number = 0; number < kBlocks; ++number)
+            if (is_block(number)) made[number] = digest(number);
+        return made;
+    }();
+    return all;
+}
+
+std::uint32_t parent_of(std::uint32_t number) {
+    return number / kTree * kTree + number % kTree / 2;
+}
+
+class TierHistory {
+  public:
+    explicit TierHistory(std::span<const std::uint8_t> bytes)
+        : bytes_(bytes),
+          size_(2 + bytes_.below(11)),
+          spare_(bytes_.pick(std::array{0.0, 0.2, 0.5})),
+          tier_(size_, "lru", bytes_.pick(std::array{0u, 1u, 3u}), spare_),
+          model_(size_, spare_),
+          table_(64 * PresenceTable::kBucketTags),
+          presence_(table_.data(), table_.size() * sizeof table_[0]) {
+        const std::size_t events = bytes_.pick(std::array{0u, 1u, 5u, 1000u});
+        tier_.record_events(events);
+        model_.record_events(events);
+        if (bytes_.below(2)) mirror();
+        if (bytes_.below(3) == 2)
+            for (const Tenant tenant : {0u, 1u, 2u}) set_tenant_limit(tenant, 1 + bytes_.below(6));
+        open_lease();
+    }
+
+    void run() {
+        for (int i = 0; i < kMostSteps && !bytes_.empty(); ++i) {
+            step();
+            compare();
+        }
+    }
+
+  private:
+    // Arguments are drawn in statements of their own: the order in which a call evaluates them is not
+    // defined.
+    void step() {
+        static constexpr std::array kActs{
+            &TierHistory::open_lease,
+            &TierHistory::release_some,
+            &TierHistory::match_path,
+            &TierHistory::match_anything,
+            &TierHistory::reserve,
+            &TierHistory::commit_own,
+            &TierHistory::commit_anything,
+            &TierHistory::publish_own,
+            &TierHistory::publish_anything,
+            &TierHistory::compute,
+            &TierHistory::copy_path_in,
+            &TierHistory::copy_anything_in,
+            &TierHistory::complete_some,
+            &TierHistory::complete_anything,
+            &TierHistory::hold,
+            &TierHistory::unhold,
+            &TierHistory::drop,
+            &TierHistory::discard,
+            &TierHistory::quarantine,
+            &TierHistory::withhold,
+            &TierHistory::give_back,
+            &TierHistory::reset,
+            &TierHistory::resize,
+            &TierHistory::restore,
+            &TierHistory::take_events,
+            &TierHistory::mirror,
+            &TierHistory::limit_tenant,
+            &TierHistory::look_up,
+        };
+        (this->*bytes_.pick(kActs))();
+    }
+
+    // --- choices
+
+    std::uint32_t block() {
+        const std::uint32_t number = bytes_.below(kBlocks);
+        return is_block(number) ? number : number + 1;
+    }
+
+    Digests path(std::uint32_t number) {
+        Digests up;
+        for (; is_block(number); number = parent_of(number)) up.push_back(digests()[number]);
+        return {up.rbegin(), up.rend()};
+    }
+
+    static Digests above(const Digests &path) {
+        Digests parents(path.size());
+        std::copy(path.begin(), path.end() - 1, parents.begin() + 1);
+        return parents;
+    }
+
+    // Rarely the hash that stands for the root.
+    Digest some_hash() { return digests()[bytes_.one_in(16) ? 0 : block()]; }
+
+    Digests some_hashes() {
+        Digests chosen(bytes_.below(5));
+        for (Digest &each : chosen) each = some_hash();
+        return chosen;
+    }
+
+    Slots some_of(const Slots &from, std::size_t most) {
+        Slots chosen(from.empty() ? 0 : bytes_.below(most + 1));
+        for (Slot &slot : chosen) slot = bytes_.pick(from);
+        return chosen;
+    }
+
+    // Rarely slots out of range.
+    Slots some_slots() {
+        Slots chosen(bytes_.below(5));
+        for (Slot &slot : chosen) slot = bytes_.one_in(32) ? kNoSlot : bytes_.below(14);
+        return chosen;
+    }
+
+    Slots used_slots() {
+        Slots used;
+        for (const auto &[slot, block] : model_.used()) used.push_back(slot);
+        return some_of(used, 3);
+    }
+
+    // Slots of copies, one for each, parents first.
+    Slots copies() const {
+        Slots copied;
+        for (const auto &[slot, block] : model_.used()) copied.insert(copied.end(), block.copies, slot);
+        std::ranges::stable_sort(copied, {}, [this](Slot slot) { return model_.path(slot).size(); });
+        return copied;
+    }
+
+    Slots anonymous(LeaseId lease) const {
+        Slots own;
+        for (const auto &[slot, block] : model_.used())
+            if (block.owner == lease && !block.findable()) own.push_back(slot);
+        return own;
+    }
+
+    // An open lease, rarely one that is unknown.
+    LeaseId lease() {
+        const std::vector<LeaseId> open = model_.leases();
+        return open.empty() || bytes_.one_in(32) ? 1 : bytes_.pick(open);
+    }
+
+    // --- the same on tier and model
+
+    // Returns the tier's answer, or nothing if it refused. Then the model has to refuse, too.
+    template <typename Act, typename Expect>
+    auto both(Act act, Expect expected) -> std::optional<decltype(act())> {
+        std::optional<decltype(act())> answer;
+        try {
+            answer = act();
+        } catch (const StaleLease &) {
+        } catch (const std::out_of_range &) {
+        } catch (const std::invalid_argument &) {
+        }
+        bool refused = false;
+        try {
+            if (answer) {
+                expect(expected(*answer), "another answer than the model's");
+            } else {
+                decltype(act()) none{};
+                expected(none);
+            }
+        } catch (const Refused &) {
+            refused = true;
+        }
+        expect(refused == !answer, refused ? "the tier does not refuse it" : "the tier refuses it");
+        return answer;
+    }
+
+    template <typename Act, typename Expect>
+    void both_do(Act act, Expect expected) {
+        both(
+            [&] {
+                act();
+                return 0;
+            },
+            [&](int) {
+                expected();
+                return true;
+            });
+    }
+
+    void open_lease() {
+        if (model_.leases().size() >= kMostLeases) release(model_.leases().front());
+        expect(tier_.open_lease() == model_.open_lease(), "another lease");
+    }
+
+    void release(LeaseId lease) { expect(tier_.release(lease) == model_.release(lease), "release"); }
+    void release_some() { release(lease()); }
+
+    void match_path() {
+        const LeaseId own = lease();
+        const Digests wanted = path(block());
+        match(own, wanted, bytes_.pick(std::array{0, 0, 0, 1, 2, 9}));
+    }
+    void match_anything() {
+        const LeaseId own = lease();
+        const Digests wanted = some_hashes();
+        match(own, wanted, bytes_.below(3));
+    }
+
+    std::size_t match(LeaseId lease, const Digests &hashes, std::size_t start) {
+        const std::size_t known = bytes_.below(3);
+        const bool exact = model_.is_exact(hashes, start);
+        if (!exact) return match_no_path(lease, hashes, start, known);
+        const auto run = both([&] { return tier_.match(lease, hashes, start, known); },
+                              [&](const MatchRun &run) {
+                                  return run.slots == model_.match(lease, hashes, start, known) &&
+                                         check_run(run, hashes, start);
+                              });
+        return run ? run->slots.size() : 0;
+    }
+
+    // The tier may refuse hashes that are no path, and may not return a block with another hash.
+    std::size_t match_no_path(LeaseId lease, const Digests &hashes, std::size_t start, std::size_t known) {
+        try {
+            const MatchRun run = tier_.match(lease, hashes, start, known);
+            for (std::size_t i = 0; i < run.slots.size(); ++i)
+                expect(model_.find_ready(hashes[start + i]) == run.slots[i], "a match has another hash");
+            model_.adopt_match(lease, run.slots, start, known);
+            check_run(run, hashes, start);
+            return run.slots.size();
+        } catch (const StaleLease &) {
+        } catch (const std::invalid_argument &) {
+        }
+        return 0;
+    }
+
+    bool check_run(const MatchRun &run, const Digests &hashes, std::size_t start) const {
+        for (std::size_t i = 0; i < run.slots.size(); ++i) {
+            const TierModel::Block &block = model_.used().at(run.slots[i]);
+            expect(run.generations[i] == block.generation && run.hits[i] == block.hits, "a match's figures");
+        }
+        const std::size_t end = start + run.slots.size();
+        const bool pending = end < hashes.size() && model_.presence(hashes[end]) == Presence::kPending;
+        return run.pending == pending;
+    }
+
+    // The slots, generations, hashes, parents and hits of a listing.
+    void check_list(const BlockList &list, const Slots &slots) const {
+        expect(list.slots == slots, "another listing than the model's");
+        for (std::size_t i = 0; i < slots.size(); ++i) {
+            const TierModel::Block &block = model_.used().at(slots[i]);
+            expect(list.generations[i] == block.generation && list.hashes[i] == block.hash &&
+                       list.parents[i] == block.parent_hash && list.hits[i] == block.hits,
+                   "a listing is wrong");
+        }
+    }
+
+    void reserve() {
+        const LeaseId own = lease();
+        reserve_for(own, bytes_.below(5));
+    }
+
+    void reserve_for(LeaseId lease, std::uint32_t count) {
+        both([&] { return tier_.reserve(lease, count); },
+             [&](const Reservation &taken) { return taken.missing == model_.reserve(lease, count, taken); });
+    }
+
+    void commit(LeaseId lease, const Digest &parent, Digests hashes, Slots slots) {
+        const std::size_t count = std::min(hashes.size(), slots.size());
+        hashes.resize(count);
+        slots.resize(count);
+        both([&] { return tier_.commit(lease, parent, hashes, slots); },
+             [&](const std::vector<CommitStatus> &status) {
+                 return status == model_.commit(lease, parent, hashes, slots);
+             });
+    }
+
+    void commit_anything() {
+        const LeaseId own = lease();
+        const Digest parent = some_hash();
+        const Digests hashes = some_hashes();
+        commit(own, parent, hashes, some_slots());
+    }
+
+    void commit_own() {
+        const LeaseId owner = lease();
+        Digests wanted = path(block());
+        const std::size_t depth = bytes_.below(wanted.size());
+        const Digest parent = depth ? wanted[depth - 1] : Digest{};
+        wanted.erase(wanted.begin(), wanted.begin() + static_cast<std::ptrdiff_t>(depth));
+        commit(owner, parent, wanted, anonymous(owner));
+    }
+
+    // A request from its match to its commit, and perhaps to its end.
+    void compute() {
+        open_lease();
+        const LeaseId own = model_.leases().back();
+        const Digests wanted = path(block());
+        const std::size_t found = bytes_.one_in(4) ? 0 : match(own, wanted, 0);
+        reserve_for(own, static_cast<std::uint32_t>(wanted.size() - found) + bytes_.below(2));
+        const auto first = wanted.begin() + static_cast<std::ptrdiff_t>(found);
+        commit(own, found ? wanted[found - 1] : Digest{}, {first, wanted.end()}, anonymous(own));
+        if (!bytes_.one_in(3)) release(own);
+    }
+
+    void publish(LeaseId lease, Digests parents, Digests hashes, Slots slots) {
+        const std::size_t count = std::min(hashes.size(), slots.size());
+        parents.resize(count);
+        hashes.resize(count);
+        slots.resize(count);
+        std::vector<std::uint8_t> copied(count);
+        std::vector<std::uint64_t> checksums(count);
+        std::vector<Tenant> tenants(model_.limits().empty() && !bytes_.one_in(16) ? 0 : count);
+        for (std::size_t i = 0; i < count; ++i) {
+            copied[i] = !bytes_.one_in(4);
+            checksums[i] = bytes_.next();
+        }
+        const Tenant tenant = bytes_.below(4);
+        std::ranges::fill(tenants, tenant);
+        both([&] { return tier_.publish(lease, parents, hashes, slots, copied, checksums, tenants); },
+             [&](const std::vector<PublishStatus> &status) {
+                 return status == model_.publish(lease, parents, hashes, slots, copied, checksums, tenants);
+             });
+    }
+
+    void publish_own() {
+        const LeaseId owner = lease();
+        const Digests wanted = path(block());
+        publish(owner, above(wanted), wanted, anonymous(owner));
+    }
+
+    void publish_anything() {
+        const LeaseId own = lease();
+        const Digests hashes = some_hashes();
+        Digests parents(hashes.size());
+        for (Digest &each : parents) each = some_hash();
+        publish(own, parents, hashes, some_slots());
+    }
+
+    void copy_in(LeaseId lease, const Digests &parents, const Digests &hashes) {
+        both([&] { return tier_.reserve_copies(lease, parents, hashes); },
+             [&](const CopyReservation &taken) {
+                 std::vector<ReserveStatus> status;
+                 const std::uint32_t missing = model_.reserve_copies(lease, parents, hashes, taken, status);
+                 return taken.missing == missing && taken.status == status;
+             });
+    }
+
+    // Lease 0 is none.
+    LeaseId lease_or_none() { return bytes_.one_in(4) ? 0 : lease(); }
+
+    void copy_path_in() {
+        const Digests wanted = path(block());
+        copy_in(lease_or_none(), above(wanted), wanted);
+    }
+
+    void copy_anything_in() {
+        const Digests hashes = some_hashes();
+        Digests parents(hashes.size());
+        for (Digest &each : parents) each = some_hash();
+        copy_in(lease_or_none(), parents, hashes);
+    }
+
+    void complete_some() {
+        Slots held = copies();
+        held.resize(std::min<std::size_t>(held.size(), bytes_.below(6)));
+        complete(held);
+    }
+
+    void complete_anything() { complete(some_slots()); }
+
+    void complete(const Slots &slots) {
+        std::vector<std::uint8_t> copied(slots.size());
+        std::vector<std::uint64_t> checksums(bytes_.below(2) ? slots.size() : 0);
+        for (auto &each : copied) each = !bytes_.one_in(4);
+        for (auto &each : checksums) each = bytes_.next();
+        both([&] { return tier_.complete(slots, copied, checksums); },
+             [&](const std::vector<std::uint8_t> &ready) {
+                 return ready == model_.complete(slots, copied, checksums);
+             });
+    }
+
+    void hold() {
+        const Slots slots = bytes_.below(2) ? used_slots() : some_slots();
+        both_do([&] { tier_.hold(slots); }, [&] { model_.hold(slots); });
+    }
+    void unhold() {
+        const Slots slots = bytes_.below(2) ? some_of(copies(), 3) : some_slots();
+        both_do([&] { tier_.unhold(slots); }, [&] { model_.unhold(slots); });
+    }
+    void quarantine() {
+        const Slots slots = used_slots();
+        both_do([&] { tier_.quarantine(slots); }, [&] { model_.quarantine(slots); });
+    }
+    void withhold() {
+        const Slots slots = used_slots();
+        both_do([&] { tier_.withhold(slots); }, [&] { model_.withhold(slots); });
+    }
+    void give_back() {
+        const Slots slots = some_slots();
+        both_do([&] { tier_.give_back(slots); }, [&] { model_.give_back(slots); });
+    }
+
+    void drop() {
+        const Digests hashes = some_hashes();
+        expect(tier_.drop(hashes) == model_.drop(hashes), "another number of blocks is dropped");
+    }
+
+    void discard() {
+        const Slots slots = some_slots();
+        const bool quarantine = bytes_.one_in(3);
+        both([&] { return tier_.discard(slots, quarantine); },
+             [&](const BlockList &gone) { return gone.slots == model_.discard(slots, quarantine); });
+    }
+
+    void reset() {
+        tier_.reset();
+        model_.reset();
+    }
+
+    void resize() {
+        const std::uint32_t slots = bytes_.below(13);
+        both([&] { return tier_.resize(slots); },
+             [&](std::uint32_t standing) { return standing == model_.resize(slots); });
+    }
+
+    // A scan has each slot once; a hash may be in several.
+    void restore() {
+        Slots slots;
+        std::vector<std::uint32_t> generations;
+        Digests parents, hashes;
+        std::vector<std::uint64_t> checksums, times;
+        const bool with_times = bytes_.below(2);
+        for (Slot slot = 0; slot < model_.slots() + 1; ++slot) {
+            if (bytes_.below(2)) continue;
+            const std::uint32_t number = block();
+            slots.push_back(slot);
+            generations.push_back(1 + bytes_.below(40));
+            hashes.push_back(digests()[number]);
+            parents.push_back(bytes_.one_in(16) ? some_hash() : digests()[parent_of(number)]);
+            checksums.push_back(bytes_.next());
+            if (with_times) times.push_back(bytes_.below(8));
+        }
+        const std::vector<Tenant> tenants(model_.limits().empty() ? 0 : slots.size(), bytes_.below(3));
+        const FoundEntries found{slots, generations, hashes, parents, checksums, times, tenants};
+        const std::uint32_t generation = bytes_.below(50);
+        both([&] { return tier_.restore(found, generation); },
+             [&](const std::vector<std::uint8_t> &restored) {
+                 return restored == model_.restore(found, generation);
+             });
+    }
+
+    void mirror() {
+        tier_.mirror(presence_);
+        mirrored_ = true;
+    }
+
+    void limit_tenant() {
+        const Tenant tenant = bytes_.below(3);
+        set_tenant_limit(tenant, bytes_.below(7));
+    }
+
+    void set_tenant_limit(Tenant tenant, std::uint32_t most) {
+        both_do([&] { tier_.set_tenant_limit(tenant, most); },
+                [&] { model_.set_tenant_limit(tenant, most); });
+    }
+
+    void take_events() {
+        const std::vector<TierEvent> events = tier_.take_events(), expected = model_.take_events();
+        const auto same = [](const TierEvent &one, const TierEvent &other) {
+            return one.kind == other.kind && one.hash == other.hash && one.parent == other.parent;
+        };
+        expect(std::ranges::equal(events, expected, same), "other events than the model's");
+    }
+
+    void look_up() {
+        const Digests hashes = some_hashes();
+        Slots found;
+        for (const Digest &hash : hashes)
+            if (model_.find_ready(hash) != kNoSlot) found.push_back(model_.find_ready(hash));
+        check_list(tier_.find(hashes), found);
+        const Slots slots = bytes_.one_in(4) ? some_slots() : used_slots();
+        const std::uint32_t levels = bytes_.pick(std::array{0u, 1u, 2u, 100u});
+        both([&] { return tier_.ancestry(slots, levels); },
+             [&](const BlockList &list) {
+                 check_list(list, model_.ancestry(slots, levels));
+                 return true;
+             });
+        Slots ready;
+        for (const auto &[slot, block] : model_.used())
+            if (block.ready) ready.push_back(slot);
+        check_list(tier_.idle(0, nullptr), ready);
+        check_list(tier_.starting_with({}), ready);
+        std::uint32_t hits = UINT32_MAX;
+        for (const std::uint32_t each : tier_.hottest(100).hits)
+            expect(each <= std::exchange(hits, each), "hottest");
+    }
+
+    // --- after every operation
+
+    void compare() const {
+        for (const std::string &broken : tier_.check_integrity()) fail(broken.c_str());
+        compare_figures();
+        const Slots order = model_.eviction_order();
+        check_list(tier_.coldest(UINT32_MAX), order);
+        for (Slot slot = 0; slot < model_.slots(); ++slot) compare_slot(slot);
+        const std::vector<Presence> presence = tier_.contains(digests());
+        for (std::uint32_t number = 0; number < kBlocks; ++number) {
+            if (!is_block(number)) continue;
+            const Digest &hash = digests()[number];
+            expect(presence[number] == model_.presence(hash), "another presence");
+            expect(!mirrored_ || presence_.holds(hash) == (presence[number] == Presence::kReady),
+                   "another presence in the mirror");
+        }
+        const std::vector<std::uint32_t> entries = tier_.tenant_entries();
+        expect(entries.size() == model_.limits().size(), "number of tenants");
+        for (Tenant tenant = 0; tenant < entries.size(); ++tenant)
+            expect(entries[tenant] == model_.entries(tenant), "entries of a tenant");
+    }
+
+    void compare_figures() const {
+        const TierStats stats = tier_.stats();
+        std::uint32_t ready = 0, pending = 0;
+        std::uint64_t pins = 0, copies = 0;
+        for (const auto &[slot, block] : model_.used()) {
+            ready += block.ready;
+            pending += block.findable() && !block.ready;
+            pins += model_.pins(slot);
+            copies += block.copies;
+        }
+        const auto evictable = static_cast<std::uint32_t>(model_.eviction_order().size());
+        expect(stats.slots == model_.slots() && stats.free == model_.free() && stats.ready == ready &&
+                   stats.writing == model_.used().size() - ready && stats.pending == pending,
+               "numbers of slots by state");
+        expect(stats.evictable == evictable && tier_.available() == model_.free() + evictable,
+               "number of evictable slots");
+        expect(stats.pins == pins && stats.holds == copies && stats.leases == model_.leases().size(),
+               "number of pins, holds or leases");
+        expect(stats.epoch == model_.epoch() && stats.evictions == model_.evictions(), "epoch or evictions");
+    }
+
+    void compare_slot(Slot slot) const {
+        const NodeView node = tier_.node(slot);
+        const auto used = model_.used().find(slot);
+        if (used == model_.used().end()) {
+            expect(node.state == SlotState::kFree && !node.findable, "a free slot is in use");
+            return;
+        }
+        const TierModel::Block &block = used->second;
+        expect(node.state == (block.ready ? SlotState::kReady : SlotState::kWriting), "the state of a slot");
+        expect(node.findable == block.findable() && node.hash == block.hash, "the hash of a slot");
+        expect(node.generation == block.generation && node.pins == model_.pins(slot), "the pins of a slot");
+        expect(node.holds == block.holds() && node.children == model_.children(slot), "the holds of a slot");
+        expect(node.parent == (block.parent == TierModel::kRoot ? kNoSlot : block.parent), "a parent");
+        if (!block.ready) return;
+        expect(node.hits == block.hits && node.checksum == block.checksum, "the hits of an entry");
+        expect(node.depth + 1 == model_.path(slot).size() && node.tenant == block.tenant,
+               "a depth or tenant");
+    }
+
+    Bytes bytes_;
+    const std::uint32_t size_;
+    const double spare_;
+    Tier tier_;
+    TierModel model_;
+    std::vector<std::uint64_t> table_;
+    PresenceTable presence_;
+    bool mirrored_ = false;
+};
+
+}  // namespace
+
+void run_tier_history(std::span<const std::uint8_t> bytes) {
+    TierHistory(bytes).run();
+}
+
+}  // namespace fdcache::tests
