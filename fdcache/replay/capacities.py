@@ -102,7 +102,8 @@ def _multiples(item: str, low: int, high: int, step: str) -> list[int]:
         raise _error(
             f"{item!r} never gets from {low} to {high}; give a factor above 1 and a first value above 0"
         )
-    values, value = [], float(low)
+    values: list[int] = []
+    value = float(low)
     while value <= high * (1 + 1e-9) and len(values) <= MOST_VALUES:
         values.append(round(value))
         value *= factor

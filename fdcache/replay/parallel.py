@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
@@ -190,6 +191,7 @@ class _Worker:
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
     """Start processes that ignore Ctrl-C, which a terminal sends to all: the parent ends them."""
+    resource_tracker.ensure_running()  # which would unblock the signal when the first process starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import cycle
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fdcache.errors import ReplayError
 from fdcache.replay.capacities import Axis
-from fdcache.replay.sweep import Sweep
+from fdcache.replay.sweep import Sweep, SweepPoint
 from fdcache.settings.kinds import readable_size
 
 if TYPE_CHECKING:
@@ -31,16 +33,11 @@ def write_sweep_plot(sweep: Sweep, path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     styles = cycle(_STYLES)
-    memory = [point.memory for point in sweep.points]
-    if sweep.points[0].optimum is not None:
-        optimum = [point.optimum for point in sweep.points]
-        axes.plot(memory, optimum, linestyle="--", color="black", label="optimum (Belady)")
+    _draw(axes, sweep, lambda point: point.optimum, linestyle="--", color="black", label="optimum (Belady)")
     for policy in sweep.config.policies:
-        rates = [
-            (point.memory, rate) for point in sweep.points if (rate := point.hit_rate(policy)) is not None
-        ]
         marker, color = next(styles)
-        axes.plot(*zip(*rates, strict=True), marker=marker, color=color, markersize=5, label=policy.value)
+        style = {"marker": marker, "color": color, "markersize": 5, "label": policy.value}
+        _draw(axes, sweep, methodcaller("hit_rate", policy), **style)
     _label_memory(axes, sweep)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda rate, _: f"{rate:.0%}")
@@ -52,6 +49,12 @@ def write_sweep_plot(sweep: Sweep, path: Path) -> None:
         figure.savefig(path)
     except OSError as error:
         raise ReplayError(f"--plot: {path} cannot be written: {error.strerror or error}") from error
+
+
+def _draw(axes: Axes, sweep: Sweep, rate_of: Callable[[SweepPoint], float | None], **style: Any) -> None:
+    """Draw the line of the points that have a rate."""
+    rates = [(point.memory, rate) for point in sweep.points if (rate := rate_of(point)) is not None]
+    axes.plot(*zip(*rates, strict=True), **style)
 
 
 def _label_memory(axes: Axes, sweep: Sweep) -> None:
