@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fdcache.errors import ReplayOptionError
+from fdcache.replay.capacities import Axis, Capacities
 from fdcache.replay.config import (
     LAPTOP_DEFAULTS,
     MOST_LAYERS,
@@ -33,6 +36,7 @@ from fdcache.replay.devices import DeviceName, device_bytes
 from fdcache.replay.engine import replay as run_replay
 from fdcache.replay.report import MANAGER_CALLS, Report, require_plotting, write_plot
 from fdcache.replay.statistics import Tally, Traffic
+from fdcache.replay.sweep import SweepConfig
 from fdcache.replay.trace import read_trace
 from fdcache.replay.workloads import WorkItem, WorkloadName, generate
 from fdcache.settings import VARIABLES, Settings, SettingsError
@@ -43,6 +47,7 @@ from fdcache.settings.sources import Source, Sourced
 from fdcache_cli import errors
 from fdcache_cli.errors import print_problems
 from fdcache_cli.output import progress_bars
+from fdcache_cli.replay_sweep import parse_policies, refuse_options, sweep_and_print
 from fdcache_cli.running_service import is_served
 
 GENERATED_REQUESTS = 1000
@@ -70,6 +75,7 @@ Requests = Annotated[
 
 
 def replay(
+    context: typer.Context,
     trace: Trace = None,
     *,
     workload: Annotated[
@@ -138,7 +144,11 @@ def replay(
         typer.Option(min=1, help="Hits after which write_through_selective copies a block. Default: 2."),
     ] = None,
     eviction: Annotated[
-        EvictionPolicy | None, typer.Option(help="Order in which blocks leave a full tier. Default: lru.")
+        str | None,
+        typer.Option(
+            metavar="|".join(EvictionPolicy),
+            help="Order in which blocks leave a full tier; for --sweep several, with commas. Default: lru.",
+        ),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
     chunk_tokens: Annotated[
@@ -151,7 +161,10 @@ def replay(
             help="Follow the timestamps, this many times faster. Default: as fast as possible.",
         ),
     ] = None,
-    verify: Annotated[Verify, typer.Option(help="Reused blocks to compare byte by byte.")] = Verify.ALL,
+    verify: Annotated[
+        Verify | None,
+        typer.Option(help="Reused blocks to compare byte by byte. Default: all; off in a --sweep."),
+    ] = None,
     device: Annotated[
         DeviceName, typer.Option(help="Device: memory of this machine (cpu), or its GPUs.")
     ] = DeviceName.CPU,
@@ -164,7 +177,25 @@ def replay(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Plot hit rate and tier occupancy over time."),
+        typer.Option(
+            metavar="FILE",
+            help="Plot hit rate and tier occupancy over time; with --sweep, hit rate against memory.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXIS=VALUES",
+            help="Find the hit rate at several capacities, without computing or copying: device-blocks=VALUES or "
+            "host-memory=VALUES, such as device-blocks=1000,2000,5000. A..B/N is N values from A to B; A..B/xF is "
+            "A, A*F and so on up to B, such as host-memory=1GiB..64GiB/x2.",
+        ),
+    ] = None,
+    optimum: Annotated[
+        bool, typer.Option("--optimum", help="Add the hit rate of the best possible eviction to a --sweep.")
+    ] = False,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes of a --sweep. Default: one for each CPU.")
     ] = None,
 ) -> None:
     """Replay a workload through the real cache, compare every reused byte, and report what was saved.
@@ -173,7 +204,13 @@ def replay(
     the run and prints the report so far.
 
     Example: `fdcache replay --workload agent --requests 2000 --host-memory 1GiB`
+
+    Example: `fdcache replay trace.jsonl --sweep device-blocks=1000..64000/x2 --optimum --plot sizes.svg`
     """
+    refuse_options(context, sweep)
+    policies = parse_policies(eviction)
+    if sweep is None and len(policies) > 1:
+        raise typer.BadParameter("only a --sweep takes several policies", param_hint="--eviction")
     options = {
         "--device-blocks": device_blocks,
         "--block-size": block_size,
@@ -181,7 +218,7 @@ def replay(
         "--ranks": ranks,
         "--write-policy": write_policy,
         "--write-through-threshold": write_through_threshold,
-        "--eviction": eviction,
+        "--eviction": policies[0] if policies else None,
         "--storage": storage,
         "--storage-size": storage_size,
         "--server": server,
@@ -202,7 +239,7 @@ def replay(
             concurrency=concurrency,
             chunk_tokens=chunk_tokens,
             speed=speed,
-            verify=verify,
+            verify=verify or (Verify.ALL if sweep is None else Verify.OFF),
             seed=seed,
             load_failures=load_failures,
             device=device,
@@ -211,6 +248,14 @@ def replay(
             require_plotting(plot)
         total = requests if trace else requests or GENERATED_REQUESTS
         items = read_trace(trace, total) if trace else generate(workload, total or GENERATED_REQUESTS, seed)
+        if sweep is not None:
+            planned = _sweep_config(config, Capacities.parse(sweep), policies, settings, optimum, jobs)
+            with _interrupts() as stop:
+                sys.exit(
+                    sweep_and_print(
+                        items, planned, json_output=json_output, plot=plot, should_stop=lambda: bool(stop)
+                    )
+                )
         if config.cache.server is not None and not is_served(config.cache.server):
             sys.stderr.write(
                 f"note: no service at {config.cache.server}: the host tier misses until there is one; "
@@ -230,6 +275,26 @@ def replay(
     if plot is not None:
         write_plot(report, plot)
     sys.exit(_status(report, config, _variable_of("--device-blocks", settings)))
+
+
+def _sweep_config(
+    config: ReplayConfig,
+    capacities: Capacities,
+    policies: tuple[EvictionPolicy, ...],
+    settings: Settings,
+    optimum: bool,
+    jobs: int | None,
+) -> SweepConfig:
+    """Return a sweep; of device blocks alone unless a host tier was asked for."""
+    if capacities.axis is Axis.DEVICE_BLOCKS and settings.source("FDCACHE_HOST_MEMORY") is Source.DEFAULT:
+        config = replace(config, cache=config.cache.model_copy(update={"host_memory": 0}))
+    return SweepConfig(
+        config,
+        capacities,
+        policies or (config.cache.eviction,),
+        optimum=optimum,
+        jobs=jobs or len(os.sched_getaffinity(0)),
+    )
 
 
 def _settings(options: Mapping[str, object]) -> Settings:

@@ -171,23 +171,28 @@ def load_settings(given: Mapping[str, object]) -> Settings:
     return Settings.load(arguments=given, defaults=LAPTOP_DEFAULTS)
 
 
+def device_block_bytes(layout: KVLayout) -> int:
+    """Return the device memory of one block on all ranks."""
+    return layout.tp_size * sum(plane.device_stride for plane in layout.planes)
+
+
 def require_memory(config: ReplayConfig) -> None:
     """Raise ``ReplayOptionError`` if the tiers do not fit in memory, naming the option and a size that fits."""
     layout, ranks = config.layout, config.layout.tp_size
     free = available_memory().nbytes
-    block_bytes = sum(plane.device_stride for plane in layout.planes)
-    device = config.cache.device_blocks * block_bytes * ranks
+    block_bytes = device_block_bytes(layout)
+    device = config.cache.device_blocks * block_bytes
     if device > free:
-        fits = free // (block_bytes * ranks)
+        fits = free // block_bytes
         if not fits:
             raise ReplayOptionError(
                 "--device-blocks",
-                f"not one block of {readable_size(block_bytes)} on {ranks} ranks fits into the "
+                f"not one block of {readable_size(block_bytes // ranks)} on {ranks} ranks fits into the "
                 f"{readable_size(free)} that are free; make --block-size, --layers, --kv-heads or --head-dim smaller",
             )
         raise ReplayOptionError(
             "--device-blocks",
-            f"{config.cache.device_blocks} blocks of {readable_size(block_bytes)} on {ranks} ranks take "
+            f"{config.cache.device_blocks} blocks of {readable_size(block_bytes // ranks)} on {ranks} ranks take "
             f"{readable_size(device)}, but {readable_size(free)} are free; at most {fits} would fit",
         )
     if config.cache.server is not None:
