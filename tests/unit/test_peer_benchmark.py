@@ -190,10 +190,10 @@ def test_of_each_call_the_least_time_counts() -> None:
     assert fastest(rounds) == Cost(Counter(hash=11, free=1), 7, 2, 10, 4)
 
 
-@pytest.mark.parametrize("field", ["requests", "prompt_tokens", "hit_tokens"])
-def test_slices_of_different_work_are_not_compared(field: str) -> None:
+@pytest.mark.parametrize("other", [Slice(requests=1), Slice(prompt_tokens=1), Slice(hit_tokens=1)], ids=repr)
+def test_slices_of_different_work_are_not_compared(other: Slice) -> None:
     with pytest.raises(ValueError, match="different work"):
-        fastest([Slice(), Slice(**{field: 1})])
+        fastest([Slice(), other])
 
 
 def test_costs_of_one_slice_after_the_other_add_up() -> None:
