@@ -4,9 +4,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
-CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp)
+CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/peers/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check nightly tsan asan fuzz soak lint format stubs bench clean
+.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check nightly tsan asan fuzz soak lint format stubs bench bench-peers clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -110,6 +110,11 @@ bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, w
 	$(BIN)/python -m benchmarks.hashing
 	$(BIN)/python -m benchmarks.copies
 	$(BIN)/python -m benchmarks.settings
+
+# The environments take 6 GB in the user's cache folder.
+bench-peers: $(VENV)/.installed-test  ## the scheduler side beside vLLM, SGLang and a minimal list in C++
+	$(BIN)/python -m benchmarks.peers.setup
+	$(BIN)/python -m benchmarks.peers
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

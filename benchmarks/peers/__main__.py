@@ -207,10 +207,10 @@ def main(arguments: list[str] | None = None) -> int:
     effort = QUICK if options.quick else FULL
     load = os.getloadavg()[0]
     try:
+        peers = runnable(options.peers, options.home)
+        parts = [part for part in PARTS if part in (options.only or PARTS)]
         with tempfile.TemporaryDirectory() as folder:
             workload = write_traffic(options.trace or find_trace(), effort.requests, Path(folder))
-            peers = runnable(options.peers, options.home)
-            parts = [part for part in PARTS if part in (options.only or PARTS)]
             figures = measure(peers, parts, effort, options.home, Path(folder))
     except (MissingError, TraceError) as error:
         print(error, file=sys.stderr)

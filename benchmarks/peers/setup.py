@@ -46,15 +46,10 @@ def make_environment(home: Path, environment: str) -> None:
     folder, wanted = home / environment, requirements(environment)
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
-    command = [
-        folder / "bin/pip",
-        "--disable-pip-version-check",
-        "install",
-        "--no-deps",
-        "--requirement",
-        wanted,
-    ]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    pip = [str(folder / "bin/pip"), "--disable-pip-version-check", "install", "--no-deps"]
+    done = subprocess.run(
+        [*pip, "--requirement", str(wanted)], stderr=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         hint = "; name an index with torch for CPUs in PIP_EXTRA_INDEX_URL" if "torch" in str(errors) else ""

@@ -49,7 +49,8 @@ class VllmAdapter(Adapter):
         return request
 
     def make_output(self, tokens: Tokens) -> list[int]:
-        return tokens.tolist()
+        output: list[int] = tokens.tolist()
+        return output
 
     def hash(self, request: Any) -> None:
         request.update_block_hashes()
