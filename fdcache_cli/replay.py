@@ -146,7 +146,7 @@ def replay(
     eviction: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(EvictionPolicy),
+            metavar="|".join(EvictionPolicy) + "[,...]",
             help="Order in which blocks leave a full tier; for --sweep several, with commas. Default: lru.",
         ),
     ] = None,
@@ -237,7 +237,7 @@ def replay(
             mooncake=settings.mooncake,
             scheduling=settings.scheduling,
             concurrency=concurrency,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=chunk_tokens if sweep is None else max(chunk_tokens, concurrency),
             speed=speed,
             verify=verify or (Verify.ALL if sweep is None else Verify.OFF),
             seed=seed,

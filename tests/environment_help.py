@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from typer import Context
+from typer.core import TyperCommand
+
 from fdcache import CacheController, CacheManager, KVLayout, Request
 from fdcache.devices.calibration import Calibration, load_calibration, make_policy, save_calibration
 from fdcache.devices.topology import Gpu
@@ -358,7 +361,7 @@ def observe_replay(read: Read) -> object:
 
     with mock.patch.object(replaying, "Run", ObservedRun), redirect_stdout(StringIO()):
         try:
-            replay(layers=6, json_output=True)
+            replay(Context(TyperCommand("replay")), layers=6, json_output=True)
         except SystemExit as end:
             assert end.code == 130, end.code  # interrupted, without leaks
     return found[0]

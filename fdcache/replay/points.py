@@ -142,8 +142,8 @@ class Point:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._manager.close()
-        self._ranks.close()
+        with self._manager:
+            self._ranks.close()
 
     def serve(self, item: WorkItem) -> None:
         """Match one request, compute what was not found, and leave it in flight."""

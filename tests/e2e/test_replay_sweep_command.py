@@ -141,6 +141,12 @@ def test_an_invalid_option_names_the_remedy(arguments: list[str], option: str, r
     assert "Traceback" not in done.stderr
 
 
+def test_any_number_of_requests_may_be_in_flight() -> None:
+    done = sweep("--sweep", "device-blocks=900", "--concurrency", 5000, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["settings"]["concurrency"] == 5000
+
+
 def test_policies_come_from_the_settings() -> None:
     names = ",".join([*EvictionPolicy, EvictionPolicy.LRU])
     done = sweep("--sweep", "device-blocks=200", "--eviction", names, "--json")

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fdcache.errors import ReplayError
@@ -99,6 +99,7 @@ def best_of_all(stream: BlockStream, capacity: int, *, leaves_only: bool) -> int
     return best(0, frozenset())
 
 
+@example([([0, 1], 0, 0, False), ([0, 0], 0, 0, False), ([0, 1], 1, 0, False)], 0, False)
 @given(PROMPTS, st.integers(0, 6), st.booleans())
 @settings(max_examples=budget(1500))
 def test_the_optimum_is_that_of_every_possible_eviction(

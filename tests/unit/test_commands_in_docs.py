@@ -28,7 +28,7 @@ STANDS_FOR = {
 def shown(page: str) -> Iterator[str]:
     """Lines of blocks of commands, and commands in the text; without comments, prompts and assignments before them."""
     fence, candidates = "", []
-    for line in (ROOT / page).read_text().splitlines():
+    for line in re.sub(r"\s*\\\n\s*", " ", (ROOT / page).read_text()).splitlines():
         if line.startswith("```"):
             fence = "" if fence else line
         elif fence in ("```", "```bash", "```sh", "```console"):
