@@ -871,6 +871,12 @@ class RequestState:
         """
 
     @property
+    def tokens(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """
+        Prompt and appended tokens, int32, shape (tokens,); empty before they are hashed.
+        """
+
+    @property
     def block_hashes(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)]:
         """
         Hashes of the full blocks so far, shape (blocks, 32); empty before they are made.

@@ -95,7 +95,7 @@ class Engine:
         """Fill the request's blocks on the device with bytes that depend on their place in the path."""
         for index, slot in enumerate(request.block_table.tolist()):
             for tensor in self.tensors:
-                tensor[slot] = (index * 7 + request._prompt[0]) % 251
+                tensor[slot] = (index * 7 + request.tokens[0]) % 251
         self.manager.commit([(request, tokens)])
 
     def match(self, request: Request) -> MatchResult:
@@ -123,7 +123,7 @@ class Engine:
 
     def check(self, request: Request, cached: int) -> None:
         for index, slot in enumerate(request.block_table[:cached].tolist()):
-            expected = (index * 7 + request._prompt[0]) % 251
+            expected = (index * 7 + request.tokens[0]) % 251
             for tensor in self.tensors:
                 assert (tensor[slot] == expected).all(), f"block {index} holds something else"
 

@@ -233,6 +233,15 @@ void bind_request_state(nb::module_ &module) {
             nb::rv_policy::automatic,
             "Device slots in path order, shape (blocks,); empty unless the request is matched.")
         .def_prop_ro(
+            "tokens",
+            [](const PythonRequest &self) {
+                if (!self.is_bound()) return TokenRow(nullptr, {0});
+                const auto &tokens = self.blocks().tokens();
+                return TokenRow(tokens.data(), {tokens.size()}, keeper(tokens.share()));
+            },
+            nb::rv_policy::automatic,
+            "Prompt and appended tokens, int32, shape (tokens,); empty before they are hashed.")
+        .def_prop_ro(
             "block_hashes",
             [](const PythonRequest &self) {
                 if (!self.is_bound()) return hash_rows(nullptr, 0);
