@@ -88,7 +88,7 @@ class PrefixMatcher:
 
     def prefetch(self, request: Request) -> None:
         """Start to read from storage what a request that has arrived will need."""
-        if self._fetches is not None and self._requests.may_prefetch(request):
+        if self._fetches is not None and self._fetches.is_on and self._requests.may_prefetch(request):
             number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
             self._fetches.begin(number, hashes, self._on_device)
 
@@ -113,7 +113,7 @@ class PrefixMatcher:
 
     def _search_device(self, request: Request) -> _Search:
         hashes = self._requests.matchable(request)
-        if self._fetches is not None and self._requests.may_prefetch(request):
+        if self._fetches is not None and self._fetches.is_on and self._requests.may_prefetch(request):
             number = self._requests.fetch_number(request)
             if self._fetches.must_wait(number, hashes, self._on_device):
                 return _Search(request, hashes[:0], waits=True)

@@ -39,6 +39,10 @@ class FetchTerms(msgspec.Struct, frozen=True):
 class Fetches(Protocol):
     """Fetches by number. Number 0 has no fetch."""
 
+    @property
+    def is_on(self) -> bool:
+        """True while there is a storage to read from."""
+
     def number(self) -> int:
         """Return a new number, or 0 where there is no storage."""
 
@@ -97,6 +101,11 @@ class FetchTable:
 
     def __contains__(self, number: int) -> bool:
         return number in self._fetches
+
+    @property
+    def is_on(self) -> bool:
+        """True while there is a storage to read from."""
+        return self._reads() is not None
 
     @property
     def num_fetches(self) -> int:

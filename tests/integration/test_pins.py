@@ -130,6 +130,41 @@ def test_blocks_that_are_pinned_are_loaded_whatever_goes(
     assert service.ask("integrity") == []
 
 
+@pytest.mark.parametrize(("what", "pins"), [("stats", True), ("reset", False)])
+def test_no_client_pins_while_a_reset_finds_out_who_loads(
+    service: LocalService, engine: Engine, monkeypatch: pytest.MonkeyPatch, what: str, pins: bool
+) -> None:
+    request = Request("r", PROMPT)
+    engine.manager.match_prefix([request])
+    engine.manager.request_finish([request])
+    session = engine.manager._host.sessions.session  # type: ignore[union-attr]
+    hashes, runs, take_runs = request.block_hashes, session.runs, service.service.clients.take_runs
+    pinned: list[int] = []
+
+    def take_and_pin(*arguments: object) -> None:
+        take_runs(*arguments)
+        if not pinned:
+            pinned.append(runs.pin(hashes, runs.find(hashes, 0)))
+
+    monkeypatch.setattr(service.service, "tick", lambda send: None)
+    monkeypatch.setattr(service.service.clients, "take_runs", take_and_pin)
+    service.ask(what, **({"tier": "host", "dry_run": True} if what == "reset" else {}))
+    assert bool(pinned[0]) == pins
+    monkeypatch.undo()
+    runs.unpin(pinned[0])
+
+
+def test_a_paused_service_lets_no_client_pin(service: LocalService, engine: Engine) -> None:
+    for is_open in (True, False, True):
+        service.ask("resume" if is_open else "pause")
+        request = Request("r", PROMPT)
+        assert engine.manager.match_prefix([request])[0].num_host_blocks == (10 if is_open else 0)
+        engine.manager.request_finish([request])
+    assert round_trips(service) == 1
+    (namespace,) = service.ask("namespaces")
+    assert namespace["totals"]["missed"]["paused"] == 10
+
+
 @pytest.mark.parametrize("when", ["found", "pinned"])
 def test_an_engine_killed_after_its_look_up_leaves_nothing_pinned(tmp_path: Path, when: str) -> None:
     with local_service(tmp_path) as service:

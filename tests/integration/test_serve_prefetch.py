@@ -11,7 +11,7 @@ from fdcache.errors import ConfigurationError
 from fdcache.manager import CacheManager, MatchResult, MatchStatus, Request
 from fdcache.settings.cache import CacheSettings, PrefetchPolicy, StorageTierSettings
 from tests.prefetch_stage import BLOCKS, OTHER, Stage, prefetch_stage
-from tests.service_engine import BLOCK, PROMPT, Engine, layout
+from tests.service_engine import BLOCK, PROMPT, Engine, layout, round_trips
 from tests.service_help import until
 
 
@@ -50,6 +50,26 @@ def test_a_request_waits_until_all_is_read(stage: Stage) -> None:
     assert engine.manager.get_stats().counters.storage_hit_tokens == BLOCKS * BLOCK
     assert stage.figures()["totals"]["hit_blocks"] == BLOCKS
     assert stage.store.reads == [BLOCKS]
+
+
+def test_a_path_on_the_host_is_neither_prefetched_nor_asked_for(stage: Stage) -> None:
+    first, second = (stage.engine(PrefetchPolicy.WAIT_COMPLETE) for _ in range(2))
+    read = Request("read", PROMPT)
+    assert match(first, read).status is MatchStatus.DEFERRED
+    stage.read_ends()
+    finish(first, read, match(first, read))
+    before = round_trips(stage.service)
+    known = Request("known", PROMPT)
+    second.manager.prefetch([known])
+    found = match(second, known)
+    assert (found.num_host_blocks, found.num_storage_blocks) == (BLOCKS, 0)
+    assert round_trips(stage.service) == before
+    assert "prefetch" not in stage.service.service.totals.latencies.kinds
+    longer = Request("longer", [*PROMPT[: BLOCKS * BLOCK], *range(500, 500 + BLOCK + 1)])
+    assert match(second, longer).num_host_blocks == BLOCKS
+    assert round_trips(stage.service) == before + 1, "storage may have the rest"
+    finish(second, known, found)
+    second.manager.request_finish([longer])
 
 
 def test_a_request_that_loads_nothing_neither_reads_nor_waits(stage: Stage) -> None:

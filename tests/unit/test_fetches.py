@@ -20,6 +20,14 @@ def table_of(stage: Stage, terms: FetchTerms = WAIT, **options: int) -> FetchTab
     return FetchTable(lambda: stage.reads, terms, **options)  # type: ignore[arg-type]
 
 
+def test_a_table_is_on_while_there_are_reads() -> None:
+    reads = [Stage([path(0)], host=64).reads]
+    table = FetchTable(lambda: reads[0] if reads else None, WAIT)
+    assert table.is_on
+    reads.clear()
+    assert not table.is_on
+
+
 def test_a_request_waits_for_its_reads_and_then_knows_which_blocks_were_read() -> None:
     stage = Stage([path(0)], host=64)
     table = table_of(stage)

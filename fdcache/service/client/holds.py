@@ -83,10 +83,15 @@ class RemoteFetches:
         self._numbers = count(1)
         self._known: dict[int, Session] = {}
 
+    @property
+    def is_on(self) -> bool:
+        """True while there is a service with storage."""
+        session = self._sessions.session
+        return session is not None and session.storage
+
     def number(self) -> int:
         """Return a new number, or 0 when the service has no storage."""
-        session = self._sessions.session
-        return next(self._numbers) if session is not None and session.storage else 0
+        return next(self._numbers) if self.is_on else 0
 
     def begin(self, number: int, hashes: HashArray, on_device: OnDevice) -> None:
         """Let the service read what is stored of a request's path, unless it knows of the request."""

@@ -134,10 +134,7 @@ class Service:
 
     def _carry_out(self, identity: bytes, session: int, request: object) -> Answer:
         if isinstance(request, Ask):
-            self.clients.take_runs()
-            answer = self.answer_tool(request)
-            self.open_tables()
-            return answer
+            return self._answer_tool(request)
         if isinstance(request, Register):
             return self._register(identity, request)
         if isinstance(request, Attach):
@@ -161,13 +158,21 @@ class Service:
             storage=self.storage is not None,
         )
 
-    def open_tables(self) -> None:
+    def _answer_tool(self, request: Ask) -> Answer:
+        if request.what == "reset":
+            self.open_tables(False)  # no client begins a load while a reset finds out who loads
+        self.clients.take_runs()
+        answer = self.answer_tool(request)
+        self.open_tables()
+        return answer
+
+    def open_tables(self, allowed: bool = True) -> None:
         """Let clients pin by themselves what they find, except where every look-up has to find nothing now."""
         now = time.monotonic()
         for namespace in self.namespaces.values():
             if namespace.tier is not None:
-                is_open = not (self.paused or self.draining or now < namespace.draining_until)
-                namespace.tier.open_table(is_open)
+                is_closed = self.paused or self.draining or now < namespace.draining_until
+                namespace.tier.open_table(allowed and not is_closed)
 
     def _match(self, client: Client, request: Match) -> Answer:
         client.take_runs()
