@@ -118,9 +118,7 @@ def oracle_hashes(
     items: Sequence[Item] = (),
     lookahead: int = 0,
 ) -> list[bytes]:
-    keys = [
-        b"fdcache.block.v2" + struct.pack("<II", block_size, part).ljust(16, b"\0") for part in range(3)
-    ]
+    keys = [b"fdcache.block.v2" + struct.pack("<II", block_size, part).ljust(16, b"\0") for part in range(3)]
     half = (block_size + 1) // 2
     hashes = []
     for first in range(0, len(tokens) - block_size - lookahead + 1, block_size):
