@@ -48,7 +48,8 @@ int main() {
             std::printf("%4d x %-5zu", static_cast<int>(block_size), blocks);
             for (const auto &backend : fdcache::hash_backends())
                 std::printf("%12.1f", best_ns(backend, block_size, blocks, none, tokens));
-            std::printf("%12.1f\n", best_ns(fdcache::best_hash_backend(), block_size, blocks, adapter, tokens));
+            std::printf("%12.1f\n",
+                        best_ns(fdcache::best_hash_backend(), block_size, blocks, adapter, tokens));
         }
     }
 }

@@ -11,13 +11,15 @@ import numpy
 import numpy.typing
 from numpy.typing import NDArray
 
-def sha_backends() -> list[str]:
+def hash_backends() -> list[str]:
     """
-    Names of the SHA-256 implementations that this machine can run, fastest first.
+    Names of the implementations of block hashes that this machine can run, fastest first.
     """
 
-def sha256(message: bytes, backend: str | None = None) -> bytes:
-    """Return the SHA-256 of a message."""
+def keyed_digest(message: bytes, key: bytes, backend: str | None = None) -> bytes:
+    """
+    Return BLAKE3's keyed hash of a message, hashed as one chunk even if longer than 1,024 bytes.
+    """
 
 def root_hash(fingerprint: bytes, tenant: bytes | None) -> bytes:
     """Return the hash before the first block of a request."""

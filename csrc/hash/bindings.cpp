@@ -45,7 +45,8 @@ std::int32_t token_from_index(PyObject *value, Py_ssize_t position) {
     return narrow(number, position);
 }
 
-// Reads an int of one digit (30 bits), as almost every token is: a call for each would cost as much as the hashing.
+// Reads an int of one digit (30 bits), as almost every token is: a call for each would cost as much as the
+// hashing.
 inline bool read_small(PyObject *value, std::int32_t &token) {
     if (!PyLong_CheckExact(value)) return false;
     const auto *number = reinterpret_cast<const PyLongObject *>(value);

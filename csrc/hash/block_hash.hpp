@@ -40,19 +40,19 @@ class ExtraKeys {
     // Throws HashingError unless the items are non-empty, in order and disjoint.
     ExtraKeys(std::optional<std::string> adapter, std::vector<MultimodalItem> items);
 
-    bool empty() const { return adapter_.empty() && items_.empty(); }
+    const std::optional<std::string> &adapter() const { return adapter_; }
     const std::vector<MultimodalItem> &items() const { return items_; }
 
     // Positions of the items that overlap the block of tokens [start, end). The search starts at item
     // `index`, which becomes the start of the search for the next block.
     std::vector<std::size_t> block_items(std::int64_t start, std::int64_t end, std::size_t &index) const;
 
-    // Appends the block's canonical extra keys to `out`, if it has any.
-    void encode(std::int64_t start, std::int64_t end, std::size_t &index,
-                std::vector<std::uint8_t> &out) const;
+    // Appends the canonical form of the block's items to `out`, if it has any.
+    void encode_items(std::int64_t start, std::int64_t end, std::size_t &index,
+                      std::vector<std::uint8_t> &out) const;
 
   private:
-    std::vector<std::uint8_t> adapter_;  // encoded
+    std::optional<std::string> adapter_;
     std::vector<MultimodalItem> items_;
 };
 
@@ -82,8 +82,8 @@ class BlockChain {
 
     // Digests the tokens of the batch's blocks, two halves each, beside the links of the batch before.
     void digest_tokens(const Batch &batch, const sha256::Links &before);
-    // Replaces the second digest of each block that has extra keys.
-    void digest_extra_keys(const Batch &batch);
+    // Replaces the second digest of each block that has extra keys, whose `texts` are encoded first.
+    void digest_extra_keys(const Batch &batch, std::vector<std::uint8_t> &texts);
     // Appends the extra keys of the block at `position` to `out`.
     void encode_extra_keys(std::int64_t position, const std::int32_t *following,
                            std::vector<std::uint8_t> &out);
