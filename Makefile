@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
-CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp)
+CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp)
 
 .PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check nightly lint format stubs bench clean
 

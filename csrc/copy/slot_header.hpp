@@ -45,7 +45,8 @@ struct SlotHeader {
         return magic == kMagic && version == kVersion && header_checksum == computed_checksum();
     }
 
-    // True for an intact header of an earlier version. Its hashes are of another kind, so no block has its key.
+    // True for an intact header of an earlier version. Its hashes are of another kind, so no block has its
+    // key.
     bool is_outdated() const {
         return magic == kMagic && version < kVersion && header_checksum == computed_checksum();
     }

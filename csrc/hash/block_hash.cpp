@@ -177,21 +177,21 @@ void BlockChain::digest_tokens(const Batch &batch, const sha256::Links &before) 
     backend_->digest(messages, batch.digests, before);
 }
 
-void BlockChain::digest_extra_keys(const Batch &batch, std::vector<std::uint8_t> &texts) {
+void BlockChain::digest_extra_keys(const Batch &batch) {
     struct Text {
         std::size_t block, start, bytes;
     };
     std::array<Text, blake3::max_lanes / 2> found;
     std::size_t count = 0;
-    texts.clear();
+    texts_.clear();
     for (std::size_t i = 0; i < batch.blocks; ++i) {
-        const std::size_t start = texts.size();
-        put_digest(texts, batch.digests[2 * i + 1]);
+        const std::size_t start = texts_.size();
+        put_digest(texts_, batch.digests[2 * i + 1]);
         const auto position = position_ + static_cast<std::int64_t>(i * block_size_);
-        encode_extra_keys(position, batch.tokens + (i + 1) * block_size_, texts);
-        const std::size_t bytes = texts.size() - start;
+        encode_extra_keys(position, batch.tokens + (i + 1) * block_size_, texts_);
+        const std::size_t bytes = texts_.size() - start;
         if (bytes > sizeof(Digest)) found[count++] = {i, start, bytes};
-        texts.resize(round_up(texts.size(), blake3::piece_bytes));
+        texts_.resize(round_up(texts_.size(), blake3::piece_bytes));
     }
     // Texts of one length at a time: those of one look-ahead or image have the same length.
     const auto end = found.begin() + count;
@@ -200,7 +200,7 @@ void BlockChain::digest_extra_keys(const Batch &batch, std::vector<std::uint8_t>
         const auto next = std::partition(first, end, [&](const Text &text) { return text.bytes == bytes; });
         blake3::Messages messages{0, bytes, {&keys_[2], &keys_[2]}, {}};
         for (auto text = first; text != next; ++text)
-            messages.rows[messages.count++] = texts.data() + text->start;
+            messages.rows[messages.count++] = texts_.data() + text->start;
         Digest digests[blake3::max_lanes];
         backend_->digest(messages, digests, {});
         for (std::size_t i = 0; i < messages.count; ++i) batch.digests[2 * first[i].block + 1] = digests[i];
@@ -212,13 +212,12 @@ void BlockChain::extend(const std::int32_t *tokens, std::span<Digest> out) {
     const std::size_t most = backend_->lanes / 2;
     // While one batch's tokens are digested, the keys of the batch before are linked.
     std::array<std::uint8_t, 2 * blake3::max_lanes * sizeof(Digest)> digests;
-    std::vector<std::uint8_t> texts;
     sha256::Links links{};
     for (std::size_t done = 0; done < out.size(); done += most) {
         Digest *fresh = reinterpret_cast<Digest *>(digests.data()) + done / most % 2 * blake3::max_lanes;
         const Batch batch{tokens + done * block_size_, std::min(most, out.size() - done), fresh};
         digest_tokens(batch, links);
-        if (lookahead_ > 0 || !extra_keys_.items().empty()) digest_extra_keys(batch, texts);
+        if (lookahead_ > 0 || !extra_keys_.items().empty()) digest_extra_keys(batch);
         links = {done == 0 ? &parent_ : &out[done - 1], fresh->bytes.data(), &out[done], batch.blocks};
         position_ += static_cast<std::int64_t>(batch.blocks * block_size_);
     }

@@ -82,8 +82,8 @@ class BlockChain {
 
     // Digests the tokens of the batch's blocks, two halves each, beside the links of the batch before.
     void digest_tokens(const Batch &batch, const sha256::Links &before);
-    // Replaces the second digest of each block that has extra keys, whose `texts` are encoded first.
-    void digest_extra_keys(const Batch &batch, std::vector<std::uint8_t> &texts);
+    // Replaces the second digest of each block that has extra keys.
+    void digest_extra_keys(const Batch &batch);
     // Appends the extra keys of the block at `position` to `out`.
     void encode_extra_keys(std::int64_t position, const std::int32_t *following,
                            std::vector<std::uint8_t> &out);
@@ -96,6 +96,7 @@ class BlockChain {
     ExtraKeys extra_keys_;
     std::size_t item_index_ = 0;
     const HashBackend *backend_;
+    std::vector<std::uint8_t> texts_;  // the extra keys of a batch, kept for its memory
 };
 
 // An append-only array. Growing allocates a new store, and `share()` keeps the current one alive, so elements
