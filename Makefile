@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
-CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/peers/*.cpp)
+CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/peers/*.cpp)
 
 .PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check nightly tsan asan fuzz soak lint format stubs bench bench-peers clean
 

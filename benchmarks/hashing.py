@@ -1,25 +1,27 @@
-"""Measure block hashing: microseconds for a prompt, beside a hashlib loop in the same run.
+"""Measure block hashing by implementation, block size and length: nanoseconds for each block.
 
 Run it with ``python -m benchmarks.hashing``.
 """
 
 from __future__ import annotations
 
-import hashlib
-import sys
+import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.machine import machine
 from fdcache import _core
 from fdcache.hashing import TokenBlocks, hash_blocks, root_hash
 
-NUM_TOKENS = 131_072
-REPEATS = 20
+ROOT = Path(__file__).parent.parent
+SOURCES = ("backends", "block_hash", "sha256")
+REPEATS = 40
 DECODE_STEPS = 20_000
 
 
@@ -31,15 +33,6 @@ def best_us(call: Callable[[], object]) -> float:
         call()
         times.append(time.perf_counter() - start)
     return min(times) * 1e6
-
-
-def hashlib_loop(tokens: NDArray[np.int32], block_size: int, parent: bytes) -> bytes:
-    """Compute the same chain with one hashlib call per block."""
-    data = tokens.tobytes()
-    trailer = block_size.to_bytes(4, "little") + b"\x01"
-    for start in range(0, len(data), 4 * block_size):
-        parent = hashlib.sha256(data[start : start + 4 * block_size] + parent + trailer).digest()
-    return parent
 
 
 def append_ns(block_size: int, root: bytes) -> float:
@@ -54,27 +47,31 @@ def append_ns(block_size: int, root: bytes) -> float:
     return min(times) / DECODE_STEPS * 1e9
 
 
+def print_implementations() -> None:
+    """Print nanoseconds for each block by implementation, without Python; needs g++."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "hashing"
+        sources = [ROOT / "benchmarks/hashing.cpp", *(ROOT / "csrc/hash" / f"{name}.cpp" for name in SOURCES)]
+        flags = ["-O3", "-DNDEBUG", "-std=c++20", f"-I{ROOT / 'csrc'}"]
+        subprocess.run(["g++", *flags, *sources, "-o", program], check=True)
+        subprocess.run([program], check=True)
+
+
 def main() -> None:
-    tokens = np.random.default_rng(0).integers(0, 150_000, NUM_TOKENS, dtype=np.int32)
-    as_list = tokens.tolist()
     root = root_hash(bytes(32))
-    none = _core.ExtraKeys(None, [])
-    backends = ", ".join(_core.sha_backends())
-    print(f"{machine()}, NumPy {np.__version__}; SHA-256: {backends}, the first is in use")
-    print(f"{NUM_TOKENS} tokens, best of {REPEATS}")
+    print(f"{machine()}, NumPy {np.__version__}, best of {REPEATS}")
+    print(f"implementations: {', '.join(_core.hash_backends())}; the first is in use", flush=True)
+    if shutil.which("g++"):
+        print_implementations()
+    print("\nthrough Python, conversion and result array included; us")
+    for num_tokens in (190 * 64, 131_072):
+        tokens = np.random.default_rng(0).integers(0, 150_000, num_tokens, dtype=np.int32)
+        for block_size in (16, 64):
+            for name, form in (("int32", tokens), ("list", tokens.tolist())):
+                spent = best_us(partial(hash_blocks, form, block_size, parent=root))
+                print(f"{num_tokens:7} tokens, block {block_size}, {name:5} {spent:7.1f}")
     for block_size in (16, 64):
-        last = hash_blocks(tokens, block_size, parent=root)[-1].tobytes()
-        if last != hashlib_loop(tokens, block_size, root):
-            sys.exit("hash_blocks and hashlib disagree")
-        reference = best_us(partial(hashlib_loop, tokens, block_size, root))
-        print(f"block {block_size}: hashlib loop {reference:.0f} us")
-        for name, form in (("int32", tokens), ("list", as_list)):
-            spent = best_us(partial(hash_blocks, form, block_size, parent=root))
-            print(f"  {name:5} {spent:6.0f} us, hashlib loop / this = {reference / spent:.1f}")
-        for backend in _core.sha_backends():
-            spent = best_us(partial(_core.hash_blocks, tokens, block_size, root, 0, none, 0, backend))
-            print(f"  int32 with {backend:8} {spent:6.0f} us")
-        print(f"  append of one token {append_ns(block_size, root):.0f} ns")
+        print(f"append of one token, block {block_size}: {append_ns(block_size, root):.0f} ns")
 
 
 if __name__ == "__main__":

@@ -119,12 +119,14 @@ def oracle_hashes(
     lookahead: int = 0,
 ) -> list[bytes]:
     keys = [b"fdcache.block.v2" + struct.pack("<II", block_size, part).ljust(16, b"\0") for part in range(3)]
+    if adapter_id is not None:
+        keys[0] = oracle_digest(keys[0], sized(adapter_id.encode()))
     half = (block_size + 1) // 2
     hashes = []
     for first in range(0, len(tokens) - block_size - lookahead + 1, block_size):
         begin, end = start + first, start + first + block_size
         following = tokens[first + block_size : first + block_size + lookahead]
-        extra = b"" if adapter_id is None else b"\x02" + sized(adapter_id.encode())
+        extra = b""
         for offset, length, key in items:
             if offset < end + lookahead and offset + length > begin:
                 tag, data = (b"\x03", key.encode()) if isinstance(key, str) else (b"\x04", key)

@@ -16,7 +16,7 @@ enum class HeaderState : std::uint16_t { kEmpty = 0, kWriting = 1, kReady = 2 };
 
 struct SlotHeader {
     static constexpr std::uint32_t kMagic = 0x4C534446;  // "FDSL"
-    static constexpr std::uint16_t kVersion = 1;
+    static constexpr std::uint16_t kVersion = 2;
 
     std::uint32_t magic = 0;
     std::uint16_t version = 0;
@@ -43,6 +43,12 @@ struct SlotHeader {
     // True if magic, version and header checksum are right.
     bool is_valid() const {
         return magic == kMagic && version == kVersion && header_checksum == computed_checksum();
+    }
+
+    // True for an intact header of an earlier version. Its hashes are of another kind, so no block has its
+    // key.
+    bool is_outdated() const {
+        return magic == kMagic && version < kVersion && header_checksum == computed_checksum();
     }
 
     // Sets magic, version and header checksum.

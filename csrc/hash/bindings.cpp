@@ -46,15 +46,28 @@ std::int32_t token_from_index(PyObject *value, Py_ssize_t position) {
     return narrow(number, position);
 }
 
+// Reads an int of one digit (30 bits), as almost every token is: a call for each would cost as much as the
+// hashing.
+inline bool read_small(PyObject *value, std::int32_t &token) {
+    if (!PyLong_CheckExact(value)) return false;
+    const auto *number = reinterpret_cast<const PyLongObject *>(value);
+#if PY_VERSION_HEX >= 0x030c0000
+    if (!PyUnstable_Long_IsCompact(number)) return false;
+    token = static_cast<std::int32_t>(PyUnstable_Long_CompactValue(number));
+#else
+    if (Py_SIZE(number) != 1) return false;
+    token = static_cast<std::int32_t>(number->ob_digit[0]);
+#endif
+    return true;
+}
+
 }  // namespace
 
 std::int32_t token_from(PyObject *value, Py_ssize_t position) {
     if (!PyLong_CheckExact(value)) [[unlikely]]
         return token_from_index(value, position);
-#if PY_VERSION_HEX >= 0x030c0000
-    const auto *number = reinterpret_cast<const PyLongObject *>(value);
-    if (PyUnstable_Long_IsCompact(number)) return narrow(PyUnstable_Long_CompactValue(number), position);
-#endif
+    std::int32_t small;
+    if (read_small(value, small)) return small;
     int overflow;
     const long number_or_overflow = PyLong_AsLongAndOverflow(value, &overflow);
     if (overflow) refuse(position, value, "a token must fit a 32-bit signed integer");
@@ -69,6 +82,10 @@ void narrow_all(const Py_buffer &buffer, const Allocate &allocate) {
     const Py_ssize_t stride = buffer.ndim == 0 ? 0 : buffer.strides[0];
     const auto *data = static_cast<const std::uint8_t *>(buffer.buf);
     std::int32_t *out = allocate(static_cast<std::size_t>(size));
+    if (sizeof(Int) == sizeof *out && stride == sizeof *out) {
+        std::memcpy(out, data, static_cast<std::size_t>(size) * sizeof *out);
+        return;
+    }
     for (Py_ssize_t i = 0; i < size; ++i) {
         Int value;
         std::memcpy(&value, data + i * stride, sizeof value);
@@ -102,10 +119,12 @@ void read_sequence(const nb::object &sequence, const Allocate &allocate) {
     const auto size = PySequence_Fast_GET_SIZE(fast);
     std::int32_t *out = allocate(static_cast<std::size_t>(size));
     for (Py_ssize_t i = 0; i < size; ++i) {
-        // An __index__ may run any code, and even shorten the list.
-        if (i >= PySequence_Fast_GET_SIZE(fast))
+        // An __index__ may run any code, and even shorten the list; small ints run none.
+        if (PySequence_Fast_GET_SIZE(fast) < size)
             throw HashingError("tokens were removed while they were read");
-        out[i] = token_from(PySequence_Fast_GET_ITEM(fast, i), i);
+        PyObject **items = PySequence_Fast_ITEMS(fast);
+        while (i < size && read_small(items[i], out[i])) ++i;
+        if (i < size) out[i] = token_from(items[i], i);
     }
 }
 

@@ -14,7 +14,7 @@ namespace {
 // part.
 constexpr std::string_view root_tag = "fdcache.root.v2", block_tag = "fdcache.block.v2";
 constexpr std::size_t size_word = 4, part_word = 5;
-constexpr std::uint8_t adapter_entry = 2, text_item_entry = 3, bytes_item_entry = 4, lookahead_entry = 5;
+constexpr std::uint8_t text_item_entry = 3, bytes_item_entry = 4, lookahead_entry = 5;
 
 static_assert(std::endian::native == std::endian::little, "the format's integers are little-endian");
 
@@ -55,11 +55,7 @@ blake3::Key block_key(std::int64_t block_size, std::uint32_t part) {
 }  // namespace
 
 ExtraKeys::ExtraKeys(std::optional<std::string> adapter, std::vector<MultimodalItem> items)
-    : items_(std::move(items)) {
-    if (adapter) {
-        adapter_.push_back(adapter_entry);
-        put_string(adapter_, *adapter);
-    }
+    : adapter_(std::move(adapter)), items_(std::move(items)) {
     std::int64_t end = 0;
     for (std::size_t i = 0; i < items_.size(); ++i) {
         const std::string where = "multimodal[" + std::to_string(i) + "]: ";
@@ -88,9 +84,8 @@ std::vector<std::size_t> ExtraKeys::block_items(std::int64_t start, std::int64_t
     return found;
 }
 
-void ExtraKeys::encode(std::int64_t start, std::int64_t end, std::size_t &index,
-                       std::vector<std::uint8_t> &out) const {
-    out.insert(out.end(), adapter_.begin(), adapter_.end());
+void ExtraKeys::encode_items(std::int64_t start, std::int64_t end, std::size_t &index,
+                             std::vector<std::uint8_t> &out) const {
     for (const std::size_t i : block_items(start, end, index)) {
         const MultimodalItem &item = items_[i];
         out.push_back(item.is_text ? text_item_entry : bytes_item_entry);
@@ -124,15 +119,20 @@ BlockChain::BlockChain(std::int64_t block_size, const Digest &parent, std::int64
                            " and below 2**62, got " + std::to_string(start));
     if (lookahead < 0 || lookahead > std::numeric_limits<std::int32_t>::max())
         throw HashingError("lookahead must be at least 0 and below 2**31, got " + std::to_string(lookahead));
+    if (extra_keys_.adapter()) {
+        std::vector<std::uint8_t> adapter;
+        put_string(adapter, *extra_keys_.adapter());
+        keys_[0] = std::bit_cast<blake3::Key>(keyed_digest(backend, keys_[0], adapter));
+    }
 }
 
 void BlockChain::encode_extra_keys(std::int64_t position, const std::int32_t *following,
                                    std::vector<std::uint8_t> &out) {
     const std::int64_t end = position + static_cast<std::int64_t>(block_size_);
-    if (!extra_keys_.empty()) {
+    if (!extra_keys_.items().empty()) {
         // The next block may overlap items that this block only looks ahead to.
         std::size_t index = item_index_;
-        extra_keys_.encode(position, end + static_cast<std::int64_t>(lookahead_), index, out);
+        extra_keys_.encode_items(position, end + static_cast<std::int64_t>(lookahead_), index, out);
         extra_keys_.block_items(position, end, item_index_);
     }
     if (lookahead_ == 0) return;
@@ -178,30 +178,33 @@ void BlockChain::digest_tokens(const Batch &batch, const sha256::Links &before) 
 }
 
 void BlockChain::digest_extra_keys(const Batch &batch) {
-    std::array<std::vector<std::uint8_t>, blake3::max_lanes / 2> texts;
+    struct Text {
+        std::size_t block, start, bytes;
+    };
+    std::array<Text, blake3::max_lanes / 2> found;
+    std::size_t count = 0;
+    texts_.clear();
     for (std::size_t i = 0; i < batch.blocks; ++i) {
-        put_digest(texts[i], batch.digests[2 * i + 1]);
+        const std::size_t start = texts_.size();
+        put_digest(texts_, batch.digests[2 * i + 1]);
         const auto position = position_ + static_cast<std::int64_t>(i * block_size_);
-        encode_extra_keys(position, batch.tokens + (i + 1) * block_size_, texts[i]);
+        encode_extra_keys(position, batch.tokens + (i + 1) * block_size_, texts_);
+        const std::size_t bytes = texts_.size() - start;
+        if (bytes > sizeof(Digest)) found[count++] = {i, start, bytes};
+        texts_.resize(round_up(texts_.size(), blake3::piece_bytes));
     }
-    // Texts of one length at a time: those of one adapter, look-ahead or image have the same length.
-    for (std::size_t first = 0; first < batch.blocks; ++first) {
-        const std::size_t bytes = texts[first].size();
-        if (bytes <= sizeof(Digest)) continue;
+    // Texts of one length at a time: those of one look-ahead or image have the same length.
+    const auto end = found.begin() + count;
+    for (auto first = found.begin(); first != end;) {
+        const std::size_t bytes = first->bytes;
+        const auto next = std::partition(first, end, [&](const Text &text) { return text.bytes == bytes; });
         blake3::Messages messages{0, bytes, {&keys_[2], &keys_[2]}, {}};
-        std::array<std::size_t, blake3::max_lanes> blocks;
-        for (std::size_t i = first; i < batch.blocks; ++i) {
-            if (texts[i].size() != bytes) continue;
-            texts[i].resize(round_up(bytes, blake3::piece_bytes));
-            blocks[messages.count] = i;
-            messages.rows[messages.count++] = texts[i].data();
-        }
+        for (auto text = first; text != next; ++text)
+            messages.rows[messages.count++] = texts_.data() + text->start;
         Digest digests[blake3::max_lanes];
         backend_->digest(messages, digests, {});
-        for (std::size_t lane = 0; lane < messages.count; ++lane) {
-            batch.digests[2 * blocks[lane] + 1] = digests[lane];
-            texts[blocks[lane]].clear();
-        }
+        for (std::size_t i = 0; i < messages.count; ++i) batch.digests[2 * first[i].block + 1] = digests[i];
+        first = next;
     }
 }
 
@@ -214,7 +217,7 @@ void BlockChain::extend(const std::int32_t *tokens, std::span<Digest> out) {
         Digest *fresh = reinterpret_cast<Digest *>(digests.data()) + done / most % 2 * blake3::max_lanes;
         const Batch batch{tokens + done * block_size_, std::min(most, out.size() - done), fresh};
         digest_tokens(batch, links);
-        if (lookahead_ > 0 || !extra_keys_.empty()) digest_extra_keys(batch);
+        if (lookahead_ > 0 || !extra_keys_.items().empty()) digest_extra_keys(batch);
         links = {done == 0 ? &parent_ : &out[done - 1], fresh->bytes.data(), &out[done], batch.blocks};
         position_ += static_cast<std::int64_t>(batch.blocks * block_size_);
     }

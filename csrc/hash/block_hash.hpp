@@ -40,19 +40,19 @@ class ExtraKeys {
     // Throws HashingError unless the items are non-empty, in order and disjoint.
     ExtraKeys(std::optional<std::string> adapter, std::vector<MultimodalItem> items);
 
-    bool empty() const { return adapter_.empty() && items_.empty(); }
+    const std::optional<std::string> &adapter() const { return adapter_; }
     const std::vector<MultimodalItem> &items() const { return items_; }
 
     // Positions of the items that overlap the block of tokens [start, end). The search starts at item
     // `index`, which becomes the start of the search for the next block.
     std::vector<std::size_t> block_items(std::int64_t start, std::int64_t end, std::size_t &index) const;
 
-    // Appends the block's canonical extra keys to `out`, if it has any.
-    void encode(std::int64_t start, std::int64_t end, std::size_t &index,
-                std::vector<std::uint8_t> &out) const;
+    // Appends the canonical form of the block's items to `out`, if it has any.
+    void encode_items(std::int64_t start, std::int64_t end, std::size_t &index,
+                      std::vector<std::uint8_t> &out) const;
 
   private:
-    std::vector<std::uint8_t> adapter_;  // encoded
+    std::optional<std::string> adapter_;
     std::vector<MultimodalItem> items_;
 };
 
@@ -96,6 +96,7 @@ class BlockChain {
     ExtraKeys extra_keys_;
     std::size_t item_index_ = 0;
     const HashBackend *backend_;
+    std::vector<std::uint8_t> texts_;  // the extra keys of a batch, kept for its memory
 };
 
 // An append-only array. Growing allocates a new store, and `share()` keeps the current one alive, so elements

@@ -47,7 +47,7 @@ SlabScan SlabFile::scan(std::uint32_t first, std::uint32_t last) {
         for (std::size_t i = 0; i < read.size(); ++i) {
             SlotHeader &header = read[i];
             const auto end = shape_.record_offset + static_cast<off_t>((at + i + 1) * shape_.record_bytes);
-            const bool blank = header == SlotHeader{};
+            const bool blank = header == SlotHeader{} || header.is_outdated();
             const bool sound = header.is_valid() && header.fingerprint == shape_.fingerprint;
             const bool ready = sound && header.state == HeaderState::kReady;
             const bool whole = header.payload_bytes == payload_bytes_ && end <= status.st_size;

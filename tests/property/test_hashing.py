@@ -46,7 +46,7 @@ BLAKE3 = {
 
 digests = st.binary(min_size=32, max_size=32)
 token_ids = st.integers(-(2**31), 2**31 - 1)
-block_sizes = st.one_of(st.integers(1, 40), st.sampled_from([16, 32, 48, 64]))
+block_sizes = st.one_of(st.integers(1, 40), st.sampled_from([16, 32, 48, 64, 128, 520]))
 keys: st.SearchStrategy[str | bytes] = st.one_of(
     st.text(st.characters(codec="utf-8"), min_size=1, max_size=70), st.binary(min_size=1, max_size=40)
 )
@@ -145,6 +145,7 @@ def test_hashes_without_extra_keys_equal_the_oracles(
 
 @given(
     tokens=st.lists(token_ids, max_size=120),
+    repeat=st.sampled_from([1, 1, 1, 9]),
     block_size=block_sizes,
     parent=digests,
     start_block=st.integers(0, 4),
@@ -155,6 +156,7 @@ def test_hashes_without_extra_keys_equal_the_oracles(
 def test_hashes_with_extra_keys_equal_the_oracles(
     *,
     tokens: list[int],
+    repeat: int,
     block_size: int,
     parent: bytes,
     start_block: int,
@@ -164,8 +166,17 @@ def test_hashes_with_extra_keys_equal_the_oracles(
 ) -> None:
     start = start_block * block_size
     shared: dict[str, Any] = {"start": start, "adapter_id": adapter_id, "lookahead": lookahead}
+    tokens = tokens * repeat
     hashes = hash_blocks(tokens, block_size, parent=parent, multimodal=as_items(items), **shared)
     assert rows(hashes) == oracle_hashes(tokens, block_size, parent, items=items, **shared)
+    texts = [
+        (offset, length, key if isinstance(key, bytes) else key.encode(), isinstance(key, str))
+        for offset, length, key in items
+    ]
+    extra = _core.ExtraKeys(None if adapter_id is None else adapter_id.encode(), texts)
+    for backend in BACKENDS:
+        same = _core.hash_blocks(tokens, block_size, parent, start, extra, lookahead, backend)
+        assert np.array_equal(same, hashes), backend
 
 
 @given(

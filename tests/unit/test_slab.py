@@ -13,6 +13,7 @@ import pytest
 
 from fdcache import _core
 from fdcache.errors import StorageBusyError, StorageError, StorageFormatError
+from fdcache.metadata import SLOT_HEADER_BYTES
 from fdcache.settings.cache import FsyncPolicy
 from fdcache.storage.connector import Outcome, StorageState
 from fdcache.storage.slab_format import PAGE, read_superblock
@@ -90,6 +91,26 @@ def test_a_changed_byte_is_refused_and_empties_its_slot(tmp_path: Path, records:
     assert store.scan().slots.tolist() == [0, 2]
     store.close()
     assert open_store(tmp_path, layout).scan().slots.tolist() == [0, 2]
+
+
+def test_headers_of_an_earlier_version_are_empty_slots(tmp_path: Path, records: Records) -> None:
+    hashes = path_hashes(4)
+    store = open_store(tmp_path, LAYOUT)
+    store.put(records.full_batch(hashes[:3], slots=range(3)), 10)
+    store.close()
+    with store.path.open("r+b") as file:
+        at = read_superblock(file.fileno(), store.path).header_offset
+        for slot in range(2):
+            fields = bytearray(os.pread(file.fileno(), 120, at + slot * SLOT_HEADER_BYTES))
+            fields[4] = 1
+            checksum = _core.record_checksum(np.frombuffer(bytes(fields), np.uint8), [0], [120])
+            os.pwrite(file.fileno(), fields + checksum.to_bytes(8, "little"), at + slot * SLOT_HEADER_BYTES)
+    store = open_store(tmp_path, LAYOUT)
+    assert store.scan().slots.tolist() == [2]
+    assert store.stats().corrupt_found_on_start == 0
+    assert store.put(records.full_batch(hashes[3:], slots=[0]), 10).ok.all()
+    assert store.scan().slots.tolist() == [0, 2]
+    store.close()
 
 
 def test_recovered_blocks_are_checked_with_checks_off(tmp_path: Path, records: Records) -> None:

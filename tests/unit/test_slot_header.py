@@ -26,7 +26,7 @@ def header(**changes: object) -> _core.SlotHeader:
 def test_survives_its_bytes() -> None:
     copy = _core.SlotHeader.from_bytes(header().to_bytes())
     assert copy.is_valid
-    assert (copy.state, copy.generation, copy.version) == (2, 7, 1)
+    assert (copy.state, copy.generation, copy.version) == (2, 7, 2)
     assert (copy.hash, copy.parent) == (bytes(range(32)), bytes(range(32, 64)))
     assert copy.fingerprint == b"f" * 16
     assert (copy.payload_bytes, copy.payload_checksum) == (4000, 0x0123456789ABCDEF)
@@ -36,7 +36,7 @@ def test_lies_in_memory_as_documented() -> None:
     data = header().to_bytes()
     fields = struct.unpack("<4sHHIIQQ32s32s16sQQ", data)
     assert len(data) == 128
-    assert fields[:5] == (b"FDSL", 1, 2, 7, 0)
+    assert fields[:5] == (b"FDSL", 2, 2, 7, 0)
     assert fields[5:7] == (4000, 0x0123456789ABCDEF)
     assert fields[7:10] == (bytes(range(32)), bytes(range(32, 64)), b"f" * 16)
     covered = np.frombuffer(data[:120], np.uint8)
