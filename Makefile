@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
-CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/peers/*.cpp)
+CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
 .PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check nightly tsan asan fuzz soak lint format stubs bench bench-peers clean
 
@@ -106,6 +106,7 @@ bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, w
 	$(BIN)/python -m benchmarks.scheduler
 	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.eviction
+	$(BIN)/python -m benchmarks.tier_blocks
 	$(BIN)/python -m benchmarks.host_runs
 	$(BIN)/python -m benchmarks.hashing
 	$(BIN)/python -m benchmarks.copies

@@ -29,6 +29,8 @@ class EvictionOrder {
     // Removes the first `count` entries that are not busy and appends them to `taken`. The caller checks that
     // there are as many. Changes nothing if it throws std::bad_alloc.
     virtual void take(std::uint32_t count, std::vector<Slot> &taken) = 0;
+    // The entry that `take` will probably take next, or kNoSlot: a hint.
+    virtual Slot next() const = 0;
     // Up to `count` entries that are not busy, in order.
     virtual std::vector<Slot> first(std::uint32_t count) const = 0;
     // All entries in order, including busy ones. Walks all slots.
@@ -148,6 +150,7 @@ class LruLine {
         std::make_heap(waiting_.begin(), waiting_.end(), std::greater<>());
     }
 
+    Slot next() const { return head_; }
     std::uint32_t size() const { return idle_; }
     std::size_t bytes() const { return waiting_.capacity() * sizeof(Waiting); }
 
@@ -223,6 +226,7 @@ class LruOrder final : public EvictionOrder {
     void remove(Slot slot) override { line_.remove(links_, slot); }
     void set_busy(Slot slot, bool busy) override { line_.set_busy(links_, slot, busy); }
     void take(std::uint32_t count, std::vector<Slot> &taken) override { line_.take(links_, count, taken); }
+    Slot next() const override { return line_.next(); }
     std::vector<Slot> first(std::uint32_t count) const override { return line_.first(links_, count); }
     std::vector<Slot> all() const override { return line_.all(links_); }
     bool holds(Slot slot) const override { return links_[slot].place != LruLink::Place::kOutside; }

@@ -112,7 +112,7 @@ void FreeRuns::take(std::uint32_t count, std::vector<Run> &runs) {
         runs.push_back({first, taken});
         count -= taken;
     }
-    std::sort(runs.begin() + begin, runs.end());
+    std::sort(runs.begin() + begin, runs.end(), before);
 }
 
 void FreeRuns::take_all(std::vector<Run> &runs) {

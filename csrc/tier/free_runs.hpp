@@ -2,7 +2,6 @@
 #pragma once
 
 #include <array>
-#include <compare>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -22,9 +21,9 @@ class FreeRuns {
     struct Run {
         Slot first;
         std::uint32_t count;
-
-        friend auto operator<=>(const Run &, const Run &) = default;
     };
+
+    static bool before(const Run &left, const Run &right) { return left.first < right.first; }
 
     // `extent`: slots of an extent; 0: there is one extent.
     explicit FreeRuns(std::uint32_t extent = 0) : extent_(extent) { heads_.fill(kNoSlot); }

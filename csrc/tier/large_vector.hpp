@@ -10,8 +10,8 @@
 
 namespace fdcache {
 
-// Aligns to cache lines. Asks for huge pages where an array fills several: a large tier is read at random
-// places, and would miss the TLB at nearly each of them.
+// Aligns to cache lines. Asks for huge pages where an array fills one: a large tier is read at random places,
+// and would miss the TLB at nearly each of them.
 template <typename T>
 struct LargeAllocator {
     using value_type = T;
@@ -39,7 +39,7 @@ struct LargeAllocator {
     static constexpr std::size_t kCacheLine = 64;
     static constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-    static bool is_large(std::size_t count) { return count * sizeof(T) >= 2 * kHugePage; }
+    static bool is_large(std::size_t count) { return count * sizeof(T) >= kHugePage; }
     static std::align_val_t alignment(std::size_t count) {
         return std::align_val_t{is_large(count) ? kHugePage : kCacheLine};
     }

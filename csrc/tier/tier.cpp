@@ -21,9 +21,16 @@ LeaseId Tier::open_lease() {
 }
 
 LeaseId Tier::add_lease() {
-    const LeaseId id = next_lease_++;
-    leases_.emplace(id, Lease{epoch_, {}});
-    return id;
+    make_room(spare_leases_, leases_.size() + 1);  // so that a release need not allocate
+    if (spare_leases_.empty()) {
+        leases_.emplace(next_lease_, Lease{epoch_, {}});
+    } else {
+        spare_leases_.back().key() = next_lease_;
+        spare_leases_.back().mapped().epoch = epoch_;
+        leases_.insert(std::move(spare_leases_.back()));
+        spare_leases_.pop_back();
+    }
+    return next_lease_++;
 }
 
 bool Tier::release(LeaseId lease) {
@@ -33,13 +40,17 @@ bool Tier::release(LeaseId lease) {
 bool Tier::end_lease(LeaseId lease) {
     const auto found = leases_.find(lease);
     if (found == leases_.end()) return false;
-    const std::vector<Slot> slots = std::move(found->second.slots);
-    leases_.erase(found);
+    std::vector<Slot> &slots = found->second.slots;
     // From the end of the path, so that the deepest block is evicted first.
     for (std::size_t i = slots.size(); i-- > 0;) {
         if (i >= kAhead) __builtin_prefetch(&entries_[slots[i - kAhead]], 1);
         unpin(slots[i]);
     }
+    slots.clear();
+    if (slots.capacity() > kMostKeptPins)
+        leases_.erase(found);
+    else
+        spare_leases_.push_back(leases_.extract(found));
     return true;
 }
 
@@ -126,17 +137,18 @@ void Tier::make_anonymous(Slot slot) {
 }
 
 void Tier::pin(Lease &lease, Slot slot) {
-    ++entries_[slot].pins;
     ++pins_;
     lease.slots.push_back(slot);
-    refresh(slot);
+    if (entries_[slot].pins++ == 0) refresh(slot);
 }
 
 void Tier::unpin(Slot slot) {
-    --entries_[slot].pins;
     --pins_;
-    refresh(slot);
-    free_if_unused(slot);
+    if (--entries_[slot].pins) return;
+    if (entries_[slot].findable)
+        refresh(slot);
+    else
+        free_if_unused(slot);
 }
 
 void Tier::free_slot(Slot slot) {
@@ -239,8 +251,7 @@ void Tier::evict_coldest(std::size_t count, BlockList *evicted) {
     // In three rounds, each of which prefetches the data of the next: in a large tier, cache misses dominate.
     for (const Slot slot : victims_) {
         tenants_.remove(slot);
-        __builtin_prefetch(&entries_[slot], 1);
-        __builtin_prefetch(&digests_[slot]);
+        prefetch_entry(slot);
     }
     for (const Slot slot : victims_) {
         if (evicted) append(*evicted, slot);
@@ -254,6 +265,7 @@ void Tier::evict_coldest(std::size_t count, BlockList *evicted) {
         else
             vacated_.push_back({slot, 1});
     }
+    prefetch_entry(order_->next());
 }
 
 // Takes `count` slots into `taken_`, as runs, ascending, and evicts entries for them if it must. While the
@@ -274,7 +286,7 @@ void Tier::take_runs(std::uint32_t count, BlockList *evicted) {
     if (short_of && !ahead) {
         free_.take_all(taken_);
         taken_.insert(taken_.end(), vacated_.begin(), vacated_.end());
-        std::sort(taken_.begin(), taken_.end());
+        std::sort(taken_.begin(), taken_.end(), FreeRuns::before);
         return;
     }
     for (const FreeRuns::Run &run : vacated_) free_.add(run.first, run.count);

@@ -24,7 +24,6 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "hash/digest.hpp"
@@ -272,8 +271,9 @@ class Tier {
     static constexpr Slot kRoot = kNoSlot - 1;
     static constexpr std::uint32_t kGoodRun = 16;   // slots; a copy of this many records runs at full speed
     static constexpr std::size_t kFirstBatch = 32;  // entries in the first batch evicted ahead of need
-    static constexpr std::size_t kAhead = 16;       // blocks between a prefetch and its use
-    static constexpr std::size_t kMostAhead = 512;  // entries that one reservation evicts ahead of need
+    static constexpr std::size_t kMostKeptPins = 4096;  // that a released lease keeps memory for
+    static constexpr std::size_t kAhead = 16;           // blocks between a prefetch and its use
+    static constexpr std::size_t kMostAhead = 512;      // entries that one reservation evicts ahead of need
 
     struct alignas(64) Entry {
         std::uint64_t checksum = 0;
@@ -348,6 +348,12 @@ class Tier {
     void check_held(std::span<const Slot> slots, bool arriving);
     std::uint32_t now_ms() const;
 
+    // Prefetches what a match or an eviction reads of an entry; of none, nothing.
+    void prefetch_entry(Slot slot) const {
+        if (slot == kNoSlot) return;
+        __builtin_prefetch(&entries_[slot], 1);
+        __builtin_prefetch(&digests_[slot]);
+    }
     Slot find_ready(const Digest &digest) const;
     Slot resolve_parent(const Digest &parent) const;
     void refresh(Slot slot);
@@ -378,7 +384,10 @@ class Tier {
     void take_runs(std::uint32_t count, BlockList *evicted);
     void take_slots(std::uint32_t count, const Entry &fresh, std::vector<Slot> &table, BlockList *evicted);
     void append(BlockList &list, Slot slot) const;
-    void publish_event(TierEvent::Kind kind, Slot slot);
+    void publish_event(TierEvent::Kind kind, Slot slot) {
+        if (mirror_ || event_capacity_) tell(kind, slot);
+    }
+    void tell(TierEvent::Kind kind, Slot slot);
 
     mutable TierMutex mutex_;
     LargeVector<Entry> entries_;
@@ -392,6 +401,7 @@ class Tier {
     std::vector<Slot> victims_;
     std::vector<FreeRuns::Run> vacated_, taken_;
     std::unordered_map<LeaseId, Lease> leases_;
+    std::vector<std::unordered_map<LeaseId, Lease>::node_type> spare_leases_;  // for their memory
     std::optional<PresenceTable> mirror_;
     std::vector<TierEvent> events_;
     std::size_t event_capacity_ = 0;

@@ -1,4 +1,5 @@
 // Copies into and out of a tier, from plan to report.
+#include "tier/positions.hpp"
 #include "tier/session.hpp"
 #include "tier/tier.hpp"
 
@@ -17,32 +18,34 @@ void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::
     check_hashes(hashes);
     out.clear();
     out.status.reserve(hashes.size());
-    std::unordered_set<Digest, DigestHash> wanted;
-    wanted.reserve(hashes.size());
+    Positions wanted(hashes);
+    std::uint32_t count = 0;
     ScopedHolds kept(*this);  // protects each entry and its ancestors
     kept.reserve(hashes.size());
-    for (std::size_t i = 0; i < hashes.size(); ++i) {
+    for (std::uint32_t i = 0; i < hashes.size(); ++i) {
         const Slot present = index_.find(hashes[i]);
         ReserveStatus status = ReserveStatus::kReserved;
         if (present != kNoSlot) {
             const bool ready = entries_[present].state == SlotState::kReady;
             status = ready ? ReserveStatus::kReady : ReserveStatus::kPending;
             if (ready) kept.add(present);
-        } else if (wanted.contains(hashes[i])) {
+        } else if (wanted.find(hashes[i]) != Positions::kNone) {
             status = ReserveStatus::kPending;
-        } else if (!wanted.contains(parents[i])) {
+        } else if (wanted.find(parents[i]) == Positions::kNone) {
             const Slot parent = resolve_parent(parents[i]);
             if (parent == kNoSlot)
                 status = ReserveStatus::kNoParent;
             else if (parent != kRoot)
                 kept.add(parent);
         }
-        if (status == ReserveStatus::kReserved) wanted.insert(hashes[i]);
+        if (status == ReserveStatus::kReserved) {
+            wanted[hashes[i]] = i;
+            ++count;
+        }
         out.status.push_back(status);
     }
-    out.missing = missing(wanted.size());
+    out.missing = missing(count);
     if (out.missing) return;
-    const auto count = static_cast<std::uint32_t>(wanted.size());
     if (lease) make_room(lease->slots, count);
     out.slots.reserve(count);
     out.generations.reserve(count);

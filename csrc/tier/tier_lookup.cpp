@@ -1,4 +1,5 @@
 // Look-ups in a tier: matches, listings, statistics.
+#include "tier/positions.hpp"
 #include "tier/session.hpp"
 #include "tier/tier.hpp"
 
@@ -44,6 +45,8 @@ bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t
     table.resize(first + count);
     const std::span<Slot> run = std::span(table).subspan(first);
     for (std::size_t i = count; one_path && i-- > 0; last = entries_[last].parent) {
+        if (i >= 2 * kAhead) index_.prefetch(hashes[start + i - 2 * kAhead]);
+        if (i >= kAhead) prefetch_entry(index_.guess(hashes[start + i - kAhead]));
         run[i] = last;
         one_path = digests_[last] == hashes[start + i];
     }
@@ -86,8 +89,8 @@ BlockList Tier::find(std::span<const Digest> hashes) const {
 BlockList Tier::ancestry(std::span<const Slot> slots, std::uint32_t levels) const {
     std::lock_guard lock(mutex_);
     BlockList list;
-    const std::unordered_set<Slot> named(slots.begin(), slots.end());
-    std::unordered_set<Slot> seen;
+    const SlotSet named(slots);
+    SlotSet seen(slots.size());
     std::vector<Slot> path;
     for (Slot slot : slots) {
         check_slot(slot);
@@ -95,7 +98,7 @@ BlockList Tier::ancestry(std::span<const Slot> slots, std::uint32_t levels) cons
         std::uint32_t above = 0;  // levels above the last named slot
         for (; slot != kRoot && entries_[slot].findable; slot = entries_[slot].parent) {
             above = named.contains(slot) ? 0 : above + 1;
-            if (above > levels || !seen.insert(slot).second) break;
+            if (above > levels || !seen.insert(slot)) break;
             path.push_back(slot);
         }
         for (auto up = path.rbegin(); up != path.rend(); ++up) append(list, *up);

@@ -92,7 +92,7 @@ void Tier::record_events(std::size_t capacity) {
     event_capacity_ = capacity;
 }
 
-void Tier::publish_event(TierEvent::Kind kind, Slot slot) {
+void Tier::tell(TierEvent::Kind kind, Slot slot) {
     if (mirror_ && kind == TierEvent::Kind::kStored)
         mirror_->add(digests_[slot], {slot, entries_[slot].generation});
     if (mirror_ && kind == TierEvent::Kind::kRemoved) mirror_->remove(digests_[slot]);

@@ -1,7 +1,7 @@
 // Slots filled by other processes (publish), tenants, and the removal of subtrees (drop).
 #include <algorithm>
-#include <unordered_set>
 
+#include "tier/positions.hpp"
 #include "tier/tier.hpp"
 
 namespace fdcache {
@@ -46,7 +46,7 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
             unpin(slots[i]);
         }
     }
-    const std::unordered_set<Slot> gone(slots.begin(), slots.end());
+    const SlotSet gone(slots);
     std::erase_if(lease.slots, [&gone](Slot slot) { return gone.contains(slot); });
     return status;
 }

@@ -1,14 +1,14 @@
 // Blocks that outlive the process: entries found on start (restore), and bad entries (discard, quarantine).
 #include <algorithm>
-#include <bit>
 
+#include "tier/positions.hpp"
 #include "tier/tier.hpp"
 
 namespace fdcache {
 
 namespace {
 
-constexpr std::uint32_t kNone = UINT32_MAX;
+constexpr std::uint32_t kNone = Positions::kNone;
 
 // The blocks of a scan as trees below the root.
 struct Forest {
@@ -16,34 +16,19 @@ struct Forest {
     std::vector<std::uint32_t> order;    // positions, parents first; of equal hashes only the newest
 };
 
-// Positions in a scan by hash: open addressing, at most half full.
-class Positions {
-  public:
-    explicit Positions(const FoundEntries &found)
-        : found_(found), cells_(std::bit_ceil(2 * found.hashes.size() + 2), kNone) {
-        for (std::uint32_t i = 0; i < found.hashes.size(); ++i) {
-            std::uint32_t &cell = cells_[cell_of(found.hashes[i])];
-            if (cell == kNone || found.time(cell) < found.time(i)) cell = i;
-        }
+// Of equal hashes the newest block counts.
+Positions positions_of(const FoundEntries &found) {
+    Positions positions(found.hashes);
+    for (std::uint32_t i = 0; i < found.hashes.size(); ++i) {
+        std::uint32_t &position = positions[found.hashes[i]];
+        if (position == Positions::kNone || found.time(position) < found.time(i)) position = i;
     }
-
-    std::uint32_t find(const Digest &hash) const { return cells_[cell_of(hash)]; }
-
-  private:
-    std::size_t cell_of(const Digest &hash) const {
-        const std::size_t mask = cells_.size() - 1;
-        std::size_t cell = hash.word(0) & mask;
-        while (cells_[cell] != kNone && !(found_.hashes[cells_[cell]] == hash)) cell = (cell + 1) & mask;
-        return cell;
-    }
-
-    const FoundEntries &found_;
-    std::vector<std::uint32_t> cells_;
-};
+    return positions;
+}
 
 Forest forest_of(const FoundEntries &found) {
     const auto count = static_cast<std::uint32_t>(found.hashes.size());
-    const Positions positions(found);
+    const Positions positions = positions_of(found);
     Forest forest{std::vector<std::uint32_t>(count, kNone), {}};
     forest.order.reserve(count);
     enum : std::uint8_t { kUnknown, kRooted, kOrphan };

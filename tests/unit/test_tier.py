@@ -273,6 +273,27 @@ class TestArguments:
             tier.commit(tier.open_lease(), b"short", hashes([]), slots([]))
 
 
+@pytest.mark.parametrize("start", [8, 1])
+def test_hashes_that_start_alike_are_told_apart_while_blocks_come_and_go(start: int) -> None:
+    tier, generator = _core.Tier(60), np.random.default_rng(start)
+    names = [b"\x07" * start + number.to_bytes(32 - start, "big") for number in range(1, 121)]
+    for _ in range(60):
+        lease = tier.open_lease()
+        for name in generator.permutation(120)[:25]:
+            block = hashes([names[name]])
+            if tier.contains(block)[0] == 0:
+                tier.commit(lease, ROOT_HASH, block, tier.reserve(lease, 1).slots)
+        tier.release(lease)
+        assert_sound(tier)
+        present = {tier.node(slot).hash for slot in range(60) if tier.node(slot).findable}
+        assert tier.contains(hashes(names)).tolist() == [int(name in present) for name in names]
+
+
+@pytest.mark.parametrize("size", [1_000, 20_000, 65_537, 200_000])
+def test_an_entry_takes_at_most_128_bytes_beside_its_hash(size: int) -> None:
+    assert _core.Tier(size, eviction="lru").stats().memory_bytes <= size * (32 + 128)
+
+
 def test_an_unknown_eviction_order_is_refused() -> None:
     assert _core.Tier(4, eviction="lru").stats().slots == 4
     with pytest.raises(ValueError, match=r"unknown eviction order .fifo.; use .lru."):
