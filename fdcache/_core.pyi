@@ -95,32 +95,48 @@ def copy_with_checksum(
     """Copy all bytes and return their checksum."""
 
 class BlockList:
-    """Parallel arrays that describe blocks."""
+    """Parallel arrays that describe blocks; the arrays are read-only views."""
 
     def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, int, bytes, bytes, int]:
+        """Return slot, generation, hash, parent's hash and hits of a block."""
+
+    @overload
+    def __getitem__(self, index: slice) -> BlockList:
+        """Return a list of some of the blocks."""
+
+    def __eq__(self, other: object | None) -> bool:
+        """Compare the contents."""
+
+    def __repr__(self) -> str: ...
+    def __getstate__(self) -> tuple[bytes, bytes, bytes, bytes, bytes]: ...
+    def __setstate__(self, state: tuple[bytes, bytes, bytes, bytes, bytes]) -> None: ...
     @property
-    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
     @property
-    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
     @property
-    def hashes(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]: ...
+    def hashes(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)]: ...
     @property
-    def parents(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+    def parents(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)]:
         """32 zero bytes stand for the root."""
 
     @property
-    def hits(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    def hits(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
+
+    __hash__: None = None
 
 class MatchRun:
     """The pinned leading run of a path."""
 
     def __len__(self) -> int: ...
     @property
-    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
     @property
-    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
     @property
-    def hits(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    def hits(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
     @property
     def pending(self) -> bool:
         """True if the block after the run is being copied into this tier."""
@@ -132,9 +148,9 @@ class Reservation:
 
     def __len__(self) -> int: ...
     @property
-    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    def slots(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]: ...
     @property
-    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    def generations(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
     @property
     def evicted(self) -> BlockList: ...
     @property
@@ -145,7 +161,7 @@ class CopyReservation(Reservation):
     """Slots reserved for copies."""
 
     @property
-    def status(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    def status(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), writable=False)]:
         """
         Per hash: 0 reserved (its slot is the next of ``slots``), 1 ready, 2 pending, 3 no parent.
         """
@@ -802,6 +818,10 @@ class BackupPlanner:
     """
 
     def __init__(self, device: Tier) -> None: ...
+    @property
+    def device_slots(self) -> int:
+        """Number of slots of the device."""
+
     def flush(
         self,
         queue: BlockQueue,

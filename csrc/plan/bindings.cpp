@@ -132,6 +132,7 @@ void bind_planner(nb::module_ &module) {
         "copies hold their slots in both tiers. ``most`` copies may begin; they may keep ``withheld``\n"
         "blocks from eviction, and one is allowed anyway if ``none_in_flight``.")
         .def(nb::init<Tier &>(), "device"_a, nb::keep_alive<1, 2>())
+        .def_prop_ro("device_slots", &BackupPlanner::device_slots, "Number of slots of the device.")
         .def(
             "flush",
             [](BackupPlanner &self, BlockQueue &queue, const Target &target, std::size_t most,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from itertools import count
+from math import inf
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -287,7 +288,7 @@ def all_of(count: int) -> HashArray:
 class InFlightPlan:
     """A plan that some rank has not reported yet. ``errors`` has one message per failed rank and transfer."""
 
-    __slots__ = ("_waiting", "deadline", "errors", "plan", "swaps")
+    __slots__ = ("_waiting", "deadline", "errors", "is_overdue", "plan", "swaps")
 
     def __init__(
         self,
@@ -298,6 +299,7 @@ class InFlightPlan:
     ) -> None:
         self.plan = plan
         self.deadline = deadline
+        self.is_overdue = False
         self.swaps: dict[SwapPurpose, SwapInFlight] = {}
         for swap in swaps:
             self.swaps[swap.purpose] = SwapInFlight(swap)
@@ -362,7 +364,7 @@ class PlanLedger:
         self._ids = count(1)
         self._plans: dict[int, InFlightPlan] = {}
         self._blocks = dict.fromkeys(SwapPurpose, 0)
-        self._deadlines: list[tuple[float, int]] = []  # a heap; plans that have ended may still be in it
+        self._next_deadline = inf  # no plan in flight is overdue before it
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -418,10 +420,7 @@ class PlanLedger:
         flight = self._plans[plan_id] = InFlightPlan(plan, swaps, deadline, (1 << self._num_ranks) - 1)
         for purpose, swap in flight.swaps.items():
             self._blocks[purpose] += swap.size
-        if len(self._deadlines) > 2 * len(self._plans) + 64:
-            self._deadlines = [each for each in self._deadlines if each[1] in self._plans]
-            heapify(self._deadlines)
-        heappush(self._deadlines, (deadline, plan_id))
+        self._next_deadline = min(self._next_deadline, deadline)
 
     def _take_if_finished(self, flight: InFlightPlan) -> list[InFlightPlan]:
         """Remove a plan and return it, unless it waits for a rank."""
@@ -476,11 +475,15 @@ class PlanLedger:
 
     def newly_overdue(self, now: float) -> list[InFlightPlan]:
         """Return plans whose deadline has passed since the last call. They stay in flight: reports free their slots."""
-        late = []
-        while self._deadlines and now > self._deadlines[0][0]:
-            flight = self._plans.get(heappop(self._deadlines)[1])
-            if flight is not None:
-                late.append(flight)
+        if now <= self._next_deadline:
+            return []
+        waiting = [flight for flight in self._plans.values() if not flight.is_overdue]
+        late = sorted((flight for flight in waiting if now > flight.deadline), key=attrgetter("deadline"))
+        for flight in late:
+            flight.is_overdue = True
+        self._next_deadline = min(
+            (flight.deadline for flight in waiting if not flight.is_overdue), default=inf
+        )
         return late
 
     def blocks_in_flight(self, purpose: SwapPurpose) -> int:
