@@ -6,7 +6,7 @@ A step collects its device transfers in an ``OpenPlan``; the storage tier collec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -91,16 +91,11 @@ class OpenPlan:
         copies = self._by_purpose[purpose]
         return _transfer(purpose, copies) if copies else None
 
-    def take(self) -> dict[str, CacheSwapMetadata]:
-        """Remove the transfers and return them by their field of ``TransferPlan``, in order of execution."""
-        taken = {}
-        if self._evictions:
-            taken["evictions"] = _transfer(SwapPurpose.EVICT, self._evictions)
-        if self._loads:
-            taken["loads"] = _transfer(SwapPurpose.LOAD, self._loads)
-        if self._backups:
-            taken["backups"] = _transfer(SwapPurpose.BACKUP, self._backups)
-        return taken
+    def take(self) -> list[CacheSwapMetadata | None]:
+        """Remove the transfers and return them in order of execution: evictions, loads, backups."""
+        return [
+            _transfer(purpose, copies) if copies else None for purpose, copies in self._by_purpose.items()
+        ]
 
 
 def _transfer(purpose: SwapPurpose, copies: BlockCopies) -> CacheSwapMetadata:
@@ -290,18 +285,12 @@ class InFlightPlan:
 
     __slots__ = ("_waiting", "deadline", "errors", "is_overdue", "plan", "swaps")
 
-    def __init__(
-        self,
-        plan: TransferPlan | StorageTask,
-        swaps: Iterable[CacheSwapMetadata],
-        deadline: float,
-        ranks: int,
-    ) -> None:
+    def __init__(self, plan: TransferPlan | StorageTask, deadline: float, ranks: int) -> None:
         self.plan = plan
         self.deadline = deadline
         self.is_overdue = False
         self.swaps: dict[SwapPurpose, SwapInFlight] = {}
-        for swap in swaps:
+        for swap in plan.swaps():
             self.swaps[swap.purpose] = SwapInFlight(swap)
         self.errors: list[str] = []
         self._waiting = ranks
@@ -377,10 +366,12 @@ class PlanLedger:
         ``arena`` names the shared arena whose slots the plan uses.
         """
         plan_id = next(self._ids)
-        swaps = plan.take()
+        evictions, loads, backups = plan.take()
         if storage is None:
-            sent = TransferPlan(plan_id=plan_id, arena=arena, **swaps)
-            self._expect(sent, swaps.values(), now + self._timeout)
+            sent = TransferPlan(
+                plan_id=plan_id, arena=arena, evictions=evictions, loads=loads, backups=backups
+            )
+            self._expect(sent, now + self._timeout)
             return sent
         tasks = self._number(storage)
         sent = TransferPlan(
@@ -389,9 +380,11 @@ class PlanLedger:
             storage=tasks,
             cancelled=storage.cancelled,
             clear_storage=storage.clear,
-            **swaps,
+            evictions=evictions,
+            loads=loads,
+            backups=backups,
         )
-        self._expect(sent, swaps.values(), now + self._timeout)
+        self._expect(sent, now + self._timeout)
         self._expect_tasks(tasks, now)
         return sent
 
@@ -411,13 +404,10 @@ class PlanLedger:
 
     def _expect_tasks(self, tasks: Sequence[StorageTask], now: float) -> None:
         for task in tasks:
-            self._expect(task, task.swaps(), now + task.timeout + _STORAGE_GRACE)
+            self._expect(task, now + task.timeout + _STORAGE_GRACE)
 
-    def _expect(
-        self, plan: TransferPlan | StorageTask, swaps: Iterable[CacheSwapMetadata], deadline: float
-    ) -> None:
-        plan_id = plan.plan_id
-        flight = self._plans[plan_id] = InFlightPlan(plan, swaps, deadline, (1 << self._num_ranks) - 1)
+    def _expect(self, plan: TransferPlan | StorageTask, deadline: float) -> None:
+        flight = self._plans[plan.plan_id] = InFlightPlan(plan, deadline, (1 << self._num_ranks) - 1)
         for purpose, swap in flight.swaps.items():
             self._blocks[purpose] += swap.size
         self._next_deadline = min(self._next_deadline, deadline)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from fdcache._core import BlockCopies, BlockList
+from fdcache.metadata import CacheLevel
 from fdcache.plans.blocks import Block, BlockQueue, Blocks
-from fdcache.tiers.pool import BlockPool, CacheLevel
+from fdcache.tiers.pool import BlockPool
 from tests.tier_help import ROOT_HASH, chain, hash_list, hashes, store
 
 PATH = chain(*range(12))
@@ -41,7 +42,7 @@ class TestBlockList:
         blocks = found()
         assert blocks[1] == (1, int(blocks.generations[1]), PATH[1], PATH[0], int(blocks.hits[1]))
         assert blocks[-1] == blocks[11]
-        assert [block[0] for block in blocks] == blocks.slots.tolist()
+        assert [blocks[i][0] for i in range(12)] == blocks.slots.tolist()
         assert blocks[8:2:-2].slots.tolist() == [8, 6, 4]
         for outside in (12, -13):
             with pytest.raises(IndexError):
@@ -61,6 +62,7 @@ class TestBlocks:
         assert repr(blocks) == "Blocks(12 blocks in slots [0, 1, 2, 3, 4, 5, 6, 7, ...])"
         assert blocks[1] == Block(1, int(blocks.generations[1]), PATH[1], PATH[0])
         assert blocks[2:4] == blocks.select(np.arange(2, 4)) != blocks[2:5]
+        assert [block.hash for block in blocks] == PATH
         assert blocks == pickle.loads(pickle.dumps(blocks))  # noqa: S301
 
     def test_marks_of_unverified_blocks_count_for_equality(self) -> None:
