@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self, overload
 
 import msgspec
@@ -95,19 +95,6 @@ class Blocks(ComparesArrays, msgspec.Struct, eq=False, frozen=True):
         """Return the run of a path that begins at block ``start`` and lies in these slots."""
         stop = start + len(slots)
         return cls(slots, generations, path[start:stop], parents_of(path, start, stop), unverified)
-
-    @classmethod
-    def concat(cls, parts: Iterable[Self]) -> Self:
-        """Join lists in order. ``unverified`` is dropped."""
-        parts = list(parts)
-        if len(parts) == 1:
-            return parts[0]
-        return cls(
-            np.concatenate([part.slots for part in parts]),
-            np.concatenate([part.generations for part in parts]),
-            np.concatenate([part.hashes for part in parts]),
-            np.concatenate([part.parents for part in parts]),
-        )
 
     def select(self, index: slice | np.ndarray) -> Blocks:
         """Return the blocks that a slice, a mask or an index array selects."""
