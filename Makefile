@@ -105,6 +105,7 @@ stubs: $(VENV)/.installed-dev  ## fdcache/_core.pyi and fdcache/replay/_pattern.
 bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, with the machine they ran on
 	$(BIN)/python -m benchmarks.scheduler
 	$(BIN)/python -m benchmarks.steps
+	$(BIN)/python -m benchmarks.plans
 	$(BIN)/python -m benchmarks.eviction
 	$(BIN)/python -m benchmarks.tier_blocks
 	$(BIN)/python -m benchmarks.host_runs

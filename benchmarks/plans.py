@@ -24,6 +24,8 @@ from fdcache.manager import CacheManager, LoadStatus, MatchStatus, Request
 from fdcache.metadata import (
     SLOT_HEADER_BYTES,
     Int32Array,
+    StorageScan,
+    StorageTask,
     SwapPurpose,
     TransferPlan,
     TransferReport,
@@ -88,17 +90,18 @@ class Worker:
     """Reports plans as one rank would, all copies done."""
 
     def __init__(self) -> None:
-        self._plans: list[TransferPlan] = []
+        self._plans: list[TransferPlan | StorageTask] = []
         self.blocks = 0
 
     def submit(self, plans: list[TransferPlan]) -> None:
-        self._plans += plans
+        for plan in plans:
+            self._plans += (plan, *plan.storage)
 
     def poll(self) -> list[TransferReport]:
         plans, self._plans = self._plans, []
         return [self._report(plan) for plan in plans]
 
-    def _report(self, plan: TransferPlan) -> TransferReport:
+    def _report(self, plan: TransferPlan | StorageTask) -> TransferReport:
         results = []
         for swap in plan.swaps():
             self.blocks += len(swap)
@@ -157,7 +160,7 @@ class Serving:
         while True:
             self.take_plans()
             stats = self.manager.get_stats()
-            if not (stats.plans_in_flight or stats.queued_backups):
+            if not (stats.plans_in_flight or stats.queued_backups or stats.queued_stores):
                 return
             self.apply()
 
@@ -172,10 +175,10 @@ def visitors(policy: WritePolicy, each_step: int, steps: int) -> Figures:
     for seed in range(SEQUENCES):
         serving.admit(prompt(CONTEXT + STEPS, seed))
     prefixes = [prompt(HALF, 1000 + seed) for seed in range(PREFIXES * each_step)]
-    for _ in range(2):  # hit twice, so that selective policies keep them too
-        for prefix in prefixes:
+    for prefix in prefixes:
+        for _ in range(2):  # a hit, so that a selective policy keeps them too
             serving.settle()
-            serving.finish([serving.admit(prefix)])
+            serving.finish([serving.admit(np.append(prefix, np.int32(0)))])
     serving.settle()
     serving.clock = Clock()
     serving.worker.blocks = 0
@@ -214,6 +217,21 @@ def prompts(policy: WritePolicy, tokens: int, steps: int) -> Figures:
     return serving.clock.medians() | {"blocks": serving.worker.blocks / steps}
 
 
+def no_blocks() -> StorageScan:
+    """Return the scan of an empty storage."""
+    slots, hashes, sums = np.empty(0, np.int32), np.empty((0, 32), np.uint8), np.empty(0, np.uint64)
+    return StorageScan(
+        rank=0,
+        capacity=4096,
+        slots=slots,
+        generations=slots.astype(np.uint32),
+        hashes=hashes,
+        parents=hashes,
+        checksums=sums,
+        written_ms=sums,
+    )
+
+
 def empty_us(policy: WritePolicy, host_blocks: int, *, storage: bool, calls: int) -> float:
     """Return the microseconds of `take_plans` when nothing is planned."""
     shape = layout()
@@ -230,7 +248,7 @@ def empty_us(policy: WritePolicy, host_blocks: int, *, storage: bool, calls: int
     with CacheManager(settings, shape, storage=tier) as manager:
         serving = Serving(manager)
         if storage:
-            manager.restore_storage([])
+            manager.restore_storage([no_blocks()])
         serving.finish([serving.admit(prompt(4096, 1))])
         serving.settle()
         return median_us(manager.take_plans, calls)
@@ -269,6 +287,7 @@ def main() -> None:
             ("device alone", WritePolicy.WRITE_THROUGH, 0, False),
             ("host, write_through", WritePolicy.WRITE_THROUGH, 4096, False),
             ("host, write_back", WritePolicy.WRITE_BACK, 4096, False),
+            ("host and storage, write_through", WritePolicy.WRITE_THROUGH, 4096, True),
         )
     }
     if options.json:

@@ -111,6 +111,7 @@ class BlockList:
     def __eq__(self, other: object | None) -> bool:
         """Compare the contents."""
 
+    def __hash__(self) -> int: ...
     def __repr__(self) -> str: ...
     def __getstate__(self) -> tuple[bytes, bytes, bytes, bytes, bytes]: ...
     def __setstate__(self, state: tuple[bytes, bytes, bytes, bytes, bytes]) -> None: ...
@@ -126,8 +127,6 @@ class BlockList:
 
     @property
     def hits(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)]: ...
-
-    __hash__: None = None
 
 class MatchRun:
     """The pinned leading run of a path."""
@@ -1156,7 +1155,17 @@ class BlockCopies:
     ) -> int:
         """Add copies; return the number of copies before them."""
 
-    def take(self) -> tuple:
+    def take(
+        self,
+    ) -> tuple[
+        Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)],
+        Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)],
+        Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)],
+        Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)],
+        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)],
+        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)],
+        Annotated[NDArray[numpy.uint8], dict(shape=(None,), writable=False)] | None,
+    ]:
         """
         Remove everything and return it: source slots, target slots, source generations, target
         generations, hashes, parents, and the marks of unverified blocks or None.
@@ -1195,6 +1204,10 @@ class BackupPlanner:
     """
 
     def __init__(self, device: Tier) -> None: ...
+    @property
+    def device_slots(self) -> int:
+        """Number of slots of the device."""
+
     def flush(
         self,
         queue: BlockQueue,

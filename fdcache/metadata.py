@@ -8,6 +8,7 @@ They contain no handle, pointer or lock, can be pickled or packed with msgpack, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any, NamedTuple, overload
 
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 __all__ = [
     "EXTENT_BYTES",
     "SLOT_HEADER_BYTES",
-    "ArrayStruct",
     "BlockCopy",
     "BlockNode",
     "CacheLevel",
@@ -119,8 +119,11 @@ class BlockNode(msgspec.Struct, kw_only=True, frozen=True):
         return self.cache_status not in (CacheStatus.DEVICE, CacheStatus.HOST, CacheStatus.STORAGE)
 
 
-class ArrayStruct(msgspec.Struct, eq=False):
-    """A record whose fields may be arrays. Records are equal if all fields are, element by element."""
+class ComparesArrays:
+    """Equality of records whose fields may be arrays: all fields are equal, element by element."""
+
+    __slots__ = ()
+    __struct_fields__: tuple[str, ...]
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -147,7 +150,7 @@ class BlockCopy(NamedTuple):
     parent_hash: bytes
 
 
-class CacheSwapMetadata(ArrayStruct, kw_only=True):
+class CacheSwapMetadata(ComparesArrays, msgspec.Struct, eq=False, kw_only=True):
     """One batch of block copies in one direction. Array fields are parallel: element i is one block.
 
     ::
@@ -177,6 +180,9 @@ class CacheSwapMetadata(ArrayStruct, kw_only=True):
 
     def __len__(self) -> int:
         return len(self.src_block_ids)
+
+    def __iter__(self) -> Iterator[BlockCopy]:
+        return (self[i] for i in range(len(self)))
 
     @overload
     def __getitem__(self, index: int) -> BlockCopy: ...
@@ -262,7 +268,9 @@ class StorageTask(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
         return (self.swap,)
 
 
-class StorageScan(ArrayStruct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class StorageScan(
+    ComparesArrays, msgspec.Struct, eq=False, kw_only=True, frozen=True, forbid_unknown_fields=True
+):
     """Blocks in one rank's storage when it was opened. Arrays are parallel: element i is one block in one slot."""
 
     rank: int
@@ -326,7 +334,7 @@ def _no_positions() -> Int32Array:
     return _NO_POSITIONS
 
 
-class TransferResult(ArrayStruct, kw_only=True, frozen=True):
+class TransferResult(ComparesArrays, msgspec.Struct, eq=False, kw_only=True, frozen=True):
     """One rank's result of one transfer of a plan. Positions are indices into the transfer's arrays.
 
     Args:

@@ -81,6 +81,8 @@ class BackupPlanner {
   public:
     explicit BackupPlanner(Tier &device) : device_(device) {}
 
+    std::uint32_t device_slots() const { return device_.stats().slots; }
+
     // Plans copies of queued blocks that the device has and the host lacks. Those that have to wait stay
     // queued.
     PlannedBackups flush(BlockQueue &queue, BackupTarget target, const BackupLimit &limit,

@@ -51,30 +51,36 @@ void bind_queue(nb::module_ &module) {
         .def("clear", &BlockQueue::clear, "Drop every block.");
 }
 
+using Slots = VectorOut<const std::int32_t>;
+using Numbers = VectorOut<const std::uint32_t>;
+using Marks = VectorOut<const std::uint8_t>;
+using Columns = std::tuple<Slots, Slots, Numbers, Numbers, HashesView, HashesView, std::optional<Marks>>;
+
 // The columns of copies as read-only arrays, which share the ownership of their memory.
-nb::tuple take_columns(BlockCopies &self) {
+Columns take_columns(BlockCopies &self) {
     auto owned = std::make_unique<BlockCopies>(std::exchange(self, {}));
-    BlockCopies &copies = *owned;
+    const BlockCopies &copies = *owned;
     const nb::capsule owner(owned.get(), [](void *pointer) noexcept {
         std::unique_ptr<BlockCopies>(static_cast<BlockCopies *>(pointer));
     });
     owned.release();
     const std::size_t count = copies.size();
     const auto slots = [&](const std::vector<Slot> &column) {
-        return VectorOut<const std::int32_t>(column.data(), {count}, owner);
-    };
-    const auto numbers = [&](const std::vector<std::uint32_t> &column) {
-        return VectorOut<const std::uint32_t>(column.data(), {count}, owner);
+        return Slots(reinterpret_cast<const std::int32_t *>(column.data()), {count}, owner);
     };
     const auto digests = [&](const std::vector<Digest> &column) {
-        return HashesView(column.data(), {count, sizeof(Digest)}, owner);
+        return HashesView(reinterpret_cast<const std::uint8_t *>(column.data()), {count, sizeof(Digest)},
+                          owner);
     };
-    nb::object unverified = nb::none();
-    if (!copies.unverified.empty())
-        unverified = nb::cast(VectorOut<const std::uint8_t>(copies.unverified.data(), {count}, owner));
-    return nb::make_tuple(slots(copies.sources), slots(copies.targets), numbers(copies.source_generations),
-                          numbers(copies.target_generations), digests(copies.hashes), digests(copies.parents),
-                          unverified);
+    std::optional<Marks> unverified;
+    if (!copies.unverified.empty()) unverified = Marks(copies.unverified.data(), {count}, owner);
+    return {slots(copies.sources),
+            slots(copies.targets),
+            Numbers(copies.source_generations.data(), {count}, owner),
+            Numbers(copies.target_generations.data(), {count}, owner),
+            digests(copies.hashes),
+            digests(copies.parents),
+            std::move(unverified)};
 }
 
 void bind_copies_of_blocks(nb::module_ &module) {
@@ -100,7 +106,7 @@ void bind_copies_of_blocks(nb::module_ &module) {
             },
             "slots"_a, "generations"_a, "hashes"_a, "parents"_a, "unverified"_a.none(), "targets"_a,
             "target_generations"_a, "Add copies; return the number of copies before them.")
-        .def("take", &take_columns,
+        .def("take", &take_columns, nb::rv_policy::reference,
              "Remove everything and return it: source slots, target slots, source generations, target\n"
              "generations, hashes, parents, and the marks of unverified blocks or None.");
 }
@@ -119,6 +125,7 @@ void bind_planner(nb::module_ &module) {
         "copies hold their slots in both tiers. ``most`` copies may begin; they may keep ``withheld``\n"
         "blocks from eviction, and one is allowed anyway if ``none_in_flight``.")
         .def(nb::init<Tier &>(), "device"_a, nb::keep_alive<1, 2>())
+        .def_prop_ro("device_slots", &BackupPlanner::device_slots, "Number of slots of the device.")
         .def(
             "flush",
             [](BackupPlanner &self, BlockQueue &queue, const Target &target, std::size_t most,

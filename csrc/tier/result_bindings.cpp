@@ -125,6 +125,8 @@ void bind_lists(nb::module_ &module) {
                 return nb::isinstance<BlockList>(other) && equal(self, nb::cast<const BlockList &>(other));
             },
             "other"_a.none(), "Compare the contents.")
+        .def("__hash__",
+             [](const BlockList &) -> Py_hash_t { throw nb::type_error("unhashable type: 'BlockList'"); })
         .def("__repr__", &text_of)
         .def("__getstate__", &state_of)
         .def("__setstate__", &set_state, "state"_a)
@@ -133,7 +135,6 @@ void bind_lists(nb::module_ &module) {
         .def_prop_ro("hashes", hash_column(&BlockList::hashes), kOwned)
         .def_prop_ro("parents", hash_column(&BlockList::parents), kOwned, "32 zero bytes stand for the root.")
         .def_prop_ro("hits", column<std::uint32_t>(&BlockList::hits), kOwned);
-    list.attr("__hash__") = nb::none();
     nb::class_<MatchRun>(module, "MatchRun", "The pinned leading run of a path.")
         .def("__len__", [](const MatchRun &self) { return self.slots.size(); })
         .def_prop_ro("slots", column<std::int32_t>(&MatchRun::slots), kOwned)

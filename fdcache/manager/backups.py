@@ -38,7 +38,6 @@ class BackupPlanner:
     def __init__(
         self, settings: CacheSettings, device: BlockPool, host: HostTier, counters: Counters
     ) -> None:
-        self._device = device
         self._host = host
         self._counters = counters
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
@@ -118,7 +117,7 @@ class BackupPlanner:
 
     def _limits(self, in_flight: int) -> tuple[int, int]:
         """Return how many backups may join those in flight, and how many blocks these may keep from eviction."""
-        share = self._device.stats().slots // _SHARE
+        share = self._planner.device_slots // _SHARE
         most = max(1, min(_MOST_IN_FLIGHT, share))
         return max(0, most - in_flight), max(0, share - self._withheld)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self, overload
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from fdcache import _core
 from fdcache._core import BlockList
-from fdcache.metadata import ArrayStruct, HashArray, Int32Array, UInt32Array
+from fdcache.metadata import ComparesArrays, HashArray, Int32Array, UInt32Array
 
 ROOT = bytes(32)
 """Parent hash of the first block of a path."""
@@ -35,7 +36,7 @@ class Block(NamedTuple):
     parent: bytes
 
 
-class Blocks(ArrayStruct, frozen=True):
+class Blocks(ComparesArrays, msgspec.Struct, eq=False, frozen=True):
     """Blocks of one tier. Element i of each array is one block: slot, slot generation, hash, parent's hash.
 
     ::
@@ -54,6 +55,9 @@ class Blocks(ArrayStruct, frozen=True):
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def __iter__(self) -> Iterator[Block]:
+        return (self[i] for i in range(len(self)))
 
     @overload
     def __getitem__(self, index: int) -> Block: ...
@@ -91,19 +95,6 @@ class Blocks(ArrayStruct, frozen=True):
         """Return the run of a path that begins at block ``start`` and lies in these slots."""
         stop = start + len(slots)
         return cls(slots, generations, path[start:stop], parents_of(path, start, stop), unverified)
-
-    @classmethod
-    def concat(cls, parts: Iterable[Self]) -> Self:
-        """Join lists in order. ``unverified`` is dropped."""
-        parts = list(parts)
-        if len(parts) == 1:
-            return parts[0]
-        return cls(
-            np.concatenate([part.slots for part in parts]),
-            np.concatenate([part.generations for part in parts]),
-            np.concatenate([part.hashes for part in parts]),
-            np.concatenate([part.parents for part in parts]),
-        )
 
     def select(self, index: slice | np.ndarray) -> Blocks:
         """Return the blocks that a slice, a mask or an index array selects."""

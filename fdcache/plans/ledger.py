@@ -6,10 +6,11 @@ A step collects its device transfers in an ``OpenPlan``; the storage tier collec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from itertools import count
+from math import inf
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,16 +91,11 @@ class OpenPlan:
         copies = self._by_purpose[purpose]
         return _transfer(purpose, copies) if copies else None
 
-    def take(self) -> dict[str, CacheSwapMetadata]:
-        """Remove the transfers and return them by their field of ``TransferPlan``, in order of execution."""
-        taken = {}
-        if self._evictions:
-            taken["evictions"] = _transfer(SwapPurpose.EVICT, self._evictions)
-        if self._loads:
-            taken["loads"] = _transfer(SwapPurpose.LOAD, self._loads)
-        if self._backups:
-            taken["backups"] = _transfer(SwapPurpose.BACKUP, self._backups)
-        return taken
+    def take(self) -> list[CacheSwapMetadata | None]:
+        """Remove the transfers and return them in order of execution: evictions, loads, backups."""
+        return [
+            _transfer(purpose, copies) if copies else None for purpose, copies in self._by_purpose.items()
+        ]
 
 
 def _transfer(purpose: SwapPurpose, copies: BlockCopies) -> CacheSwapMetadata:
@@ -287,19 +283,14 @@ def all_of(count: int) -> HashArray:
 class InFlightPlan:
     """A plan that some rank has not reported yet. ``errors`` has one message per failed rank and transfer."""
 
-    __slots__ = ("_waiting", "deadline", "errors", "plan", "swaps")
+    __slots__ = ("_waiting", "deadline", "errors", "is_overdue", "plan", "swaps")
 
-    def __init__(
-        self,
-        plan: TransferPlan | StorageTask,
-        swaps: Iterable[CacheSwapMetadata],
-        deadline: float,
-        ranks: int,
-    ) -> None:
+    def __init__(self, plan: TransferPlan | StorageTask, deadline: float, ranks: int) -> None:
         self.plan = plan
         self.deadline = deadline
+        self.is_overdue = False
         self.swaps: dict[SwapPurpose, SwapInFlight] = {}
-        for swap in swaps:
+        for swap in plan.swaps():
             self.swaps[swap.purpose] = SwapInFlight(swap)
         self.errors: list[str] = []
         self._waiting = ranks
@@ -362,7 +353,7 @@ class PlanLedger:
         self._ids = count(1)
         self._plans: dict[int, InFlightPlan] = {}
         self._blocks = dict.fromkeys(SwapPurpose, 0)
-        self._deadlines: list[tuple[float, int]] = []  # a heap; plans that have ended may still be in it
+        self._next_deadline = inf  # no plan in flight is overdue before it
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -375,10 +366,12 @@ class PlanLedger:
         ``arena`` names the shared arena whose slots the plan uses.
         """
         plan_id = next(self._ids)
-        swaps = plan.take()
+        evictions, loads, backups = plan.take()
         if storage is None:
-            sent = TransferPlan(plan_id=plan_id, arena=arena, **swaps)
-            self._expect(sent, swaps.values(), now + self._timeout)
+            sent = TransferPlan(
+                plan_id=plan_id, arena=arena, evictions=evictions, loads=loads, backups=backups
+            )
+            self._expect(sent, now + self._timeout)
             return sent
         tasks = self._number(storage)
         sent = TransferPlan(
@@ -387,9 +380,11 @@ class PlanLedger:
             storage=tasks,
             cancelled=storage.cancelled,
             clear_storage=storage.clear,
-            **swaps,
+            evictions=evictions,
+            loads=loads,
+            backups=backups,
         )
-        self._expect(sent, swaps.values(), now + self._timeout)
+        self._expect(sent, now + self._timeout)
         self._expect_tasks(tasks, now)
         return sent
 
@@ -409,19 +404,13 @@ class PlanLedger:
 
     def _expect_tasks(self, tasks: Sequence[StorageTask], now: float) -> None:
         for task in tasks:
-            self._expect(task, task.swaps(), now + task.timeout + _STORAGE_GRACE)
+            self._expect(task, now + task.timeout + _STORAGE_GRACE)
 
-    def _expect(
-        self, plan: TransferPlan | StorageTask, swaps: Iterable[CacheSwapMetadata], deadline: float
-    ) -> None:
-        plan_id = plan.plan_id
-        flight = self._plans[plan_id] = InFlightPlan(plan, swaps, deadline, (1 << self._num_ranks) - 1)
+    def _expect(self, plan: TransferPlan | StorageTask, deadline: float) -> None:
+        flight = self._plans[plan.plan_id] = InFlightPlan(plan, deadline, (1 << self._num_ranks) - 1)
         for purpose, swap in flight.swaps.items():
             self._blocks[purpose] += swap.size
-        if len(self._deadlines) > 2 * len(self._plans) + 64:
-            self._deadlines = [each for each in self._deadlines if each[1] in self._plans]
-            heapify(self._deadlines)
-        heappush(self._deadlines, (deadline, plan_id))
+        self._next_deadline = min(self._next_deadline, deadline)
 
     def _take_if_finished(self, flight: InFlightPlan) -> list[InFlightPlan]:
         """Remove a plan and return it, unless it waits for a rank."""
@@ -476,11 +465,15 @@ class PlanLedger:
 
     def newly_overdue(self, now: float) -> list[InFlightPlan]:
         """Return plans whose deadline has passed since the last call. They stay in flight: reports free their slots."""
-        late = []
-        while self._deadlines and now > self._deadlines[0][0]:
-            flight = self._plans.get(heappop(self._deadlines)[1])
-            if flight is not None:
-                late.append(flight)
+        if now <= self._next_deadline:
+            return []
+        waiting = [flight for flight in self._plans.values() if not flight.is_overdue]
+        late = sorted((flight for flight in waiting if now > flight.deadline), key=attrgetter("deadline"))
+        for flight in late:
+            flight.is_overdue = True
+        self._next_deadline = min(
+            (flight.deadline for flight in waiting if not flight.is_overdue), default=inf
+        )
         return late
 
     def blocks_in_flight(self, purpose: SwapPurpose) -> int:

@@ -103,6 +103,10 @@ class HostTier(Protocol):
         """Number of slots known so far."""
 
     @property
+    def copy_room(self) -> int:
+        """Most blocks that may be copied to the tier now."""
+
+    @property
     def copy_target(self) -> _core.Tier | _core.OutgoingCopies | None:
         """The native object in which ``BackupPlanner`` reserves slots; None while there is no service."""
 
@@ -211,6 +215,11 @@ class LocalHostTier(BlockPool):
     def num_blocks(self) -> int:
         """Number of slots."""
         return self.stats().slots
+
+    @property
+    def copy_room(self) -> int:
+        """Number of slots: copies that find no room are dropped one by one."""
+        return self.num_blocks
 
     @property
     def copy_target(self) -> LocalHostTier:

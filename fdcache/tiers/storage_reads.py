@@ -283,6 +283,8 @@ class StorageReads:
 
     def take_unneeded(self) -> tuple[int, ...]:
         """Return the plan ids of sent reads that no fetch needs any more, each once."""
+        if not self._unneeded:
+            return ()
         plans = tuple(read.order.plan_id for read in self._unneeded if read.order.plan_id)
         self._unneeded = {read: None for read in self._unneeded if not read.order.plan_id}
         return plans

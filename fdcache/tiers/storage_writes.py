@@ -75,6 +75,8 @@ class StorageWrites:
 
     def plan(self, in_flight: int) -> None:
         """Order the writes that may begin now; ``in_flight`` blocks are being written."""
+        if not (self._writes_back or self._queue or len(self._backlog)):
+            return  # the usual case
         room = self._most_at_once() - in_flight
         if room <= 0 or not self._index.is_open:
             return

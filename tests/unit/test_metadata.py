@@ -13,6 +13,7 @@ from fdcache.metadata import (
     CacheLevel,
     CacheStatus,
     CacheSwapMetadata,
+    StorageTask,
     SwapPurpose,
     TransferPlan,
     TransferReport,
@@ -53,6 +54,7 @@ def same(left: object, right: object) -> bool:
 @pytest.mark.parametrize("count", [0, 1, 1000])
 def test_plans_survive_msgpack_and_pickle(count: int) -> None:
     plan = TransferPlan(plan_id=7, loads=swap(SwapPurpose.LOAD, count), backups=swap(SwapPurpose.BACKUP, 3))
+    assert plan == decode_plan(encode(plan)) == pickle.loads(pickle.dumps(plan))  # noqa: S301
     assert same(decode_plan(encode(plan)), plan)
     assert same(pickle.loads(pickle.dumps(plan)), plan)  # noqa: S301
     assert [one.purpose for one in plan.swaps()] == [SwapPurpose.LOAD, SwapPurpose.BACKUP]
@@ -83,6 +85,37 @@ def test_other_data_is_not_decoded_as_a_plan() -> None:
     )
     with pytest.raises(msgspec.ValidationError):
         decode_report(odd)
+
+
+def test_one_line_says_what_a_plan_copies() -> None:
+    loads = swap(SwapPurpose.LOAD, 6)
+    pairs = "0 -> 5, 1 -> 4, 2 -> 3, 3 -> 2, ..."
+    assert repr(loads) == f"CacheSwapMetadata(load of 6 blocks, host to device: {pairs})"
+    loads.success = True
+    assert repr(loads[:1]) == "CacheSwapMetadata(load of 1 block, host to device: 0 -> 5; succeeded)"
+    loads.success, loads.error_message = False, "rank 0: broken"
+    assert repr(loads[:0]) == "CacheSwapMetadata(load of 0 blocks, host to device; rank 0: broken)"
+    task = StorageTask(plan_id=9, swap=swap(SwapPurpose.STORE, 2), timeout=1.0)
+    plan = TransferPlan(plan_id=8, arena="a", loads=loads, storage=(task,), cancelled=(3,))
+    assert repr(plan) == "TransferPlan(8, load of 6, store of 2 as 9, arena='a', cancelled=(3,))"
+
+
+def test_a_part_of_a_transfer_has_the_same_blocks() -> None:
+    loads = swap(SwapPurpose.LOAD, 4)
+    loads.unverified = np.array([0, 1, 0, 1], np.uint8)
+    assert loads[np.array([True, False, False, True])] == loads[::3] != loads[:2]
+    assert [copy.src_block_id for copy in loads] == [0, 1, 2, 3]
+    assert loads[-1] == (3, 0, 2**32 - 1, 0, loads.hash_values[3].tobytes(), loads.parent_hashes[3].tobytes())
+    with pytest.raises(IndexError):
+        loads[4]
+
+
+def test_transfers_are_equal_if_their_arrays_are() -> None:
+    loads, other = swap(SwapPurpose.LOAD, 4), swap(SwapPurpose.LOAD, 4)
+    assert loads == other and TransferPlan(plan_id=1, loads=loads) == TransferPlan(plan_id=1, loads=other)
+    other.hash_values[3, 31] ^= 1
+    assert loads != other and TransferPlan(plan_id=1, loads=loads) != TransferPlan(plan_id=1, loads=other)
+    assert loads != swap(SwapPurpose.LOAD, 3) and loads != "loads"
 
 
 def test_a_transfer_maps_nothing_until_it_succeeded() -> None:
