@@ -109,10 +109,18 @@ class NativeSide(Side):
         self.counters = Counters()
         planner = self.planner = BackupPlanner(options, self.device, self.host, self.counters)
         plan = self.plan = OpenPlan()
-        self.on_commit = lambda new, status: planner.on_commit(hashes(new), np.array(status, np.uint8))
-        self.on_match = lambda seen, hits: planner.on_match(hashes(seen), np.array(hits, np.uint32))
+        self.on_commit = lambda new, status: self.enqueue(new, status, STORED, planner.follows_commits)
+        self.on_match = lambda seen, hits: self.enqueue(
+            seen, hits, planner.follows_hits, planner.follows_hits > 0
+        )
         self.on_evict = lambda evicted: planner.on_evict(evicted, plan)
         self.plan_background = lambda in_flight: planner.plan_background(plan, in_flight)
+
+    def enqueue(self, blocks: list[bytes], values: list[int], wanted: int, follows: bool) -> None:
+        """Queue the blocks with this value, as the native side of the requests tells the planner of them."""
+        chosen = [block for block, value in zip(blocks, values, strict=True) if value == wanted]
+        if follows and chosen:
+            self.planner.enqueue(hashes(chosen))
 
     def send(self) -> list[tuple[SwapPurpose, list[Pair]]]:
         """Take the step's plan, whose arrays describe the blocks in its slots."""
