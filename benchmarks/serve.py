@@ -32,6 +32,7 @@ import zmq
 from benchmarks.machine import machine
 from fdcache import _core
 from fdcache.devices.cpu import CpuDevice
+from fdcache.hashing import hash_blocks, root_hash
 from fdcache.layout import KVLayout
 from fdcache.manager import CacheManager, Request
 from fdcache.metadata import TransferPlan, TransferReport, TransferResult
@@ -57,7 +58,7 @@ def layout() -> KVLayout:
 
 def path_hashes() -> np.ndarray:
     shape = layout()
-    return Request("x", list(range(BLOCKS * BLOCK)))._bind(BLOCK, shape.fingerprint).hashes.copy()
+    return hash_blocks(list(range(BLOCKS * BLOCK)), BLOCK, parent=root_hash(shape.fingerprint)).copy()
 
 
 def serve(directory: str, ready: Event, stop: Event) -> None:

@@ -49,7 +49,7 @@ def prompts(requests: int, blocks: int) -> list[Request]:
 
 def scan_of(requests: list[Request], fingerprint: bytes) -> StorageScan:
     """Return the scan of a storage that holds every block of these requests."""
-    paths = [request._bind(BLOCK, fingerprint).hashes for request in requests]
+    paths = [request.block_hashes for request in requests]
     hashes = np.concatenate(paths)
     parents = np.concatenate([np.concatenate((np.zeros((1, 32), np.uint8), path[:-1])) for path in paths])
     numbers = np.arange(len(hashes))

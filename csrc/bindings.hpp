@@ -107,6 +107,7 @@ void bind_hashing(nb::module_ &module);
 void bind_presence(nb::module_ &module);
 void bind_tier_results(nb::module_ &module);
 void bind_tier(nb::module_ &module);
+void bind_scheduler(nb::module_ &module);
 void bind_records(nb::module_ &module);
 void bind_copies(nb::module_ &module);
 void bind_slab(nb::module_ &module);

@@ -7,6 +7,7 @@ NB_MODULE(_core, module) {
     fdcache::bind_tier_results(module);
     fdcache::bind_presence(module);
     fdcache::bind_tier(module);
+    fdcache::bind_scheduler(module);
     fdcache::bind_records(module);
     fdcache::bind_copies(module);
     fdcache::bind_slab(module);

@@ -3,7 +3,7 @@ The native core: block hashes, tiers, block copies on the CPU and on GPUs, slab 
 """
 
 import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import enum
 from typing import Annotated, Any
 
@@ -675,6 +675,289 @@ class Tier:
 
     def check_integrity(self) -> list[str]:
         """Return the invariants that do not hold, in words."""
+
+class RequestState:
+    """
+    Tokens, block hashes and device blocks of one request: the state that
+    ``fdcache.manager.Request`` documents.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: object,
+        tenant: bytes | None = None,
+        extra_keys: ExtraKeys | None = None,
+        use_cache: bool = True,
+        device_only: bool = False,
+        max_cached_tokens: int | None = None,
+    ) -> None: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int:
+        """Number of prompt and appended tokens."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Length of the matched prefix; 0 unless the request is matched."""
+
+    @property
+    def use_cache(self) -> bool: ...
+    @use_cache.setter
+    def use_cache(self, arg: bool, /) -> None: ...
+    @property
+    def device_only(self) -> bool: ...
+    @device_only.setter
+    def device_only(self, arg: bool, /) -> None: ...
+    @property
+    def max_cached_tokens(self) -> int | None: ...
+    @max_cached_tokens.setter
+    def max_cached_tokens(self, arg: int | None, /) -> None: ...
+    @property
+    def is_loading(self) -> bool:
+        """
+        True from the planning of a load to the ``LoadOutcome`` of ``CacheManager.apply``.
+        """
+
+    @property
+    def lease(self) -> int:
+        """
+        Lease of the request's device blocks, another one after each match; 0 unless it is live.
+        """
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of the block table."""
+
+    @property
+    def is_live(self) -> bool:
+        """True between the request's match and its end."""
+
+    @property
+    def block_table(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """
+        Device slots in path order, shape (blocks,); empty unless the request is matched.
+        """
+
+    @property
+    def block_hashes(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)]:
+        """
+        Hashes of the full blocks so far, shape (blocks, 32); empty before they are made.
+
+        With look-ahead tokens the last full blocks have no hash until the tokens after them are
+        known.
+        """
+
+    def append_tokens(
+        self, tokens: int | Sequence[int] | numpy.typing.NDArray[numpy.int32 | numpy.int64] | array.array[int]
+    ) -> None:
+        """
+        Append accepted generated tokens. Raises ``RequestStateError`` before the first match.
+        """
+
+class AdvanceResult:
+    """
+    The blocks that a decode step added to its requests.
+
+    ::
+
+        result = manager.advance(requests, sampled_tokens)
+        for position, block in result:       # or the arrays, for a copy to the GPU
+            print(requests[position].request_id, block)
+        for position in result.failed:
+            preempt(requests[position])
+
+    ``positions`` and ``block_ids`` are parallel int32 arrays, shape (blocks,), ascending
+    by request: views, which keep the result alive.
+    """
+
+    @property
+    def positions(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """Position in the call of the request of each block."""
+
+    @property
+    def block_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """Device slot of each block."""
+
+    @property
+    def failed(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """
+        Positions of the requests that got no blocks; preempt them, or allocate again.
+        """
+
+    @property
+    def shortfall(self) -> int:
+        """Blocks that the first of them lacks; 0 without one."""
+
+    @property
+    def ok(self) -> bool:
+        """True if every block table holds all tokens."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        """Return (position of the request, device slot)."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __getstate__(self) -> tuple[list[int], list[int], list[int], int]: ...
+    def __setstate__(self, arg: tuple[Sequence[int], Sequence[int], Sequence[int], int], /) -> None: ...
+
+class BlockManagerStats:
+    """Totals since the manager was made."""
+
+    @property
+    def lookups(self) -> int: ...
+    @property
+    def lookup_tokens(self) -> int: ...
+    @property
+    def device_hit_tokens(self) -> int: ...
+    @property
+    def allocation_failures(self) -> int: ...
+
+class BlockManager:
+    """
+    The device blocks of the requests of one scheduler.
+
+    ``live`` are the requests between match and end by id, a dictionary that the caller keeps. With
+    ``follow_*`` the manager keeps what write policies need to know until ``take_followed``. Raises
+    RequestStateError for requests in another state; nothing is changed then.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        block_size: int,
+        fingerprint: bytes,
+        lookahead: int = 0,
+        caches_prefixes: bool = True,
+        follow_stored: bool = False,
+        follow_evicted: bool = False,
+        follow_owners: bool = False,
+        follow_hits: int = 0,
+    ) -> None: ...
+    def prepare(self, request: RequestState) -> None:
+        """
+        Hash the tokens of a request, without the GIL, unless they are. Any thread may call. Raises
+        HashingError for tokens that cannot be hashed.
+        """
+
+    def change_fingerprint(self, fingerprint: bytes) -> None:
+        """Hash with another layout from now on. Live requests publish no more."""
+
+    def stop_publishing(self) -> None:
+        """Let live requests keep their blocks and publish no more."""
+
+    def publishes(self, request: RequestState) -> bool: ...
+    def owns(self, request: RequestState) -> bool:
+        """Return True between the request's match and its end."""
+
+    def check_match(self, requests: Sequence[RequestState], live: dict[str, Any]) -> None:
+        """
+        Check that the requests can be matched, and hash those that are not yet.
+        """
+
+    def matchable(self, request: RequestState) -> int:
+        """
+        How many leading blocks a match may find: not the last token's, nor any above the request's
+        limit.
+        """
+
+    def match(self, request: object, limit: int, live: dict[str, Any]) -> bool:
+        """
+        Pin the leading run of the first ``limit`` blocks of a request that ``check_match`` has seen.
+        Return True if the block after the run is on its way to the device.
+        """
+
+    def match_all(self, requests: Sequence[RequestState], live: dict[str, Any]) -> bool:
+        """
+        ``check_match`` and ``match`` all requests as far as they may be. Return True if a block after
+        some run is on its way to the device.
+        """
+
+    def match_more(self, request: RequestState, limit: int) -> bool:
+        """Pin blocks that came to the device after the match; as ``match``."""
+
+    def shorten(self, request: RequestState, limit: int) -> bool:
+        """Shorten a match to ``limit`` blocks."""
+
+    def accept(self, request: RequestState, blocks: int) -> None:
+        """Count ``blocks`` as found, some of them still to be loaded."""
+
+    def check_allocate(self, request: RequestState, num_tokens: int) -> None: ...
+    def allocate(self, request: RequestState, num_tokens: int) -> int:
+        """
+        Extend the block table to ``num_tokens`` tokens. Return how many blocks are missing; none is
+        added unless that is 0.
+        """
+
+    def reserve_copies(
+        self,
+        request: RequestState,
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> CopyReservation:
+        """Extend the block table by slots for copies of the next blocks."""
+
+    def count_hits(self, request: RequestState) -> bool:
+        """
+        Count the look-up and the device hits of a request, once; return False later.
+        """
+
+    def take_added(
+        self, request: RequestState
+    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """Return the slots added since the match or the last call."""
+
+    def commit(self, progress: Sequence[tuple[object, int]]) -> None:
+        """
+        Publish the full blocks of the first tokens of each (request, number of tokens).
+        """
+
+    def advance(
+        self, requests: object, tokens: object, uncomputed_tokens: int = 1, grow: bool = True
+    ) -> AdvanceResult:
+        """
+        Append tokens, extend the block tables and publish full blocks: a whole decode step.
+        """
+
+    def end_load(self, request: RequestState, copied: int, planned: int) -> None:
+        """
+        Count the leading blocks of a load that were copied; publish what waited for all of them.
+        """
+
+    def release(self, request: RequestState, live: dict[str, Any]) -> bool:
+        """Release every block of a live request; return False if it is not live."""
+
+    def forget_hits(self, request: RequestState) -> None:
+        """Let the next match of the request count as another hit."""
+
+    @property
+    def has_followed(self) -> bool:
+        """True if ``take_followed`` has something."""
+
+    def take_followed(
+        self,
+    ) -> tuple[
+        numpy.typing.NDArray[numpy.uint8] | None,
+        numpy.typing.NDArray[numpy.uint8] | None,
+        BlockList | None,
+        list[tuple[bytes, str]],
+    ]:
+        """
+        Return hashes stored, hashes that reached ``follow_hits``, blocks evicted, and (first block,
+        tenant) of requests that published; forget them.
+        """
+
+    @property
+    def stats(self) -> BlockManagerStats: ...
 
 class SlotHeader:
     """The header of a slot outside the device (docs/format-record.md)."""

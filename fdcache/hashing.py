@@ -81,17 +81,17 @@ class TokenBlocks(_core.TokenBlocks):
         multimodal: Sequence[MultimodalItem] = (),
         lookahead: int = 0,
     ) -> None:
-        super().__init__(block_size, root, _extra_keys(adapter_id, multimodal), lookahead)
+        super().__init__(block_size, root, make_extra_keys(adapter_id, multimodal), lookahead)
 
 
 def root_hash(fingerprint: bytes, tenant: str | None = None) -> bytes:
     """Return the parent hash (32 bytes) of first blocks: one chain for each layout fingerprint and tenant."""
-    return _core.root_hash(fingerprint, _encode("tenant", tenant))
+    return _core.root_hash(fingerprint, encode_text("tenant", tenant))
 
 
 def tenant_key(tenant: str | None) -> bytes:
     """Return 16 bytes that identify a tenant without its name; zeros for no tenant."""
-    name = _encode("tenant", tenant)
+    name = encode_text("tenant", tenant)
     return NO_TENANT if name is None else hashlib.sha256(b"fdcache.tenant.1" + name).digest()[:TENANT_BYTES]
 
 
@@ -120,7 +120,7 @@ def hash_blocks(
         HashingError: a token is not a 32-bit integer; the message names the first one.
     """
     return _core.hash_blocks(
-        tokens, block_size, parent, start, _extra_keys(adapter_id, multimodal), lookahead
+        tokens, block_size, parent, start, make_extra_keys(adapter_id, multimodal), lookahead
     )
 
 
@@ -136,11 +136,12 @@ def get_block_hash_extra_keys(
         return mm_idx, []
     if mm_idx < 0:
         raise HashingError(f"mm_idx must be at least 0, got {mm_idx}")
-    index, found = _extra_keys(None, items).block_items(start, end, mm_idx)
+    index, found = make_extra_keys(None, items).block_items(start, end, mm_idx)
     return index, [items[position].hash for position in found]
 
 
-def _extra_keys(adapter_id: str | None, items: Sequence[MultimodalItem]) -> _core.ExtraKeys:
+def make_extra_keys(adapter_id: str | None, items: Sequence[MultimodalItem]) -> _core.ExtraKeys:
+    """Return the native form of what a request's hashes cover. Raises ``HashingError``."""
     converted = []
     for item in items:
         if not isinstance(item, MultimodalItem):
@@ -148,10 +149,11 @@ def _extra_keys(adapter_id: str | None, items: Sequence[MultimodalItem]) -> _cor
         is_text = isinstance(item.hash, str)
         data = item.hash if isinstance(item.hash, bytes) else _text("multimodal hash", item.hash)
         converted.append((item.offset, item.length, data, is_text))
-    return _core.ExtraKeys(_encode("adapter_id", adapter_id), converted)
+    return _core.ExtraKeys(encode_text("adapter_id", adapter_id), converted)
 
 
-def _encode(name: str, value: str | None) -> bytes | None:
+def encode_text(name: str, value: str | None) -> bytes | None:
+    """Return text as UTF-8. Raises ``HashingError`` naming the argument."""
     return None if value is None else _text(name, value)
 
 

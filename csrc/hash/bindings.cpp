@@ -14,13 +14,14 @@
 
 #include "hash/block_hash.hpp"
 #include "hash/checksum.hpp"
+#include "hash/python_tokens.hpp"
 
 namespace fdcache {
 namespace {
 
 // --- tokens as Python gives them ---------------------------------------------------------------------------
 
-using Allocate = std::function<std::int32_t *(std::size_t)>;
+using Allocate = AllocateTokens;
 
 [[noreturn]] void refuse(Py_ssize_t position, nb::handle value, const char *why) {
     throw HashingError("tokens[" + std::to_string(position) + "] is " + nb::repr(value).c_str() + ": " + why);
@@ -45,7 +46,8 @@ std::int32_t token_from_index(PyObject *value, Py_ssize_t position) {
     return narrow(number, position);
 }
 
-// The int at `position` of the caller's tokens. Throws HashingError naming the position.
+}  // namespace
+
 std::int32_t token_from(PyObject *value, Py_ssize_t position) {
     if (!PyLong_CheckExact(value)) [[unlikely]]
         return token_from_index(value, position);
@@ -58,6 +60,8 @@ std::int32_t token_from(PyObject *value, Py_ssize_t position) {
     if (overflow) refuse(position, value, "a token must fit a 32-bit signed integer");
     return narrow(number_or_overflow, position);
 }
+
+namespace {
 
 template <typename Int>
 void narrow_all(const Py_buffer &buffer, const Allocate &allocate) {
@@ -105,8 +109,8 @@ void read_sequence(const nb::object &sequence, const Allocate &allocate) {
     }
 }
 
-// Reads an int32 or int64 buffer or a sequence of ints into the memory that `allocate(count)` returns. Throws
-// HashingError naming the first element that does not fit an int32; the memory is garbage then.
+}  // namespace
+
 void read_tokens(nb::handle tokens, const Allocate &allocate) {
     if (PyList_Check(tokens.ptr())) return read_sequence(nb::borrow(tokens), allocate);
     if (PyObject_CheckBuffer(tokens.ptr())) return read_buffer(tokens, allocate);
@@ -120,23 +124,12 @@ void read_tokens(nb::handle tokens, const Allocate &allocate) {
 
 // --- hashes ------------------------------------------------------------------------------------------------
 
-using HashRows = nb::ndarray<nb::numpy, const std::uint8_t, nb::shape<-1, 32>>;
-using TokenRow = nb::ndarray<nb::numpy, const std::int32_t, nb::shape<-1>>;
-
-// A capsule that keeps `store` alive as long as an array refers to it.
-template <typename T>
-nb::capsule keeper(std::shared_ptr<T[]> store) {
-    auto holder = std::make_unique<std::shared_ptr<T[]>>(std::move(store));
-    nb::capsule capsule(holder.get(),
-                        [](void *p) noexcept { delete static_cast<std::shared_ptr<T[]> *>(p); });
-    holder.release();
-    return capsule;
-}
-
 HashRows hash_rows(std::shared_ptr<Digest[]> store, std::size_t rows) {
     const auto *data = reinterpret_cast<const std::uint8_t *>(store.get());
     return HashRows(data, {rows, sizeof(Digest)}, keeper(std::move(store)));
 }
+
+namespace {
 
 const sha256::Backend &backend_of(const std::optional<std::string> &name) {
     if (!name) return sha256::best_backend();
@@ -165,7 +158,9 @@ HashRows hash_blocks(nb::handle tokens, std::int64_t block_size, const nb::bytes
     return hash_rows(std::move(store), blocks);
 }
 
-void append(TokenBlocks &self, nb::handle tokens) {
+}  // namespace
+
+void append_tokens(TokenBlocks &self, nb::handle tokens) {
     if (PyLong_CheckExact(tokens.ptr())) {
         *self.extend(1) = token_from(tokens.ptr(), 0);
         return self.commit(1);
@@ -184,9 +179,7 @@ void append(TokenBlocks &self, nb::handle tokens) {
     self.commit(count);
 }
 
-// The types that read_tokens accepts, for signatures.
-#define FDCACHE_TOKENS \
-    "collections.abc.Sequence[int] | numpy.typing.NDArray[numpy.int32 | numpy.int64] | array.array[int]"
+namespace {
 
 void bind_extra_keys(nb::module_ &module) {
     using Item = std::tuple<std::int64_t, std::int64_t, nb::bytes, bool>;
@@ -229,7 +222,7 @@ void bind_token_blocks(nb::module_ &module) {
                     TokenBlocks(block_size, digest_of<HashingError>("root", root), extra_keys, lookahead);
             },
             "block_size"_a, "root"_a, "extra_keys"_a, "lookahead"_a = 0)
-        .def("append", &append, "tokens"_a.none(),
+        .def("append", &append_tokens, "tokens"_a.none(),
              nb::sig("def append(self, tokens: int | " FDCACHE_TOKENS ") -> None"),
              "Append tokens and hash the blocks that they complete.")
         .def("__len__", [](const TokenBlocks &self) { return self.tokens().size(); })

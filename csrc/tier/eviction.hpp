@@ -10,6 +10,8 @@
 #include <string_view>
 #include <vector>
 
+#include "tier/large_vector.hpp"
+
 namespace fdcache {
 
 using Slot = std::uint32_t;
@@ -56,7 +58,7 @@ struct LruLink {
     LruLink() : ticket(0) {}
 };
 
-using LruLinks = std::vector<LruLink>;
+using LruLinks = LargeVector<LruLink>;
 
 // A list of entries by the end of their last use. A busy entry that reaches the front is parked: it leaves
 // the list, at most once between two uses. Parked entries are colder than the whole list. Parked entries that
@@ -97,10 +99,16 @@ class LruLine {
         if (waiting_.capacity() < busy_)
             waiting_.reserve(std::max<std::size_t>(busy_, 2 * waiting_.capacity()));
         taken.reserve(taken.size() + count);
-        for (; count; --count) {
+        idle_ -= count;
+        while (count) {
             const Slot slot = coldest(links);
-            remove(links, slot);
-            taken.push_back(slot);
+            if (links[slot].place != LruLink::Place::kListed) {
+                links[slot].place = LruLink::Place::kOutside;
+                taken.push_back(slot);
+                --count;
+            } else {
+                count -= take_listed(links, count, taken);
+            }
         }
     }
 
@@ -166,6 +174,19 @@ class LruLine {
         const auto [previous, next] = links[slot].beside;
         (previous == kNoSlot ? head_ : links[previous].beside.next) = next;
         (next == kNoSlot ? tail_ : links[next].beside.previous) = previous;
+    }
+
+    // Takes entries from the front, which is not busy, to the next one that is.
+    std::uint32_t take_listed(LruLinks &links, std::uint32_t count, std::vector<Slot> &taken) {
+        std::uint32_t number = 0;
+        for (; number < count && head_ != kNoSlot && !links[head_].busy; ++number) {
+            LruLink &link = links[head_];
+            link.place = LruLink::Place::kOutside;
+            taken.push_back(head_);
+            head_ = link.beside.next;
+        }
+        (head_ == kNoSlot ? tail_ : links[head_].beside.previous) = kNoSlot;
+        return number;
     }
 
     // The first entry that is not busy. Parks the busy entries before it.

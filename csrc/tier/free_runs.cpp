@@ -42,6 +42,7 @@ void FreeRuns::insert(Slot first, std::uint32_t count) {
     heads_[bin] = first;
     filled_[bin / 64] |= std::uint64_t{1} << bin % 64;
     size_ += count;
+    ++count_;
 }
 
 void FreeRuns::erase(Slot first) {
@@ -55,6 +56,7 @@ void FreeRuns::erase(Slot first) {
     nodes_[first + count - 1].length = 0;
     node.length = 0;
     size_ -= count;
+    --count_;
 }
 
 void FreeRuns::add(Slot first, std::uint32_t count) {
@@ -110,8 +112,15 @@ void FreeRuns::take(std::uint32_t count, std::vector<Run> &runs) {
         runs.push_back({first, taken});
         count -= taken;
     }
-    std::sort(runs.begin() + begin, runs.end(),
-              [](const Run &left, const Run &right) { return left.first < right.first; });
+    std::sort(runs.begin() + begin, runs.end());
+}
+
+void FreeRuns::take_all(std::vector<Run> &runs) {
+    while (size_) {
+        const Slot first = heads_[last_bin()];
+        runs.push_back({first, nodes_[first].length});
+        erase(first);
+    }
 }
 
 void FreeRuns::clear() {
@@ -119,6 +128,7 @@ void FreeRuns::clear() {
     heads_.fill(kNoSlot);
     filled_.fill(0);
     size_ = 0;
+    count_ = 0;
 }
 
 void FreeRuns::resize(std::uint32_t slots) {
@@ -180,6 +190,7 @@ std::vector<std::string> FreeRuns::check_integrity() const {
     }
     if (free != size_) broken.push_back("free slots are miscounted");
     if (ends != marks) broken.push_back("there is a length where no free run starts or ends");
+    if (found != count_) broken.push_back("free runs are miscounted");
     if (listed != found) broken.push_back("the bins have lost or gained free runs");
     return broken;
 }

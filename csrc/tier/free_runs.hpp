@@ -2,11 +2,13 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "tier/eviction.hpp"
+#include "tier/large_vector.hpp"
 
 namespace fdcache {
 
@@ -20,12 +22,16 @@ class FreeRuns {
     struct Run {
         Slot first;
         std::uint32_t count;
+
+        friend auto operator<=>(const Run &, const Run &) = default;
     };
 
     // `extent`: slots of an extent; 0: there is one extent.
     explicit FreeRuns(std::uint32_t extent = 0) : extent_(extent) { heads_.fill(kNoSlot); }
 
+    // Number of free slots, and of their runs.
     std::uint32_t size() const { return size_; }
+    std::uint32_t count() const { return count_; }
     std::uint32_t slots() const { return static_cast<std::uint32_t>(nodes_.size()); }
 
     // Frees a run, none of which is free.
@@ -33,6 +39,8 @@ class FreeRuns {
     // Appends `count` free slots to `runs`, ascending: from the smallest run that has them all, else from as
     // few runs as possible. The caller checks that there are as many, and reserves room in `runs`.
     void take(std::uint32_t count, std::vector<Run> &runs);
+    // Appends all free slots to `runs`, in any order, and makes no slot free.
+    void take_all(std::vector<Run> &runs);
     // Makes no slot free.
     void clear();
     // Changes the number of slots. New slots are not free.
@@ -67,11 +75,12 @@ class FreeRuns {
     void insert(Slot first, std::uint32_t count);
     void erase(Slot first);
 
-    std::vector<Node> nodes_;
+    LargeVector<Node> nodes_;
     std::array<Slot, kBins> heads_;
     std::array<std::uint64_t, kWords> filled_{};  // a bit per bin that has runs
     std::uint32_t extent_;
     std::uint32_t size_ = 0;
+    std::uint32_t count_ = 0;
 };
 
 }  // namespace fdcache

@@ -1,7 +1,10 @@
 #include "tier/tier.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
+
+#include "tier/session.hpp"
 
 namespace fdcache {
 
@@ -14,20 +17,29 @@ Tier::Tier(std::uint32_t slots, std::string_view eviction, std::uint32_t extent,
 // --- leases ------------------------------------------------------------------------------------------------
 
 LeaseId Tier::open_lease() {
-    std::lock_guard lock(mutex_);
+    return Session(*this).open_lease();
+}
+
+LeaseId Tier::add_lease() {
     const LeaseId id = next_lease_++;
     leases_.emplace(id, Lease{epoch_, {}});
     return id;
 }
 
 bool Tier::release(LeaseId lease) {
-    std::lock_guard lock(mutex_);
+    return Session(*this).release(lease);
+}
+
+bool Tier::end_lease(LeaseId lease) {
     const auto found = leases_.find(lease);
     if (found == leases_.end()) return false;
     const std::vector<Slot> slots = std::move(found->second.slots);
     leases_.erase(found);
     // From the end of the path, so that the deepest block is evicted first.
-    for (auto slot = slots.rbegin(); slot != slots.rend(); ++slot) unpin(*slot);
+    for (std::size_t i = slots.size(); i-- > 0;) {
+        if (i >= kAhead) __builtin_prefetch(&entries_[slots[i - kAhead]], 1);
+        unpin(slots[i]);
+    }
     return true;
 }
 
@@ -83,7 +95,7 @@ void Tier::refresh(Slot slot) {
             order_add(slot, busy);
         else if (!used)
             order_set_busy(slot, busy);
-        else if (more_used && order_->holds(slot))
+        else if (more_used)
             order_remove(slot);
         if (entry.parent == kRoot) return;
         entries_[entry.parent].used_children += more_used;
@@ -128,10 +140,9 @@ void Tier::unpin(Slot slot) {
 }
 
 void Tier::free_slot(Slot slot) {
-    Entry &entry = entries_[slot];
-    --(entry.state == SlotState::kReady ? ready_ : writing_);
-    entry.state = SlotState::kFree;
-    entry.parent = kNoSlot;
+    entries_[slot].state = SlotState::kFree;
+    entries_[slot].parent = kNoSlot;
+    --writing_;
     free_.add(slot);
 }
 
@@ -147,24 +158,30 @@ void Tier::link(Slot slot, const Digest &digest, Slot parent, Tenant tenant) {
     Entry &entry = entries_[slot];
     digests_[slot] = digest;
     index_.insert(slot);
-    entry.findable = true;
-    entry.used = entry.busy = false;
+    entry.findable = entry.used = entry.busy = true;  // WRITING is a use
     entry.parent = parent;
-    entry.depth = parent == kRoot ? 0 : entries_[parent].depth + 1;
-    if (parent != kRoot) ++entries_[parent].children;
     tenants_.join(slot, parent == kRoot ? tenant : tenants_.of(parent));
-    refresh(slot);
+    if (parent == kRoot) {
+        entry.depth = 0;
+        return;
+    }
+    Entry &above = entries_[parent];
+    entry.depth = above.depth + 1;
+    ++above.children;
+    ++above.used_children;
+    ++above.busy_children;
+    if (!above.used) refresh(parent);
 }
 
-void Tier::make_ready(Slot slot) {
+void Tier::make_ready(Slot slot, std::uint32_t now) {
     Entry &entry = entries_[slot];
     entry.state = SlotState::kReady;
     entry.hits = 1;
-    entry.touched_ms = entry.ready_ms = now_ms();
+    entry.touched_ms = entry.ready_ms = now;
     --writing_;
     ++ready_;
     publish_event(TierEvent::Kind::kStored, slot);
-    refresh(slot);
+    if (!entry.pins) refresh(slot);
 }
 
 void Tier::order_add(Slot slot, bool busy) {
@@ -182,14 +199,18 @@ void Tier::order_set_busy(Slot slot, bool busy) {
     tenants_.set_busy(slot, busy);
 }
 
-// Removes an entry that left the eviction order from the table. Its slot is still READY; the caller frees it.
+// Removes an entry that left the eviction order from the table. The caller adds its slot to the free ones.
 void Tier::remove_entry(Slot slot) {
     Entry &entry = entries_[slot];
     publish_event(TierEvent::Kind::kRemoved, slot);
     index_.erase(slot);
     tenants_.leave(slot);
-    entry.findable = false;
     if (entry.parent != kRoot) --entries_[entry.parent].children;
+    entry.parent = kNoSlot;
+    entry.findable = false;
+    entry.state = SlotState::kFree;
+    --ready_;
+    ++evictions_;
 }
 
 void Tier::append(BlockList &list, Slot slot) const {
@@ -203,90 +224,115 @@ void Tier::append(BlockList &list, Slot slot) const {
 
 void Tier::evict(Slot slot) {
     remove_entry(slot);
-    free_slot(slot);
-    ++evictions_;
+    free_.add(slot);
 }
 
 std::uint32_t Tier::missing(std::size_t count) const {
-    const std::size_t room = free_.size() + order_->size();
-    return static_cast<std::uint32_t>(count > room ? count - room : 0);
+    return static_cast<std::uint32_t>(count > room() ? count - room() : 0);
 }
 
-// Evicts up to `count` of the coldest entries. `victims` and `evicted` have room for them.
-void Tier::evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockList &evicted) {
-    victims.clear();
-    order_->take(static_cast<std::uint32_t>(std::min<std::size_t>(count, order_->size())), victims);
+// Evicts up to `count` of the coldest entries. Leaves their slots in `vacated_`, as runs.
+void Tier::evict_coldest(std::size_t count, BlockList *evicted) {
+    victims_.clear();
+    vacated_.clear();
+    order_->take(static_cast<std::uint32_t>(std::min<std::size_t>(count, order_->size())), victims_);
     // In three rounds, each of which prefetches the data of the next: in a large tier, cache misses dominate.
-    for (const Slot slot : victims) {
+    for (const Slot slot : victims_) {
         tenants_.remove(slot);
         __builtin_prefetch(&entries_[slot], 1);
         __builtin_prefetch(&digests_[slot]);
     }
-    for (const Slot slot : victims) {
-        append(evicted, slot);
+    for (const Slot slot : victims_) {
+        if (evicted) append(*evicted, slot);
         index_.prefetch(digests_[slot]);
     }
-    for (const Slot slot : victims) evict(slot);
+    for (const Slot slot : victims_) {
+        remove_entry(slot);
+        // A path is evicted from its end.
+        if (!vacated_.empty() && vacated_.back().first == slot + 1)
+            vacated_.back() = {slot, vacated_.back().count + 1};
+        else
+            vacated_.push_back({slot, 1});
+    }
 }
 
-// Takes `count` free slots, ascending, and evicts entries for them if it must. While the slots form short
-// runs, evicts ahead of need, in growing batches, up to the spare share: with more free slots, runs are
-// longer.
-std::vector<FreeRuns::Run> Tier::take_runs(std::uint32_t count, BlockList &evicted) {
+// Takes `count` slots into `taken_`, as runs, ascending, and evicts entries for them if it must. While the
+// slots form short runs, evicts ahead of need, in growing batches, up to the spare share: with more free
+// slots, runs are longer.
+void Tier::take_runs(std::uint32_t count, BlockList *evicted) {
     const std::size_t short_of = count > free_.size() ? count - free_.size() : 0;
     const std::size_t left = free_.size() + short_of - count;
     const auto spare = static_cast<std::size_t>(spare_ * static_cast<double>(entries_.size()));
     std::size_t ahead = std::min(spare > left ? spare - left : 0, kMostAhead);
-    std::vector<FreeRuns::Run> runs;
-    std::vector<Slot> victims;
-    runs.reserve(count);
-    victims.reserve(std::max(short_of, ahead));
-    evicted.reserve(short_of + ahead);
-    evict_coldest(short_of, victims, evicted);
-    free_.take(count, runs);
-    for (std::size_t batch = kFirstBatch; ahead && runs.size() > count / kGoodRun + 1; batch *= 2) {
-        evict_coldest(std::min(batch, ahead), victims, evicted);
-        if (victims.empty()) break;
-        ahead -= victims.size();
-        for (const FreeRuns::Run &run : runs) free_.add(run.first, run.count);
-        runs.clear();
-        free_.take(count, runs);
+    const std::size_t most_runs = free_.count() + short_of + ahead;
+    taken_.clear();
+    taken_.reserve(std::min<std::size_t>(count, most_runs));
+    victims_.reserve(std::max(short_of, ahead));
+    vacated_.reserve(std::max(short_of, ahead));
+    if (evicted) evicted->make_room(short_of + ahead);
+    evict_coldest(short_of, evicted);
+    if (short_of && !ahead) {
+        free_.take_all(taken_);
+        taken_.insert(taken_.end(), vacated_.begin(), vacated_.end());
+        std::sort(taken_.begin(), taken_.end());
+        return;
     }
-    return runs;
+    for (const FreeRuns::Run &run : vacated_) free_.add(run.first, run.count);
+    free_.take(count, taken_);
+    for (std::size_t batch = kFirstBatch; ahead && taken_.size() > count / kGoodRun + 1; batch *= 2) {
+        evict_coldest(std::min(batch, ahead), evicted);
+        if (victims_.empty()) break;
+        ahead -= victims_.size();
+        for (const FreeRuns::Run &run : vacated_) free_.add(run.first, run.count);
+        for (const FreeRuns::Run &run : taken_) free_.add(run.first, run.count);
+        taken_.clear();
+        free_.take(count, taken_);
+    }
 }
 
-// Takes slots in the order in which the blocks of a path will use them.
-void Tier::take_slots(std::uint32_t count, Reservation &out) {
-    out.slots.reserve(count);
-    out.generations.reserve(count);
-    for (const FreeRuns::Run &run : take_runs(count, out.evicted))
-        for (Slot slot = run.first; slot < run.first + run.count; ++slot) out.slots.push_back(slot);
-    writing_ += count;
-    for (const Slot slot : out.slots) {
-        Entry &entry = entries_[slot];
-        const std::uint32_t generation = std::max(entry.generation, least_generation_) + 1;
-        entry = Entry{};
-        entry.generation = generation;
-        entry.state = SlotState::kWriting;
-        out.generations.push_back(generation);
+// Appends `count` slots to `table`, in the order in which the blocks of a path will use them, and gives them
+// the content of `fresh`. `table` has room.
+void Tier::take_slots(std::uint32_t count, const Entry &fresh, std::vector<Slot> &table, BlockList *evicted) {
+    take_runs(count, evicted);
+    std::size_t next = table.size();
+    table.resize(next + count);
+    for (const FreeRuns::Run &run : taken_) {
+        for (Slot slot = run.first; slot < run.first + run.count; ++slot) {
+            table[next++] = slot;
+            Entry &entry = entries_[slot];
+            const std::uint32_t generation = std::max(entry.generation, least_generation_) + 1;
+            entry = fresh;
+            entry.generation = generation;
+        }
     }
+    writing_ += count;
 }
 
 // --- computing ---------------------------------------------------------------------------------------------
 
-Reservation Tier::reserve(LeaseId lease_id, std::uint32_t count) {
-    std::lock_guard lock(mutex_);
-    Lease &lease = lease_of(lease_id);
+Reservation Tier::reserve(LeaseId lease, std::uint32_t count) {
+    Session session(*this);
     Reservation out;
-    out.missing = missing(count);
-    if (out.missing) return out;
-    lease.make_room(count);
-    take_slots(count, out);
-    for (const Slot slot : out.slots) {
-        entries_[slot].owner = lease_id;
-        pin(lease, slot);
-    }
+    out.generations.reserve(std::min(count, session.available()));
+    out.missing = session.reserve(lease, count, out.slots, &out.evicted);
+    for (const Slot slot : out.slots) out.generations.push_back(session.generation(slot));
     return out;
+}
+
+std::uint32_t Tier::take_anonymous(LeaseId lease_id, std::uint32_t count, std::vector<Slot> &table,
+                                   BlockList *evicted) {
+    Lease &lease = lease_of(lease_id);
+    if (const std::uint32_t short_of = missing(count)) return short_of;
+    make_room(lease.slots, count);
+    make_room(table, count);
+    Entry fresh;
+    fresh.state = SlotState::kWriting;
+    fresh.owner = lease_id;
+    fresh.pins = 1;
+    take_slots(count, fresh, table, evicted);
+    lease.slots.insert(lease.slots.end(), table.end() - count, table.end());
+    pins_ += count;
+    return 0;
 }
 
 void Tier::check_computed(LeaseId lease, std::span<const Slot> slots) const {
@@ -297,40 +343,53 @@ void Tier::check_computed(LeaseId lease, std::span<const Slot> slots) const {
             throw std::invalid_argument("slot " + std::to_string(slot) +
                                         " is not one that this lease reserved and has yet to commit");
     }
+    // Reserved slots come ascending, and are mostly committed so.
+    if (std::adjacent_find(slots.begin(), slots.end(), std::greater_equal<>()) == slots.end()) return;
     std::vector<Slot> sorted(slots.begin(), slots.end());
     std::sort(sorted.begin(), sorted.end());
     if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
         throw std::invalid_argument("a slot is committed twice in one call");
 }
 
-std::vector<CommitStatus> Tier::commit(LeaseId lease_id, const Digest &parent_hash,
-                                       std::span<const Digest> hashes, std::span<const Slot> slots) {
-    std::lock_guard lock(mutex_);
+std::vector<CommitStatus> Tier::commit(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
+                                       std::span<const Slot> slots) {
+    std::vector<CommitStatus> status;
+    Session(*this).commit(lease, parent, hashes, slots, &status);
+    return status;
+}
+
+std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std::span<const Digest> hashes,
+                               std::span<const Slot> slots, std::uint32_t now,
+                               std::vector<CommitStatus> *status) {
     Lease &lease = current_lease(lease_id);
     check_computed(lease_id, slots);
     check_hashes(hashes);
-    lease.make_room(hashes.size());
-    std::vector<CommitStatus> status;
-    status.reserve(hashes.size());
+    make_room(lease.slots, hashes.size());
+    if (status) make_room(*status, hashes.size());
+    std::size_t i = 0;
     Slot parent = resolve_parent(parent_hash);
-    for (std::size_t i = 0; i < hashes.size() && parent != kNoSlot; ++i) {
+    for (; i < hashes.size() && parent != kNoSlot; ++i) {
+        if (i + kAhead < hashes.size()) {
+            index_.prefetch(hashes[i + kAhead]);
+            __builtin_prefetch(&digests_[slots[i + kAhead]], 1);
+        }
         const Entry &entry = entries_[slots[i]];
         if (entry.children || entry.holds) break;  // a copy into it, or into its children, is in flight
         const Slot present = index_.find(hashes[i]);
         if (present == kNoSlot) {
             link(slots[i], hashes[i], parent);
-            make_ready(slots[i]);
+            make_ready(slots[i], now);
             parent = slots[i];
-            status.push_back(CommitStatus::kStored);
+            if (status) status->push_back(CommitStatus::kStored);
         } else if (entries_[present].state == SlotState::kReady && entries_[present].parent == parent) {
             pin(lease, present);
             parent = present;
-            status.push_back(CommitStatus::kDuplicate);
+            if (status) status->push_back(CommitStatus::kDuplicate);
         } else {
             break;
         }
     }
-    return status;
+    return i;
 }
 
 }  // namespace fdcache

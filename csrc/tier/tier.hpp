@@ -31,6 +31,7 @@
 #include "tier/eviction.hpp"
 #include "tier/free_runs.hpp"
 #include "tier/hash_index.hpp"
+#include "tier/large_vector.hpp"
 #include "tier/presence.hpp"
 #include "tier/tenants.hpp"
 
@@ -59,6 +60,13 @@ class TierMutex {
     std::mutex mutex_;
 };
 
+// Reserves memory to append `count` elements, with room to spare, so that many small calls allocate rarely.
+template <typename T>
+void make_room(std::vector<T> &list, std::size_t count) {
+    if (list.capacity() - list.size() < count)
+        list.reserve(std::max(list.size() + count, 2 * list.capacity()));
+}
+
 // Parallel arrays that describe blocks. A zero parent digest is the root.
 struct BlockList {
     std::vector<Slot> slots;
@@ -67,12 +75,21 @@ struct BlockList {
     std::vector<Digest> parents;
     std::vector<std::uint32_t> hits;
 
-    void reserve(std::size_t count) {
-        slots.reserve(count);
-        generations.reserve(count);
-        hashes.reserve(count);
-        parents.reserve(count);
-        hits.reserve(count);
+    void make_room(std::size_t count) {
+        fdcache::make_room(slots, count);
+        fdcache::make_room(generations, count);
+        fdcache::make_room(hashes, count);
+        fdcache::make_room(parents, count);
+        fdcache::make_room(hits, count);
+    }
+
+    // Keeps the memory.
+    void clear() {
+        slots.clear();
+        generations.clear();
+        hashes.clear();
+        parents.clear();
+        hits.clear();
     }
 };
 
@@ -96,6 +113,15 @@ enum class ReserveStatus : std::uint8_t { kReserved, kReady, kPending, kNoParent
 
 struct CopyReservation : Reservation {
     std::vector<ReserveStatus> status;  // per hash; `slots` has the reserved ones, in order
+
+    // Keeps the memory.
+    void clear() {
+        slots.clear();
+        generations.clear();
+        evicted.clear();
+        missing = 0;
+        status.clear();
+    }
 };
 
 enum class CommitStatus : std::uint8_t { kStored, kDuplicate };
@@ -141,6 +167,9 @@ struct NodeView {
 
 class Tier {
   public:
+    // Several operations under one lock: tier/session.hpp.
+    class Session;
+
     // `extent`: runs of slots cross no multiple of it; 0: there is one extent. `spare`: reservations evict
     // ahead of need, for longer runs, while less than this share of the slots is free.
     explicit Tier(std::uint32_t slots, std::string_view eviction = "lru", std::uint32_t extent = 0,
@@ -243,9 +272,10 @@ class Tier {
     static constexpr Slot kRoot = kNoSlot - 1;
     static constexpr std::uint32_t kGoodRun = 16;   // slots; a copy of this many records runs at full speed
     static constexpr std::size_t kFirstBatch = 32;  // entries in the first batch evicted ahead of need
+    static constexpr std::size_t kAhead = 16;       // blocks between a prefetch and its use
     static constexpr std::size_t kMostAhead = 512;  // entries that one reservation evicts ahead of need
 
-    struct Entry {
+    struct alignas(64) Entry {
         std::uint64_t checksum = 0;
         LeaseId owner = 0;  // the lease that may commit the slot: it reserved it, and has not yet
         std::uint32_t generation = 0;
@@ -274,11 +304,6 @@ class Tier {
     struct Lease {
         std::uint64_t epoch;
         std::vector<Slot> slots;  // one pin each, in the order taken
-
-        void make_room(std::size_t pins) {
-            if (slots.capacity() - slots.size() < pins)
-                slots.reserve(std::max(slots.size() + pins, 2 * slots.capacity()));
-        }
     };
     // Holds entries for a scope, so that making room does not evict them.
     class ScopedHolds {
@@ -299,6 +324,20 @@ class Tier {
         Tier &tier_;
         std::vector<Slot> slots_;
     };
+
+    LeaseId add_lease();
+    bool end_lease(LeaseId lease);
+    bool pin_run(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known,
+                 std::uint32_t now, std::vector<Slot> &table);
+    std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
+                                 BlockList *evicted);
+    void take_pending(LeaseId lease, std::span<const Digest> parents, std::span<const Digest> hashes,
+                      CopyReservation &out);
+    std::size_t make_entries(LeaseId lease, const Digest &parent, std::span<const Digest> hashes,
+                             std::span<const Slot> slots, std::uint32_t now,
+                             std::vector<CommitStatus> *status);
+    Presence presence_of(const Digest &hash) const;
+    std::uint32_t room() const { return free_.size() + order_->size(); }
 
     Lease &lease_of(LeaseId lease);
     Lease &current_lease(LeaseId lease);
@@ -321,7 +360,7 @@ class Tier {
     void free_slot(Slot slot);
     void free_if_unused(Slot slot);
     void link(Slot slot, const Digest &digest, Slot parent, Tenant tenant = 0);
-    void make_ready(Slot slot);
+    void make_ready(Slot slot, std::uint32_t now);
     void remove_entry(Slot slot);
     void order_add(Slot slot, bool busy);
     void order_remove(Slot slot);
@@ -329,26 +368,29 @@ class Tier {
     bool make_tenant_room(Tenant tenant, Slot parent);
     void begin_hold(Slot slot);
     void end_hold(Slot slot);
-    bool complete_copy(Slot slot, bool copied, std::uint64_t checksum);
+    bool complete_copy(Slot slot, bool copied, std::uint64_t checksum, std::uint32_t now);
     void drop_pending(Slot slot);
     void evict(Slot slot);
-    void make_room(std::uint32_t slots);
+    void reserve_memory(std::uint32_t slots);
     void evict_above(std::uint32_t slots);
     std::uint32_t missing(std::size_t count) const;
-    void evict_coldest(std::size_t count, std::vector<Slot> &victims, BlockList &evicted);
-    std::vector<FreeRuns::Run> take_runs(std::uint32_t count, BlockList &evicted);
-    void take_slots(std::uint32_t count, Reservation &out);
+    void evict_coldest(std::size_t count, BlockList *evicted);
+    void take_runs(std::uint32_t count, BlockList *evicted);
+    void take_slots(std::uint32_t count, const Entry &fresh, std::vector<Slot> &table, BlockList *evicted);
     void append(BlockList &list, Slot slot) const;
     void publish_event(TierEvent::Kind kind, Slot slot);
 
     mutable TierMutex mutex_;
-    std::vector<Entry> entries_;
-    std::vector<Digest> digests_;
+    LargeVector<Entry> entries_;
+    LargeVector<Digest> digests_;
     HashIndex index_{digests_};
     std::unique_ptr<EvictionOrder> order_;
     Tenants tenants_;
     FreeRuns free_;
     const double spare_;
+    // Of one reservation; kept for their memory.
+    std::vector<Slot> victims_;
+    std::vector<FreeRuns::Run> vacated_, taken_;
     std::unordered_map<LeaseId, Lease> leases_;
     std::optional<PresenceTable> mirror_;
     std::vector<TierEvent> events_;

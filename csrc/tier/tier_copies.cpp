@@ -1,14 +1,21 @@
 // Copies into and out of a tier, from plan to report.
+#include "tier/session.hpp"
 #include "tier/tier.hpp"
 
 namespace fdcache {
 
-CopyReservation Tier::reserve_copies(LeaseId lease_id, std::span<const Digest> parents,
+CopyReservation Tier::reserve_copies(LeaseId lease, std::span<const Digest> parents,
                                      std::span<const Digest> hashes) {
-    std::lock_guard lock(mutex_);
+    CopyReservation out;
+    Session(*this).reserve_copies(lease, parents, hashes, out);
+    return out;
+}
+
+void Tier::take_pending(LeaseId lease_id, std::span<const Digest> parents, std::span<const Digest> hashes,
+                        CopyReservation &out) {
     Lease *lease = lease_id ? &current_lease(lease_id) : nullptr;
     check_hashes(hashes);
-    CopyReservation out;
+    out.clear();
     out.status.reserve(hashes.size());
     std::unordered_set<Digest, DigestHash> wanted;
     wanted.reserve(hashes.size());
@@ -34,20 +41,25 @@ CopyReservation Tier::reserve_copies(LeaseId lease_id, std::span<const Digest> p
         out.status.push_back(status);
     }
     out.missing = missing(wanted.size());
-    if (out.missing) return out;
-    if (lease) lease->make_room(wanted.size());
-    take_slots(static_cast<std::uint32_t>(wanted.size()), out);
+    if (out.missing) return;
+    const auto count = static_cast<std::uint32_t>(wanted.size());
+    if (lease) make_room(lease->slots, count);
+    out.slots.reserve(count);
+    out.generations.reserve(count);
+    Entry fresh;
+    fresh.state = SlotState::kWriting;
+    fresh.owner = lease_id;
+    fresh.holds = 1;
+    take_slots(count, fresh, out.slots, &out.evicted);
+    holds_ += count;
     auto slot = out.slots.begin();
     for (std::size_t i = 0; i < hashes.size(); ++i) {
         if (out.status[i] != ReserveStatus::kReserved) continue;
-        entries_[*slot].owner = lease_id;
-        entries_[*slot].holds = 1;
-        ++holds_;
         link(*slot, hashes[i], parents[i].is_zero() ? kRoot : index_.find(parents[i]));
         if (lease) pin(*lease, *slot);
+        out.generations.push_back(entries_[*slot].generation);
         ++slot;
     }
-    return out;
 }
 
 // Checks that each slot has as many holds of copies as `slots` names it. Only the end of the copy into a
@@ -73,9 +85,10 @@ std::vector<std::uint8_t> Tier::complete(std::span<const Slot> slots, std::span<
                                          std::span<const std::uint64_t> checksums) {
     std::lock_guard lock(mutex_);
     check_held(slots, true);
+    const std::uint32_t now = now_ms();
     std::vector<std::uint8_t> ready(slots.size(), 0);
     for (std::size_t i = 0; i < slots.size(); ++i)
-        ready[i] = complete_copy(slots[i], copied[i], checksums.empty() ? 0 : checksums[i]);
+        ready[i] = complete_copy(slots[i], copied[i], checksums.empty() ? 0 : checksums[i], now);
     return ready;
 }
 
@@ -94,7 +107,7 @@ void Tier::begin_hold(Slot slot) {
 
 // Ends the copy into a slot. The slot becomes an entry if it is still pending (there was no reset), its bytes
 // were copied, and its parent is READY.
-bool Tier::complete_copy(Slot slot, bool copied, std::uint64_t checksum) {
+bool Tier::complete_copy(Slot slot, bool copied, std::uint64_t checksum, std::uint32_t now) {
     end_hold(slot);
     Entry &entry = entries_[slot];
     if (!entry.findable || entry.state != SlotState::kWriting) return false;
@@ -102,7 +115,7 @@ bool Tier::complete_copy(Slot slot, bool copied, std::uint64_t checksum) {
                                                         entries_[entry.parent].state == SlotState::kReady);
     if (copied && parent_ready) {
         entry.checksum = checksum;
-        make_ready(slot);
+        make_ready(slot, now);
         return true;
     }
     drop_pending(slot);

@@ -1,12 +1,25 @@
 // Look-ups in a tier: matches, listings, statistics.
+#include "tier/session.hpp"
 #include "tier/tier.hpp"
 
 namespace fdcache {
 
-MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start, std::size_t known) {
-    std::lock_guard lock(mutex_);
-    Lease &lease = current_lease(lease_id);
+MatchRun Tier::match(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known) {
+    Session session(*this);
     MatchRun run;
+    run.generations.reserve(hashes.size());
+    run.hits.reserve(hashes.size());
+    run.pending = session.match(lease, hashes, start, known, run.slots);
+    for (const Slot slot : run.slots) {
+        run.generations.push_back(session.generation(slot));
+        run.hits.push_back(session.hits(slot));
+    }
+    return run;
+}
+
+bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t start, std::size_t known,
+                   std::uint32_t now, std::vector<Slot> &table) {
+    Lease &lease = current_lease(lease_id);
     // READY entries are closed under prefixes, so the end of the run is found by bisection.
     std::size_t low = start, high = hashes.size();
     Slot last = kNoSlot;
@@ -21,45 +34,43 @@ MatchRun Tier::match(LeaseId lease_id, std::span<const Digest> hashes, std::size
             low = middle + 1;
         }
     }
-    if (low < hashes.size()) {
-        const Slot next = index_.find(hashes[low]);
-        run.pending = next != kNoSlot && entries_[next].state == SlotState::kWriting;
-    }
-    if (last == kNoSlot) return run;
-    // Return only blocks that have these hashes, whatever the hashes are.
+    const bool pending = low < hashes.size() && presence_of(hashes[low]) == Presence::kPending;
+    if (last == kNoSlot) return pending;
+    // Pin only blocks that have these hashes, whatever the hashes are.
     bool one_path = entries_[last].depth == low - 1;
-    run.slots.resize(low - start);
-    for (std::size_t i = run.slots.size(); one_path && i-- > 0; last = entries_[last].parent) {
-        run.slots[i] = last;
+    const std::size_t first = table.size(), count = low - start;
+    make_room(lease.slots, count);
+    make_room(table, count);
+    table.resize(first + count);
+    const std::span<Slot> run = std::span(table).subspan(first);
+    for (std::size_t i = count; one_path && i-- > 0; last = entries_[last].parent) {
+        run[i] = last;
         one_path = digests_[last] == hashes[start + i];
     }
-    if (!one_path) throw std::invalid_argument("hashes are not one path from the root");
-    const std::uint32_t now = now_ms();
-    lease.make_room(run.slots.size());
-    run.generations.reserve(run.slots.size());
-    run.hits.reserve(run.slots.size());
-    for (std::size_t i = 0; i < run.slots.size(); ++i) {
-        const Slot slot = run.slots[i];
-        Entry &entry = entries_[slot];
+    if (!one_path) {
+        table.resize(first);
+        throw std::invalid_argument("hashes are not one path from the root");
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+        Entry &entry = entries_[run[i]];
         entry.touched_ms = now;
         if (start + i >= known && entry.hits != UINT32_MAX) ++entry.hits;
-        run.generations.push_back(entry.generation);
-        run.hits.push_back(entry.hits);
-        pin(lease, slot);
+        pin(lease, run[i]);
     }
-    return run;
+    return pending;
+}
+
+Presence Tier::presence_of(const Digest &hash) const {
+    const Slot slot = index_.find(hash);
+    if (slot == kNoSlot) return Presence::kAbsent;
+    return entries_[slot].state == SlotState::kReady ? Presence::kReady : Presence::kPending;
 }
 
 std::vector<Presence> Tier::contains(std::span<const Digest> hashes) const {
     std::lock_guard lock(mutex_);
     std::vector<Presence> presence;
     presence.reserve(hashes.size());
-    for (const Digest &hash : hashes) {
-        const Slot slot = index_.find(hash);
-        presence.push_back(slot == kNoSlot                             ? Presence::kAbsent
-                           : entries_[slot].state == SlotState::kReady ? Presence::kReady
-                                                                       : Presence::kPending);
-    }
+    for (const Digest &hash : hashes) presence.push_back(presence_of(hash));
     lookups_ += hashes.size();
     return presence;
 }
@@ -94,7 +105,7 @@ BlockList Tier::ancestry(std::span<const Slot> slots, std::uint32_t levels) cons
 
 std::uint32_t Tier::available() const {
     std::lock_guard lock(mutex_);
-    return static_cast<std::uint32_t>(free_.size()) + order_->size();
+    return room();
 }
 
 BlockList Tier::coldest(std::uint32_t count) const {

@@ -38,7 +38,7 @@ std::uint32_t Tier::resize(std::uint32_t slots) {
     if (slots < old)
         evict_above(slots);
     else
-        make_room(slots);
+        reserve_memory(slots);
     entries_.resize(slots);
     digests_.resize(slots);
     order_->resize(slots);
@@ -49,7 +49,7 @@ std::uint32_t Tier::resize(std::uint32_t slots) {
 }
 
 // Allocates everything that growing needs, before anything changes.
-void Tier::make_room(std::uint32_t slots) {
+void Tier::reserve_memory(std::uint32_t slots) {
     entries_.reserve(slots);
     digests_.reserve(slots);
     free_.reserve(slots);

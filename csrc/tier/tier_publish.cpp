@@ -17,6 +17,7 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
     check_hashes(hashes);
     check_tenants(tenants);
     const bool current = lease.epoch == epoch_;
+    const std::uint32_t now = now_ms();
     std::vector<PublishStatus> status(slots.size(), PublishStatus::kDropped);
     for (std::size_t i = 0; i < slots.size(); ++i) {
         // Pending children of a failed copy belong to the block that was copied.
@@ -32,7 +33,7 @@ std::vector<PublishStatus> Tier::publish(LeaseId lease_id, std::span<const Diges
         } else {
             link(slots[i], hashes[i], parent, tenant);
             entries_[slots[i]].checksum = checksums[i];
-            make_ready(slots[i]);
+            make_ready(slots[i], now);
             status[i] = PublishStatus::kStored;
         }
     }

@@ -120,6 +120,7 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
     for (const Entry &entry : entries_) generation = std::max(generation, entry.generation);
     for (const std::uint32_t each : found.generations) generation = std::max(generation, each);
     least_generation_ = std::max(least_generation_, generation);
+    const std::uint32_t now = now_ms();
     for (const std::uint32_t i : forest.order) {
         const Slot slot = found.slots[i];
         const std::uint32_t above = forest.parents[i];
@@ -138,7 +139,7 @@ std::vector<std::uint8_t> Tier::restore(const FoundEntries &found, std::uint32_t
         ++pins_;
         ++writing_;
         link(slot, found.hashes[i], parent, found.tenants.empty() ? 0 : found.tenants[i]);
-        make_ready(slot);
+        make_ready(slot, now);
         restored[i] = 1;
     }
     free_.clear();
@@ -198,7 +199,7 @@ BlockList Tier::discard(std::span<const Slot> slots, bool quarantine) {
     std::sort(named.begin(), named.end());
     named.erase(std::unique(named.begin(), named.end()), named.end());
     const std::vector<Slot> doomed = subtree(named);
-    gone.reserve(doomed.size());
+    gone.make_room(doomed.size());
     for (const Slot slot : doomed) append(gone, slot);
     for (const Slot slot : named) {
         Entry &entry = entries_[slot];

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fdcache._core import BlockList
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
+from fdcache.metadata import HashArray, Int32Array, SwapPurpose
 from fdcache.plans.blocks import BlockQueue, Blocks, path_starts
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import HostTier
-from fdcache.tiers.pool import ABSENT, NO_PARENT, RESERVED, STORED, BlockPool, with_absent_ancestors
+from fdcache.tiers.pool import ABSENT, NO_PARENT, RESERVED, BlockPool, with_absent_ancestors
 from fdcache.tiers.statistics import Counters
 
 _MOST_IN_FLIGHT = 1024
@@ -51,17 +51,19 @@ class BackupPlanner:
         # filled with the same blocks over and over.
         self._credit = settings.device_blocks
 
-    def on_commit(self, hashes: HashArray, status: HashArray) -> None:
-        """Queue committed blocks that are new in the device tier, if every block is backed up."""
-        if not self._writes_back and self._threshold == 1:
-            self._enqueue(hashes if not any(status.tobytes()) else hashes[status == STORED])
+    @property
+    def follows_commits(self) -> bool:
+        """True if every block that is new in the device tier is backed up."""
+        return not self._writes_back and self._threshold == 1
 
-    def on_match(self, hashes: HashArray, hits: UInt32Array) -> None:
-        """Queue blocks that reach the threshold with this hit. ``hits``: shape (blocks,)."""
-        if not self._writes_back and self._threshold > 1:
-            reached = hits == self._threshold
-            if reached.any():
-                self._enqueue(hashes[reached])
+    @property
+    def follows_hits(self) -> int:
+        """The hits at which a block is backed up; 0 if hits do not matter."""
+        return self._threshold if not self._writes_back and self._threshold > 1 else 0
+
+    def enqueue(self, hashes: HashArray) -> None:
+        """Queue blocks for a backup."""
+        self._counters.backups_dropped += self._queue.add(hashes)
 
     def on_evict(self, evicted: Sequence[BlockList], plan: OpenPlan) -> None:
         """Plan copies of evicted blocks that the host lacks, before their slots are overwritten.
@@ -108,9 +110,6 @@ class BackupPlanner:
     def queued(self) -> int:
         """Number of blocks that wait for a plan."""
         return len(self._queue)
-
-    def _enqueue(self, hashes: HashArray) -> None:
-        self._counters.backups_dropped += self._queue.add(hashes)
 
     def _flush_queue(self, plan: OpenPlan, in_flight: int) -> None:
         wanted = self._queue.take(min(self._room(in_flight), self._host.copy_room))

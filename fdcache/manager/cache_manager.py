@@ -10,12 +10,13 @@ from types import TracebackType
 
 import msgspec
 
-from fdcache._core import SLOT_FREE
+from fdcache._core import SLOT_FREE, AdvanceResult
 from fdcache.errors import PlanError, RequestStateError
+from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
-from fdcache.manager.requests import LiveRequest, LiveRequests, Request
+from fdcache.manager.requests import LiveRequests, Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
@@ -79,7 +80,7 @@ class CacheManager:
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
         self._device, self._host, self._storage = tiers.device, tiers.host, tiers.storage
-        self._requests = LiveRequests(settings, layout, tiers)
+        self._requests = LiveRequests(settings, layout, tiers, counters)
         self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock)
         self._plans = Plans(layout, settings.plan_timeout, tiers, counters, clock)
 
@@ -147,6 +148,15 @@ class CacheManager:
 
     # --- a scheduler step ---------------------------------------------------------------------------------
 
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Hash the tokens of requests that have arrived, so that their match need not.
+
+        Takes no lock and releases the GIL: call it in the thread that tokenizes, beside the steps. Raises
+        ``HashingError`` for tokens that cannot be hashed.
+        """
+        for request in requests:
+            self._requests.prepare(request)
+
     def prefetch(self, requests: Iterable[Request]) -> None:
         """Start to read blocks of requests from storage into the host tier. Call it when requests arrive.
 
@@ -168,7 +178,6 @@ class CacheManager:
             self._reset_device_if_asked()
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
-            self._requests.check_match(requests)
             return self._matcher.match(requests)
 
     def unmatch(self, requests: Iterable[Request]) -> None:
@@ -182,8 +191,8 @@ class CacheManager:
         if self._state is not ManagerState.RUNNING:
             return False
         enough = self._device.available >= num_blocks
-        if not enough and self._tiers.backups:
-            self._tiers.backups.give_way()
+        if not enough:
+            self._give_way()
         return enough
 
     def allocate_device_blocks(self, demands: Iterable[tuple[Request, int]]) -> list[Allocation]:
@@ -197,28 +206,23 @@ class CacheManager:
             if self._state is not ManagerState.RUNNING:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
-            checked = self._requests.check_allocate(demands)
-            return [self._allocate(live, num_tokens) for live, num_tokens in checked]
+            self._requests.check_allocate(demands)
+            return [self._allocate(request, num_tokens) for request, num_tokens in demands]
 
-    def _allocate(self, live: LiveRequest, num_tokens: int) -> Allocation:
-        request_id, backups = live.request.request_id, self._tiers.backups
-        if live.host_run and not live.refresh_host_run():
-            self._requests.defer(live.request)
+    def _allocate(self, request: Request, num_tokens: int) -> Allocation:
+        if not self._requests.refresh_host_run(request):
+            self._requests.defer(request)
             self._counters.deferred_lookups += 1
-            return Allocation(request_id, failure=AllocationFailure.DEFERRED)
-        wanted = -(-num_tokens // self.layout.block_size) - len(live.table)
-        if wanted > 0 and (missing := wanted - self._device.available) > 0:
-            self._counters.allocation_failures += 1
-            if backups:
-                backups.give_way()
-            return Allocation(request_id, failure=AllocationFailure.NO_BLOCKS, shortfall=missing)
-        live.count_hits(self._counters)
-        if wanted > 0:
-            # Copies of evicted blocks hold slots that were evictable: take every slot before planning the first copy.
-            evicted = live.take_blocks(wanted, self._plans.open)
-            if backups:
-                backups.on_evict(evicted, self._plans.open)
-        return Allocation(request_id, live.take_added_blocks())
+            return Allocation(request.request_id, failure=AllocationFailure.DEFERRED)
+        missing = self._requests.allocate(request, num_tokens, self._plans.open)
+        if missing:
+            self._give_way()
+            return Allocation(request.request_id, failure=AllocationFailure.NO_BLOCKS, shortfall=missing)
+        return Allocation(request.request_id, self._requests.take_added_blocks(request))
+
+    def _give_way(self) -> None:
+        if self._tiers.backups:
+            self._tiers.backups.give_way()
 
     def take_plans(self) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
@@ -243,9 +247,35 @@ class CacheManager:
         """
         progress = list(progress)
         with self._lock:
-            checked = self._requests.check_commit(progress)
-            for live, num_tokens in checked:
-                live.commit(num_tokens)
+            self._requests.commit(progress)
+
+    def advance(
+        self,
+        requests: Sequence[Request],
+        tokens: Tokens | Sequence[int | Tokens],
+        *,
+        uncomputed_tokens: int = 1,
+    ) -> AdvanceResult:
+        """Append accepted tokens, extend the block tables to hold them, and publish full blocks: a decode step.
+
+        ::
+
+            added = manager.advance(running, sampled)         # one int32 token for each request
+            tables[added.positions, ...] = added.block_ids
+
+        ``tokens``: an int32 or int64 array or list with one token for each request, or a list with the tokens of each.
+        ``uncomputed_tokens``: how many tokens at the end of each request have no KV yet: the one just sampled.
+
+        Requests in ``failed`` got their tokens and no blocks: none was free, or the manager is paused. Raises
+        ``RequestStateError`` for a request without blocks, ``HashingError`` for tokens that cannot be hashed; nothing
+        is changed then.
+        """
+        with self._lock:
+            plan = self._plans.open if self._state is ManagerState.RUNNING else None
+            result = self._requests.advance(requests, tokens, uncomputed_tokens, plan)
+            if not result.ok:
+                self._give_way()
+            return result
 
     def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
         """Count the ranks' reports; return the loads that ended with them.
@@ -395,7 +425,7 @@ class CacheManager:
             return CacheStats(
                 device=usage[CacheLevel.DEVICE],
                 host=usage.get(CacheLevel.HOST),
-                counters=msgspec.structs.replace(self._counters),
+                counters=self._all_counters(),
                 live_requests=len(self._requests),
                 plans_in_flight=self._plans.in_flight,
                 queued_backups=backups.queued if backups else 0,
@@ -405,6 +435,11 @@ class CacheManager:
                 reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
                 storage=usage.get(CacheLevel.STORAGE),
             )
+
+    def _all_counters(self) -> Counters:
+        counters = msgspec.structs.replace(self._counters)
+        self._requests.count(counters)
+        return counters
 
     def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
         """Return bytes per rank of each tier."""
@@ -423,7 +458,8 @@ class CacheManager:
         Covers the tiers of this process; for those of a service run ``fdcache inspect explain``.
         """
         with self._lock:
-            return self._tiers.find(self._requests.bind(request).hashes)
+            self._requests.prepare(request)
+            return self._tiers.find(request.block_hashes)
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` naming every invariant that does not hold."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from fdcache._core import MatchRun
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
-from fdcache.manager.requests import LiveRequest, LiveRequests, Request
-from fdcache.manager.results import NO_BLOCKS, MatchResult, MatchStatus
+from fdcache.manager.requests import LiveRequests, Request
+from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray
 from fdcache.settings.cache import CacheSettings
@@ -48,22 +47,20 @@ class ReuseLimit:
 class _Search:
     """The match of one request after its device part; without ``hashes`` nothing is looked up.
 
-    ``live`` is None while the request waits for its reads from storage. With a reuse grid ``run`` is None: the device
-    blocks are pinned once the length of the whole match is known.
+    ``waits``: for its reads from storage, and is not matched. ``pending``: the block after the ``on_device`` blocks
+    found is on its way to the device. With a reuse grid they are pinned once the length of the whole match is known.
     """
 
     request: Request
-    live: LiveRequest | None
     hashes: HashArray
-    run: MatchRun | None = None
+    waits: bool = False
     on_device: int = 0
+    pending: bool = False
 
     @property
     def asks_host(self) -> bool:
         """False if all is found, nothing may be loaded, or the next block is on its way to the device."""
-        if self.request.device_only or self.on_device == len(self.hashes):
-            return False
-        return self.run is None or not self.run.pending
+        return not (self.request.device_only or self.pending or self.on_device == len(self.hashes))
 
 
 class PrefixMatcher:
@@ -87,6 +84,7 @@ class PrefixMatcher:
         self._counters = counters
         self._clock = clock
         self._reuse = ReuseLimit(settings, layout.block_size)
+        self._has_device_only = self._host is None and not self._reuse.is_on
 
     def prefetch(self, request: Request) -> None:
         """Start to read from storage what a request that has arrived will need."""
@@ -94,11 +92,16 @@ class PrefixMatcher:
             number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
             self._fetches.begin(number, hashes, self._on_device)
 
-    def match(self, requests: Sequence[Request]) -> list[MatchResult]:
+    def match(self, requests: list[Request]) -> list[MatchResult]:
         """Pin the longest cached prefix of each request, short of its last token.
 
-        The host tier is asked once for all requests: one round trip to a service.
+        The host tier is asked once for all requests: one round trip to a service. Raises ``RequestStateError`` or
+        ``HashingError`` before any request is matched.
         """
+        if self._has_device_only:
+            self._requests.match_all(requests)
+            return [self._matched(request, request.num_blocks) for request in requests]
+        self._requests.check_match(requests)
         searches = [self._search_device(request) for request in requests]
         asking = [search for search in searches if search.asks_host]
         if not self._host or not asking:
@@ -113,58 +116,55 @@ class PrefixMatcher:
         if self._fetches is not None and self._requests.may_prefetch(request):
             number = self._requests.fetch_number(request)
             if self._fetches.must_wait(number, hashes, self._on_device):
-                return _Search(request, None, hashes[:0])
-        live = self._requests.admit(request)
-        if not live.publishes:
-            return _Search(request, live, hashes[:0])
+                return _Search(request, hashes[:0], waits=True)
+        pending = self._requests.match_device(request, 0 if self._reuse.is_on else len(hashes))
+        if not self._requests.publishes(request):
+            return _Search(request, hashes[:0])
         if self._reuse.is_on:
             known = self._device.contains(hashes) != ABSENT
-            return _Search(request, live, hashes, None, len(known) if known.all() else int(np.argmin(known)))
-        run = live.match_device(hashes)
-        return _Search(request, live, hashes, run, len(run))
+            return _Search(request, hashes, on_device=len(known) if known.all() else int(np.argmin(known)))
+        return _Search(request, hashes, on_device=request.num_blocks, pending=pending)
 
     def _end(self, search: _Search, host: HostMatch) -> MatchResult:
         """Join what device and host found, and pin it; or defer the request."""
-        request, live, run, on_device = search.request, search.live, search.run, search.on_device
-        if live is None or host.fetching:
+        request, on_device, on_host = search.request, search.on_device, len(host)
+        if search.waits or host.fetching:
             self._requests.wait_for_reads(request)
             return self._deferred(request)
-        live.pin_host(host.lease)
-        on_host = len(host)
-        pending = host.pending
+        self._requests.pin_host(request, host.lease)
+        on_its_way = search.pending
         if self._reuse.is_on:
             allowed = self._reuse.allowed(on_device + on_host)
             on_device, on_host = min(allowed, on_device), max(allowed - on_device, 0)
-            run = live.match_device(search.hashes[:on_device])
-        if run is not None and run.pending:
-            pending, on_host = True, 0
-            run, on_device = self._cut(live, search.hashes, run)
-        if pending and live.deferred_for(self._clock()) < self._defer_timeout:
+            on_its_way = self._requests.shorten(request, on_device)
+        if on_its_way:
+            on_device, on_host = self._cut(request), 0
+        pending = host.pending or on_its_way
+        if pending and self._requests.deferred_for(request, self._clock()) < self._defer_timeout:
             self._requests.defer(request)
             return self._deferred(request)
-        host_run, fetched = None, 0
+        run, fetched = None, 0
         if on_host:
-            host_run = host.blocks.select(slice(on_host))
+            run = host.blocks.select(slice(on_host))
             fetched = min(host.fetched.stop, on_host) - min(host.fetched.start, on_host)
         if self._fetches is not None:
             self._fetches.unpin(self._requests.fetch_number(request))
-        slots = run.slots if run is not None and on_device else NO_BLOCKS
-        return MatchResult(
-            request.request_id,
-            MatchStatus.MATCHED,
-            num_device_blocks=on_device,
-            num_host_blocks=on_host - fetched,
-            num_storage_blocks=fetched,
-            num_cached_tokens=live.accept_match(slots, host_run, fetched),
-        )
+        self._requests.accept(request, run, fetched)
+        return self._matched(request, on_device, on_host - fetched, fetched)
 
-    def _cut(self, live: LiveRequest, hashes: HashArray, run: MatchRun) -> tuple[MatchRun, int]:
-        """Match again up to the grid a run that ended early."""
-        allowed = self._reuse.allowed(len(run))
-        if allowed < len(run):
-            live.unpin_device()
-            run = live.match_device(hashes[:allowed])
-        return run, allowed
+    def _cut(self, request: Request) -> int:
+        """Match again up to the grid a run that ended early; return its length."""
+        allowed = self._reuse.allowed(request.num_blocks)
+        if allowed < request.num_blocks:
+            self._requests.shorten(request, allowed)
+        return allowed
+
+    def _matched(
+        self, request: Request, on_device: int, on_host: int = 0, in_storage: int = 0
+    ) -> MatchResult:
+        return MatchResult(
+            request.request_id, MatchStatus.MATCHED, on_device, on_host, in_storage, request.num_cached_tokens
+        )
 
     def _deferred(self, request: Request) -> MatchResult:
         self._counters.deferred_lookups += 1

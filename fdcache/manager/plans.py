@@ -95,18 +95,18 @@ class Plans:
         if self._tiers.storage:
             self._tiers.storage.overdue(late)
         loads = [load for flight in late for load in self._loads.get(flight.plan.plan_id, ())]
-        return [self._overdue(load) for load in loads if load.owner.is_live]
+        return [self._overdue(load) for load in loads if load.is_waited_for]
 
     def _complete(self, flight: InFlightPlan) -> list[LoadOutcome]:
         self._tiers.complete(flight, self._counters)
         loads = self._loads.pop(flight.plan.plan_id, ())
-        return [self._end_load(load, flight) for load in loads if load.owner.is_live]
+        return [self._end_load(load, flight) for load in loads if load.is_waited_for]
 
     def _end_load(self, load: LoadRange, flight: InFlightPlan) -> LoadOutcome:
         """Confirm a load that every rank has reported, or fail it from the first block that a rank lacks."""
         mask = flight.swaps[SwapPurpose.LOAD].copied[load.offset : load.offset + load.count]
         copied = load.count if mask.all() else int(np.argmin(mask))
-        load.owner.end_load(copied, load.count)
+        load.end(copied)
         if copied == load.count:
             self._counters.loads_confirmed += 1
             return self._outcome(load, LoadStatus.CONFIRMED, copied, None)
@@ -117,9 +117,9 @@ class Plans:
     def _overdue(self, load: LoadRange) -> LoadOutcome:
         """Give up waiting for a load; its slots stay held until the report."""
         self._counters.loads_overdue += 1
-        load.owner.request.device_only = True
+        load.request.device_only = True
         return self._outcome(load, LoadStatus.OVERDUE, 0, "no report within the plan's deadline")
 
     def _outcome(self, load: LoadRange, status: LoadStatus, copied: int, message: str | None) -> LoadOutcome:
         recompute_from = (load.first_block + copied) * self._block_size
-        return LoadOutcome(load.owner.request.request_id, status, recompute_from, message)
+        return LoadOutcome(load.request.request_id, status, recompute_from, message)

@@ -53,7 +53,7 @@ class AllocationFailure(StrEnum):
     PAUSED = "paused"
 
 
-class Allocation(msgspec.Struct, frozen=True):
+class Allocation(msgspec.Struct, frozen=True, eq=False):
     """The blocks that one request got in this step, or the reason that it got none.
 
     ::
@@ -61,9 +61,10 @@ class Allocation(msgspec.Struct, frozen=True):
         allocation = manager.allocate_device_blocks([(request, request.num_tokens)])[0]
         if allocation.failure is AllocationFailure.NO_BLOCKS:
             preempt_one_request()
+        table[request.request_id].extend(allocation.block_ids)
 
-    ``block_ids``: int32 slots added to the block table since the match or the last allocation: blocks that others
-    loaded meanwhile, blocks to be loaded, then blocks to be computed.
+    ``block_ids``: int32 slots, a view of the request's block table, that were added to it since the match or the last
+    allocation: blocks that others loaded meanwhile, blocks to be loaded, then blocks to be computed.
 
     NO_BLOCKS: ``shortfall`` blocks are missing and the request is unchanged. DEFERRED: the match is undone; match the
     request again in a later step. PAUSED: the manager plans nothing until ``wakeup``.
@@ -78,6 +79,18 @@ class Allocation(msgspec.Struct, frozen=True):
     def ok(self) -> bool:
         """True if the block table covers the tokens that were asked for."""
         return self.failure is None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Allocation):
+            return NotImplemented
+        mine, its = (
+            (self.request_id, self.failure, self.shortfall),
+            (other.request_id, other.failure, other.shortfall),
+        )
+        return mine == its and np.array_equal(self.block_ids, other.block_ids)
+
+    def __hash__(self) -> int:
+        return hash((self.request_id, self.failure, self.shortfall, self.block_ids.tobytes()))
 
 
 class LoadStatus(StrEnum):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fdcache.hashing import hash_blocks, root_hash
 from fdcache.manager import LoadStatus, Request
 from fdcache.metadata import TransferPlan
 from fdcache.service.client.remote_tier import RemoteHostTier
@@ -118,7 +119,7 @@ class TestChangeOfLayout:
         engine = Engine(service.address)
         engine.serve(PROMPT)
         until(lambda: ready_blocks(service) == 10, "the blocks are stored")
-        hashes = Request("x", PROMPT)._bind(BLOCK, engine.layout.fingerprint).hashes
+        hashes = hash_blocks(PROMPT, BLOCK, parent=root_hash(engine.layout.fingerprint))
         engine.close()
         (own,) = service.service.namespaces.values()
         own.memory.tables[0].record(int(own.tier.find(hashes).slots[4]))[17] ^= 1

@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from fdcache.hashing import hash_blocks, root_hash
 from fdcache.manager import Request
 from fdcache.service.client.connection import Connection
 from fdcache.service.server.http import make_app
@@ -172,7 +173,7 @@ class TestMisses:
         engine = Engine(service.address)
         engine.serve(PROMPT)
         until(lambda: ready_blocks(service) == 10, "the blocks are stored")
-        hashes = Request("x", PROMPT)._bind(BLOCK, engine.layout.fingerprint).hashes
+        hashes = hash_blocks(PROMPT, BLOCK, parent=root_hash(engine.layout.fingerprint))
         engine.close()
         (namespace,) = service.service.namespaces.values()
         slot = int(namespace.tier.find(hashes).slots[4])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fdcache.manager import Request
+from fdcache.hashing import hash_blocks, root_hash
 from fdcache.service.server.clients import Client
 from fdcache.service.server.namespace import Namespace
 from fdcache.service.server.namespaces import Reclaims
@@ -62,7 +62,7 @@ def test_stock_of_an_idle_engine_is_reclaimed_for_another_namespace(
         fill(service, other, EXTENTS // 2)
         assert extents(service, idle) == EXTENTS // 2
         third = Engine(service.address)
-        hashes = Request("x", PROMPT)._bind(4, idle.layout.fingerprint).hashes
+        hashes = hash_blocks(PROMPT, 4, parent=root_hash(idle.layout.fingerprint))
         idle.serve(PROMPT)
 
         def is_stored() -> bool:

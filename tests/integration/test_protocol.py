@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fdcache.errors import ServiceUnavailableError
-from fdcache.manager import Request as EngineRequest
+from fdcache.hashing import hash_blocks, root_hash
 from fdcache.service.client.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import (
@@ -88,7 +88,7 @@ class TestRefusals:
         service, connection = line
         engine = Engine(service.address)
         engine.serve(PROMPT)
-        hashes = EngineRequest("x", PROMPT)._bind(4, engine.layout.fingerprint).hashes
+        hashes = hash_blocks(PROMPT, 4, parent=root_hash(engine.layout.fingerprint))
         until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
         engine.close()
         until(lambda: not service.ask("clients"), "the engine has said goodbye")
@@ -108,7 +108,7 @@ class TestRefusals:
         live = register(connection, service.directory)
         other = Connection(service.address)
         other_live = register(other, service.directory)
-        hashes = EngineRequest("x", PROMPT)._bind(4, engine.layout.fingerprint).hashes
+        hashes = hash_blocks(PROMPT, 4, parent=root_hash(engine.layout.fingerprint))
         answer, _ = other.call(Match(ints(len(hashes)), ints(0), hashes.tobytes()), TIMEOUT)
         assert isinstance(answer, Matched)
         assert code(connection, Release(answer.leases)) == "done"

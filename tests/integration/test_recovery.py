@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fdcache.manager import LoadStatus, Request
+from fdcache.hashing import hash_blocks, root_hash
+from fdcache.manager import LoadStatus
 from tests.service_engine import (
     BLOCK,
     PROMPT,
@@ -45,7 +46,9 @@ class TestRecovery:
         engine.close()
         (namespace,) = service.service.namespaces.values()
         slot = int(
-            namespace.tier.find(Request("x", PROMPT)._bind(BLOCK, engine.layout.fingerprint).hashes).slots[4]
+            namespace.tier.find(
+                hash_blocks(PROMPT, BLOCK, parent=root_hash(engine.layout.fingerprint))
+            ).slots[4]
         )
         namespace.memory.tables[rank].record(slot)[17] ^= 1
         service.crash()

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from fdcache.errors import ProtocolError
-from fdcache.manager import Request as EngineRequest
+from fdcache.hashing import hash_blocks, root_hash
 from fdcache.service.client.connection import Argument
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import (
@@ -83,7 +83,7 @@ def test_random_frames_are_refused_and_leak_no_memory(line: Line) -> None:
     engine = Engine(service.address)
     engine.serve(PROMPT)
     until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
-    hashes = EngineRequest("x", PROMPT)._bind(4, engine.layout.fingerprint).hashes
+    hashes = hash_blocks(PROMPT, 4, parent=root_hash(engine.layout.fingerprint))
     engine.close()
     live, other = register(connection, service.directory), LiveFile(service.directory)
     assert code(connection, Refill(8)) == "done"
@@ -168,7 +168,7 @@ def test_random_requests_are_harmless(line: Line) -> None:
     engine = Engine(service.address)
     engine.serve(PROMPT)
     until(lambda: service.ask("namespaces")[0]["tier"]["ready"] == 10, "the blocks are stored")
-    hashes = EngineRequest("x", PROMPT)._bind(4, engine.layout.fingerprint).hashes
+    hashes = hash_blocks(PROMPT, 4, parent=root_hash(engine.layout.fingerprint))
     live = register(connection, service.directory)
     client = service.service.clients[connection.session]
     answers = set()

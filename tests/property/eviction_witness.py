@@ -23,6 +23,17 @@ _CHANGES = (
     "unhold",
 )
 _WHOLE = ("discard", "drop", "restore", "reset", "resize")
+_STEP = (
+    "match",
+    "match_all",
+    "match_more",
+    "shorten",
+    "allocate",
+    "reserve_copies",
+    "commit",
+    "end_load",
+    "release",
+)
 
 
 class EvictionWitness:
@@ -40,6 +51,10 @@ class EvictionWitness:
             setattr(tier, name, self._watched(getattr(tier, name)))
         self._observe()
 
+    def of_requests(self, blocks: _core.BlockManager) -> Any:
+        """Return a proxy of the native side of a manager's requests, whose tier this is; it checks each call."""
+        return _WatchedBlocks(blocks, self)
+
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **options: Any) -> Any:
             try:
@@ -53,6 +68,11 @@ class EvictionWitness:
             return result
 
         return watched
+
+    def check_allocation(self, gone: list[bytes], order: list[bytes]) -> None:
+        """Check the blocks that an allocation evicted against the order before it."""
+        assert gone == order[: len(gone)]
+        self.evicted += len(gone)
 
     def _check_evicted(self, taken: Any, args: tuple[Any, ...]) -> None:
         kept: set[bytes | None] = set()
@@ -104,3 +124,34 @@ class EvictionWitness:
                 reached.add(at)
                 at = found[at].parent
         return reached
+
+
+class _WatchedBlocks:
+    """A ``BlockManager`` that tells a witness of each call, and of the blocks that an allocation evicted."""
+
+    def __init__(self, blocks: _core.BlockManager, witness: EvictionWitness) -> None:
+        self._blocks = blocks
+        self._witness = witness
+        self._before: list[bytes] | None = None
+        self._evicted_for_copies = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._blocks, name)
+        return self._witness._watched(found) if name in _STEP else found
+
+    def allocate(self, request: _core.RequestState, num_tokens: int) -> int:
+        self._before = self._witness.order
+        return int(self._witness._watched(self._blocks.allocate)(request, num_tokens))
+
+    def reserve_copies(self, *args: Any) -> _core.CopyReservation:
+        taken: _core.CopyReservation = self._witness._watched(self._blocks.reserve_copies)(*args)
+        self._evicted_for_copies = len(taken.evicted)
+        return taken
+
+    def take_followed(self) -> Any:
+        followed = self._blocks.take_followed()
+        if self._before is not None:
+            gone = [] if followed[2] is None else hash_list(followed[2].hashes)
+            self._witness.check_allocation(gone[self._evicted_for_copies :], self._before)
+        self._before, self._evicted_for_copies = None, 0
+        return followed

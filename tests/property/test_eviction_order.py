@@ -24,9 +24,13 @@ class OrderMachine(StorageMachine):
     def make_manager(self, cache: CacheSettings, layout: KVLayout) -> CacheManager:
         cache = cache.model_copy(update={"write_policy": self.policy})
         manager = super().make_manager(cache, layout)
+        witnesses = []
         for pool in manager._tiers.pools.values():
             assert isinstance(pool, _core.Tier)
-            self.witnesses.append(EvictionWitness(pool))
+            witnesses.append(EvictionWitness(pool))
+        requests = manager._requests
+        requests._blocks = witnesses[0].of_requests(requests._blocks)
+        self.witnesses.extend(witnesses)
         return manager
 
     @property

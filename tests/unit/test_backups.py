@@ -8,6 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
+from fdcache.hashing import hash_blocks, root_hash
 from fdcache.manager import Request
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.requests import LiveRequests
@@ -16,13 +17,14 @@ from fdcache.metadata import CacheLevel, SwapPurpose
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
 from fdcache.tiers.host import LocalHostTier
-from fdcache.tiers.pool import STORED, BlockPool
+from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
 from tests.manager_world import TAIL, A, B, C, World, layout
 from tests.property.engine_model import BLOCK
 from tests.tier_help import chain, hash_list, hashes, store
 
-PATH = chain(1, 2, 3)
+TOKENS = list(range(3 * BLOCK))
+PATH = hash_list(hash_blocks(TOKENS, BLOCK, parent=root_hash(layout().fingerprint)))
 
 
 class Stage:
@@ -34,18 +36,24 @@ class Stage:
         settings = CacheSettings(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_through_threshold=3)
         self.backups = BackupPlanner(settings, self.device, host, Counters())
         tiers = Tiers(self.device, host, None, self.backups, None)
-        self.requests = LiveRequests(settings, layout(), tiers)
+        self.requests = LiveRequests(settings, layout(), tiers, Counters())
         store(self.device, PATH)
 
-    def match_and_defer(self, request: Request, blocks: int, start: int = 0) -> None:
+    def match_and_defer(self, request: Request, blocks: int) -> None:
         """Match a request and defer it."""
-        live = self.requests.admit(request)
-        assert len(live.match_device(hashes(PATH[:blocks]), start)) == blocks - start
+        self.requests.check_match([request])
+        self.requests.match_device(request, blocks)
+        assert request.num_blocks == blocks
         self.requests.unmatch(request)
 
 
+def request_for_path(request_id: str) -> Request:
+    """Return a request whose first blocks are those of ``PATH``."""
+    return Request(request_id, TOKENS)
+
+
 def test_a_request_that_is_matched_again_hits_a_block_once() -> None:
-    stage, waiting = Stage(), Request("waiting", [1])
+    stage, waiting = Stage(), request_for_path("waiting")
     for _ in range(5):
         stage.match_and_defer(waiting, 2)
     assert stage.backups.queued == 0
@@ -53,19 +61,19 @@ def test_a_request_that_is_matched_again_hits_a_block_once() -> None:
 
 
 def test_a_deferred_request_can_reach_the_threshold() -> None:
-    stage, waiting = Stage(), Request("waiting", [1])
-    stage.match_and_defer(Request("earlier", [1]), 2)
+    stage, waiting = Stage(), request_for_path("waiting")
+    stage.match_and_defer(request_for_path("earlier"), 2)
     for _ in range(3):
         stage.match_and_defer(waiting, 2)
     assert stage.backups.queued == 2
 
 
 def test_only_blocks_that_are_new_to_the_request_are_hits() -> None:
-    stage, request = Stage(), Request("growing", [1])
-    stage.match_and_defer(Request("earlier", [1]), 3)
+    stage, request = Stage(), request_for_path("growing")
+    stage.match_and_defer(request_for_path("earlier"), 3)
     stage.match_and_defer(request, 1)
     assert stage.backups.queued == 1
-    stage.match_and_defer(request, 3, start=1)
+    stage.match_and_defer(request, 3)
     assert stage.backups.queued == 3
 
 
@@ -75,7 +83,7 @@ def test_backups_of_several_paths_come_to_rest_in_a_host_that_is_too_small_for_t
     other = chain(4, 5, 6)
     store(device, PATH)
     store(device, other)
-    planner.on_commit(hashes([PATH[2], other[2]]), np.full(2, STORED, np.uint8))
+    planner.enqueue(hashes([PATH[2], other[2]]))
     for _ in range(12):
         plan = OpenPlan()
         planner.plan_background(plan, 0)

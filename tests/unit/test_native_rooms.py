@@ -12,6 +12,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 BELOW = {
     "hash": set[str](),
     "tier": {"hash"},
+    "scheduler": {"hash", "tier"},
     "copy": {"hash"},
     "slab": {"hash", "copy"},
     "swap": set[str](),

@@ -1,0 +1,279 @@
+#include "scheduler/block_manager.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+
+namespace fdcache {
+namespace {
+
+std::uint64_t next_id() {
+    static std::atomic<std::uint64_t> last{0};
+    return ++last;
+}
+
+std::string named(const RequestState &request) {
+    return "request '" + request.id() + "'";
+}
+
+void append(BlockList &list, const BlockList &more) {
+    const auto add = [](auto &to, const auto &from) { to.insert(to.end(), from.begin(), from.end()); };
+    add(list.slots, more.slots);
+    add(list.generations, more.generations);
+    add(list.hashes, more.hashes);
+    add(list.parents, more.parents);
+    add(list.hits, more.hits);
+}
+
+void append(AppendOnly<std::int32_t> &table, std::span<const Slot> slots) {
+    std::int32_t *out = table.extend(slots.size());
+    for (const Slot slot : slots) *out++ = static_cast<std::int32_t>(slot);
+    table.commit(slots.size());
+}
+
+std::span<const Slot> slots_of(const AppendOnly<std::int32_t> &table, std::size_t first, std::size_t last) {
+    return {reinterpret_cast<const Slot *>(table.data()) + first, last - first};
+}
+
+}  // namespace
+
+BlockManager::BlockManager(Tier &tier, const BlockKeys &keys, bool caches_prefixes, const Follow &follow)
+    : tier_(tier),
+      id_(next_id()),
+      keys_(keys),
+      block_size_(static_cast<std::size_t>(keys.block_size)),
+      caches_prefixes_(caches_prefixes),
+      follow_(follow) {
+    if (keys.block_size < 1) throw std::invalid_argument("block_size must be at least 1");
+}
+
+bool BlockManager::must_bind(const RequestState &request) const {
+    if (!request.is_bound()) return true;
+    if (request.keys() == keys_) return false;
+    const bool is_former =
+        std::find(former_.begin(), former_.end(), request.keys().fingerprint) != former_.end();
+    if (!request.is_live() && is_former) return true;
+    throw RequestStateError(named(request) +
+                            " was matched by a manager of another layout or look-ahead; make a new request");
+}
+
+void BlockManager::change_fingerprint(const Digest &fingerprint) {
+    former_.push_back(keys_.fingerprint);
+    std::erase(former_, fingerprint);
+    keys_.fingerprint = fingerprint;
+    stop_publishing();
+}
+
+// --- checks ------------------------------------------------------------------------------------------------
+
+void BlockManager::check_idle(const RequestState &request) const {
+    if (request.is_live())
+        throw RequestStateError(named(request) +
+                                " is matched or running; finish it before it is matched again");
+}
+
+void BlockManager::check_allocate(const RequestState &request, std::uint64_t num_tokens) const {
+    if (!owns(request)) throw RequestStateError(named(request) + " has to be matched before it gets blocks");
+    if (num_tokens < request.num_cached_tokens)
+        throw RequestStateError(named(request) + ": " + std::to_string(num_tokens) +
+                                " tokens are fewer than the " + std::to_string(request.num_cached_tokens) +
+                                " that its match found");
+}
+
+void BlockManager::check_commit(const RequestState &request, std::int64_t num_tokens) const {
+    const std::uint64_t room = owns(request) ? request.table_.size() * block_size_ : 0;
+    const std::uint64_t limit = std::min<std::uint64_t>(request.num_tokens(), room);
+    if (owns(request) && num_tokens >= 0 && static_cast<std::uint64_t>(num_tokens) <= limit) return;
+    throw RequestStateError(named(request) + ": cannot commit " + std::to_string(num_tokens) +
+                            " tokens, it has blocks for " + std::to_string(limit));
+}
+
+void BlockManager::check_advance(const RequestState &request) const {
+    if (!owns(request) || request.table_.size() * block_size_ < request.num_cached_tokens)
+        throw RequestStateError(named(request) + " has to be matched and to have blocks before it advances");
+}
+
+// --- match -------------------------------------------------------------------------------------------------
+
+std::size_t BlockManager::matchable(const RequestState &request) const {
+    const std::uint64_t tokens = request.num_tokens();
+    if (!tokens) return 0;
+    const std::uint64_t limit = std::min(tokens - 1, request.max_cached_tokens.value_or(tokens));
+    return std::min<std::size_t>(limit / block_size_, request.num_hashes());
+}
+
+bool BlockManager::match(RequestState &request, std::size_t limit) {
+    Tier::Session tier(tier_);
+    return begin(tier, request, limit);
+}
+
+bool BlockManager::shorten(RequestState &request, std::size_t limit) {
+    Tier::Session tier(tier_);
+    tier.release(request.lease_);
+    return begin(tier, request, limit);
+}
+
+bool BlockManager::match_more(RequestState &request, std::size_t limit) {
+    Tier::Session tier(tier_);
+    return extend_match(tier, request, limit);
+}
+
+bool BlockManager::begin(Tier::Session &tier, RequestState &request, std::size_t limit) {
+    request.lease_ = tier.open_lease();
+    request.owner_ = id_;
+    request.publish_epoch_ = request.use_cache && caches_prefixes_ ? epoch_ : 0;
+    request.table_ = {};
+    request.committed_tokens_ = 0;
+    request.committed_blocks_ = request.returned_blocks_ = 0;
+    request.is_loading = request.is_counted_ = false;
+    const bool pending = publishes(request) && extend_match(tier, request, limit);
+    request.returned_blocks_ = request.committed_blocks_;
+    request.num_cached_tokens = request.table_.size() * block_size_;
+    return pending;
+}
+
+bool BlockManager::extend_match(Tier::Session &tier, RequestState &request, std::size_t limit) {
+    const Digest *hashes = request.blocks().hashes().data();
+    const std::size_t start = request.table_.size();
+    slots_.clear();
+    const bool pending = tier.match(request.lease_, {hashes, limit}, start, request.hit_blocks_, slots_);
+    append(request.table_, slots_);
+    const std::size_t stop = request.table_.size();
+    request.committed_blocks_ = static_cast<std::uint32_t>(stop);
+    for (std::size_t i = std::max<std::size_t>(start, request.hit_blocks_); follow_.hits && i < stop; ++i)
+        if (tier.hits(slots_[i - start]) == follow_.hits) followed_.hit.push_back(hashes[i]);
+    request.hit_blocks_ = std::max(request.hit_blocks_, static_cast<std::uint32_t>(stop));
+    return pending;
+}
+
+// --- allocate ----------------------------------------------------------------------------------------------
+
+bool BlockManager::count_hits(RequestState &request) {
+    if (request.is_counted_) return false;
+    request.is_counted_ = true;
+    ++stats_.lookups;
+    stats_.lookup_tokens += request.num_tokens();
+    stats_.device_hit_tokens += request.committed_blocks_ * block_size_;
+    return true;
+}
+
+std::uint32_t BlockManager::grow_to(Tier::Session &tier, RequestState &request, std::size_t blocks) {
+    const std::size_t have = request.table_.size();
+    if (blocks <= have) return 0;
+    slots_.clear();
+    const std::uint32_t missing = tier.reserve(request.lease_, static_cast<std::uint32_t>(blocks - have),
+                                               slots_, follow_.evicted ? &followed_.evicted : nullptr);
+    if (missing)
+        ++stats_.allocation_failures;
+    else
+        append(request.table_, slots_);
+    return missing;
+}
+
+std::uint32_t BlockManager::allocate(RequestState &request, std::uint64_t num_tokens) {
+    Tier::Session tier(tier_);
+    const std::uint32_t missing = grow_to(tier, request, blocks_for(num_tokens));
+    if (!missing) count_hits(request);
+    return missing;
+}
+
+CopyReservation BlockManager::reserve_copies(RequestState &request, std::span<const Digest> parents,
+                                             std::span<const Digest> hashes) {
+    CopyReservation taken = tier_.reserve_copies(request.lease_, parents, hashes);
+    append(request.table_, taken.slots);
+    if (follow_.evicted) append(followed_.evicted, taken.evicted);
+    request.is_loading = true;
+    return taken;
+}
+
+std::pair<std::size_t, std::size_t> BlockManager::take_added(RequestState &request) {
+    const std::size_t first = request.returned_blocks_, last = request.table_.size();
+    request.returned_blocks_ = static_cast<std::uint32_t>(last);
+    return {first, last};
+}
+
+// --- commit ------------------------------------------------------------------------------------------------
+
+void BlockManager::commit(RequestState &request, std::uint64_t num_tokens) {
+    Tier::Session tier(tier_);
+    commit_to(tier, request, num_tokens);
+}
+
+void BlockManager::commit_to(Tier::Session &tier, RequestState &request, std::uint64_t num_tokens) {
+    request.committed_tokens_ = num_tokens;
+    if (publishes(request) && !request.is_loading) publish(tier, request);
+}
+
+void BlockManager::end_load(RequestState &request, std::uint32_t copied, std::uint32_t planned) {
+    request.is_loading = false;
+    request.committed_blocks_ += copied;
+    if (copied < planned) {
+        request.num_cached_tokens = request.committed_blocks_ * block_size_;
+    } else if (publishes(request)) {
+        Tier::Session tier(tier_);
+        publish(tier, request);
+    }
+}
+
+void BlockManager::publish(Tier::Session &tier, RequestState &request) {
+    const std::size_t start = request.committed_blocks_;
+    if (request.committed_tokens_ < (start + 1) * block_size_) return;  // as in most decode steps
+    // A block has no hash until its look-ahead tokens are known.
+    const std::size_t stop = std::min(request.committed_tokens_ / block_size_, request.num_hashes());
+    if (start >= stop) return;
+    const Digest *hashes = request.blocks().hashes().data();
+    status_.clear();
+    const std::size_t count =
+        tier.commit(request.lease_, start ? hashes[start - 1] : Digest{}, {hashes + start, stop - start},
+                    slots_of(request.table_, start, stop), follow_.stored ? &status_ : nullptr);
+    request.committed_blocks_ += static_cast<std::uint32_t>(count);
+    if (follow_.owners && request.tenant_) followed_.owners.emplace_back(hashes[0], *request.tenant_);
+    for (std::size_t i = 0; i < status_.size(); ++i)
+        if (status_[i] == CommitStatus::kStored) followed_.stored.push_back(hashes[start + i]);
+}
+
+void BlockManager::advance(std::span<RequestState *const> requests, std::uint64_t uncomputed, bool grow,
+                           AdvanceResult &out) {
+    Tier::Session tier(tier_);
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+        RequestState &request = *requests[i];
+        const std::uint64_t tokens = request.num_tokens();
+        if (tokens > request.table_.size() * block_size_) extend_table(tier, request, i, grow, out);
+        const std::uint64_t computed = tokens > uncomputed ? tokens - uncomputed : 0;
+        const std::uint64_t room = request.table_.size() * block_size_;
+        commit_to(tier, request, std::max(request.committed_tokens_, std::min(computed, room)));
+    }
+}
+
+void BlockManager::extend_table(Tier::Session &tier, RequestState &request, std::size_t position, bool grow,
+                                AdvanceResult &out) {
+    const std::size_t have = request.table_.size();
+    const std::size_t blocks = blocks_for(request.num_tokens());
+    const auto missing = grow ? grow_to(tier, request, blocks) : static_cast<std::uint32_t>(blocks - have);
+    if (missing) {
+        if (out.failed.empty()) out.shortfall = missing;
+        out.failed.push_back(static_cast<std::uint32_t>(position));
+        return;
+    }
+    for (const Slot slot : slots_of(request.table_, have, request.table_.size())) {
+        out.positions.push_back(static_cast<std::uint32_t>(position));
+        out.blocks.push_back(slot);
+    }
+    request.returned_blocks_ = static_cast<std::uint32_t>(request.table_.size());
+}
+
+// --- end ---------------------------------------------------------------------------------------------------
+
+void BlockManager::release(RequestState &request) {
+    tier_.release(request.lease_);
+    request.lease_ = request.owner_ = 0;
+    request.table_ = {};
+    request.is_loading = false;
+    request.num_cached_tokens = 0;
+}
+
+Followed BlockManager::take_followed() {
+    return std::exchange(followed_, {});
+}
+
+}  // namespace fdcache
