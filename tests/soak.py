@@ -3,9 +3,9 @@
     python -m tests.soak --requests 10000000 --minutes 60
 
 Several managers run beside each other, one for each write policy and one without a host tier. Each serves requests
-of all kinds of generated traffic, a sixteenth as long as ``fdcache replay`` has them, step by step: match, allocate,
-plan, decode, commit, finish. The reports of the plans are made here: no bytes are copied. Some copies fail, some
-requests are preempted or aborted, and the cache is reset, slept and resized. Exits with 1 unless every invariant
+of all kinds of generated traffic, a thirty-second as long as ``fdcache replay`` has them, step by step: match,
+allocate, plan, decode, commit, finish. The reports of the plans are made here: no bytes are copied. Some copies fail,
+some requests are preempted or aborted, and the cache is reset, slept and resized. Exits with 1 unless every invariant
 holds and memory stays flat after the warm-up.
 """
 
@@ -34,13 +34,15 @@ from fdcache.replay.workloads import WorkItem, WorkloadName, generate, stream_to
 from fdcache.settings.cache import CacheSettings
 
 BLOCK = 4
-SHORTER = 16
-DEVICE_BLOCKS = 600
-HOST_BLOCKS = 900
+SHORTER = 32
+DEVICE_BLOCKS = 300
+HOST_BLOCKS = 500
 RUNNING = 24
 POLICIES = ("write_through", "write_through_selective", "write_back", None)
-CHECKS = 50
-"""How often each manager checks its invariants and samples its memory."""
+CHECK_EVERY = 5000
+"""Requests after which a manager checks its invariants and samples its memory."""
+PROGRESS_EVERY = 30.0
+"""Seconds."""
 WARM_UP = 0.2
 MOST_GROWTH = 16 << 20
 """Bytes by which a process may grow from the warm-up to the end, however many requests it serves."""
@@ -257,9 +259,8 @@ class Soak:
                 self.manager.sleep()
                 self.manager.wakeup()
             case 2:
-                self.count(
-                    "resizes", self.manager.resize_device_pool(DEVICE_BLOCKS - self.random.randrange(200))
-                )
+                smaller = DEVICE_BLOCKS - self.random.randrange(DEVICE_BLOCKS // 3)
+                self.count("resizes", self.manager.resize_device_pool(smaller))
             case _:
                 self.manager.resize_device_pool(DEVICE_BLOCKS)
 
@@ -289,25 +290,28 @@ class Soak:
         return [f"{number} {what} are left" for what, number in left.items() if number]
 
 
-def soak(policy: str | None, requests: int, deadline: float, seed: int, checks: int = CHECKS) -> Outcome:
+def soak(
+    policy: str | None, requests: int, deadline: float, seed: int, check_every: int = CHECK_EVERY
+) -> Outcome:
     """Serve requests until there have been enough, or it is late."""
     name = policy or "no host tier"
     one = Soak(policy, seed)
     arrivals = traffic(requests, seed)
-    start = time.monotonic()
+    start = shown = time.monotonic()
     samples = [sample(0)]
     while one.finished < requests and time.time() < deadline:
         one.step(arrivals)
-        if one.finished >= len(samples) * requests / checks:
-            one.manager.check_integrity()
-            samples.append(sample(one.finished))
-            one.disturb()
-            if len(samples) % 5 == 0:
-                print(
-                    f"{name}: {one.finished:,} requests, {samples[-1].resident >> 20} MiB, "
-                    f"{time.monotonic() - start:.0f} s",
-                    flush=True,
-                )
+        if one.finished < samples[-1].requests + check_every:
+            continue
+        one.manager.check_integrity()
+        samples.append(sample(one.finished))
+        one.disturb()
+        if (now := time.monotonic()) > shown + PROGRESS_EVERY:
+            shown = now
+            print(
+                f"{name}: {one.finished:,} requests, {samples[-1].resident >> 20} MiB, {now - start:.0f} s",
+                flush=True,
+            )
     one.manager.request_finish([job.request for job in one.running])
     faults = one.check_end()
     one.manager.check_integrity()

@@ -15,19 +15,18 @@ def samples(objects: int, resident: int, requests: int = 1_000_000) -> list[soak
         soak.Sample(
             served, (64 << 20) + resident * served + 4096 * (i % 3), 10**6 + objects * served + 50 * (i % 2)
         )
-        for i, served in enumerate(range(0, requests + 1, requests // soak.CHECKS))
+        for i, served in enumerate(range(0, requests + 1, soak.CHECK_EVERY))
     ]
 
 
 @pytest.mark.parametrize("policy", soak.POLICIES)
 def test_requests_of_a_short_soak_leave_nothing_behind(policy: str | None) -> None:
-    outcome = soak.soak(policy, 250, deadline=time.time() + 600, seed=3, checks=8)
+    outcome = soak.soak(policy, 250, deadline=time.time() + 600, seed=3, check_every=30)
     assert outcome.faults == []
     assert outcome.requests >= 250
     assert outcome.counts["tokens reused"] > 0
     if policy is not None:
         assert outcome.counts["load blocks"] > 0
-        assert outcome.counts["failed loads"] > 0
 
 
 def test_memory_that_stays_flat_is_no_leak() -> None:

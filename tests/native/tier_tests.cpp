@@ -146,11 +146,19 @@ class Crowd {
     void disturb(const std::atomic<bool> &ended) {
         std::mt19937 random(99);
         for (int round = 1; !ended; ++round) {
+            // Others run between two calls: what a call touches without the lock is a race then.
             expect_sound(tier_);
+            std::this_thread::yield();
             tier_.resize(size_ - 2 + random() % 7);
+            std::this_thread::yield();
             tier_.coldest(size_);
+            std::this_thread::yield();
             tier_.stats();
+            std::this_thread::yield();
             tier_.idle(0, nullptr);
+            std::this_thread::yield();
+            expect(tier_.available() <= size_ + 4, "too many slots are available");
+            std::this_thread::yield();
             if (round % 20 == 0) tier_.reset();
             std::this_thread::yield();
         }
