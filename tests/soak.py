@@ -330,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     each = -(-options.requests // len(POLICIES))
     deadline = time.time() + 60 * options.minutes
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with ProcessPoolExecutor(len(POLICIES)) as pool:
         outcomes = list(
             pool.map(
                 soak,

@@ -8,70 +8,29 @@
 #include <vector>
 
 #include "native/bytes.hpp"
-#include "native/checks.hpp"
-#include "native/tier_model.hpp"
+#include "native/tier_pair.hpp"
 
 namespace fdcache::tests {
 namespace {
 
-using Digests = std::vector<Digest>;
-using Slots = std::vector<Slot>;
-
-// Blocks are numbered: two binary trees of four levels.
-constexpr std::uint32_t kTree = 16;
-constexpr std::uint32_t kBlocks = 2 * kTree;
 constexpr std::size_t kMostLeases = 8;
 constexpr int kMostSteps = 150;
 
-bool is_block(std::uint32_t number) {
-    return number % kTree != 0;
-}
+// The first bytes are the tier's parameters.
+struct Parameters {
+    explicit Parameters(Bytes &bytes)
+        : slots(2 + bytes.below(11)),
+          spare(bytes.pick(std::array{0.0, 0.2, 0.5})),
+          extent(bytes.pick(std::array{0u, 1u, 3u})) {}
 
-// All hashes of the second tree share the word that places them in a table.
-Digest digest(std::uint32_t number) {
-    Digest made;
-    std::uint64_t word = number * 0x9E3779B97F4A7C15u;
-    for (std::size_t i = 0; i < made.bytes.size(); ++i) {
-        word ^= word >> 29;
-        word *= 0xBF58476D1CE4E5B9u;
-        made.bytes[i] = static_cast<std::uint8_t>(word >> 56);
-        if (number > kTree && i < 8) made.bytes[i] = 7;
-    }
-    return made;
-}
+    std::uint32_t slots;
+    double spare;
+    std::uint32_t extent;
+};
 
-const Digests &digests() {
-    static const Digests all = [] {
-        Digests made(kBlocks);
-        for (std::uint32_t number = 0; number < kBlocks; ++number)
-            if (is_block(number)) made[number] = digest(number);
-        return made;
-    }();
-    return all;
-}
-
-std::uint32_t parent_of(std::uint32_t number) {
-    return number / kTree * kTree + number % kTree / 2;
-}
-
-class TierHistory {
+class TierHistory : TierPair {
   public:
-    explicit TierHistory(std::span<const std::uint8_t> bytes)
-        : bytes_(bytes),
-          size_(2 + bytes_.below(11)),
-          spare_(bytes_.pick(std::array{0.0, 0.2, 0.5})),
-          tier_(size_, "lru", bytes_.pick(std::array{0u, 1u, 3u}), spare_),
-          model_(size_, spare_),
-          table_(64 * PresenceTable::kBucketTags),
-          presence_(table_.data(), table_.size() * sizeof table_[0]) {
-        const std::size_t events = bytes_.pick(std::array{0u, 1u, 5u, 1000u});
-        tier_.record_events(events);
-        model_.record_events(events);
-        if (bytes_.below(2)) mirror();
-        if (bytes_.below(3) == 2)
-            for (const Tenant tenant : {0u, 1u, 2u}) set_tenant_limit(tenant, 1 + bytes_.below(6));
-        open_lease();
-    }
+    explicit TierHistory(Bytes bytes) : TierHistory{Parameters(bytes), bytes} {}
 
     void run() {
         for (int i = 0; i < kMostSteps && !bytes_.empty(); ++i) {
@@ -81,10 +40,21 @@ class TierHistory {
     }
 
   private:
+    TierHistory(const Parameters &drawn, Bytes left)
+        : TierPair(drawn.slots, drawn.extent, drawn.spare), bytes_(left) {
+        const std::size_t events = bytes_.pick(std::array{0u, 1u, 5u, 1000u});
+        tier_.record_events(events);
+        model_.record_events(events);
+        if (bytes_.below(2)) mirror();
+        if (bytes_.below(3) == 2)
+            for (const Tenant tenant : {0u, 1u, 2u}) set_tenant_limit(tenant, 1 + bytes_.below(6));
+        open_lease();
+    }
+
     // Arguments are drawn in statements of their own: the order in which a call evaluates them is not
     // defined.
     void step() {
-        static constexpr std::array kActs{
+        static constexpr std::array<void (TierHistory::*)(), 28> kActs{
             &TierHistory::open_lease,
             &TierHistory::release_some,
             &TierHistory::match_path,
@@ -185,52 +155,13 @@ class TierHistory {
         return open.empty() || bytes_.one_in(32) ? 1 : bytes_.pick(open);
     }
 
-    // --- the same on tier and model
-
-    // Returns the tier's answer, or nothing if it refused. Then the model has to refuse, too.
-    template <typename Act, typename Expect>
-    auto both(Act act, Expect expected) -> std::optional<decltype(act())> {
-        std::optional<decltype(act())> answer;
-        try {
-            answer = act();
-        } catch (const StaleLease &) {
-        } catch (const std::out_of_range &) {
-        } catch (const std::invalid_argument &) {
-        }
-        bool refused = false;
-        try {
-            if (answer) {
-                expect(expected(*answer), "another answer than the model's");
-            } else {
-                decltype(act()) none{};
-                expected(none);
-            }
-        } catch (const Refused &) {
-            refused = true;
-        }
-        expect(refused == !answer, refused ? "the tier does not refuse it" : "the tier refuses it");
-        return answer;
-    }
-
-    template <typename Act, typename Expect>
-    void both_do(Act act, Expect expected) {
-        both(
-            [&] {
-                act();
-                return 0;
-            },
-            [&](int) {
-                expected();
-                return true;
-            });
-    }
+    // --- operations
 
     void open_lease() {
         if (model_.leases().size() >= kMostLeases) release(model_.leases().front());
         expect(tier_.open_lease() == model_.open_lease(), "another lease");
     }
 
-    void release(LeaseId lease) { expect(tier_.release(lease) == model_.release(lease), "release"); }
     void release_some() { release(lease()); }
 
     void match_path() {
@@ -256,60 +187,9 @@ class TierHistory {
         return run ? run->slots.size() : 0;
     }
 
-    // The tier may refuse hashes that are no path, and may not return a block with another hash.
-    std::size_t match_no_path(LeaseId lease, const Digests &hashes, std::size_t start, std::size_t known) {
-        try {
-            const MatchRun run = tier_.match(lease, hashes, start, known);
-            for (std::size_t i = 0; i < run.slots.size(); ++i)
-                expect(model_.find_ready(hashes[start + i]) == run.slots[i], "a match has another hash");
-            model_.adopt_match(lease, run.slots, start, known);
-            check_run(run, hashes, start);
-            return run.slots.size();
-        } catch (const StaleLease &) {
-        } catch (const std::invalid_argument &) {
-        }
-        return 0;
-    }
-
-    bool check_run(const MatchRun &run, const Digests &hashes, std::size_t start) const {
-        for (std::size_t i = 0; i < run.slots.size(); ++i) {
-            const TierModel::Block &block = model_.used().at(run.slots[i]);
-            expect(run.generations[i] == block.generation && run.hits[i] == block.hits, "a match's figures");
-        }
-        const std::size_t end = start + run.slots.size();
-        const bool pending = end < hashes.size() && model_.presence(hashes[end]) == Presence::kPending;
-        return run.pending == pending;
-    }
-
-    // The slots, generations, hashes, parents and hits of a listing.
-    void check_list(const BlockList &list, const Slots &slots) const {
-        expect(list.slots == slots, "another listing than the model's");
-        for (std::size_t i = 0; i < slots.size(); ++i) {
-            const TierModel::Block &block = model_.used().at(slots[i]);
-            expect(list.generations[i] == block.generation && list.hashes[i] == block.hash &&
-                       list.parents[i] == block.parent_hash && list.hits[i] == block.hits,
-                   "a listing is wrong");
-        }
-    }
-
     void reserve() {
         const LeaseId own = lease();
         reserve_for(own, bytes_.below(5));
-    }
-
-    void reserve_for(LeaseId lease, std::uint32_t count) {
-        both([&] { return tier_.reserve(lease, count); },
-             [&](const Reservation &taken) { return taken.missing == model_.reserve(lease, count, taken); });
-    }
-
-    void commit(LeaseId lease, const Digest &parent, Digests hashes, Slots slots) {
-        const std::size_t count = std::min(hashes.size(), slots.size());
-        hashes.resize(count);
-        slots.resize(count);
-        both([&] { return tier_.commit(lease, parent, hashes, slots); },
-             [&](const std::vector<CommitStatus> &status) {
-                 return status == model_.commit(lease, parent, hashes, slots);
-             });
     }
 
     void commit_anything() {
@@ -372,15 +252,6 @@ class TierHistory {
         Digests parents(hashes.size());
         for (Digest &each : parents) each = some_hash();
         publish(own, parents, hashes, some_slots());
-    }
-
-    void copy_in(LeaseId lease, const Digests &parents, const Digests &hashes) {
-        both([&] { return tier_.reserve_copies(lease, parents, hashes); },
-             [&](const CopyReservation &taken) {
-                 std::vector<ReserveStatus> status;
-                 const std::uint32_t missing = model_.reserve_copies(lease, parents, hashes, taken, status);
-                 return taken.missing == missing && taken.status == status;
-             });
     }
 
     // Lease 0 is none.
@@ -450,11 +321,6 @@ class TierHistory {
              [&](const BlockList &gone) { return gone.slots == model_.discard(slots, quarantine); });
     }
 
-    void reset() {
-        tier_.reset();
-        model_.reset();
-    }
-
     void resize() {
         const std::uint32_t slots = bytes_.below(13);
         both([&] { return tier_.resize(slots); },
@@ -487,27 +353,9 @@ class TierHistory {
              });
     }
 
-    void mirror() {
-        tier_.mirror(presence_);
-        mirrored_ = true;
-    }
-
     void limit_tenant() {
         const Tenant tenant = bytes_.below(3);
         set_tenant_limit(tenant, bytes_.below(7));
-    }
-
-    void set_tenant_limit(Tenant tenant, std::uint32_t most) {
-        both_do([&] { tier_.set_tenant_limit(tenant, most); },
-                [&] { model_.set_tenant_limit(tenant, most); });
-    }
-
-    void take_events() {
-        const std::vector<TierEvent> events = tier_.take_events(), expected = model_.take_events();
-        const auto same = [](const TierEvent &one, const TierEvent &other) {
-            return one.kind == other.kind && one.hash == other.hash && one.parent == other.parent;
-        };
-        expect(std::ranges::equal(events, expected, same), "other events than the model's");
     }
 
     void look_up() {
@@ -533,82 +381,13 @@ class TierHistory {
             expect(each <= std::exchange(hits, each), "hottest");
     }
 
-    // --- after every operation
-
-    void compare() const {
-        for (const std::string &broken : tier_.check_integrity()) fail(broken.c_str());
-        compare_figures();
-        const Slots order = model_.eviction_order();
-        check_list(tier_.coldest(UINT32_MAX), order);
-        for (Slot slot = 0; slot < model_.slots(); ++slot) compare_slot(slot);
-        const std::vector<Presence> presence = tier_.contains(digests());
-        for (std::uint32_t number = 0; number < kBlocks; ++number) {
-            if (!is_block(number)) continue;
-            const Digest &hash = digests()[number];
-            expect(presence[number] == model_.presence(hash), "another presence");
-            expect(!mirrored_ || presence_.holds(hash) == (presence[number] == Presence::kReady),
-                   "another presence in the mirror");
-        }
-        const std::vector<std::uint32_t> entries = tier_.tenant_entries();
-        expect(entries.size() == model_.limits().size(), "number of tenants");
-        for (Tenant tenant = 0; tenant < entries.size(); ++tenant)
-            expect(entries[tenant] == model_.entries(tenant), "entries of a tenant");
-    }
-
-    void compare_figures() const {
-        const TierStats stats = tier_.stats();
-        std::uint32_t ready = 0, pending = 0;
-        std::uint64_t pins = 0, copies = 0;
-        for (const auto &[slot, block] : model_.used()) {
-            ready += block.ready;
-            pending += block.findable() && !block.ready;
-            pins += model_.pins(slot);
-            copies += block.copies;
-        }
-        const auto evictable = static_cast<std::uint32_t>(model_.eviction_order().size());
-        expect(stats.slots == model_.slots() && stats.free == model_.free() && stats.ready == ready &&
-                   stats.writing == model_.used().size() - ready && stats.pending == pending,
-               "numbers of slots by state");
-        expect(stats.evictable == evictable && tier_.available() == model_.free() + evictable,
-               "number of evictable slots");
-        expect(stats.pins == pins && stats.holds == copies && stats.leases == model_.leases().size(),
-               "number of pins, holds or leases");
-        expect(stats.epoch == model_.epoch() && stats.evictions == model_.evictions(), "epoch or evictions");
-    }
-
-    void compare_slot(Slot slot) const {
-        const NodeView node = tier_.node(slot);
-        const auto used = model_.used().find(slot);
-        if (used == model_.used().end()) {
-            expect(node.state == SlotState::kFree && !node.findable, "a free slot is in use");
-            return;
-        }
-        const TierModel::Block &block = used->second;
-        expect(node.state == (block.ready ? SlotState::kReady : SlotState::kWriting), "the state of a slot");
-        expect(node.findable == block.findable() && node.hash == block.hash, "the hash of a slot");
-        expect(node.generation == block.generation && node.pins == model_.pins(slot), "the pins of a slot");
-        expect(node.holds == block.holds() && node.children == model_.children(slot), "the holds of a slot");
-        expect(node.parent == (block.parent == TierModel::kRoot ? kNoSlot : block.parent), "a parent");
-        if (!block.ready) return;
-        expect(node.hits == block.hits && node.checksum == block.checksum, "the hits of an entry");
-        expect(node.depth + 1 == model_.path(slot).size() && node.tenant == block.tenant,
-               "a depth or tenant");
-    }
-
     Bytes bytes_;
-    const std::uint32_t size_;
-    const double spare_;
-    Tier tier_;
-    TierModel model_;
-    std::vector<std::uint64_t> table_;
-    PresenceTable presence_;
-    bool mirrored_ = false;
 };
 
 }  // namespace
 
 void run_tier_history(std::span<const std::uint8_t> bytes) {
-    TierHistory(bytes).run();
+    TierHistory(Bytes(bytes)).run();
 }
 
 }  // namespace fdcache::tests
