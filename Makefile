@@ -69,7 +69,7 @@ fuzz: $(VENV)/.cmake  ## search inputs of the C++ API that fail, for SECONDS in 
 	@$(LIBFUZZER) 2> /dev/null || { echo "make fuzz needs clang++ with libFuzzer: apt-get install clang libclang-rt-dev" >&2; exit 1; }
 	$(call build_native,fuzz)
 	for target in $(FUZZ_TARGETS); do \
-		mkdir -p build/corpus/$$target && build/fuzz/fuzz_$$target -max_total_time=$$(( $(SECONDS) / 3 )) -len_control=0 \
+		mkdir -p build/corpus/$$target && build/fuzz/fuzz_$$target -max_total_time=$$(( $(SECONDS) / $(words $(FUZZ_TARGETS)) )) -len_control=0 \
 			-max_len=600 -verbosity=0 -print_final_stats=1 -artifact_prefix=build/fuzz/$$target- \
 			build/corpus/$$target tests/native/corpus/$$target || exit 1; \
 	done
