@@ -24,7 +24,7 @@ void share_a_tier() {
     });
     run_threads(3, [&](int thread) {
         std::mt19937 random(thread);
-        std::vector<std::uint8_t> bytes(6000);
+        std::vector<std::uint8_t> bytes(30000);
         for (auto &byte : bytes) byte = static_cast<std::uint8_t>(random());
         RequestHistory(Bytes(bytes), tier, std::to_string(thread)).run();
     });
