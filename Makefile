@@ -60,7 +60,7 @@ asan: $(VENV)/.cmake  ## the C++ tests and the fuzz targets on FUZZ_INPUTS input
 	$(NATIVE_TOOLS) ctest --test-dir build/$@ --output-on-failure -j 2
 
 # Inputs that found new code are kept in build/corpus; an input that fails is written to build/fuzz.
-FUZZ_TARGETS := hash slab tier
+FUZZ_TARGETS := hash requests slab tier
 SECONDS ?= 60
 LIBFUZZER := echo 'extern "C" int LLVMFuzzerTestOneInput(const char *, unsigned long) { return 0; }' \
 	| clang++ -fsanitize=fuzzer -x c++ -o /dev/null -
