@@ -13,7 +13,7 @@ namespace {
 using blake3::Messages;
 using sha256::Links;
 
-void digest_portable(const Messages &messages, Digest *out, const Links &links) {
+FDCACHE_UNSANITIZED void digest_portable(const Messages &messages, Digest *out, const Links &links) {
     blake3::Nothing nothing;
     blake3::digest_lanes<4>(messages, out, nothing);
     sha256::link_portable(links);
@@ -48,7 +48,7 @@ FDCACHE_INLINE void digest_before_links(const Messages &messages, Digest *out, c
 #define FDCACHE_AVX2 "avx2"
 #define FDCACHE_AVX512 "avx2,avx512f,avx512vl"
 #define FDCACHE_SHA "ssse3,sse4.1,sha"
-#define FDCACHE_TARGET(isa) __attribute__((target(isa)))
+#define FDCACHE_TARGET(isa) FDCACHE_UNSANITIZED __attribute__((target(isa)))
 
 FDCACHE_TARGET(FDCACHE_AVX512 "," FDCACHE_SHA)
 void digest_avx512_sha(const Messages &messages, Digest *out, const Links &links) {

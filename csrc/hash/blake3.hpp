@@ -91,9 +91,10 @@ FDCACHE_INLINE void compress(lanes::Words<Lanes> *state, const std::uint8_t *con
     v[14] = lanes::all<Lanes>(bytes);
     v[15] = lanes::all<Lanes>(flags);
     beside.template step<1>();
-    [&]<int... Round>(std::integer_sequence<int, Round...>) __attribute__((always_inline)) {
-        (round<Round>(v, m, beside), ...);
-    }(std::make_integer_sequence<int, 7>());
+    [&]<int... Round>(std::integer_sequence<int, Round...>)
+        __attribute__((always_inline)) FDCACHE_UNSANITIZED {
+            (round<Round>(v, m, beside), ...);
+        }(std::make_integer_sequence<int, 7>());
     for (int i = 0; i < 8; ++i) state[i] = v[i] ^ v[i + 8];
 }
 
@@ -123,7 +124,7 @@ FDCACHE_INLINE void digest_lanes(const Messages &messages, Digest *out, Beside &
         rows[lane] = messages.rows[lane < messages.count ? lane : 0];
     Nothing nothing;
     for_pieces(messages, [&](std::size_t offset, std::uint32_t bytes, std::uint32_t flags)
-                             __attribute__((always_inline)) {
+                             __attribute__((always_inline)) FDCACHE_UNSANITIZED {
                                  if (offset == 0)
                                      compress<Lanes>(state, rows, offset, bytes, flags, beside);
                                  else
@@ -192,7 +193,7 @@ FDCACHE_INLINE void digest_two(const Messages &messages, Digest *out) {
     Rows state[2] = {load_two(even_key, odd_key), load_two(even_key + 16, odd_key + 16)};
     const std::uint8_t *even = messages.rows[0], *odd = messages.rows[messages.count - 1];
     for_pieces(messages, [&](std::size_t offset, std::uint32_t bytes, std::uint32_t flags)
-                             __attribute__((always_inline)) {
+                             __attribute__((always_inline)) FDCACHE_UNSANITIZED {
                                  compress_two(state, even + offset, odd + offset, bytes, flags);
                              });
     for (int half = 0; half < 2; ++half) {

@@ -13,7 +13,7 @@ FDCACHE_INLINE std::uint32_t load_word(const std::uint8_t *data) {
 
 }  // namespace
 
-void link_portable(const Links &links) {
+FDCACHE_UNSANITIZED void link_portable(const Links &links) {
     using lanes::rotate_right;
     if (links.count == 0) return;
     std::uint32_t state[8];
