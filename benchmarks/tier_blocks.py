@@ -41,7 +41,9 @@ def measured(program: Path, slots: int, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=150, help="the lower quartile of this many (default 150)")
+    parser.add_argument(
+        "--rounds", type=int, default=150, help="the lower quartile of this many (default 150)"
+    )
     parser.add_argument("--slots", type=int, nargs="+", default=SIZES, help="sizes of the tier")
     parser.add_argument("--json", action="store_true", help="print one object instead of a table")
     options = parser.parse_args()
