@@ -25,7 +25,7 @@ namespace {
 
 using SlotRow = nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<1>>;
 
-// A request as Python sees it. `prompt` is what the caller gave, until it is hashed.
+// A request as Python sees it. `prompt` is what the caller gave; it is read once, and not freed in a step.
 struct PythonRequest : RequestState {
     PythonRequest(nb::str id, nb::object prompt, std::size_t prompt_tokens, std::optional<std::string> tenant,
                   ExtraKeys extra_keys)
@@ -89,7 +89,6 @@ void bind_request(const BlockManager &manager, PythonRequest &request, bool rele
         blocks->commit(count);
     }
     request.bind(keys, std::move(blocks));
-    request.prompt = nb::none();
 }
 
 // --- match and end -----------------------------------------------------------------------------------------

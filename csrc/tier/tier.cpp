@@ -142,13 +142,34 @@ void Tier::pin(Lease &lease, Slot slot) {
     if (entries_[slot].pins++ == 0) refresh(slot);
 }
 
+// As `pin`, for an entry whose parent is used already: nothing changes further up.
+void Tier::pin_ready(Lease &lease, Slot slot) {
+    ++pins_;
+    lease.slots.push_back(slot);
+    Entry &entry = entries_[slot];
+    if (entry.pins++ || entry.used) return;
+    order_remove(slot);
+    if (entry.parent != kRoot) {
+        ++entries_[entry.parent].used_children;
+        entries_[entry.parent].busy_children += !entry.busy;
+    }
+    entry.used = entry.busy = true;
+}
+
 void Tier::unpin(Slot slot) {
     --pins_;
-    if (--entries_[slot].pins) return;
-    if (entries_[slot].findable)
-        refresh(slot);
-    else
-        free_if_unused(slot);
+    Entry &entry = entries_[slot];
+    if (--entry.pins) return;
+    if (!entry.findable) return free_if_unused(slot);
+    const bool is_idle = entry.state == SlotState::kReady && !entry.used_children && !entry.busy_children &&
+                         !entry.holds && entry.used;
+    const bool has_pinned_parent = entry.parent != kRoot && entries_[entry.parent].pins;
+    if (!is_idle || !has_pinned_parent) return refresh(slot);
+    // As for most blocks of a path that is released from its end: nothing changes further up.
+    entry.used = entry.busy = false;
+    order_add(slot, false);
+    --entries_[entry.parent].used_children;
+    --entries_[entry.parent].busy_children;
 }
 
 void Tier::free_slot(Slot slot) {

@@ -362,6 +362,7 @@ class Tier {
     std::vector<Slot> subtree(const std::vector<Slot> &named) const;
     void remove_subtrees(const std::vector<Slot> &doomed);
     void pin(Lease &lease, Slot slot);
+    void pin_ready(Lease &lease, Slot slot);
     void unpin(Slot slot);
     void free_slot(Slot slot);
     void free_if_unused(Slot slot);

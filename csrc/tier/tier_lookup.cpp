@@ -58,7 +58,10 @@ bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t
         Entry &entry = entries_[run[i]];
         entry.touched_ms = now;
         if (start + i >= known && entry.hits != UINT32_MAX) ++entry.hits;
-        pin(lease, run[i]);
+        if (i == 0)
+            pin(lease, run[i]);  // its parent may not be used
+        else
+            pin_ready(lease, run[i]);
     }
     return pending;
 }
