@@ -8,6 +8,7 @@ NB_MODULE(_core, module) {
     fdcache::bind_presence(module);
     fdcache::bind_tier(module);
     fdcache::bind_records(module);
+    fdcache::bind_transfers(module);
     fdcache::bind_copies(module);
     fdcache::bind_slab(module);
     fdcache::bind_swap_plan(module);
