@@ -111,6 +111,7 @@ bench: $(VENV)/.installed-test  ## microseconds per request and eviction cost, w
 	$(BIN)/python -m benchmarks.host_runs
 	$(BIN)/python -m benchmarks.hashing
 	$(BIN)/python -m benchmarks.copies
+	$(BIN)/python -m benchmarks.submission
 	$(BIN)/python -m benchmarks.settings
 
 # The environments take 6 GB in the user's cache folder.

@@ -1377,6 +1377,24 @@ class RecordTable:
 
     def set_header(self, slot: int, header: SlotHeader) -> None: ...
 
+def are_sound_transfers(evictions: object | None, loads: object | None, backups: object | None) -> bool:
+    """
+    Return True if the arrays of a plan's transfers have the right types and lengths, and no slot of
+    the backups is in another transfer.
+    """
+
+def is_sound_transfer(swap: object, to_host: bool, device_blocks: int, host_blocks: int) -> bool:
+    """
+    Return True if the arrays of a transfer have the right types and lengths, all slots exist, and none is
+    written twice.
+    """
+
+def are_disjoint_slots(
+    first: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    second: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+) -> bool:
+    """Return True if no slot is in both arrays."""
+
 class Event:
     """A one-shot event between copy streams and the host."""
 
@@ -1394,38 +1412,7 @@ def wait_any(events: Sequence[Event], timeout: float | None = None) -> bool:
     """
 
 class BlockCopy:
-    """
-    A batch of block copies in one direction. Read ``faults()`` and ``checksums()`` once
-    ``done`` is set.
-    """
-
-    def __init__(
-        self,
-        to_host: bool,
-        planes: PlaneTable,
-        records: RecordTable,
-        device_slots: Annotated[
-            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        host_slots: Annotated[
-            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        generations: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        hashes: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-        parents: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-        fingerprint: bytes,
-        verify: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)]
-        | None = None,
-    ) -> None:
-        """
-        ``verify``: 1 for each block whose load fails unless its bytes have the record's checksum.
-        """
+    """A batch of block copies in one direction."""
 
     def cancel(self) -> bool:
         """
@@ -1436,17 +1423,29 @@ class BlockCopy:
     def done(self) -> Event: ...
     @property
     def started(self) -> bool: ...
-    @property
-    def copied_bytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    def faults(self) -> bytes:
+    def finish(self) -> tuple[bytes, bytes, int, float, str]:
         """
-        A byte per block: 0 if it was copied, else the reason (BlockFault in csrc/copy/record.hpp).
+        End a batch whose ``done`` is reached: mark complete records ready, and return
+
+        - a byte per block: 0 if it was copied, else the reason (BlockFault in csrc/copy/record.hpp); empty if all
+          were copied,
+        - a 64-bit checksum per block of a copy to the host; empty for loads,
+        - the bytes and seconds of the copies, and the device's error.
         """
 
-    def checksums(self) -> bytes:
-        """A 64-bit checksum per block of a copy to the host; empty for loads."""
+def copy_blocks(
+    swap: object,
+    to_host: bool,
+    planes: PlaneTable,
+    device_blocks: int,
+    records: RecordTable,
+    fingerprint: bytes,
+    verify: bool,
+) -> BlockCopy | None:
+    """
+    Prepare the copies of a transfer; return None unless it is sound (``is_sound_transfer``).
+    ``verify``: loads fail unless their bytes have the record's checksum.
+    """
 
 class CopyStream:
     """
@@ -1458,6 +1457,9 @@ class CopyStream:
         """
         Enqueue planes [first_plane, last_plane) of a batch. Ranges of a batch come in order.
         """
+
+    def copy_groups(self, copy: BlockCopy, ranges: Sequence[tuple[int, int]]) -> list[Event]:
+        """Enqueue ranges of planes in order; return an event set after each."""
 
     def record(self, event: Event) -> None:
         """Set the event once all earlier operations are done."""
@@ -1664,6 +1666,7 @@ class SwapPolicy:
         kernel_ctas: int,
         transpose_ctas: int,
         direct_pieces: int,
+        small_pieces: int,
         batched: bool,
     ) -> None:
         """
@@ -1677,21 +1680,6 @@ class SwapPolicy:
     def transpose_ctas(self) -> int: ...
     @property
     def batched(self) -> bool: ...
-
-def are_valid_slots(
-    slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    limit: int,
-    distinct: bool,
-) -> bool:
-    """
-    Return True if all slots are in [0, limit) and, with ``distinct``, none occurs twice.
-    """
-
-def are_disjoint_slots(
-    first: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    second: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-) -> bool:
-    """Return True if no slot is in both arrays."""
 
 def find_runs(
     host_slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
@@ -1711,6 +1699,7 @@ def choose_method(
     rows: int,
     runs: int,
     contended: bool,
+    unhurried: bool,
 ) -> SwapMethod:
     """Choose the method for a plane range of a batch of ``rows`` blocks."""
 
@@ -1727,6 +1716,7 @@ def plan_steps(
     last_plane: int,
     slot_bytes: int,
     contended: bool,
+    unhurried: bool,
 ) -> list[tuple[Any, ...]]:
     """
     Plan a plane range of a batch: tuples that start with the name of a step
@@ -1763,9 +1753,6 @@ class CudaContext:
     def is_stream_of(self, stream: int) -> bool:
         """Return True if the stream belongs to this context."""
 
-    def is_capturing(self, stream: int) -> bool:
-        """Return True if the stream is being captured into a graph."""
-
 def device_uuid(ordinal: int) -> bytes:
     """Return the 16-byte UUID of a GPU."""
 
@@ -1776,10 +1763,15 @@ class CudaEvent:
     """An event of a GPU that is recorded once."""
 
     def __init__(self, context: CudaContext, timing: bool = False) -> None: ...
-    def record(self, stream: int) -> None: ...
-    def hold(self, stream: int) -> None:
+    def record_unless_captured(self, stream: int) -> bool:
         """
-        Make the stream wait for the event. Blocks until a promised event is recorded.
+        Record the event. Do nothing and return False if the stream is being captured.
+        """
+
+    def hold_unless_captured(self, stream: int) -> bool:
+        """
+        Make the stream wait for the event. Blocks until a promised event is recorded. Do nothing and
+        return False if the stream is being captured.
         """
 
     def query(self) -> bool:
@@ -1826,61 +1818,71 @@ class CudaSubmitter:
         Make later work wait for the event. If the driver refuses, the next batch fails.
         """
 
-    def enqueue(self, batch: CudaSwap, lane: CudaLane, ranges: Sequence[tuple[int, int]]) -> list[CudaEvent]:
-        """Enqueue plane ranges of a batch and return the event of each."""
+    def enqueue(
+        self,
+        batch: CudaSwap,
+        owner: object,
+        lane: CudaLane,
+        ranges: Sequence[tuple[int, int]],
+        after: Sequence[CudaEvent],
+    ) -> list[CudaEvent]:
+        """
+        Enqueue plane ranges of a batch after these events; return the event of each. ``owner`` is kept
+        until the batch has ended.
+        """
 
-    def refuse(self, batch: CudaSwap, reason: str) -> None:
+    def refuse(self, batch: CudaSwap, owner: object, reason: str) -> None:
         """End a batch that cannot be copied."""
+
+    def retire(self) -> None:
+        """Release the owners of batches that have ended."""
+
+    def ends(self) -> list[CudaEvent]:
+        """Return the ends of the batches whose owners are kept."""
 
     def close(self) -> None:
         """
-        Run the queued work and end the thread; later work runs on the calling thread.
+        Run the queued work, end the thread and release all owners; later work runs on the calling
+        thread.
         """
 
-class CudaTraffic:
-    """Number of batches in flight on one GPU, by direction."""
-
-    def __init__(self) -> None: ...
-
-class CudaSwap:
-    """
-    A batch of block copies on a GPU. Read ``faults()`` and ``checksums()`` after ``finish()``.
-    """
+class CudaPlanes:
+    """Planes of a device cache, and the table of their chunks on the GPU."""
 
     def __init__(
-        self,
-        context: CudaContext,
-        traffic: CudaTraffic,
-        kernels: Sequence[int],
-        policy: SwapPolicy,
-        to_host: bool,
-        planes: PlaneTable,
-        chunks: int,
-        first_chunk: Sequence[int],
-        records: RecordTable,
-        extents: CudaExtents,
-        device_slots: Annotated[
-            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        host_slots: Annotated[
-            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        generations: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        hashes: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-        parents: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-        fingerprint: bytes,
-        verify: bool,
+        self, table: PlaneTable, chunks: int, first_chunk: Sequence[int], num_blocks: int, owner: object
     ) -> None:
         """
-        ``kernels``: copy_in, copy_out, sum, copy_words. ``chunks``, ``first_chunk``: of
-        ``swap_chunks``.
+        ``chunks``, ``first_chunk``: of ``swap_chunks``. ``owner`` keeps the memory of both alive.
         """
+
+class CudaCopier:
+    """Prepares the batches of one GPU."""
+
+    def __init__(
+        self, context: CudaContext, kernels: Sequence[int], policy: SwapPolicy, owner: object
+    ) -> None:
+        """
+        ``kernels``: copy_in, copy_out, sum, copy_words, which ``owner`` keeps loaded.
+        """
+
+    def prepare(
+        self,
+        swap: object,
+        to_host: bool,
+        planes: CudaPlanes,
+        records: RecordTable,
+        extents: CudaExtents,
+        fingerprint: bytes,
+        verify: bool,
+    ) -> CudaSwap | None:
+        """
+        Prepare the copies of a transfer; return None unless it is sound (``is_sound_transfer``).
+        ``verify``: loads fail unless their bytes have the record's checksum.
+        """
+
+class CudaSwap:
+    """A batch of block copies on a GPU."""
 
     @property
     def table_bytes(self) -> int:
@@ -1891,28 +1893,19 @@ class CudaSwap:
         Set the addresses of the block table in pinned host memory and on the GPU.
         """
 
-    def finish(self) -> None:
-        """
-        Check the headers again and mark complete records ready. Call once ``done`` is reached.
-        """
-
     @property
     def started(self) -> bool: ...
     @property
     def done(self) -> CudaEvent: ...
-    @property
-    def copied_bytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def error(self) -> str: ...
-    def faults(self) -> bytes:
+    def finish(self) -> tuple[bytes, bytes, int, float, str]:
         """
-        A byte per block: 0 if it was copied, else the reason (BlockFault in csrc/copy/record.hpp).
-        """
+        End a batch whose ``done`` is reached: mark complete records ready, and return
 
-    def checksums(self) -> bytes:
-        """A 64-bit checksum per block of a copy to the host; empty for loads."""
+        - a byte per block: 0 if it was copied, else the reason (BlockFault in csrc/copy/record.hpp); empty if all
+          were copied,
+        - a 64-bit checksum per block of a copy to the host; empty for loads,
+        - the bytes and seconds of the copies, and the device's error.
+        """
 
 def set_leak_warnings(on: bool) -> None:
     """

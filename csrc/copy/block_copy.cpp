@@ -8,15 +8,16 @@
 
 namespace fdcache {
 
-BlockCopy::BlockCopy(Direction direction, std::vector<Plane> planes, RecordTable records,
-                     std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint)
+BlockCopy::BlockCopy(Direction direction, std::shared_ptr<const std::vector<Plane>> planes,
+                     std::shared_ptr<const RecordTable> records, BlockList blocks,
+                     const std::array<std::uint8_t, 16> &fingerprint)
     : direction_(direction),
       planes_(std::move(planes)),
       records_(std::move(records)),
-      pairs_(std::move(pairs)),
-      kind_{fingerprint, payload_bytes(planes_)},
-      faults_(pairs_.size(), BlockFault::kNone),
-      sums_(pairs_.size(), 0) {}
+      blocks_(std::move(blocks)),
+      kind_{fingerprint, payload_bytes(*planes_)},
+      faults_(blocks_.size(), BlockFault::kNone),
+      sums_(blocks_.size(), 0) {}
 
 bool BlockCopy::cancel() {
     Phase expected = Phase::kPending;
@@ -45,7 +46,7 @@ void BlockCopy::copy_block(std::size_t index, PlaneRange range) {
 
 void BlockCopy::end(PlaneRange range) {
     seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - range_start_).count();
-    if (range.last == planes_.size()) done_->set();
+    if (range.last == num_planes()) done_->set();
 }
 
 void BlockCopy::abandon() {
@@ -64,21 +65,21 @@ std::uint64_t BlockCopy::copied_bytes() const {
 }
 
 void BlockCopy::copy_out(std::size_t index, PlaneRange range) {
-    const BlockPair &pair = pairs_[index];
-    SlotHeader *shared = records_.header(pair.host_slot);
-    const SlotHeader header = writing_header(pair, kind_);
+    const std::int32_t host_slot = blocks_.host_slots[index];
+    SlotHeader *shared = records_->header(host_slot);
+    const SlotHeader header = writing_header(blocks_, index, kind_);
     if (range.first == 0) {
         store_header(shared, header);
         // The header must say that the record is being written before any of its bytes change.
         std::atomic_thread_fence(std::memory_order_seq_cst);
     }
-    std::uint8_t *record = records_.record(pair.host_slot);
+    std::uint8_t *record = records_->record(host_slot);
     for (std::size_t i = range.first; i < range.last; ++i) {
-        const Plane &plane = planes_[i];
-        sums_[index] += copy_with_checksum(record + plane.offset, plane.block(pair.device_slot), plane.nbytes,
-                                           plane.offset / 8);
+        const Plane &plane = (*planes_)[i];
+        sums_[index] += copy_with_checksum(record + plane.offset, plane.block(blocks_.device_slots[index]),
+                                           plane.nbytes, plane.offset / 8);
     }
-    if (range.last != planes_.size()) return;
+    if (range.last != num_planes()) return;
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (load_header(shared) != header) {
         faults_[index] = BlockFault::kChanged;
@@ -89,28 +90,29 @@ void BlockCopy::copy_out(std::size_t index, PlaneRange range) {
 }
 
 void BlockCopy::copy_in(std::size_t index, PlaneRange range) {
-    const BlockPair &pair = pairs_[index];
-    const SlotHeader *shared = records_.header(pair.host_slot);
+    const std::int32_t host_slot = blocks_.host_slots[index];
+    const bool verify = blocks_.verifies(index);
+    const SlotHeader *shared = records_->header(host_slot);
     const SlotHeader before = load_header(shared);
-    if (const BlockFault fault = check_source(before, pair, kind_); fault != BlockFault::kNone) {
+    if (const BlockFault fault = check_source(before, blocks_, index, kind_); fault != BlockFault::kNone) {
         faults_[index] = fault;
         return;
     }
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    const std::uint8_t *record = records_.record(pair.host_slot);
+    const std::uint8_t *record = records_->record(host_slot);
     for (std::size_t i = range.first; i < range.last; ++i) {
-        const Plane &plane = planes_[i];
-        if (pair.verify) {
-            sums_[index] += copy_with_checksum(plane.block(pair.device_slot), record + plane.offset,
-                                               plane.nbytes, plane.offset / 8);
+        const Plane &plane = (*planes_)[i];
+        std::uint8_t *target = plane.block(blocks_.device_slots[index]);
+        if (verify) {
+            sums_[index] += copy_with_checksum(target, record + plane.offset, plane.nbytes, plane.offset / 8);
         } else {
-            std::memcpy(plane.block(pair.device_slot), record + plane.offset, plane.nbytes);
+            std::memcpy(target, record + plane.offset, plane.nbytes);
         }
     }
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (load_header(shared) != before) {
         faults_[index] = BlockFault::kChanged;
-    } else if (pair.verify && range.last == planes_.size() &&
+    } else if (verify && range.last == num_planes() &&
                finish_checksum(sums_[index], kind_.payload_bytes) != before.payload_checksum) {
         faults_[index] = BlockFault::kCorrupt;
     }

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "copy/event.hpp"
@@ -14,15 +15,16 @@
 namespace fdcache {
 
 // A batch is enqueued plane range by plane range, in order. A copy to the host computes the record checksum
-// over the ranges and marks the slot ready with the last one. A load of a pair with `verify` computes the
+// over the ranges and marks the slot ready with the last one. A load that verifies a block computes the
 // checksum of the copied bytes and compares it. Owns no memory of planes or records.
 class BlockCopy {
   public:
-    BlockCopy(Direction direction, std::vector<Plane> planes, RecordTable records,
-              std::vector<BlockPair> pairs, const std::array<std::uint8_t, 16> &fingerprint);
+    BlockCopy(Direction direction, std::shared_ptr<const std::vector<Plane>> planes,
+              std::shared_ptr<const RecordTable> records, BlockList blocks,
+              const std::array<std::uint8_t, 16> &fingerprint);
 
-    std::size_t num_blocks() const { return pairs_.size(); }
-    std::size_t num_planes() const { return planes_.size(); }
+    std::size_t num_blocks() const { return blocks_.size(); }
+    std::size_t num_planes() const { return planes_->size(); }
 
     // Cancels the batch unless it has started. A cancelled batch never touches memory.
     bool cancel();
@@ -38,10 +40,10 @@ class BlockCopy {
     void abandon();
 
     // Valid once `done` is set.
-    BlockFault fault(std::size_t index) const { return faults_[index]; }
+    const std::vector<BlockFault> &faults() const { return faults_; }
     // One per block of a copy to the host; empty for loads.
-    std::vector<std::uint64_t> checksums() const {
-        return direction_ == Direction::kToHost ? sums_ : std::vector<std::uint64_t>{};
+    std::span<const std::uint64_t> checksums() const {
+        return direction_ == Direction::kToHost ? sums_ : std::span<const std::uint64_t>{};
     }
     std::uint64_t copied_bytes() const;
     double seconds() const { return seconds_; }
@@ -53,9 +55,9 @@ class BlockCopy {
     void copy_in(std::size_t index, PlaneRange range);
 
     const Direction direction_;
-    const std::vector<Plane> planes_;
-    const RecordTable records_;
-    const std::vector<BlockPair> pairs_;
+    const std::shared_ptr<const std::vector<Plane>> planes_;
+    const std::shared_ptr<const RecordTable> records_;
+    const BlockList blocks_;
     const RecordKind kind_;
     std::atomic<Phase> phase_{Phase::kPending};
     std::vector<BlockFault> faults_;

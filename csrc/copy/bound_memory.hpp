@@ -1,9 +1,10 @@
-// Shared by the bindings of copies on all devices: bound memory, the pairs of a batch, waits.
+// Shared by the bindings of copies on all devices: bound memory and waits.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <vector>
@@ -16,12 +17,12 @@ namespace fdcache {
 
 // Planes and records, with the Python object that keeps their memory alive.
 struct BoundPlanes {
-    std::vector<Plane> planes;
+    std::shared_ptr<const std::vector<Plane>> planes;
     nb::object owner;
 };
 
 struct BoundRecords {
-    RecordTable table;
+    std::shared_ptr<const RecordTable> table;
     nb::object owner;
 };
 
@@ -29,11 +30,11 @@ struct BoundRecords {
 using PlanesRef = nb::typed<nb::object, BoundPlanes>;
 using RecordsRef = nb::typed<nb::object, BoundRecords>;
 
-inline const std::vector<Plane> &planes_of(const PlanesRef &planes) {
+inline const std::shared_ptr<const std::vector<Plane>> &planes_of(const PlanesRef &planes) {
     return nb::cast<const BoundPlanes &>(planes).planes;
 }
 
-inline const RecordTable &records_of(const RecordsRef &records) {
+inline const std::shared_ptr<const RecordTable> &records_of(const RecordsRef &records) {
     return nb::cast<const BoundRecords &>(records).table;
 }
 
@@ -56,27 +57,23 @@ inline PlaneRange range_of(std::size_t num_planes, std::size_t first, std::size_
     return {first, last};
 }
 
-// Block i of the batch from element i of each array. Throws for a host slot out of range.
-inline std::vector<BlockPair> make_pairs(const RecordTable &table, const VectorIn<std::int32_t> &device_slots,
-                                         const VectorIn<std::int32_t> &host_slots,
-                                         const VectorIn<std::uint32_t> &generations, const HashesIn &hashes,
-                                         const HashesIn &parents) {
-    const std::size_t count = device_slots.shape(0);
-    for (const std::size_t size :
-         {host_slots.shape(0), generations.shape(0), hashes.shape(0), parents.shape(0)})
-        if (size != count) throw std::invalid_argument("the arrays of a copy differ in length");
-    std::vector<BlockPair> pairs(count);
-    const auto own = digests_of(hashes), above = digests_of(parents);
-    for (std::size_t i = 0; i < count; ++i) {
-        BlockPair &pair = pairs[i];
-        pair.device_slot = device_slots.data()[i];
-        pair.host_slot = host_slots.data()[i];
-        check_slot(table, pair.host_slot);
-        pair.generation = generations.data()[i];
-        pair.hash = own[i];
-        pair.parent = above[i];
-    }
-    return pairs;
+inline constexpr const char *kOutcomeDoc =
+    "End a batch whose ``done`` is reached: mark complete records ready, and return\n"
+    "\n"
+    "- a byte per block: 0 if it was copied, else the reason (BlockFault in csrc/copy/record.hpp); empty if "
+    "all\n"
+    "  were copied,\n"
+    "- a 64-bit checksum per block of a copy to the host; empty for loads,\n"
+    "- the bytes and seconds of the copies, and the device's error.";
+
+inline nb::bytes faults_to_bytes(const std::vector<BlockFault> &faults) {
+    const bool complete =
+        std::ranges::all_of(faults, [](BlockFault fault) { return fault == BlockFault::kNone; });
+    return complete ? nb::bytes("", 0) : vector_to_bytes(faults);
+}
+
+inline nb::bytes sums_to_bytes(std::span<const std::uint64_t> sums) {
+    return nb::bytes(reinterpret_cast<const char *>(sums.data()), sums.size_bytes());
 }
 
 // Waits without the GIL, in slices, so that a signal such as Ctrl-C is handled soon. Returns false after the

@@ -1,11 +1,12 @@
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "copy/bound_memory.hpp"
 #include "copy/copy_stream.hpp"
 #include "copy/event.hpp"
+#include "copy/transfer_arrays.hpp"
 
 namespace fdcache {
 namespace {
@@ -22,8 +24,10 @@ struct BoundEvent {
     std::shared_ptr<Event> event = std::make_shared<Event>();
 };
 
+// A copy, and the memory and arrays that it refers to.
 struct BoundCopy {
     std::shared_ptr<BlockCopy> copy;
+    TransferArrays arrays;
     PlanesRef planes;
     RecordsRef records;
 };
@@ -38,11 +42,21 @@ class BoundStream {
     void copy(const nb::typed<nb::object, BoundCopy> &object, std::size_t first, std::size_t last) {
         auto &bound = nb::cast<BoundCopy &>(object);
         const PlaneRange range = range_of(bound.copy->num_planes(), first, last);
-        if (held_.empty() || held_.back().first != bound.copy) {
-            retire();
-            held_.emplace_back(bound.copy, object);
-        }
+        hold(bound.copy, object);
         stream_->copy(bound.copy, range);
+    }
+
+    std::vector<BoundEvent> copy_groups(const nb::typed<nb::object, BoundCopy> &object,
+                                        const std::vector<std::pair<std::size_t, std::size_t>> &groups) {
+        const auto &bound = nb::cast<const BoundCopy &>(object);
+        std::vector<PlaneRange> ranges;
+        for (const auto &[first, last] : groups) {
+            ranges.push_back(range_of(bound.copy->num_planes(), first, last));
+        }
+        hold(bound.copy, object);
+        std::vector<BoundEvent> events;
+        for (auto &event : stream_->copy_groups(bound.copy, ranges)) events.push_back({std::move(event)});
+        return events;
     }
 
     void retire() {
@@ -64,23 +78,28 @@ class BoundStream {
     CopyStream &stream() { return *stream_; }
 
   private:
+    void hold(const std::shared_ptr<BlockCopy> &copy, const nb::object &object) {
+        if (!held_.empty() && held_.back().first == copy) return;
+        retire();
+        held_.emplace_back(copy, object);
+    }
+
     std::unique_ptr<CopyStream> stream_;
     std::vector<std::pair<std::shared_ptr<BlockCopy>, nb::object>> held_;
 };
 
-BoundCopy make_copy(bool to_host, PlanesRef planes, RecordsRef records,
-                    const VectorIn<std::int32_t> &device_slots, const VectorIn<std::int32_t> &host_slots,
-                    const VectorIn<std::uint32_t> &generations, const HashesIn &hashes,
-                    const HashesIn &parents, const nb::bytes &fingerprint,
-                    const std::optional<VectorIn<std::uint8_t>> &verify) {
-    const RecordTable &table = records_of(records);
-    auto pairs = make_pairs(table, device_slots, host_slots, generations, hashes, parents);
-    if (verify && verify->shape(0) != pairs.size())
-        throw std::invalid_argument("the arrays of a copy differ in length");
-    for (std::size_t i = 0; verify && i < pairs.size(); ++i) pairs[i].verify = verify->data()[i];
-    auto copy = std::make_shared<BlockCopy>(direction_of(to_host), planes_of(planes), table, std::move(pairs),
-                                            fingerprint_of(fingerprint));
-    return {std::move(copy), std::move(planes), std::move(records)};
+std::optional<BoundCopy> make_copy(nb::handle swap, bool to_host, PlanesRef planes,
+                                   std::int32_t device_blocks, RecordsRef records,
+                                   const nb::bytes &fingerprint, bool verify) {
+    auto arrays = arrays_of(swap);
+    if (!arrays) return std::nullopt;
+    const auto &table = records_of(records);
+    auto blocks = blocks_of(*arrays, direction_of(to_host), device_blocks, table->num_slots);
+    if (!blocks) return std::nullopt;
+    blocks->verify_all = verify;
+    auto copy = std::make_shared<BlockCopy>(direction_of(to_host), planes_of(planes), table,
+                                            std::move(*blocks), fingerprint_of(fingerprint));
+    return BoundCopy{std::move(copy), std::move(*arrays), std::move(planes), std::move(records)};
 }
 
 void bind_event(nb::module_ &module) {
@@ -111,42 +130,25 @@ void bind_event(nb::module_ &module) {
 }
 
 void bind_batch(nb::module_ &module) {
-    nb::class_<BoundCopy>(
-        module, "BlockCopy",
-        "A batch of block copies in one direction. Read ``faults()`` and ``checksums()`` once\n"
-        "``done`` is set.")
-        .def(
-            "__init__",
-            [](BoundCopy *self, bool to_host, PlanesRef planes, RecordsRef records,
-               const VectorIn<std::int32_t> &device_slots, const VectorIn<std::int32_t> &host_slots,
-               const VectorIn<std::uint32_t> &generations, const HashesIn &hashes, const HashesIn &parents,
-               const nb::bytes &fingerprint, const std::optional<VectorIn<std::uint8_t>> &verify) {
-                new (self)
-                    BoundCopy(make_copy(to_host, std::move(planes), std::move(records), device_slots,
-                                        host_slots, generations, hashes, parents, fingerprint, verify));
-            },
-            "to_host"_a, "planes"_a, "records"_a, "device_slots"_a, "host_slots"_a, "generations"_a,
-            "hashes"_a, "parents"_a, "fingerprint"_a, "verify"_a = nb::none(),
-            "``verify``: 1 for each block whose load fails unless its bytes have the record's checksum.")
+    nb::class_<BoundCopy>(module, "BlockCopy", "A batch of block copies in one direction.")
         .def(
             "cancel", [](BoundCopy &self) { return self.copy->cancel(); },
             nb::call_guard<nb::gil_scoped_release>(),
             "Cancel the batch unless it has started. Return True if it will never touch memory.")
         .def_prop_ro("done", [](const BoundCopy &self) { return BoundEvent{self.copy->done()}; })
         .def_prop_ro("started", [](const BoundCopy &self) { return self.copy->started(); })
-        .def_prop_ro("copied_bytes", [](const BoundCopy &self) { return self.copy->copied_bytes(); })
-        .def_prop_ro("seconds", [](const BoundCopy &self) { return self.copy->seconds(); })
         .def(
-            "faults",
+            "finish",
             [](const BoundCopy &self) {
-                std::vector<BlockFault> faults(self.copy->num_blocks());
-                for (std::size_t i = 0; i < faults.size(); ++i) faults[i] = self.copy->fault(i);
-                return vector_to_bytes(faults);
+                const BlockCopy &copy = *self.copy;
+                return nb::make_tuple(faults_to_bytes(copy.faults()), sums_to_bytes(copy.checksums()),
+                                      copy.copied_bytes(), copy.seconds(), "");
             },
-            "A byte per block: 0 if it was copied, else the reason (BlockFault in csrc/copy/record.hpp).")
-        .def(
-            "checksums", [](const BoundCopy &self) { return vector_to_bytes(self.copy->checksums()); },
-            "A 64-bit checksum per block of a copy to the host; empty for loads.");
+            nb::sig("def finish(self) -> tuple[bytes, bytes, int, float, str]"), kOutcomeDoc);
+    module.def("copy_blocks", &make_copy, "swap"_a, "to_host"_a, "planes"_a, "device_blocks"_a, "records"_a,
+               "fingerprint"_a, "verify"_a,
+               "Prepare the copies of a transfer; return None unless it is sound (``is_sound_transfer``).\n"
+               "``verify``: loads fail unless their bytes have the record's checksum.");
 }
 
 }  // namespace
@@ -159,6 +161,8 @@ void bind_copies(nb::module_ &module) {
         .def(nb::init<unsigned, bool>(), "threads"_a, "background"_a = false)
         .def("copy", &BoundStream::copy, "copy"_a, "first_plane"_a, "last_plane"_a,
              "Enqueue planes [first_plane, last_plane) of a batch. Ranges of a batch come in order.")
+        .def("copy_groups", &BoundStream::copy_groups, "copy"_a, "ranges"_a,
+             "Enqueue ranges of planes in order; return an event set after each.")
         .def(
             "record", [](BoundStream &self, const BoundEvent &event) { self.stream().record(event.event); },
             "event"_a, "Set the event once all earlier operations are done.")

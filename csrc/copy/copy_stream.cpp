@@ -22,15 +22,29 @@ CopyStream::~CopyStream() {
 
 void CopyStream::copy(std::shared_ptr<BlockCopy> copy, PlaneRange range) {
     threads_->push(
-        {.kind = Operation::Kind::kCopy, .event = nullptr, .copy = std::move(copy), .range = range});
+        {{.kind = Operation::Kind::kCopy, .event = nullptr, .copy = std::move(copy), .range = range}});
+}
+
+std::vector<std::shared_ptr<Event>> CopyStream::copy_groups(const std::shared_ptr<BlockCopy> &copy,
+                                                            std::span<const PlaneRange> ranges) {
+    std::vector<Operation> operations;
+    std::vector<std::shared_ptr<Event>> events;
+    for (const PlaneRange range : ranges) {
+        events.push_back(std::make_shared<Event>());
+        operations.push_back(
+            {.kind = Operation::Kind::kCopy, .event = nullptr, .copy = copy, .range = range});
+        operations.push_back({.kind = Operation::Kind::kRecord, .event = events.back(), .copy = nullptr});
+    }
+    threads_->push(std::move(operations));
+    return events;
 }
 
 void CopyStream::record(std::shared_ptr<Event> event) {
-    threads_->push({.kind = Operation::Kind::kRecord, .event = std::move(event), .copy = nullptr});
+    threads_->push({{.kind = Operation::Kind::kRecord, .event = std::move(event), .copy = nullptr}});
 }
 
 void CopyStream::wait(std::shared_ptr<Event> event) {
-    threads_->push({.kind = Operation::Kind::kWait, .event = event, .copy = nullptr});
+    threads_->push({{.kind = Operation::Kind::kWait, .event = event, .copy = nullptr}});
     event->watch(threads_.queue());
 }
 
@@ -43,12 +57,13 @@ void CopyStream::Queue::event_set() {
     changed.notify_all();
 }
 
-void CopyStream::Queue::push(Operation operation) {
+void CopyStream::Queue::push(std::vector<Operation> more) {
     const std::lock_guard lock(mutex);
     if (closing) throw std::runtime_error("the copy stream is closed");
-    operations.push_back(std::move(operation));
     // Behind another operation there is no work for a thread yet.
-    if (operations.size() == 1) changed.notify_all();
+    const bool was_idle = operations.empty();
+    for (Operation &each : more) operations.push_back(std::move(each));
+    if (was_idle) changed.notify_all();
 }
 
 void CopyStream::Queue::serve(bool background) {

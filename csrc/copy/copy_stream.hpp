@@ -6,6 +6,8 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <span>
+#include <vector>
 
 #include "copy/block_copy.hpp"
 #include "copy/event.hpp"
@@ -23,6 +25,9 @@ class CopyStream {
     CopyStream &operator=(const CopyStream &) = delete;
 
     void copy(std::shared_ptr<BlockCopy> copy, PlaneRange range);
+    // Enqueues ranges of a batch and returns an event recorded after each.
+    std::vector<std::shared_ptr<Event>> copy_groups(const std::shared_ptr<BlockCopy> &copy,
+                                                    std::span<const PlaneRange> ranges);
     void record(std::shared_ptr<Event> event);
     // Makes later operations wait until the event is set. It may be recorded later than this call.
     void wait(std::shared_ptr<Event> event);
@@ -48,7 +53,7 @@ class CopyStream {
         bool closing = false;
 
         void event_set() override;
-        void push(Operation operation);
+        void push(std::vector<Operation> more);
         void serve(bool background);
         bool is_runnable() const;
         void step(std::unique_lock<std::mutex> &lock);

@@ -9,13 +9,13 @@ std::uint64_t payload_bytes(std::span<const Plane> planes) {
                            [](std::uint64_t sum, const Plane &plane) { return sum + plane.nbytes; });
 }
 
-SlotHeader writing_header(const BlockPair &pair, const RecordKind &kind) {
+SlotHeader writing_header(const BlockList &blocks, std::size_t block, const RecordKind &kind) {
     SlotHeader header;
     header.state = HeaderState::kWriting;
-    header.generation = pair.generation;
+    header.generation = blocks.generations[block];
     header.payload_bytes = kind.payload_bytes;
-    header.hash = pair.hash;
-    header.parent = pair.parent;
+    header.hash = blocks.hashes[block];
+    header.parent = blocks.parents[block];
     header.fingerprint = kind.fingerprint;
     header.seal();
     return header;
@@ -28,11 +28,12 @@ SlotHeader ready_header(SlotHeader writing, std::uint64_t checksum) {
     return writing;
 }
 
-BlockFault check_source(const SlotHeader &header, const BlockPair &pair, const RecordKind &kind) {
+BlockFault check_source(const SlotHeader &header, const BlockList &blocks, std::size_t block,
+                        const RecordKind &kind) {
     // Fresh memory holds zeros: a slot that was never written is empty, not broken.
     if (!header.is_valid()) return header == SlotHeader{} ? BlockFault::kNotReady : BlockFault::kNoHeader;
-    if (header.generation != pair.generation) return BlockFault::kOtherGeneration;
-    if (header.hash != pair.hash) return BlockFault::kOtherHash;
+    if (header.generation != blocks.generations[block]) return BlockFault::kOtherGeneration;
+    if (header.hash != blocks.hashes[block]) return BlockFault::kOtherHash;
     if (header.fingerprint != kind.fingerprint || header.payload_bytes != kind.payload_bytes) {
         return BlockFault::kOtherLayout;
     }

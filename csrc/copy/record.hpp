@@ -58,14 +58,22 @@ struct RecordKind {
 
 enum class Direction : std::uint8_t { kToHost, kToDevice };
 
-// One block of a copy.
-struct BlockPair {
-    std::int32_t device_slot;
-    std::int32_t host_slot;
-    std::uint32_t generation;  // of the host slot
-    Digest hash;
-    Digest parent;
-    bool verify = false;  // a load that fails unless the bytes have the record's checksum
+// The blocks of a copy, as parallel arrays. Slots, which address memory, are copied; the other arrays are
+// used where they are and outlive the list.
+struct BlockList {
+    std::vector<std::int32_t> device_slots;
+    std::vector<std::int32_t> host_slots;
+    std::span<const std::uint32_t> generations;  // of the host slots
+    std::span<const Digest> hashes;
+    std::span<const Digest> parents;
+    std::span<const std::uint8_t> unverified;  // of loads: 1 for records to verify; may be empty
+    bool verify_all = false;
+
+    std::size_t size() const { return host_slots.size(); }
+    // True for a load that fails unless the bytes have the record's checksum.
+    bool verifies(std::size_t block) const {
+        return verify_all || (!unverified.empty() && unverified[block] != 0);
+    }
 };
 
 // Why a block was not copied.
@@ -84,12 +92,13 @@ enum class BlockFault : std::uint8_t {
 };
 
 // The sealed header of a record that a copy to the host is about to write.
-SlotHeader writing_header(const BlockPair &pair, const RecordKind &kind);
+SlotHeader writing_header(const BlockList &blocks, std::size_t block, const RecordKind &kind);
 
 // The sealed header of the same record once it is complete.
 SlotHeader ready_header(SlotHeader writing, std::uint64_t checksum);
 
-// Checks that a slot with this header can be loaded as the block of `pair`.
-BlockFault check_source(const SlotHeader &header, const BlockPair &pair, const RecordKind &kind);
+// Checks that a slot with this header can be loaded as this block.
+BlockFault check_source(const SlotHeader &header, const BlockList &blocks, std::size_t block,
+                        const RecordKind &kind);
 
 }  // namespace fdcache

@@ -49,7 +49,7 @@ BoundPlanes make_planes(const std::vector<std::uintptr_t> &addresses,
             throw std::invalid_argument("a plane's record offset must be a multiple of 8");
         planes.push_back({pointer(addresses[i]), strides[i], sizes[i], offsets[i]});
     }
-    return {std::move(planes), std::move(owner)};
+    return {std::make_shared<const std::vector<Plane>>(std::move(planes)), std::move(owner)};
 }
 
 BoundRecords make_records(const std::vector<std::uintptr_t> &extents, std::size_t records_per_extent,
@@ -65,7 +65,7 @@ BoundRecords make_records(const std::vector<std::uintptr_t> &extents, std::size_
     table.record_bytes = record_bytes;
     for (const auto address : headers) table.headers.push_back(reinterpret_cast<SlotHeader *>(address));
     table.num_slots = num_slots;
-    return {std::move(table), std::move(owner)};
+    return {std::make_shared<const RecordTable>(std::move(table)), std::move(owner)};
 }
 
 void bind_header(nb::module_ &module) {
@@ -171,11 +171,11 @@ void bind_tables(nb::module_ &module) {
             },
             "extents"_a, "records_per_extent"_a, "record_bytes"_a, "headers"_a, "num_slots"_a, "owner"_a,
             "``headers``: address of the first header of each extent. ``owner`` keeps the memory alive.")
-        .def_prop_ro("num_slots", [](const BoundRecords &self) { return self.table.num_slots; })
+        .def_prop_ro("num_slots", [](const BoundRecords &self) { return self.table->num_slots; })
         .def(
             "record",
             [](nb::handle_t<BoundRecords> self, std::int32_t slot) {
-                const auto &table = nb::cast<BoundRecords &>(self).table;
+                const RecordTable &table = *nb::cast<BoundRecords &>(self).table;
                 check_slot(table, slot);
                 return ByteView(table.record(slot), {table.record_bytes}, self);
             },
@@ -185,9 +185,9 @@ void bind_tables(nb::module_ &module) {
             [](const BoundRecords &self, const VectorIn<std::int32_t> &slots) {
                 std::vector<std::uint64_t> records, headers;
                 for (const std::int32_t slot : span_of(slots)) {
-                    check_slot(self.table, slot);
-                    records.push_back(reinterpret_cast<std::uintptr_t>(self.table.record(slot)));
-                    headers.push_back(reinterpret_cast<std::uintptr_t>(self.table.header(slot)));
+                    check_slot(*self.table, slot);
+                    records.push_back(reinterpret_cast<std::uintptr_t>(self.table->record(slot)));
+                    headers.push_back(reinterpret_cast<std::uintptr_t>(self.table->header(slot)));
                 }
                 return std::pair(to_numpy<std::uint64_t>(std::move(records)),
                                  to_numpy<std::uint64_t>(std::move(headers)));
@@ -196,15 +196,15 @@ void bind_tables(nb::module_ &module) {
         .def(
             "header",
             [](const BoundRecords &self, std::int32_t slot) {
-                check_slot(self.table, slot);
-                return load_header(self.table.header(slot));
+                check_slot(*self.table, slot);
+                return load_header(self.table->header(slot));
             },
             "slot"_a, "Return a copy of the slot's header.")
         .def(
             "set_header",
             [](const BoundRecords &self, std::int32_t slot, const SlotHeader &header) {
-                check_slot(self.table, slot);
-                store_header(self.table.header(slot), header);
+                check_slot(*self.table, slot);
+                store_header(self.table->header(slot), header);
             },
             "slot"_a, "header"_a);
 }

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -16,6 +18,7 @@
 #include <vector>
 
 #include "copy/bound_memory.hpp"
+#include "copy/transfer_arrays.hpp"
 #include "cuda/context.hpp"
 #include "cuda/lane.hpp"
 #include "cuda/submitter.hpp"
@@ -27,7 +30,6 @@ namespace {
 using EventPtr = std::shared_ptr<cuda::Event>;
 using ContextPtr = std::shared_ptr<cuda::Context>;
 using LanePtr = std::shared_ptr<cuda::Lane>;
-using TrafficPtr = std::shared_ptr<cuda::Traffic>;
 using Pairs = std::vector<std::pair<std::size_t, std::size_t>>;
 
 template <typename Handle>
@@ -35,10 +37,12 @@ Handle handle_of(std::uintptr_t value) {
     return reinterpret_cast<Handle>(value);
 }
 
-// The driver has no wait with a deadline, so the host polls, at growing intervals.
+// The driver has no wait with a deadline, so the host polls, at growing intervals. The kernel lets a thread
+// sleep for 50 us at least, so short waits are spent awake.
 template <typename Condition>
 bool poll(Condition is_true, Deadline deadline) {
     using Clock = std::chrono::steady_clock;
+    constexpr Clock::duration kAwake = std::chrono::microseconds(100);
     constexpr Clock::duration kShortest = std::chrono::microseconds(2);
     constexpr Clock::duration kLongest = std::chrono::microseconds(100);
     const auto start = Clock::now();
@@ -46,25 +50,82 @@ bool poll(Condition is_true, Deadline deadline) {
         if (is_true()) return true;
         const auto now = Clock::now();
         if (deadline && now >= *deadline) return false;
-        std::this_thread::sleep_for(std::clamp((now - start) / 16, kShortest, kLongest));
+        if (now - start < kAwake) {
+            while (Clock::now() - now < kShortest) std::this_thread::yield();
+        } else {
+            std::this_thread::sleep_for(std::clamp((now - start) / 16, kShortest, kLongest));
+        }
     }
 }
 
 bool wait_events(const std::vector<EventPtr> &events, std::optional<double> timeout) {
+    for (const EventPtr &event : events) event->hurry();
     const auto is_one_reached = [&events] {
         return std::ranges::any_of(events, [](const EventPtr &event) { return event->is_reached(); });
     };
     return wait_interruptibly(timeout, [&](Deadline deadline) { return poll(is_one_reached, deadline); });
 }
 
-struct BoundSwap {
-    std::shared_ptr<cuda::Swap> swap;
-    nb::object owners;
+// What all batches of a GPU share; `owner` keeps its kernels loaded.
+struct BoundDevice {
+    std::shared_ptr<const cuda::SwapDevice> device;
+    nb::object owner;
+};
+
+struct BoundSwapPlanes {
+    std::shared_ptr<const cuda::SwapPlanes> planes;
+    std::int32_t num_blocks;
+    nb::object owner;
 };
 
 // Device addresses of the extents of an arena. Built once, since an arena has thousands.
 struct BoundExtents {
-    std::vector<cuda::Address> addresses;
+    std::shared_ptr<const std::vector<cuda::Address>> addresses;
+};
+
+// A batch, and the arrays and memory that it refers to.
+struct BoundSwap {
+    std::shared_ptr<cuda::Swap> swap;
+    TransferArrays arrays;
+    nb::object owners;
+};
+
+// Keeps each batch, and the memory that it refers to, alive until it has ended.
+class BoundSubmitter {
+  public:
+    BoundSubmitter(ContextPtr context, cuda::StreamHandle main, bool background)
+        : submitter(std::move(context), main, background) {}
+
+    void hold(const BoundSwap &batch, nb::object owner) {
+        if (!held_.empty() && held_.back().first == batch.swap) return;
+        retire();
+        held_.emplace_back(batch.swap, std::move(owner));
+    }
+
+    // Batches end in order, so the first that has not ended is the only one asked in vain.
+    void retire() {
+        while (!held_.empty() && held_.front().first->done()->is_reached()) held_.pop_front();
+    }
+
+    std::vector<EventPtr> ends() const {
+        std::vector<EventPtr> events;
+        for (const auto &[swap, owner] : held_) events.push_back(swap->done());
+        return events;
+    }
+
+    void close() {
+        {
+            const nb::gil_scoped_release release;
+            submitter.close();
+        }
+        held_.clear();
+    }
+
+  private:
+    std::deque<std::pair<std::shared_ptr<cuda::Swap>, nb::object>> held_;
+
+  public:
+    cuda::Submitter submitter;  // ends before the owners are released
 };
 
 struct BoundRegistration {
@@ -83,13 +144,7 @@ void bind_context(nb::module_ &module) {
             [](cuda::Context &self, std::uintptr_t stream) {
                 return cuda::is_stream_of(self, handle_of<cuda::StreamHandle>(stream));
             },
-            "stream"_a, "Return True if the stream belongs to this context.")
-        .def(
-            "is_capturing",
-            [](cuda::Context &self, std::uintptr_t stream) {
-                return cuda::is_capturing(self, handle_of<cuda::StreamHandle>(stream));
-            },
-            "stream"_a, "Return True if the stream is being captured into a graph.");
+            "stream"_a, "Return True if the stream belongs to this context.");
     module.def(
         "device_uuid",
         [](int ordinal) {
@@ -109,22 +164,29 @@ void bind_events(nb::module_ &module) {
              }),
              "context"_a, "timing"_a = false)
         .def(
-            "record",
+            "record_unless_captured",
             [](cuda::Event &self, std::uintptr_t stream) {
+                if (self.is_capturing(handle_of<cuda::StreamHandle>(stream))) return false;
                 if (const auto refusal = self.record(handle_of<cuda::StreamHandle>(stream))) throw *refusal;
+                return true;
             },
-            "stream"_a)
+            "stream"_a, "Record the event. Do nothing and return False if the stream is being captured.")
         .def(
-            "hold",
+            "hold_unless_captured",
             [](cuda::Event &self, std::uintptr_t stream) {
+                if (self.is_capturing(handle_of<cuda::StreamHandle>(stream))) return false;
                 if (self.is_promised()) {
+                    self.hurry();
                     const auto is_recorded = [&self] { return !self.is_promised(); };
                     wait_interruptibly(std::nullopt,
                                        [&](Deadline deadline) { return poll(is_recorded, deadline); });
                 }
                 self.hold(handle_of<cuda::StreamHandle>(stream));
+                return true;
             },
-            "stream"_a, "Make the stream wait for the event. Blocks until a promised event is recorded.")
+            "stream"_a,
+            "Make the stream wait for the event. Blocks until a promised event is recorded. Do nothing and\n"
+            "return False if the stream is being captured.")
         .def("query", &cuda::Event::is_reached, "Return True if the event is reached.");
     module.def("wait_cuda_events", &wait_events, "events"_a, "timeout"_a = nb::none(),
                "Wait until one of the events is reached; return False after ``timeout`` seconds.");
@@ -151,7 +213,8 @@ void bind_registration(nb::module_ &module) {
         .def(
             "__init__",
             [](BoundExtents *self, std::vector<cuda::Address> addresses) {
-                new (self) BoundExtents{std::move(addresses)};
+                new (self)
+                    BoundExtents{std::make_shared<const std::vector<cuda::Address>>(std::move(addresses))};
             },
             "addresses"_a);
 }
@@ -168,91 +231,116 @@ void bind_submitter(nb::module_ &module) {
                                                      slots);
              }),
              "context"_a, "main"_a, "copy"_a, "staging"_a, "slot_bytes"_a, "slots"_a);
-    nb::class_<cuda::Submitter>(
+    nb::class_<BoundSubmitter>(
         module, "CudaSubmitter",
         "Enqueues work on one stream in order: small batches on the calling thread, others on a\n"
         "thread of its own.")
         .def(
             "__init__",
-            [](cuda::Submitter *self, ContextPtr context, std::uintptr_t main, bool background) {
+            [](BoundSubmitter *self, ContextPtr context, std::uintptr_t main, bool background) {
                 new (self)
-                    cuda::Submitter(std::move(context), handle_of<cuda::StreamHandle>(main), background);
+                    BoundSubmitter(std::move(context), handle_of<cuda::StreamHandle>(main), background);
             },
             "context"_a, "main"_a, "background"_a)
-        .def("record", &cuda::Submitter::record, "event"_a)
-        .def("wait", &cuda::Submitter::wait, "event"_a,
-             "Make later work wait for the event. If the driver refuses, the next batch fails.")
+        .def(
+            "record", [](BoundSubmitter &self, EventPtr event) { self.submitter.record(std::move(event)); },
+            "event"_a)
+        .def(
+            "wait", [](BoundSubmitter &self, EventPtr event) { self.submitter.wait(std::move(event)); },
+            "event"_a, "Make later work wait for the event. If the driver refuses, the next batch fails.")
         .def(
             "enqueue",
-            [](cuda::Submitter &self, const BoundSwap &batch, LanePtr lane, const Pairs &ranges) {
+            [](BoundSubmitter &self, const BoundSwap &batch, nb::object owner, LanePtr lane,
+               const Pairs &ranges, std::vector<EventPtr> after) {
                 if (ranges.empty()) throw std::invalid_argument("a batch has at least one range of planes");
                 std::vector<PlaneRange> wanted;
+                wanted.reserve(ranges.size());
                 for (const auto &[first, last] : ranges) {
                     wanted.push_back(range_of(batch.swap->planes().size(), first, last));
                 }
+                self.hold(batch, std::move(owner));
                 const nb::gil_scoped_release release;
-                return self.enqueue(batch.swap, std::move(lane), wanted);
+                return self.submitter.enqueue(batch.swap, std::move(lane), wanted, std::move(after));
             },
-            "batch"_a, "lane"_a, "ranges"_a, "Enqueue plane ranges of a batch and return the event of each.")
+            "batch"_a, "owner"_a, "lane"_a, "ranges"_a, "after"_a,
+            "Enqueue plane ranges of a batch after these events; return the event of each. ``owner`` is "
+            "kept\n"
+            "until the batch has ended.")
         .def(
             "refuse",
-            [](cuda::Submitter &self, const BoundSwap &batch, std::string reason) {
-                self.refuse(batch.swap, std::move(reason));
+            [](BoundSubmitter &self, const BoundSwap &batch, nb::object owner, std::string reason) {
+                self.hold(batch, std::move(owner));
+                self.submitter.refuse(batch.swap, std::move(reason));
             },
-            "batch"_a, "reason"_a, "End a batch that cannot be copied.")
-        .def("close", &cuda::Submitter::close, nb::call_guard<nb::gil_scoped_release>(),
-             "Run the queued work and end the thread; later work runs on the calling thread.");
+            "batch"_a, "owner"_a, "reason"_a, "End a batch that cannot be copied.")
+        .def("retire", &BoundSubmitter::retire, "Release the owners of batches that have ended.")
+        .def("ends", &BoundSubmitter::ends, "Return the ends of the batches whose owners are kept.")
+        .def("close", &BoundSubmitter::close,
+             "Run the queued work, end the thread and release all owners; later work runs on the calling\n"
+             "thread.");
 }
 
-BoundSwap make_swap(ContextPtr context, TrafficPtr traffic, const std::vector<std::uintptr_t> &kernels,
-                    const cuda::SwapPolicy &policy, bool to_host, const PlanesRef &planes,
-                    cuda::Address chunks, std::vector<unsigned> first_chunk, const RecordsRef &records,
-                    const BoundExtents &extents, const VectorIn<std::int32_t> &device_slots,
-                    const VectorIn<std::int32_t> &host_slots, const VectorIn<std::uint32_t> &generations,
-                    const HashesIn &hashes, const HashesIn &parents, const nb::bytes &fingerprint,
-                    bool verify) {
-    const auto &table = records_of(records);
-    const auto &bound = planes_of(planes);
-    if (kernels.size() != 4) throw std::invalid_argument("kernels are copy_in, copy_out, sum, copy_words");
-    if (first_chunk.size() != bound.size() + 1)
+cuda::Kernels kernels_of(const std::vector<std::uintptr_t> &handles) {
+    if (handles.size() != 4) throw std::invalid_argument("kernels are copy_in, copy_out, sum, copy_words");
+    const auto function = [&](std::size_t i) { return handle_of<cuda::FunctionHandle>(handles[i]); };
+    return {function(0), function(1), function(2), function(3)};
+}
+
+BoundSwapPlanes make_planes(const PlanesRef &table, cuda::Address chunks, std::vector<unsigned> first_chunk,
+                            std::int32_t num_blocks, nb::object owner) {
+    const auto &planes = planes_of(table);
+    if (first_chunk.size() != planes->size() + 1)
         throw std::invalid_argument("first_chunk and planes differ in length");
-    if (extents.addresses.size() < table.extents.size())
+    return {std::make_shared<const cuda::SwapPlanes>(planes, chunks, std::move(first_chunk)), num_blocks,
+            std::move(owner)};
+}
+
+std::optional<BoundSwap> make_swap(const BoundDevice &device, nb::handle transfer, bool to_host,
+                                   nb::handle_t<BoundSwapPlanes> planes, const RecordsRef &records,
+                                   const BoundExtents &extents, const nb::bytes &fingerprint, bool verify) {
+    const auto &table = records_of(records);
+    const auto &bound = nb::cast<const BoundSwapPlanes &>(planes);
+    if (extents.addresses->size() < table->extents.size())
         throw std::invalid_argument("extents are not all registered");
-    const auto function = [&](std::size_t i) { return handle_of<cuda::FunctionHandle>(kernels[i]); };
-    const cuda::Kernels functions{function(0), function(1), function(2), function(3)};
-    auto swap = std::make_shared<cuda::Swap>(
-        std::move(context), std::move(traffic), functions, policy, direction_of(to_host), bound, chunks,
-        std::move(first_chunk), table, extents.addresses,
-        make_pairs(table, device_slots, host_slots, generations, hashes, parents),
-        fingerprint_of(fingerprint), verify);
-    return {std::move(swap), nb::make_tuple(planes, records)};
+    auto arrays = arrays_of(transfer);
+    if (!arrays) return std::nullopt;
+    auto blocks = blocks_of(*arrays, direction_of(to_host), bound.num_blocks, table->num_slots);
+    if (!blocks) return std::nullopt;
+    verify = verify || std::ranges::any_of(blocks->unverified, std::identity{});
+    auto swap = std::make_shared<cuda::Swap>(device.device, direction_of(to_host), bound.planes,
+                                             cuda::SwapRecords{table, extents.addresses}, std::move(*blocks),
+                                             fingerprint_of(fingerprint), verify);
+    return BoundSwap{std::move(swap), std::move(*arrays), nb::make_tuple(planes, records, device.owner)};
 }
 
 void bind_batch(nb::module_ &module) {
-    nb::class_<cuda::Traffic>(module, "CudaTraffic", "Number of batches in flight on one GPU, by direction.")
-        .def(nb::new_([] { return std::make_shared<cuda::Traffic>(); }));
-    nb::class_<BoundSwap>(module, "CudaSwap",
-                          "A batch of block copies on a GPU. Read ``faults()`` and ``checksums()`` after "
-                          "``finish()``.")
+    nb::class_<BoundSwapPlanes>(module, "CudaPlanes",
+                                "Planes of a device cache, and the table of their chunks on the GPU.")
         .def(
             "__init__",
-            [](BoundSwap *self, ContextPtr context, TrafficPtr traffic,
-               const std::vector<std::uintptr_t> &kernels, const cuda::SwapPolicy &policy, bool to_host,
-               const PlanesRef &planes, cuda::Address chunks, std::vector<unsigned> first_chunk,
-               const RecordsRef &records, const BoundExtents &extents,
-               const VectorIn<std::int32_t> &device_slots, const VectorIn<std::int32_t> &host_slots,
-               const VectorIn<std::uint32_t> &generations, const HashesIn &hashes, const HashesIn &parents,
-               const nb::bytes &fingerprint, bool verify) {
-                new (self) BoundSwap(make_swap(std::move(context), std::move(traffic), kernels, policy,
-                                               to_host, planes, chunks, std::move(first_chunk), records,
-                                               extents, device_slots, host_slots, generations, hashes,
-                                               parents, fingerprint, verify));
+            [](BoundSwapPlanes *self, const PlanesRef &table, cuda::Address chunks,
+               std::vector<unsigned> first_chunk, std::int32_t num_blocks, nb::object owner) {
+                new (self) BoundSwapPlanes(
+                    make_planes(table, chunks, std::move(first_chunk), num_blocks, std::move(owner)));
             },
-            "context"_a, "traffic"_a, "kernels"_a, "policy"_a, "to_host"_a, "planes"_a, "chunks"_a,
-            "first_chunk"_a, "records"_a, "extents"_a, "device_slots"_a, "host_slots"_a, "generations"_a,
-            "hashes"_a, "parents"_a, "fingerprint"_a, "verify"_a,
-            "``kernels``: copy_in, copy_out, sum, copy_words. ``chunks``, ``first_chunk``: of\n"
-            "``swap_chunks``.")
+            "table"_a, "chunks"_a, "first_chunk"_a, "num_blocks"_a, "owner"_a,
+            "``chunks``, ``first_chunk``: of ``swap_chunks``. ``owner`` keeps the memory of both alive.");
+    nb::class_<BoundDevice>(module, "CudaCopier", "Prepares the batches of one GPU.")
+        .def(
+            "__init__",
+            [](BoundDevice *self, ContextPtr context, const std::vector<std::uintptr_t> &kernels,
+               const cuda::SwapPolicy &policy, nb::object owner) {
+                new (self) BoundDevice{
+                    std::make_shared<const cuda::SwapDevice>(std::move(context), kernels_of(kernels), policy),
+                    std::move(owner)};
+            },
+            "context"_a, "kernels"_a, "policy"_a, "owner"_a,
+            "``kernels``: copy_in, copy_out, sum, copy_words, which ``owner`` keeps loaded.")
+        .def("prepare", &make_swap, "swap"_a, "to_host"_a, "planes"_a, "records"_a, "extents"_a,
+             "fingerprint"_a, "verify"_a,
+             "Prepare the copies of a transfer; return None unless it is sound (``is_sound_transfer``).\n"
+             "``verify``: loads fail unless their bytes have the record's checksum.");
+    nb::class_<BoundSwap>(module, "CudaSwap", "A batch of block copies on a GPU.")
         .def_prop_ro(
             "table_bytes", [](const BoundSwap &self) { return self.swap->table_bytes(); },
             "Size of the block table.")
@@ -263,20 +351,17 @@ void bind_batch(nb::module_ &module) {
             },
             "host"_a, "device"_a,
             "Set the addresses of the block table in pinned host memory and on the GPU.")
-        .def(
-            "finish", [](BoundSwap &self) { self.swap->finish(); },
-            "Check the headers again and mark complete records ready. Call once ``done`` is reached.")
         .def_prop_ro("started", [](const BoundSwap &self) { return self.swap->started(); })
         .def_prop_ro("done", [](const BoundSwap &self) { return self.swap->done(); })
-        .def_prop_ro("copied_bytes", [](const BoundSwap &self) { return self.swap->copied_bytes(); })
-        .def_prop_ro("seconds", [](const BoundSwap &self) { return self.swap->seconds(); })
-        .def_prop_ro("error", [](const BoundSwap &self) { return self.swap->error(); })
         .def(
-            "faults", [](const BoundSwap &self) { return vector_to_bytes(self.swap->faults()); },
-            "A byte per block: 0 if it was copied, else the reason (BlockFault in csrc/copy/record.hpp).")
-        .def(
-            "checksums", [](const BoundSwap &self) { return vector_to_bytes(self.swap->checksums()); },
-            "A 64-bit checksum per block of a copy to the host; empty for loads.");
+            "finish",
+            [](BoundSwap &self) {
+                cuda::Swap &swap = *self.swap;
+                swap.finish();
+                return nb::make_tuple(faults_to_bytes(swap.faults()), sums_to_bytes(swap.checksums()),
+                                      swap.copied_bytes(), swap.seconds(), swap.error());
+            },
+            nb::sig("def finish(self) -> tuple[bytes, bytes, int, float, str]"), kOutcomeDoc);
 }
 
 }  // namespace

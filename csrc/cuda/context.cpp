@@ -101,8 +101,14 @@ PooledEvent::~PooledEvent() {
 Event::Event(std::shared_ptr<Context> context, bool timing)
     : context_(std::move(context)), event_(context_, timing) {}
 
-void Event::promise() {
+void Event::promise(std::weak_ptr<Promiser> by) {
+    promiser_ = std::move(by);
     state_.store(State::kPromised, std::memory_order_release);
+}
+
+void Event::hurry() const {
+    if (!is_promised()) return;
+    if (const auto promiser = promiser_.lock()) promiser->hurry();
 }
 
 std::optional<Error> Event::record(StreamHandle stream) {
@@ -124,6 +130,7 @@ std::optional<Error> Event::record(StreamHandle stream) {
 }
 
 void Event::hold(StreamHandle stream) const {
+    hurry();
     state_.wait(State::kPromised, std::memory_order_acquire);
     if (state_.load(std::memory_order_acquire) == State::kPassed) return;
     noted(*context_, [&] {
@@ -133,13 +140,15 @@ void Event::hold(StreamHandle stream) const {
 }
 
 bool Event::is_reached() const {
-    const State state = state_.load(std::memory_order_acquire);
-    if (state == State::kPromised || state == State::kPassed) return state == State::kPassed;
+    State state = state_.load(std::memory_order_acquire);
+    if (state == State::kPromised) return false;
+    if (state == State::kReached || state == State::kPassed) return true;
     try {
         const Current current(*context_);
         const int result = driver().event_query(event_.handle());
         if (result == kNotReady) return false;
         check(result, "cuEventQuery");
+        if (state == State::kRecorded) state_.compare_exchange_strong(state, State::kReached);
     } catch (const Error &error) {
         context_->lose(error);
     }

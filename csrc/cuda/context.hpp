@@ -72,6 +72,15 @@ class PooledEvent {
     const EventHandle handle_;
 };
 
+bool is_capturing(Context &context, StreamHandle stream);
+
+// Records events later than it promised to.
+class Promiser {
+  public:
+    virtual ~Promiser() = default;
+    virtual void hurry() = 0;
+};
+
 // An event that is recorded once. Its driver event returns to the pool with the last reference.
 class Event : public std::enable_shared_from_this<Event> {
   public:
@@ -81,13 +90,17 @@ class Event : public std::enable_shared_from_this<Event> {
 
     // Announces that the event will be recorded. Until then it is not reached and `hold` blocks; the driver
     // would treat an event that is not recorded as reached.
-    void promise();
+    // `by` will record it.
+    void promise(std::weak_ptr<Promiser> by = {});
+    // Tells whoever promised to record the event that someone waits for it.
+    void hurry() const;
     bool is_promised() const { return state_.load(std::memory_order_acquire) == State::kPromised; }
     // If the driver refuses, waits for the stream instead, after which the event is reached. If that fails
     // too, counts the event as reached and returns the first error.
     std::optional<Error> record(StreamHandle stream);
     // Makes the stream wait for the event. Blocks the thread until a promised event is recorded.
     void hold(StreamHandle stream) const;
+    bool is_capturing(StreamHandle stream) const { return cuda::is_capturing(*context_, stream); }
     // Events of a lost device are reached, because nothing runs there any more. A failed query loses the
     // device.
     bool is_reached() const;
@@ -95,11 +108,12 @@ class Event : public std::enable_shared_from_this<Event> {
     double seconds_since(const Event &earlier) const;
 
   private:
-    enum class State : int { kNew, kPromised, kRecorded, kPassed };
+    enum class State : int { kNew, kPromised, kRecorded, kReached, kPassed };
 
     const std::shared_ptr<Context> context_;
     const PooledEvent event_;
-    std::atomic<State> state_{State::kNew};
+    std::weak_ptr<Promiser> promiser_;
+    mutable std::atomic<State> state_{State::kNew};
 };
 
 // Pins host memory for all contexts; the destructor unpins it.
@@ -120,8 +134,6 @@ class Registration {
 
 // The UUID of the device with that ordinal.
 std::array<unsigned char, 16> device_uuid(int ordinal);
-
-bool is_capturing(Context &context, StreamHandle stream);
 
 // True if the stream belongs to this context; default streams belong to every context.
 bool is_stream_of(Context &context, StreamHandle stream);

@@ -71,9 +71,9 @@ using StepTuples = nb::typed<nb::list, nb::typed<nb::tuple, nb::any, nb::ellipsi
 StepTuples plan_steps(const cuda::SwapPolicy &policy, bool to_host, const PlanesRef &planes,
                       const RecordsRef &records, const VectorIn<std::int32_t> &device_slots,
                       const VectorIn<std::int32_t> &host_slots, std::size_t first, std::size_t last,
-                      std::size_t slot_bytes, bool contended) {
-    const auto &layers = planes_of(planes);
-    const auto &table = records_of(records);
+                      std::size_t slot_bytes, bool contended, bool unhurried) {
+    const auto &layers = *planes_of(planes);
+    const RecordTable &table = *records_of(records);
     const auto hosts = span_of(host_slots);
     require_equal(device_slots.shape(0), hosts.size());
     if (!std::ranges::is_sorted(hosts)) throw std::invalid_argument("host slots are not sorted");
@@ -85,7 +85,8 @@ StepTuples plan_steps(const cuda::SwapPolicy &policy, bool to_host, const Planes
     }
     const auto runs = cuda::find_runs(hosts, table.records_per_extent);
     const cuda::SwapPlanner planner(policy, direction_of(to_host), layers, table.record_bytes, blocks, runs);
-    const cuda::StepList list = planner.plan(range_of(layers.size(), first, last), slot_bytes, contended);
+    const cuda::StepList list =
+        planner.plan(range_of(layers.size(), first, last), slot_bytes, contended, unhurried);
     nb::list steps;
     for (const cuda::Step &step : list.steps) steps.append(std::visit(StepTuple{list.pieces}, step));
     return steps;
@@ -107,7 +108,7 @@ void bind_policy(nb::module_ &module) {
             "__init__",
             [](cuda::SwapPolicy *self, cuda::SwapChoice choice, const std::vector<std::size_t> &to_host,
                const std::vector<std::size_t> &to_device, std::size_t staging_bytes, unsigned kernel_ctas,
-               unsigned transpose_ctas, std::size_t direct_pieces, bool batched) {
+               unsigned transpose_ctas, std::size_t direct_pieces, std::size_t small_pieces, bool batched) {
                 new (self) cuda::SwapPolicy{choice,
                                             thresholds_of(to_host),
                                             thresholds_of(to_device),
@@ -115,10 +116,11 @@ void bind_policy(nb::module_ &module) {
                                             kernel_ctas,
                                             transpose_ctas,
                                             direct_pieces,
+                                            small_pieces,
                                             batched};
             },
             "choice"_a, "to_host"_a, "to_device"_a, "staging_bytes"_a, "kernel_ctas"_a, "transpose_ctas"_a,
-            "direct_pieces"_a, "batched"_a,
+            "direct_pieces"_a, "small_pieces"_a, "batched"_a,
             "``to_host``, ``to_device``: the thresholds direct_plane, staged_column and run_copy, in\n"
             "bytes.")
         .def_ro("kernel_ctas", &cuda::SwapPolicy::kernel_ctas)
@@ -127,19 +129,6 @@ void bind_policy(nb::module_ &module) {
 }
 
 void bind_slots(nb::module_ &module) {
-    module.def(
-        "are_valid_slots",
-        [](const VectorIn<std::int32_t> &slots, std::int32_t limit, bool distinct) {
-            return cuda::are_valid_slots(span_of(slots), limit, distinct);
-        },
-        "slots"_a, "limit"_a, "distinct"_a,
-        "Return True if all slots are in [0, limit) and, with ``distinct``, none occurs twice.");
-    module.def(
-        "are_disjoint_slots",
-        [](const VectorIn<std::int32_t> &first, const VectorIn<std::int32_t> &second) {
-            return cuda::are_disjoint_slots(span_of(first), span_of(second));
-        },
-        "first"_a, "second"_a, "Return True if no slot is in both arrays.");
     module.def(
         "find_runs",
         [](const VectorIn<std::int32_t> &slots, std::size_t records_per_extent) {
@@ -156,25 +145,27 @@ void bind_planner(nb::module_ &module) {
     module.def(
         "choose_method",
         [](const cuda::SwapPolicy &policy, bool to_host, const PlanesRef &planes, std::size_t first,
-           std::size_t last, std::size_t record_bytes, std::size_t rows, std::size_t runs, bool contended) {
-            const auto &table = planes_of(planes);
+           std::size_t last, std::size_t record_bytes, std::size_t rows, std::size_t runs, bool contended,
+           bool unhurried) {
+            const auto &table = *planes_of(planes);
             if (rows == 0 || runs == 0)
                 throw std::invalid_argument("a batch has at least one row and one run");
             return cuda::choose_method(policy, direction_of(to_host), table,
                                        range_of(table.size(), first, last), record_bytes,
-                                       {rows, runs, contended});
+                                       {rows, runs, contended, unhurried});
         },
         "policy"_a, "to_host"_a, "planes"_a, "first_plane"_a, "last_plane"_a, "record_bytes"_a, "rows"_a,
-        "runs"_a, "contended"_a, "Choose the method for a plane range of a batch of ``rows`` blocks.");
+        "runs"_a, "contended"_a, "unhurried"_a,
+        "Choose the method for a plane range of a batch of ``rows`` blocks.");
     module.def("plan_steps", &plan_steps, "policy"_a, "to_host"_a, "planes"_a, "records"_a, "device_slots"_a,
-               "host_slots"_a, "first_plane"_a, "last_plane"_a, "slot_bytes"_a, "contended"_a,
+               "host_slots"_a, "first_plane"_a, "last_plane"_a, "slot_bytes"_a, "contended"_a, "unhurried"_a,
                "Plan a plane range of a batch: tuples that start with the name of a step\n"
                "(csrc/cuda/swap_steps.hpp).");
     module.def(
         "split_range",
         [](const PlanesRef &planes, std::size_t first, std::size_t last, std::size_t record_bytes,
            std::size_t limit) {
-            const auto &table = planes_of(planes);
+            const auto &table = *planes_of(planes);
             Pairs parts;
             for (const PlaneRange part :
                  cuda::split_range(table, range_of(table.size(), first, last), record_bytes, limit)) {
@@ -187,7 +178,7 @@ void bind_planner(nb::module_ &module) {
     module.def(
         "swap_chunks",
         [](const PlanesRef &planes, std::size_t record_bytes) {
-            const auto table = cuda::make_chunks(planes_of(planes), record_bytes);
+            const auto table = cuda::make_chunks(*planes_of(planes), record_bytes);
             return std::pair(vector_to_bytes(table.chunks), table.first);
         },
         "planes"_a, "record_bytes"_a,

@@ -3,47 +3,6 @@
 #include <algorithm>
 
 namespace fdcache::cuda {
-namespace {
-
-constexpr std::size_t kSparse = 64;
-
-}  // namespace
-
-bool are_valid_slots(std::span<const std::int32_t> slots, std::int32_t limit, bool distinct) {
-    const auto inside = [limit](std::int32_t slot) { return slot >= 0 && slot < limit; };
-    if (!std::ranges::all_of(slots, inside)) return false;
-    if (!distinct) return true;
-    if (slots.size() * kSparse < static_cast<std::size_t>(std::max(limit, 0))) {
-        std::vector<std::int32_t> sorted(slots.begin(), slots.end());
-        std::ranges::sort(sorted);
-        return std::ranges::adjacent_find(sorted) == sorted.end();
-    }
-    std::vector<bool> seen(static_cast<std::size_t>(std::max(limit, 0)));
-    return std::ranges::none_of(slots, [&seen](std::int32_t slot) {
-        const auto index = static_cast<std::size_t>(slot);
-        const bool again = seen[index];
-        seen[index] = true;
-        return again;
-    });
-}
-
-bool are_disjoint_slots(std::span<const std::int32_t> first, std::span<const std::int32_t> second) {
-    if (first.empty() || second.empty()) return true;
-    const auto [low, high] = std::ranges::minmax(first);
-    const auto inside = [low = low, high = high](std::int32_t slot) { return low <= slot && slot <= high; };
-    const auto place = [low = low](std::int32_t slot) {
-        return static_cast<std::size_t>(std::int64_t{slot} - low);
-    };
-    if (place(high) >= kSparse * first.size()) {
-        std::vector<std::int32_t> sorted(first.begin(), first.end());
-        std::ranges::sort(sorted);
-        return std::ranges::none_of(
-            second, [&sorted](std::int32_t slot) { return std::ranges::binary_search(sorted, slot); });
-    }
-    std::vector<bool> seen(place(high) + 1);
-    for (const std::int32_t slot : first) seen[place(slot)] = true;
-    return std::ranges::none_of(second, [&](std::int32_t slot) { return inside(slot) && seen[place(slot)]; });
-}
 
 std::vector<Rows> find_runs(std::span<const std::int32_t> host_slots, std::size_t records_per_extent) {
     std::vector<Rows> runs;
@@ -109,6 +68,12 @@ SwapMethod choose_method(const SwapPolicy &policy, Direction direction, std::spa
     if (policy.kernel_ctas == 0 || policy.choice == SwapChoice::kDirect) return SwapMethod::kDirect;
     if (policy.choice == SwapChoice::kKernel) return SwapMethod::kKernel;
     if (policy.choice == SwapChoice::kStaged) return fits ? SwapMethod::kStaged : SwapMethod::kDirect;
+    // A small batch with few others leaves the link idle in between. Copied directly its bytes cross the
+    // memory of the device once instead of three times, which other work there feels.
+    const bool small =
+        batch.unhurried && policy.batched && batch.rows * planes.size() <= policy.small_pieces &&
+        std::ranges::all_of(wanted, [](const Plane &plane) { return plane.nbytes >= kNarrowRow; });
+    if (small) return SwapMethod::kDirect;
     const bool large =
         std::ranges::all_of(wanted, [&](const Plane &plane) { return plane.nbytes >= limits.direct_plane; });
     // Many copies of one direction lose against few large ones of the other direction; columns do not.

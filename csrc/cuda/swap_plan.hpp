@@ -31,6 +31,7 @@ struct SwapPolicy {
     unsigned kernel_ctas;       // of kKernel; 0: use no kernels
     unsigned transpose_ctas;    // of kStaged
     std::size_t direct_pieces;  // most planes of a batch for kDirect; each costs the submitting thread
+    std::size_t small_pieces;   // most planes of a batch that is copied directly whatever runs beside it
     bool batched;               // the driver takes many small copies in one call
 };
 
@@ -50,13 +51,9 @@ struct Batch {
     std::size_t rows;
     std::size_t runs;
     bool contended;  // copies in the other direction are in flight
+    bool unhurried;  // pieces cost the engine's thread nothing, and at most one other batch of this direction
+                     // is in flight
 };
-
-// True if all slots are in [0, limit) and, with `distinct`, none occurs twice.
-bool are_valid_slots(std::span<const std::int32_t> slots, std::int32_t limit, bool distinct);
-
-// True if no slot is in both lists.
-bool are_disjoint_slots(std::span<const std::int32_t> first, std::span<const std::int32_t> second);
 
 // Maximal runs of rows whose records are adjacent and within one extent.
 std::vector<Rows> find_runs(std::span<const std::int32_t> host_slots, std::size_t records_per_extent);

@@ -6,20 +6,25 @@
 namespace fdcache::cuda {
 namespace {
 
-constexpr std::size_t kBatchBytes = std::size_t{16} << 20;  // longer batches are slower
+// Of one call of the driver. Longer batches are slower. Short ones leave the driver to other threads more
+// often.
+constexpr std::size_t kBatchBytes = std::size_t{16} << 20;
+constexpr std::size_t kShortBatchBytes = std::size_t{2} << 20;
 
 }  // namespace
 
 // Appends steps to a list. Consecutive pieces share a step.
 class StepBuilder {
   public:
+    explicit StepBuilder(std::size_t batch_bytes) : batch_bytes_(batch_bytes), open_bytes_(batch_bytes) {}
+
     void add(const Step &step) {
         list_.steps.push_back(step);
-        open_bytes_ = kBatchBytes;
+        open_bytes_ = batch_bytes_;
     }
 
     void add_piece(const Piece &piece, bool staged) {
-        if (open_bytes_ >= kBatchBytes) {
+        if (open_bytes_ >= batch_bytes_) {
             list_.steps.emplace_back(CopyPieces{list_.pieces.size(), 0, staged});
             open_bytes_ = 0;
         }
@@ -31,8 +36,9 @@ class StepBuilder {
     StepList take() { return std::move(list_); }
 
   private:
+    const std::size_t batch_bytes_;
     StepList list_;
-    std::size_t open_bytes_ = kBatchBytes;  // of the last step, if it can take another piece
+    std::size_t open_bytes_;  // of the last step, if it can take another piece
 };
 
 SwapPlanner::SwapPlanner(const SwapPolicy &policy, Direction direction, std::span<const Plane> planes,
@@ -49,10 +55,11 @@ const SwapThresholds &SwapPlanner::limits() const {
     return direction_ == Direction::kToHost ? policy_.to_host : policy_.to_device;
 }
 
-StepList SwapPlanner::plan(PlaneRange range, std::size_t slot_bytes, bool contended) const {
-    StepBuilder steps;
+StepList SwapPlanner::plan(PlaneRange range, std::size_t slot_bytes, bool contended, bool unhurried) const {
+    const bool small = unhurried && blocks_.size() * planes_.size() <= policy_.small_pieces;
+    StepBuilder steps(small ? kShortBatchBytes : kBatchBytes);
     if (blocks_.empty()) return steps.take();
-    const Batch batch{blocks_.size(), runs_.size(), contended};
+    const Batch batch{blocks_.size(), runs_.size(), contended, unhurried};
     for (const PlaneRange part : split_range(planes_, range, record_bytes_, slot_bytes)) {
         switch (choose_method(policy_, direction_, planes_, part, record_bytes_, batch)) {
             case SwapMethod::kKernel:

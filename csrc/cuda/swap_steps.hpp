@@ -81,8 +81,8 @@ class SwapPlanner {
     SwapPlanner(const SwapPolicy &policy, Direction direction, std::span<const Plane> planes,
                 std::size_t record_bytes, std::span<const swap::Block> blocks, std::span<const Rows> runs);
 
-    // `contended`: copies in the other direction are in flight. Ring slots have `slot_bytes`.
-    StepList plan(PlaneRange range, std::size_t slot_bytes, bool contended) const;
+    // Ring slots have `slot_bytes`. `contended`, `unhurried`: as in Batch.
+    StepList plan(PlaneRange range, std::size_t slot_bytes, bool contended, bool unhurried) const;
 
   private:
     void plan_kernel(StepBuilder &steps, PlaneRange range) const;

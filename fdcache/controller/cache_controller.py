@@ -292,9 +292,10 @@ class CacheController:
 
     def _launch(self, plan: TransferPlan, compute_stream: Any, unattached: str | None) -> LayerEvents:
         self._check_usable()
-        if any(len(swap) for swap in plan.swaps()):
+        has_copies = any(map(len, plan.swaps()))
+        if has_copies:
             self._check_memory()
-        stream, refusal = self._compute_stream(plan, compute_stream)
+        stream, refusal = self._compute_stream(compute_stream, has_copies)
         prepared = self._prepare_storage(plan)
         refusal = refusal or unattached
         if refusal is None and self._arena is not None:
@@ -304,10 +305,10 @@ class CacheController:
         self._launch_storage(plan, prepared)
         return layers
 
-    def _compute_stream(self, plan: TransferPlan, compute_stream: Any) -> tuple[Stream | None, str | None]:
+    def _compute_stream(self, compute_stream: Any, has_copies: bool) -> tuple[Stream | None, str | None]:
         """Return the stream to order copies with, or the device's reason to refuse it."""
         if compute_stream is None:
-            if self.device.has_compute_streams and any(len(swap) for swap in plan.swaps()):
+            if has_copies and self.device.has_compute_streams:
                 raise StreamError(
                     "compute_stream: None orders nothing on a GPU; pass the stream that the model computes on, such as "
                     "torch.cuda.current_stream(), paddle.device.current_stream() or cupy.cuda.get_current_stream(), or "

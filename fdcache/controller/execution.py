@@ -97,15 +97,32 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def fence(stream: Stream, behind: Event) -> None:
-    """Record an event after the accepted part of a copy that was refused midway.
+class Fence:
+    """An event after the accepted part of a copy that was refused midway.
 
-    If the stream refuses the event as well it is never reached, and the copy holds its slots for good.
+    It is created before a copy is enqueued, since afterwards the device may refuse it, and kept until one is needed.
     """
-    try:
-        behind.record(stream)
-    except Exception as error:  # noqa: BLE001 - the report has the first error
-        logger.error("a stream accepts no event: %s", reason_of(error))
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._event: Event | None = None
+
+    def prepare(self) -> Event:
+        """Return the event."""
+        if self._event is None:
+            self._event = self._device.create_event()
+        return self._event
+
+    def record(self, stream: Stream) -> None:
+        """Record the event on the stream that refused a copy.
+
+        If the stream refuses the event as well it is never reached, and the copy holds its slots for good.
+        """
+        event, self._event = self.prepare(), None
+        try:
+            event.record(stream)
+        except Exception as error:  # noqa: BLE001 - the report has the first error
+            logger.error("a stream accepts no event: %s", reason_of(error))
 
 
 class Execution(AsyncTask[TransferReport], Protocol):
@@ -200,12 +217,13 @@ class PlansInFlight:
     def add(self, execution: Execution) -> None:
         """Add a submitted plan or storage task."""
         self._executions[execution.plan_id] = execution
-        self._handlers[execution.plan_id] = AsyncTaskHandler(execution)
 
     def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
         """Return the handler of a plan. Raises ``PlanError`` for one that is not in flight."""
-        if plan_id not in self._handlers:
+        if plan_id not in self._executions:
             raise PlanError(f"plan {plan_id} is not in flight")
+        if plan_id not in self._handlers:
+            self._handlers[plan_id] = AsyncTaskHandler(self._executions[plan_id])
         return self._handlers[plan_id]
 
     def running(self) -> list[Execution]:
@@ -222,7 +240,8 @@ class PlansInFlight:
         """Remove the plans that have ended and return their reports."""
         reports = [each.result() for each in self._executions.values() if each.pending_event() is None]
         for report in reports:
-            del self._executions[report.plan_id], self._handlers[report.plan_id]
+            del self._executions[report.plan_id]
+            self._handlers.pop(report.plan_id, None)
         return reports
 
     def pending_events(self) -> list[Event | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ class LayerGroups:
         planes = [len(layout.layer_planes(layer)) for layer in range(layout.total_layers)]
         self._first_plane = [0, *accumulate(planes)]
         self._groups = layer_groups(layout.total_layers, first, later)
-        self._widened: dict[int, list[tuple[int, int]]] = {}
+        self._widened: dict[int, _Ranges] = {}
 
     @property
     def num_layers(self) -> int:
@@ -36,15 +37,26 @@ class LayerGroups:
 
     def enqueue(self, copy: BlockCopy, stream: Stream, num_blocks: int) -> list[Event | None]:
         """Enqueue a batch group by group; return the event of each layer."""
-        min_bytes = self._device.min_group_bytes(num_blocks, self._offsets[-1])
+        ranges = self._ranges(self._device.min_group_bytes(num_blocks, self._offsets[-1]))
+        ends = copy.enqueue_groups(stream, ranges.planes)
+        return [ends[group] for group in ranges.group_of_layer]
+
+    def _ranges(self, min_bytes: int) -> _Ranges:
         if min_bytes not in self._widened:
-            self._widened[min_bytes] = widen_groups(self._groups, self._offsets, min_bytes)
-        groups = self._widened[min_bytes]
-        ranges = [(self._first_plane[first], self._first_plane[last]) for first, last in groups]
-        events: list[Event | None] = []
-        for (first, last), event in zip(groups, copy.enqueue_groups(stream, ranges), strict=True):
-            events += [event] * (last - first)
-        return events
+            groups = widen_groups(self._groups, self._offsets, min_bytes)
+            self._widened[min_bytes] = _Ranges(
+                [(self._first_plane[first], self._first_plane[last]) for first, last in groups],
+                [group for group, (first, last) in enumerate(groups) for _ in range(first, last)],
+            )
+        return self._widened[min_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranges:
+    """Ranges of planes, and the number of the range that each layer is in."""
+
+    planes: list[tuple[int, int]]
+    group_of_layer: list[int]
 
 
 def layer_groups(num_layers: int, first: int, later: int) -> list[tuple[int, int]]:

@@ -8,12 +8,14 @@ enqueues a load at once and alone.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
 from fdcache import _core
-from fdcache.controller.execution import fence, reason_of
+from fdcache.controller.execution import Fence, reason_of
 from fdcache.controller.layers import LayerGroups
 from fdcache.devices.base import (
     BlockCopy,
@@ -115,9 +117,7 @@ class QueuedLoad:
         if self._result is None and self._refusal is not None:
             fault, reason = self._refusal
             faults = bytes([fault]) * len(self.swap)
-            self._result = make_result(
-                self.swap, slice(None), faults, b"", copied_bytes=0, seconds=0.0, detail=reason
-            )
+            self._result = make_result(self.swap, (faults, b"", 0, 0.0, reason))
         elif self._result is None:
             assert self._batch is not None, "asked before the end"
             batch, index = self._batch
@@ -160,8 +160,9 @@ class LoadQueue:
         self._groups = groups
         self._block_bytes = layout.payload_bytes
         self._ahead_bytes = ahead_bytes
+        self._fence = Fence(device)
         self._waiting: list[QueuedLoad] = []
-        self._in_flight: list[_Batch] = []
+        self._in_flight: deque[_Batch] = deque()
 
     def prepare(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena) -> QueuedLoad:
         """Check a load. Raises ``PlanError`` naming the pair that is wrong, ``DeviceLostError``."""
@@ -218,12 +219,20 @@ class LoadQueue:
 
     def retire(self) -> None:
         """Release the memory of finished copies."""
-        self._in_flight = [batch for batch in self._in_flight if not batch.copy.done.query()]
+        self._drop_ended()
         self.stream.retire()
 
     def _has_room(self) -> bool:
-        self._in_flight = [batch for batch in self._in_flight if not batch.copy.done.query()]
-        return sum(batch.nbytes for batch in self._in_flight[1:]) < self._ahead_bytes
+        if self._bytes_ahead() >= self._ahead_bytes:
+            self._drop_ended()
+        return self._bytes_ahead() < self._ahead_bytes
+
+    def _bytes_ahead(self) -> int:
+        return sum(batch.nbytes for batch in islice(self._in_flight, 1, None))
+
+    def _drop_ended(self) -> None:
+        while self._in_flight and self._in_flight[0].copy.done.query():  # batches end in order
+            self._in_flight.popleft()
 
     def _next_batch(self) -> list[QueuedLoad]:
         """Remove and return the first loads that share planes and arena, up to ``ahead_bytes``."""
@@ -247,12 +256,12 @@ class LoadQueue:
             for load in loads:
                 for event in load.after:
                     self.stream.wait_event(event)
-            behind = self._device.create_event()
+            behind = self._fence.prepare()
             layer_events = self._groups.enqueue(copy, self.stream, len(swap))
         except Exception as error:  # noqa: BLE001 - it goes into the report
             reason = reason_of(error)
             if behind is not None:
-                fence(self.stream, behind)
+                self._fence.record(self.stream)
             for load in loads:
                 load.refused(Fault.DEVICE, reason, behind)
             return

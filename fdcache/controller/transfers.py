@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fdcache import _core
-from fdcache.controller.execution import LaunchedCopy, PlanExecution, RefusedCopy, Work, fence, reason_of
+from fdcache.controller.execution import Fence, LaunchedCopy, PlanExecution, RefusedCopy, Work, reason_of
 from fdcache.controller.layers import LaunchedLayers, LayerEvents, LayerGroups
 from fdcache.controller.loads import LoadQueue, QueuedLoad
 from fdcache.devices.base import (
@@ -37,6 +37,24 @@ logger = logging.getLogger(__name__)
 
 def check_plan(plan: TransferPlan) -> None:
     """Raise ``PlanError`` for a transfer of another purpose than its field, or transfers that share slots."""
+    sound = (
+        _has_purpose(plan.evictions, SwapPurpose.EVICT)
+        and _has_purpose(plan.loads, SwapPurpose.LOAD)
+        and _has_purpose(plan.backups, SwapPurpose.BACKUP)
+        and _core.are_sound_transfers(plan.evictions, plan.loads, plan.backups)
+    )
+    if not sound:
+        _refuse_plan(plan)
+
+
+def _has_purpose(swap: CacheSwapMetadata | None, purpose: SwapPurpose) -> bool:
+    return swap is None or (
+        swap.purpose is purpose and swap.src_type is purpose.source and swap.dst_type is purpose.target
+    )
+
+
+def _refuse_plan(plan: TransferPlan) -> None:
+    """Raise the ``PlanError`` that names what is wrong."""
     fields = (
         (plan.evictions, SwapPurpose.EVICT),
         (plan.loads, SwapPurpose.LOAD),
@@ -81,6 +99,8 @@ class TransferQueue:
         self._loads = LoadQueue(device, layout, self._groups, lock, ahead_bytes=settings.loads_ahead)
         self._evictions = device.create_stream()
         self._backups = device.create_stream(background=True)
+        self._fence = Fence(device)
+        self._nothing = LaunchedLayers([None] * self._groups.num_layers)
 
     def launch(
         self,
@@ -98,32 +118,31 @@ class TransferQueue:
         transfers concerned.
         """
         check_plan(plan)
-        copies: dict[SwapPurpose, tuple[CacheSwapMetadata, BlockCopy]] = {}
+        swaps = plan.swaps()
+        copies: dict[SwapPurpose, BlockCopy] = {}
         load: QueuedLoad | None = None
-        computed: list[Event] = []
+        computed: Event | None = None
         if refusal is None:
             try:
                 # First: a stream that is being captured refuses the event, and allocations would break the capture.
-                computed = self._computed(compute_stream) if any(len(swap) for swap in plan.swaps()) else []
-                for swap in plan.swaps():
+                if compute_stream is not None and any(map(len, swaps)):
+                    computed = self._device.create_event()
+                    computed.record(compute_stream)
+                for swap in swaps:
                     if len(swap) == 0 or planes is None or arena is None:
                         continue
                     if swap.purpose is SwapPurpose.LOAD:
                         load = self._loads.prepare(swap, planes, arena)
                     else:
-                        copies[swap.purpose] = swap, self._device.copy_blocks(planes, arena, swap)
+                        copies[swap.purpose] = self._device.copy_blocks(planes, arena, swap)
             except (PlanError, StreamError):
                 raise
             except Exception as error:  # noqa: BLE001 - it goes into the report
                 refusal = reason_of(error)
         if refusal is not None:
-            refused = [RefusedCopy(TransferResult.failure(swap, refusal)) for swap in plan.swaps()]
-            return PlanExecution(plan.plan_id, rank, refused), LaunchedLayers(self._no_events())
-        work, layers = self._enqueue(copies, load, compute_stream, computed)
-        transfers = [
-            work.get(swap.purpose) or RefusedCopy(TransferResult.failure(swap, None)) for swap in plan.swaps()
-        ]
-        return PlanExecution(plan.plan_id, rank, transfers), layers
+            refused = [RefusedCopy(TransferResult.failure(swap, refusal)) for swap in swaps]
+            return PlanExecution(plan.plan_id, rank, refused), self._nothing
+        return self._enqueue(plan, rank, copies, load, compute_stream, computed)
 
     def retire(self) -> None:
         """Release the memory of finished copies."""
@@ -137,42 +156,39 @@ class TransferQueue:
 
     def _enqueue(
         self,
-        copies: dict[SwapPurpose, tuple[CacheSwapMetadata, BlockCopy]],
+        plan: TransferPlan,
+        rank: int,
+        copies: dict[SwapPurpose, BlockCopy],
         load: QueuedLoad | None,
         compute_stream: Stream | None,
-        computed: list[Event],
-    ) -> tuple[dict[SwapPurpose, Work], LayerEvents]:
+        computed: Event | None,
+    ) -> tuple[PlanExecution, LayerEvents]:
         """Enqueue evictions, then loads, then backups, all after ``computed``, the work of the compute stream so far.
 
         A transfer that cannot be enqueued fails by itself: others may be in flight, so nothing is raised.
         """
-        work: dict[SwapPurpose, Work] = {}
-        after = computed
-        emptied = self._no_events()
-        if (evictions := copies.get(SwapPurpose.EVICT)) is not None:
-            evicting = work[SwapPurpose.EVICT] = self._start(*evictions, self._evictions, computed)
-            if evicting.done is not None:
-                after = [*computed, evicting.done]
-                emptied = [evicting.done] * self._groups.num_layers
-                if compute_stream is not None:
-                    _let_wait(compute_stream, evicting.done)
-        layers: LayerEvents = LaunchedLayers(emptied)
-        if load is not None:
-            self._loads.submit(load, after, emptied)
-            work[SwapPurpose.LOAD] = layers = load
-        if (backups := copies.get(SwapPurpose.BACKUP)) is not None:
-            work[SwapPurpose.BACKUP] = self._start(*backups, self._backups, computed)
-        return work, layers
-
-    def _no_events(self) -> list[Event | None]:
-        return [None] * self._groups.num_layers
-
-    def _computed(self, compute_stream: Stream | None) -> list[Event]:
-        if compute_stream is None:
-            return []
-        event = self._device.create_event()
-        event.record(compute_stream)
-        return [event]
+        work: list[Work] = []
+        after: tuple[Event, ...] = () if computed is None else (computed,)
+        after_evictions = after
+        layers: LayerEvents = self._nothing
+        for swap in plan.swaps():
+            if load is not None and swap.purpose is SwapPurpose.LOAD:
+                self._loads.submit(load, after_evictions, layers.required())
+                layers = load
+                work.append(load)
+            elif (copy := copies.get(swap.purpose)) is None:
+                work.append(RefusedCopy(TransferResult.failure(swap, None)))
+            elif swap.purpose is SwapPurpose.BACKUP:
+                work.append(self._start(swap, copy, self._backups, after))
+            else:
+                evicting = self._start(swap, copy, self._evictions, after)
+                work.append(evicting)
+                if evicting.done is not None:
+                    after_evictions = (*after, evicting.done)
+                    layers = LaunchedLayers([evicting.done] * self._groups.num_layers)
+                    if compute_stream is not None:
+                        _let_wait(compute_stream, evicting.done)
+        return PlanExecution(plan.plan_id, rank, work), layers
 
     def _start(
         self, swap: CacheSwapMetadata, copy: BlockCopy, stream: Stream, after: Sequence[Event]
@@ -182,12 +198,12 @@ class TransferQueue:
         try:
             for event in after:
                 stream.wait_event(event)
-            behind = self._device.create_event()
+            behind = self._fence.prepare()
             self._groups.enqueue_whole(copy, stream)
         except Exception as error:  # noqa: BLE001 - it goes into the report
             reason = reason_of(error)
             if behind is not None:
-                fence(stream, behind)
+                self._fence.record(stream)
             return RefusedCopy(TransferResult.failure(swap, reason), behind)
         return LaunchedCopy(copy)
 

@@ -31,6 +31,9 @@ STAGING_SLOTS = 3
 _MIN_GROUP = 2 * STAGING_SLOT_BYTES
 _MAX_PIECES = 6144
 _MAX_DIRECT_PIECES = 8192
+_SMALL_BATCH_PIECES = 2048
+"""Planes of 32 blocks of a model with 32 layers, 256 MiB if a plane has 128 KiB: five milliseconds of the link."""
+
 _GROUP_GRAIN = 64 * KIB
 _FULL_SPEED = 0.955
 """Share of the link from which on the copy engines alone, which slow nothing else down, are preferred."""
@@ -208,6 +211,7 @@ def make_policy(settings: TransferSettings, calibration: Calibration, *, batched
         kernel_ctas=min(settings.swap_ctas or calibration.kernel_ctas, budget),
         transpose_ctas=min(calibration.transpose_ctas, budget),
         direct_pieces=_MAX_DIRECT_PIECES,
+        small_pieces=_SMALL_BATCH_PIECES,
         batched=batched,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -18,20 +18,23 @@ def check_swap(swap: CacheSwapMetadata, *, device_blocks: int, host_blocks: int)
 
     The error names the pair.
     """
+    if not _core.is_sound_transfer(swap, swap.to_host, device_blocks, host_blocks):
+        refuse_swap(swap, device_blocks=device_blocks, host_blocks=host_blocks)
+
+
+def refuse_swap(swap: CacheSwapMetadata, *, device_blocks: int, host_blocks: int) -> NoReturn:
+    """Raise the ``PlanError`` of a transfer that the native module found unsound."""
     check_arrays(swap)
-    device_slots, host_slots = swap.device_slots, swap.host_slots
-    device_sound = _core.are_valid_slots(device_slots, device_blocks, distinct=not swap.to_host)
-    host_sound = _core.are_valid_slots(host_slots, host_blocks, distinct=swap.to_host)
-    if device_sound and host_sound:
-        return
-    _check_range(swap, "device", device_slots, device_blocks)
-    _check_range(swap, "host", host_slots, host_blocks)
-    if (repeated := _first_repeated(swap.dst_block_ids)) is not None:
-        first, second = repeated
-        raise PlanError(
-            f"{swap.purpose.value}: pairs {first} and {second}: both are copied {swap.src_type.value} to "
-            f"{swap.dst_type.value} into slot {swap.dst_block_ids[first]}"
-        )
+    _check_range(swap, "device", swap.device_slots, device_blocks)
+    _check_range(swap, "host", swap.host_slots, host_blocks)
+    repeated = _first_repeated(swap.dst_block_ids)
+    if repeated is None:
+        raise PlanError(f"{swap.purpose.value}: the arrays changed while they were checked")
+    first, second = repeated
+    raise PlanError(
+        f"{swap.purpose.value}: pairs {first} and {second}: both are copied {swap.src_type.value} to "
+        f"{swap.dst_type.value} into slot {swap.dst_block_ids[first]}"
+    )
 
 
 def _first_repeated(slots: Int32Array) -> tuple[int, int] | None:
@@ -115,44 +118,45 @@ _TEXT = {
 }
 
 _NO_POSITIONS = np.empty(0, np.int32)
+_NO_SUMS = np.empty(0, np.uint64)
+
+
+Outcome = tuple[bytes, bytes, int, float, str]
+"""Of a whole batch: a byte for each pair, none if all were copied; eight bytes of checksum for each, none for loads;
+the bytes and seconds of the copies; the device's error."""
 
 
 def make_result(
-    swap: CacheSwapMetadata,
-    part: slice,
-    faults: bytes,
-    checksums: bytes,
-    *,
-    copied_bytes: int,
-    seconds: float,
-    detail: str = "",
+    swap: CacheSwapMetadata, outcome: Outcome, start: int = 0, stop: int | None = None
 ) -> TransferResult:
-    """Return the result of a part of a batch of equal blocks; positions count from the start of the part.
-
-    ``faults`` has one byte for each pair of the batch, ``checksums`` eight bytes, or none for loads;
-    ``copied_bytes`` and ``seconds`` are those of the whole batch.
-    """
-    codes = faults[part]
-    start = part.indices(len(faults))[0]
-    num_copied = codes.count(Fault.NONE)
+    """Return the result of positions ``start`` to ``stop`` of a batch of equal blocks; positions count from 0."""
+    faults, checksums, copied_bytes, seconds, detail = outcome
+    count = len(swap)
+    stop = count if stop is None else stop
     failed = corrupt = _NO_POSITIONS
     message = None
-    if num_copied < len(codes):
+    codes = faults[start:stop]
+    num_copied = codes.count(Fault.NONE) if codes else stop - start
+    if num_copied < stop - start:
         values = np.frombuffer(codes, np.uint8)
         failed = np.flatnonzero(values).astype(np.int32)
         corrupt = np.flatnonzero(np.isin(values, _BAD_RECORD)).astype(np.int32)
         first = failed[0]
         reason = _TEXT[Fault(values[first])].format(slot=swap.host_slots[start + first], detail=detail)
         message = f"{len(failed)} of {len(codes)} blocks failed; position {first}: {reason}"
-    if len(codes) < len(faults):
-        copied_bytes = copied_bytes * num_copied // max(faults.count(Fault.NONE), 1)
-        seconds *= len(codes) / len(faults)
+    if stop - start < count:
+        all_copied = faults.count(Fault.NONE) if faults else count
+        copied_bytes = copied_bytes * num_copied // max(all_copied, 1)
+        seconds *= (stop - start) / count
     return TransferResult(
         purpose=swap.purpose,
         failed=failed,
-        checksums=np.frombuffer(checksums, np.uint64)[part],
+        checksums=np.frombuffer(checksums, np.uint64)[start:stop] if checksums else _NO_SUMS,
         copied_bytes=copied_bytes,
         seconds=seconds,
         error_message=message,
+        lost=_NO_POSITIONS,
         corrupt=corrupt,
+        bad_slots=_NO_POSITIONS,
+        no_room=_NO_POSITIONS,
     )

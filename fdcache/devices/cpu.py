@@ -21,9 +21,8 @@ from fdcache.devices.base import (
     PlaneBinding,
     Stream,
     TensorView,
-    enqueue_each,
 )
-from fdcache.devices.copies import check_swap, make_result
+from fdcache.devices.copies import make_result, refuse_swap
 from fdcache.devices.frameworks import allocate_by_framework, as_tensor, exported
 from fdcache.errors import TensorError
 from fdcache.layout import Plane
@@ -42,6 +41,8 @@ def memory_bytes(ranks: int = 1) -> int:
 
 class CpuEvent:
     """One-shot event; ``set`` reaches it from the host."""
+
+    __slots__ = ("core",)
 
     def __init__(self, core: _core.Event | None = None) -> None:
         self.core = core or _core.Event()
@@ -122,7 +123,8 @@ class CpuBlockCopy:
 
     def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[Event]:
         """Enqueue ranges of planes in order; return an event recorded after each."""
-        return enqueue_each(self, stream, ranges, CpuEvent)
+        events = _cpu_stream(stream).core.copy_groups(self._core, ranges)
+        return [CpuEvent(event) for event in events]
 
     def cancel(self) -> bool:
         """Cancel the batch if none of it has begun."""
@@ -130,14 +132,7 @@ class CpuBlockCopy:
 
     def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
         """Return the result of positions ``start`` to ``stop``, once ``done`` is reached."""
-        return make_result(
-            self._swap,
-            slice(start, stop),
-            self._core.faults(),
-            self._core.checksums(),
-            copied_bytes=self._core.copied_bytes,
-            seconds=self._core.seconds,
-        )
+        return make_result(self._swap, self._core.finish(), start, stop)
 
 
 class CpuDevice:
@@ -216,20 +211,17 @@ class CpuDevice:
         """Prepare a batch of copies. Raises ``PlanError`` naming the pair that cannot be copied."""
         if not isinstance(planes, CpuPlanes):
             raise TypeError(f"expected planes of the CPU device, got {type(planes).__name__}")
-        check_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
-        verify = np.ones(len(swap), np.uint8) if self._verify else swap.unverified
-        core = _core.BlockCopy(
+        core = _core.copy_blocks(
+            swap,
             swap.to_host,
             planes.table,
+            planes.num_blocks,
             arena.table,
-            swap.device_slots,
-            swap.host_slots,
-            swap.host_generations,
-            swap.hash_values,
-            swap.parent_hashes,
             arena.fingerprint,
-            verify,
+            self._verify,
         )
+        if core is None:
+            refuse_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
         return CpuBlockCopy(core, swap)
 
 

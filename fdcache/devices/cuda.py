@@ -21,7 +21,7 @@ from fdcache.devices.base import (
     TensorView,
 )
 from fdcache.devices.calibration import Calibration, load_calibration, make_policy, min_group_bytes
-from fdcache.devices.copies import check_swap, make_result
+from fdcache.devices.copies import Outcome, make_result, refuse_swap
 from fdcache.devices.cuda_memory import BlockTable, CudaMemory
 from fdcache.devices.cuda_streams import (
     CudaEvent,
@@ -71,8 +71,12 @@ class CudaDevice:
         self._kernels = load_kernels(self.gpu.ordinal)
         self._chosen = chosen
         self._policy = make_policy(self.settings, chosen, batched=batched)
-        self._traffic = _core.CudaTraffic()
+        self._copier = _core.CudaCopier(
+            self._context, self._kernels.handles, self._policy, self._kernels.module
+        )
+        self._verify = self.settings.verify is Verify.ALL
         self._memory = CudaMemory(self.gpu, self._context)
+        self._last_stream: tuple[Any, ExternalStream] | None = None
         self._extents: WeakKeyDictionary[HostArena, tuple[int, _core.CudaExtents]] = WeakKeyDictionary()
 
     @property
@@ -98,6 +102,9 @@ class CudaDevice:
 
     def as_stream(self, stream: Any) -> Stream:
         """Return a stream of fdcache, CuPy, torch or Paddle, one with ``__cuda_stream__``, or of a handle (int)."""
+        last = self._last_stream  # an engine computes on one stream
+        if last is not None and last[0] is stream and self.lost is None:
+            return last[1]
         if isinstance(stream, CudaStream | ExternalStream):
             return stream
         handle = handle_of(stream)
@@ -107,7 +114,9 @@ class CudaDevice:
             raise self._error(error) from error
         if not is_own:
             raise StreamError(f"the stream is not one of {self.name}: create it while that GPU is current")
-        return ExternalStream(self._context, handle, stream)
+        external = ExternalStream(handle, stream)
+        self._last_stream = stream, external
+        return external
 
     def create_stream(self, *, background: bool = False) -> CudaStream:
         """Create a stream with its own staging ring; a background stream has the lowest priority."""
@@ -150,34 +159,21 @@ class CudaDevice:
             raise TypeError(f"expected planes of the CUDA device, got {type(planes).__name__}")
         if self.lost is not None:
             raise self._error(None)
-        check_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
         try:
-            core = self._native_swap(planes, arena, swap)
+            core = self._copier.prepare(
+                swap,
+                swap.to_host,
+                planes.core,
+                arena.table,
+                self._extents_of(arena),
+                arena.fingerprint,
+                self._verify,
+            )
         except _core.CudaError as error:
             raise self._error(error) from error
-        return CudaBlockCopy(core, swap, memory=self._memory, owners=(planes, self._kernels))
-
-    def _native_swap(self, planes: CudaPlanes, arena: HostArena, swap: CacheSwapMetadata) -> _core.CudaSwap:
-        return _core.CudaSwap(
-            context=self._context,
-            traffic=self._traffic,
-            kernels=self._kernels.handles,
-            policy=self._policy,
-            to_host=swap.to_host,
-            planes=planes.table,
-            chunks=planes.chunks,
-            first_chunk=planes.first_chunk,
-            records=arena.table,
-            extents=self._extents_of(arena),
-            device_slots=swap.device_slots,
-            host_slots=swap.host_slots,
-            generations=swap.host_generations,
-            hashes=swap.hash_values,
-            parents=swap.parent_hashes,
-            fingerprint=arena.fingerprint,
-            verify=self.settings.verify is Verify.ALL
-            or (swap.unverified is not None and bool(swap.unverified.any())),
-        )
+        if core is None:
+            refuse_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
+        return CudaBlockCopy(core, swap, self._memory)
 
     def _error(self, error: _core.CudaError | None) -> DeviceError:
         if (reason := self.lost) is not None:
@@ -198,36 +194,29 @@ class CudaPlanes:
     def __init__(self, bindings: Sequence[PlaneBinding], record_bytes: int, memory: CudaMemory) -> None:
         self.num_planes = len(bindings)
         self.num_blocks = min(binding.num_blocks for binding in bindings)
-        self.table = _core.PlaneTable(
+        table = _core.PlaneTable(
             [binding.address for binding in bindings],
             [binding.stride for binding in bindings],
             [binding.plane.nbytes for binding in bindings],
             [binding.plane.offset for binding in bindings],
             [binding.owner for binding in bindings],
         )
-        chunks, self.first_chunk = _core.swap_chunks(self.table, record_bytes)
+        chunks, first_chunk = _core.swap_chunks(table, record_bytes)
         self._chunks = memory.allocate(len(chunks))
         self._chunks.set(np.frombuffer(chunks, np.uint8))
-        self.chunks: int = self._chunks.data.ptr
+        owned = (table, self._chunks)
+        self.core = _core.CudaPlanes(table, self._chunks.data.ptr, first_chunk, self.num_blocks, owned)
 
 
 class CudaBlockCopy:
     """Batch of block copies on a GPU."""
 
-    def __init__(
-        self,
-        core: _core.CudaSwap,
-        swap: CacheSwapMetadata,
-        *,
-        memory: CudaMemory,
-        owners: object,
-    ) -> None:
+    def __init__(self, core: _core.CudaSwap, swap: CacheSwapMetadata, memory: CudaMemory) -> None:
         self._core = core
         self._swap = swap
         self._memory = memory
-        self._owners = owners
         self._table: BlockTable | None = None
-        self._is_finished = False
+        self._outcome: Outcome | None = None
         self.done = CudaEvent(core.done)
 
     @property
@@ -246,14 +235,13 @@ class CudaBlockCopy:
         another stream, includes waiting for that.
         """
         own = cuda_stream(stream)
-        own.hold(self)
         try:
             if self._table is None:
                 self._table = self._memory.take_table(self._core.table_bytes)
                 self._core.set_table(self._table.host, self._table.device)
-            events = own.submitter.enqueue(self._core, own.lane(), ranges)
+            events = own.enqueue(self._core, self, ranges)
         except (DeviceError, _core.CudaError) as error:
-            own.submitter.refuse(self._core, str(error))
+            own.refuse(self._core, self, str(error))
             return [self.done] * len(ranges)
         return [CudaEvent(event) for event in events]
 
@@ -263,20 +251,11 @@ class CudaBlockCopy:
 
     def result(self, start: int = 0, stop: int | None = None) -> TransferResult:
         """Return the result of positions ``start`` to ``stop``; the first call stamps the arrived records ready."""
-        if not self._is_finished:
-            self._is_finished = True
-            self._core.finish()
+        if self._outcome is None:
+            self._outcome = self._core.finish()
             if self._table is not None:
                 self._memory.give_table(self._table)
-        return make_result(
-            self._swap,
-            slice(start, stop),
-            self._core.faults(),
-            self._core.checksums(),
-            copied_bytes=self._core.copied_bytes,
-            seconds=self._core.seconds,
-            detail=self._core.error,
-        )
+        return make_result(self._swap, self._outcome, start, stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from fdcache import _core
 from fdcache.devices.base import Event, Stream
@@ -19,6 +20,8 @@ _PRIORITY = -5
 
 class CudaEvent:
     """Point in a stream of a GPU. Its driver event is reused once this object is released."""
+
+    __slots__ = ("core",)
 
     def __init__(self, core: _core.CudaEvent) -> None:
         self.core = core
@@ -36,51 +39,52 @@ class CudaEvent:
         return _core.wait_cuda_events([self.core], timeout)
 
 
+_WAITING = "waiting for the layers of a plan"
+
+
+def _refused(error: _core.CudaError, call: str, consequence: str) -> DeviceError:
+    if str(error).startswith("cuStreamIsCapturing"):
+        return DeviceError(f"{call}: the stream cannot be used: {error}")
+    return DeviceError(f"{consequence}: {error}")
+
+
+def _captured(call: str) -> StreamError:
+    return StreamError(
+        f"{call}: the stream is being captured into a CUDA graph, which would wait for this plan's "
+        "events in every replay; before the graph is launched call wait_all(stream=...) instead"
+    )
+
+
 class ExternalStream:
     """Stream of the engine: used, never owned; ``owner`` keeps it alive."""
 
-    def __init__(self, context: _core.CudaContext, handle: int, owner: object) -> None:
-        self._context = context
+    def __init__(self, handle: int, owner: object) -> None:
         self.handle = handle
         self._owner = owner
 
-    def _check_not_captured(self, call: str) -> None:
-        try:
-            captured = self._context.is_capturing(self.handle)
-        except _core.CudaError as error:
-            raise DeviceError(f"{call}: the stream cannot be used: {error}") from error
-        if captured:
-            raise StreamError(
-                f"{call}: the stream is being captured into a CUDA graph, which would wait for this plan's "
-                "events in every replay; before the graph is launched call wait_all(stream=...) instead"
-            )
-
     def record(self, event: _core.CudaEvent) -> None:
         """Record an event after the stream's current work. Raises ``StreamError`` during a capture."""
-        self._check_not_captured("submit_swap_tasks")
         try:
-            event.record(self.handle)
+            recorded = event.record_unless_captured(self.handle)
         except _core.CudaError as error:
-            raise DeviceError(f"nothing can wait for the compute stream: {error}") from error
+            raise _refused(error, "submit_swap_tasks", "nothing can wait for the compute stream") from error
+        if not recorded:
+            raise _captured("submit_swap_tasks")
 
     def wait_event(self, event: Event) -> None:
         """Make later operations wait for the event. Raises ``StreamError`` during a capture."""
-        self._check_not_captured("waiting for the layers of a plan")
         try:
-            core_event(event).hold(self.handle)
+            holds = core_event(event).hold_unless_captured(self.handle)
         except _core.CudaError as error:
-            raise DeviceError(f"a stream cannot wait for an event: {error}") from error
+            raise _refused(error, _WAITING, "a stream cannot wait for an event") from error
+        if not holds:
+            raise _captured(_WAITING)
 
     def retire(self) -> None:
         """Do nothing: the stream keeps no memory of fdcache alive."""
 
     def close(self) -> None:
         """Do nothing: the engine owns the stream."""
-
-
-class _Batch(Protocol):
-    @property
-    def done(self) -> CudaEvent: ...
 
 
 class CudaStream:
@@ -98,7 +102,8 @@ class CudaStream:
         self._memory = memory
         self._ring: Any = None
         self._lane: _core.CudaLane | None = None
-        self._held: list[_Batch] = []
+        self._after: list[_core.CudaEvent] = []
+        """Events that the next operation waits for."""
         self.handle: int = self._streams[0].ptr
         try:
             self.submitter = _core.CudaSubmitter(context, self.handle, background)
@@ -122,32 +127,44 @@ class CudaStream:
             )
         return self._lane
 
-    def hold(self, batch: _Batch) -> None:
-        """Keep a batch, and the memory that it refers to, alive until it has ended."""
-        if not self._held or self._held[-1] is not batch:
-            self.retire()
-            self._held.append(batch)
+    def enqueue(
+        self, batch: _core.CudaSwap, owner: object, ranges: Sequence[tuple[int, int]]
+    ) -> list[_core.CudaEvent]:
+        """Enqueue ranges of planes of a batch, which keeps ``owner`` alive; return an event after each."""
+        events = self.submitter.enqueue(batch, owner, self.lane(), ranges, self._after)
+        self._after = []
+        return events
+
+    def refuse(self, batch: _core.CudaSwap, owner: object, reason: str) -> None:
+        """End a batch that cannot be copied, in its turn."""
+        self._wait()
+        self.submitter.refuse(batch, owner, reason)
 
     def record(self, event: _core.CudaEvent) -> None:
         """Record an event after everything submitted so far."""
+        self._wait()
         self.submitter.record(event)
 
     def wait_event(self, event: Event) -> None:
         """Make later operations wait for the event. A wait that the driver refuses fails the next batch."""
-        self.submitter.wait(core_event(event))
+        self._after.append(core_event(event))
+
+    def _wait(self) -> None:
+        after, self._after = self._after, []
+        for event in after:
+            self.submitter.wait(event)
 
     def retire(self) -> None:
         """Release the memory that finished copies kept alive."""
-        self._held = [batch for batch in self._held if not batch.done.query()]
+        self.submitter.retire()
 
     def close(self) -> None:
         """Wait for submitted work, unless the GPU has failed, then release everything. Do nothing in a forked child."""
         if os.getpid() != self._process:
             return
-        for batch in self._held:
-            batch.done.wait()
+        for end in self.submitter.ends():
+            _core.wait_cuda_events([end], None)
         self.submitter.close()
-        self._held = []
         self._lane = None
         self._ring = None
 

@@ -31,7 +31,7 @@ class ProcessGuard:
 
     def check(self) -> None:
         """Raise ``ForkedProcessError`` in any other process."""
-        if not self.is_own:
+        if os.getpid() != self._process:
             raise ForkedProcessError(
                 f"this {self._owner} belongs to process {self._process} and was forked into {os.getpid()}; "
                 "start workers with the 'spawn' method and create one there"

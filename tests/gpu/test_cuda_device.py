@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
 from fdcache.devices.cuda import CudaDevice
 from fdcache.devices.topology import visible_gpus
@@ -186,8 +187,10 @@ def test_a_refused_copy_is_a_failed_report_and_the_device_continues(monkeypatch:
     with GpuWorker(swap_method="kernel") as worker:
         worker.run(plan(1, evict=[(0, 0)]))
         before = worker.block(0)
-        sound = worker.gpu._kernels
-        monkeypatch.setattr(worker.gpu, "_kernels", type(sound)((0, 0, 0, 0), sound.module))
+        gpu = worker.gpu
+        monkeypatch.setattr(
+            gpu, "_copier", _core.CudaCopier(gpu._context, (0, 0, 0, 0), gpu._policy, gpu._kernels.module)
+        )
         (refused,) = worker.run(plan(2, load=[(0, 1)])).results
         assert refused.failed.tolist() == [0]
         assert "cuLaunchKernel" in str(refused.error_message)

@@ -16,12 +16,19 @@ constexpr unsigned kRingSlots = 3;
 constexpr std::uint32_t kGeneration = 1;
 constexpr std::array<std::uint8_t, 16> kFingerprint{};
 
-BlockPair block_pair(SlotPair pair) {
-    BlockPair made{};
-    made.host_slot = pair.host;
-    made.device_slot = pair.device;
-    made.generation = kGeneration;
-    return made;
+// Blocks of these pairs, all with the same generation and hashes, which the caller keeps.
+BlockList blocks_of(const std::vector<SlotPair> &pairs, std::vector<std::uint32_t> &generations,
+                    std::vector<Digest> &hashes) {
+    generations.assign(pairs.size(), kGeneration);
+    hashes.assign(pairs.size(), Digest{});
+    BlockList blocks;
+    for (const SlotPair &pair : pairs) {
+        blocks.host_slots.push_back(pair.host);
+        blocks.device_slots.push_back(pair.device);
+    }
+    blocks.generations = generations;
+    blocks.hashes = blocks.parents = hashes;
+    return blocks;
 }
 
 }  // namespace
@@ -86,24 +93,35 @@ World::World(cuda::SwapChoice way)
       device_(kBlocks * kRecordBytes),
       host_(kHostSlots * kRecordBytes),
       headers_(kHostSlots) {
-    policy_.choice = way;
-    policy_.to_host = policy_.to_device = {1, 1, host_.size()};
-    policy_.staging_bytes = kSlotBytes;
-    policy_.kernel_ctas = 2;
-    policy_.transpose_ctas = 4;
-    policy_.direct_pieces = kBlocks * kPlanes;
+    cuda::SwapPolicy policy{};
+    policy.choice = way;
+    policy.to_host = policy.to_device = {1, 1, host_.size()};
+    policy.staging_bytes = kSlotBytes;
+    policy.kernel_ctas = 2;
+    policy.transpose_ctas = 4;
+    policy.direct_pieces = policy.small_pieces = kBlocks * kPlanes;
+    policy.batched = way == cuda::SwapChoice::kAuto;
+    gpu_ = std::make_shared<const cuda::SwapDevice>(context, kernels(), policy);
+    std::vector<Plane> planes;
     for (std::size_t i = 0; i < kPlanes; ++i) {
-        planes_.push_back(
+        planes.push_back(
             {device_.data() + i * kBlocks * kPlaneBytes, kPlaneBytes, kPlaneBytes, i * kPlaneBytes});
     }
-    chunks_ = cuda::make_chunks(planes_, kRecordBytes);
-    records_ = {{host_.data()}, kHostSlots, kRecordBytes, {headers_.data()}, kHostSlots};
+    chunks_ = cuda::make_chunks(planes, kRecordBytes);
+    planes_ = std::make_shared<const cuda::SwapPlanes>(std::make_shared<const std::vector<Plane>>(planes),
+                                                       reinterpret_cast<Address>(chunks_.chunks.data()),
+                                                       chunks_.first);
+    records_ = std::make_shared<const RecordTable>(
+        RecordTable{{host_.data()}, kHostSlots, kRecordBytes, {headers_.data()}, kHostSlots});
     auto *words = reinterpret_cast<std::uint64_t *>(host_.data());
     for (std::size_t i = 0; i < kBlocks * kRecordBytes / sizeof *words; ++i) {
         words[i] = (i + 1) * 0x9E3779B97F4A7C15ULL;
     }
+    std::vector<std::uint32_t> generations;
+    std::vector<Digest> hashes;
+    const BlockList blocks = blocks_of(same_slots(), generations, hashes);
     for (int slot = 0; slot < kBlocks; ++slot) {
-        headers_[slot] = ready_header(writing_header(block_pair({slot, 0}), {kFingerprint, kRecordBytes}), 0);
+        headers_[slot] = ready_header(writing_header(blocks, slot, {kFingerprint, kRecordBytes}), 0);
     }
 }
 
@@ -122,15 +140,14 @@ Batch World::backup(std::string name, std::vector<SlotPair> pairs) const {
 }
 
 Batch World::make(Direction direction, std::string name, std::vector<SlotPair> pairs) const {
-    std::vector<BlockPair> wanted;
-    for (const SlotPair &pair : pairs) wanted.push_back(block_pair(pair));
-    Batch batch{std::move(name), std::move(pairs), {}, {}, {}, {}};
-    batch.host_table.resize(wanted.size());
-    batch.device_table.resize(wanted.size());
-    batch.swap = std::make_shared<cuda::Swap>(context, traffic_, kernels(), policy_, direction, planes_,
-                                              reinterpret_cast<Address>(chunks_.chunks.data()), chunks_.first,
-                                              records_, std::vector{reinterpret_cast<Address>(host_.data())},
-                                              std::move(wanted), kFingerprint, false);
+    Batch batch{std::move(name), std::move(pairs), {}, {}, {}, {}, {}, {}};
+    BlockList blocks = blocks_of(batch.pairs, batch.generations, batch.hashes);
+    batch.host_table.resize(blocks.size());
+    batch.device_table.resize(blocks.size());
+    const auto extents =
+        std::make_shared<const std::vector<Address>>(1, reinterpret_cast<Address>(host_.data()));
+    batch.swap = std::make_shared<cuda::Swap>(gpu_, direction, planes_, cuda::SwapRecords{records_, extents},
+                                              std::move(blocks), kFingerprint, false);
     batch.swap->set_table(reinterpret_cast<std::uint8_t *>(batch.host_table.data()),
                           reinterpret_cast<Address>(batch.device_table.data()));
     return batch;
@@ -138,14 +155,15 @@ Batch World::make(Direction direction, std::string name, std::vector<SlotPair> p
 
 bool World::has_bytes(int device, int host, PlaneRange planes) const {
     for (std::size_t i = planes.first; i < planes.last; ++i) {
-        const std::uint8_t *record = records_.record(host) + planes_[i].offset;
-        if (std::memcmp(planes_[i].block(device), record, kPlaneBytes) != 0) return false;
+        const Plane &plane = (*planes_->planes)[i];
+        const std::uint8_t *record = records_->record(host) + plane.offset;
+        if (std::memcmp(plane.block(device), record, kPlaneBytes) != 0) return false;
     }
     return true;
 }
 
 bool World::are_same_records(int host, int other) const {
-    return std::memcmp(records_.record(host), records_.record(other), kRecordBytes) == 0;
+    return std::memcmp(records_->record(host), records_->record(other), kRecordBytes) == 0;
 }
 
 void World::expect_loaded(const Batch &batch) const {

@@ -45,6 +45,8 @@ std::vector<SlotPair> same_slots(int count = kBlocks);
 struct Batch {
     std::string name;
     std::vector<SlotPair> pairs;
+    std::vector<std::uint32_t> generations;
+    std::vector<Digest> hashes;
     std::vector<swap::Block> host_table, device_table;
     std::shared_ptr<cuda::Swap> swap;
     std::vector<EventPtr> events;
@@ -93,13 +95,12 @@ class World {
   private:
     Batch make(Direction direction, std::string name, std::vector<SlotPair> pairs) const;
 
-    const std::shared_ptr<cuda::Traffic> traffic_ = std::make_shared<cuda::Traffic>();
-    cuda::SwapPolicy policy_{};
     std::vector<std::uint8_t> device_, host_;
     std::vector<SlotHeader> headers_;
-    std::vector<Plane> planes_;
     cuda::ChunkTable chunks_;
-    RecordTable records_;
+    std::shared_ptr<const cuda::SwapDevice> gpu_;
+    std::shared_ptr<const cuda::SwapPlanes> planes_;
+    std::shared_ptr<const RecordTable> records_;
 };
 
 }  // namespace fdcache::stand_in

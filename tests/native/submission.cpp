@@ -198,6 +198,84 @@ void refuse_a_batch() {
     }
 }
 
+// --- the moment that is left to the engine
+
+// Loads whose thread begins in an hour, unless someone waits for them.
+struct LateLoads {
+    World world;
+    LaneWorld lane{world.context};
+    Submitter submitter{world.context, lane.main(), false, std::chrono::hours(1)};
+
+    Batch load(const std::string &name) {
+        Batch batch = world.load(name, same_slots());
+        submit(submitter, lane, batch, kGroups);
+        return batch;
+    }
+};
+
+void begin_when_a_stream_waits() {
+    LateLoads loads;
+    Stream engine;
+    Batch first = loads.load("the first batch");
+    Batch second = loads.load("the batch behind it");
+    for (const Batch *batch : {&first, &second}) Gate::expect_waiting(*batch);
+    second.events.front()->hold(&engine);
+    for (Batch *batch : {&first, &second}) batch->expect_copied();
+    loads.world.expect_loaded(second);
+}
+
+void begin_when_the_host_waits() {
+    LateLoads loads;
+    Batch batch = loads.load("the batch");
+    Gate::expect_waiting(batch);
+    batch.swap->done()->hurry();
+    batch.expect_copied();
+}
+
+void begin_when_another_submitter_waits() {
+    LateLoads loads;
+    LaneWorld lane(loads.world.context);
+    Submitter backups(loads.world.context, lane.main(), true);
+    Batch load = loads.load("the load");
+    Gate::expect_waiting(load);
+    Batch backup = loads.world.backup("the backup", {{kBlocks, 0}});
+    for (const EventPtr &event : backups.enqueue(backup.swap, lane.lane(), kWhole, {load.swap->done()})) {
+        backup.events.push_back(event);
+    }
+    backup.expect_copied();
+    load.expect_copied();
+    expect(loads.world.are_same_records(kBlocks, 0), "the backup has other bytes than were loaded before");
+}
+
+void begin_at_the_close() {
+    LateLoads loads;
+    Batch batch = loads.load("the batch");
+    loads.submitter.close();
+    batch.expect_copied();
+}
+
+// --- the way of a small batch
+
+// The second kernel of a staged batch is refused; a direct one launches only the first.
+void expect_method(bool light) {
+    World world(cuda::SwapChoice::kAuto);
+    LaneWorld lane(world.context);
+    Submitter submitter(world.context, lane.main(), false);
+    const Batch other_way = world.backup("a batch the other way", same_slots(1));
+    Batch first = world.load("a batch of the same direction", same_slots(1));
+    Batch second = world.load("another one", same_slots(1));
+    if (light) second.swap.reset();
+    Batch batch = world.load("the batch", same_slots());
+    fail({"cuLaunchKernel", 1});
+    submit(submitter, lane, batch, kGroups);
+    if (light) {
+        batch.expect_copied();
+        world.expect_loaded(batch);
+    } else {
+        batch.expect_failed(kRefusal);
+    }
+}
+
 // --- close
 
 void close_with_work_left() {
@@ -242,6 +320,12 @@ const tests::Cases kCases{
     {"promised-wait-refused", [] { refuse_a_wait(true, false); }},
     {"promised-wait-refused-ranges", [] { refuse_a_wait(true, true); }},
     {"batch-refused", refuse_a_batch},
+    {"grace-stream-waits", begin_when_a_stream_waits},
+    {"grace-host-waits", begin_when_the_host_waits},
+    {"grace-submitter-waits", begin_when_another_submitter_waits},
+    {"grace-close", begin_at_the_close},
+    {"small-direct", [] { expect_method(true); }},
+    {"small-in-a-row-staged", [] { expect_method(false); }},
     {"close", close_with_work_left},
 };
 

@@ -108,6 +108,7 @@ def draw_policy(data: st.DataObject, layout: KVLayout) -> _core.SwapPolicy:
         kernel_ctas=data.draw(st.sampled_from([0, 2])),
         transpose_ctas=32,
         direct_pieces=data.draw(st.sampled_from([0, 1 << 20])),
+        small_pieces=data.draw(st.sampled_from([0, 1 << 20])),
         batched=data.draw(st.booleans()),
     )
 
@@ -157,6 +158,7 @@ def test_any_order_of_the_queues_gives_the_same_bytes(data: st.DataObject) -> No
                 last,
                 max(slot_bytes, widest),
                 data.draw(st.booleans()),
+                data.draw(st.booleans()),
             )
             lane.enqueue(steps, devices, records, to_host=to_host)
         summed.append(lane.summed)
@@ -176,7 +178,7 @@ def staged_load(drop: str | None) -> bool:
     """Return True when a load through a ring of two slots arrives in every order, without one kind of step."""
     layout = LAYOUTS["uniform"]
     limits = [1 << 40, 1, 1 << 40]
-    policy = _core.SwapPolicy(_core.SwapChoice.STAGED, limits, limits, 1 << 20, 2, 32, 0, True)
+    policy = _core.SwapPolicy(_core.SwapChoice.STAGED, limits, limits, 1 << 20, 2, 32, 0, 0, True)
     pairs = [(slot, slot) for slot in range(DEVICE_BLOCKS)]
     for seed in range(20):
         memory = Memory(layout, seed)
@@ -192,6 +194,7 @@ def staged_load(drop: str | None) -> bool:
             0,
             layout.num_planes,
             2 * layout.record_bytes,
+            False,
             False,
         )
         lane = HostLane(layout, memory.planes, slots=2, slot_bytes=2 * layout.record_bytes)

@@ -13,8 +13,9 @@ import pytest
 
 from fdcache import _core
 from fdcache.devices.cpu import CpuDevice, CpuEvent, CpuStream
+from fdcache.metadata import SwapPurpose
 from tests.service_help import until
-from tests.swaps import PATIENCE
+from tests.swaps import PATIENCE, swap
 
 
 def threads() -> set[int]:
@@ -31,12 +32,13 @@ class Memory:
         self.headers = np.zeros((2, 128), np.uint8)
 
     def copy(self) -> _core.BlockCopy:
-        slots = np.array([0, 1], np.int32)
-        hashes = np.ones((2, 32), np.uint8)
         planes = _core.PlaneTable([p.ctypes.data for p in self.planes], [64, 64], [64, 64], [0, 128], self)
         records = _core.RecordTable([self.records.ctypes.data], 2, 4096, [self.headers.ctypes.data], 2, self)
-        generations = np.ones(2, np.uint32)
-        return _core.BlockCopy(True, planes, records, slots, slots, generations, hashes, hashes, bytes(32))
+        made = _core.copy_blocks(
+            swap(SwapPurpose.BACKUP, [(0, 0), (1, 1)]), True, planes, 2, records, bytes(32), False
+        )
+        assert made is not None
+        return made
 
 
 def test_operations_run_in_order() -> None:
@@ -47,7 +49,7 @@ def test_operations_run_in_order() -> None:
     stream.record(event)
     assert event.wait(PATIENCE)
     assert copy.done.query()
-    assert copy.faults() == bytes(2)
+    assert copy.finish()[0] == b""
     assert np.array_equal(memory.records[1, 128:192], memory.planes[1][1])
 
 
@@ -113,7 +115,8 @@ def test_closing_a_held_stream_fails_its_copies_and_reaches_its_events() -> None
     stream.close()
     assert passed.query()
     assert copy.done.query()
-    assert 0 not in copy.faults()
+    faults = copy.finish()[0]
+    assert faults and 0 not in faults
     assert not memory.records.any()
     with pytest.raises(RuntimeError, match="closed"):
         stream.record(_core.Event())
@@ -145,7 +148,7 @@ def test_a_slot_that_another_writer_took_is_not_stamped_ready() -> None:
     memory.headers[1] = np.frombuffer(other, np.uint8)
     gate.set()
     assert copy.done.wait(PATIENCE)
-    assert [fault != 0 for fault in copy.faults()] == [False, True]
+    assert [fault != 0 for fault in copy.finish()[0]] == [False, True]
     assert memory.headers[1].tobytes() == other
 
 
@@ -155,7 +158,7 @@ def test_a_finished_copy_cannot_be_cancelled() -> None:
     stream.copy(copy, 0, 2)
     assert copy.done.wait(PATIENCE)
     assert not copy.cancel()
-    assert copy.copied_bytes == 256
+    assert copy.finish()[2] == 256
 
 
 def test_a_copy_keeps_its_memory_until_it_is_done() -> None:

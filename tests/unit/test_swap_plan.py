@@ -40,6 +40,7 @@ def make_policy(choice: _core.SwapChoice = _core.SwapChoice.AUTO, **changes: Any
         "kernel_ctas": 2,
         "transpose_ctas": 32,
         "direct_pieces": 8192,
+        "small_pieces": 1024,
         "batched": True,
     }
     return _core.SwapPolicy(choice=choice, **(options | changes))
@@ -66,10 +67,20 @@ def method_of(
     rows: int = 16,
     runs: int = 16,
     contended: bool = False,
+    unhurried: bool = False,
 ) -> _core.SwapMethod:
     first, last = planes or (0, layout.num_planes)
     return _core.choose_method(
-        policy, to_host, plane_table(layout), first, last, layout.record_bytes, rows, runs, contended
+        policy,
+        to_host,
+        plane_table(layout),
+        first,
+        last,
+        layout.record_bytes,
+        rows,
+        runs,
+        contended,
+        unhurried,
     )
 
 
@@ -85,21 +96,6 @@ def test_runs_are_maximal_and_cross_no_extent(values: list[int], per_extent: int
     for (first, count), (after, _) in pairwise(runs):
         last = values[first + count - 1]
         assert values[after] != last + 1 or values[after] % per_extent == 0
-
-
-@given(st.lists(st.integers(-2, 12)), st.sampled_from([0, 3, 10, 10_000]), st.booleans())
-def test_sound_slots_are_in_range_and_distinct_when_asked(
-    values: list[int], limit: int, distinct: bool
-) -> None:
-    sound = all(0 <= value < limit for value in values) and (not distinct or len(set(values)) == len(values))
-    assert _core.are_valid_slots(slots(values), limit, distinct) == sound
-
-
-@given(
-    *2 * [st.lists(st.integers(-5, 60) | st.sampled_from([-(1 << 31), 1 << 20, (1 << 31) - 1]), max_size=40)]
-)
-def test_slots_are_disjoint_when_none_is_in_both(first: list[int], second: list[int]) -> None:
-    assert _core.are_disjoint_slots(slots(first), slots(second)) == set(first).isdisjoint(second)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -165,6 +161,36 @@ def test_large_planes_are_staged_while_copies_run_the_other_way() -> None:
     assert method_of(layout, direct, planes=(0, 8), contended=True) is _core.SwapMethod.DIRECT
 
 
+@pytest.mark.parametrize("to_host", [True, False])
+def test_small_batches_that_a_thread_submits_spare_the_memory_of_the_gpu(to_host: bool) -> None:
+    def method(plane_kib: int = 128, **changes: Any) -> _core.SwapMethod:
+        options: dict[str, Any] = {"to_host": to_host, "planes": (0, 8), "contended": True, "unhurried": True}
+        return method_of(uniform(plane_kib), make_policy(), **(options | changes))
+
+    assert method(rows=16) is method(64, rows=16) is _core.SwapMethod.DIRECT
+    assert method(rows=17) is _core.SwapMethod.STAGED, "more pieces than a small batch has"
+    assert method(32, rows=16) is _core.SwapMethod.STAGED, "the copy engines are slow with such pieces"
+    assert method(unhurried=False) is _core.SwapMethod.STAGED, "each piece would cost the engine's thread"
+    staged = make_policy(_core.SwapChoice.STAGED)
+    assert method_of(uniform(128), staged, planes=(0, 8), unhurried=True) is _core.SwapMethod.STAGED
+
+
+def test_small_batches_that_a_thread_submits_leave_the_driver_to_others_often() -> None:
+    layout = uniform(128, layers=4)
+    records = _core.RecordTable([1 << 40], 64, layout.record_bytes, [1 << 41], 64, ())
+    numbers = slots(list(range(0, 64, 4)))
+
+    def bytes_of_calls(unhurried: bool) -> set[int]:
+        steps = _core.plan_steps(
+            make_policy(), False, plane_table(layout), records, numbers, numbers, 0, layout.num_planes,
+            16 * MIB, False, unhurried,
+        )  # fmt: skip
+        return {sum(piece[2] for piece in step[2]) for step in steps if step[0] == "pieces"}
+
+    assert bytes_of_calls(True) == {2 * MIB}
+    assert bytes_of_calls(False) == {16 * MIB}
+
+
 def test_a_wanted_method_is_taken() -> None:
     wanted = {
         _core.SwapChoice.DIRECT: _core.SwapMethod.DIRECT,
@@ -210,7 +236,7 @@ def test_addresses_have_64_bits_on_both_sides(choice: _core.SwapChoice, to_host:
     hosts = [3, 9_000_000, per_extent, 2 * per_extent - 1]
     steps = _core.plan_steps(
         make_policy(choice), to_host, planes, records, slots(devices), slots(hosts), 0, layout.num_planes,
-        16 * MIB, False,
+        16 * MIB, False, False,
     )  # fmt: skip
     pieces = [piece for kind, *rest in steps if kind == "pieces" for piece in rest[1]]
     starts = [

@@ -1,0 +1,190 @@
+"""Measure the worker's side of a plan: microseconds of the engine's thread from plan to report.
+
+Each plan loads blocks from the host and backs up as many, from random slots. ``submit`` is ``submit_swap_tasks``,
+``layers`` lets a stream wait for every layer (a GPU) or asks for each (the CPU), ``waiting`` is a ``poll`` while the
+copies are in flight, ``report`` the ``poll`` that returns the report. `--profile` adds the Python functions by time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.machine import machine
+from fdcache.controller.cache_controller import CacheController
+from fdcache.layout import KVLayout
+from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan
+from fdcache.settings.cache import TransferSettings
+
+SIZES = (1, 32, 128, 1000, 4096)
+PHASES = ("submit", "layers", "waiting", "report")
+
+
+class Rank:
+    """A controller whose first half of host slots holds blocks to load; backups go to the second half."""
+
+    def __init__(self, device: str, most: int, plane_bytes: int) -> None:
+        self.layout = KVLayout.uniform(
+            model="benchmark",
+            revision="1",
+            dtype="bfloat16",
+            num_layers=32,
+            block_size=plane_bytes // 64,
+            kv_heads=1,
+            head_dim=32,
+        )
+        self.most = most
+        settings = TransferSettings(drain_timeout=60.0, layer_timeout=60.0)
+        self.stream: Any = None
+        made = None
+        if device == "cuda":
+            import cupy
+
+            from fdcache.devices.cuda import CudaDevice
+
+            made = CudaDevice(settings=settings)
+            with cupy.cuda.Device(made.gpu.ordinal):
+                self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.controller = CacheController(settings, self.layout, device=made)
+        self.controller.initialize_kv_cache(2 * most)
+        self.controller.initialize_host_cache(2 * most)
+        self._random = np.random.default_rng(0)
+        self._plans = 0
+        self._hashes = np.zeros((2 * most, 32), np.uint8)
+        self._hashes[:, :8] = np.arange(2 * most, dtype=np.int64).view(np.uint8).reshape(-1, 8)
+        for first in range(0, most, 512):
+            slots = np.arange(first, min(first + 512, most), dtype=np.int32)
+            filling = self._plan(backups=self._swap(SwapPurpose.BACKUP, slots, slots))
+            self.controller.submit_swap_tasks(filling, self.stream)
+            self.controller.wait_reports()
+
+    def plan(self, count: int) -> TransferPlan:
+        """Return a plan that loads ``count`` blocks and backs up as many."""
+        device, host = self._random.permutation(2 * self.most), self._random.permutation(self.most)
+        loads = self._swap(SwapPurpose.LOAD, host[:count], device[:count])
+        backups = self._swap(SwapPurpose.BACKUP, device[-count:], host[:count] + self.most)
+        return self._plan(loads=loads, backups=backups)
+
+    def _plan(self, **swaps: Any) -> TransferPlan:
+        self._plans += 1
+        return TransferPlan(plan_id=self._plans, **swaps)
+
+    def _swap(self, purpose: SwapPurpose, source: NDArray[Any], target: NDArray[Any]) -> CacheSwapMetadata:
+        loads = purpose is SwapPurpose.LOAD
+        levels = (CacheLevel.HOST, CacheLevel.DEVICE) if loads else (CacheLevel.DEVICE, CacheLevel.HOST)
+        ones = np.ones(len(source), np.uint32)
+        hashes = self._hashes[source if loads else target]
+        return CacheSwapMetadata(
+            purpose=purpose,
+            src_type=levels[0],
+            dst_type=levels[1],
+            src_block_ids=source.astype(np.int32),
+            dst_block_ids=target.astype(np.int32),
+            src_generations=ones,
+            dst_generations=ones,
+            hash_values=hashes,
+            parent_hashes=np.zeros_like(hashes),
+        )
+
+
+class Clock:
+    """Nanoseconds by phase, one figure for each plan."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, list[int]] = {phase: [] for phase in PHASES}
+        self.profile: cProfile.Profile | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the block as this phase."""
+        if self.profile is not None:
+            self.profile.enable()
+        start = time.perf_counter_ns()
+        yield
+        self.spent[name].append(time.perf_counter_ns() - start)
+        if self.profile is not None:
+            self.profile.disable()
+
+
+def carry_out(rank: Rank, plan: TransferPlan, clock: Clock) -> None:
+    """Submit a plan, wait for its layers and take its report."""
+    controller = rank.controller
+    with clock.phase("submit"):
+        counter = controller.submit_swap_tasks(plan, rank.stream)
+    with clock.phase("layers"):
+        for layer in range(rank.layout.total_layers):
+            if rank.stream is not None:
+                counter.wait_for_layer(layer, stream=rank.stream)
+            else:
+                counter.is_layer_done(layer)
+    with clock.phase("waiting"):
+        reports = controller.poll()
+    if not reports:
+        if not controller.handler(plan.plan_id).wait(60.0):
+            raise RuntimeError("the copies take longer than a minute")
+        with clock.phase("report"):
+            reports = controller.poll()
+    if not all(result.success for report in reports for result in report.results):
+        raise RuntimeError(f"copies failed: {reports}")
+
+
+def measure(rank: Rank, count: int, rounds: int, clock: Clock) -> None:
+    """Carry out ``rounds`` plans of ``count`` blocks each way, after some that are not counted."""
+    for _ in range(3):
+        carry_out(rank, rank.plan(count), Clock())
+    plans = [rank.plan(count) for _ in range(rounds)]
+    gc.collect()
+    for plan in plans:
+        carry_out(rank, plan, clock)
+
+
+def show_profile(profile: cProfile.Profile, plans: int, most: int = 22) -> None:
+    """Print the functions that take the most time, in microseconds a plan."""
+    found: Any = pstats.Stats(profile)
+    rows = sorted(found.stats.items(), key=lambda row: -row[1][2])[:most]
+    for (file, line, name), (_, calls, own, total, _) in rows:
+        where = f"{file.rsplit('/', 1)[-1]}:{line}" if line else ""
+        print(
+            f"  {1e6 * own / plans:8.1f} own {1e6 * total / plans:8.1f} all {calls / plans:6.1f}x  {name} {where}"
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a row for each size."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.submission", description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--blocks", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--plane", type=int, default=512, metavar="BYTES", help="bytes of each of 64 planes")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--profile", action="store_true")
+    flags = parser.parse_args(arguments)
+    rank = Rank(flags.device, max(flags.blocks), flags.plane)
+    print(f"{machine()}, device {flags.device}; us a plan, median (least)")
+    print(f"{'blocks':>8}" + "".join(f"{phase:>18}" for phase in PHASES))
+    for count in flags.blocks:
+        rounds = max(flags.rounds * 128 // max(count, 128), 8)
+        clock = Clock()
+        measure(rank, count, rounds, clock)
+        print(f"{count:>8}" + "".join(_cell(clock.spent[phase]) for phase in PHASES), flush=True)
+        if flags.profile:
+            clock.profile = cProfile.Profile(time.thread_time)
+            measure(rank, count, rounds, clock)
+            show_profile(clock.profile, rounds)
+    rank.controller.shutdown()
+
+
+def _cell(spent: list[int]) -> str:
+    return f"{np.median(spent) / 1e3:>10.1f} ({min(spent) / 1e3:.1f})" if spent else f"{'-':>18}"
+
+
+if __name__ == "__main__":
+    main()
