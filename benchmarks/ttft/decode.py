@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ttft.model import Shape
-from benchmarks.ttft.server import Row, Server, Spent, Tokens, prompt, timed
+from benchmarks.ttft.server import Row, Server, Spent, prompt, timed
 from fdcache import Request
 from fdcache.tiers.statistics import Counters
 
@@ -125,20 +126,27 @@ class Visitors:
         self._blocks = 2 * blocks
         self._half = blocks * server.shape.block_size
         self._prefixes = [prompt(server.shape, self._half, 9_000_000 + each) for each in range(count)]
-        self._staying: list[tuple[Request, int]] = []
+        self._expected: deque[Request] = deque()
+        self._staying: list[Request] = []
         self._turn = 0
         for prefix in self._prefixes:
-            self._arrive(prefix)
+            self._admit(server.arrive(prefix))
             self.leave()
 
+    def expect(self, count: int) -> None:
+        """Let the next visitors arrive: an engine tokenizes and hashes them beside its steps."""
+        while len(self._expected) < count:
+            self._turn += 1
+            tail = prompt(self._server.shape, self._half, 9_500_000 + self._turn)
+            text = np.concatenate([self._prefixes[self._turn % len(self._prefixes)], tail])
+            self._expected.append(self._server.arrive(text))
+
     def visit(self) -> None:
-        """Admit one visitor and submit its copies; visitors whose blocks have arrived leave."""
+        """Admit the next visitor and submit its copies; visitors whose blocks have arrived leave."""
         self._depart()
         while not self._server.manager.can_allocate_device_blocks(self._blocks):
             self._depart(wait=True)
-        self._turn += 1
-        tail = prompt(self._server.shape, self._half, 9_500_000 + self._turn)
-        self._arrive(np.concatenate([self._prefixes[self._turn % len(self._prefixes)], tail]))
+        self._admit(self._expected.popleft())
 
     def leave(self) -> None:
         """End all visitors."""
@@ -147,16 +155,16 @@ class Visitors:
             self._depart(wait=True)
         self._server.settle()
 
-    def _arrive(self, text: Tokens) -> None:
-        request = self._server.request(text)
-        self._server.allocate(request, len(text))
+    def _admit(self, request: Request) -> None:
+        self._server.match(request)
+        self._server.allocate(request, request.num_tokens)
         self._server.submit()
-        self._staying.append((request, len(text)))
+        self._staying.append(request)
 
     def _depart(self, *, wait: bool = False) -> None:
         self._server.collect(wait=wait)
-        going = [(request, count) for request, count in self._staying if not request.is_loading]
-        self._staying = [each for each in self._staying if each[0].is_loading]
+        going = [(request, request.num_tokens) for request in self._staying if not request.is_loading]
+        self._staying = [request for request in self._staying if request.is_loading]
         self._server.finish(going)
 
 
@@ -183,7 +191,7 @@ def decode_beside_swaps(shape: Shape, device: str, *, sequences: int, context: i
     """Measure the milliseconds of a decode step alone, and with swaps both ways meanwhile.
 
     Each visitor loads and leaves 16 blocks. The engine's thread plans the swaps before it launches a step, while the
-    GPU is idle, or during the step, as a scheduler that runs one step ahead does.
+    GPU is idle, or during the step, as a scheduler that runs one step ahead does. The visitors' tokens are hashed before.
     """
     # Room for five visitors: earlier ones may still hold their blocks for copies in flight.
     own = sequences * -(-(context + _STEPS) // shape.block_size)
@@ -212,6 +220,7 @@ def _run(decode: Decode, beside: Visitors, planning: Planning, every: int) -> Ro
     server = decode.server
     decode.restart()
     beside.leave()
+    beside.expect(_STEPS // every if every else 0)
     server.synchronize()
     server.spent = Spent()
     moved = blocks_moved(server.manager.get_stats().counters)

@@ -119,10 +119,20 @@ class Server:
         if self.torch_device == "cuda":
             torch.cuda.synchronize()
 
+    def arrive(self, prompt: Tokens) -> Request:
+        """Make a request and hash its tokens, as the threads that tokenize do beside the steps."""
+        self._names += 1
+        request = Request(str(self._names), prompt)
+        self.manager.prepare([request])
+        return request
+
     def request(self, prompt: Tokens) -> Request:
         """Match a new request, waiting until its blocks in storage are read."""
         self._names += 1
-        request = Request(str(self._names), prompt)
+        return self.match(Request(str(self._names), prompt))
+
+    def match(self, request: Request) -> Request:
+        """Match a request, waiting until its blocks in storage are read."""
         with self.manager_time():
             self.manager.prefetch([request])
             match = self.manager.match_prefix([request])[0]
