@@ -191,7 +191,7 @@ def decode_beside_swaps(shape: Shape, device: str, *, sequences: int, context: i
     """Measure the milliseconds of a decode step alone, and with swaps both ways meanwhile.
 
     Each visitor loads and leaves 16 blocks. The engine's thread plans the swaps before it launches a step, while the
-    GPU is idle, or during the step, as a scheduler that runs one step ahead does. The visitors' tokens are hashed before.
+    GPU is idle, or during the step, as a scheduler that runs one step ahead does. Their tokens are hashed before.
     """
     # Room for five visitors: earlier ones may still hold their blocks for copies in flight.
     own = sequences * -(-(context + _STEPS) // shape.block_size)
