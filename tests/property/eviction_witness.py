@@ -55,6 +55,20 @@ class EvictionWitness:
         """Return a proxy of the native side of a manager's requests, whose tier this is; it checks each call."""
         return _WatchedBlocks(blocks, self)
 
+    def of_backups(self, planner: _core.BackupPlanner, device: EvictionWitness) -> Any:
+        """Return a proxy of the native planner of backups from ``device`` to this tier; it checks each call."""
+        return _WatchedPlanner(planner, device, self)
+
+    def check_displaced(self, gone: list[bytes], order: list[bytes]) -> None:
+        """Check the blocks that left the tier for copies against the order before them.
+
+        Only blocks that the copies keep, the ancestors of what was reserved, are passed over.
+        """
+        assert gone == [block for block in order if block in gone]
+        last = order.index(gone[-1]) if gone else 0
+        assert not {block for block in order[:last] if block not in gone} & set(self.order)
+        self.evicted += len(gone)
+
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **options: Any) -> Any:
             try:
@@ -155,3 +169,25 @@ class _WatchedBlocks:
             self._witness.check_allocation(gone[self._evicted_for_copies :], self._before)
         self._before, self._evicted_for_copies = None, 0
         return followed
+
+
+class _WatchedPlanner:
+    """A ``BackupPlanner`` that tells the witnesses of both tiers of each call."""
+
+    def __init__(self, planner: _core.BackupPlanner, device: EvictionWitness, host: EvictionWitness) -> None:
+        self._planner = planner
+        self._device = device
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._planner, name)
+        return self._watched(found) if name in ("flush", "clean", "evict") else found
+
+    def _watched(self, call: Callable[..., _core.PlannedBackups]) -> Callable[..., _core.PlannedBackups]:
+        def watched(*args: Any) -> _core.PlannedBackups:
+            before = self._host.order
+            planned = self._host._watched(self._device._watched(call))(*args)
+            self._host.check_displaced(hash_list(planned.displaced.hashes), before)
+            return planned
+
+        return watched

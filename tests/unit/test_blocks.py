@@ -113,12 +113,6 @@ class TestBlockQueue:
         assert hash_list(queue.take(10)) == PATH[5:8]
         assert len(queue) == len(queue.take(1)) == 0
 
-    def test_only_blocks_of_a_value_are_added(self) -> None:
-        queue = BlockQueue()
-        queue.add_equal(hashes(PATH[:3]), np.array([0, 1, 0], np.uint8), 0)
-        queue.add_equal(hashes(PATH[3:6]), np.array([7, 8, 7], np.uint32), 8)
-        assert hash_list(queue.take(9)) == [PATH[0], PATH[2], PATH[4]]
-
     def test_a_full_queue_drops_the_parts_that_came_first(self) -> None:
         queue, part = BlockQueue(), hashes(PATH * 500)
         assert [queue.add(part) for _ in range(4)] == [0, 0, 6000, 6000]
