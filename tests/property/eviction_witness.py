@@ -186,7 +186,7 @@ class _WatchedPlanner:
     def _watched(self, call: Callable[..., _core.PlannedBackups]) -> Callable[..., _core.PlannedBackups]:
         def watched(*args: Any) -> _core.PlannedBackups:
             before = self._host.order
-            planned = self._host._watched(self._device._watched(call))(*args)
+            planned: _core.PlannedBackups = self._host._watched(self._device._watched(call))(*args)
             self._host.check_displaced(hash_list(planned.displaced.hashes), before)
             return planned
 
