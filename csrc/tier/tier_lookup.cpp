@@ -45,8 +45,12 @@ bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t
     table.resize(first + count);
     const std::span<Slot> run = std::span(table).subspan(first);
     for (std::size_t i = count; one_path && i-- > 0; last = entries_[last].parent) {
-        if (i >= 2 * kAhead) index_.prefetch(hashes[start + i - 2 * kAhead]);
-        if (i >= kAhead) prefetch_entry(index_.guess(hashes[start + i - kAhead]));
+        if (last >= kAhead && entries_[last].parent == last - 1) {
+            prefetch_entry(last - kAhead);  // a run of neighbours, as most paths have
+        } else {
+            if (i >= 2 * kAhead) index_.prefetch(hashes[start + i - 2 * kAhead]);
+            if (i >= kAhead) prefetch_entry(index_.guess(hashes[start + i - kAhead]));
+        }
         run[i] = last;
         one_path = digests_[last] == hashes[start + i];
     }
