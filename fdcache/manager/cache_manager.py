@@ -162,6 +162,8 @@ class CacheManager:
 
         The blocks are pinned there until the request is matched or finished.
         """
+        if not self.reads_storage:
+            return
         with self._lock:
             if self._state is ManagerState.RUNNING:
                 for request in requests:
