@@ -9,7 +9,7 @@
 namespace fdcache {
 
 BlockCopy::BlockCopy(Direction direction, std::shared_ptr<const std::vector<Plane>> planes,
-                     std::shared_ptr<const RecordTable> records, BlockList blocks,
+                     std::shared_ptr<const RecordTable> records, CopyBlocks blocks,
                      const std::array<std::uint8_t, 16> &fingerprint)
     : direction_(direction),
       planes_(std::move(planes)),

@@ -20,7 +20,7 @@ namespace fdcache {
 class BlockCopy {
   public:
     BlockCopy(Direction direction, std::shared_ptr<const std::vector<Plane>> planes,
-              std::shared_ptr<const RecordTable> records, BlockList blocks,
+              std::shared_ptr<const RecordTable> records, CopyBlocks blocks,
               const std::array<std::uint8_t, 16> &fingerprint);
 
     std::size_t num_blocks() const { return blocks_.size(); }
@@ -57,7 +57,7 @@ class BlockCopy {
     const Direction direction_;
     const std::shared_ptr<const std::vector<Plane>> planes_;
     const std::shared_ptr<const RecordTable> records_;
-    const BlockList blocks_;
+    const CopyBlocks blocks_;
     const RecordKind kind_;
     std::atomic<Phase> phase_{Phase::kPending};
     std::vector<BlockFault> faults_;

@@ -14,7 +14,7 @@
 #include "copy/bound_memory.hpp"
 #include "copy/copy_stream.hpp"
 #include "copy/event.hpp"
-#include "copy/transfer_arrays.hpp"
+#include "copy/transfer_array_bindings.hpp"
 
 namespace fdcache {
 namespace {

@@ -9,7 +9,7 @@ std::uint64_t payload_bytes(std::span<const Plane> planes) {
                            [](std::uint64_t sum, const Plane &plane) { return sum + plane.nbytes; });
 }
 
-SlotHeader writing_header(const BlockList &blocks, std::size_t block, const RecordKind &kind) {
+SlotHeader writing_header(const CopyBlocks &blocks, std::size_t block, const RecordKind &kind) {
     SlotHeader header;
     header.state = HeaderState::kWriting;
     header.generation = blocks.generations[block];
@@ -28,7 +28,7 @@ SlotHeader ready_header(SlotHeader writing, std::uint64_t checksum) {
     return writing;
 }
 
-BlockFault check_source(const SlotHeader &header, const BlockList &blocks, std::size_t block,
+BlockFault check_source(const SlotHeader &header, const CopyBlocks &blocks, std::size_t block,
                         const RecordKind &kind) {
     // Fresh memory holds zeros: a slot that was never written is empty, not broken.
     if (!header.is_valid()) return header == SlotHeader{} ? BlockFault::kNotReady : BlockFault::kNoHeader;

@@ -60,7 +60,7 @@ enum class Direction : std::uint8_t { kToHost, kToDevice };
 
 // The blocks of a copy, as parallel arrays. Slots, which address memory, are copied; the other arrays are
 // used where they are and outlive the list.
-struct BlockList {
+struct CopyBlocks {
     std::vector<std::int32_t> device_slots;
     std::vector<std::int32_t> host_slots;
     std::span<const std::uint32_t> generations;  // of the host slots
@@ -92,13 +92,13 @@ enum class BlockFault : std::uint8_t {
 };
 
 // The sealed header of a record that a copy to the host is about to write.
-SlotHeader writing_header(const BlockList &blocks, std::size_t block, const RecordKind &kind);
+SlotHeader writing_header(const CopyBlocks &blocks, std::size_t block, const RecordKind &kind);
 
 // The sealed header of the same record once it is complete.
 SlotHeader ready_header(SlotHeader writing, std::uint64_t checksum);
 
 // Checks that a slot with this header can be loaded as this block.
-BlockFault check_source(const SlotHeader &header, const BlockList &blocks, std::size_t block,
+BlockFault check_source(const SlotHeader &header, const CopyBlocks &blocks, std::size_t block,
                         const RecordKind &kind);
 
 }  // namespace fdcache

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "copy/bound_memory.hpp"
-#include "copy/transfer_arrays.hpp"
+#include "copy/transfer_array_bindings.hpp"
 #include "cuda/context.hpp"
 #include "cuda/lane.hpp"
 #include "cuda/submitter.hpp"

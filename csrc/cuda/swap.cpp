@@ -29,7 +29,7 @@ std::vector<std::size_t> by_host_slot(std::span<const std::int32_t> slots) {
 }  // namespace
 
 Swap::Swap(std::shared_ptr<const SwapDevice> device, Direction direction,
-           std::shared_ptr<const SwapPlanes> planes, SwapRecords records, BlockList blocks,
+           std::shared_ptr<const SwapPlanes> planes, SwapRecords records, CopyBlocks blocks,
            const std::array<std::uint8_t, 16> &fingerprint, bool verify)
     : device_(std::move(device)),
       direction_(direction),

@@ -60,7 +60,7 @@ class Swap {
   public:
     // `verify`: compare loads with their records' checksums.
     Swap(std::shared_ptr<const SwapDevice> device, Direction direction,
-         std::shared_ptr<const SwapPlanes> planes, SwapRecords records, BlockList blocks,
+         std::shared_ptr<const SwapPlanes> planes, SwapRecords records, CopyBlocks blocks,
          const std::array<std::uint8_t, 16> &fingerprint, bool verify);
     ~Swap();
     Swap(const Swap &) = delete;
@@ -112,7 +112,7 @@ class Swap {
     const Direction direction_;
     const std::shared_ptr<const SwapPlanes> planes_;
     const SwapRecords records_;
-    const BlockList blocks_;
+    const CopyBlocks blocks_;
     const RecordKind kind_;
     const bool verify_;
 

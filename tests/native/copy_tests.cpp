@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -75,16 +76,29 @@ class Memory {
     // A batch of blocks, each with the host slot of its number.
     CopyPtr copy(Direction direction, const std::vector<int> &blocks, std::uint32_t generation = 1,
                  bool verify = true) const {
-        std::vector<BlockPair> pairs;
-        for (const int block : blocks)
-            pairs.push_back({block, block, generation, digest(block), Digest{}, verify});
-        return std::make_shared<BlockCopy>(direction, planes, records, std::move(pairs), kFingerprint);
+        const auto batch = std::make_shared<Batch>(blocks, generation);
+        CopyBlocks copied{blocks, blocks, batch->generations, batch->hashes, batch->parents, {}, verify};
+        batch->copy.emplace(direction, std::make_shared<const std::vector<Plane>>(planes),
+                            std::make_shared<const RecordTable>(records), std::move(copied), kFingerprint);
+        return {batch, &*batch->copy};
     }
 
     std::vector<Plane> planes;
     RecordTable records;
 
   private:
+    // A copy and the arrays that it uses in place.
+    struct Batch {
+        Batch(const std::vector<int> &blocks, std::uint32_t generation)
+            : generations(blocks.size(), generation), parents(blocks.size()) {
+            for (const int block : blocks) hashes.push_back(digest(block));
+        }
+
+        std::vector<std::uint32_t> generations;
+        std::vector<Digest> hashes, parents;
+        std::optional<BlockCopy> copy;
+    };
+
     std::vector<std::vector<std::uint8_t>> device_;
     std::vector<std::unique_ptr<HostMemory>> extents_;
     std::vector<std::vector<SlotHeader>> headers_;
@@ -103,8 +117,8 @@ void enqueue(CopyStream &stream, const CopyPtr &copy) {
 void expect_copied(const CopyPtr &copy) {
     await(copy->done());
     for (std::size_t i = 0; i < copy->num_blocks(); ++i)
-        expect(copy->fault(i) == BlockFault::kNone,
-               "a block has fault " + std::to_string(static_cast<int>(copy->fault(i))));
+        expect(copy->faults()[i] == BlockFault::kNone,
+               "a block has fault " + std::to_string(static_cast<int>(copy->faults()[i])));
 }
 
 // Backups on one stream, the engine's writes between, loads on another: each waits for the one before.
@@ -194,7 +208,7 @@ void close_with_work_left() {
         for (const auto &event : events) await(event);
         for (const CopyPtr &copy : copies) {
             await(copy->done());
-            expect(copy->fault(0) == BlockFault::kNone || copy->fault(0) == BlockFault::kAbandoned,
+            expect(copy->faults()[0] == BlockFault::kNone || copy->faults()[0] == BlockFault::kAbandoned,
                    "a fault");
         }
     }
@@ -208,7 +222,7 @@ void refuse_other_content() {
         const CopyPtr in = memory.copy(Direction::kToDevice, {block}, generation);
         enqueue(stream, in);
         await(in->done());
-        return in->fault(0);
+        return in->faults()[0];
     };
     expect(load(0, 1) == BlockFault::kNotReady, "a slot that was never written is loaded");
     memory.fill(0, 9);

@@ -17,11 +17,11 @@ constexpr std::uint32_t kGeneration = 1;
 constexpr std::array<std::uint8_t, 16> kFingerprint{};
 
 // Blocks of these pairs, all with the same generation and hashes, which the caller keeps.
-BlockList blocks_of(const std::vector<SlotPair> &pairs, std::vector<std::uint32_t> &generations,
-                    std::vector<Digest> &hashes) {
+CopyBlocks blocks_of(const std::vector<SlotPair> &pairs, std::vector<std::uint32_t> &generations,
+                     std::vector<Digest> &hashes) {
     generations.assign(pairs.size(), kGeneration);
     hashes.assign(pairs.size(), Digest{});
-    BlockList blocks;
+    CopyBlocks blocks;
     for (const SlotPair &pair : pairs) {
         blocks.host_slots.push_back(pair.host);
         blocks.device_slots.push_back(pair.device);
@@ -119,7 +119,7 @@ World::World(cuda::SwapChoice way)
     }
     std::vector<std::uint32_t> generations;
     std::vector<Digest> hashes;
-    const BlockList blocks = blocks_of(same_slots(), generations, hashes);
+    const CopyBlocks blocks = blocks_of(same_slots(), generations, hashes);
     for (int slot = 0; slot < kBlocks; ++slot) {
         headers_[slot] = ready_header(writing_header(blocks, slot, {kFingerprint, kRecordBytes}), 0);
     }
@@ -141,7 +141,7 @@ Batch World::backup(std::string name, std::vector<SlotPair> pairs) const {
 
 Batch World::make(Direction direction, std::string name, std::vector<SlotPair> pairs) const {
     Batch batch{std::move(name), std::move(pairs), {}, {}, {}, {}, {}, {}};
-    BlockList blocks = blocks_of(batch.pairs, batch.generations, batch.hashes);
+    CopyBlocks blocks = blocks_of(batch.pairs, batch.generations, batch.hashes);
     batch.host_table.resize(blocks.size());
     batch.device_table.resize(blocks.size());
     const auto extents =

@@ -59,9 +59,9 @@ class Keys {
     }
 
     void check() {
-        const auto backends = sha256::backends();
+        const auto backends = hash_backends();
         const Hashes wanted = at_once(backends.back(), tokens_);
-        for (const sha256::Backend &backend : backends) {
+        for (const HashBackend &backend : backends) {
             expect(at_once(backend, tokens_) == wanted, std::string(backend.name) + " hashes otherwise");
             expect(in_pieces(backend, wanted.size()) == wanted, std::string(backend.name) + " in pieces");
         }
@@ -72,7 +72,7 @@ class Keys {
     }
 
   private:
-    BlockChain chain(const sha256::Backend &backend, const Digest &parent, std::size_t block) const {
+    BlockChain chain(const HashBackend &backend, const Digest &parent, std::size_t block) const {
         return {arguments_.block_size,
                 parent,
                 static_cast<std::int64_t>(block) * arguments_.block_size,
@@ -81,14 +81,14 @@ class Keys {
                 backend};
     }
 
-    Hashes at_once(const sha256::Backend &backend, const std::vector<std::int32_t> &tokens) const {
+    Hashes at_once(const HashBackend &backend, const std::vector<std::int32_t> &tokens) const {
         BlockChain whole = chain(backend, kRoot, 0);
         Hashes hashes(whole.blocks_in(tokens.size()));
         whole.extend(tokens.data(), hashes);
         return hashes;
     }
 
-    Hashes in_pieces(const sha256::Backend &backend, std::size_t count) {
+    Hashes in_pieces(const HashBackend &backend, std::size_t count) {
         BlockChain growing = chain(backend, kRoot, 0);
         Hashes hashes(count);
         for (std::size_t done = 0; done < count;) {
@@ -113,7 +113,7 @@ class Keys {
 
     void check_from_the_middle(const Hashes &wanted) {
         const std::size_t first = bytes_.below(wanted.size());
-        BlockChain rest = chain(sha256::best_backend(), first ? wanted[first - 1] : kRoot, first);
+        BlockChain rest = chain(best_hash_backend(), first ? wanted[first - 1] : kRoot, first);
         Hashes hashes(wanted.size() - first);
         rest.extend(tokens_.data() + first * rest.block_size(), hashes);
         expect(std::equal(hashes.begin(), hashes.end(), wanted.begin() + static_cast<std::ptrdiff_t>(first)),
@@ -128,7 +128,7 @@ class Keys {
         const std::size_t changed = (std::size_t{bytes_.next()} << 8 | bytes_.next()) % covered;
         std::vector<std::int32_t> tokens = tokens_;
         tokens[changed] ^= 1 << bytes_.below(31);
-        const Hashes hashes = at_once(sha256::best_backend(), tokens);
+        const Hashes hashes = at_once(best_hash_backend(), tokens);
         for (std::size_t block = 0; block < wanted.size(); ++block) {
             const bool same = (block + 1) * size + lookahead <= changed;
             expect((hashes[block] == wanted[block]) == same, "the wrong blocks change with a token");

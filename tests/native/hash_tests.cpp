@@ -109,12 +109,12 @@ void hash_in_threads() {
     std::vector<std::int32_t> tokens(kBlock * kBlocks);
     for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = token(i);
     std::vector<Digest> wanted(kBlocks);
-    BlockChain(kBlock, root(), 0, {}, 0, sha256::backends().back()).extend(tokens.data(), wanted);
+    BlockChain(kBlock, root(), 0, {}, 0, hash_backends().back()).extend(tokens.data(), wanted);
     run_threads(4, [&](int thread) {
-        const auto backends = sha256::backends();
+        const auto backends = hash_backends();
         std::vector<Digest> hashes(kBlocks);
         for (int round = 0; round < 20; ++round) {
-            const sha256::Backend &backend = backends[(thread + round) % backends.size()];
+            const HashBackend &backend = backends[(thread + round) % backends.size()];
             BlockChain(kBlock, root(), 0, {}, 0, backend).extend(tokens.data(), hashes);
             expect(hashes == wanted, std::string(backend.name) + " hashes otherwise than portable");
         }

@@ -176,7 +176,7 @@ class Crowd {
 void publish_beside_readers() {
     constexpr std::uint32_t kSlots = 32;
     constexpr int kClients = 3, kRounds = 400;
-    std::vector<std::uint64_t> memory(16 * PresenceTable::kBucketTags);
+    std::vector<std::uint64_t> memory(17 * PresenceTable::kBucketBytes / sizeof(std::uint64_t));
     const std::size_t nbytes = memory.size() * sizeof memory[0];
     Tier tier(kSlots);
     for (Tenant tenant = 0; tenant < kClients; ++tenant) tier.set_tenant_limit(tenant, 6 + tenant);
@@ -221,7 +221,7 @@ void publish_beside_readers() {
 // Threads that plan, end and acknowledge copies into another process's tier.
 void copy_out_from_threads() {
     constexpr std::uint32_t kSlots = 64;
-    std::vector<std::uint64_t> memory(16 * PresenceTable::kBucketTags);
+    std::vector<std::uint64_t> memory(17 * PresenceTable::kBucketBytes / sizeof(std::uint64_t));
     OutgoingCopies outgoing(PresenceTable(memory.data(), memory.size() * sizeof memory[0]));
     const std::vector<std::uint32_t> generations(kSlots, 1);
     std::vector<Slot> stock(kSlots);
@@ -235,7 +235,6 @@ void copy_out_from_threads() {
             const CopyReservation taken = outgoing.reserve(above(path), path);
             for (const Slot slot : taken.slots) expect(owners[slot]++ == 0, "a slot is given twice");
             outgoing.contains(path);
-            outgoing.run(path, 0);
             const std::vector<std::uint8_t> copied(taken.slots.size(), random() % 4 != 0);
             for (const Slot slot : taken.slots) --owners[slot];
             outgoing.acknowledge(outgoing.end(taken.slots, copied, true).hashes);

@@ -37,3 +37,15 @@ def test_headers_for_all_folders_know_none_but_hash() -> None:
     for source in CSRC.glob("*.?pp"):
         included = set(re.findall(r'^#include "(\w+)/', source.read_text(), re.MULTILINE))
         assert included <= {"hash"}, source
+
+
+def test_no_two_types_of_a_namespace_have_one_name() -> None:
+    """The linker would take the functions of either for both."""
+    found: dict[tuple[str, str], Path] = {}
+    for source in sorted(CSRC.rglob("*.[ch]pp")):
+        namespace = ""
+        for line in source.read_text().splitlines():
+            if opened := re.match(r"namespace ([\w:]*) ?{", line):
+                namespace = opened[1] or f"{source}"  # an unnamed one is the file's own
+            if named := re.match(r"(?:struct|class) (\w+)(?: final)?(?: :.*)? {", line):
+                assert found.setdefault((namespace, named[1]), source) == source

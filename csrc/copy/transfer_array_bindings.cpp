@@ -1,4 +1,4 @@
-#include "copy/transfer_arrays.hpp"
+#include "copy/transfer_array_bindings.hpp"
 
 #include <utility>
 
@@ -64,15 +64,15 @@ std::optional<TransferArrays> arrays_of(nb::handle swap) {
     return marked && arrays->unverified->shape(0) == count ? std::move(arrays) : std::nullopt;
 }
 
-std::optional<BlockList> blocks_of(const TransferArrays &arrays, Direction direction,
-                                   std::int32_t device_blocks, std::int32_t host_blocks) {
+std::optional<CopyBlocks> blocks_of(const TransferArrays &arrays, Direction direction,
+                                    std::int32_t device_blocks, std::int32_t host_blocks) {
     const bool out = direction == Direction::kToHost;
     const auto device = span_of(out ? arrays.sources : arrays.targets);
     const auto host = span_of(out ? arrays.targets : arrays.sources);
     if (!are_valid_slots(device, device_blocks, !out) || !are_valid_slots(host, host_blocks, out)) {
         return std::nullopt;
     }
-    BlockList blocks;
+    CopyBlocks blocks;
     blocks.device_slots.assign(device.begin(), device.end());
     blocks.host_slots.assign(host.begin(), host.end());
     blocks.generations = span_of(out ? arrays.target_generations : arrays.source_generations);

@@ -27,7 +27,7 @@ std::optional<TransferArrays> arrays_of(nb::handle swap);
 
 // The blocks of a transfer between a device and a host tier of these sizes; none if a slot does not exist or
 // is written twice.
-std::optional<BlockList> blocks_of(const TransferArrays &arrays, Direction direction,
-                                   std::int32_t device_blocks, std::int32_t host_blocks);
+std::optional<CopyBlocks> blocks_of(const TransferArrays &arrays, Direction direction,
+                                    std::int32_t device_blocks, std::int32_t host_blocks);
 
 }  // namespace fdcache
