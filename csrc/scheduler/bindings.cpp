@@ -25,11 +25,18 @@ namespace {
 
 using SlotRow = nb::ndarray<nb::numpy, const std::int32_t, nb::ndim<1>>;
 
+// For messages: any text, lone surrogates too.
+std::string text_of(const nb::str &value) {
+    const nb::object bytes = nb::steal(PyUnicode_AsEncodedString(value.ptr(), "utf-8", "backslashreplace"));
+    if (!bytes.is_valid()) nb::raise_python_error();
+    return {PyBytes_AS_STRING(bytes.ptr()), static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
+}
+
 // A request as Python sees it. `prompt` is what the caller gave; it is read once, and not freed in a step.
 struct PythonRequest : RequestState {
     PythonRequest(nb::str id, nb::object prompt, std::size_t prompt_tokens, std::optional<std::string> tenant,
                   ExtraKeys extra_keys)
-        : RequestState(nb::cast<std::string>(id), prompt_tokens, std::move(tenant), std::move(extra_keys)),
+        : RequestState(text_of(id), prompt_tokens, std::move(tenant), std::move(extra_keys)),
           request_id(std::move(id)),
           prompt(std::move(prompt)) {}
 
@@ -37,7 +44,11 @@ struct PythonRequest : RequestState {
     nb::object prompt;
 };
 
-using Requests = std::vector<PythonRequest *>;
+// The requests of a list or tuple, which keeps them alive.
+struct Requests {
+    nb::object sequence;
+    std::vector<PythonRequest *> all;
+};
 using RequestSequence = nb::typed<nb::sequence, PythonRequest>;
 using Live = nb::typed<nb::dict, nb::str, nb::any>;  // the requests between match and end, by id
 
@@ -46,18 +57,17 @@ PythonRequest &request_of(nb::handle value) {
     if (!PyObject_TypeCheck(value.ptr(), type))
         throw nb::type_error(
             ("expected a Request, got " + std::string(nb::type_name(value.type()).c_str())).c_str());
+    if (!nb::inst_ready(value)) throw nb::type_error("a Request whose __init__ was not called");
     return *nb::inst_ptr<PythonRequest>(value);
 }
 
-// The requests of a list or tuple, which keeps them alive.
 Requests requests_of(nb::handle values) {
-    const nb::object sequence = nb::steal(PySequence_Fast(values.ptr(), "expected a list of requests"));
-    if (!sequence.is_valid()) nb::raise_python_error();
-    Requests requests;
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
-    requests.reserve(static_cast<std::size_t>(count));
+    Requests requests{nb::steal(PySequence_Fast(values.ptr(), "expected a list of requests")), {}};
+    if (!requests.sequence.is_valid()) nb::raise_python_error();
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(requests.sequence.ptr());
+    requests.all.reserve(static_cast<std::size_t>(count));
     for (Py_ssize_t i = 0; i < count; ++i)
-        requests.push_back(&request_of(PySequence_Fast_GET_ITEM(sequence.ptr(), i)));
+        requests.all.push_back(&request_of(PySequence_Fast_GET_ITEM(requests.sequence.ptr(), i)));
     return requests;
 }
 
@@ -65,35 +75,46 @@ Requests requests_of(nb::handle values) {
 
 // Hashes the tokens of a request that `manager` must bind. Another thread may be doing so: then waits for it.
 void bind_request(const BlockManager &manager, PythonRequest &request, bool release_gil) {
-    if (!manager.must_bind(request)) return;
-    const BlockKeys keys = manager.keys();
-    auto blocks = request.make_blocks(keys);
-    std::size_t count = 0;
-    const auto allocate = [&](std::size_t size) { return blocks->extend(count = size); };
-    if (request.is_bound()) {
-        const auto &tokens = request.blocks().tokens();
-        std::copy_n(tokens.data(), tokens.size(), allocate(tokens.size()));
-    } else {
-        read_tokens(nb::object(request.prompt), allocate);
+    while (manager.must_bind(request)) {
+        const BlockKeys keys = manager.keys();
+        const TokenBlocks *const before = request.is_bound() ? &request.blocks() : nullptr;
+        auto blocks = request.make_blocks(keys);
+        std::size_t count = 0;
+        const auto allocate = [&](std::size_t size) { return blocks->extend(count = size); };
+        if (before) {
+            const auto &tokens = before->tokens();
+            std::copy_n(tokens.data(), tokens.size(), allocate(tokens.size()));
+        } else {
+            read_tokens(nb::object(request.prompt), allocate);
+        }
+        std::unique_lock lock(request.binding(), std::try_to_lock);
+        if (!lock) {
+            const nb::gil_scoped_release release;
+            lock.lock();
+        }
+        if (!manager.must_bind(request)) return;
+        if (release_gil) {
+            const nb::gil_scoped_release release;
+            blocks->commit(count);
+        } else {
+            blocks->commit(count);
+        }
+        // Other threads may have matched or bound the request, appended tokens, or changed the revision. Then
+        // it is hashed again, with the GIL, so that it ends.
+        const TokenBlocks *const now = request.is_bound() ? &request.blocks() : nullptr;
+        const bool is_same =
+            now == before && (!now || now->tokens().size() == count) && manager.keys() == keys;
+        if (is_same && !request.is_live()) return request.bind(keys, std::move(blocks));
+        release_gil = false;
     }
-    std::unique_lock lock(request.binding(), std::try_to_lock);
-    if (!lock) {
-        const nb::gil_scoped_release release;
-        lock.lock();
-    }
-    if (!manager.must_bind(request)) return;
-    if (release_gil) {
-        const nb::gil_scoped_release release;
-        blocks->commit(count);
-    } else {
-        blocks->commit(count);
-    }
-    request.bind(keys, std::move(blocks));
 }
 
 // --- match and end -----------------------------------------------------------------------------------------
 
 void check_match(const BlockManager &manager, const RequestSequence &requests, const Live &live) {
+    for (nb::handle each : requests) manager.check_idle(request_of(each));
+    for (nb::handle each : requests) bind_request(manager, request_of(each), false);
+    // Hashing may have run Python code; nothing does from here on.
     std::unordered_set<std::string_view> seen;
     for (nb::handle each : requests) {
         const PythonRequest &request = request_of(each);
@@ -102,7 +123,6 @@ void check_match(const BlockManager &manager, const RequestSequence &requests, c
         if (is_twice || PyDict_Contains(live.ptr(), request.request_id.ptr()))
             throw RequestStateError("another request with the id '" + request.id() + "' is running");
     }
-    for (nb::handle each : requests) bind_request(manager, request_of(each), false);
 }
 
 bool match(BlockManager &manager, nb::handle handle, std::size_t limit, Live &live) {
@@ -164,12 +184,12 @@ AdvanceResult advance(BlockManager &manager, nb::handle requests, nb::handle tok
                       bool grow) {
     const StepTokens step = step_tokens(tokens);
     const Requests found = requests_of(requests);  // from here on no Python code runs
-    if (found.size() != step.ends.size())
+    if (found.all.size() != step.ends.size())
         throw RequestStateError("advance: " + std::to_string(step.ends.size()) +
-                                " tokens or lists of tokens for " + std::to_string(found.size()) +
+                                " tokens or lists of tokens for " + std::to_string(found.all.size()) +
                                 " requests");
-    for (const PythonRequest *request : found) manager.check_advance(*request);
-    std::vector<RequestState *> states(found.begin(), found.end());
+    for (const PythonRequest *request : found.all) manager.check_advance(*request);
+    std::vector<RequestState *> states(found.all.begin(), found.all.end());
     std::size_t at = 0;
     for (std::size_t i = 0; i < states.size(); ++i) {
         const std::size_t count = step.ends[i] - at;
@@ -190,8 +210,24 @@ SlotRow table_rows(const RequestState &request, std::size_t first, std::size_t l
     return SlotRow(table.data() + first, {last - first}, keeper(table.share()));
 }
 
+// A prompt may be any list, which may refer to its request again: the garbage collector has to see it.
+int traverse_request(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PythonRequest>(self)->prompt.ptr());
+    return 0;
+}
+
+int clear_request(PyObject *self) {
+    nb::inst_ptr<PythonRequest>(self)->prompt = nb::none();
+    return 0;
+}
+
+PyType_Slot request_slots[] = {{Py_tp_traverse, reinterpret_cast<void *>(traverse_request)},
+                               {Py_tp_clear, reinterpret_cast<void *>(clear_request)},
+                               {0, nullptr}};
+
 void bind_request_state(nb::module_ &module) {
-    nb::class_<PythonRequest>(module, "RequestState",
+    nb::class_<PythonRequest>(module, "RequestState", nb::type_slots(request_slots),
                               "Tokens, block hashes and device blocks of one request: the state that\n"
                               "``fdcache.manager.Request`` documents.")
         .def(
@@ -256,7 +292,11 @@ void bind_request_state(nb::module_ &module) {
                 if (!self.is_bound())
                     throw RequestStateError("request '" + self.id() +
                                             "' has to be matched before it gets tokens");
-                append_tokens(self.blocks(), tokens);
+                StepTokens step;
+                step.add(tokens);  // may run Python code
+                TokenBlocks &blocks = self.blocks();
+                std::copy_n(step.tokens.data(), step.tokens.size(), blocks.extend(step.tokens.size()));
+                blocks.commit(step.tokens.size());
             },
             "tokens"_a.none(), nb::sig("def append_tokens(self, tokens: int | " FDCACHE_TOKENS ") -> None"),
             "Append accepted generated tokens. Raises ``RequestStateError`` before the first match.");
@@ -317,6 +357,12 @@ void bind_advance_result(nb::module_ &module) {
                 return nb::isinstance<AdvanceResult>(other) && self == nb::cast<const AdvanceResult &>(other);
             },
             "other"_a, nb::sig("def __eq__(self, other: object, /) -> bool"))
+        .def("__hash__",
+             [](const AdvanceResult &self) {
+                 std::size_t hash = self.failed.size() + 31 * self.shortfall;
+                 for (const Slot slot : self.blocks) hash = 31 * hash + slot;
+                 return hash >> 2;  // of a Python int's size
+             })
         .def("__repr__",
              [](const AdvanceResult &self) {
                  std::string text = "AdvanceResult(";
@@ -336,6 +382,7 @@ void bind_advance_result(nb::module_ &module) {
                  return State(self.positions, self.blocks, self.failed, self.shortfall);
              })
         .def("__setstate__", [](AdvanceResult &self, const State &state) {
+            require_equal(std::get<0>(state).size(), std::get<1>(state).size());
             new (&self)
                 AdvanceResult{std::get<0>(state), std::get<1>(state), std::get<2>(state), std::get<3>(state)};
         });
@@ -475,7 +522,7 @@ void bind_block_manager(nb::module_ &module) {
             "request"_a, nb::rv_policy::automatic, "Return the slots added since the match or the last call.")
         .def(
             "commit",
-            [](BlockManager &self, const std::vector<std::pair<nb::handle, std::int64_t>> &progress) {
+            [](BlockManager &self, const std::vector<std::pair<nb::object, std::int64_t>> &progress) {
                 for (const auto &[request, tokens] : progress) self.check_commit(request_of(request), tokens);
                 for (const auto &[request, tokens] : progress)
                     self.commit(request_of(request), static_cast<std::uint64_t>(tokens));

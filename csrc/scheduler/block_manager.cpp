@@ -49,7 +49,7 @@ BlockManager::BlockManager(Tier &tier, const BlockKeys &keys, bool caches_prefix
 
 bool BlockManager::must_bind(const RequestState &request) const {
     if (!request.is_bound()) return true;
-    if (request.keys() == keys_) return false;
+    if (request.keys() == keys_ || owns(request)) return false;
     const bool is_former =
         std::find(former_.begin(), former_.end(), request.keys().fingerprint) != former_.end();
     if (!request.is_live() && is_former) return true;
@@ -89,8 +89,11 @@ void BlockManager::check_commit(const RequestState &request, std::int64_t num_to
 }
 
 void BlockManager::check_advance(const RequestState &request) const {
-    if (!owns(request) || request.table_.size() * block_size_ < request.num_cached_tokens)
-        throw RequestStateError(named(request) + " has to be matched and to have blocks before it advances");
+    const std::uint64_t room =
+        std::max(request.allocated_tokens_, std::uint64_t{request.table_.size()} * block_size_);
+    if (!owns(request) || request.num_tokens() > room)
+        throw RequestStateError(
+            named(request) + " has to be matched and to have blocks for all its tokens before it advances");
 }
 
 // --- match -------------------------------------------------------------------------------------------------
@@ -123,7 +126,7 @@ bool BlockManager::begin(Tier::Session &tier, RequestState &request, std::size_t
     request.owner_ = id_;
     request.publish_epoch_ = request.use_cache && caches_prefixes_ ? epoch_ : 0;
     request.table_ = {};
-    request.committed_tokens_ = 0;
+    request.committed_tokens_ = request.allocated_tokens_ = 0;
     request.committed_blocks_ = request.returned_blocks_ = 0;
     request.is_loading = request.is_counted_ = false;
     const bool pending = publishes(request) && extend_match(tier, request, limit);
@@ -160,6 +163,10 @@ bool BlockManager::count_hits(RequestState &request) {
 std::uint32_t BlockManager::grow_to(Tier::Session &tier, RequestState &request, std::size_t blocks) {
     const std::size_t have = request.table_.size();
     if (blocks <= have) return 0;
+    if (blocks - have > INT32_MAX) {  // more than any tier has
+        ++stats_.allocation_failures;
+        return static_cast<std::uint32_t>(std::min<std::size_t>(blocks - have, UINT32_MAX));
+    }
     slots_.clear();
     const std::uint32_t missing = tier.reserve(request.lease_, static_cast<std::uint32_t>(blocks - have),
                                                slots_, follow_.evicted ? &followed_.evicted : nullptr);
@@ -173,8 +180,10 @@ std::uint32_t BlockManager::grow_to(Tier::Session &tier, RequestState &request, 
 std::uint32_t BlockManager::allocate(RequestState &request, std::uint64_t num_tokens) {
     Tier::Session tier(tier_);
     const std::uint32_t missing = grow_to(tier, request, blocks_for(num_tokens));
-    if (!missing) count_hits(request);
-    return missing;
+    if (missing) return missing;
+    count_hits(request);
+    request.allocated_tokens_ = std::max(request.allocated_tokens_, num_tokens);
+    return 0;
 }
 
 CopyReservation BlockManager::reserve_copies(RequestState &request, std::span<const Digest> parents,
@@ -238,6 +247,7 @@ void BlockManager::advance(std::span<RequestState *const> requests, std::uint64_
     for (std::size_t i = 0; i < requests.size(); ++i) {
         RequestState &request = *requests[i];
         const std::uint64_t tokens = request.num_tokens();
+        request.allocated_tokens_ = std::max(request.allocated_tokens_, tokens);
         if (tokens > request.table_.size() * block_size_) extend_table(tier, request, i, grow, out);
         const std::uint64_t computed = tokens > uncomputed ? tokens - uncomputed : 0;
         const std::uint64_t room = request.table_.size() * block_size_;

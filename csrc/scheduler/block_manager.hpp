@@ -117,7 +117,9 @@ class BlockManager {
     void stop_publishing() { ++epoch_; }
     bool publishes(const RequestState &request) const { return request.publish_epoch_ == epoch_; }
 
-    std::size_t blocks_for(std::uint64_t tokens) const { return (tokens + block_size_ - 1) / block_size_; }
+    std::size_t blocks_for(std::uint64_t tokens) const {
+        return tokens / block_size_ + (tokens % block_size_ != 0);
+    }
     bool has_followed() const { return !followed_.empty(); }
     Followed take_followed();
     const BlockManagerStats &stats() const { return stats_; }

@@ -90,6 +90,7 @@ class RequestState {
     LeaseId lease_ = 0;
     AppendOnly<std::int32_t> table_;
     std::uint64_t committed_tokens_ = 0;
+    std::uint64_t allocated_tokens_ = 0;  // that an allocation or a step asked blocks for
     std::uint32_t committed_blocks_ = 0;
     std::uint32_t returned_blocks_ = 0;
     std::uint32_t hit_blocks_ = 0;  // of any match until the end: a request counts as one hit of each block

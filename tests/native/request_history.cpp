@@ -161,8 +161,8 @@ void RequestHistory::advance() {
     for (Job &job : jobs_) {
         if (job.state->table().size() * kBlock < job.state->num_tokens()) continue;
         compute_to(job, job.state->num_tokens());
-        append(job, 1);
         manager_.check_advance(*job.state);
+        append(job, 1);
         running.push_back(job.state.get());
         jobs.push_back(&job);
     }
