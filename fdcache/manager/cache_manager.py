@@ -10,7 +10,7 @@ from types import TracebackType
 
 import msgspec
 
-from fdcache._core import SLOT_FREE, AdvanceResult
+from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
 from fdcache.errors import PlanError, RequestStateError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
@@ -28,6 +28,9 @@ from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.host import HostCache
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, Traffic
+
+
+_ALLOCATIONS = AllocationForms(Allocation, AllocationFailure.NO_BLOCKS, AllocationFailure.DEFERRED)
 
 
 class ManagerState(StrEnum):
@@ -82,7 +85,7 @@ class CacheManager:
         self._device, self._host, self._storage = tiers.device, tiers.host, tiers.storage
         self._requests = LiveRequests(settings, layout, tiers, counters)
         self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock)
-        self._plans = Plans(layout, settings.plan_timeout, tiers, counters, clock)
+        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
 
     @classmethod
     def from_settings(
@@ -208,19 +211,11 @@ class CacheManager:
             if self._state is not ManagerState.RUNNING:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
-            self._requests.check_allocate(demands)
-            return [self._allocate(request, num_tokens) for request, num_tokens in demands]
-
-    def _allocate(self, request: Request, num_tokens: int) -> Allocation:
-        if not self._requests.refresh_host_run(request):
-            self._requests.defer(request)
-            self._counters.deferred_lookups += 1
-            return Allocation(request.request_id, failure=AllocationFailure.DEFERRED)
-        missing = self._requests.allocate(request, num_tokens, self._plans.open)
-        if missing:
-            self._give_way()
-            return Allocation(request.request_id, failure=AllocationFailure.NO_BLOCKS, shortfall=missing)
-        return Allocation(request.request_id, self._requests.take_added_blocks(request))
+            given = self._requests.allocate(demands, self._plans.open, _ALLOCATIONS)
+            for each in given:
+                if each.failure is AllocationFailure.NO_BLOCKS:
+                    self._give_way()
+            return given
 
     def _give_way(self) -> None:
         if self._tiers.backups:
@@ -296,9 +291,9 @@ class CacheManager:
 
     def request_finish(self, requests: Iterable[Request]) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent."""
+        requests = list(requests)
         with self._lock:
-            for request in requests:
-                self._requests.finish(request)
+            self._requests.finish(requests)
 
     # --- the whole cache ----------------------------------------------------------------------------------
 

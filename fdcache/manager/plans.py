@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fdcache.layout import KVLayout
-from fdcache.manager.requests import LoadRange, StepPlan
+from fdcache.manager.requests import LiveRequests
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
@@ -17,16 +17,22 @@ class Plans:
     """``open`` is the plan of the current step. Background copies have a plan and a report of their own."""
 
     def __init__(
-        self, layout: KVLayout, timeout: float, tiers: Tiers, counters: Counters, clock: Callable[[], float]
+        self,
+        layout: KVLayout,
+        timeout: float,
+        tiers: Tiers,
+        requests: LiveRequests,
+        counters: Counters,
+        clock: Callable[[], float],
     ) -> None:
         self._block_size = layout.block_size
         self._tiers = tiers
+        self._requests = requests
         self._counters = counters
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
-        self._loads: dict[int, list[LoadRange]] = {}  # by the number of the plan in flight
-        self.open = StepPlan()
+        self.open = OpenPlan()
 
     @property
     def in_flight(self) -> int:
@@ -59,8 +65,7 @@ class Plans:
         now, sent = self._clock(), []
         if not step.is_empty or not has_copies:
             plan = self._ledger.send(step, now, arena, orders)
-            if step.loads:
-                self._loads[plan.plan_id], step.loads = step.loads, []
+            self._requests.send_loads(plan.plan_id)
             sent.append(plan)
             orders = None
         if has_copies:
@@ -94,31 +99,31 @@ class Plans:
         late = self._ledger.newly_overdue(self._clock())
         if self._tiers.storage:
             self._tiers.storage.overdue(late)
-        loads = [load for flight in late for load in self._loads.get(flight.plan.plan_id, ())]
-        return [self._overdue(load) for load in loads if load.is_waited_for]
+        given_up = [load for flight in late for load in self._requests.give_up_loads(flight.plan.plan_id)]
+        self._counters.loads_overdue += len(given_up)
+        return [
+            self._outcome(request_id, LoadStatus.OVERDUE, first, "no report within the plan's deadline")
+            for request_id, first in given_up
+        ]
 
     def _complete(self, flight: InFlightPlan) -> list[LoadOutcome]:
         self._tiers.complete(flight, self._counters)
-        loads = self._loads.pop(flight.plan.plan_id, ())
-        return [self._end_load(load, flight) for load in loads if load.is_waited_for]
+        loads = flight.swaps.get(SwapPurpose.LOAD)
+        if loads is None:
+            return []
+        return [
+            self._ended(request_id, first, copied, planned, flight)
+            for request_id, first, copied, planned in self._requests.end_loads(flight.plan.plan_id, loads.flags)
+        ]
 
-    def _end_load(self, load: LoadRange, flight: InFlightPlan) -> LoadOutcome:
+    def _ended(
+        self, request_id: str, first: int, copied: int, planned: int, flight: InFlightPlan
+    ) -> LoadOutcome:
         """Confirm a load that every rank has reported, or fail it from the first block that a rank lacks."""
-        copied = flight.swaps[SwapPurpose.LOAD].leading_copied(load.offset, load.count)
-        load.end(copied)
-        if copied == load.count:
-            self._counters.loads_confirmed += 1
-            return self._outcome(load, LoadStatus.CONFIRMED, copied, None)
-        self._counters.loads_failed += 1
+        if copied == planned:
+            return self._outcome(request_id, LoadStatus.CONFIRMED, first + copied, None)
         message = "; ".join(flight.errors) or "the cache was reset"
-        return self._outcome(load, LoadStatus.FAILED, copied, message)
+        return self._outcome(request_id, LoadStatus.FAILED, first + copied, message)
 
-    def _overdue(self, load: LoadRange) -> LoadOutcome:
-        """Give up waiting for a load; its slots stay held until the report."""
-        self._counters.loads_overdue += 1
-        load.request.device_only = True
-        return self._outcome(load, LoadStatus.OVERDUE, 0, "no report within the plan's deadline")
-
-    def _outcome(self, load: LoadRange, status: LoadStatus, copied: int, message: str | None) -> LoadOutcome:
-        recompute_from = (load.first_block + copied) * self._block_size
-        return LoadOutcome(load.request.request_id, status, recompute_from, message)
+    def _outcome(self, request_id: str, status: LoadStatus, block: int, message: str | None) -> LoadOutcome:
+        return LoadOutcome(request_id, status, block * self._block_size, message)

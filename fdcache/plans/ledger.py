@@ -55,13 +55,13 @@ def make_swap(
 class OpenPlan:
     """Transfers between device and host that were planned and not sent. Sending it empties it for the next step."""
 
-    __slots__ = ("_backups", "_by_purpose", "_evictions", "_loads")
+    __slots__ = ("_backups", "_by_purpose", "_evictions", "loads")
 
     def __init__(self) -> None:
-        self._evictions, self._loads, self._backups = BlockCopies(), BlockCopies(), BlockCopies()
+        self._evictions, self.loads, self._backups = BlockCopies(), BlockCopies(), BlockCopies()
         self._by_purpose = {
             SwapPurpose.EVICT: self._evictions,
-            SwapPurpose.LOAD: self._loads,
+            SwapPurpose.LOAD: self.loads,
             SwapPurpose.BACKUP: self._backups,
         }
 
@@ -84,7 +84,7 @@ class OpenPlan:
     @property
     def is_empty(self) -> bool:
         """True while no copy is planned."""
-        return not (self._evictions or self._loads or self._backups)
+        return not (self._evictions or self.loads or self._backups)
 
     def swap(self, purpose: SwapPurpose) -> CacheSwapMetadata | None:
         """Remove the transfer for this purpose and return it, None when it has no blocks."""

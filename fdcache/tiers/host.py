@@ -116,6 +116,10 @@ class HostTier(Protocol):
     def take_device_reset(self) -> bool:
         """Return True if an operator asked for a reset of the device tier since the last call."""
 
+    @property
+    def pins(self) -> _core.Tier | _core.PinnedRuns:
+        """The native object in which ``BlockManager`` looks blocks up and pins them."""
+
     def match_paths(
         self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
     ) -> list[HostMatch]:
@@ -123,6 +127,12 @@ class HostTier(Protocol):
 
         ``fetches``: the number of each path's fetch from storage, 0 for none.
         """
+
+    def begin_look_up(self) -> None:
+        """Prepare ``pins`` for look-ups."""
+
+    def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[HostMatch]:
+        """Pin, in one round trip, the runs of paths that ``pins`` cannot answer."""
 
     def release(self, lease: int) -> bool:
         """Unpin a run; blocks being loaded from it stay pinned until the load ends."""
@@ -226,6 +236,11 @@ class LocalHostTier(BlockPool):
         """The tier itself."""
         return self
 
+    @property
+    def pins(self) -> LocalHostTier:
+        """The tier itself."""
+        return self
+
     def copies_reserved(self, planned: PlannedBackups) -> None:
         """Call ``on_evict`` for the blocks that made room."""
         if self.on_evict is not None:
@@ -283,6 +298,13 @@ class LocalHostTier(BlockPool):
         self.reset()
 
     # Of a shared tier only; there is no operator, no quota and no service here.
+
+    def begin_look_up(self) -> None:
+        """Do nothing."""
+
+    def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[HostMatch]:
+        """Return that nothing was found."""
+        return [NOTHING] * len(paths)
 
     def take_device_reset(self) -> bool:
         """Return False."""
