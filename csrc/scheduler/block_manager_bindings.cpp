@@ -259,7 +259,8 @@ void bind_forms(nb::module_ &module) {
                            "How ``BlockManager`` tells of matches, and their terms: ``cell`` blocks are a cell of\n"
                            "the reuse grid; a request waits ``defer_timeout`` seconds for another's copy.")
         .def(nb::init<std::size_t, double, nb::object, nb::object, nb::object>(), "cell"_a, "defer_timeout"_a,
-             "result"_a, "matched"_a, "deferred"_a);
+             "result"_a, "matched"_a, "deferred"_a)
+        .def_ro("cell", &MatchForms::cell);
     nb::class_<AllocationForms>(module, "AllocationForms", "How ``BlockManager`` tells of allocations.")
         .def(nb::init<nb::object, nb::object, nb::object>(), "result"_a, "no_blocks"_a, "deferred"_a);
 }
