@@ -436,6 +436,7 @@ class CacheManager:
     def _all_counters(self) -> Counters:
         counters = msgspec.structs.replace(self._counters)
         self._requests.count(counters)
+        self._plans.count(counters)
         return counters
 
     def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fdcache._core import LoadForms, WholeReports
 from fdcache.layout import KVLayout
 from fdcache.manager.requests import LiveRequests
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
 
 
@@ -32,7 +34,24 @@ class Plans:
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
+        self._whole = self._make_whole_reports()
         self.open = OpenPlan()
+
+    def _make_whole_reports(self) -> WholeReports | None:
+        tiers = self._tiers
+        if tiers.host is None:
+            return None
+        tells_arrivals = tiers.storage is not None or not isinstance(tiers.host, LocalHostTier)
+        forms = LoadForms(LoadOutcome, LoadStatus.CONFIRMED, LoadStatus.FAILED, self._block_size)
+        return self._requests.whole_reports(self._ledger, tells_arrivals, forms)
+
+    def count(self, counters: Counters) -> None:
+        """Add what the native side has counted."""
+        if self._whole is not None:
+            copied = self._whole.copied
+            counters.blocks_loaded += copied.loaded
+            counters.blocks_evicted_to_host += copied.evicted
+            counters.blocks_backed_up += copied.backed_up
 
     @property
     def in_flight(self) -> int:
@@ -74,6 +93,13 @@ class Plans:
 
     def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
         """Count reports; return the loads that ended. Raises ``PlanError`` before any report is counted."""
+        if self._whole is not None and (ended := self._whole.count(reports)) is not None:
+            outcomes, arrived = ended
+            if outcomes:
+                self._requests.pass_on_published()
+            if arrived:
+                self._tiers.blocks_arrived(arrived)
+            return outcomes
         for report in reports:
             self._ledger.check(report)
         outcomes: list[LoadOutcome] = []

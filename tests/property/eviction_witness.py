@@ -46,6 +46,10 @@ class EvictionWitness:
         """Return a proxy of the native side of a manager's requests, whose device tier this is; it checks each call."""
         return _WatchedBlocks(blocks, self, host)
 
+    def of_reports(self, reports: _core.WholeReports, host: EvictionWitness) -> Any:
+        """Return a proxy of the native side of reports, whose device tier this is; it checks each report."""
+        return _WatchedReports(reports, self, host)
+
     def of_backups(self, planner: _core.BackupPlanner, device: EvictionWitness) -> Any:
         """Return a proxy of the native planner of backups from ``device`` to this tier; it checks each call."""
         return _WatchedPlanner(planner, device, self)
@@ -223,6 +227,21 @@ class _WatchedBlocks:
             gone = gone[count:]
         self._allocations.clear()
         return followed
+
+
+class _WatchedReports:
+    """A ``WholeReports`` that tells the witnesses of both tiers of each report."""
+
+    def __init__(self, reports: _core.WholeReports, device: EvictionWitness, host: EvictionWitness) -> None:
+        self._reports = reports
+        self._device = device
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reports, name)
+
+    def count(self, reports: list[Any]) -> Any:
+        return self._host._watched(self._device._watched(self._reports.count))(reports)
 
 
 class _WatchedPlanner:
