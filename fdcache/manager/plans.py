@@ -29,6 +29,7 @@ class Plans:
     ) -> None:
         self._block_size = layout.block_size
         self._tiers = tiers
+        self._backups, self._storage = tiers.backups, tiers.storage
         self._requests = requests
         self._counters = counters
         self._clock = clock
@@ -70,19 +71,23 @@ class Plans:
         return self._ledger.blocks_in_flight(purpose)
 
     def plan_background(self) -> None:
-        """Plan the copies that no request waits for."""
-        self._tiers.plan_background(self._background, self._ledger)
+        """Plan the copies that no request waits for, as far as those in flight leave room."""
+        backups, storage, ledger = self._backups, self._storage, self._ledger
+        if backups is not None:
+            backups.plan_background(self._background, ledger.blocks_in_flight(SwapPurpose.BACKUP))
+        if storage is not None:
+            storage.plan_work(ledger.blocks_in_flight(SwapPurpose.STORE))
 
     def close(self, arena: str | None) -> list[TransferPlan]:
         """Close the step and return its plans; ``arena`` names the shared arena that host slots refer to."""
-        step, background, storage = self.open, self._background, self._tiers.storage
-        has_copies, orders = not background.is_empty, None
+        step, background, storage = self.open, self._background, self._storage
+        has_copies, is_empty, orders = not background.is_empty, step.is_empty, None
         if storage is not None and not storage.orders.is_empty:
             orders = storage.orders.take()
-        elif step.is_empty and not has_copies:
+        elif is_empty and not has_copies:
             return []
         now, sent = self._clock(), []
-        if not step.is_empty or not has_copies:
+        if not is_empty or not has_copies:
             plan = self._ledger.send(step, now, arena, orders)
             self._requests.send_loads(plan.plan_id)
             sent.append(plan)

@@ -17,10 +17,9 @@ from fdcache.metadata import (
     CacheSwapMetadata,
     HashArray,
     StorageTask,
-    SwapPurpose,
     UInt64Array,
 )
-from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, OpenPlan, PlanLedger, all_of
+from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, all_of
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent, events_of
@@ -57,13 +56,6 @@ class Tiers:
         if self.storage is not None and self.storage.pool is not None:
             pools[CacheLevel.STORAGE] = self.storage.pool
         return pools
-
-    def plan_background(self, plan: OpenPlan, ledger: PlanLedger) -> None:
-        """Plan copies that no request waits for, as far as those in flight leave room."""
-        if self.backups:
-            self.backups.plan_background(plan, ledger.blocks_in_flight(SwapPurpose.BACKUP))
-        if self.storage:
-            self.storage.plan_work(ledger.blocks_in_flight(SwapPurpose.STORE))
 
     def complete(self, flight: InFlightPlan, counters: Counters) -> None:
         """End the transfers of a plan that every rank has reported: blocks that arrived can be found."""

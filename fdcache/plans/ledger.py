@@ -63,16 +63,12 @@ _FORMS = tuple(_SWAPS.values())
 class OpenPlan:
     """Transfers between device and host that were planned and not sent. Sending it empties it for the next step."""
 
-    __slots__ = ("_backups", "_by_purpose", "_evictions", "_lists", "loads")
+    __slots__ = ("_by_purpose", "_lists", "backups", "evictions", "loads")
 
     def __init__(self) -> None:
-        self._evictions, self.loads, self._backups = BlockCopies(), BlockCopies(), BlockCopies()
-        self._lists = [self._evictions, self.loads, self._backups]
+        self.evictions, self.loads, self.backups = BlockCopies(), BlockCopies(), BlockCopies()
+        self._lists = [self.evictions, self.loads, self.backups]
         self._by_purpose = dict(zip(_SWAPS, self._lists, strict=True))
-
-    def copies(self, purpose: SwapPurpose) -> BlockCopies:
-        """Return the copies for this purpose, for native code to add to."""
-        return self._by_purpose[purpose]
 
     def add(self, purpose: SwapPurpose, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
         """Plan copies from ``source`` into ``slots``; return their offset within the transfer."""
@@ -89,7 +85,7 @@ class OpenPlan:
     @property
     def is_empty(self) -> bool:
         """True while no copy is planned."""
-        return not (self.loads or self._evictions or self._backups)
+        return not (self.loads or self.evictions or self.backups)
 
     def swap(self, purpose: SwapPurpose) -> CacheSwapMetadata | None:
         """Remove the transfer for this purpose and return it, None when it has no blocks."""
