@@ -1,6 +1,7 @@
 """The scheduler side."""
 
 from fdcache.manager.cache_manager import CacheManager, ManagerState
+from fdcache.manager.offload import OffloadManager
 from fdcache.manager.requests import Request
 from fdcache.manager.results import (
     Allocation,
@@ -9,6 +10,7 @@ from fdcache.manager.results import (
     LoadStatus,
     MatchResult,
     MatchStatus,
+    OffloadMatch,
 )
 
 __all__ = [
@@ -20,5 +22,7 @@ __all__ = [
     "ManagerState",
     "MatchResult",
     "MatchStatus",
+    "OffloadManager",
+    "OffloadMatch",
     "Request",
 ]

@@ -120,7 +120,7 @@ class EngineClient:
             if tenant is not None and start == 0 and len(mine):
                 self._host.own(mine[0].tobytes(), tenant)
             room = min(len(mine), self._host.copy_room)
-            taken = self._host.reserve_copies(parents[:room], mine[:room])
+            taken = self._host.take_slots(parents[:room], mine[:room])
             if taken is None or taken.missing:
                 return 0
             chosen = np.flatnonzero(taken.status == RESERVED)

@@ -1,0 +1,157 @@
+"""DeviceContents: which blocks lie in an engine's own device cache, as far as the engine has offered them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fdcache.errors import PlanError
+from fdcache.metadata import HashArray, Int32Array
+from fdcache.plans.blocks import parents_of
+
+_NONE = np.empty(0, np.int32)
+
+
+class DevicePath:
+    """The blocks of one request on the device, growing at the end: block i of ``hashes`` lies in ``ids[i]``."""
+
+    __slots__ = ("_ids", "_size", "hashes")
+
+    def __init__(self, hashes: HashArray) -> None:
+        self.hashes = hashes
+        self._ids = np.empty(max(len(hashes), 8), np.int32)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def ids(self) -> Int32Array:
+        """Device blocks in path order."""
+        return self._ids[: self._size]
+
+    def extend(self, hashes: HashArray, ids: Int32Array) -> None:
+        """Append blocks; ``hashes`` are those of the whole path."""
+        end = self._size + len(ids)
+        if end > len(self._ids):
+            self._ids = np.resize(self._ids, max(end, 2 * len(self._ids)))
+        self._ids[self._size : end] = ids
+        self._size = end
+        self.hashes = hashes
+
+
+def device_ids_of(values: object) -> Int32Array:
+    """Return device blocks as an int32 array. Raises ``PlanError`` for anything else."""
+    try:
+        ids = np.ascontiguousarray(values, np.int32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise PlanError(
+            f"device_ids: {error}; pass the numbers of device blocks as an int32 array"
+        ) from error
+    if ids.ndim != 1 or (len(ids) and int(ids.min()) < 0):
+        raise PlanError("device_ids must be a list of device blocks, numbers from 0 on")
+    return ids
+
+
+class DeviceContents:
+    """The known blocks of a device cache by device block, and the copies that read them.
+
+    ``hits`` counts the requests that have offered the block. ``read_by`` is the last plan that copies out of the device
+    block, 0 for none. Nothing here holds a block: the engine says which ones it gives away.
+    """
+
+    def __init__(self) -> None:
+        self.known: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self.queued: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self.hits: NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self.hashes: HashArray = np.zeros((0, 32), np.uint8)
+        self.parents: HashArray = np.zeros((0, 32), np.uint8)
+        self._depths: Int32Array = np.zeros(0, np.int32)
+        self._read_by: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._paths: NDArray[np.object_] = np.zeros(0, np.object_)
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.known))
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of device blocks seen."""
+        return len(self.known)
+
+    def add(self, path: DevicePath, start: int, counted: int) -> None:
+        """Enter the blocks of a path from ``start`` on; those before ``counted`` are no hits."""
+        ids, hashes = path.ids[start:], path.hashes[start : len(path)]
+        self._grow(ids)
+        same = self.known[ids]
+        if same.any():
+            same &= (self.hashes[ids] == hashes).all(axis=1)
+        self.hits[ids] = np.where(same, self.hits[ids], 0)
+        again = max(counted - start, 0)
+        self.hits[ids[again:]] += 1
+        self.hits[ids] = np.maximum(self.hits[ids], 1)
+        fresh = ids[~same]
+        self.queued[fresh] = False
+        self.known[ids] = True
+        self.hashes[ids] = hashes
+        self.parents[ids] = parents_of(path.hashes, start, len(path))
+        self._depths[ids] = np.arange(start, len(path), dtype=np.int32)
+        self._paths[ids] = path
+
+    def forget(self, ids: Int32Array) -> None:
+        """Forget the blocks in these device blocks, which have another content now."""
+        ids = self.within(ids)
+        self.known[ids] = self.queued[ids] = False
+        self._paths[ids] = None
+
+    def forget_all(self) -> None:
+        """Forget every block; copies in flight still read them."""
+        self.known[:] = self.queued[:] = False
+        self._paths[:] = None
+
+    def within(self, ids: Int32Array) -> Int32Array:
+        """Return those that have been offered at any time."""
+        return ids[ids < len(self.known)]
+
+    def known_of(self, ids: Int32Array) -> Int32Array:
+        """Return those whose block is known, each once, in order."""
+        ids = self.within(ids)
+        ids = ids[self.known[ids]]
+        if len(ids) > 1:
+            _, first = np.unique(ids, return_index=True)
+            ids = ids[np.sort(first)]
+        return ids
+
+    def reads(self, ids: Int32Array) -> list[int]:
+        """Return the plans that read these device blocks last."""
+        plans = np.unique(self._read_by[self.within(ids)])
+        return [int(plan) for plan in plans if plan]
+
+    def read_in(self, ids: Int32Array, plan_id: int) -> None:
+        """Note that a plan copies these device blocks."""
+        self._read_by[ids] = plan_id
+
+    def depths(self, ids: Int32Array) -> Int32Array:
+        """Return the positions of known blocks in their paths."""
+        return self._depths[ids]
+
+    def ancestors(self, device_id: int) -> Int32Array:
+        """Return the device blocks of a block's path above it, from the first one on; none if one has left."""
+        path, depth = self._paths[device_id], int(self._depths[device_id])
+        if path is None or not depth:
+            return _NONE
+        ids = path.ids[:depth]
+        here = self.known[ids].all() and np.array_equal(self.hashes[ids], path.hashes[:depth])
+        return ids if here else _NONE
+
+    def _grow(self, ids: Int32Array) -> None:
+        most = int(ids.max()) + 1 if len(ids) else 0
+        if most <= len(self.known):
+            return
+        size = max(most, 2 * len(self.known), 64)
+        for name in ("known", "queued", "hits", "hashes", "parents", "_depths", "_read_by", "_paths"):
+            former = getattr(self, name)
+            grown = np.zeros((size, *former.shape[1:]), former.dtype)
+            grown[: len(former)] = former
+            if name == "_paths":
+                grown[len(former) :] = None
+            setattr(self, name, grown)
