@@ -1,0 +1,202 @@
+"""OffloadManager below several engines: at a service, and with storage that outlives the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fdcache.errors import ConfigurationError, PlanError
+from fdcache.manager import LoadStatus, MatchStatus, OffloadManager, OffloadMatch, Request
+from fdcache.metadata import CacheLevel, StorageScan
+from fdcache.settings import Settings
+from fdcache.settings.cache import PrefetchPolicy, WritePolicy
+from tests.offload_engine import BLOCK, LAYOUT, OffloadEngine, ids, prompt
+from tests.service_help import TIMEOUT, LocalService, local_service, until
+from tests.storage_help import storage_layout
+
+STORED = storage_layout(block_size=BLOCK, num_layers=2)
+
+
+def at_service(service: LocalService) -> OffloadEngine:
+    engine = OffloadEngine(server=service.address, rpc_timeout=TIMEOUT)
+    until(lambda: engine.manager._host.copy_room, "slots are granted")
+    return engine
+
+
+def found(engine: OffloadEngine, request: Request, device_tokens: int = 0) -> OffloadMatch:
+    """Return the first answer that does not defer the request."""
+    while (match := engine.manager.match(request, device_tokens)).status is MatchStatus.DEFERRED:
+        engine.step()
+        engine.collect()
+    return match
+
+
+def load_all(engine: OffloadEngine, request: Request, into: list[int]) -> None:
+    assert engine.manager.load(request, ids(*into)) == len(into)
+    engine.step()
+    (outcome,) = engine.collect()
+    assert outcome.status is LoadStatus.CONFIRMED
+    assert engine.holds(request, into)
+
+
+# --- service ----------------------------------------------------------------------------------------------
+
+
+def test_two_engines_at_one_service_share_blocks(tmp_path: Path) -> None:
+    with local_service(tmp_path) as service:
+        writer, reader = at_service(service), at_service(service)
+        writer.stored("first", prompt(1, 2, 3), [0, 1, 2], tenant="acme")
+        request = Request("second", prompt(1, 2, 3), tenant="acme")
+        reader.manager.begin(request)
+        until(lambda: reader.manager.match(request, 0, whole_prompt=True).num_tokens, "it is published")
+        assert reader.manager.match(request, 0).num_tokens == 3 * BLOCK
+        load_all(reader, request, [7, 4, 5])
+        reader.manager.finish(request)
+        writer.close()
+        reader.close()
+        assert service.ask("integrity") == []
+
+
+def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(tmp_path: Path) -> None:
+    with local_service(tmp_path) as service:
+        engine = at_service(service)
+        engine.stored("first", prompt(1, 2), [0, 1])
+        until(lambda: service.ask("integrity") == [], "it is published")
+        request = Request("second", prompt(1, 2))
+        engine.manager.begin(request)
+        assert found(engine, request).num_tokens == 2 * BLOCK
+        host = engine.manager._host
+        pinned = host.in_use
+        for _ in range(5):
+            assert engine.manager.match(request, BLOCK).num_tokens == BLOCK
+        assert host.in_use == pinned
+        arena = host.arena
+        sessions = host.sessions  # type: ignore[attr-defined]
+        session = sessions.session
+        sessions.lose(session, "the test")
+        until(lambda: sessions.session is not None, "it registers again")
+        assert host.arena != arena
+        assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
+        load_all(engine, request, [6, 7])
+        engine.manager.finish(request)
+        engine.close()
+
+
+def test_without_the_service_nothing_is_found_and_nothing_waits(tmp_path: Path) -> None:
+    engine = OffloadEngine(server=f"ipc://{tmp_path}/none.sock")
+    request = engine.stored("first", prompt(1, 2), [0, 1])
+    assert not engine.manager.has_pending_work
+    again = Request("again", request.tokens.tolist())
+    engine.manager.begin(again)
+    assert engine.manager.match(again, 0).num_tokens == 0
+    engine.manager.finish(again)
+    engine.close()
+
+
+def test_blocks_that_wait_for_slots_of_the_service_are_stored_in_the_end(tmp_path: Path) -> None:
+    with local_service(tmp_path) as service:
+        engine = OffloadEngine(server=service.address, rpc_timeout=TIMEOUT, device_blocks=80)
+        until(lambda: engine.manager._host.copy_room, "slots are granted")
+        blocks = list(range(70))
+        engine.stored("first", prompt(*blocks), blocks)
+        counters = engine.manager.get_stats().counters
+        assert (counters.blocks_backed_up, counters.backups_dropped) == (70, 0)
+        engine.close()
+
+
+# --- storage ----------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_engine_reads_its_blocks_from_storage(tmp_path: Path) -> None:
+    engine = OffloadEngine(layout=STORED, folder=tmp_path)
+    engine.stored("first", prompt(1, 2, 3), [0, 1, 2])
+    engine.settle()
+    assert engine.manager.get_stats().counters.blocks_stored == 3
+    engine.close()
+    engine = OffloadEngine(layout=STORED, folder=tmp_path)
+    assert engine.restored == 3
+    request = Request("second", prompt(1, 2, 3))
+    engine.manager.begin(request)
+    assert engine.manager.match(request, 0).status is MatchStatus.DEFERRED
+    match = found(engine, request)
+    assert (match.num_tokens, match.from_storage) == (3 * BLOCK, 3 * BLOCK)
+    match = engine.manager.match(request, BLOCK)
+    assert (match.num_tokens, match.from_storage) == (2 * BLOCK, 2 * BLOCK)
+    assert found(engine, request, 0).num_tokens == 3 * BLOCK
+    load_all(engine, request, [5, 6, 7])
+    engine.manager.finish(request)
+    assert engine.manager.get_stats().counters.storage_hit_tokens == 3 * BLOCK
+    engine.close()
+
+
+def test_best_effort_computes_what_is_still_being_read(tmp_path: Path) -> None:
+    engine = OffloadEngine(layout=STORED, folder=tmp_path)
+    engine.stored("first", prompt(1, 2), [0, 1])
+    engine.settle()
+    engine.close()
+    engine = OffloadEngine(layout=STORED, folder=tmp_path, prefetch=PrefetchPolicy.BEST_EFFORT)
+    request = Request("second", prompt(1, 2))
+    engine.manager.begin(request)
+    match = engine.manager.match(request, 0)
+    assert (match.status, match.num_tokens) == (MatchStatus.MATCHED, 0)
+    engine.manager.finish(request)
+    engine.close()
+
+
+def test_a_request_that_is_aborted_while_it_is_read_leaves_nothing_behind(tmp_path: Path) -> None:
+    engine = OffloadEngine(layout=STORED, folder=tmp_path)
+    engine.stored("first", prompt(1, 2), [0, 1])
+    engine.settle()
+    engine.close()
+    engine = OffloadEngine(layout=STORED, folder=tmp_path)
+    request = Request("second", prompt(1, 2))
+    engine.manager.begin(request)
+    engine.step()
+    engine.manager.finish(request)
+    engine.close()
+
+
+def test_evicted_blocks_reach_storage_with_write_back(tmp_path: Path) -> None:
+    engine = OffloadEngine(layout=STORED, folder=tmp_path, policy=WritePolicy.WRITE_BACK)
+    request = engine.stored("first", prompt(1, 2), [0, 1])
+    engine.manager.evicted(ids(0, 1))
+    engine.settle()
+    assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 2
+    engine.close()
+
+
+def test_storage_needs_a_scan_of_each_rank(tmp_path: Path) -> None:
+    engine = OffloadEngine(layout=STORED, folder=tmp_path)
+    scans: list[StorageScan] = []
+    with pytest.raises(PlanError, match="each of the 1 ranks"):
+        engine.manager.restore_storage(scans)
+    engine.close()
+
+
+# --- settings ---------------------------------------------------------------------------------------------
+
+
+def test_settings_make_the_manager_and_its_events(tmp_path: Path) -> None:
+    arguments = {
+        "FDCACHE_HOST_MEMORY": "1MiB",
+        "FDCACHE_BLOCK_SIZE": BLOCK,
+        "FDCACHE_EVENT_BUFFER": 100,
+        "FDCACHE_WRITE_POLICY": "write_through",
+    }
+    settings = Settings.load(environ={}, arguments=arguments)
+    with OffloadManager.from_settings(LAYOUT, settings) as manager:
+        engine = OffloadEngine(manager=manager)
+        engine.stored("first", prompt(1, 2), [0, 1])
+        assert [type(event).__name__ for event in manager.take_events()] == ["BlockStored", "BlockStored"]
+        engine.close()
+
+
+def test_storage_of_an_engine_at_a_service_is_refused(tmp_path: Path) -> None:
+    arguments = {
+        "FDCACHE_SERVER": f"ipc://{tmp_path}/s",
+        "FDCACHE_STORAGE": "local",
+        "FDCACHE_BLOCK_SIZE": BLOCK,
+    }
+    with pytest.raises(ConfigurationError, match="FDCACHE_STORAGE"):
+        OffloadManager.from_settings(LAYOUT, Settings.load(environ={}, arguments=arguments))
