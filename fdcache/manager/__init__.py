@@ -1,6 +1,7 @@
 """The scheduler side."""
 
 from fdcache.manager.cache_manager import CacheManager, ManagerState
+from fdcache.manager.keyed import KeyedRequest
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.requests import Request
 from fdcache.manager.results import (
@@ -17,6 +18,7 @@ __all__ = [
     "Allocation",
     "AllocationFailure",
     "CacheManager",
+    "KeyedRequest",
     "LoadOutcome",
     "LoadStatus",
     "ManagerState",

@@ -7,18 +7,22 @@ from numpy.typing import NDArray
 
 from fdcache.errors import PlanError
 from fdcache.metadata import HashArray, Int32Array
-from fdcache.plans.blocks import parents_of
+from fdcache.plans.blocks import ROOT, parents_of
 
 _NONE = np.empty(0, np.int32)
 
 
 class DevicePath:
-    """The blocks of one request on the device, growing at the end: block i of ``hashes`` lies in ``ids[i]``."""
+    """The blocks of one request on the device, growing at the end: block i of ``hashes`` lies in ``ids[i]``.
 
-    __slots__ = ("_ids", "_size", "hashes")
+    ``parent`` is the hash before the first one, None if it is unknown: the first block can then not be copied.
+    """
 
-    def __init__(self, hashes: HashArray) -> None:
+    __slots__ = ("_ids", "_size", "hashes", "parent")
+
+    def __init__(self, hashes: HashArray, parent: bytes | None = ROOT) -> None:
         self.hashes = hashes
+        self.parent = parent
         self._ids = np.empty(max(len(hashes), 8), np.int32)
         self._size = 0
 
@@ -80,6 +84,8 @@ class DeviceContents:
 
     def add(self, path: DevicePath, start: int, counted: int) -> None:
         """Enter the blocks of a path from ``start`` on; those before ``counted`` are no hits."""
+        if path.parent is None:
+            start = max(start, 1)
         ids, hashes = path.ids[start:], path.hashes[start : len(path)]
         self._grow(ids)
         same = self.known[ids]
@@ -94,6 +100,8 @@ class DeviceContents:
         self.known[ids] = True
         self.hashes[ids] = hashes
         self.parents[ids] = parents_of(path.hashes, start, len(path))
+        if not start and path.parent is not None:
+            self.parents[ids[0]] = np.frombuffer(path.parent, np.uint8)
         self._depths[ids] = np.arange(start, len(path), dtype=np.int32)
         self._paths[ids] = path
 

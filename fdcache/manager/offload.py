@@ -15,9 +15,8 @@ from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.device_contents import device_ids_of
 from fdcache.manager.matching import ReuseLimit
-from fdcache.manager.offloaded import OffloadedRequests, Tracked
+from fdcache.manager.offloaded import OffloadedRequests, OffloadRequest, Tracked
 from fdcache.manager.plans import Plans
-from fdcache.manager.requests import Request
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
 from fdcache.manager.tiers import LowerTiers, make_lower_tiers
 from fdcache.metadata import (
@@ -29,6 +28,7 @@ from fdcache.metadata import (
     TransferPlan,
     TransferReport,
 )
+from fdcache.plans.blocks import ROOT
 from fdcache.settings import Settings
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.settings.checks import log_misspelt, require_host_tier
@@ -150,7 +150,7 @@ class OffloadManager:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def prepare(self, requests: Iterable[Request]) -> None:
+    def prepare(self, requests: Iterable[OffloadRequest]) -> None:
         """Hash the tokens of requests that have arrived, beside the steps: takes no lock and releases the GIL.
 
         Raises ``HashingError`` for tokens that cannot be hashed.
@@ -158,13 +158,15 @@ class OffloadManager:
         for request in requests:
             self._requests.prepare(request)
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: OffloadRequest) -> None:
         """Hash a request that has arrived, and start to read its blocks from storage into the host tier."""
         self._requests.prepare(request)
         with self._lock:
             self._requests.begin_fetch(self._requests.track(request))
 
-    def match(self, request: Request, device_tokens: int, *, whole_prompt: bool = False) -> OffloadMatch:
+    def match(
+        self, request: OffloadRequest, device_tokens: int, *, whole_prompt: bool = False
+    ) -> OffloadMatch:
         """Pin what can be loaded beyond the first ``device_tokens`` tokens, which the engine has on the device.
 
         The answer is kept until ``load``, ``unmatch`` or ``finish``: asking again with as many tokens or more costs
@@ -182,13 +184,13 @@ class OffloadManager:
             size = self.layout.block_size
             return OffloadMatch(request.request_id, MatchStatus.MATCHED, blocks * size, stored * size)
 
-    def unmatch(self, request: Request) -> None:
+    def unmatch(self, request: OffloadRequest) -> None:
         """Unpin what ``match`` has found; reads from storage go on."""
         with self._lock:
             if (tracked := self._requests.get(request)) is not None:
                 self._requests.unpin(tracked)
 
-    def load(self, request: Request, device_ids: Int32Array) -> int:
+    def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
         """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
 
         The device blocks count as given away, as by ``evicted``. The load ends with a ``LoadOutcome`` of ``apply`` or
@@ -216,7 +218,7 @@ class OffloadManager:
             self._requests.unpin(tracked)
             return len(ids)
 
-    def offer(self, request: Request, num_tokens: int, device_ids: Int32Array) -> None:
+    def offer(self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array) -> None:
         """Offer the whole blocks of the first ``num_tokens`` tokens of a request, which lie in ``device_ids``.
 
         Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
@@ -232,7 +234,7 @@ class OffloadManager:
             contents = self._copies.contents
             contents.add(path, start, tracked.counted_blocks)
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))
-            if not start and request.tenant is not None:
+            if not start and request.tenant is not None and path.parent == ROOT:
                 self._host.own(path.hashes[0].tobytes(), request.tenant)
             self._copies.offered(path.ids[start:])
 
@@ -252,7 +254,7 @@ class OffloadManager:
         with self._lock:
             self._copies.next_evicted(ids)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: OffloadRequest) -> None:
         """End, abort or forget a request. Idempotent; loads in flight still end with a ``LoadOutcome``."""
         with self._lock:
             self._requests.finish(request)
@@ -372,7 +374,7 @@ class OffloadManager:
                 storage=usage.get(CacheLevel.STORAGE),
             )
 
-    def find_blocks(self, request: Request) -> dict[CacheLevel, list[BlockNode]]:
+    def find_blocks(self, request: OffloadRequest) -> dict[CacheLevel, list[BlockNode]]:
         """Return the full blocks of a request's tokens by tier of this process, in path order; pin nothing."""
         self._requests.prepare(request)
         with self._lock:

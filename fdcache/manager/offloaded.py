@@ -7,12 +7,16 @@ from collections.abc import Callable
 from fdcache import _core
 from fdcache.layout import KVLayout
 from fdcache.manager.device_contents import DevicePath, device_ids_of
+from fdcache.manager.keyed import KeyedRequest
 from fdcache.manager.matching import ReuseLimit
 from fdcache.manager.requests import Request
 from fdcache.metadata import HashArray, Int32Array
-from fdcache.plans.blocks import Blocks
+from fdcache.plans.blocks import ROOT, Blocks
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import NOTHING, HostMatch, HostTier
+
+OffloadRequest = Request | KeyedRequest
+"""A request of an ``OffloadManager``."""
 
 
 class Tracked:
@@ -39,7 +43,7 @@ class Tracked:
         "start",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: OffloadRequest) -> None:
         self.request = request
         self.found: HostMatch | None = None
         self.start = 0
@@ -145,16 +149,17 @@ class OffloadedRequests:
     def __len__(self) -> int:
         return len(self._tracked)
 
-    def prepare(self, request: Request) -> None:
+    def prepare(self, request: OffloadRequest) -> None:
         """Hash the tokens of a request, unless they are hashed. Raises ``HashingError``, ``RequestStateError``."""
-        self._hasher.prepare(request)
+        if isinstance(request, Request):
+            self._hasher.prepare(request)
 
-    def get(self, request: Request) -> Tracked | None:
+    def get(self, request: OffloadRequest) -> Tracked | None:
         """Return a request that has arrived and not ended."""
         tracked = self._tracked.get(request.request_id)
         return tracked if tracked is not None and tracked.request is request else None
 
-    def track(self, request: Request) -> Tracked:
+    def track(self, request: OffloadRequest) -> Tracked:
         """Return a request, which arrives now if it has not before. One with the same id ends."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and tracked.request is request:
@@ -164,7 +169,7 @@ class OffloadedRequests:
         tracked = self._tracked[request.request_id] = Tracked(request)
         return tracked
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: OffloadRequest) -> None:
         """Unpin what a request has, and end its reads from storage."""
         tracked = self.get(request)
         if tracked is None:
@@ -200,7 +205,8 @@ class OffloadedRequests:
 
     def begin_fetch(self, tracked: Tracked) -> None:
         """Start to read from storage what a request that has arrived will need."""
-        if self._fetches is not None and self._fetches.is_on and self._may_load(tracked):
+        if self._may_fetch(tracked) and self._may_load(tracked):
+            assert self._fetches is not None
             hashes = self._matchable(tracked, whole=False)
             self._fetches.begin(self._fetch_number(tracked), hashes, lambda _: tracked.device_blocks)
 
@@ -240,7 +246,7 @@ class OffloadedRequests:
         if start >= len(hashes):
             return NOTHING
         number = 0
-        if fetches is not None and fetches.is_on:
+        if fetches is not None and self._may_fetch(tracked):
             number = self._fetch_number(tracked)
             if fetches.must_wait(number, hashes, lambda _: tracked.device_blocks):
                 return None
@@ -259,6 +265,11 @@ class OffloadedRequests:
         fetched = range(min(found.fetched.start, count), min(found.fetched.stop, count))
         return HostMatch(found.lease, found.blocks.select(slice(count)), fetched=fetched)
 
+    def _may_fetch(self, tracked: Tracked) -> bool:
+        request = tracked.request
+        begins_at_root = not isinstance(request, KeyedRequest) or request.parent == ROOT
+        return begins_at_root and self._fetches is not None and self._fetches.is_on
+
     def _may_load(self, tracked: Tracked) -> bool:
         request = tracked.request
         allowed = self._caches_prefixes and request.use_cache and not request.device_only
@@ -267,6 +278,8 @@ class OffloadedRequests:
     def _matchable(self, tracked: Tracked, whole: bool) -> HashArray:
         """Return the hashes that a match may find."""
         request = tracked.request
+        if isinstance(request, KeyedRequest):
+            return request.block_hashes
         most = request.num_tokens - (not whole)
         if request.max_cached_tokens is not None:
             most = min(most, request.max_cached_tokens)
@@ -317,6 +330,7 @@ class OffloadedRequests:
             return None
         ids = device_ids_of(device_ids[start:stop])
         if path is None:
-            path = tracked.path = DevicePath(hashes)
+            parent = request.parent if isinstance(request, KeyedRequest) else ROOT
+            path = tracked.path = DevicePath(hashes, parent)
         path.extend(hashes, ids)
         return path, start
