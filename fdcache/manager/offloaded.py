@@ -15,6 +15,9 @@ from fdcache.plans.blocks import ROOT, Blocks
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import NOTHING, HostMatch, HostTier
 
+_ASK_AGAIN = 0.1
+"""Seconds for which the answer that nothing was found is kept: others may store the blocks meanwhile."""
+
 OffloadRequest = Request | KeyedRequest
 """A request of an ``OffloadManager``."""
 
@@ -34,6 +37,7 @@ class Tracked:
         "device_blocks",
         "fetch",
         "found",
+        "found_at",
         "is_counted",
         "is_stale",
         "limit",
@@ -49,7 +53,7 @@ class Tracked:
         self.start = 0
         self.limit = 0
         self.arena: str | None = None
-        self.asked_at = 0.0
+        self.asked_at = self.found_at = 0.0
         self.device_blocks = 0
         self.deferred_since: float | None = None
         self.fetch = 0
@@ -226,7 +230,7 @@ class OffloadedRequests:
         if found is None:
             return False
         tracked.found, tracked.start, tracked.limit = found, tracked.device_blocks, len(hashes)
-        tracked.arena = self._host.arena
+        tracked.arena, tracked.found_at = self._host.arena, tracked.asked_at
         tracked.deferred_since = None
         return True
 
@@ -238,6 +242,8 @@ class OffloadedRequests:
 
     def _is_kept(self, tracked: Tracked, limit: int) -> bool:
         is_same = tracked.found is not None and tracked.arena == self._host.arena
+        if is_same and not tracked.lease and tracked.asked_at - tracked.found_at >= _ASK_AGAIN:
+            return False
         return is_same and tracked.start <= tracked.device_blocks and tracked.limit == limit
 
     def _find(self, tracked: Tracked, hashes: HashArray) -> HostMatch | None:

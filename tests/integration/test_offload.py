@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from fdcache.errors import ConfigurationError, PlanError
-from fdcache.manager import LoadStatus, MatchStatus, OffloadManager, OffloadMatch, Request
+from fdcache.manager import KeyedRequest, LoadStatus, MatchStatus, OffloadManager, OffloadMatch, Request
 from fdcache.metadata import CacheLevel, StorageScan
 from fdcache.settings import Settings
 from fdcache.settings.cache import PrefetchPolicy, WritePolicy
 from tests.offload_engine import BLOCK, LAYOUT, OffloadEngine, ids, prompt
 from tests.service_help import TIMEOUT, LocalService, local_service, until
-from tests.storage_help import storage_layout
+from tests.storage_help import path_hashes, storage_layout
+from tests.swaps import uniform_layout
 
 STORED = storage_layout(block_size=BLOCK, num_layers=2)
 
@@ -49,7 +50,8 @@ def test_two_engines_at_one_service_share_blocks(tmp_path: Path) -> None:
         writer.stored("first", prompt(1, 2, 3), [0, 1, 2], tenant="acme")
         request = Request("second", prompt(1, 2, 3), tenant="acme")
         reader.manager.begin(request)
-        until(lambda: reader.manager.match(request, 0, whole_prompt=True).num_tokens, "it is published")
+        while reader.manager.match(request, 0).num_tokens < 3 * BLOCK:
+            reader.manager.unmatch(request)  # not all of it is published yet
         assert reader.manager.match(request, 0).num_tokens == 3 * BLOCK
         load_all(reader, request, [7, 4, 5])
         reader.manager.finish(request)
@@ -103,6 +105,34 @@ def test_blocks_that_wait_for_slots_of_the_service_are_stored_in_the_end(tmp_pat
         counters = engine.manager.get_stats().counters
         assert (counters.blocks_backed_up, counters.backups_dropped) == (70, 0)
         engine.close()
+
+
+def test_the_ranks_of_an_engine_may_each_have_a_manager_of_their_own(tmp_path: Path) -> None:
+    shared = uniform_layout(block_size=BLOCK, num_layers=2, tp_size=2)
+    with local_service(tmp_path) as service:
+        ranks = [
+            OffloadEngine(server=service.address, rpc_timeout=TIMEOUT, layout=shared.of_rank(rank))
+            for rank in range(2)
+        ]
+        keys = path_hashes(4)
+        for number, engine in enumerate(ranks):
+            until(lambda engine=engine: engine.manager._host.copy_room, "slots are granted")
+            stored = KeyedRequest("first", keys[: 4 - number], BLOCK)
+            engine.manager.begin(stored)
+            for block_id, key in enumerate(stored.block_hashes):
+                engine.fill(block_id, key.tobytes())
+            engine.manager.offer(stored, stored.num_tokens, ids(0, 1, 2, 3))
+            engine.settle()
+            engine.manager.finish(stored)
+            tail = KeyedRequest("second", keys[1:], BLOCK, parent=None)
+            while engine.manager.match(tail, 0).num_tokens < (3 - number) * BLOCK:
+                engine.manager.unmatch(tail)  # not all of it is published yet
+            into = [9, 8, 7][: 3 - number]
+            load_all(engine, tail, into)  # type: ignore[arg-type]
+            engine.manager.finish(tail)
+        for engine in ranks:
+            engine.close()
+        assert service.ask("integrity") == []
 
 
 # --- storage ----------------------------------------------------------------------------------------------

@@ -88,6 +88,16 @@ def test_a_match_is_kept_over_repeated_questions(
     assert host.in_use == 0
 
 
+def test_a_question_without_an_answer_is_asked_again_after_a_while(engine: OffloadEngine) -> None:
+    request = begun(engine, "second", prompt(1, 2))
+    assert engine.manager.match(request, 0).num_tokens == 0
+    engine.stored("first", prompt(1, 2), [0, 1])
+    assert engine.manager.match(request, 0).num_tokens == 0
+    engine.now += 0.2
+    assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
+    engine.manager.finish(request)
+
+
 def test_blocks_of_a_match_are_not_evicted_before_the_load() -> None:
     engine = OffloadEngine(host_blocks=4)
     engine.stored("first", prompt(1, 2), [0, 1])
