@@ -232,8 +232,9 @@ class TransferQueue:
         """Let the compute stream wait for reads of the device; return the events after which layers may be written."""
         if not reads:
             return self._nothing
-        for event in reads if compute_stream is not None else ():
-            _let_wait(compute_stream, event)
+        if compute_stream is not None:
+            for event in reads:
+                _let_wait(compute_stream, event)
         return LaunchedLayers([self._joined(reads)] * self._groups.num_layers)
 
     def _joined(self, events: Sequence[Event]) -> Event:

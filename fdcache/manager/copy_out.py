@@ -149,7 +149,7 @@ class CopyOut:
         """Return blocks after those ancestors that the host lacks, as far as they are on the device."""
         contents = self.contents
         parents, hashes = contents.parents[ids], contents.hashes[ids]
-        starts = parents.any(axis=1)
+        starts: NDArray[np.bool_] = np.asarray(parents.any(axis=1))
         starts[1:] &= (parents[1:] != hashes[:-1]).any(axis=1)
         starts[starts] = self._host.contains(parents[starts]) == ABSENT
         orphans = np.flatnonzero(starts).tolist()

@@ -100,7 +100,7 @@ class OffloadedLoad:
     def __init__(self, requests: OffloadedRequests, tracked: Tracked, offset: int, count: int) -> None:
         self._requests = requests
         self._tracked = tracked
-        self.request = tracked.request
+        self.request_id = tracked.request.request_id
         self.offset = offset
         self.count = count
         self.first_block = tracked.device_blocks

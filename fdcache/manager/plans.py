@@ -131,4 +131,4 @@ class Plans:
         self, load: PlannedLoad, status: LoadStatus, copied: int, message: str | None
     ) -> LoadOutcome:
         recompute_from = (load.first_block + copied) * self._block_size
-        return LoadOutcome(load.request.request_id, status, recompute_from, message)
+        return LoadOutcome(load.request_id, status, recompute_from, message)

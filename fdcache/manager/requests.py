@@ -83,8 +83,8 @@ class PlannedLoad(Protocol):
     """The part of a plan's loads that one request waits for: ``count`` blocks from ``first_block`` of its path on."""
 
     @property
-    def request(self) -> RequestState:
-        """The request."""
+    def request_id(self) -> str:
+        """The request that waits."""
 
     @property
     def offset(self) -> int:
@@ -397,6 +397,11 @@ class LoadRange:
     offset: int
     count: int
     first_block: int
+
+    @property
+    def request_id(self) -> str:
+        """The request that waits."""
+        return self.request.request_id
 
     @property
     def is_waited_for(self) -> bool:

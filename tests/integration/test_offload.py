@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from examples import offloading
 from fdcache.errors import ConfigurationError, PlanError
 from fdcache.manager import KeyedRequest, LoadStatus, MatchStatus, OffloadManager, OffloadMatch, Request
 from fdcache.metadata import CacheLevel, StorageScan
@@ -21,8 +22,12 @@ STORED = storage_layout(block_size=BLOCK, num_layers=2)
 
 def at_service(service: LocalService) -> OffloadEngine:
     engine = OffloadEngine(server=service.address, rpc_timeout=TIMEOUT)
-    until(lambda: engine.manager._host.copy_room, "slots are granted")
+    await_slots(engine)
     return engine
+
+
+def await_slots(engine: OffloadEngine) -> None:
+    until(lambda: engine.manager._host.copy_room, "slots are granted")
 
 
 def found(engine: OffloadEngine, request: Request, device_tokens: int = 0) -> OffloadMatch:
@@ -99,7 +104,7 @@ def test_without_the_service_nothing_is_found_and_nothing_waits(tmp_path: Path) 
 def test_blocks_that_wait_for_slots_of_the_service_are_stored_in_the_end(tmp_path: Path) -> None:
     with local_service(tmp_path) as service:
         engine = OffloadEngine(server=service.address, rpc_timeout=TIMEOUT, device_blocks=80)
-        until(lambda: engine.manager._host.copy_room, "slots are granted")
+        await_slots(engine)
         blocks = list(range(70))
         engine.stored("first", prompt(*blocks), blocks)
         counters = engine.manager.get_stats().counters
@@ -116,7 +121,7 @@ def test_the_ranks_of_an_engine_may_each_have_a_manager_of_their_own(tmp_path: P
         ]
         keys = path_hashes(4)
         for number, engine in enumerate(ranks):
-            until(lambda engine=engine: engine.manager._host.copy_room, "slots are granted")
+            await_slots(engine)
             stored = KeyedRequest("first", keys[: 4 - number], BLOCK)
             engine.manager.begin(stored)
             for block_id, key in enumerate(stored.block_hashes):
@@ -230,3 +235,16 @@ def test_storage_of_an_engine_at_a_service_is_refused(tmp_path: Path) -> None:
     }
     with pytest.raises(ConfigurationError, match="FDCACHE_STORAGE"):
         OffloadManager.from_settings(LAYOUT, Settings.load(environ={}, arguments=arguments))
+
+
+def test_the_example_finds_its_prompts_below_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FDCACHE_STORAGE", "local")
+    monkeypatch.setenv("FDCACHE_STORAGE_DIR", str(tmp_path))
+    monkeypatch.setenv("FDCACHE_PREFETCH_POLICY", "wait_complete")
+    for _ in range(2):
+        offloading.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "first again: 64 tokens on the device, 32 below"
+    assert lines[3] == "first: 0 tokens on the device, 96 below"

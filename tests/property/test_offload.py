@@ -56,7 +56,9 @@ class Engine:
             defer_timeout=3.0,
         )
         self.manager = self.offload.manager
-        self.device: Any = self.offload.devices[0]
+        device = self.offload.devices[0]
+        assert isinstance(device, GatedDevice)
+        self.device = device
         self.device.is_gated = True
         self.ignores_after = ignores_after
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(DEVICE_BLOCKS))
@@ -160,7 +162,7 @@ class Engine:
         self.loads[request.request_id] = sequence
 
     def schedule(self) -> list[tuple[Sequence, int]]:
-        scheduled = []
+        scheduled: list[tuple[Sequence, int]] = []
         for sequence in list(self.running):
             if sequence not in self.running:
                 continue

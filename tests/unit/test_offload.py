@@ -329,7 +329,7 @@ def test_offers_are_copied_by_the_next_plan_and_only_once(engine: OffloadEngine)
     engine.compute(request, [0, 1, 2])
     engine.manager.offer(request, 2 * BLOCK + 3, ids(0, 1, 2))
     engine.manager.offer(request, 2 * BLOCK + 3, ids(0, 1, 2))
-    assert engine.manager.has_pending_work
+    assert engine.manager.get_stats().queued_backups == 2
     (plan,) = engine.step()
     assert plan.backups is not None
     assert plan.backups.src_block_ids.tolist() == [0, 1]
