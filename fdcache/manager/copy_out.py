@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from fdcache.manager.device_contents import DeviceContents
+from fdcache.manager.device_contents import DeviceContents, DevicePath, Offer
 from fdcache.metadata import Int32Array, SwapPurpose, TransferPlan
 from fdcache.plans.blocks import Blocks
 from fdcache.plans.ledger import OpenPlan
@@ -41,6 +41,7 @@ class CopyOut:
         selective = settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         self._least_hits = settings.write_through_threshold if selective else 1
         self._clean_reserve = settings.clean_reserve
+        self._offers: list[Offer] = []
         self._queue: list[Int32Array] = []
         self._waiting: list[Int32Array] = []  # for copies of their parents
         self._coldest: Int32Array = _NONE
@@ -49,11 +50,21 @@ class CopyOut:
 
     # --- what the engine tells ----------------------------------------------------------------------------
 
-    def offered(self, ids: Int32Array) -> None:
-        """Queue those of these known blocks, in path order, that the policy wants on the host now."""
+    def offered(self, path: DevicePath, start: int, counted: int) -> None:
+        """Take an offer of the blocks of a path from ``start`` on. Offers are looked at together, once they matter."""
+        if path.parent is None:
+            start = max(start, 1)
+        if start < len(path):
+            self._offers.append(Offer(path, start, len(path), counted))
+
+    def _take_offers(self) -> None:
+        """Enter what was offered, and queue what the policy wants on the host now."""
+        if not self._offers:
+            return
+        offers, self._offers = self._offers, []
+        ids = self.contents.add(offers)
         if not self._writes_back:
-            contents = self.contents
-            self._enqueue(ids[~contents.queued[ids] & self._is_wanted(ids)])
+            self._enqueue(ids[~self.contents.queued[ids] & self._is_wanted(ids)])
 
     def next_evicted(self, ids: Int32Array) -> None:
         """Learn which blocks the engine gives away next, for the clean reserve of write_back."""
@@ -62,6 +73,7 @@ class CopyOut:
 
     def given_away(self, ids: Int32Array, plan: OpenPlan, is_in_flight: Callable[[int], bool]) -> None:
         """Copy wanted blocks out in ``plan``, before their device blocks are overwritten, and forget them."""
+        self._take_offers()
         contents = self.contents
         reads = [each for each in contents.reads(ids) if is_in_flight(each) and each not in plan.after]
         if reads:
@@ -75,6 +87,7 @@ class CopyOut:
 
     def forget(self) -> None:
         """Forget every block and what is queued."""
+        self._offers.clear()
         self.contents.forget_all()
         self._queue.clear()
         self._waiting.clear()
@@ -85,15 +98,18 @@ class CopyOut:
     @property
     def queued(self) -> int:
         """Number of blocks that wait for a plan."""
+        self._take_offers()
         return sum(int(np.count_nonzero(self.contents.queued[ids])) for ids in (*self._queue, *self._waiting))
 
     @property
     def has_work(self) -> bool:
         """True if the next plan may copy queued blocks."""
+        self._take_offers()
         return bool(self._queue) or (self._may_retry and bool(self._waiting))
 
     def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
         """Plan backups of queued blocks; ``in_flight``: number of blocks being backed up."""
+        self._take_offers()
         if self._may_retry:
             self._queue[:0], self._waiting, self._may_retry = self._waiting, [], False
         most = max(min(_MOST_IN_FLIGHT, self._host.num_blocks // 4), 1) - in_flight

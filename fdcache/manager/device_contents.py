@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,7 +26,7 @@ class DevicePath:
     def __init__(self, hashes: HashArray, parent: bytes | None = ROOT) -> None:
         self.hashes = hashes
         self.parent = parent
-        self._ids = np.empty(max(len(hashes), 8), np.int32)
+        self._ids = np.empty(len(hashes) + 64, np.int32)
         self._size = 0
 
     def __len__(self) -> int:
@@ -38,7 +41,8 @@ class DevicePath:
         """Append blocks; ``hashes`` are those of the whole path."""
         end = self._size + len(ids)
         if end > len(self._ids):
-            self._ids = np.resize(self._ids, max(end, 2 * len(self._ids)))
+            former, self._ids = self._ids, np.empty(2 * end, np.int32)
+            self._ids[: self._size] = former[: self._size]
         self._ids[self._size : end] = ids
         self._size = end
         self.hashes = hashes
@@ -57,6 +61,22 @@ def device_ids_of(values: object) -> Int32Array:
     return ids
 
 
+class Offer(NamedTuple):
+    """Blocks ``start`` to ``stop`` of a path; the request has counted as a hit of those before ``counted`` already."""
+
+    path: DevicePath
+    start: int
+    stop: int
+    counted: int
+
+    def parents(self) -> HashArray:
+        """Return the parent hash of each block."""
+        parents = parents_of(self.path.hashes, self.start, self.stop)
+        if not self.start and self.path.parent is not None:
+            parents[0] = np.frombuffer(self.path.parent, np.uint8)
+        return parents
+
+
 class DeviceContents:
     """The known blocks of a device cache by device block, and the copies that read them.
 
@@ -71,6 +91,7 @@ class DeviceContents:
         self.hashes: HashArray = np.zeros((0, 32), np.uint8)
         self.parents: HashArray = np.zeros((0, 32), np.uint8)
         self._depths: Int32Array = np.zeros(0, np.int32)
+        self._last: NDArray[np.int64] = np.zeros(0, np.int64)  # position in the last batch of offers
         self._read_by: NDArray[np.int64] = np.zeros(0, np.int64)
         self._paths: NDArray[np.object_] = np.zeros(0, np.object_)
 
@@ -82,28 +103,38 @@ class DeviceContents:
         """Number of device blocks seen."""
         return len(self.known)
 
-    def add(self, path: DevicePath, start: int, counted: int) -> None:
-        """Enter the blocks of a path from ``start`` on; those before ``counted`` are no hits."""
-        if path.parent is None:
-            start = max(start, 1)
-        ids, hashes = path.ids[start:], path.hashes[start : len(path)]
+    def add(self, offers: Sequence[Offer]) -> Int32Array:
+        """Enter offered blocks; return their device blocks, each once."""
+        if not offers:
+            return _NONE
+        ids = np.concatenate([offer.path.ids[offer.start : offer.stop] for offer in offers])
         self._grow(ids)
+        order = np.arange(len(ids))
+        self._last[ids] = order
+        if len(offers) == 1 or np.array_equal(self._last[ids], order):
+            self._enter(offers, ids)
+            return ids
+        for offer in offers:  # some share blocks: each is a hit
+            self._enter([offer], offer.path.ids[offer.start : offer.stop])
+        return self.known_of(ids)
+
+    def _enter(self, offers: Sequence[Offer], ids: Int32Array) -> None:
+        hashes = np.concatenate([offer.path.hashes[offer.start : offer.stop] for offer in offers])
         same = self.known[ids]
         if same.any():
             same &= (self.hashes[ids] == hashes).all(axis=1)
-        self.hits[ids] = np.where(same, self.hits[ids], 0)
-        again = max(counted - start, 0)
-        self.hits[ids[again:]] += 1
-        self.hits[ids] = np.maximum(self.hits[ids], 1)
-        fresh = ids[~same]
-        self.queued[fresh] = False
+        depths = np.concatenate([np.arange(offer.start, offer.stop, dtype=np.int32) for offer in offers])
+        sizes = [offer.stop - offer.start for offer in offers]
+        is_hit = depths >= np.repeat([offer.counted for offer in offers], sizes)
+        self.hits[ids] = np.maximum(np.where(same, self.hits[ids], 0) + is_hit, 1)
+        self.queued[ids[~same]] = False
         self.known[ids] = True
         self.hashes[ids] = hashes
-        self.parents[ids] = parents_of(path.hashes, start, len(path))
-        if not start and path.parent is not None:
-            self.parents[ids[0]] = np.frombuffer(path.parent, np.uint8)
-        self._depths[ids] = np.arange(start, len(path), dtype=np.int32)
-        self._paths[ids] = path
+        self.parents[ids] = np.concatenate([offer.parents() for offer in offers])
+        self._depths[ids] = depths
+        paths = np.empty(len(offers), np.object_)
+        paths[:] = [offer.path for offer in offers]
+        self._paths[ids] = np.repeat(paths, sizes)
 
     def forget(self, ids: Int32Array) -> None:
         """Forget the blocks in these device blocks, which have another content now."""
@@ -156,7 +187,17 @@ class DeviceContents:
         if most <= len(self.known):
             return
         size = max(most, 2 * len(self.known), 64)
-        for name in ("known", "queued", "hits", "hashes", "parents", "_depths", "_read_by", "_paths"):
+        for name in (
+            "known",
+            "queued",
+            "hits",
+            "hashes",
+            "parents",
+            "_depths",
+            "_last",
+            "_read_by",
+            "_paths",
+        ):
             former = getattr(self, name)
             grown = np.zeros((size, *former.shape[1:]), former.dtype)
             grown[: len(former)] = former

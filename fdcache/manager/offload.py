@@ -231,12 +231,10 @@ class OffloadManager:
                 return
             path, start = offered
             self._count_lookup(tracked)
-            contents = self._copies.contents
-            contents.add(path, start, tracked.counted_blocks)
+            self._copies.offered(path, start, tracked.counted_blocks)
             tracked.counted_blocks = max(tracked.counted_blocks, len(path))
             if not start and request.tenant is not None and path.parent == ROOT:
                 self._host.own(path.hashes[0].tobytes(), request.tenant)
-            self._copies.offered(path.ids[start:])
 
     def evicted(self, device_ids: Int32Array) -> None:
         """Learn which device blocks get another content in the step whose plans are taken next.
@@ -307,7 +305,8 @@ class OffloadManager:
     @property
     def has_pending_work(self) -> bool:
         """True while plans are in flight or blocks are queued: the engine has to go on taking plans."""
-        return bool(self._plans.unfinished) or self._copies.has_work
+        with self._lock:
+            return bool(self._plans.unfinished) or self._copies.has_work
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
@@ -359,14 +358,14 @@ class OffloadManager:
         """Return a snapshot of tiers and counters; ``device`` has the engine's blocks as far as they were offered."""
         with self._lock:
             usage = {level: pool.usage() for level, pool in self._tiers.pools.items()}
-            storage, contents = self._storage, self._copies.contents
+            storage, contents, queued = self._storage, self._copies.contents, self._copies.queued
             return CacheStats(
                 device=TierUsage(blocks=contents.num_blocks, ready=len(contents)),
                 host=usage[CacheLevel.HOST],
                 counters=msgspec.structs.replace(self._counters),
                 live_requests=len(self._requests),
                 plans_in_flight=self._plans.in_flight,
-                queued_backups=self._copies.queued,
+                queued_backups=queued,
                 traffic=self._host.traffic.copy(),
                 queued_stores=storage.writes.queued if storage else 0,
                 storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
