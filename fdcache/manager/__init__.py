@@ -1,6 +1,7 @@
 """The scheduler side."""
 
 from fdcache.manager.cache_manager import CacheManager, ManagerState
+from fdcache.manager.engine_client import AsyncEngineClient, EngineClient
 from fdcache.manager.keyed import KeyedRequest
 from fdcache.manager.offload import OffloadManager
 from fdcache.manager.requests import Request
@@ -17,7 +18,9 @@ from fdcache.manager.results import (
 __all__ = [
     "Allocation",
     "AllocationFailure",
+    "AsyncEngineClient",
     "CacheManager",
+    "EngineClient",
     "KeyedRequest",
     "LoadOutcome",
     "LoadStatus",

@@ -85,6 +85,11 @@ class CopyOut:
                 self._copy(self._with_ancestors(wanted), SwapPurpose.EVICT, plan)
             contents.forget(known)
 
+    def forget_blocks(self, ids: Int32Array) -> None:
+        """Forget what is in these device blocks, without a copy."""
+        self._take_offers()
+        self.contents.forget(ids)
+
     def forget(self) -> None:
         """Forget every block and what is queued."""
         self._offers.clear()

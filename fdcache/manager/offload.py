@@ -137,6 +137,11 @@ class OffloadManager:
         """The argument of every rank's ``CacheController.initialize_host_cache``: plain data."""
         return self._host.host_cache
 
+    @property
+    def store_room(self) -> int:
+        """Most blocks that plans may copy to the host tier now; a service grants slots in the background."""
+        return self._host.copy_room
+
     def restore_storage(self, scans: Sequence[StorageScan]) -> int:
         """Make the blocks in the ranks' local storage findable; return their number.
 
@@ -245,6 +250,12 @@ class OffloadManager:
         ids = device_ids_of(device_ids)
         with self._lock:
             self._give_away(ids)
+
+    def forget(self, device_ids: Int32Array) -> None:
+        """Forget what was offered in these device blocks: it has gone, or is not wanted below."""
+        ids = device_ids_of(device_ids)
+        with self._lock:
+            self._copies.forget_blocks(ids)
 
     def next_evicted(self, device_ids: Int32Array) -> None:
         """Learn which device blocks the engine gives away next, coldest first: write_back keeps them clean."""
