@@ -86,7 +86,7 @@ class OffloadEngine:
         memory = host_blocks * layout.tp_size * (layout.record_bytes + 128)
         if "server" not in settings:
             settings["host_memory"] = memory
-        storage = None
+        storage = StorageTierSettings(prefetch_policy=prefetch)
         if folder is not None:
             storage = StorageTierSettings(
                 connector="local", directory=folder, size=4 * MIB, prefetch_policy=prefetch, retry_after=0.0

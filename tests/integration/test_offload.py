@@ -90,6 +90,23 @@ def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(tmp_p
         engine.close()
 
 
+def test_the_service_reads_for_a_request_that_has_arrived(tmp_path: Path) -> None:
+    settings = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": str(tmp_path / "storage")}
+    with local_service(tmp_path, **settings, FDCACHE_STORAGE_SIZE="4MiB") as service:
+        engine = at_service(service)
+        engine.stored("first", prompt(1, 2, 3), [0, 1, 2])
+        until(lambda: service.ask("storage")["blocks"] == 3, "they are in storage")
+        service.ask("reset", tier="host")
+        request = Request("second", prompt(1, 2, 3))
+        engine.manager.begin(request)
+        until(lambda: engine.manager.match(request, 0).status is MatchStatus.MATCHED, "they are read")
+        match = engine.manager.match(request, 0)
+        assert (match.num_tokens, match.from_storage) == (3 * BLOCK, 3 * BLOCK)
+        load_all(engine, request, [5, 6, 7])
+        engine.manager.finish(request)
+        engine.close()
+
+
 def test_without_the_service_nothing_is_found_and_nothing_waits(tmp_path: Path) -> None:
     engine = OffloadEngine(server=f"ipc://{tmp_path}/none.sock")
     request = engine.stored("first", prompt(1, 2), [0, 1])
