@@ -183,15 +183,11 @@ class CopyOut:
                 found.append(
                     above[self._host.contains(np.ascontiguousarray(contents.hashes[above])) == ABSENT]
                 )
-        joined = np.concatenate((*found, ids)) if found else ids
-        _, first = np.unique(joined, return_index=True)
-        return joined[np.sort(first)]
+        return np.concatenate((*found, ids)) if found else ids
 
     def _copy(self, ids: Int32Array, purpose: SwapPurpose, plan: OpenPlan) -> Int32Array:
         """Plan copies of blocks, parents first; return those that wait for copies of their parents."""
         contents = self.contents
-        if purpose is SwapPurpose.EVICT:
-            ids = self._in_path_order(ids)
         hashes, parents = contents.hashes[ids], contents.parents[ids]
         count, taken = len(ids), None
         while count:
@@ -222,10 +218,6 @@ class CopyOut:
             self._queue.insert(0, ids)
         else:
             self._counters.backups_dropped += len(ids)
-
-    def _in_path_order(self, ids: Int32Array) -> Int32Array:
-        """Engines give paths away from their end; parents are copied first."""
-        return ids[np.argsort(self.contents.depths(ids), kind="stable")]
 
     def _waiting_of(self, ids: Int32Array, purpose: SwapPurpose) -> Int32Array:
         """Return the blocks whose parent is being copied, or waits itself; drop the others."""

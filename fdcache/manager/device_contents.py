@@ -127,7 +127,6 @@ class DeviceContents:
         sizes = [offer.stop - offer.start for offer in offers]
         is_hit = depths >= np.repeat([offer.counted for offer in offers], sizes)
         self.hits[ids] = np.maximum(np.where(same, self.hits[ids], 0) + is_hit, 1)
-        self.queued[ids[~same]] = False
         self.known[ids] = True
         self.hashes[ids] = hashes
         self.parents[ids] = np.concatenate([offer.parents() for offer in offers])
@@ -169,18 +168,14 @@ class DeviceContents:
         """Note that a plan copies these device blocks."""
         self._read_by[ids] = plan_id
 
-    def depths(self, ids: Int32Array) -> Int32Array:
-        """Return the positions of known blocks in their paths."""
-        return self._depths[ids]
-
     def ancestors(self, device_id: int) -> Int32Array:
-        """Return the device blocks of a block's path above it, from the first one on; none if one has left."""
+        """Return the device blocks of a block's path above it, parents first, up to the first that has left."""
         path, depth = self._paths[device_id], int(self._depths[device_id])
         if path is None or not depth:
             return _NONE
         ids = path.ids[:depth]
-        here = self.known[ids].all() and np.array_equal(self.hashes[ids], path.hashes[:depth])
-        return ids if here else _NONE
+        gone = np.flatnonzero(~self.known[ids] | (self.hashes[ids] != path.hashes[:depth]).any(axis=1))
+        return ids[gone[-1] + 1 :] if len(gone) else ids
 
     def _grow(self, ids: Int32Array) -> None:
         most = int(ids.max()) + 1 if len(ids) else 0

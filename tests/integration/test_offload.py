@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,9 @@ def test_two_engines_at_one_service_share_blocks(tmp_path: Path) -> None:
         assert service.ask("integrity") == []
 
 
-def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(tmp_path: Path) -> None:
+def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with local_service(tmp_path) as service:
         engine = at_service(service)
         engine.stored("first", prompt(1, 2), [0, 1])
@@ -78,13 +81,23 @@ def test_a_repeated_question_sends_nothing_and_a_new_session_is_asked_anew(tmp_p
         for _ in range(5):
             assert engine.manager.match(request, BLOCK).num_tokens == BLOCK
         assert host.in_use == pinned
+        asked: list[int] = []
+        match_paths = host.match_paths
+
+        def counted(paths: Any, fetches: Any = ()) -> Any:
+            asked.append(len(paths))
+            return match_paths(paths, fetches)
+
+        monkeypatch.setattr(host, "match_paths", counted)
         arena = host.arena
         sessions = host.sessions  # type: ignore[attr-defined]
         session = sessions.session
         sessions.lose(session, "the test")
         until(lambda: sessions.session is not None, "it registers again")
         assert host.arena != arena
-        assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
+        for _ in range(3):
+            assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
+        assert asked == [1]
         load_all(engine, request, [6, 7])
         engine.manager.finish(request)
         engine.close()
@@ -120,12 +133,13 @@ def test_without_the_service_nothing_is_found_and_nothing_waits(tmp_path: Path) 
 
 def test_blocks_that_wait_for_slots_of_the_service_are_stored_in_the_end(tmp_path: Path) -> None:
     with local_service(tmp_path) as service:
-        engine = OffloadEngine(server=service.address, rpc_timeout=TIMEOUT, device_blocks=80)
+        engine = OffloadEngine(server=service.address, rpc_timeout=TIMEOUT, device_blocks=300)
         await_slots(engine)
-        blocks = list(range(70))
+        blocks = list(range(300))
+        assert engine.manager.store_room < 300
         engine.stored("first", prompt(*blocks), blocks)
         counters = engine.manager.get_stats().counters
-        assert (counters.blocks_backed_up, counters.backups_dropped) == (70, 0)
+        assert (counters.blocks_backed_up, counters.backups_dropped) == (300, 0)
         engine.close()
 
 

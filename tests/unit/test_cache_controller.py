@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import BlockCopy, DevicePlanes, HostArena
 from fdcache.devices.cpu import CpuEvent
 from fdcache.errors import (
     LayerSwapTimeoutError,
     PlanError,
 )
 from fdcache.metadata import (
+    CacheSwapMetadata,
     SwapPurpose,
     TransferPlan,
     decode_plan,
@@ -22,6 +23,15 @@ from fdcache.metadata import (
 from fdcache.settings.cache import TransferSettings
 from tests.faults import PausingDevice
 from tests.swaps import PATIENCE, Gate, Worker, header_of, host_slot_hash, plan, uniform_layout
+
+
+class RefusesLoads(PausingDevice):
+    """A device that accepts no load."""
+
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+        if swap.purpose is SwapPurpose.LOAD:
+            raise RuntimeError("no loads today")
+        return super().copy_blocks(planes, arena, swap)
 
 
 @pytest.fixture
@@ -193,11 +203,11 @@ class TestOrder:
             assert passed.wait(PATIENCE)
 
     def test_a_refused_plan_waits_for_the_earlier_reads_all_the_same(self) -> None:
-        device = PausingDevice(pause_at=0, purposes=[SwapPurpose.BACKUP])
+        device = RefusesLoads(pause_at=0, purposes=[SwapPurpose.BACKUP])
         with Worker(uniform_layout(), device=device) as worker:
             worker.controller.submit_swap_tasks(plan(1, backup=[(1, 1)]))
-            shared = msgspec.structs.replace(plan(2, load=[(0, 1)], after=(1,)), arena="another")
-            counter = worker.controller.submit_swap_tasks(shared)
+            counter = worker.controller.submit_swap_tasks(plan(2, load=[(0, 1)], after=(1,)))
+            assert worker.report().results[0].error_message == "RuntimeError: no loads today"
             with pytest.raises(LayerSwapTimeoutError):
                 counter.wait_for_layer(0, 0.03)
             device.resume.set()

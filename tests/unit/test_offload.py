@@ -316,8 +316,29 @@ def test_a_refused_plan_fails_its_load() -> None:
     refused = [TransferReport.refusal(plan, 1, "it never came") for plan in plans]
     (outcome,) = engine.manager.apply([*engine.ranks[0].wait_reports(30), *refused])
     assert outcome.status is LoadStatus.FAILED
-    engine.manager.finish(request)
+    other = begun(engine, "third", prompt(1, 2))
+    assert engine.manager.match(other, 0).num_tokens == 0, "whatever the reason, it is not promised again"
+    for each in (request, other):
+        engine.manager.finish(each)
     engine.close()
+
+
+def test_blocks_that_are_being_loaded_are_not_offered(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2, 3))
+    assert engine.manager.match(request, BLOCK).num_tokens == BLOCK
+    engine.manager.load(request, ids(5))
+    engine.step()
+    engine.manager.offer(request, 3 * BLOCK, ids(0, 5, 6))
+    assert engine.step() == []
+    engine.collect()
+    engine.fill(6, request.block_hashes[2].tobytes())
+    engine.manager.offer(request, 3 * BLOCK, ids(0, 5, 6))
+    (plan,) = engine.step()
+    assert plan.backups is not None
+    assert plan.backups.src_block_ids.tolist() == [6]
+    engine.collect()
+    engine.manager.finish(request)
 
 
 # --- offers -----------------------------------------------------------------------------------------------
@@ -421,6 +442,22 @@ def test_write_back_copies_blocks_when_they_are_given_away_with_what_is_above_th
     engine.manager.evicted(ids(1, 0))
     assert engine.step() == []
     assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 3
+    assert engine.wrong_records() == 0
+    engine.close()
+
+
+def test_blocks_below_one_that_only_the_host_has_are_copied_in_path_order() -> None:
+    engine = OffloadEngine(policy=WritePolicy.WRITE_BACK)
+    request = engine.stored("first", prompt(1, 2, 3, 4), [0, 1, 2, 3])
+    engine.manager.evicted(ids(0))
+    engine.settle()
+    engine.fill(0, None)
+    engine.manager.evicted(ids(3, 2))
+    (plan,) = engine.step()
+    assert plan.evictions is not None
+    assert plan.evictions.src_block_ids.tolist() == [1, 2, 3]
+    engine.collect()
+    assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 4
     assert engine.wrong_records() == 0
     engine.close()
 
