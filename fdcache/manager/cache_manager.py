@@ -10,7 +10,7 @@ from types import TracebackType
 
 import msgspec
 
-from fdcache._core import SLOT_FREE, AdvanceResult
+from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
 from fdcache.errors import PlanError, RequestStateError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
@@ -26,8 +26,10 @@ from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
-from fdcache.tiers.host import HostCache
+from fdcache.tiers.host import HostCache, HostTier, LocalHostTier
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, Traffic
+
+_ALLOCATIONS = AllocationForms(Allocation, AllocationFailure.NO_BLOCKS, AllocationFailure.DEFERRED)
 
 
 class ManagerState(StrEnum):
@@ -80,9 +82,10 @@ class CacheManager:
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
         self._device, self._host, self._storage = tiers.device, tiers.host, tiers.storage
+        self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._requests = LiveRequests(settings, layout, tiers, counters)
         self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock)
-        self._plans = Plans(layout, settings.plan_timeout, tiers, counters, clock)
+        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
 
     @classmethod
     def from_settings(
@@ -177,7 +180,8 @@ class CacheManager:
         """
         requests = list(requests)
         with self._lock:
-            self._reset_device_if_asked()
+            if self._service is not None:
+                self._reset_device_if_asked(self._service)
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
             return self._matcher.match(requests)
@@ -208,19 +212,11 @@ class CacheManager:
             if self._state is not ManagerState.RUNNING:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
-            self._requests.check_allocate(demands)
-            return [self._allocate(request, num_tokens) for request, num_tokens in demands]
-
-    def _allocate(self, request: Request, num_tokens: int) -> Allocation:
-        if not self._requests.refresh_host_run(request):
-            self._requests.defer(request)
-            self._counters.deferred_lookups += 1
-            return Allocation(request.request_id, failure=AllocationFailure.DEFERRED)
-        missing = self._requests.allocate(request, num_tokens, self._plans.open)
-        if missing:
-            self._give_way()
-            return Allocation(request.request_id, failure=AllocationFailure.NO_BLOCKS, shortfall=missing)
-        return Allocation(request.request_id, self._requests.take_added_blocks(request))
+            given = self._requests.allocate(demands, self._plans.open, _ALLOCATIONS)
+            for each in given:
+                if each.failure is AllocationFailure.NO_BLOCKS:
+                    self._give_way()
+            return given
 
     def _give_way(self) -> None:
         if self._tiers.backups:
@@ -233,13 +229,18 @@ class CacheManager:
         a backup.
         """
         with self._lock:
-            self._reset_device_if_asked()
+            if self._service is not None:
+                self._reset_device_if_asked(self._service)
             if self._state is ManagerState.RUNNING:
                 self._plans.plan_background()
-            if self._host:
-                self._host.report(lambda: msgspec.json.encode(self.get_stats()))
-                self._host.flush()
-            return self._plans.close(self._host.arena if self._host else None)
+            if self._service is None:
+                return self._plans.close(None)
+            self._service.report(self._figures)
+            self._service.flush()
+            return self._plans.close(self._service.arena)
+
+    def _figures(self) -> bytes:
+        return msgspec.json.encode(self.get_stats())
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Publish the full blocks of each request's first ``num_tokens`` tokens, which have their KV on every rank.
@@ -296,9 +297,9 @@ class CacheManager:
 
     def request_finish(self, requests: Iterable[Request]) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent."""
+        requests = list(requests)
         with self._lock:
-            for request in requests:
-                self._requests.finish(request)
+            self._requests.finish(requests)
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
@@ -441,6 +442,7 @@ class CacheManager:
     def _all_counters(self) -> Counters:
         counters = msgspec.structs.replace(self._counters)
         self._requests.count(counters)
+        self._plans.count(counters)
         return counters
 
     def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
@@ -468,9 +470,9 @@ class CacheManager:
         with self._lock:
             self._tiers.verify()
 
-    def _reset_device_if_asked(self) -> None:
+    def _reset_device_if_asked(self, service: HostTier) -> None:
         """Forget the device tier if an operator of the service has asked for it."""
-        if self._host and self._host.take_device_reset():
+        if service.take_device_reset():
             self._reset_device()
 
     def _reset_device(self) -> None:

@@ -14,7 +14,6 @@ from fdcache.errors import ConfigurationError, PlanError
 from fdcache.layout import KVLayout
 from fdcache.manager.copy_out import CopyOut
 from fdcache.manager.device_contents import device_ids_of
-from fdcache.manager.matching import ReuseLimit
 from fdcache.manager.offloaded import OffloadedRequests, OffloadRequest, Tracked
 from fdcache.manager.plans import Plans
 from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
@@ -83,9 +82,8 @@ class OffloadManager:
         self._copies = CopyOut(settings, self._host, counters, clock)
         tiers = self._tiers = LowerTiers(self._host, self._storage, self._copies, self._host.fetches)
         tiers.record_events(settings.event_buffer)
-        self._reuse = ReuseLimit(settings, layout.block_size)
-        self._requests = OffloadedRequests(settings, layout, self._host, self._reuse, clock)
-        self._plans = Plans(layout, settings.plan_timeout, tiers, counters, clock)
+        self._requests = OffloadedRequests(settings, layout, self._host, counters, clock)
+        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
 
     @classmethod
     def from_settings(
@@ -215,7 +213,7 @@ class OffloadManager:
                 self._host.begin_load(tracked.lease, run.slots)
                 plan = self._plans.open
                 offset = plan.add(SwapPurpose.LOAD, run, ids, np.zeros(len(ids), np.uint32))
-                plan.loads.append(self._requests.loading(tracked, offset, len(ids)))
+                self._requests.plan_load(tracked, offset, len(ids))
                 size = self.layout.block_size
                 stored = min(tracked.from_storage, len(ids))
                 self._counters.storage_hit_tokens += stored * size

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
 
 from fdcache import _core
+from fdcache._core import LoadForms
 from fdcache.layout import KVLayout
 from fdcache.manager.device_contents import DevicePath, device_ids_of
 from fdcache.manager.keyed import KeyedRequest
@@ -12,8 +15,10 @@ from fdcache.manager.matching import ReuseLimit
 from fdcache.manager.requests import Request
 from fdcache.metadata import HashArray, Int32Array
 from fdcache.plans.blocks import ROOT, Blocks
+from fdcache.plans.ledger import PlanLedger
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import NOTHING, HostMatch, HostTier
+from fdcache.tiers.statistics import Counters
 
 _ASK_AGAIN = 0.1
 """Seconds for which the answer that nothing was found is kept: others may store the blocks meanwhile."""
@@ -94,35 +99,18 @@ class Tracked:
         self.path = None
 
 
+@dataclass(slots=True, eq=False)
 class OffloadedLoad:
-    """A ``PlannedLoad`` into the engine's device blocks. It ends with an outcome even if its request has ended."""
+    """The part of a plan's loads that one request waits for: ``count`` blocks from ``first_block`` of its path on.
 
-    def __init__(self, requests: OffloadedRequests, tracked: Tracked, offset: int, count: int) -> None:
-        self._requests = requests
-        self._tracked = tracked
-        self.request_id = tracked.request.request_id
-        self.offset = offset
-        self.count = count
-        self.first_block = tracked.device_blocks
-        self.is_revoked = False
-        self._has_ended = False
+    It ends with an outcome even if its request has ended before. Nothing counts of one that a reset has revoked.
+    """
 
-    @property
-    def is_waited_for(self) -> bool:
-        """True until the outcome."""
-        return not self._has_ended
-
-    def end(self, copied: int) -> int:
-        """End the load; nothing counts of one that a reset has revoked."""
-        self._has_ended = True
-        copied = 0 if self.is_revoked else copied
-        self._requests.load_ended(self, self._tracked, failed=copied < self.count)
-        return copied
-
-    def overdue(self) -> None:
-        """Give the load up: its report makes no second outcome."""
-        self._has_ended = True
-        self._requests.load_ended(self, self._tracked, failed=True)
+    tracked: Tracked
+    offset: int
+    count: int
+    first_block: int
+    is_revoked: bool = False
 
 
 class OffloadedRequests:
@@ -133,19 +121,21 @@ class OffloadedRequests:
         settings: CacheSettings,
         layout: KVLayout,
         host: HostTier,
-        reuse: ReuseLimit,
+        counters: Counters,
         clock: Callable[[], float],
     ) -> None:
+        self._counters = counters
         self._caches_prefixes = settings.enable_prefix_caching
         self._defer_timeout = settings.defer_timeout
         self._pin_timeout = settings.plan_timeout
         self._block_size = layout.block_size
         self._host = host
         self._fetches = host.fetches
-        self._reuse = reuse
+        self._cell = ReuseLimit(settings, layout.block_size).cell
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
-        self._loads: dict[OffloadedLoad, None] = {}
+        self._planned: list[OffloadedLoad] = []  # in the open plan
+        self._loads: dict[int, list[OffloadedLoad]] = {}  # by plan in flight
         self._hasher = _core.BlockManager(
             _core.Tier(1), layout.block_size, layout.fingerprint, settings.lookahead_tokens
         )
@@ -188,7 +178,7 @@ class OffloadedRequests:
         for tracked in self._tracked.values():
             self.unpin(tracked)
             tracked.path = None
-        for load in self._loads:
+        for load in chain(self._planned, *self._loads.values()):
             load.is_revoked = True
 
     def change_fingerprint(self, fingerprint: bytes) -> None:
@@ -264,7 +254,8 @@ class OffloadedRequests:
             return None
         if fetches is not None:
             fetches.unpin(number)
-        count = max(self._reuse.allowed(start + len(found)) - start, 0)
+        end = start + len(found)
+        count = max(end - end % self._cell - start, 0)
         if not count:
             self._host.release(found.lease)
             return NOTHING
@@ -304,19 +295,48 @@ class OffloadedRequests:
 
     # --- loads and offers ---------------------------------------------------------------------------------
 
-    def loading(self, tracked: Tracked, offset: int, count: int) -> OffloadedLoad:
-        """Return the load that was planned of the blocks found."""
-        load = OffloadedLoad(self, tracked, offset, count)
+    def plan_load(self, tracked: Tracked, offset: int, count: int) -> None:
+        """Let a request wait for ``count`` of the blocks found, at this position of the open plan's loads."""
+        load = OffloadedLoad(tracked, offset, count, tracked.device_blocks)
         tracked.loading_from = load.first_block
-        self._loads[load] = None
-        return load
+        self._planned.append(load)
 
-    def load_ended(self, load: OffloadedLoad, tracked: Tracked, *, failed: bool) -> None:
-        """Let the request go on; after a failure it loads nothing more."""
-        del self._loads[load]
-        tracked.loading_from = None
+    def send_loads(self, plan: int) -> None:
+        """Let the loads planned in this step wait for this plan's reports."""
+        if self._planned:
+            self._loads[plan], self._planned = self._planned, []
+
+    def end_loads(self, plan: int, copied: HashArray) -> list[tuple[str, int, int, int]]:
+        """End the loads of a plan, of which blocks were ``copied``; see ``WaitingRequests``."""
+        ended = []
+        for load in self._loads.pop(plan, ()):
+            first = copied.tobytes().find(0, load.offset, load.offset + load.count)
+            count = 0 if load.is_revoked else load.count if first < 0 else first - load.offset
+            self._end(load, failed=count < load.count)
+            ended.append((load.tracked.request.request_id, load.first_block, count, load.count))
+        return ended
+
+    def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
+        """Let the requests that wait for a plan's loads go on without; its report makes no second outcome."""
+        given_up = self._loads.pop(plan, [])
+        for load in given_up:
+            load.tracked.loading_from = None
+            load.tracked.request.device_only = True
+        return [(load.tracked.request.request_id, load.first_block) for load in given_up]
+
+    def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> None:
+        """Return None: reports are counted in Python."""
+
+    def pass_on_published(self) -> None:
+        """Do nothing: the device cache is the engine's."""
+
+    def _end(self, load: OffloadedLoad, *, failed: bool) -> None:
+        load.tracked.loading_from = None
         if failed:
-            tracked.request.device_only = True
+            self._counters.loads_failed += 1
+            load.tracked.request.device_only = True
+        else:
+            self._counters.loads_confirmed += 1
 
     def offer(
         self, tracked: Tracked, num_tokens: int, device_ids: Int32Array

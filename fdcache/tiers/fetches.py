@@ -39,6 +39,9 @@ class FetchTerms(msgspec.Struct, frozen=True):
 class Fetches(Protocol):
     """Fetches by number. Number 0 has no fetch."""
 
+    def storage_use(self, number: int) -> int:
+        """Return how reads concern a look-up at a service: 0 not at all, 1 unless everything is found, 2 in any case."""
+
     @property
     def is_on(self) -> bool:
         """True while there is a storage to read from."""
@@ -101,6 +104,10 @@ class FetchTable:
 
     def __contains__(self, number: int) -> bool:
         return number in self._fetches
+
+    def storage_use(self, number: int) -> int:
+        """Return 0: the host tier of this process has what was read."""
+        return 0
 
     @property
     def is_on(self) -> bool:

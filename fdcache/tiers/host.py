@@ -27,7 +27,7 @@ from fdcache.plans.ledger import InFlightPlan, SwapInFlight
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches
 from fdcache.tiers.pool import BlockPool
-from fdcache.tiers.statistics import Counters, TierUsage, Traffic
+from fdcache.tiers.statistics import Counters, TierUsage, TrafficMeter
 
 
 class HostCache(msgspec.Struct, frozen=True):
@@ -119,6 +119,10 @@ class HostTier(Protocol):
     def take_device_reset(self) -> bool:
         """Return True if an operator asked for a reset of the device tier since the last call."""
 
+    @property
+    def pins(self) -> _core.Tier | _core.PinnedRuns:
+        """The native object in which ``BlockManager`` looks blocks up and pins them."""
+
     def match_paths(
         self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
     ) -> list[HostMatch]:
@@ -126,6 +130,12 @@ class HostTier(Protocol):
 
         ``fetches``: the number of each path's fetch from storage, 0 for none.
         """
+
+    def begin_look_up(self) -> None:
+        """Prepare ``pins`` for look-ups."""
+
+    def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[HostMatch]:
+        """Pin, in one round trip, the runs of paths that ``pins`` cannot answer."""
 
     def release(self, lease: int) -> bool:
         """Unpin a run; blocks being loaded from it stay pinned until the load ends."""
@@ -156,7 +166,7 @@ class HostTier(Protocol):
         """Offer the engine's statistics, a JSON object, to a service."""
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficMeter:
         """Totals of what the ranks copied."""
 
     def flush(self) -> None:
@@ -207,7 +217,7 @@ class LocalHostTier(BlockPool):
         spare: float = 0.0,
     ) -> None:
         super().__init__(level, num_blocks, eviction, extent=extent, spare=spare)
-        self.traffic = Traffic()
+        self.traffic = TrafficMeter()
 
     @property
     def host_cache(self) -> HostCache:
@@ -226,6 +236,11 @@ class LocalHostTier(BlockPool):
 
     @property
     def copy_target(self) -> LocalHostTier:
+        """The tier itself."""
+        return self
+
+    @property
+    def pins(self) -> LocalHostTier:
         """The tier itself."""
         return self
 
@@ -290,6 +305,13 @@ class LocalHostTier(BlockPool):
         self.reset()
 
     # Of a shared tier only; there is no operator, no quota and no service here.
+
+    def begin_look_up(self) -> None:
+        """Do nothing."""
+
+    def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[HostMatch]:
+        """Return that nothing was found."""
+        return [NOTHING] * len(paths)
 
     def take_device_reset(self) -> bool:
         """Return False."""
