@@ -134,7 +134,6 @@ def test_a_report_that_does_not_fit_its_plan_is_an_error(
 
 def test_a_plan_is_sent_for_what_it_waits_for_alone_and_once() -> None:
     ledger, plan = PlanLedger(1, 30.0), OpenPlan()
-    assert plan.is_empty
     plan.after = (3, 5)
     assert not plan.is_empty
     sent = ledger.send(plan, 0.0)
