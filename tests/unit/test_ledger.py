@@ -138,7 +138,7 @@ def test_a_plan_is_sent_for_what_it_waits_for_alone_and_once() -> None:
     assert not plan.is_empty
     sent = ledger.send(plan, 0.0)
     assert (sent.after, sent.swaps()) == ((3, 5), ())
-    assert plan.is_empty
+    assert plan.take_after() == ()
     assert sent.plan_id in ledger
     ledger.record(TransferReport(plan_id=sent.plan_id, rank=0, results=()))
     assert sent.plan_id not in ledger
