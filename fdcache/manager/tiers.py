@@ -20,7 +20,7 @@ from fdcache.metadata import (
     StorageTask,
     UInt64Array,
 )
-from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, all_of
+from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, OpenPlan, all_of
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent, events_of
