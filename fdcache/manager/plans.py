@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from fdcache._core import LoadForms, WholeReports
 from fdcache.layout import KVLayout
-from fdcache.manager.requests import LiveRequests
 from fdcache.manager.results import LoadOutcome, LoadStatus
-from fdcache.manager.tiers import Tiers
-from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
+from fdcache.manager.tiers import LowerTiers
+from fdcache.metadata import HashArray, SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
+
+
+class WaitingRequests(Protocol):
+    """The requests that wait for loads: ``LiveRequests``, or those of an engine that owns its device cache."""
+
+    def send_loads(self, plan: int) -> None:
+        """Let the loads planned in this step wait for this plan's reports."""
+
+    def end_loads(self, plan: int, copied: HashArray) -> list[tuple[str, int, int, int]]:
+        """End the loads of a plan, of which blocks were ``copied``.
+
+        Return (request id, first block, blocks copied, blocks planned) of each load that a request waits for.
+        """
+
+    def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
+        """Let the requests that wait for a plan's loads load nothing any more; return (request id, first block)."""
+
+    def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> WholeReports | None:
+        """Return the native side of reports without failures; None if all are counted here."""
+
+    def pass_on_published(self) -> None:
+        """Pass on what was published as loads ended."""
 
 
 class Plans:
@@ -22,8 +44,8 @@ class Plans:
         self,
         layout: KVLayout,
         timeout: float,
-        tiers: Tiers,
-        requests: LiveRequests,
+        tiers: LowerTiers,
+        requests: WaitingRequests,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
@@ -53,6 +75,9 @@ class Plans:
             counters.blocks_loaded += copied.loaded
             counters.blocks_evicted_to_host += copied.evicted
             counters.blocks_backed_up += copied.backed_up
+
+    def __contains__(self, plan_id: int) -> bool:
+        return plan_id in self._ledger
 
     @property
     def in_flight(self) -> int:

@@ -53,6 +53,7 @@ class Request(RequestState):
     """
 
     _fetch = 0
+    tenant: str | None = None
 
     def __init__(
         self,
@@ -75,6 +76,8 @@ class Request(RequestState):
             device_only,
             max_cached_tokens,
         )
+
+        self.tenant = tenant
 
     def __repr__(self) -> str:
         state = "running" if self.is_live else "not matched"

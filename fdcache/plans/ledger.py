@@ -61,11 +61,15 @@ _FORMS = tuple(_SWAPS.values())
 
 
 class OpenPlan:
-    """Transfers between device and host that were planned and not sent. Sending it empties it for the next step."""
+    """Transfers between device and host that were planned and not sent. Sending it empties it for the next step.
 
-    __slots__ = ("_by_purpose", "_lists", "backups", "evictions", "loads")
+    ``after``: ids of plans in flight whose reads of the device the plan waits for, see ``TransferPlan``.
+    """
+
+    __slots__ = ("_by_purpose", "_lists", "after", "backups", "evictions", "loads")
 
     def __init__(self) -> None:
+        self.after: tuple[int, ...] = ()
         self.evictions, self.loads, self.backups = BlockCopies(), BlockCopies(), BlockCopies()
         self._lists = [self.evictions, self.loads, self.backups]
         self._by_purpose = dict(zip(_SWAPS, self._lists, strict=True))
@@ -84,8 +88,13 @@ class OpenPlan:
 
     @property
     def is_empty(self) -> bool:
-        """True while no copy is planned."""
-        return not (self.loads or self.evictions or self.backups)
+        """True while there is nothing to send."""
+        return not (self.loads or self.evictions or self.backups or self.after)
+
+    def take_after(self) -> tuple[int, ...]:
+        """Remove the plans to wait for and return them."""
+        after, self.after = self.after, ()
+        return after
 
     def swap(self, purpose: SwapPurpose) -> CacheSwapMetadata | None:
         """Remove the transfer for this purpose and return it, None when it has no blocks."""
@@ -338,6 +347,9 @@ class PlanLedger(PlanTable):
         self._timeout = timeout
         self._ids = count(1)
 
+    def __contains__(self, plan_id: int) -> bool:
+        return plan_id in self.plans
+
     def send(
         self, plan: OpenPlan, now: float, arena: str | None = None, storage: StorageOrders | None = None
     ) -> TransferPlan:
@@ -347,9 +359,10 @@ class PlanLedger(PlanTable):
         """
         plan_id = next(self._ids)
         evictions, loads, backups = plan.take()
+        after = plan.take_after()
         if storage is None:
             sent = TransferPlan(
-                plan_id=plan_id, arena=arena, evictions=evictions, loads=loads, backups=backups
+                plan_id=plan_id, arena=arena, evictions=evictions, loads=loads, backups=backups, after=after
             )
             self.expect(InFlightPlan(sent, now + self._timeout, self.num_ranks))
             return sent
@@ -363,6 +376,7 @@ class PlanLedger(PlanTable):
             evictions=evictions,
             loads=loads,
             backups=backups,
+            after=after,
         )
         self.expect(InFlightPlan(sent, now + self._timeout, self.num_ranks))
         self._expect_tasks(tasks, now)
