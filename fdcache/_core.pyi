@@ -1464,7 +1464,7 @@ class CopyWindow:
     def drop_ended(self) -> None:
         """Forget the batches that have ended."""
 
-    def next_end(self) -> object:
+    def next_end(self) -> Any:
         """Return the end of the oldest batch."""
 
 class CopyStream:
@@ -1941,7 +1941,7 @@ class LaunchedPlan:
     """A plan in flight on a GPU, and the events of its layers."""
 
     @property
-    def plan_id(self) -> object: ...
+    def plan_id(self) -> int: ...
     def pending_event(self) -> CudaEvent:
         """
         Return an event that comes before the end of the plan, or None if it has ended.
@@ -1955,16 +1955,16 @@ class LaunchedPlan:
     def cancel(self) -> bool:
         """Return False: work that is enqueued on a GPU cannot be cancelled."""
 
-    def status(self) -> object:
+    def status(self) -> Any:
         """Return the status of the plan."""
 
-    def result(self) -> object:
+    def result(self) -> Any:
         """Return the report of a plan that has ended."""
 
-    def known(self) -> list:
+    def known(self) -> list[Any]:
         """Return the event of each layer."""
 
-    def required(self) -> list:
+    def required(self) -> list[Any]:
         """Return the event of each layer."""
 
 class PlanLauncher:
@@ -1994,7 +1994,7 @@ class PlanLauncher:
         rank: int,
         num_layers: int,
     ) -> None: ...
-    def submit(self, plan: object, stream: object | None, in_flight: dict) -> object:
+    def submit(self, plan: object, stream: object | None, in_flight: dict[int, Any]) -> Any:
         """
         Enqueue the copies of a plan after the work that the stream has now, and add it to ``in_flight``.
 
@@ -2005,7 +2005,7 @@ class PlanLauncher:
     def retire(self) -> None:
         """Release the memory of copies that have ended."""
 
-def take_ended(executions: dict) -> list:
+def take_ended(executions: dict[int, Any]) -> list[Any]:
     """
     Remove the plans that have ended from a dictionary by id, and return their reports in its order.
     """

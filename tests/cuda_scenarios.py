@@ -183,7 +183,8 @@ def launch_in_one_call() -> None:
     for native in (True, False):
         with GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8, group_layers=2, verify="all") as worker:
             worker.run(plan(1, evict=[(0, 3), (1, 5)]))
-            controller, reports = worker.controller, []
+            controller = worker.controller
+            reports: list[TransferReport] = []
             for each in made:
                 if not native:
                     controller._launcher = None
@@ -222,7 +223,7 @@ def keep_loads_in_order() -> None:
             worker.controller.submit_swap_tasks(plan(2 + number, load=[(number, 11)]), COMPUTE)
         executions = worker.controller._in_flight.executions
         assert [isinstance(executions[each], _core.LaunchedPlan) for each in (2, 5)] == [True, False]
-        reports = []
+        reports: list[TransferReport] = []
         while len(reports) < 4:
             reports += worker.controller.wait_reports(60)
         driver.delay(0)

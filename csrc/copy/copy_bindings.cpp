@@ -165,7 +165,8 @@ void bind_copies(nb::module_ &module) {
         .def("add", &CopyWindow::add, "nbytes"_a, "done"_a, "Add a batch; ``done`` is the event of its end.")
         .def("has_room", &CopyWindow::has_room, "Return True if another batch may be enqueued.")
         .def("drop_ended", &CopyWindow::drop_ended, "Forget the batches that have ended.")
-        .def("next_end", &CopyWindow::next_end, "Return the end of the oldest batch.");
+        .def("next_end", &CopyWindow::next_end, nb::sig("def next_end(self) -> typing.Any"),
+             "Return the end of the oldest batch.");
     nb::class_<BoundStream>(module, "CopyStream",
                             "A stream of the CPU device: runs operations in order on its own threads.")
         .def(nb::init<unsigned, bool>(), "threads"_a, "background"_a = false)

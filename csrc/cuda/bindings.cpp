@@ -121,8 +121,7 @@ void bind_events(nb::module_ &module) {
             "Make the stream wait for the event. Blocks until a promised event is recorded. Do nothing and\n"
             "return False if the stream is being captured.")
         .def(
-            "record",
-            [](nb::handle_t<cuda::Event> self, nb::handle stream) { stream.attr("record")(self); },
+            "record", [](nb::handle_t<cuda::Event> self, nb::handle stream) { stream.attr("record")(self); },
             "stream"_a, "Reach the event once the stream has completed everything enqueued so far.")
         .def("query", &cuda::Event::is_reached,
              "Return True once the event is reached, or the GPU has failed.")

@@ -408,7 +408,7 @@ nb::list take_ended(nb::dict executions) {
 void bind_launches(nb::module_ &module) {
     nb::class_<LaunchedPlan>(module, "LaunchedPlan",
                              "A plan in flight on a GPU, and the events of its layers.")
-        .def_prop_ro("plan_id", &LaunchedPlan::id)
+        .def_prop_ro("plan_id", &LaunchedPlan::id, nb::for_getter(nb::sig("def plan_id(self) -> int")))
         .def("pending_event", &LaunchedPlan::pending_event,
              "Return an event that comes before the end of the plan, or None if it has ended.")
         .def("wait", &LaunchedPlan::wait, "timeout"_a.none(),
@@ -416,10 +416,14 @@ void bind_launches(nb::module_ &module) {
         .def(
             "cancel", [](const LaunchedPlan &) { return false; },
             "Return False: work that is enqueued on a GPU cannot be cancelled.")
-        .def("status", &LaunchedPlan::status, "Return the status of the plan.")
-        .def("result", &LaunchedPlan::report, "Return the report of a plan that has ended.")
-        .def("known", &LaunchedPlan::layers, "Return the event of each layer.")
-        .def("required", &LaunchedPlan::layers, "Return the event of each layer.");
+        .def("status", &LaunchedPlan::status, nb::sig("def status(self) -> typing.Any"),
+             "Return the status of the plan.")
+        .def("result", &LaunchedPlan::report, nb::sig("def result(self) -> typing.Any"),
+             "Return the report of a plan that has ended.")
+        .def("known", &LaunchedPlan::layers, nb::sig("def known(self) -> list[typing.Any]"),
+             "Return the event of each layer.")
+        .def("required", &LaunchedPlan::layers, nb::sig("def required(self) -> list[typing.Any]"),
+             "Return the event of each layer.");
     nb::class_<PlanLauncher>(module, "PlanLauncher",
                              "Submits plans of loads and backups between the planes of a GPU and an arena.")
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::bytes, bool, nb::object, nb::object,
@@ -429,6 +433,8 @@ void bind_launches(nb::module_ &module) {
              "loads"_a, "backups"_a, "window"_a, "ranges_of"_a, "as_stream"_a, "stream_type"_a,
              "take_table"_a, "record_types"_a, "purposes"_a, "name"_a, "rank"_a, "num_layers"_a)
         .def("submit", &PlanLauncher::submit, "plan"_a, "stream"_a.none(), "in_flight"_a,
+             nb::sig("def submit(self, plan: object, stream: object | None, in_flight: dict[int, "
+                     "typing.Any]) -> typing.Any"),
              "Enqueue the copies of a plan after the work that the stream has now, and add it to "
              "``in_flight``.\n"
              "\n"
@@ -438,6 +444,7 @@ void bind_launches(nb::module_ &module) {
         .def("retire", &PlanLauncher::retire, "Release the memory of copies that have ended.");
     module.def(
         "take_ended", &take_ended, "executions"_a,
+        nb::sig("def take_ended(executions: dict[int, typing.Any]) -> list[typing.Any]"),
         "Remove the plans that have ended from a dictionary by id, and return their reports in its order.");
 }
 
