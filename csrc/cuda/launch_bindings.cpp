@@ -274,6 +274,9 @@ class PlanLauncher {
   private:
     static bool is_plain(nb::handle plan) {
         const auto is_empty = [plan](const char *name) { return nb::len(nb::object(plan.attr(name))) == 0; };
+        // Plans whose earlier readers are named need waits that this way does not have.
+        const nb::object after = nb::getattr(plan, "after", nb::none());
+        if (!after.is_none() && nb::len(after) != 0) return false;
         return plan.attr("evictions").is_none() && plan.attr("arena").is_none() && is_empty("storage") &&
                is_empty("cancelled") && !nb::cast<bool>(plan.attr("clear_storage"));
     }
