@@ -181,6 +181,12 @@ class CacheSwapMetadata(ComparesArrays, msgspec.Struct, eq=False, kw_only=True):
     def __len__(self) -> int:
         return len(self.src_block_ids)
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks, also of a transfer some of whose fields are no arrays."""
+        arrays = [getattr(self, name) for name in _COLUMNS]
+        return next((len(each) for each in arrays if isinstance(each, np.ndarray) and each.ndim), 0)
+
     def __iter__(self) -> Iterator[BlockCopy]:
         return (self[i] for i in range(len(self)))
 
@@ -369,7 +375,7 @@ class TransferResult(ComparesArrays, msgspec.Struct, eq=False, kw_only=True, fro
         """Return the result of a transfer of which nothing was copied."""
         return cls(
             purpose=swap.purpose,
-            failed=np.arange(len(swap), dtype=np.int32),
+            failed=np.arange(swap.num_blocks, dtype=np.int32),
             checksums=np.empty(0, np.uint64),
             copied_bytes=0,
             seconds=0.0,

@@ -58,10 +58,11 @@ class FirstToken:
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of the engine's thread in the manager and in the controller."""
+    """Seconds of the engine's thread in the manager, in the controller, and in the model."""
 
     manager: float = 0.0
     controller: float = 0.0
+    computing: float = 0.0
 
 
 class Server:

@@ -18,6 +18,7 @@ from fdcache.devices.base import (
     DevicePlanes,
     Event,
     HostArena,
+    LaunchWays,
     Stream,
 )
 from fdcache.devices.copies import check_arrays
@@ -45,6 +46,13 @@ def check_plan(plan: TransferPlan) -> None:
     )
     if not sound:
         _refuse_plan(plan)
+
+
+def check_countable(plan: TransferPlan) -> None:
+    """Raise ``PlanError`` for a transfer whose slots are no array, so that its blocks cannot be counted."""
+    for swap in plan.swaps():
+        if not isinstance(swap.src_block_ids, np.ndarray) or swap.src_block_ids.ndim == 0:
+            check_arrays(swap)
 
 
 def _has_purpose(swap: CacheSwapMetadata | None, purpose: SwapPurpose) -> bool:
@@ -167,6 +175,23 @@ class TransferQueue:
             layers = self._overwritable(self._reads.pending(plan.after), compute_stream)
             return PlanExecution(plan.plan_id, rank, refused), layers
         return self._enqueue(plan, rank, copies, load, compute_stream, computed)
+
+    def launcher(self, planes: DevicePlanes, arena: HostArena, rank: int) -> _core.PlanLauncher | None:
+        """Return the device's native submission of plans; use it unless ``has_waiting_loads``."""
+        ways = LaunchWays(
+            rank=rank,
+            loads=self._loads.stream,
+            backups=self._backups,
+            window=self._loads.window,
+            ranges_of=self._groups.ranges_of,
+            num_layers=self._groups.num_layers,
+        )
+        return self._device.plan_launcher(planes, arena, ways)
+
+    @property
+    def has_waiting_loads(self) -> bool:
+        """True if loads of earlier plans wait, behind which a new one has to queue."""
+        return not self._loads.is_empty
 
     def retire(self) -> None:
         """Release the memory of finished copies."""
