@@ -28,7 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     status = 0
     for version in options.version or VERSIONS:
         if not is_complete(options.home, version):
-            print(f"vLLM {version}: skipped, {options.home / version} is missing: run python -m tests.vllm.setup")
+            print(
+                f"vLLM {version}: skipped, {options.home / version} is missing: run python -m tests.vllm.setup"
+            )
             continue
         print(f"vLLM {version}", flush=True)
         command = [str(interpreter(options.home, version)), "-m", "pytest", *(rest or ["tests/vllm"])]
