@@ -40,7 +40,7 @@ def test_a_restarted_engine_finds_its_blocks_in_storage(
     transfer = connector_config(
         FDCACHE_HOST_MEMORY="16MiB",
         FDCACHE_STORAGE="local",
-        FDCACHE_STORAGE_PATH=str(tmp_path),
+        FDCACHE_STORAGE_DIR=str(tmp_path),
         FDCACHE_STORAGE_SIZE="64MiB",
     )
     with running_engine(model, transfer) as llm:
@@ -61,7 +61,6 @@ def test_engines_share_a_service_and_outlive_it(
     """One engine is killed while it works, another finds its blocks, and goes on when the service is killed."""
     tmp_path.chmod(0o700)
     with service_process(tmp_path) as service:
-        service.start()
         address = f"ipc://{tmp_path}/fdcache.sock"
         killed = subprocess.run(
             [sys.executable, "-c", _MORTAL_ENGINE, str(model), address, repr(prompts)],
