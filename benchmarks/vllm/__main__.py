@@ -107,7 +107,7 @@ def forget_pages(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def order(names: Sequence[str], rounds: int, rotation: int) -> Iterator[str]:
+def order(names: Sequence[str], rounds: int, rotation: int, once: bool = False) -> Iterator[str]:
     """Yield the engines of all rounds: the one without a connector first and last, the others rotated."""
     others = [name for name in names if name != NONE]
     if NONE in names:
@@ -115,7 +115,7 @@ def order(names: Sequence[str], rounds: int, rotation: int) -> Iterator[str]:
     for round_ in range(rounds):
         first = (rotation + round_) % max(len(others), 1)
         yield from (*others[first:], *others[:first])
-    if NONE in names and others:
+    if NONE in names and others and not once:
         yield NONE
 
 
@@ -137,11 +137,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="end by then, with what there is")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each engine")
     parser.add_argument("--rotate", type=int, default=0, metavar="N", help="begin with the Nth engine")
+    parser.add_argument("--once", action="store_true", help="the engine without a connector comes first only")
     parser.add_argument("--host-memory", type=float, metavar="GIB", help="default 64; 0.25 on a CPU")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of fdcache's engines"
     )
-    parser.add_argument("--python", default=sys.executable, help="interpreter with vLLM; default: this one")
+    parser.add_argument(
+        "--python", help="interpreter with vLLM; default: this one, on a CPU that of the connector's tests"
+    )
     parser.add_argument(
         "--home", type=Path, default=cache / "fdcache-vllm-bench", help="default: %(default)s"
     )
@@ -153,6 +156,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         if "=" not in setting:
             parser.error(f"--set {setting}: give NAME=VALUE")
     on_cpu = options.device == "cpu"
+    options.python = options.python or (str(cpu_interpreter()) if on_cpu else sys.executable)
     options.shape = options.shape or (["tiny"] if on_cpu else ["8b", "70b-tp8"])
     options.scale = options.scale or ("small" if on_cpu else "full")
     options.host_memory = options.host_memory or (0.25 if on_cpu else 64)
@@ -162,6 +166,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def cpu_interpreter() -> Path:
+    """Return the interpreter of the connector's tests, with the oldest version of vLLM that they use."""
+    from tests.vllm.environments import VERSIONS, default_home, interpreter
+
+    return interpreter(default_home(), VERSIONS[0])
+
+
 def measure(run: Run, names: Sequence[str]) -> None:
     """Do the parts of a run; raise ``CutError`` if the time is over."""
     options = run.options
@@ -169,7 +180,8 @@ def measure(run: Run, names: Sequence[str]) -> None:
     for shape in map(SHAPES.__getitem__, options.shape):
         if parts:
             run.link(shape)
-            for name in order([name for name in names if name in BESIDE], options.rounds, options.rotate):
+            chosen = [name for name in names if name in BESIDE]
+            for name in order(chosen, options.rounds, options.rotate, options.once):
                 run.engine(shape, name, parts)
         if "restart" in options.parts:
             for name in RESTARTED:
@@ -207,14 +219,18 @@ def main(arguments: list[str] | None = None) -> int:
         settings = dict(setting.split("=", 1) for setting in options.set)
         places = Places(Path(folder), int(options.host_memory * GIB), settings)
         logs = options.out.with_suffix(".logs")
-        processes = Processes(options.python, Path(folder), logs, deadline, variables(Path(folder)))
+        processes = Processes(
+            options.python, Path(folder), logs, deadline, variables(Path(folder), options.device)
+        )
         try:
             needs = engines.probe(options.python, processes.variables, Path(folder))
         except StartError as error:
             print(error, file=sys.stderr)
             return 2
         if needs[NONE]:
-            print(f"{options.python}: {needs[NONE]}; name an interpreter with vLLM in --python", file=sys.stderr)
+            print(
+                f"{options.python}: {needs[NONE]}; name an interpreter with vLLM in --python", file=sys.stderr
+            )
             return 2
         names = [name for name in options.engines or needs if not needs[name]]
         run = Run(options, processes, places)

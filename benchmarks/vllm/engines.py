@@ -122,10 +122,12 @@ def needs(name: str) -> str | None:
 
 def probe(python: str, variables: dict[str, str], folder: Path) -> dict[str, str | None]:
     """Return ``needs`` of every engine in another interpreter; raise ``StartError`` if that one does not run."""
-    command = [python, "-c", "import json; from benchmarks.vllm import engines as e; print(json.dumps(e.all_needs()))"]
-    done = subprocess.run(
-        command, env=variables, cwd=folder, capture_output=True, text=True, check=False
-    )
+    command = [
+        python,
+        "-c",
+        "import json; from benchmarks.vllm import engines as e; print(json.dumps(e.all_needs()))",
+    ]
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise StartError(f"{python}: {(done.stderr.splitlines() or ['no output'])[-1]}")
     found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
@@ -175,7 +177,8 @@ def environment(device: str, home: Path) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(home / "triton"),
     }
     if device == "cpu":
-        return common | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+        one_thread = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        return common | one_thread | {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     return common
 
 

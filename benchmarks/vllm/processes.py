@@ -8,6 +8,7 @@ import re
 import selectors
 import signal
 import subprocess
+import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,23 +106,25 @@ def cause(log: str) -> str:
     return (inner or found or log.splitlines() or ["no output"])[-1]
 
 
-def variables(folder: Path) -> dict[str, str]:
+def variables(folder: Path, device: str) -> dict[str, str]:
     """Return the environment of engine processes.
 
     ``benchmarks`` is found through a link, not through the source tree: fdcache is the interpreter's, or what the
-    caller put on PYTHONPATH. Settings of caches come from the benchmark alone.
+    caller put on PYTHONPATH. On a CPU the platform and the environment are those of the connector's tests, which take
+    fdcache from this interpreter. Settings of caches come from the benchmark alone.
     """
     modules = folder / "modules"
     modules.mkdir(parents=True, exist_ok=True)
-    link = modules / "benchmarks"
-    if link.is_symlink():
-        link.unlink()
-    link.symlink_to(ROOT / "benchmarks")
-    write_distribution(modules)
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("FDCACHE_", "LMCACHE_"))
+    (modules / "benchmarks").symlink_to(ROOT / "benchmarks")
+    plugins = {"fdcache_benchmark": ("vllm.general_plugins", "benchmarks.vllm.timing:install")}
+    found = {
+        name: value for name, value in os.environ.items() if not name.startswith(("FDCACHE_", "LMCACHE_"))
     }
+    if device == "cpu":
+        (modules / "tests").symlink_to(ROOT / "tests")
+        plugins["fdcache_test_platform"] = ("vllm.platform_plugins", "tests.vllm.plugin:register")
+        found["FDCACHE_TEST_PACKAGES"] = sysconfig.get_path("purelib")
+    for name, (group, entry) in plugins.items():
+        write_distribution(modules, name, group, entry)
     paths = [str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return kept | {"PYTHONPATH": os.pathsep.join(paths)}
+    return found | {"PYTHONPATH": os.pathsep.join(paths), "VLLM_PLUGINS": ",".join(plugins)}

@@ -80,13 +80,17 @@ def _without(one: float | None, other: float | None) -> float | None:
 def targets(results: Results, shape: str) -> Iterator[Target]:
     """Yield the goals of a shape."""
     value = results.value
-    others = [name for name in results.engines(shape) if not name.startswith((OURS, NONE)) and name != "tiering"]
+    others = [
+        name for name in results.engines(shape) if not name.startswith((OURS, NONE)) and name != "tiering"
+    ]
     best = f"{OURS} / best other"
 
     loaded, step = value(shape, "single", OURS, "loaded_ms"), value(shape, "single", OURS, "device_ms")
     size = value(shape, "single", OURS, "loaded_bytes")
     least = _sum(results.link_ms(shape, size) if size else None, step)
-    yield Target("first token from the host / (bytes over the link + a step)", _ratio(loaded, least), 1.15, False)
+    yield Target(
+        "first token from the host / (bytes over the link + a step)", _ratio(loaded, least), 1.15, False
+    )
     other = value(shape, "single", "offloading", "loaded_ms")
     beyond = _ratio(
         _without(loaded, step), _without(other, value(shape, "single", "offloading", "device_ms"))
@@ -149,7 +153,12 @@ def tables(results: Results, shape: str) -> Iterator[str]:
         "single": (
             [f"one prompt at a time, ms to the first token ({pages})", "computed", "from the device"]
             + ["from the host", "tokens found"],
-            [(("computed_ms",), 1, 1), (("device_ms",), 1, 1), (("loaded_ms",), 1, 1), (("loaded_cached",), 0, 1)],
+            [
+                (("computed_ms",), 1, 1),
+                (("device_ms",), 1, 1),
+                (("loaded_ms",), 1, 1),
+                (("loaded_cached",), 0, 1),
+            ],
         ),
         "chat": (
             [f"conversations, ms ({pages})", *(f"TTFT {name} p50" for name in later), "later p99"]

@@ -2,7 +2,7 @@
 
 vLLM loads it in every process of the engine (``vllm.general_plugins``), because the driver puts a distribution that
 names it on PYTHONPATH. Each process keeps its sums in a small file of its own in the folder that
-``FDCACHE_BENCH_TIMES`` names; the driver reads them while the engine runs. CPU time of the thread counts, not elapsed
+``BENCHMARK_TIMES`` names; the driver reads them while the engine runs. CPU time of the thread counts, not elapsed
 time: waiting for a GPU or for another process is not work.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-FOLDER = "FDCACHE_BENCH_TIMES"
+FOLDER = "BENCHMARK_TIMES"
 HOOKS = (
     "handle_preemptions",
     "bind_connector_metadata",
@@ -45,14 +45,10 @@ class Times:
     hooks_ns: int = 0
 
     def __add__(self, other: Times) -> Times:
-        return Times(
-            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
-        )
+        return Times(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def __sub__(self, other: Times) -> Times:
-        return Times(
-            *(getattr(self, field.name) - getattr(other, field.name) for field in fields(self))
-        )
+        return Times(*(getattr(self, field.name) - getattr(other, field.name) for field in fields(self)))
 
     @property
     def us_per_step(self) -> float:
@@ -142,10 +138,9 @@ def install() -> None:
     KVConnectorFactory.create_connector = create_timed
 
 
-def write_distribution(folder: Path) -> None:
-    """Write a distribution that names the plug-in; with ``folder`` on PYTHONPATH vLLM loads it."""
-    info = folder / "fdcache_benchmark-0.dist-info"
+def write_distribution(folder: Path, name: str, group: str, entry: str) -> None:
+    """Write a distribution with one entry point; with ``folder`` on PYTHONPATH vLLM finds it."""
+    info = folder / f"{name}-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fdcache-benchmark\nVersion: 0\n")
-    entry = "[vllm.general_plugins]\nfdcache_benchmark = benchmarks.vllm.timing:install\n"
-    (info / "entry_points.txt").write_text(entry)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {entry}\n")

@@ -44,9 +44,7 @@ async def follow(driver: Driver, load: Load, orders: list[dict[str, Any]]) -> li
         if "ask" in order:
             prompt = prompt_of(driver, load, order.get("same_blocks"))
             answer = await driver.ask(prompt, REPLIES, logprobs=5)
-            chosen = [
-                step[token] for step, token in zip(answer.logprobs, answer.tokens, strict=True)
-            ]
+            chosen = [step[token] for step, token in zip(answer.logprobs, answer.tokens, strict=True)]
             found.append(
                 {
                     "label": order["ask"],

@@ -16,6 +16,7 @@ BEGIN = time.perf_counter()
 from benchmarks.vllm.driver import started, used_memory  # noqa: E402
 from benchmarks.vllm.parts import PARTS, warm_up  # noqa: E402
 from benchmarks.vllm.shapes import LOADS, SHAPES  # noqa: E402
+from benchmarks.vllm.timing import FOLDER  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class Job:
     connector: dict[str, Any] | None = None
     parts: list[str] = field(default_factory=list)
     orders: list[dict[str, Any]] = field(default_factory=list)
-    times: str = ""
     link_bytes: int = 0
 
     def as_json(self) -> str:
@@ -71,7 +71,7 @@ async def run(job: Job, output: TextIO) -> None:
 
         arguments["kv_transfer_config"] = KVTransferConfig(**job.connector)
     used, imported = used_memory(), time.perf_counter()
-    async with started(arguments, shape, Path(job.times)) as driver:
+    async with started(arguments, shape, Path(os.environ[FOLDER])) as driver:
         ready = time.perf_counter()
         write(
             output,
