@@ -541,7 +541,7 @@ class Tier:
     ) -> MatchRun:
         """
         Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the
-        root.
+        root, or the end of one.
 
         Adds a hit to each block except the first ``known``.
         """

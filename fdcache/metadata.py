@@ -297,6 +297,8 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
         storage: transfers between host and storage, each reported when it ends.
         cancelled: ids of earlier storage transfers that are no longer needed.
         clear_storage: empty the storage before anything else of this plan.
+        after: ids of earlier plans whose reads of the device have to end before this plan's loads, and before the
+            compute after it. Ids of plans that have ended have no effect.
     """
 
     plan_id: int
@@ -307,6 +309,7 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     storage: tuple[StorageTask, ...] = ()
     cancelled: tuple[int, ...] = ()
     clear_storage: bool = False
+    after: tuple[int, ...] = ()
 
     def swaps(self) -> tuple[CacheSwapMetadata, ...]:
         """Return the transfers in order of execution: evictions, loads, backups."""
@@ -314,6 +317,7 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 
     def __repr__(self) -> str:
         shown = {"arena": self.arena, "cancelled": self.cancelled, "clear_storage": self.clear_storage}
+        shown["after"] = self.after
         parts = [str(self.plan_id)]
         parts += [f"{swap.purpose.value} of {len(swap)}" for swap in self.swaps()]
         parts += [f"{task.swap.purpose.value} of {len(task.swap)} as {task.plan_id}" for task in self.storage]

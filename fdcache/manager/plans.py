@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fdcache.layout import KVLayout
-from fdcache.manager.requests import LoadRange, StepPlan
+from fdcache.manager.requests import PlannedLoad, StepPlan
 from fdcache.manager.results import LoadOutcome, LoadStatus
-from fdcache.manager.tiers import Tiers
+from fdcache.manager.tiers import LowerTiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.tiers.statistics import Counters
@@ -17,7 +17,12 @@ class Plans:
     """``open`` is the plan of the current step. Background copies have a plan and a report of their own."""
 
     def __init__(
-        self, layout: KVLayout, timeout: float, tiers: Tiers, counters: Counters, clock: Callable[[], float]
+        self,
+        layout: KVLayout,
+        timeout: float,
+        tiers: LowerTiers,
+        counters: Counters,
+        clock: Callable[[], float],
     ) -> None:
         self._block_size = layout.block_size
         self._tiers = tiers
@@ -25,8 +30,11 @@ class Plans:
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
-        self._loads: dict[int, list[LoadRange]] = {}  # by the number of the plan in flight
+        self._loads: dict[int, list[PlannedLoad]] = {}  # by the number of the plan in flight
         self.open = StepPlan()
+
+    def __contains__(self, plan_id: int) -> bool:
+        return plan_id in self._ledger
 
     @property
     def in_flight(self) -> int:
@@ -102,10 +110,10 @@ class Plans:
         loads = self._loads.pop(flight.plan.plan_id, ())
         return [self._end_load(load, flight) for load in loads if load.is_waited_for]
 
-    def _end_load(self, load: LoadRange, flight: InFlightPlan) -> LoadOutcome:
+    def _end_load(self, load: PlannedLoad, flight: InFlightPlan) -> LoadOutcome:
         """Confirm a load that every rank has reported, or fail it from the first block that a rank lacks."""
         copied = flight.swaps[SwapPurpose.LOAD].leading_copied(load.offset, load.count)
-        load.end(copied)
+        copied = load.end(copied)
         if copied == load.count:
             self._counters.loads_confirmed += 1
             return self._outcome(load, LoadStatus.CONFIRMED, copied, None)
@@ -113,12 +121,14 @@ class Plans:
         message = "; ".join(flight.errors) or "the cache was reset"
         return self._outcome(load, LoadStatus.FAILED, copied, message)
 
-    def _overdue(self, load: LoadRange) -> LoadOutcome:
+    def _overdue(self, load: PlannedLoad) -> LoadOutcome:
         """Give up waiting for a load; its slots stay held until the report."""
         self._counters.loads_overdue += 1
-        load.request.device_only = True
+        load.overdue()
         return self._outcome(load, LoadStatus.OVERDUE, 0, "no report within the plan's deadline")
 
-    def _outcome(self, load: LoadRange, status: LoadStatus, copied: int, message: str | None) -> LoadOutcome:
+    def _outcome(
+        self, load: PlannedLoad, status: LoadStatus, copied: int, message: str | None
+    ) -> LoadOutcome:
         recompute_from = (load.first_block + copied) * self._block_size
-        return LoadOutcome(load.request.request_id, status, recompute_from, message)
+        return LoadOutcome(load.request_id, status, recompute_from, message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from fdcache._core import AdvanceResult, BlockManager, RequestState
 from fdcache.errors import IntegrityError
@@ -47,6 +48,7 @@ class Request(RequestState):
     _host_run: Blocks | None = None
     _host_lease = 0
     _fetched_blocks = 0
+    tenant: str | None = None
 
     def __init__(
         self,
@@ -70,9 +72,41 @@ class Request(RequestState):
             max_cached_tokens,
         )
 
+        self.tenant = tenant
+
     def __repr__(self) -> str:
         state = "running" if self.is_live else "not matched"
         return f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_blocks} blocks, {state}>"
+
+
+class PlannedLoad(Protocol):
+    """The part of a plan's loads that one request waits for: ``count`` blocks from ``first_block`` of its path on."""
+
+    @property
+    def request_id(self) -> str:
+        """The request that waits."""
+
+    @property
+    def offset(self) -> int:
+        """Position within the plan's loads."""
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+
+    @property
+    def first_block(self) -> int:
+        """Position of the first block in the path."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True if the load ends with a ``LoadOutcome``."""
+
+    def end(self, copied: int) -> int:
+        """End the load, of which every rank copied this many leading blocks; return how many of them count."""
+
+    def overdue(self) -> None:
+        """Stop to wait for the load."""
 
 
 class StepPlan(OpenPlan):
@@ -80,7 +114,7 @@ class StepPlan(OpenPlan):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loads: list[LoadRange] = []
+        self.loads: list[PlannedLoad] = []
 
 
 class LiveRequests:
@@ -352,7 +386,7 @@ class LiveRequests:
 
 @dataclass(frozen=True, slots=True)
 class LoadRange:
-    """The part of a plan's loads that one request waits for: blocks from ``first_block`` of its path on.
+    """A ``PlannedLoad`` into device blocks of the manager.
 
     ``lease`` is that of the request when the load was planned.
     """
@@ -365,10 +399,20 @@ class LoadRange:
     first_block: int
 
     @property
+    def request_id(self) -> str:
+        """The request that waits."""
+        return self.request.request_id
+
+    @property
     def is_waited_for(self) -> bool:
         """False once the request was released: the load ends without an outcome then."""
         return self.request.lease == self.lease
 
-    def end(self, copied: int) -> None:
+    def end(self, copied: int) -> int:
         """Count the leading blocks that every rank copied."""
         self.requests.end_load(self.request, copied, self.count)
+        return copied
+
+    def overdue(self) -> None:
+        """Let the request load nothing more: late copies may fail."""
+        self.request.device_only = True

@@ -53,11 +53,15 @@ def make_swap(
 
 
 class OpenPlan:
-    """Transfers between device and host that were planned and not sent. Sending it empties it for the next step."""
+    """Transfers between device and host that were planned and not sent. Sending it empties it for the next step.
 
-    __slots__ = ("_backups", "_by_purpose", "_evictions", "_loads")
+    ``after``: ids of plans in flight whose reads of the device the plan waits for, see ``TransferPlan``.
+    """
+
+    __slots__ = ("_backups", "_by_purpose", "_evictions", "_loads", "after")
 
     def __init__(self) -> None:
+        self.after: tuple[int, ...] = ()
         self._evictions, self._loads, self._backups = BlockCopies(), BlockCopies(), BlockCopies()
         self._by_purpose = {
             SwapPurpose.EVICT: self._evictions,
@@ -83,8 +87,13 @@ class OpenPlan:
 
     @property
     def is_empty(self) -> bool:
-        """True while no copy is planned."""
-        return not (self._evictions or self._loads or self._backups)
+        """True while there is nothing to send."""
+        return not (self._evictions or self._loads or self._backups or self.after)
+
+    def take_after(self) -> tuple[int, ...]:
+        """Remove the plans to wait for and return them."""
+        after, self.after = self.after, ()
+        return after
 
     def swap(self, purpose: SwapPurpose) -> CacheSwapMetadata | None:
         """Remove the transfer for this purpose and return it, None when it has no blocks."""
@@ -358,6 +367,9 @@ class PlanLedger:
     def __len__(self) -> int:
         return len(self._plans)
 
+    def __contains__(self, plan_id: int) -> bool:
+        return plan_id in self._plans
+
     def send(
         self, plan: OpenPlan, now: float, arena: str | None = None, storage: StorageOrders | None = None
     ) -> TransferPlan:
@@ -367,9 +379,10 @@ class PlanLedger:
         """
         plan_id = next(self._ids)
         evictions, loads, backups = plan.take()
+        after = plan.take_after()
         if storage is None:
             sent = TransferPlan(
-                plan_id=plan_id, arena=arena, evictions=evictions, loads=loads, backups=backups
+                plan_id=plan_id, arena=arena, evictions=evictions, loads=loads, backups=backups, after=after
             )
             self._expect(sent, now + self._timeout)
             return sent
@@ -383,6 +396,7 @@ class PlanLedger:
             evictions=evictions,
             loads=loads,
             backups=backups,
+            after=after,
         )
         self._expect(sent, now + self._timeout)
         self._expect_tasks(tasks, now)

@@ -113,6 +113,9 @@ class HostTier(Protocol):
     def copies_reserved(self, planned: PlannedBackups) -> None:
         """Learn which slots were reserved in ``copy_target``."""
 
+    def take_slots(self, parents: HashArray, hashes: HashArray) -> CopyReservation | None:
+        """Reserve slots for copies of absent blocks, parents first, as ``Tier.reserve_copies``; None without a tier."""
+
     def take_device_reset(self) -> bool:
         """Return True if an operator asked for a reset of the device tier since the last call."""
 
@@ -260,6 +263,10 @@ class LocalHostTier(BlockPool):
             self.on_evict(taken.evicted.hashes)
         return taken
 
+    def take_slots(self, parents: HashArray, hashes: HashArray) -> CopyReservation:
+        """Reserve slots that no lease owns."""
+        return self.reserve_copies(0, parents, hashes)
+
     def begin_load(self, lease: int, slots: Int32Array) -> None:
         """Hold the source slots, whatever becomes of the lease."""
         self.hold(slots)
@@ -301,11 +308,14 @@ class LocalHostTier(BlockPool):
         """Do nothing."""
 
 
-def complete_copies(flight: InFlightPlan, device: BlockPool, host: HostTier, counters: Counters) -> None:
+def complete_copies(
+    flight: InFlightPlan, device: BlockPool | None, host: HostTier, counters: Counters
+) -> None:
     """End the transfers between device and host of a plan that every rank has reported.
 
     Release the slots that they held and make the blocks that arrived findable. Afterwards ``copied`` of each transfer
-    is True for the blocks that its target tier has.
+    is True for the blocks that its target tier has. Without a ``device`` its slots are the engine's, which asks for a
+    block again: records that could not be loaded are forgotten.
     """
     for purpose, result in flight.swaps.items():
         swap, copied = result.swap, result.flags
@@ -313,12 +323,15 @@ def complete_copies(flight: InFlightPlan, device: BlockPool, host: HostTier, cou
         if purpose is SwapPurpose.LOAD:
             if result.any_corrupt:
                 discard_corrupt(result, host, counters)
-            arrived = device.complete(swap.dst_block_ids, copied, result.checksums)
+            if device is not None:
+                result.settle(device.complete(swap.dst_block_ids, copied, result.checksums))
+            elif not result.is_whole:
+                host.discard(swap.src_block_ids[~result.copied])
             host.end_load(swap.src_block_ids, swap.hash_values, copied)
         else:
-            arrived = host.complete(swap.dst_block_ids, copied, result.checksums)
-            device.unhold(swap.src_block_ids)
-        result.settle(arrived)
+            result.settle(host.complete(swap.dst_block_ids, copied, result.checksums))
+            if device is not None:
+                device.unhold(swap.src_block_ids)
 
 
 def discard_corrupt(result: SwapInFlight, host: HostTier | BlockPool, counters: Counters) -> None:

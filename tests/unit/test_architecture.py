@@ -17,6 +17,7 @@ ROOT = Path(fdcache.__file__ or "").parent.parent
 FOUNDATION = {
     "_core",
     "errors",
+    "groups",
     "hashing",
     "layout",
     "machine",

@@ -277,7 +277,7 @@ class RemoteHostTier:
         if (session := self.sessions.session) is not None:
             session.expect(planned.asked)
 
-    def reserve_copies(self, parents: HashArray, hashes: HashArray) -> CopyReservation | None:
+    def take_slots(self, parents: HashArray, hashes: HashArray) -> CopyReservation | None:
         """Take slots from the stock, without a round trip; None without a service."""
         session = self.sessions.session
         if session is None or self._reset_owed:
