@@ -179,10 +179,10 @@ def measure(run: Run, names: Sequence[str]) -> None:
     parts = [part for part in LOADED if part in options.parts]
     for shape in map(SHAPES.__getitem__, options.shape):
         if parts:
-            run.link(shape)
             chosen = [name for name in names if name in BESIDE]
             for name in order(chosen, options.rounds, options.rotate, options.once):
                 run.engine(shape, name, parts)
+            run.link(shape)
         if "restart" in options.parts:
             for name in RESTARTED:
                 if name in names:

@@ -103,9 +103,18 @@ class Driver:
         )
 
     async def ask(
-        self, prompt: Tokens, replies: int, *, forced: int | None = None, logprobs: int | None = None
+        self,
+        prompt: Tokens,
+        replies: int,
+        *,
+        forced: int | None = None,
+        logprobs: int | None = None,
+        begun: asyncio.Event | None = None,
     ) -> Answer:
-        """Send a prompt and read ``replies`` tokens; every one of them is ``forced`` if that is given."""
+        """Send a prompt and read ``replies`` tokens; every one of them is ``forced`` if that is given.
+
+        ``begun`` is set when the first has come.
+        """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -131,6 +140,8 @@ class Driver:
             cached = output.num_cached_tokens or cached
             if part.token_ids:
                 came.append(now)
+                if begun is not None:
+                    begun.set()
                 tokens += part.token_ids
             for step in part.logprobs or ():
                 found.append({token: one.logprob for token, one in step.items()})

@@ -64,22 +64,26 @@ def make(name: str, places: Places) -> Engine:
     """Return an engine by its name."""
     module, connector = "fdcache.integrations.vllm", "FdcacheConnector"
     own = {"FDCACHE_HOST_MEMORY": str(places.host_bytes)}
-    disk = {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_SIZE": str(places.host_bytes)}
+    if name == "fdcache-service":
+        return _fdcache(name, places, module, connector, FDCACHE_SERVER=places.address)
+    if name == "fdcache-storage":
+        own |= {
+            "FDCACHE_STORAGE": "local",
+            "FDCACHE_STORAGE_SIZE": str(places.host_bytes),
+            "FDCACHE_STORAGE_DIR": str(places.storage(name)),
+        }
+    if name in FAULTY:
+        module, connector = "benchmarks.vllm.faults", FAULTY[name]
+    if name.startswith(OURS):
+        return _fdcache(name, places, module, connector, **own)
+    return _other(name, places)
+
+
+def _other(name: str, places: Places) -> Engine:
+    if name not in {*BESIDE, *RESTARTED}:
+        raise ValueError(f"there is no engine {name!r}")
     if name == NONE:
         return Engine(name)
-    if name == "offloading":
-        return Engine(name, _native("OffloadingConnector", places, offload_prompt_only=False))
-    if name in {"simple", "simple-lazy"}:
-        lazy = name == "simple-lazy"
-        return Engine(name, _native("SimpleCPUOffloadConnector", places, lazy_offload=lazy))
-    if name == "tiering":
-        tier = {"type": "fs", "root_dir": str(places.storage(name))}
-        extra = {
-            "spec_name": "TieringOffloadingSpec",
-            "secondary_tiers": [tier],
-            "offload_prompt_only": False,
-        }
-        return Engine(name, _native("OffloadingConnector", places, **extra))
     if name == "lmcache":
         environment = {
             "LMCACHE_LOCAL_CPU": "True",
@@ -87,16 +91,14 @@ def make(name: str, places: Places) -> Engine:
             "LMCACHE_CHUNK_SIZE": "256",
         }
         return Engine(name, {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, environment)
-    if name == OURS:
-        return _fdcache(name, places, module, connector, **own)
-    if name == "fdcache-service":
-        return _fdcache(name, places, module, connector, FDCACHE_SERVER=places.address)
-    if name == "fdcache-storage":
-        where = {"FDCACHE_STORAGE_DIR": str(places.storage(name))}
-        return _fdcache(name, places, module, connector, **own, **disk, **where)
-    if name in FAULTY:
-        return _fdcache(name, places, "benchmarks.vllm.faults", FAULTY[name], **own)
-    raise ValueError(f"there is no engine {name!r}")
+    if name.startswith("simple"):
+        lazy = name == "simple-lazy"
+        return Engine(name, _native("SimpleCPUOffloadConnector", places, lazy_offload=lazy))
+    extra: dict[str, Any] = {"offload_prompt_only": False}
+    if name == "tiering":
+        tier = {"type": "fs", "root_dir": str(places.storage(name))}
+        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
+    return Engine(name, _native("OffloadingConnector", places, **extra))
 
 
 BESIDE = (NONE, "offloading", "simple", "simple-lazy", "lmcache", OURS, "fdcache-service")

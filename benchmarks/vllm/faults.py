@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import struct
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.vllm.shapes import BLOCK
+import numpy as np
 
-PAGE = 4096
-SUPERBLOCK = struct.Struct("<8sIIIIIIQQQQQQQ")
-HEADER_BYTES = 128
-STATE, READY = 6, 2
+from benchmarks.vllm.shapes import BLOCK
+from fdcache.storage.offline import Damaged, read_file
 
 
 def corrupt(folder: Path) -> Path:
-    """Change a byte in the middle one of the records in a folder's slab file; return the file.
+    """Change a byte in the middle block of the longest path in a folder's slab file; return the file.
 
-    Raises ``ValueError`` if the folder has no such file or it has no records.
+    Raises ``ValueError`` if the folder has no such file or it has no blocks.
     """
     files = sorted(folder.glob("*.slab"))
     if not files:
         raise ValueError(f"{folder} has no slab file")
-    path = files[0]
-    with path.open("r+b") as file:
-        pages = [file.read(PAGE), file.read(PAGE)]
-        newest = max((SUPERBLOCK.unpack_from(page) for page in pages), key=lambda fields: fields[-1])
-        slots, (record_bytes, _, _, header_offset, record_offset) = newest[4], newest[7:12]
-        file.seek(header_offset)
-        headers = file.read(slots * HEADER_BYTES)
-        used = [slot for slot in range(slots) if headers[slot * HEADER_BYTES + STATE] == READY]
-        if not used:
-            raise ValueError(f"{path} has no records")
-        at = record_offset + used[len(used) // 2] * record_bytes + record_bytes // 2
+    contents = read_file(files[0])
+    if isinstance(contents, Damaged) or not len(contents.slots):
+        raise ValueError(f"{files[0]} has no blocks")
+    order = np.argsort(contents.depths, kind="stable")
+    middle = order[np.searchsorted(contents.depths[order], contents.depths.max() // 2)]
+    record_bytes = contents.layout.record_bytes
+    at = contents.superblock.record_offset + int(contents.slots[middle]) * record_bytes + 5
+    with files[0].open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 0xFF]))
-    return path
+    return files[0]
 
 
 @cache
@@ -85,7 +79,7 @@ def failing(base: type[Any]) -> type[Any]:
 
 @cache
 def swapping(base: type[Any]) -> type[Any]:
-    """Return a connector that loads two blocks into each other's places: a comparison that misses it is worth nothing."""
+    """Return a connector that loads two blocks into each other's places, which every comparison must notice."""
 
     class Swapping(base):  # type: ignore[misc]
         """Is told the ids of two loaded blocks in the wrong order."""

@@ -135,13 +135,15 @@ async def beside(driver: Driver, load: Load, has_connector: bool) -> dict[str, A
         await driver.ask(prompt, 4)
     if has_connector:
         await driver.forget_device(load.settle_s)
+    begun = [asyncio.Event() for _ in range(load.decoders)]
     decoders = [
         asyncio.create_task(
-            driver.ask(driver.prompt(400_000 + index, load.decoder_prompt), load.decoder_reply)
+            driver.ask(driver.prompt(400_000 + index, load.decoder_prompt), load.decoder_reply, begun=event)
         )
-        for index in range(load.decoders)
+        for index, event in enumerate(begun)
     ]
-    await asyncio.sleep(load.settle_s)
+    for event in begun:
+        await event.wait()
     admitted: list[Answer] = []
     before = driver.counted()
     while not any(decoder.done() for decoder in decoders):

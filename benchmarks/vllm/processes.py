@@ -11,6 +11,7 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,11 +90,16 @@ class Processes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and the engine's processes that it started, which are a session of their own."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+    """End a process and the engine's processes, which are a session of their own; return when all are gone.
+
+    The next engine needs the memory of the device that they hold.
+    """
+    end = time.monotonic() + 5
+    with suppress(ProcessLookupError):
+        while time.monotonic() < end:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.01)
     process.wait()
     if process.stdout is not None:
         process.stdout.close()
@@ -121,9 +127,11 @@ def variables(folder: Path, device: str) -> dict[str, str]:
         name: value for name, value in os.environ.items() if not name.startswith(("FDCACHE_", "LMCACHE_"))
     }
     if device == "cpu":
+        from tests.vllm.environments import PACKAGES
+
         (modules / "tests").symlink_to(ROOT / "tests")
         plugins["fdcache_test_platform"] = ("vllm.platform_plugins", "tests.vllm.plugin:register")
-        found["FDCACHE_TEST_PACKAGES"] = sysconfig.get_path("purelib")
+        found[PACKAGES] = sysconfig.get_path("purelib")
     for name, (group, entry) in plugins.items():
         write_distribution(modules, name, group, entry)
     paths = [str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -151,8 +151,13 @@ def tables(results: Results, shape: str) -> Iterator[str]:
     later = [f"turn {turn}" for turn in (1, 2, 3, 4)] + ["later"]
     shown = {
         "single": (
-            [f"one prompt at a time, ms to the first token ({pages})", "computed", "from the device"]
-            + ["from the host", "tokens found"],
+            [
+                f"one prompt at a time, ms to the first token ({pages})",
+                "computed",
+                "from the device",
+                "from the host",
+                "tokens found",
+            ],
             [
                 (("computed_ms",), 1, 1),
                 (("device_ms",), 1, 1),
@@ -161,8 +166,15 @@ def tables(results: Results, shape: str) -> Iterator[str]:
             ],
         ),
         "chat": (
-            [f"conversations, ms ({pages})", *(f"TTFT {name} p50" for name in later), "later p99"]
-            + ["ITL later p50", "p99", "requests/s", "hit tokens"],
+            [
+                f"conversations, ms ({pages})",
+                *(f"TTFT {name} p50" for name in later),
+                "later p99",
+                "ITL later p50",
+                "p99",
+                "requests/s",
+                "hit tokens",
+            ],
             [
                 *((("ttft_ms", name, "p50"), 1, 1) for name in later),
                 (("ttft_ms", "later", "p99"), 1, 1),
@@ -183,8 +195,15 @@ def tables(results: Results, shape: str) -> Iterator[str]:
             ],
         ),
         "beside": (
-            [f"time between tokens beside loads, ms ({pages})", "p50", "p99", "quiet p50", "quiet p99"]
-            + ["TTFT p50", "tokens found"],
+            [
+                f"time between tokens beside loads, ms ({pages})",
+                "p50",
+                "p99",
+                "quiet p50",
+                "quiet p99",
+                "TTFT p50",
+                "tokens found",
+            ],
             [
                 (("itl_ms", "beside", "p50"), 2, 1),
                 (("itl_ms", "beside", "p99"), 2, 1),
@@ -264,28 +283,39 @@ def report(results: Results) -> Iterator[str]:
 
 def line(record: Record) -> str:
     """Return one line that says what a record found."""
-    part = record["part"]
     head = " ".join(str(record[name]) for name in ("shape", "engine") if name in record)
-    if part == "skipped":
-        return f"{head} is not measured: {record['why']}"
-    if part == "machine":
-        return f"{record['machine']}, {record['date']}"
-    if part == "link":
-        return f"{head} link of {record['device']}: {record['bytes']:,} bytes in {record['ms']:.2f} ms"
-    if part == "start":
-        return f"{head} started in {record['import_s']} + {record['engine_s']} s"
-    if part == "single":
-        ways = ", ".join(
-            f"{way} {median(record[name]):.1f}"
-            for way, name in (("computed", "computed_ms"), ("device", "device_ms"), ("host", "loaded_ms"))
-            if name in record
-        )
-        found = f", found {record['loaded_cached']}, wrong {record['wrong']}" if "wrong" in record else ""
-        return f"{head} first token, ms: {ways}{found}; tokens {record['tokens'][:2]}"
-    if part == "compared":
-        return f"{head} {record['what']}: {'right' if record['is_right'] else 'WRONG'}, cached {record['cached']}"
+    write = _LINES.get(record["part"], _load_line)
+    return f"{head} {write(record)}".lstrip()
+
+
+def _single_line(record: Record) -> str:
+    ways = ", ".join(
+        f"{way} {median(record[name]):.1f}"
+        for way, name in (("computed", "computed_ms"), ("device", "device_ms"), ("host", "loaded_ms"))
+        if name in record
+    )
+    found = f", found {record['loaded_cached']}, wrong {record['wrong']}" if "wrong" in record else ""
+    return f"first token, ms: {ways}{found}; tokens {record['tokens'][:2]}"
+
+
+def _compared_line(record: Record) -> str:
+    verdict = "right" if record["is_right"] else "WRONG"
+    return f"{record['what']}: {verdict}, cached {record['cached']}"
+
+
+def _load_line(record: Record) -> str:
     shown = ("seconds", "ttft_ms", "itl_ms", "hit_tokens", "us_per_step", "asked")
-    return f"{head} {part}: " + ", ".join(f"{name} {record[name]}" for name in shown if name in record)
+    return f"{record['part']}: " + ", ".join(f"{name} {record[name]}" for name in shown if name in record)
+
+
+_LINES: dict[str, Callable[[Record], str]] = {
+    "machine": lambda record: f"{record['machine']}, {record['date']}",
+    "skipped": lambda record: f"is not measured: {record['why']}",
+    "link": lambda record: f"link of {record['device']}: {record['bytes']:,} bytes in {record['ms']:.2f} ms",
+    "start": lambda record: f"started in {record['import_s']} + {record['engine_s']} s",
+    "single": _single_line,
+    "compared": _compared_line,
+}
 
 
 def plot(results: Results, path: Path) -> None:
