@@ -60,12 +60,9 @@ class Run:
         left = self.processes.left_s
         if left is not None and left <= self._least_start_s:
             raise CutError
-        random_weights = "random" in shape.name
-        model = model_folder(shape, options.home, random_weights)
+        model = model_folder(shape, options.home)
         engine = engines.make(name, self.places)
-        arguments = engines.arguments(
-            shape, model, random_weights=random_weights, device=options.device, eager=options.eager
-        )
+        arguments = engines.arguments(shape, model, device=options.device, eager=options.eager)
         job = Job(shape.name, options.scale, arguments, engine.connector, list(parts), list(orders))
         found = []
         with ExitStack() as stack:

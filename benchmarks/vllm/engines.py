@@ -141,12 +141,12 @@ def all_needs() -> dict[str, str | None]:
     return {name: needs(name) for name in (*BESIDE, *RESTARTED)}
 
 
-def arguments(shape: Shape, model: Path, *, random_weights: bool, device: str, eager: bool) -> dict[str, Any]:
+def arguments(shape: Shape, model: Path, *, device: str, eager: bool) -> dict[str, Any]:
     """Return the arguments of ``AsyncEngineArgs``, the same for every engine of a shape."""
     common = {
         "model": str(model),
         "skip_tokenizer_init": True,
-        "load_format": "auto" if random_weights else "dummy",
+        "load_format": "auto" if shape.has_random_weights else "dummy",
         "dtype": shape.dtype,
         "block_size": BLOCK,
         "max_model_len": shape.longest,

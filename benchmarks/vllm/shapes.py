@@ -39,6 +39,11 @@ class Shape:
         return self.layers * self.page_bytes // BLOCK
 
     @property
+    def has_random_weights(self) -> bool:
+        """True for shapes that tokens are compared with, False for those with the engine's dummy weights."""
+        return "random" in self.name
+
+    @property
     def item_bytes(self) -> int:
         """Bytes of a number."""
         return 4 if self.dtype == "float32" else 2
@@ -112,23 +117,23 @@ LOADS = {
 """By name: ``full`` on a GPU, ``half`` and ``brief`` in less time, ``small`` for the tiny shapes on a CPU."""
 
 
-def model_folder(shape: Shape, home: Path, random_weights: bool) -> Path:
-    """Return the folder of a model; write it if it is not there."""
+def model_folder(shape: Shape, home: Path) -> Path:
+    """Return the folder of a model; its weights are the engine's dummies, or those of ``write_random_weights``."""
     folder = home / "models" / shape.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config(), indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
-    weights = folder / "model.safetensors"
-    if random_weights and not weights.exists():
-        write_random_weights(shape, weights)
     return folder
 
 
-def write_random_weights(shape: Shape, path: Path) -> None:
+def write_random_weights(shape: Shape, folder: Path) -> None:
     """Write normal random weights, scaled so that every layer passes on numbers of about the size it was given.
 
     An engine's own dummy weights are so small that a wrong block of KV hardly changes a token.
     """
+    path = folder / "model.safetensors"
+    if path.exists():
+        return
     import torch
     from safetensors.torch import save_file
 

@@ -15,7 +15,7 @@ BEGIN = time.perf_counter()
 
 from benchmarks.vllm.driver import started, used_memory  # noqa: E402
 from benchmarks.vllm.parts import PARTS, warm_up  # noqa: E402
-from benchmarks.vllm.shapes import LOADS, SHAPES  # noqa: E402
+from benchmarks.vllm.shapes import LOADS, SHAPES, write_random_weights  # noqa: E402
 from benchmarks.vllm.timing import FOLDER  # noqa: E402
 
 
@@ -70,6 +70,8 @@ async def run(job: Job, output: TextIO) -> None:
         from vllm.config import KVTransferConfig
 
         arguments["kv_transfer_config"] = KVTransferConfig(**job.connector)
+    if shape.has_random_weights:
+        write_random_weights(shape, Path(arguments["model"]))
     used, imported = used_memory(), time.perf_counter()
     async with started(arguments, shape, Path(os.environ[FOLDER])) as driver:
         ready = time.perf_counter()
