@@ -35,7 +35,7 @@ class Runs(Protocol):
 
 def difference(one: Answer, other: Answer) -> float:
     """Return the greatest difference between the logprobs of two answers."""
-    return max(abs(a - b) for a, b in zip(one["logprobs"], other["logprobs"], strict=True))
+    return max(abs(float(a) - float(b)) for a, b in zip(one["logprobs"], other["logprobs"], strict=True))
 
 
 class Comparisons:

@@ -152,7 +152,8 @@ async def beside(driver: Driver, load: Load, has_connector: bool) -> dict[str, A
     found = driver.counted().since(before)
     gaps = [gap for decoder in decoders for gap in (await decoder).gaps]
     spans = [(answer.sent, answer.came[0]) for answer in admitted]
-    during, quiet = [], []
+    during: list[float] = []
+    quiet: list[float] = []
     for begin, end in gaps:
         near = any(begin < last and first < end for first, last in spans)
         (during if near else quiet).append((end - begin) * 1000)

@@ -13,6 +13,9 @@ from benchmarks.vllm.shapes import SHAPES
 
 Record = dict[str, Any]
 
+Column = tuple[tuple[str, ...], int, float]
+"""Where a figure is in a record, its decimals, and what it is divided by."""
+
 
 class Results:
     """The records of a run, by part, shape and engine."""
@@ -112,8 +115,8 @@ def targets(results: Results, shape: str) -> Iterator[Target]:
     step_us = _best(value(shape, "chat", name, "us_per_step") for name in others)
     ours = value(shape, "chat", OURS, "us_per_step")
     yield Target(f"engine CPU time of a step: {best}", _ratio(ours, step_us), 1, False)
-    path = ("itl_ms", "beside", "p99")
-    ratio = _ratio(value(shape, "beside", OURS, *path), value(shape, "beside", NONE, *path))
+    gap = ("itl_ms", "beside", "p99")
+    ratio = _ratio(value(shape, "beside", OURS, *gap), value(shape, "beside", NONE, *gap))
     yield Target(f"time between tokens p99 beside loads: {OURS} / none", ratio, 1.02, False)
     ratio = _ratio(value(shape, "unique", OURS, "seconds"), value(shape, "unique", NONE, "seconds"))
     yield Target(f"unique prompts: {OURS} / none", ratio, 1.01, False)
@@ -128,9 +131,7 @@ def _cell(value: float | None, digits: int = 1, scale: float = 1) -> str:
     return "-" if value is None else f"{value / scale:,.{digits}f}"
 
 
-def _rows(
-    results: Results, shape: str, part: str, columns: Sequence[tuple[Sequence[str], int, float]]
-) -> list[list[str]]:
+def _rows(results: Results, shape: str, part: str, columns: Sequence[Column]) -> list[list[str]]:
     return [
         [
             name,
@@ -149,7 +150,7 @@ def tables(results: Results, shape: str) -> Iterator[str]:
     pages = f"{shape}, pages of {SHAPES[shape].page_bytes / 1024:g} KiB"
     gib = float(1 << 30)
     later = [f"turn {turn}" for turn in (1, 2, 3, 4)] + ["later"]
-    shown = {
+    shown: dict[str, tuple[list[str], list[Column]]] = {
         "single": (
             [
                 f"one prompt at a time, ms to the first token ({pages})",
