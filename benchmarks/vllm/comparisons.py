@@ -91,9 +91,9 @@ def compare_tokens(run: Runs, shape: Shape, names: Sequence[str]) -> None:
     if OURS in names:
         first = ask(STORAGE, [*FROM_HOST, {"settle": True}, {"settle": True}])
         expect("fdcache: from the host as from the device", first.get("host"), first.get("device"))
-        if first:
-            stored = ask(STORAGE, [{"ask": "storage"}]).get("storage")
-            expect("fdcache: from storage after a restart as from the device", stored, first["device"])
+        stored = ask(STORAGE, [{"ask": "storage"}]).get("storage") if first else None
+        expect("fdcache: from storage after a restart as from the device", stored, first.get("device"))
+        if stored and stored["cached"]:
             corrupt(run.places.storage(STORAGE))
             if refused := ask(STORAGE, [{"ask": "refused"}]).get("refused"):
                 splits["one corrupted block in storage"] = (refused["cached"] // BLOCK, refused)
@@ -103,6 +103,8 @@ def compare_tokens(run: Runs, shape: Shape, names: Sequence[str]) -> None:
         expect(
             "control: two blocks swapped are noticed", swapped.get("host"), swapped.get("device"), equal=False
         )
+    if NONE not in names:
+        return
     orders = list(COMPUTED)
     for what, (blocks, _) in splits.items():
         orders += [{"forget": True}, {"ask": f"head {what}", "same_blocks": blocks}, {"ask": what}]

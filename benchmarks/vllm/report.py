@@ -304,8 +304,13 @@ def _compared_line(record: Record) -> str:
     return f"{record['what']}: {verdict}, cached {record['cached']}"
 
 
+def _tokens_line(record: Record) -> str:
+    asked = ", ".join(f"{one['label']} {one['cached']}" for one in record["asked"])
+    return f"tokens; cached of each request: {asked}"
+
+
 def _load_line(record: Record) -> str:
-    shown = ("seconds", "ttft_ms", "itl_ms", "hit_tokens", "us_per_step", "asked")
+    shown = ("seconds", "ttft_ms", "itl_ms", "hit_tokens", "us_per_step")
     return f"{record['part']}: " + ", ".join(f"{name} {record[name]}" for name in shown if name in record)
 
 
@@ -315,6 +320,7 @@ _LINES: dict[str, Callable[[Record], str]] = {
     "link": lambda record: f"link of {record['device']}: {record['bytes']:,} bytes in {record['ms']:.2f} ms",
     "start": lambda record: f"started in {record['import_s']} + {record['engine_s']} s",
     "single": _single_line,
+    "tokens": _tokens_line,
     "compared": _compared_line,
 }
 

@@ -118,11 +118,17 @@ LOADS = {
 
 
 def model_folder(shape: Shape, home: Path) -> Path:
-    """Return the folder of a model; its weights are the engine's dummies, or those of ``write_random_weights``."""
+    """Return the folder of a model; its weights are the engine's dummies, or those of ``write_random_weights``.
+
+    Files that are right are left as they are: to a connector, a file written anew is another model.
+    """
     folder = home / "models" / shape.name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(shape.config(), indent=1))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    generation = {"bos_token_id": 1, "eos_token_id": 2}
+    for name, values in (("config.json", shape.config()), ("generation_config.json", generation)):
+        path, text = folder / name, json.dumps(values, indent=1)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
     return folder
 
 

@@ -20,7 +20,7 @@ from benchmarks.vllm.engines import BESIDE, NONE, RESTARTED, Places, StartError,
 from benchmarks.vllm.faults import corrupt, failing, swapping
 from benchmarks.vllm.processes import CutError, JobError, Processes, cause
 from benchmarks.vllm.report import Results
-from benchmarks.vllm.shapes import LOADS, SHAPES
+from benchmarks.vllm.shapes import LOADS, SHAPES, model_folder
 from benchmarks.vllm.worker import Job
 from fdcache.storage.offline import Damaged, read_file
 from tests.storage_help import Records, open_store, path_hashes, storage_layout
@@ -30,6 +30,17 @@ def test_pages_have_the_sizes_that_the_shapes_are_for() -> None:
     assert SHAPES["8b"].page_bytes == 64 << 10
     assert SHAPES["70b-tp8"].page_bytes == 8 << 10
     assert SHAPES["8b"].token_bytes * 8192 == 1 << 30
+
+
+def test_a_model_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
+    folder = model_folder(SHAPES["tiny"], tmp_path)
+    files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
+    assert model_folder(SHAPES["tiny"], tmp_path) == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files
+    (folder / "config.json").write_text("{}")
+    model_folder(SHAPES["tiny"], tmp_path)
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
