@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -209,6 +210,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.report:
         return finish([json.loads(line) for line in options.report.read_text().splitlines()], options.plot)
+    # A run that is ended ends its engines.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options.home.mkdir(parents=True, exist_ok=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.budget if options.budget else None
