@@ -24,8 +24,8 @@ from fdcache.tiers.statistics import Counters
 _MOST_IN_FLIGHT = 1024
 """Most blocks being backed up: a block that is given away meanwhile makes its next owner wait."""
 
-_MOST_STARVED = 100
-"""Plans that blocks wait for slots of a service, which it grants in the background."""
+_PATIENCE = 1.0
+"""Seconds that blocks wait for slots of a service, which grants them in the background."""
 
 _NONE = np.empty(0, np.int32)
 
@@ -33,7 +33,10 @@ _NONE = np.empty(0, np.int32)
 class CopyOut:
     """Plans copies of offered blocks to the host tier, by the write policy of ``settings``."""
 
-    def __init__(self, settings: CacheSettings, host: HostTier, counters: Counters) -> None:
+    def __init__(
+        self, settings: CacheSettings, host: HostTier, counters: Counters, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
         self.contents = DeviceContents()
         self._host = host
         self._counters = counters
@@ -46,7 +49,7 @@ class CopyOut:
         self._waiting: list[Int32Array] = []  # for copies of their parents
         self._coldest: Int32Array = _NONE
         self._may_retry = False
-        self._starved = 0  # plans in a row in which the service had no slot
+        self._starved_since: float | None = None  # the service has had no slot
 
     # --- what the engine tells ----------------------------------------------------------------------------
 
@@ -198,7 +201,7 @@ class CopyOut:
         self._no_room(ids[count:] if taken is not None else ids, purpose, taken is not None)
         if taken is None or not count:
             return _NONE
-        self._starved = 0
+        self._starved_since = None
         chosen = np.flatnonzero(taken.status == RESERVED)
         if len(chosen):
             none = np.zeros(len(chosen), np.uint32)
@@ -211,9 +214,10 @@ class CopyOut:
         """Drop blocks, or queue them again while a service may grant slots."""
         if not len(ids):
             return
-        is_granted_slots = self._host.copy_room < self._host.num_blocks
-        if purpose is SwapPurpose.BACKUP and may_wait and is_granted_slots and self._starved < _MOST_STARVED:
-            self._starved += 1
+        now, is_granted_slots = self._clock(), self._host.copy_room < self._host.num_blocks
+        since = now if self._starved_since is None else self._starved_since
+        if purpose is SwapPurpose.BACKUP and may_wait and is_granted_slots and now - since < _PATIENCE:
+            self._starved_since = since
             self.contents.queued[ids] = True
             self._queue.insert(0, ids)
         else:

@@ -170,7 +170,8 @@ class DeviceContents:
 
     def ancestors(self, device_id: int) -> Int32Array:
         """Return the device blocks of a block's path above it, parents first, up to the first that has left."""
-        path, depth = self._paths[device_id], int(self._depths[device_id])
+        path: DevicePath | None = self._paths[device_id]
+        depth = int(self._depths[device_id])
         if path is None or not depth:
             return _NONE
         ids = path.ids[:depth]

@@ -80,7 +80,7 @@ class OffloadManager:
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
         self._host = _required(host)
-        self._copies = CopyOut(settings, self._host, counters)
+        self._copies = CopyOut(settings, self._host, counters, clock)
         tiers = self._tiers = LowerTiers(self._host, self._storage, self._copies, self._host.fetches)
         tiers.record_events(settings.event_buffer)
         self._reuse = ReuseLimit(settings, layout.block_size)

@@ -137,7 +137,18 @@ def test_blocks_that_wait_for_slots_of_the_service_are_stored_in_the_end(tmp_pat
         await_slots(engine)
         blocks = list(range(300))
         assert engine.manager.store_room < 300
-        engine.stored("first", prompt(*blocks), blocks)
+        request = Request("first", prompt(*blocks))
+        engine.manager.begin(request)
+        engine.compute(request, blocks)
+        engine.manager.offer(request, request.num_tokens, ids(*blocks))
+
+        def is_done() -> bool:
+            engine.step()
+            engine.collect()
+            return not engine.manager.has_pending_work
+
+        until(is_done, "the service has granted slots")
+        engine.manager.finish(request)
         counters = engine.manager.get_stats().counters
         assert (counters.blocks_backed_up, counters.backups_dropped) == (300, 0)
         engine.close()

@@ -134,12 +134,11 @@ def test_a_report_that_does_not_fit_its_plan_is_an_error(
 
 def test_a_plan_is_sent_for_what_it_waits_for_alone_and_once() -> None:
     ledger, plan = PlanLedger(1, 30.0), OpenPlan()
-    assert plan.is_empty
     plan.after = (3, 5)
     assert not plan.is_empty
     sent = ledger.send(plan, 0.0)
     assert (sent.after, sent.swaps()) == ((3, 5), ())
-    assert plan.is_empty
+    assert plan.take_after() == ()
     assert sent.plan_id in ledger
     ledger.record(TransferReport(plan_id=sent.plan_id, rank=0, results=()))
     assert sent.plan_id not in ledger

@@ -17,6 +17,8 @@ from pathlib import Path
 from tests.vllm.environments import PACKAGES, VERSIONS, default_home, interpreter, is_complete
 
 ROOT = Path(__file__).parents[2]
+_RUNNERS = {"0": ["tests/vllm"], "1": ["tests/vllm/test_engine.py"]}
+"""vLLM's model runners by number less one, and the tests that are run with each."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,13 +30,16 @@ def main(arguments: list[str] | None = None) -> int:
     status = 0
     for version in options.version or VERSIONS:
         if not is_complete(options.home, version):
-            print(f"vLLM {version}: skipped, {options.home / version} is missing: run python -m tests.vllm.setup")
+            print(
+                f"vLLM {version}: skipped, {options.home / version} is missing: run python -m tests.vllm.setup"
+            )
             continue
-        print(f"vLLM {version}", flush=True)
-        command = [str(interpreter(options.home, version)), "-m", "pytest", *(rest or ["tests/vllm"])]
-        environment = os.environ | {PACKAGES: sysconfig.get_path("purelib")}
-        done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
-        status = status or done.returncode
+        for runner, tests in _RUNNERS.items():
+            print(f"vLLM {version}, model runner V{int(runner) + 1}", flush=True)
+            command = [str(interpreter(options.home, version)), "-m", "pytest", *(rest or tests)]
+            variables = {PACKAGES: sysconfig.get_path("purelib"), "VLLM_USE_V2_MODEL_RUNNER": runner}
+            done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=False)
+            status = status or done.returncode
     return status
 
 

@@ -30,7 +30,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> TorchMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> TorchMetadata:
         common = common_attn_metadata
         return TorchMetadata(
             starts=common.query_start_loc.tolist(),
@@ -41,7 +43,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
 
 class TorchBackend(AttentionBackend):  # type: ignore[misc]
-    """Keys and values packed in one page a block: logically (blocks, heads, tokens, 2 x dim), tokens first in memory."""
+    """Keys and values packed in one page per block: (blocks, heads, tokens, 2 x dim), tokens first in memory."""
 
     forward_includes_kv_cache_update = True
     supported_dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,7 +82,9 @@ class TorchBackend(AttentionBackend):  # type: ignore[misc]
 class TorchAttention(AttentionImpl):  # type: ignore[misc]
     """Causal attention, request by request, in float32."""
 
-    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *_: Any, **__: Any) -> None:
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *_: Any, **__: Any
+    ) -> None:
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
@@ -111,7 +115,9 @@ class TorchAttention(AttentionImpl):  # type: ignore[misc]
             if begin < end:
                 table = attn_metadata.tables[row, : -(-length // block_size)].long()
                 past = pages[table].flatten(0, 1)[:length].float()
-                output[begin:end] = self._attend(query[begin:end].float(), past).reshape(output[begin:end].shape)
+                output[begin:end] = self._attend(query[begin:end].float(), past).reshape(
+                    output[begin:end].shape
+                )
         return output
 
     def _attend(self, query: torch.Tensor, past: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,6 @@ def engine(model: Path, computed: list[list[int]]) -> Iterator[Observed]:
     """An engine with the connector and a host tier of its own, shared by the tests of a module."""
     from tests.vllm.observed import Observed
 
-    transfer = connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_DEFER_TIMEOUT="0")
+    transfer = connector_config(FDCACHE_HOST_MEMORY="16MiB", FDCACHE_VERIFY="all")
     with running_engine(model, transfer) as llm:
         yield Observed(llm)

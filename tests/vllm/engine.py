@@ -55,7 +55,9 @@ def install_plugin(folder: Path) -> None:
             sys.path.insert(0, path)
     os.environ["PYTHONPATH"] = os.pathsep.join((str(folder), root, os.environ.get("PYTHONPATH", "")))
     runner = os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-    interpreted = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if runner == "1" else {}  # the second runner's kernels
+    interpreted = (
+        {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if runner == "1" else {}
+    )  # the second runner's kernels
     for name, value in {**ENVIRONMENT, **interpreted}.items():
         os.environ.setdefault(name, value)
 
@@ -67,7 +69,10 @@ def make_model(folder: Path, seed: int = 0) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(seed)
-    save_file({name: torch.randn(shape, generator=random) * 0.3 for name, shape in _shapes()}, folder / "model.safetensors")
+    save_file(
+        {name: torch.randn(shape, generator=random) * 0.3 for name, shape in _shapes()},
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps(_MODEL))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     return folder
@@ -135,7 +140,9 @@ def running_engine(model: Path, transfer: dict[str, Any] | None = None, **option
         cleanup_dist_env_and_memory()
 
 
-def generate(llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int = 8, **options: Any) -> list[list[int]]:
+def generate(
+    llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int = 8, **options: Any
+) -> list[list[int]]:
     """Return the tokens that the engine answers each prompt with."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt

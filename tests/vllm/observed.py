@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from fdcache.controller.arena import HostArena
 from fdcache.integrations.vllm.scheduler import SchedulerSide
 from fdcache.integrations.vllm.worker import WorkerSide, pages_of
@@ -42,7 +44,9 @@ class Observed:
         """The manager's counters now."""
         return self.manager.get_stats().counters
 
-    def answers(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, **options: Any) -> list[list[int]]:
+    def answers(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, **options: Any
+    ) -> list[list[int]]:
         """Return the tokens that the engine answers with."""
         return generate(self.llm, prompts, num_tokens, **options)
 
@@ -89,7 +93,7 @@ class Observed:
         """Step until no copy is in flight."""
         core = self.core.engine_core.engine_core
         for _ in range(_MOST_STEPS):
-            if not (self.core.has_unfinished_requests() or self.manager.has_pending_work):
+            if not (self.scheduler.has_requests() or core.batch_queue or self.manager.has_pending_work):
                 return
             core.step_fn()
         raise AssertionError("copies do not end")
@@ -114,15 +118,13 @@ class Observed:
             self.worker.poll = poll  # type: ignore[method-assign]
 
     def corrupt_host_records(self) -> None:
-        """Change a byte of every record in host memory."""
+        """Invert every byte in host memory."""
         assert self.worker._controller is not None
         arena = self.worker._controller.host_arena
         assert isinstance(arena, HostArena)
         for extent in arena.extents:
-            size = self.manager.layout.record_bytes
-            for offset in range(0, extent.nbytes - size + 1, size):
-                byte = ctypes.c_uint8.from_address(extent.address + offset)
-                byte.value ^= 0xFF
+            memory = np.ctypeslib.as_array((ctypes.c_uint8 * extent.nbytes).from_address(extent.address))
+            np.invert(memory, out=memory)
 
     def assert_nothing_is_held(self) -> None:
         """Every block, request, pin and plan has been given back, and the tiers are consistent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def _slot_mapping(
 ) -> None:
     slots.fill_(-1)
     bounds = starts.tolist()
-    for row, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for row, (begin, end) in enumerate(pairwise(bounds)):
         where = positions[begin:end].long()
         blocks = tables[row].long()[where // block_size]
         slots[begin:end] = (blocks * block_size + where % block_size).to(slots.dtype)

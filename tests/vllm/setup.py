@@ -17,7 +17,9 @@ from pathlib import Path
 
 from tests.vllm.environments import MARKER, PACKAGES, VERSIONS, default_home, is_complete, requirements
 
-_PACKAGES_LINE = f"import os, site; os.environ.get('{PACKAGES}') and site.addsitedir(os.environ['{PACKAGES}'])\n"
+_PACKAGES_LINE = (
+    f"import os, site; os.environ.get('{PACKAGES}') and site.addsitedir(os.environ['{PACKAGES}'])\n"
+)
 
 
 class SetupError(Exception):
@@ -52,7 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"of {', '.join(VERSIONS)}; default all")
+    parser.add_argument(
+        "versions", nargs="*", metavar="VERSION", help=f"of {', '.join(VERSIONS)}; default all"
+    )
     parser.add_argument("--home", type=Path, default=default_home(), help="default: %(default)s")
     options = parser.parse_args(arguments)
     if unknown := set(options.versions) - set(VERSIONS):

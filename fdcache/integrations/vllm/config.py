@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,10 @@ def layout_from_config(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
 
 def revision_of(vllm_config: Any) -> str:
     """Return a digest of the weights and of what decides how vLLM computes and packs a page."""
-    import vllm
-
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     load, speculative = vllm_config.load_config, vllm_config.speculative_config
     parts = {
-        "vllm": vllm.__version__,
+        "vllm": version("vllm"),
         "revision": model.revision,
         "commit": getattr(model.hf_config, "_commit_hash", None),
         "files": _files_of(Path(str(model.model))),

@@ -138,7 +138,7 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         made = StepMetadata()
         with self._scheduler.guarded("build_connector_meta"):
             made = self._scheduler.step(scheduler_output)
-        return made
+        return made  # noqa: RET504 - empty after an exception
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Count the ranks' reports."""

@@ -43,7 +43,7 @@ class FdcacheStats(KVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Return the sum with a later interval."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -36,7 +35,7 @@ class WorkerSide:
     """Executes plans on vLLM's pages with a ``CacheController``.
 
     Loads run behind all work that the compute stream has, so that they cannot overwrite what a step still reads, and
-    stores read what earlier steps computed. No call waits for a copy.
+    stores read what earlier steps computed. No call waits for a copy, except on a CPU, which has no streams.
     """
 
     def __init__(self, settings: Settings, layout: KVLayout, rank: int) -> None:
@@ -51,7 +50,9 @@ class WorkerSide:
         self._on_gpu = False
         self.scan: bytes | None = None
 
-    def register(self, tensors: Mapping[str, torch.Tensor], layer_names: Sequence[str], num_blocks: int) -> None:
+    def register(
+        self, tensors: Mapping[str, torch.Tensor], layer_names: Sequence[str], num_blocks: int
+    ) -> None:
         """Use vLLM's pages, and make this rank's host memory unless a service has it."""
         pages = [pages_of(tensors[name], self._layout.planes[0].nbytes, num_blocks) for name in layer_names]
         device = pages[0].device
@@ -88,7 +89,9 @@ class WorkerSide:
             if plan.plan_id in step.loads:
                 self._loads[plan.plan_id] = _Load(step.loads[plan.plan_id], plan)
             try:
-                controller.submit_swap_tasks(plan, stream)
+                counter = controller.submit_swap_tasks(plan, stream)
+                if not self._on_gpu:  # no stream holds the step back
+                    counter.wait_all()
             except FdcacheError as error:
                 # The controller reports such a plan as failed: what it would have loaded is computed.
                 logger.warning("plan %d is not executed: %s", plan.plan_id, error)
@@ -136,7 +139,9 @@ def device_of(device: torch.device, settings: TransferSettings) -> Device:
         from fdcache.devices.cuda import CudaDevice
 
         return CudaDevice(device.index or 0, settings=settings)
-    raise ConfigurationError(f"FdcacheConnector: vLLM's cache is on {device.type}; supported are cpu and cuda")
+    raise ConfigurationError(
+        f"FdcacheConnector: vLLM's cache is on {device.type}; supported are cpu and cuda"
+    )
 
 
 def pages_of(tensor: torch.Tensor, page_bytes: int, num_blocks: int) -> torch.Tensor:
