@@ -116,7 +116,10 @@ class Eviction:
         """Multiply matrices, run other Python code and write 64 MB."""
         for _ in range(4):
             self._matrix @ self._matrix
-        record = {"lines": list(difflib.unified_diff(self._texts[0], self._texts[1])), "list": list(range(500))}
+        record = {
+            "lines": list(difflib.unified_diff(self._texts[0], self._texts[1])),
+            "list": list(range(500)),
+        }
         json.loads(json.dumps(record, indent=1))
         self._memory += 1
 
