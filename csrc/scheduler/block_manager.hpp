@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "plan/backup_planner.hpp"
 #include "plan/block_copies.hpp"
 #include "scheduler/host_source.hpp"
 #include "scheduler/request_state.hpp"
@@ -170,6 +171,9 @@ class BlockManager {
         return tokens / block_size_ + (tokens % block_size_ != 0);
     }
     bool has_followed() const { return !followed_.empty(); }
+    // Moves the blocks that became entries or reached `Follow::hits` to the queue, and returns how many blocks
+    // it dropped.
+    std::size_t queue_followed(BlockQueue &queue);
     Followed take_followed();
     const BlockManagerStats &stats() const { return stats_; }
 

@@ -10,6 +10,7 @@
 #include <unordered_set>
 #include <variant>
 
+#include "python_arrays.hpp"
 #include "scheduler/block_manager.hpp"
 #include "scheduler/python_request.hpp"
 
@@ -160,6 +161,10 @@ nb::object answer(PythonBlockManager &manager, PythonRequest &request, const Liv
 
 // --- allocate ----------------------------------------------------------------------------------------------
 
+nb::object added_blocks(const RequestState &request, std::size_t first, std::size_t last) {
+    return copied_array<std::int32_t>({request.table().data() + first, last - first});
+}
+
 nb::list allocate(PythonBlockManager &manager, const std::vector<std::pair<nb::object, std::uint64_t>> &demands,
                   BlockCopies &loads, const Live &live, const AllocationForms &forms) {
     for (const auto &[request, tokens] : demands) manager.check_allocate(request_of(request), tokens);
@@ -170,7 +175,7 @@ nb::list allocate(PythonBlockManager &manager, const std::vector<std::pair<nb::o
         const Allocated given = manager.allocate(request, tokens, &loads);
         if (given.end == AllocationEnd::kDone) {
             const auto [first, last] = manager.take_added(request);
-            results.append(forms.result(request.request_id, table_rows(request, first, last)));
+            results.append(forms.result(request.request_id, added_blocks(request, first, last)));
         } else if (given.end == AllocationEnd::kNoBlocks) {
             results.append(forms.result(request.request_id, "failure"_a = forms.no_blocks,
                                         "shortfall"_a = given.missing));
@@ -234,17 +239,15 @@ AdvanceResult advance(PythonBlockManager &manager, nb::handle requests, nb::hand
     return result;
 }
 
-// The policy's news as arrays: None where there is nothing.
+// The policy's news but what `queue_followed` has taken.
 nb::tuple take_followed(PythonBlockManager &manager) {
     Followed followed = manager.take_followed();
-    nb::object stored = nb::none(), hit = nb::none(), evicted = nb::none();
-    if (!followed.stored.empty()) stored = nb::cast(hashes_to_numpy(std::move(followed.stored)));
-    if (!followed.hit.empty()) hit = nb::cast(hashes_to_numpy(std::move(followed.hit)));
+    nb::object evicted = nb::none();
     if (!followed.evicted.slots.empty()) evicted = nb::cast(std::move(followed.evicted));
     nb::list owners;
     for (const auto &[block, tenant] : followed.owners)
         owners.append(nb::make_tuple(digest_to_bytes(block), nb::str(tenant.c_str(), tenant.size())));
-    return nb::make_tuple(stored, hit, evicted, owners);
+    return nb::make_tuple(evicted, owners);
 }
 
 void bind_forms(nb::module_ &module) {
@@ -393,11 +396,14 @@ void bind_block_manager(nb::module_ &module) {
             "requests"_a, "live"_a, "Release requests; their next match counts as another hit.")
         .def_prop_ro(
             "has_followed", [](const PythonBlockManager &self) { return self.has_followed(); }, "True if ``take_followed`` has something.")
+        .def(
+            "queue_followed",
+            [](PythonBlockManager &self, BlockQueue &queue) { return self.queue_followed(queue); }, "queue"_a,
+            "Move the blocks that became entries or reached ``follow_hits`` to a queue of backups; return how\n"
+            "many blocks a full queue dropped.")
         .def("take_followed", &take_followed,
-             nb::sig("def take_followed(self) -> tuple[numpy.typing.NDArray[numpy.uint8] | None, "
-                     "numpy.typing.NDArray[numpy.uint8] | None, BlockList | None, list[tuple[bytes, str]]]"),
-             "Return hashes stored, hashes that reached ``follow_hits``, blocks evicted, and (first block,\n"
-             "tenant) of requests that published; forget them.")
+             nb::sig("def take_followed(self) -> tuple[BlockList | None, list[tuple[bytes, str]]]"),
+             "Return blocks evicted and (first block, tenant) of requests that published, and forget all news.")
         .def_prop_ro(
             "stats", [](const PythonBlockManager &self) -> const BlockManagerStats & { return self.stats(); });
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "plan/ledger.hpp"
+#include "python_arrays.hpp"
 #include "scheduler/block_manager.hpp"
 #include "scheduler/python_request.hpp"
 
@@ -70,18 +71,23 @@ class WholeReports {
     std::vector<std::uint8_t> ones_;
 };
 
-using SlotArray = VectorIn<std::int32_t>;
-
 std::vector<std::uint64_t> checksums_of(const PlannedTransfer &transfer) {
     if (!transfer.checksums.is_valid()) return {};
-    const auto values = nb::cast<VectorIn<std::uint64_t>>(transfer.checksums);
-    const auto span = span_of(values);
-    return {span.begin(), span.end()};
+    const ArrayValues<std::uint64_t> values(transfer.checksums);
+    return {values.span().begin(), values.span().end()};
 }
 
-SlotArray side_of(const PlannedTransfer &transfer, const char *side) {
-    return nb::cast<SlotArray>(transfer.swap.attr(side));
-}
+// One side of a transfer.
+class Slots {
+  public:
+    Slots(const PlannedTransfer &transfer, const char *side) : values_(transfer.swap.attr(side)) {}
+    std::span<const Slot> all() const {
+        return {reinterpret_cast<const Slot *>(values_.span().data()), values_.span().size()};
+    }
+
+  private:
+    ArrayValues<std::int32_t> values_;
+};
 
 bool WholeReports::read(nb::handle value, Report &report) const {
     const nb::object rank = value.attr("rank"), plan_id = value.attr("plan_id");
@@ -153,11 +159,11 @@ void WholeReports::end_plan(PlanInFlight &flight, nb::list &outcomes, nb::list &
 }
 
 void WholeReports::end_loads(const PlanInFlight &flight, const PlannedTransfer &loads, nb::list &outcomes) {
-    const SlotArray targets = side_of(loads, "dst_block_ids"), sources = side_of(loads, "src_block_ids");
+    const Slots targets(loads, "dst_block_ids"), sources(loads, "src_block_ids");
     copied_.loaded += loads.size;
     const auto ready =
-        device_.complete(slots_of(targets), std::span(ones_).first(loads.size), checksums_of(loads));
-    host_.end_load(slots_of(sources));
+        device_.complete(targets.all(), std::span(ones_).first(loads.size), checksums_of(loads));
+    host_.end_load(sources.all());
     for (const LoadRange &load : blocks_.take_loads(flight.plan_id)) {
         auto *const request = static_cast<PythonRequest *>(blocks_.waiting_for(load));
         if (!request) continue;
@@ -171,15 +177,15 @@ void WholeReports::end_loads(const PlanInFlight &flight, const PlannedTransfer &
 }
 
 void WholeReports::end_copies_to_host(const PlannedTransfer &copies, nb::list &arrived) {
-    const SlotArray targets = side_of(copies, "dst_block_ids"), sources = side_of(copies, "src_block_ids");
+    const Slots targets(copies, "dst_block_ids"), sources(copies, "src_block_ids");
     (copies.kind == kEvict ? copied_.evicted : copied_.backed_up) += copies.size;
     nb::object flags = nb::none();
     if (host_.tier()) {
-        auto ready = host_.tier()->complete(slots_of(targets), std::span(ones_).first(copies.size),
+        auto ready = host_.tier()->complete(targets.all(), std::span(ones_).first(copies.size),
                                             checksums_of(copies));
         if (tells_arrivals_) flags = nb::cast(to_numpy<std::uint8_t>(std::move(ready)));
     }
-    device_.unhold(slots_of(sources));
+    device_.unhold(sources.all());
     if (!tells_arrivals_) return;
     arrived.append(nb::make_tuple(copies.swap, flags,
                                   copies.checksums.is_valid() ? copies.checksums : nb::none()));

@@ -221,7 +221,7 @@ class _WatchedBlocks:
 
     def take_followed(self) -> Any:
         followed = self._blocks.take_followed()
-        gone = [] if followed[2] is None else hash_list(followed[2].hashes)
+        gone = [] if followed[0] is None else hash_list(followed[0].hashes)
         for order, kept, count in self._allocations:
             self._device.check_allocation(gone[:count], order, kept)
             gone = gone[count:]
