@@ -234,6 +234,8 @@ void RequestHistory::forget() {
     if (bytes_.one_in(4)) return manager_.stop_publishing();
     const auto &hashes = job->state->blocks().hashes();
     if (!hashes.size()) return;
+    for (const Job &each : jobs_)
+        if (each.state->host_run().size()) return;  // a load needs the blocks above it
     tier_.drop({hashes.data() + bytes_.below(hashes.size()), 1});
 }
 
