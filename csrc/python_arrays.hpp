@@ -1,5 +1,5 @@
-// Arrays in and out for calls that come once a step: they run as little code as possible, because after a pause
-// all of it has to be fetched from memory.
+// Arrays in and out for calls that come once a step: they run as little code as possible, because after a
+// pause all of it has to be fetched from memory.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@ nb::object copied_array(std::span<const T> values) {
     static PyObject *const type = nb::object(nb::module_::import_("numpy").attr("ndarray")).release().ptr();
     static PyObject *const dtype = [] {
         constexpr bool is_digest = std::is_same_v<T, Digest>;
-        const std::string name = (std::is_signed_v<Out> ? "int" : "uint") +
-                                 std::to_string(is_digest ? 8 : 8 * sizeof(Out));
+        const std::string name =
+            (std::is_signed_v<Out> ? "int" : "uint") + std::to_string(is_digest ? 8 : 8 * sizeof(Out));
         return nb::module_::import_("numpy").attr("dtype")(name.c_str()).release().ptr();
     }();
     const nb::bytes memory(values.data(), values.size_bytes());
@@ -37,7 +37,8 @@ template <typename T>
 class ArrayValues {
   public:
     explicit ArrayValues(nb::handle array) {
-        if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)) nb::raise_python_error();
+        if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT))
+            nb::raise_python_error();
         constexpr std::string_view formats = std::is_signed_v<T> ? "bhilq" : "BHILQ";
         const bool is_same = view_.ndim == 1 && view_.itemsize == sizeof(T) && view_.format &&
                              formats.find(view_.format[0]) != std::string_view::npos && !view_.format[1];

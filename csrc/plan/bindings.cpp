@@ -77,10 +77,11 @@ nb::list take_transfers(const std::vector<BlockCopies *> &lists, const nb::seque
             continue;
         }
         const nb::tuple columns = take_columns(*lists[i]);
-        transfers.append(forms[i]("src_block_ids"_a = nb::object(columns[0]), "dst_block_ids"_a = nb::object(columns[1]),
-                                  "src_generations"_a = nb::object(columns[2]), "dst_generations"_a = nb::object(columns[3]),
-                                  "hash_values"_a = nb::object(columns[4]), "parent_hashes"_a = nb::object(columns[5]),
-                                  "unverified"_a = nb::object(columns[6])));
+        transfers.append(
+            forms[i]("src_block_ids"_a = nb::object(columns[0]), "dst_block_ids"_a = nb::object(columns[1]),
+                     "src_generations"_a = nb::object(columns[2]),
+                     "dst_generations"_a = nb::object(columns[3]), "hash_values"_a = nb::object(columns[4]),
+                     "parent_hashes"_a = nb::object(columns[5]), "unverified"_a = nb::object(columns[6])));
     }
     return transfers;
 }
@@ -115,8 +116,9 @@ void bind_copies_of_blocks(nb::module_ &module) {
                      "numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.uint8] | None]"),
              "Remove everything and return it: source slots, target slots, source generations, target\n"
              "generations, hashes, parents, and the marks of unverified blocks or None.");
-    module.def("take_transfers", &take_transfers, "lists"_a, "forms"_a,
-               "Empty lists of copies. Return what each list's form makes of its columns, None for an empty one.");
+    module.def(
+        "take_transfers", &take_transfers, "lists"_a, "forms"_a,
+        "Empty lists of copies. Return what each list's form makes of its columns, None for an empty one.");
 }
 
 void bind_planner(nb::module_ &module) {

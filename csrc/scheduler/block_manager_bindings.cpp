@@ -112,8 +112,9 @@ MatchTerms terms_of(const MatchForms &forms, nb::handle clock, nb::handle is_rea
     return terms;
 }
 
-nb::list match(PythonBlockManager &manager, const RequestSequence &requests, const Live &live, const MatchForms &forms,
-               nb::handle clock, nb::handle is_reading, const std::optional<std::vector<int>> &storage_use) {
+nb::list match(PythonBlockManager &manager, const RequestSequence &requests, const Live &live,
+               const MatchForms &forms, nb::handle clock, nb::handle is_reading,
+               const std::optional<std::vector<int>> &storage_use) {
     check_match(manager, requests, live);
     if (storage_use) require_equal(nb::len(requests), storage_use->size());
     const MatchTerms terms = terms_of(forms, clock, is_reading);
@@ -135,15 +136,13 @@ nb::list match(PythonBlockManager &manager, const RequestSequence &requests, con
     return results;
 }
 
-nb::object answer(PythonBlockManager &manager, PythonRequest &request, const Live &live, const MatchForms &forms,
-                  nb::handle clock, std::uint64_t lease, const VectorIn<std::int32_t> &slots,
-                  const VectorIn<std::uint32_t> &generations,
+nb::object answer(PythonBlockManager &manager, PythonRequest &request, const Live &live,
+                  const MatchForms &forms, nb::handle clock, std::uint64_t lease,
+                  const VectorIn<std::int32_t> &slots, const VectorIn<std::uint32_t> &generations,
                   const std::optional<VectorIn<std::uint8_t>> &unverified,
                   std::pair<std::size_t, std::size_t> from_storage) {
     require_equal(slots.shape(0), generations.shape(0));
-    const auto copy = [](const auto &values) {
-        return std::vector(values.begin(), values.end());
-    };
+    const auto copy = [](const auto &values) { return std::vector(values.begin(), values.end()); };
     HostRun run{lease, copy(slots_of(slots)), copy(span_of(generations)), {}, 0};
     if (unverified) {
         require_equal(slots.shape(0), unverified->shape(0));
@@ -161,16 +160,29 @@ nb::object answer(PythonBlockManager &manager, PythonRequest &request, const Liv
 
 // --- allocate ----------------------------------------------------------------------------------------------
 
+// Requests, each with a number of tokens.
+using Counted = std::vector<std::pair<nb::typed<nb::object, PythonRequest>, nb::typed<nb::object, nb::int_>>>;
+
+std::vector<std::pair<PythonRequest *, std::uint64_t>> read_counts(const Counted &pairs, const char *name) {
+    std::vector<std::pair<PythonRequest *, std::uint64_t>> read;
+    read.reserve(pairs.size());
+    for (const auto &[request, tokens] : pairs)
+        read.emplace_back(&request_of(request),
+                          count_of("request '" + request_of(request).id() + "': " + name, tokens));
+    return read;
+}
+
 nb::object added_blocks(const RequestState &request, std::size_t first, std::size_t last) {
     return copied_array<std::int32_t>({request.table().data() + first, last - first});
 }
 
-nb::list allocate(PythonBlockManager &manager, const std::vector<std::pair<nb::object, std::uint64_t>> &demands,
-                  BlockCopies &loads, const Live &live, const AllocationForms &forms) {
-    for (const auto &[request, tokens] : demands) manager.check_allocate(request_of(request), tokens);
+nb::list allocate(PythonBlockManager &manager, const Counted &demands, BlockCopies &loads, const Live &live,
+                  const AllocationForms &forms) {
+    const auto read = read_counts(demands, "num_tokens");
+    for (const auto &[request, tokens] : read) manager.check_allocate(*request, tokens);
     nb::list results;
-    for (const auto &[handle, tokens] : demands) {
-        PythonRequest &request = request_of(handle);
+    for (const auto &[each, tokens] : read) {
+        PythonRequest &request = *each;
         manager.check_allocate(request, tokens);  // a request named twice may have been released
         const Allocated given = manager.allocate(request, tokens, &loads);
         if (given.end == AllocationEnd::kDone) {
@@ -216,8 +228,9 @@ nb::list give_up_loads(const PythonBlockManager &manager, std::uint64_t plan) {
 
 // --- advance -----------------------------------------------------------------------------------------------
 
-AdvanceResult advance(PythonBlockManager &manager, nb::handle requests, nb::handle tokens, std::uint64_t uncomputed,
-                      bool grow) {
+AdvanceResult advance(PythonBlockManager &manager, nb::handle requests, nb::handle tokens,
+                      nb::handle uncomputed, bool grow) {
+    const std::uint64_t uncomputed_tokens = count_of("uncomputed_tokens", uncomputed);
     const StepTokens step = step_tokens(tokens);
     const Requests found = requests_of(requests);  // from here on no Python code runs
     if (found.all.size() != step.ends.size())
@@ -235,7 +248,7 @@ AdvanceResult advance(PythonBlockManager &manager, nb::handle requests, nb::hand
         at += count;
     }
     AdvanceResult result;
-    manager.advance(states, uncomputed, grow, result);
+    manager.advance(states, uncomputed_tokens, grow, result);
     return result;
 }
 
@@ -251,9 +264,10 @@ nb::tuple take_followed(PythonBlockManager &manager) {
 }
 
 void bind_forms(nb::module_ &module) {
-    nb::class_<MatchForms>(module, "MatchForms",
-                           "How ``BlockManager`` tells of matches, and their terms: ``cell`` blocks are a cell of\n"
-                           "the reuse grid; a request waits ``defer_timeout`` seconds for another's copy.")
+    nb::class_<MatchForms>(
+        module, "MatchForms",
+        "How ``BlockManager`` tells of matches, and their terms: ``cell`` blocks are a cell of\n"
+        "the reuse grid; a request waits ``defer_timeout`` seconds for another's copy.")
         .def(nb::init<std::size_t, double, nb::object, nb::object, nb::object>(), "cell"_a, "defer_timeout"_a,
              "result"_a, "matched"_a, "deferred"_a)
         .def_ro("cell", &MatchForms::cell);
@@ -289,9 +303,9 @@ void bind_block_manager(nb::module_ &module) {
         "RequestStateError for requests in another state; nothing is changed then.")
         .def(
             "__init__",
-            [](PythonBlockManager *self, nb::typed<nb::object, Tier> tier, std::int64_t block_size, const nb::bytes &fingerprint,
-               std::int64_t lookahead, bool caches_prefixes, bool follow_stored, bool follow_evicted,
-               bool follow_owners, std::uint32_t follow_hits,
+            [](PythonBlockManager *self, nb::typed<nb::object, Tier> tier, std::int64_t block_size,
+               const nb::bytes &fingerprint, std::int64_t lookahead, bool caches_prefixes, bool follow_stored,
+               bool follow_evicted, bool follow_owners, std::uint32_t follow_hits,
                const nb::typed<nb::object, HostArgument> &host) {
                 const BlockKeys keys{block_size, digest_of<HashingError>("fingerprint", fingerprint),
                                      lookahead};
@@ -317,31 +331,40 @@ void bind_block_manager(nb::module_ &module) {
             "fingerprint"_a, "Hash with another layout from now on. Live requests publish no more.")
         .def(
             "stop_publishing", [](PythonBlockManager &self) { self.stop_publishing(); },
-             "Let live requests keep their blocks and publish no more.")
+            "Let live requests keep their blocks and publish no more.")
         .def(
             "publishes",
-            [](const PythonBlockManager &self, const PythonRequest &request) { return self.publishes(request); },
+            [](const PythonBlockManager &self, const PythonRequest &request) {
+                return self.publishes(request);
+            },
             "request"_a)
         .def(
-            "owns", [](const PythonBlockManager &self, const PythonRequest &request) { return self.owns(request); },
+            "owns",
+            [](const PythonBlockManager &self, const PythonRequest &request) { return self.owns(request); },
             "request"_a, "Return True between the request's match and its end.")
         .def("check_match", &check_match, "requests"_a, "live"_a,
              "Check that the requests can be matched, and hash those that are not yet.")
         .def(
             "matchable",
-            [](const PythonBlockManager &self, const PythonRequest &request) { return self.matchable(request); },
+            [](const PythonBlockManager &self, const PythonRequest &request) {
+                return self.matchable(request);
+            },
             "request"_a,
             "How many leading blocks a match may find: not the last token's, nor any above the request's\n"
             "limit.")
-        .def("match", &match, "requests"_a, "live"_a, "forms"_a, "clock"_a, "is_reading"_a.none() = nb::none(),
-             "storage_use"_a.none() = nb::none(),
-             "Pin the longest cached prefix of each request, on the device and then on the host, or defer it.\n"
-             "Return a ``result`` for each, or (first block, blocks) where the service has to be asked for as\n"
+        .def("match", &match, "requests"_a, "live"_a, "forms"_a, "clock"_a,
+             "is_reading"_a.none() = nb::none(), "storage_use"_a.none() = nb::none(),
+             "Pin the longest cached prefix of each request, on the device and then on the host, or defer "
+             "it.\n"
+             "Return a ``result`` for each, or (first block, blocks) where the service has to be asked for "
+             "as\n"
              "many leading blocks: see ``answer``. Blocks for which ``is_reading`` are not waited for.\n"
-             "``storage_use``, for a service with storage: 1 if blocks may be read for a request, 2 if they are.")
+             "``storage_use``, for a service with storage: 1 if blocks may be read for a request, 2 if they "
+             "are.")
         .def("answer", &answer, "request"_a, "live"_a, "forms"_a, "clock"_a, "lease"_a, "slots"_a,
              "generations"_a, "unverified"_a.none(), "from_storage"_a,
-             "End a match with the run that the service has pinned for it; ``from_storage`` are the first block of\n"
+             "End a match with the run that the service has pinned for it; ``from_storage`` are the first "
+             "block of\n"
              "the run that was read from storage for the request, and the one after the last.")
         .def(
             "wait_for_reads",
@@ -358,30 +381,33 @@ void bind_block_manager(nb::module_ &module) {
             },
             "request"_a, "blocks"_a, "Count blocks of a matched request's host run as read from storage.")
         .def("allocate", &allocate, "demands"_a, "loads"_a, "live"_a, "forms"_a,
-             "Extend the block table of each (request, number of tokens), and plan the loads of its host run.\n"
+             "Extend the block table of each (request, number of tokens), and plan the loads of its host "
+             "run.\n"
              "Return a ``result`` for each.")
         .def(
             "commit",
-            [](PythonBlockManager &self, const std::vector<std::pair<nb::object, std::int64_t>> &progress) {
-                for (const auto &[request, tokens] : progress) self.check_commit(request_of(request), tokens);
-                for (const auto &[request, tokens] : progress)
-                    self.commit(request_of(request), static_cast<std::uint64_t>(tokens));
+            [](PythonBlockManager &self, const Counted &progress) {
+                const auto read = read_counts(progress, "cannot commit: the number of tokens");
+                for (const auto &[request, tokens] : read)
+                    self.check_commit(*request, static_cast<std::int64_t>(tokens));
+                for (const auto &[request, tokens] : read) self.commit(*request, tokens);
             },
             "progress"_a, "Publish the full blocks of the first tokens of each (request, number of tokens).")
         .def("advance", &advance, "requests"_a, "tokens"_a, "uncomputed_tokens"_a = 1, "grow"_a = true,
              "Append tokens, extend the block tables and publish full blocks: a whole decode step.")
         .def(
-            "send_loads", [](PythonBlockManager &self, std::uint64_t plan) { self.send_loads(plan); }, "plan"_a,
-             "Let the loads planned since the last call wait for this plan's reports.")
+            "send_loads", [](PythonBlockManager &self, std::uint64_t plan) { self.send_loads(plan); },
+            "plan"_a, "Let the loads planned since the last call wait for this plan's reports.")
         .def("end_loads", &end_loads, "plan"_a, "copied"_a,
              nb::sig("def end_loads(self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]) -> "
                      "list[tuple[str, int, int, int]]"),
              "End a plan's loads, of which blocks were ``copied``: publish what waited for them. Return\n"
              "(request id, first block, blocks copied, blocks planned) of each that a request waits for.")
-        .def("give_up_loads", &give_up_loads, "plan"_a,
-             nb::sig("def give_up_loads(self, plan: int) -> list[tuple[str, int]]"),
-             "Let the requests that wait for a plan's loads load nothing any more. Return (request id, first\n"
-             "block) of each load.")
+        .def(
+            "give_up_loads", &give_up_loads, "plan"_a,
+            nb::sig("def give_up_loads(self, plan: int) -> list[tuple[str, int]]"),
+            "Let the requests that wait for a plan's loads load nothing any more. Return (request id, first\n"
+            "block) of each load.")
         .def("release", &release, "request"_a, "live"_a,
              "Release every block of a live request; return False if it is not live.")
         .def(
@@ -395,17 +421,21 @@ void bind_block_manager(nb::module_ &module) {
             },
             "requests"_a, "live"_a, "Release requests; their next match counts as another hit.")
         .def_prop_ro(
-            "has_followed", [](const PythonBlockManager &self) { return self.has_followed(); }, "True if ``take_followed`` has something.")
+            "has_followed", [](const PythonBlockManager &self) { return self.has_followed(); },
+            "True if ``take_followed`` has something.")
         .def(
             "queue_followed",
             [](PythonBlockManager &self, BlockQueue &queue) { return self.queue_followed(queue); }, "queue"_a,
-            "Move the blocks that became entries or reached ``follow_hits`` to a queue of backups; return how\n"
+            "Move the blocks that became entries or reached ``follow_hits`` to a queue of backups; return "
+            "how\n"
             "many blocks a full queue dropped.")
         .def("take_followed", &take_followed,
              nb::sig("def take_followed(self) -> tuple[BlockList | None, list[tuple[bytes, str]]]"),
-             "Return blocks evicted and (first block, tenant) of requests that published, and forget all news.")
-        .def_prop_ro(
-            "stats", [](const PythonBlockManager &self) -> const BlockManagerStats & { return self.stats(); });
+             "Return blocks evicted and (first block, tenant) of requests that published, and forget all "
+             "news.")
+        .def_prop_ro("stats", [](const PythonBlockManager &self) -> const BlockManagerStats & {
+            return self.stats();
+        });
 }
 
 }  // namespace fdcache

@@ -40,8 +40,8 @@ class WholeReports {
           tells_arrivals_(tells_arrivals),
           forms_(std::move(forms)) {}
 
-    // Counts the reports and returns the loads that ended, and the (transfer, flags, checksums) of blocks that
-    // came to the host. Returns nothing, and changes nothing, if Python has to count one of them.
+    // Counts the reports and returns the loads that ended, and the (transfer, flags, checksums) of blocks
+    // that came to the host. Returns nothing, and changes nothing, if Python has to count one of them.
     std::optional<std::pair<nb::list, nb::list>> count(const nb::list &reports);
     const CopiedBlocks &copied() const { return copied_; }
 
@@ -102,7 +102,8 @@ bool WholeReports::read(nb::handle value, Report &report) const {
     report.keep = nb::borrow(plans_.plans[plan_id]);
     report.results = value.attr("results");
     const auto &transfers = report.flight->transfers;
-    if (!nb::isinstance<nb::tuple>(report.results) || nb::len(report.results) != transfers.size()) return false;
+    if (!nb::isinstance<nb::tuple>(report.results) || nb::len(report.results) != transfers.size())
+        return false;
     for (std::size_t i = 0; i < transfers.size(); ++i)
         if (!is_whole(transfers[i], report.results[i])) return false;
     return true;
@@ -181,30 +182,31 @@ void WholeReports::end_copies_to_host(const PlannedTransfer &copies, nb::list &a
     (copies.kind == kEvict ? copied_.evicted : copied_.backed_up) += copies.size;
     nb::object flags = nb::none();
     if (host_.tier()) {
-        auto ready = host_.tier()->complete(targets.all(), std::span(ones_).first(copies.size),
-                                            checksums_of(copies));
+        auto ready =
+            host_.tier()->complete(targets.all(), std::span(ones_).first(copies.size), checksums_of(copies));
         if (tells_arrivals_) flags = nb::cast(to_numpy<std::uint8_t>(std::move(ready)));
     }
     device_.unhold(sources.all());
     if (!tells_arrivals_) return;
-    arrived.append(nb::make_tuple(copies.swap, flags,
-                                  copies.checksums.is_valid() ? copies.checksums : nb::none()));
+    arrived.append(
+        nb::make_tuple(copies.swap, flags, copies.checksums.is_valid() ? copies.checksums : nb::none()));
 }
 
 }  // namespace
 
 void bind_whole_reports(nb::module_ &module) {
     nb::class_<LoadForms>(module, "LoadForms", "How ``WholeReports`` tells of the ends of loads.")
-        .def(nb::init<nb::object, nb::object, nb::object, std::size_t>(), "outcome"_a, "confirmed"_a, "failed"_a,
-             "block_size"_a);
+        .def(nb::init<nb::object, nb::object, nb::object, std::size_t>(), "outcome"_a, "confirmed"_a,
+             "failed"_a, "block_size"_a);
     nb::class_<CopiedBlocks>(module, "CopiedBlocks", "Totals of blocks copied by purpose.")
         .def_ro("loaded", &CopiedBlocks::loaded)
         .def_ro("evicted", &CopiedBlocks::evicted)
         .def_ro("backed_up", &CopiedBlocks::backed_up);
     using Reports = WithParts<WholeReports>;
-    nb::class_<Reports>(module, "WholeReports", traversed<Reports>(),
-                        "Counts the reports of plans of which every rank has copied everything so far, and ends\n"
-                        "their transfers in the tiers.")
+    nb::class_<Reports>(
+        module, "WholeReports", traversed<Reports>(),
+        "Counts the reports of plans of which every rank has copied everything so far, and ends\n"
+        "their transfers in the tiers.")
         .def(
             "__init__",
             [](Reports *self, nb::typed<nb::object, PlanTable> plans,
@@ -219,9 +221,11 @@ void bind_whole_reports(nb::module_ &module) {
             "plans"_a, "blocks"_a, "device"_a, "host"_a.none(), "meter"_a, "tells_arrivals"_a, "forms"_a)
         .def(
             "count", [](Reports &self, const nb::list &reports) { return self.count(reports); }, "reports"_a,
-             "Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is in\n"
-             "the tier or None for a service, checksums or None) of copies to the host. Return None, and change\n"
-             "nothing, if one of the reports is another: unexpected, refused, of a failure or a storage task.")
+            "Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is "
+            "in\n"
+            "the tier or None for a service, checksums or None) of copies to the host. Return None, and "
+            "change\n"
+            "nothing, if one of the reports is another: unexpected, refused, of a failure or a storage task.")
         .def_prop_ro("copied", [](const Reports &self) -> const CopiedBlocks & { return self.copied(); });
 }
 

@@ -21,7 +21,10 @@ RequestHistory::RequestHistory(Bytes bytes, Tier &tier, std::string tenant)
       tenant_(std::move(tenant)),
       manager_(tier, {kBlock, Digest{}, bytes_.below(2)}, true, bytes_.below(2) ? kFollow : Follow{},
                HostSource(host_)),
-      terms_{1 + bytes_.below(2), static_cast<double>(bytes_.below(2)), [this] { return double(arrived_); }, {}} {}
+      terms_{1 + bytes_.below(2),
+             static_cast<double>(bytes_.below(2)),
+             [this] { return double(arrived_); },
+             {}} {}
 
 void RequestHistory::run() {
     while (!bytes_.empty()) step();
@@ -34,11 +37,11 @@ void RequestHistory::run() {
 
 void RequestHistory::step() {
     static constexpr std::array kActs{
-        &RequestHistory::arrive,     &RequestHistory::arrive,  &RequestHistory::allocate,
-        &RequestHistory::allocate,   &RequestHistory::compute, &RequestHistory::compute,
-        &RequestHistory::commit,     &RequestHistory::commit,  &RequestHistory::advance,
-        &RequestHistory::advance,    &RequestHistory::advance, &RequestHistory::finish,
-        &RequestHistory::back_up,    &RequestHistory::load,    &RequestHistory::forget,
+        &RequestHistory::arrive,   &RequestHistory::arrive,  &RequestHistory::allocate,
+        &RequestHistory::allocate, &RequestHistory::compute, &RequestHistory::compute,
+        &RequestHistory::commit,   &RequestHistory::commit,  &RequestHistory::advance,
+        &RequestHistory::advance,  &RequestHistory::advance, &RequestHistory::finish,
+        &RequestHistory::back_up,  &RequestHistory::load,    &RequestHistory::forget,
     };
     (this->*bytes_.pick(kActs))();
 }
@@ -122,7 +125,8 @@ void RequestHistory::allocate() {
     }
     const bool has_all = given.end == AllocationEnd::kDone;
     if (!has_all) return expect(given.missing > 0, "an allocation failed for nothing");
-    expect(job->state->table().size() == std::max(had, (tokens + kBlock - 1) / kBlock), "blocks of a request");
+    expect(job->state->table().size() == std::max(had, (tokens + kBlock - 1) / kBlock),
+           "blocks of a request");
     const std::size_t first_loaded = cached - (loads_.size() - before);
     for (std::size_t i = before; i < loads_.size(); ++i)
         held_[static_cast<std::int32_t>(loads_.targets[i])] =
