@@ -624,7 +624,7 @@ class Tier:
     ) -> MatchRun:
         """
         Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the
-        root, or the end of one.
+        root.
 
         Adds a hit to each block except the first ``known``.
         """
@@ -965,7 +965,7 @@ class BlockCopies:
         generations, hashes, parents, and the marks of unverified blocks or None.
         """
 
-def take_transfers(lists: Sequence[BlockCopies], forms: Sequence) -> list:
+def take_transfers(lists: Sequence[BlockCopies], forms: Sequence[Callable[..., Any]]) -> list[Any]:
     """
     Empty lists of copies. Return what each list's form makes of its columns, None for an empty one.
     """
@@ -1083,7 +1083,7 @@ class PlanTable:
     @property
     def num_ranks(self) -> int: ...
     @property
-    def plans(self) -> dict: ...
+    def plans(self, /) -> dict[int, Any]: ...
     @property
     def next_deadline(self) -> float:
         """No plan is newly overdue before it."""
@@ -1347,7 +1347,7 @@ class BlockManager:
         clock: object,
         is_reading: object | None = None,
         storage_use: Sequence[int] | None = None,
-    ) -> list:
+    ) -> list[Any]:
         """
         Pin the longest cached prefix of each request, on the device and then on the host, or defer it.
         Return a ``result`` for each, or (first block, blocks) where the service has to be asked for as
@@ -1389,7 +1389,7 @@ class BlockManager:
         loads: BlockCopies,
         live: dict[str, Any],
         forms: AllocationForms,
-    ) -> list:
+    ) -> list[Any]:
         """
         Extend the block table of each (request, number of tokens), and plan the loads of its host run.
         Return a ``result`` for each.
@@ -1481,7 +1481,7 @@ class WholeReports:
         tells_arrivals: bool,
         forms: LoadForms,
     ) -> None: ...
-    def count(self, reports: list) -> tuple[list, list] | None:
+    def count(self, reports: list[Any]) -> tuple[list[Any], list[Any]] | None:
         """
         Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is in
         the tier or None for a service, checksums or None) of copies to the host. Return None, and change
@@ -1691,25 +1691,6 @@ def copy_blocks(
     Prepare the copies of a transfer; return None unless it is sound (``is_sound_transfer``).
     ``verify``: loads fail unless their bytes have the record's checksum.
     """
-
-class CopyWindow:
-    """
-    The batches of one stream that have not ended. At most ``most`` bytes, or one batch, are
-    enqueued behind the batch being copied.
-    """
-
-    def __init__(self, most: int) -> None: ...
-    def add(self, nbytes: int, done: object) -> None:
-        """Add a batch; ``done`` is the event of its end."""
-
-    def has_room(self) -> bool:
-        """Return True if another batch may be enqueued."""
-
-    def drop_ended(self) -> None:
-        """Forget the batches that have ended."""
-
-    def next_end(self) -> Any:
-        """Return the end of the oldest batch."""
 
 class CopyStream:
     """
@@ -2038,18 +2019,8 @@ class CudaEvent:
         return False if the stream is being captured.
         """
 
-    def record(self, stream: object) -> None:
-        """
-        Reach the event once the stream has completed everything enqueued so far.
-        """
-
     def query(self) -> bool:
-        """Return True once the event is reached, or the GPU has failed."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """
-        Wait up to ``timeout`` seconds, None for ever; return True when the event is reached.
-        """
+        """Return True if the event is reached."""
 
 def wait_cuda_events(events: Sequence[CudaEvent], timeout: float | None = None) -> bool:
     """
@@ -2180,79 +2151,6 @@ class CudaSwap:
         - a 64-bit checksum per block of a copy to the host; empty for loads,
         - the bytes and seconds of the copies, and the device's error.
         """
-
-class LaunchedPlan:
-    """A plan in flight on a GPU, and the events of its layers."""
-
-    @property
-    def plan_id(self) -> int: ...
-    def pending_event(self) -> CudaEvent:
-        """
-        Return an event that comes before the end of the plan, or None if it has ended.
-        """
-
-    def wait(self, timeout: float | None) -> bool:
-        """
-        Wait up to ``timeout`` seconds, None without limit; return True if the plan has ended.
-        """
-
-    def cancel(self) -> bool:
-        """Return False: work that is enqueued on a GPU cannot be cancelled."""
-
-    def status(self) -> Any:
-        """Return the status of the plan."""
-
-    def result(self) -> Any:
-        """Return the report of a plan that has ended."""
-
-    def known(self) -> list[Any]:
-        """Return the event of each layer."""
-
-    def required(self) -> list[Any]:
-        """Return the event of each layer."""
-
-class PlanLauncher:
-    """
-    Submits plans of loads and backups between the planes of a GPU and an arena.
-    """
-
-    def __init__(
-        self,
-        *,
-        copier: object,
-        planes: object,
-        records: object,
-        extents: object,
-        fingerprint: bytes,
-        verify: bool,
-        loads: object,
-        backups: object,
-        window: object,
-        ranges_of: object,
-        as_stream: object,
-        stream_type: object,
-        take_table: object,
-        record_types: object,
-        purposes: object,
-        name: str,
-        rank: int,
-        num_layers: int,
-    ) -> None: ...
-    def submit(self, plan: object, stream: object | None, in_flight: dict[int, Any]) -> Any:
-        """
-        Enqueue the copies of a plan after the work that the stream has now, and add it to ``in_flight``.
-
-        Return None for a plan that needs another way of submitting, or has a mistake, and the driver's error
-        as a text; nothing is enqueued then.
-        """
-
-    def retire(self) -> None:
-        """Release the memory of copies that have ended."""
-
-def take_ended(executions: dict[int, Any]) -> list[Any]:
-    """
-    Remove the plans that have ended from a dictionary by id, and return their reports in its order.
-    """
 
 def set_leak_warnings(on: bool) -> None:
     """
