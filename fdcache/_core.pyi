@@ -624,7 +624,7 @@ class Tier:
     ) -> MatchRun:
         """
         Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the
-        root.
+        root, or the end of one.
 
         Adds a hit to each block except the first ``known``.
         """
@@ -1692,6 +1692,25 @@ def copy_blocks(
     ``verify``: loads fail unless their bytes have the record's checksum.
     """
 
+class CopyWindow:
+    """
+    The batches of one stream that have not ended. At most ``most`` bytes, or one batch, are
+    enqueued behind the batch being copied.
+    """
+
+    def __init__(self, most: int) -> None: ...
+    def add(self, nbytes: int, done: object) -> None:
+        """Add a batch; ``done`` is the event of its end."""
+
+    def has_room(self) -> bool:
+        """Return True if another batch may be enqueued."""
+
+    def drop_ended(self) -> None:
+        """Forget the batches that have ended."""
+
+    def next_end(self) -> Any:
+        """Return the end of the oldest batch."""
+
 class CopyStream:
     """
     A stream of the CPU device: runs operations in order on its own threads.
@@ -2019,8 +2038,18 @@ class CudaEvent:
         return False if the stream is being captured.
         """
 
+    def record(self, stream: object) -> None:
+        """
+        Reach the event once the stream has completed everything enqueued so far.
+        """
+
     def query(self) -> bool:
-        """Return True if the event is reached."""
+        """Return True once the event is reached, or the GPU has failed."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """
+        Wait up to ``timeout`` seconds, None for ever; return True when the event is reached.
+        """
 
 def wait_cuda_events(events: Sequence[CudaEvent], timeout: float | None = None) -> bool:
     """
@@ -2151,6 +2180,84 @@ class CudaSwap:
         - a 64-bit checksum per block of a copy to the host; empty for loads,
         - the bytes and seconds of the copies, and the device's error.
         """
+
+class LaunchedPlan:
+    """A plan in flight on a GPU, and the events of its layers."""
+
+    @property
+    def plan_id(self) -> int: ...
+    def pending_event(self) -> CudaEvent:
+        """
+        Return an event that comes before the end of the plan, or None if it has ended.
+        """
+
+    def pending_read(self) -> CudaEvent:
+        """
+        Return the event after which the plan reads the device no more, or None if it does not now.
+        """
+
+    def wait(self, timeout: float | None) -> bool:
+        """
+        Wait up to ``timeout`` seconds, None without limit; return True if the plan has ended.
+        """
+
+    def cancel(self) -> bool:
+        """Return False: work that is enqueued on a GPU cannot be cancelled."""
+
+    def status(self) -> Any:
+        """Return the status of the plan."""
+
+    def result(self) -> Any:
+        """Return the report of a plan that has ended."""
+
+    def known(self) -> list[Any]:
+        """Return the event of each layer."""
+
+    def required(self) -> list[Any]:
+        """Return the event of each layer."""
+
+class PlanLauncher:
+    """
+    Submits plans of loads and backups between the planes of a GPU and an arena.
+    """
+
+    def __init__(
+        self,
+        *,
+        copier: object,
+        planes: object,
+        records: object,
+        extents: object,
+        fingerprint: bytes,
+        verify: bool,
+        loads: object,
+        backups: object,
+        window: object,
+        ranges_of: object,
+        as_stream: object,
+        stream_type: object,
+        take_table: object,
+        record_types: object,
+        purposes: object,
+        name: str,
+        rank: int,
+        num_layers: int,
+    ) -> None: ...
+    def submit(self, plan: object, stream: object | None, in_flight: dict[int, Any]) -> Any:
+        """
+        Enqueue the copies of a plan after the work that the stream has now, and add it to ``in_flight``.
+
+        Return None for a plan that needs another way of submitting, or has a mistake, and the driver's error
+        as a text; nothing is enqueued then.
+        """
+
+    def retire(self) -> None:
+        """Release the memory of copies that have ended."""
+
+def take_ended(executions: dict[int, Any]) -> list[Any]:
+    """
+    Remove the plans that have ended from a dictionary by id, and return their reports in its order.
+    """
 
 def set_leak_warnings(on: bool) -> None:
     """

@@ -64,6 +64,7 @@ struct RecordTypes {
 
 struct Transfer {
     nb::object metadata;
+    bool reads_device;
     nb::object batch;  // holds the swap, and the arrays that it refers to
     std::shared_ptr<cuda::Swap> swap;
     TablePool::Table table;
@@ -96,6 +97,14 @@ class LaunchedPlan {
     EventPtr pending_event() const {
         for (const Transfer &each : transfers_) {
             if (!each.swap->done()->is_reached()) return each.swap->done();
+        }
+        return nullptr;
+    }
+
+    // The event after which no copy reads the device; none if no copy does any more.
+    EventPtr pending_read() const {
+        for (const Transfer &each : transfers_) {
+            if (each.reads_device && !each.swap->done()->is_reached()) return each.swap->done();
         }
         return nullptr;
     }
@@ -307,7 +316,7 @@ class PlanLauncher {
         auto swap = bound->swap;
         auto table = tables_->take(swap->table_bytes());
         swap->set_table(table.host, table.device);
-        return Transfer{metadata, nb::cast(std::move(*bound)), std::move(swap), std::move(table)};
+        return Transfer{metadata, out, nb::cast(std::move(*bound)), std::move(swap), std::move(table)};
     }
 
     nb::object enqueue(const nb::object &id, const nb::object &loads, const nb::object &backups,
@@ -414,6 +423,8 @@ void bind_launches(nb::module_ &module) {
         .def_prop_ro("plan_id", &LaunchedPlan::id, nb::for_getter(nb::sig("def plan_id(self) -> int")))
         .def("pending_event", &LaunchedPlan::pending_event,
              "Return an event that comes before the end of the plan, or None if it has ended.")
+        .def("pending_read", &LaunchedPlan::pending_read,
+             "Return the event after which the plan reads the device no more, or None if it does not now.")
         .def("wait", &LaunchedPlan::wait, "timeout"_a.none(),
              "Wait up to ``timeout`` seconds, None without limit; return True if the plan has ended.")
         .def(

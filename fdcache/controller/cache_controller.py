@@ -73,14 +73,14 @@ class CacheController:
         self._submission = threading.RLock()
         """Serializes submissions, which may ask the service. Taken before ``_lock``."""
         self._lock = threading.RLock()
-        self._queue = TransferQueue(self.device, layout, settings, self._lock)
+        self._in_flight = PlansInFlight(self.device)
+        self._queue = TransferQueue(self.device, layout, settings, self._lock, self._in_flight.executions)
         self._launcher: PlanLauncher | None = None
         """Submits most plans in one call; None until planes and arena were used once."""
         self._planes: DevicePlanes | None = None
         self._allocated: tuple[int, str | None] | None = None
         self._arena: HostArena | SharedHostArena | None = None
         self._storage: StorageQueue | None = None
-        self._in_flight = PlansInFlight(self.device)
         self._num_layers = layout.total_layers
         self._is_shut_down = False
         self._loaded: Settings | None = None
@@ -389,8 +389,10 @@ class CacheController:
         self._guard.check()
         with self._lock:
             reports = self._in_flight.take_ended()
-            if reports:
-                (self._launcher or self._queue).retire()
+            if reports and self._launcher is not None:
+                self._launcher.retire()
+            if reports and (self._launcher is None or self._queue.keeps_reads):
+                self._queue.retire()
             return reports
 
     def wait_reports(self, timeout: float | None = None) -> list[TransferReport]:

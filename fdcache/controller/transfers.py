@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -95,10 +95,17 @@ def _check_disjoint(kind: str, backups: Int32Array, others: Int32Array, what: st
 
 
 class DeviceReads:
-    """The copies out of the device that may be in flight, by plan."""
+    """The copies out of the device that may be in flight, by plan.
 
-    def __init__(self) -> None:
+    Plans that were submitted in one call tell theirs themselves, as long as they are in ``executions``.
+    """
+
+    def __init__(self, executions: Mapping[int, object]) -> None:
+        self._executions = executions
         self._events: dict[int, list[Event]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
 
     def add(self, plan_id: int, done: Event) -> None:
         """Add a copy, which ends with this event."""
@@ -107,7 +114,12 @@ class DeviceReads:
     def pending(self, plan_ids: Sequence[int]) -> list[Event]:
         """Return the ends of the copies of these plans that have not ended."""
         events = [event for plan_id in plan_ids for event in self._events.get(plan_id, ())]
-        return [event for event in events if not event.query()]
+        pending = [event for event in events if not event.query()]
+        for plan_id in plan_ids:
+            launched = self._executions.get(plan_id)
+            if isinstance(launched, _core.LaunchedPlan) and (event := launched.pending_read()) is not None:
+                pending.append(event)
+        return pending
 
     def forget_ended(self) -> None:
         """Forget the copies that have ended."""
@@ -117,10 +129,18 @@ class DeviceReads:
 
 
 class TransferQueue:
-    """The copy streams of one worker. Call every method with ``lock`` held."""
+    """The copy streams of one worker. Call every method with ``lock`` held.
+
+    ``executions``: the plans in flight, also those that others have submitted.
+    """
 
     def __init__(
-        self, device: Device, layout: KVLayout, settings: TransferSettings, lock: threading.RLock
+        self,
+        device: Device,
+        layout: KVLayout,
+        settings: TransferSettings,
+        lock: threading.RLock,
+        executions: Mapping[int, object],
     ) -> None:
         self._device = device
         self._groups = LayerGroups(
@@ -130,7 +150,7 @@ class TransferQueue:
         self._evictions = device.create_stream()
         self._backups = device.create_stream(background=True)
         self._fence = Fence(device)
-        self._reads = DeviceReads()
+        self._reads = DeviceReads(executions)
         self._nothing = LaunchedLayers([None] * self._groups.num_layers)
 
     def launch(
@@ -192,6 +212,11 @@ class TransferQueue:
     def has_waiting_loads(self) -> bool:
         """True if loads of earlier plans wait, behind which a new one has to queue."""
         return not self._loads.is_empty
+
+    @property
+    def keeps_reads(self) -> bool:
+        """True if copies out of the device that were enqueued here were not retired yet."""
+        return bool(self._reads)
 
     def retire(self) -> None:
         """Release the memory of finished copies."""
