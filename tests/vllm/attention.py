@@ -61,7 +61,7 @@ class TorchBackend(AttentionBackend):  # type: ignore[misc]
         return TorchMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(*_: Any) -> list[Any]:
         return [MultipleOf(16)]
 
     @staticmethod

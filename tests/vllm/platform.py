@@ -31,7 +31,12 @@ def _slot_mapping(
         slots[begin:end] = (blocks * block_size + where % block_size).to(slots.dtype)
 
 
+def _greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(dim=-1).view(-1)
+
+
 for _schema, _function in (
+    ("greedy_argmax(Tensor logits) -> Tensor", _greedy_argmax),
     ("init_cpu_memory_env(int[] nodes) -> ()", _init_cpu_memory_env),
     ("silu_and_mul(Tensor! out, Tensor input) -> ()", _silu_and_mul),
     (
