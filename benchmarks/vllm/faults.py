@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from benchmarks.vllm.shapes import BLOCK
+from benchmarks.vllm.timing import FOLDER
 from fdcache.storage.offline import Damaged, read_file
+
+CHOSEN, MADE = "chosen.fault", "made.fault"
 
 
 def corrupt(folder: Path) -> Path:
@@ -39,14 +44,12 @@ def corrupt(folder: Path) -> Path:
 def failing(base: type[Any]) -> type[Any]:
     """Return a connector whose first load fails in its middle block, otherwise like ``base``.
 
-    Scheduler and worker must be in one process.
+    The scheduler's side leaves the block's id in a file for the worker's, which may be in another process.
     """
 
     class Failing(base):  # type: ignore[misc]
         """Reports one block of the first load as failed, in the step that reports the load as finished."""
 
-        chosen: ClassVar[tuple[str, int] | None] = None
-        reported: ClassVar[bool] = False
         _local = 0
         _ended = False
 
@@ -57,46 +60,62 @@ def failing(base: type[Any]) -> type[Any]:
         def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
             count = num_external_tokens // BLOCK
-            if count > 1 and Failing.chosen is None:
+            if count > 1 and not (_folder() / CHOSEN).exists():
                 (ids,) = blocks.get_block_ids()
-                Failing.chosen = request.request_id, ids[self._local // BLOCK + count // 2]
+                chosen = [request.request_id, ids[self._local // BLOCK + count // 2]]
+                (_folder() / CHOSEN).write_text(json.dumps(chosen))
 
         def get_finished(self, finished_req_ids: set[str]) -> Any:
             found = super().get_finished(finished_req_ids)
-            if Failing.chosen is not None and Failing.chosen[0] in (found[1] or ()):
-                self._ended = True
+            if found[1] and not (_folder() / MADE).exists() and (_folder() / CHOSEN).exists():
+                request, _ = json.loads((_folder() / CHOSEN).read_text())
+                self._ended = request in found[1]
             return found
 
         def get_block_ids_with_load_errors(self) -> set[int]:
             errors: set[int] = set(super().get_block_ids_with_load_errors() or ())
-            if self._ended and not Failing.reported and Failing.chosen is not None:
-                Failing.reported = True
-                errors.add(Failing.chosen[1])
+            if self._ended:
+                self._ended = False
+                errors.add(json.loads((_folder() / CHOSEN).read_text())[1])
+                (_folder() / MADE).touch()
             return errors
 
     return Failing
 
 
 @cache
-def swapping(base: type[Any]) -> type[Any]:
-    """Return a connector that loads two blocks into each other's places, which every comparison must notice."""
+def misplacing(base: type[Any]) -> type[Any]:
+    """Return a connector that loads one block into a wrong place, which every comparison must notice.
 
-    class Swapping(base):  # type: ignore[misc]
-        """Is told the ids of two loaded blocks in the wrong order."""
+    Two blocks in each other's places would not do: keys carry their positions, and attention does not see the order.
+    """
+
+    class Misplacing(base):  # type: ignore[misc]
+        """Is told that the second block of a load belongs where the request's last one is; nothing is loaded there."""
 
         def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
             if num_external_tokens // BLOCK > 1:
                 (group,) = blocks.blocks
                 group = list(group)
-                group[0], group[1] = group[1], group[0]
+                group[1] = group[-1]
                 blocks = type(blocks)((group,))
+                (_folder() / MADE).touch()
             super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    return Swapping
+    return Misplacing
+
+
+def made() -> bool:
+    """Return True if this engine's fault has been made."""
+    return (_folder() / MADE).exists()
+
+
+def _folder() -> Path:
+    return Path(os.environ[FOLDER])
 
 
 def __getattr__(name: str) -> Any:
-    makers = {"FailingConnector": failing, "SwappingConnector": swapping}
+    makers = {"FailingConnector": failing, "MisplacingConnector": misplacing}
     if name not in makers:
         raise AttributeError(name)
     from fdcache.integrations.vllm import FdcacheConnector

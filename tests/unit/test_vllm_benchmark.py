@@ -17,7 +17,7 @@ from benchmarks.vllm import report, timing
 from benchmarks.vllm.comparisons import Comparisons
 from benchmarks.vllm.driver import Answer, in_turn, percentiles
 from benchmarks.vllm.engines import BESIDE, NONE, RESTARTED, Places, StartError, make, probe
-from benchmarks.vllm.faults import corrupt, failing, swapping
+from benchmarks.vllm.faults import corrupt, failing, made, misplacing
 from benchmarks.vllm.processes import CutError, JobError, Processes, cause
 from benchmarks.vllm.report import Results
 from benchmarks.vllm.shapes import LOADS, SHAPES, model_folder
@@ -229,23 +229,36 @@ class Connector:
         return set()
 
 
+@pytest.fixture
+def fault_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(timing.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("fault_folder")
 def test_the_first_load_fails_once_in_its_middle_when_it_has_finished() -> None:
     scheduler, worker = failing(Connector)(), failing(Connector)()
     scheduler.get_num_new_matched_tokens(Asked(), 32)
     scheduler.update_state_after_alloc(Asked(), Blocks(([9, 8, 7, 6, 5, 4],)), 64)
     worker.get_finished({"other"})
     assert worker.get_block_ids_with_load_errors() == set()
+    assert not made()
     worker.get_finished({"r"})
     assert worker.get_block_ids_with_load_errors() == {5}
+    assert made()
+    worker.get_finished({"r"})
     assert worker.get_block_ids_with_load_errors() == set()
 
 
-def test_two_blocks_change_places_in_a_load_only() -> None:
-    connector = swapping(Connector)()
-    connector.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 48)
-    assert connector.given == ([8, 9, 7],)
+@pytest.mark.usefixtures("fault_folder")
+def test_a_block_is_misplaced_in_a_load_only() -> None:
+    connector = misplacing(Connector)()
     connector.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 0)
     assert connector.given == ([9, 8, 7],)
+    assert not made()
+    connector.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 32)
+    assert connector.given == ([9, 7, 7],)
+    assert made()
 
 
 # --- figures -------------------------------------------------------------------------------------------------
