@@ -41,17 +41,16 @@ def corrupt(folder: Path) -> Path:
 
 
 @cache
-def failing(base: type[Any]) -> type[Any]:
-    """Return a connector whose first load fails in its middle block, otherwise like ``base``.
+def choosing(base: type[Any]) -> type[Any]:
+    """Return a connector that chooses the middle block of its first load and has a fault made when that has ended.
 
     The scheduler's side leaves the block's id in a file for the worker's, which may be in another process.
     """
 
-    class Failing(base):  # type: ignore[misc]
-        """Reports one block of the first load as failed, in the step that reports the load as finished."""
+    class Choosing(base):  # type: ignore[misc]
+        """Chooses a block; what happens to it is of ``make_fault``."""
 
         _local = 0
-        _ended = False
 
         def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
             self._local = num_computed_tokens
@@ -67,42 +66,54 @@ def failing(base: type[Any]) -> type[Any]:
 
         def get_finished(self, finished_req_ids: set[str]) -> Any:
             found = super().get_finished(finished_req_ids)
-            if found[1] and not (_folder() / MADE).exists() and (_folder() / CHOSEN).exists():
-                request, _ = json.loads((_folder() / CHOSEN).read_text())
-                self._ended = request in found[1]
+            if found[1] and not made() and (_folder() / CHOSEN).exists():
+                request, block = json.loads((_folder() / CHOSEN).read_text())
+                if request in found[1]:
+                    self.make_fault(block)
+                    (_folder() / MADE).touch()
             return found
 
+    return Choosing
+
+
+@cache
+def failing(base: type[Any]) -> type[Any]:
+    """Return a connector that reports the middle block of its first load as failed, otherwise like ``base``."""
+
+    class Failing(choosing(base)):  # type: ignore[misc]
+        """Reports the block in the step that reports the load as finished."""
+
+        _failed: frozenset[int] = frozenset()
+
+        def make_fault(self, block: int) -> None:
+            self._failed = frozenset({block})
+
         def get_block_ids_with_load_errors(self) -> set[int]:
-            errors: set[int] = set(super().get_block_ids_with_load_errors() or ())
-            if self._ended:
-                self._ended = False
-                errors.add(json.loads((_folder() / CHOSEN).read_text())[1])
-                (_folder() / MADE).touch()
-            return errors
+            failed, self._failed = self._failed, frozenset()
+            return set(super().get_block_ids_with_load_errors() or ()) | failed
 
     return Failing
 
 
 @cache
-def misplacing(base: type[Any]) -> type[Any]:
-    """Return a connector that loads one block into a wrong place, which every comparison must notice.
+def spoiling(base: type[Any]) -> type[Any]:
+    """Return a connector that clears the middle block of its first load, which every comparison must notice.
 
     Two blocks in each other's places would not do: keys carry their positions, and attention does not see the order.
     """
 
-    class Misplacing(base):  # type: ignore[misc]
-        """Is told that the second block of a load belongs where the request's last one is; nothing is loaded there."""
+    class Spoiling(choosing(base)):  # type: ignore[misc]
+        """Clears the block in all layers, on the device, once it has been loaded."""
 
-        def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-            if num_external_tokens // BLOCK > 1:
-                (group,) = blocks.blocks
-                group = list(group)
-                group[1] = group[-1]
-                blocks = type(blocks)((group,))
-                (_folder() / MADE).touch()
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
+        def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+            super().register_kv_caches(kv_caches)
+            self._pages = list(kv_caches.values())
 
-    return Misplacing
+        def make_fault(self, block: int) -> None:
+            for pages in self._pages:
+                pages[block].zero_()
+
+    return Spoiling
 
 
 def made() -> bool:
@@ -115,7 +126,7 @@ def _folder() -> Path:
 
 
 def __getattr__(name: str) -> Any:
-    makers = {"FailingConnector": failing, "MisplacingConnector": misplacing}
+    makers = {"FailingConnector": failing, "SpoilingConnector": spoiling}
     if name not in makers:
         raise AttributeError(name)
     from fdcache.integrations.vllm import FdcacheConnector

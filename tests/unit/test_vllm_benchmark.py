@@ -17,7 +17,7 @@ from benchmarks.vllm import report, timing
 from benchmarks.vllm.comparisons import Comparisons
 from benchmarks.vllm.driver import Answer, in_turn, percentiles
 from benchmarks.vllm.engines import BESIDE, NONE, RESTARTED, Places, StartError, make, probe
-from benchmarks.vllm.faults import corrupt, failing, made, misplacing
+from benchmarks.vllm.faults import corrupt, failing, made, spoiling
 from benchmarks.vllm.processes import CutError, JobError, Processes, cause
 from benchmarks.vllm.report import Results
 from benchmarks.vllm.shapes import LOADS, SHAPES, model_folder
@@ -213,8 +213,20 @@ class Asked:
     request_id = "r"
 
 
+class Page:
+    """A block of a layer."""
+
+    is_clear = False
+
+    def zero_(self) -> None:
+        self.is_clear = True
+
+
 class Connector:
     """The hooks of a connector that the faults use."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.kv_caches = kv_caches
 
     def get_num_new_matched_tokens(self, request: object, computed: int) -> tuple[int, bool]:
         return 64, True
@@ -251,14 +263,19 @@ def test_the_first_load_fails_once_in_its_middle_when_it_has_finished() -> None:
 
 
 @pytest.mark.usefixtures("fault_folder")
-def test_a_block_is_misplaced_in_a_load_only() -> None:
-    connector = misplacing(Connector)()
-    connector.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 0)
-    assert connector.given == ([9, 8, 7],)
+def test_the_middle_block_of_the_first_load_is_cleared_in_all_layers() -> None:
+    scheduler, worker = spoiling(Connector)(), spoiling(Connector)()
+    layers = {str(layer): [Page() for _ in range(10)] for layer in range(2)}
+    worker.register_kv_caches(layers)
+    scheduler.get_num_new_matched_tokens(Asked(), 0)
+    scheduler.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 0)
+    worker.get_finished({"r"})
     assert not made()
-    connector.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 32)
-    assert connector.given == ([9, 7, 7],)
+    scheduler.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 48)
+    worker.get_finished({"r"})
     assert made()
+    for pages in layers.values():
+        assert [block for block, page in enumerate(pages) if page.is_clear] == [8]
 
 
 # --- figures -------------------------------------------------------------------------------------------------
