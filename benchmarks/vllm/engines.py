@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.vllm.shapes import BLOCK, Shape
 
 NONE, OURS = "none", "fdcache"
-FAULTY = {"fdcache-failing": "FailingConnector", "fdcache-swapping": "SwappingConnector"}
+FAULTY = {"fdcache-failing": "FailingConnector", "fdcache-spoiling": "SpoilingConnector"}
 """Engines with a fault on purpose."""
 GIB = 1 << 30
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from benchmarks.vllm.shapes import BLOCK
+from benchmarks.vllm.timing import FOLDER
 from fdcache.storage.offline import Damaged, read_file
+
+CHOSEN, MADE = "chosen.fault", "made.fault"
 
 
 def corrupt(folder: Path) -> Path:
@@ -36,19 +41,16 @@ def corrupt(folder: Path) -> Path:
 
 
 @cache
-def failing(base: type[Any]) -> type[Any]:
-    """Return a connector whose first load fails in its middle block, otherwise like ``base``.
+def choosing(base: type[Any]) -> type[Any]:
+    """Return a connector that chooses the middle block of its first load and has a fault made when that has ended.
 
-    Scheduler and worker must be in one process.
+    The scheduler's side leaves the block's id in a file for the worker's, which may be in another process.
     """
 
-    class Failing(base):  # type: ignore[misc]
-        """Reports one block of the first load as failed, in the step that reports the load as finished."""
+    class Choosing(base):  # type: ignore[misc]
+        """Chooses a block; what happens to it is of ``make_fault``."""
 
-        chosen: ClassVar[tuple[str, int] | None] = None
-        reported: ClassVar[bool] = False
         _local = 0
-        _ended = False
 
         def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
             self._local = num_computed_tokens
@@ -57,46 +59,74 @@ def failing(base: type[Any]) -> type[Any]:
         def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
             count = num_external_tokens // BLOCK
-            if count > 1 and Failing.chosen is None:
+            if count > 1 and not (_folder() / CHOSEN).exists():
                 (ids,) = blocks.get_block_ids()
-                Failing.chosen = request.request_id, ids[self._local // BLOCK + count // 2]
+                chosen = [request.request_id, ids[self._local // BLOCK + count // 2]]
+                (_folder() / CHOSEN).write_text(json.dumps(chosen))
 
         def get_finished(self, finished_req_ids: set[str]) -> Any:
             found = super().get_finished(finished_req_ids)
-            if Failing.chosen is not None and Failing.chosen[0] in (found[1] or ()):
-                self._ended = True
+            if found[1] and not made() and (_folder() / CHOSEN).exists():
+                request, block = json.loads((_folder() / CHOSEN).read_text())
+                if request in found[1]:
+                    self.make_fault(block)
+                    (_folder() / MADE).touch()
             return found
 
+    return Choosing
+
+
+@cache
+def failing(base: type[Any]) -> type[Any]:
+    """Return a connector that reports the middle block of its first load as failed, otherwise like ``base``."""
+
+    class Failing(choosing(base)):  # type: ignore[misc]
+        """Reports the block in the step that reports the load as finished."""
+
+        _failed: frozenset[int] = frozenset()
+
+        def make_fault(self, block: int) -> None:
+            self._failed = frozenset({block})
+
         def get_block_ids_with_load_errors(self) -> set[int]:
-            errors: set[int] = set(super().get_block_ids_with_load_errors() or ())
-            if self._ended and not Failing.reported and Failing.chosen is not None:
-                Failing.reported = True
-                errors.add(Failing.chosen[1])
-            return errors
+            failed, self._failed = self._failed, frozenset()
+            return set(super().get_block_ids_with_load_errors() or ()) | failed
 
     return Failing
 
 
 @cache
-def swapping(base: type[Any]) -> type[Any]:
-    """Return a connector that loads two blocks into each other's places, which every comparison must notice."""
+def spoiling(base: type[Any]) -> type[Any]:
+    """Return a connector that clears the middle block of its first load, which every comparison must notice.
 
-    class Swapping(base):  # type: ignore[misc]
-        """Is told the ids of two loaded blocks in the wrong order."""
+    Two blocks in each other's places would not do: keys carry their positions, and attention does not see the order.
+    """
 
-        def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-            if num_external_tokens // BLOCK > 1:
-                (group,) = blocks.blocks
-                group = list(group)
-                group[0], group[1] = group[1], group[0]
-                blocks = type(blocks)((group,))
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
+    class Spoiling(choosing(base)):  # type: ignore[misc]
+        """Clears the block in all layers, on the device, once it has been loaded."""
 
-    return Swapping
+        def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+            super().register_kv_caches(kv_caches)
+            self._pages = list(kv_caches.values())
+
+        def make_fault(self, block: int) -> None:
+            for pages in self._pages:
+                pages[block].zero_()
+
+    return Spoiling
+
+
+def made() -> bool:
+    """Return True if this engine's fault has been made."""
+    return (_folder() / MADE).exists()
+
+
+def _folder() -> Path:
+    return Path(os.environ[FOLDER])
 
 
 def __getattr__(name: str) -> Any:
-    makers = {"FailingConnector": failing, "SwappingConnector": swapping}
+    makers = {"FailingConnector": failing, "SpoilingConnector": spoiling}
     if name not in makers:
         raise AttributeError(name)
     from fdcache.integrations.vllm import FdcacheConnector

@@ -135,7 +135,8 @@ def model_folder(shape: Shape, home: Path) -> Path:
 def write_random_weights(shape: Shape, folder: Path) -> None:
     """Write normal random weights, scaled so that every layer passes on numbers of about the size it was given.
 
-    An engine's own dummy weights are so small that a wrong block of KV hardly changes a token.
+    An engine's own dummy weights are so small that a wrong block of KV hardly changes a token. Queries and outputs of
+    attention are three times larger, so that single keys matter.
     """
     path = folder / "model.safetensors"
     if path.exists():
@@ -162,10 +163,10 @@ def write_random_weights(shape: Shape, folder: Path) -> None:
         tensors |= {
             f"{name}.input_layernorm.weight": ones.clone(),
             f"{name}.post_attention_layernorm.weight": ones.clone(),
-            f"{name}.self_attn.q_proj.weight": normal(queries, shape.hidden),
+            f"{name}.self_attn.q_proj.weight": 3 * normal(queries, shape.hidden),
             f"{name}.self_attn.k_proj.weight": normal(keys, shape.hidden),
             f"{name}.self_attn.v_proj.weight": normal(keys, shape.hidden),
-            f"{name}.self_attn.o_proj.weight": normal(shape.hidden, queries),
+            f"{name}.self_attn.o_proj.weight": 3 * normal(shape.hidden, queries),
             f"{name}.mlp.gate_proj.weight": normal(shape.intermediate, shape.hidden),
             f"{name}.mlp.up_proj.weight": normal(shape.intermediate, shape.hidden),
             f"{name}.mlp.down_proj.weight": normal(shape.hidden, shape.intermediate),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.vllm.driver import Driver, Tokens
+from benchmarks.vllm.faults import made
 from benchmarks.vllm.shapes import BLOCK, Load
 
 REPLIES = 12
@@ -51,6 +52,7 @@ async def follow(driver: Driver, load: Load, orders: list[dict[str, Any]]) -> li
                     "tokens": answer.tokens,
                     "logprobs": chosen,
                     "cached": answer.cached,
+                    "has_fault": made(),
                     "ttft_ms": round(answer.ttft_ms, 2),
                 }
             )

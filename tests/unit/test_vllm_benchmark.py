@@ -17,7 +17,7 @@ from benchmarks.vllm import report, timing
 from benchmarks.vllm.comparisons import Comparisons
 from benchmarks.vllm.driver import Answer, in_turn, percentiles
 from benchmarks.vllm.engines import BESIDE, NONE, RESTARTED, Places, StartError, make, probe
-from benchmarks.vllm.faults import corrupt, failing, swapping
+from benchmarks.vllm.faults import corrupt, failing, made, spoiling
 from benchmarks.vllm.processes import CutError, JobError, Processes, cause
 from benchmarks.vllm.report import Results
 from benchmarks.vllm.shapes import LOADS, SHAPES, model_folder
@@ -213,8 +213,20 @@ class Asked:
     request_id = "r"
 
 
+class Page:
+    """A block of a layer."""
+
+    is_clear = False
+
+    def zero_(self) -> None:
+        self.is_clear = True
+
+
 class Connector:
     """The hooks of a connector that the faults use."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.kv_caches = kv_caches
 
     def get_num_new_matched_tokens(self, request: object, computed: int) -> tuple[int, bool]:
         return 64, True
@@ -229,23 +241,41 @@ class Connector:
         return set()
 
 
+@pytest.fixture
+def fault_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(timing.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("fault_folder")
 def test_the_first_load_fails_once_in_its_middle_when_it_has_finished() -> None:
     scheduler, worker = failing(Connector)(), failing(Connector)()
     scheduler.get_num_new_matched_tokens(Asked(), 32)
     scheduler.update_state_after_alloc(Asked(), Blocks(([9, 8, 7, 6, 5, 4],)), 64)
     worker.get_finished({"other"})
     assert worker.get_block_ids_with_load_errors() == set()
+    assert not made()
     worker.get_finished({"r"})
     assert worker.get_block_ids_with_load_errors() == {5}
+    assert made()
+    worker.get_finished({"r"})
     assert worker.get_block_ids_with_load_errors() == set()
 
 
-def test_two_blocks_change_places_in_a_load_only() -> None:
-    connector = swapping(Connector)()
-    connector.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 48)
-    assert connector.given == ([8, 9, 7],)
-    connector.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 0)
-    assert connector.given == ([9, 8, 7],)
+@pytest.mark.usefixtures("fault_folder")
+def test_the_middle_block_of_the_first_load_is_cleared_in_all_layers() -> None:
+    scheduler, worker = spoiling(Connector)(), spoiling(Connector)()
+    layers = {str(layer): [Page() for _ in range(10)] for layer in range(2)}
+    worker.register_kv_caches(layers)
+    scheduler.get_num_new_matched_tokens(Asked(), 0)
+    scheduler.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 0)
+    worker.get_finished({"r"})
+    assert not made()
+    scheduler.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 48)
+    worker.get_finished({"r"})
+    assert made()
+    for pages in layers.values():
+        assert [block for block, page in enumerate(pages) if page.is_clear] == [8]
 
 
 # --- figures -------------------------------------------------------------------------------------------------
