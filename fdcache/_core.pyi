@@ -3,7 +3,7 @@ The native core: block hashes, tiers, block copies on the CPU and on GPUs, slab 
 """
 
 import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import enum
 from typing import Annotated, Any, overload
 
@@ -450,6 +450,14 @@ class SharedRuns:
         not read enough of the ring.
         """
 
+    @property
+    def observer(self) -> Callable[[str], None]:
+        """
+        For tests: called with 'found' after a look-up that found blocks, and 'pinned' after a pin.
+        """
+
+    @observer.setter
+    def observer(self, observer: Callable[[str], None] | None) -> None: ...
     def next_number(self) -> int:
         """Return a number for a run pinned on request."""
 
@@ -498,6 +506,81 @@ class RunRing:
 
     def close(self) -> None:
         """Let the client write no more."""
+
+class MissLog:
+    """Blocks that look-ups did not find, until they are sent to the service."""
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def in_flight(self) -> int:
+        """
+        Number of look-ups that ended at a block which this engine was copying to the service.
+        """
+
+    @in_flight.setter
+    def in_flight(self, arg: int, /) -> None: ...
+    def clear(self) -> None:
+        """Forget what was not sent."""
+
+    def take(self) -> tuple[int, bytes, bytes]:
+        """
+        Return and forget: the number of look-ups without any hit, the hash of the first missing block of
+        each look-up, and how many blocks were missing as int32.
+        """
+
+class PinnedRuns:
+    """
+    The runs that an engine has pinned at a service, by lease. A run is unpinned once it
+    is released and no load reads it.
+    """
+
+    def __init__(self, misses: MissLog) -> None: ...
+    def __len__(self) -> int:
+        """Number of runs that are not released."""
+
+    @property
+    def slots_loading(self) -> int:
+        """Number of slots that loads read."""
+
+    def search(self, runs: SharedRuns | None, copies: OutgoingCopies | None) -> None:
+        """Look up in this session from now on; without one nothing is found."""
+
+    def find(
+        self,
+        path: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        start: int,
+        storage_use: int = 0,
+    ) -> tuple[int, FoundRun, int]:
+        """
+        Pin the leading run of a path from ``start`` on. Return its lease or 0, the run, and for how many
+        leading blocks of the path the service has to be asked, 0 if it need not.
+        """
+
+    def add(self, owner: SharedRuns, number: int, unverified: bool) -> int:
+        """
+        Add a run that the service has pinned under a number; return its lease.
+        """
+
+    def release(self, lease: int) -> bool:
+        """
+        Unpin a run after the loads that read it; return False when it was released before.
+        """
+
+    def begin_load(
+        self,
+        lease: int,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Keep these slots of a run pinned until their load ends."""
+
+    def end_load(self, slots: numpy.typing.NDArray[numpy.int32]) -> tuple[SharedRuns | None, bool]:
+        """
+        End a load of these slots. Return whose runs it read, and True if it may have read unverified
+        records. Raises IndexError for a slot that no load reads.
+        """
 
 SLOT_FREE: int = 0
 
@@ -803,296 +886,6 @@ class Tier:
     def check_integrity(self) -> list[str]:
         """Return the invariants that do not hold, in words."""
 
-class RequestState:
-    """
-    Tokens, block hashes and device blocks of one request: the state that
-    ``fdcache.manager.Request`` documents.
-    """
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt: object,
-        tenant: bytes | None = None,
-        extra_keys: ExtraKeys | None = None,
-        use_cache: bool = True,
-        device_only: bool = False,
-        max_cached_tokens: int | None = None,
-    ) -> None: ...
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def num_tokens(self) -> int:
-        """Number of prompt and appended tokens."""
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Length of the matched prefix; 0 unless the request is matched."""
-
-    @property
-    def use_cache(self) -> bool: ...
-    @use_cache.setter
-    def use_cache(self, arg: bool, /) -> None: ...
-    @property
-    def device_only(self) -> bool: ...
-    @device_only.setter
-    def device_only(self, arg: bool, /) -> None: ...
-    @property
-    def max_cached_tokens(self) -> int | None: ...
-    @max_cached_tokens.setter
-    def max_cached_tokens(self, arg: int | None, /) -> None: ...
-    @property
-    def is_loading(self) -> bool:
-        """
-        True from the planning of a load to the ``LoadOutcome`` of ``CacheManager.apply``.
-        """
-
-    @property
-    def lease(self) -> int:
-        """
-        Lease of the request's device blocks, another one after each match; 0 unless it is live.
-        """
-
-    @property
-    def num_blocks(self) -> int:
-        """Length of the block table."""
-
-    @property
-    def is_live(self) -> bool:
-        """True between the request's match and its end."""
-
-    @property
-    def block_table(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
-        """
-        Device slots in path order, shape (blocks,); empty unless the request is matched.
-        """
-
-    @property
-    def tokens(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
-        """
-        Prompt and appended tokens, int32, shape (tokens,); empty before they are hashed.
-        """
-
-    @property
-    def block_hashes(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)]:
-        """
-        Hashes of the full blocks so far, shape (blocks, 32); empty before they are made.
-
-        With look-ahead tokens the last full blocks have no hash until the tokens after them are
-        known.
-        """
-
-    def append_tokens(
-        self, tokens: int | Sequence[int] | numpy.typing.NDArray[numpy.int32 | numpy.int64] | array.array[int]
-    ) -> None:
-        """
-        Append accepted generated tokens. Raises ``RequestStateError`` before the first match.
-        """
-
-class AdvanceResult:
-    """
-    The blocks that a decode step added to its requests.
-
-    ::
-
-        result = manager.advance(requests, sampled_tokens)
-        for position, block in result:       # or the arrays, for a copy to the GPU
-            print(requests[position].request_id, block)
-        for position in result.failed:
-            preempt(requests[position])
-
-    ``positions`` and ``block_ids`` are parallel int32 arrays, shape (blocks,), ascending
-    by request: views, which keep the result alive.
-    """
-
-    @property
-    def positions(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
-        """Position in the call of the request of each block."""
-
-    @property
-    def block_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
-        """Device slot of each block."""
-
-    @property
-    def failed(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
-        """
-        Positions of the requests that got no blocks; preempt them, or allocate again.
-        """
-
-    @property
-    def shortfall(self) -> int:
-        """Blocks that the first of them lacks; 0 without one."""
-
-    @property
-    def ok(self) -> bool:
-        """True if every block table holds all tokens."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        """Return (position of the request, device slot)."""
-
-    def __iter__(self) -> Iterator[tuple[int, int]]: ...
-    def __eq__(self, other: object, /) -> bool: ...
-    def __hash__(self) -> int: ...
-    def __repr__(self) -> str: ...
-    def __getstate__(self) -> tuple[list[int], list[int], list[int], int]: ...
-    def __setstate__(self, arg: tuple[Sequence[int], Sequence[int], Sequence[int], int], /) -> None: ...
-
-class BlockManagerStats:
-    """Totals since the manager was made."""
-
-    @property
-    def lookups(self) -> int: ...
-    @property
-    def lookup_tokens(self) -> int: ...
-    @property
-    def device_hit_tokens(self) -> int: ...
-    @property
-    def allocation_failures(self) -> int: ...
-
-class BlockManager:
-    """
-    The device blocks of the requests of one scheduler.
-
-    ``live`` are the requests between match and end by id, a dictionary that the caller keeps. With
-    ``follow_*`` the manager keeps what write policies need to know until ``take_followed``. Raises
-    RequestStateError for requests in another state; nothing is changed then.
-    """
-
-    def __init__(
-        self,
-        tier: Tier,
-        block_size: int,
-        fingerprint: bytes,
-        lookahead: int = 0,
-        caches_prefixes: bool = True,
-        follow_stored: bool = False,
-        follow_evicted: bool = False,
-        follow_owners: bool = False,
-        follow_hits: int = 0,
-    ) -> None: ...
-    def prepare(self, request: RequestState) -> None:
-        """
-        Hash the tokens of a request, without the GIL, unless they are. Any thread may call. Raises
-        HashingError for tokens that cannot be hashed.
-        """
-
-    def change_fingerprint(self, fingerprint: bytes) -> None:
-        """Hash with another layout from now on. Live requests publish no more."""
-
-    def stop_publishing(self) -> None:
-        """Let live requests keep their blocks and publish no more."""
-
-    def publishes(self, request: RequestState) -> bool: ...
-    def owns(self, request: RequestState) -> bool:
-        """Return True between the request's match and its end."""
-
-    def check_match(self, requests: Sequence[RequestState], live: dict[str, Any]) -> None:
-        """
-        Check that the requests can be matched, and hash those that are not yet.
-        """
-
-    def matchable(self, request: RequestState) -> int:
-        """
-        How many leading blocks a match may find: not the last token's, nor any above the request's
-        limit.
-        """
-
-    def match(self, request: object, limit: int, live: dict[str, Any]) -> bool:
-        """
-        Pin the leading run of the first ``limit`` blocks of a request that ``check_match`` has seen.
-        Return True if the block after the run is on its way to the device.
-        """
-
-    def match_all(self, requests: Sequence[RequestState], live: dict[str, Any]) -> bool:
-        """
-        ``check_match`` and ``match`` all requests as far as they may be. Return True if a block after
-        some run is on its way to the device.
-        """
-
-    def match_more(self, request: RequestState, limit: int) -> bool:
-        """Pin blocks that came to the device after the match; as ``match``."""
-
-    def shorten(self, request: RequestState, limit: int) -> bool:
-        """Shorten a match to ``limit`` blocks."""
-
-    def accept(self, request: RequestState, blocks: int) -> None:
-        """Count ``blocks`` as found, some of them still to be loaded."""
-
-    def check_allocate(self, request: RequestState, num_tokens: int) -> None: ...
-    def allocate(self, request: RequestState, num_tokens: int) -> int:
-        """
-        Extend the block table to ``num_tokens`` tokens. Return how many blocks are missing; none is
-        added unless that is 0.
-        """
-
-    def reserve_copies(
-        self,
-        request: RequestState,
-        parents: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-        hashes: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-    ) -> CopyReservation:
-        """Extend the block table by slots for copies of the next blocks."""
-
-    def count_hits(self, request: RequestState) -> bool:
-        """
-        Count the look-up and the device hits of a request, once; return False later.
-        """
-
-    def take_added(
-        self, request: RequestState
-    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
-        """Return the slots added since the match or the last call."""
-
-    def commit(self, progress: Sequence[tuple[object, int]]) -> None:
-        """
-        Publish the full blocks of the first tokens of each (request, number of tokens).
-        """
-
-    def advance(
-        self, requests: object, tokens: object, uncomputed_tokens: int = 1, grow: bool = True
-    ) -> AdvanceResult:
-        """
-        Append tokens, extend the block tables and publish full blocks: a whole decode step.
-        """
-
-    def end_load(self, request: RequestState, copied: int, planned: int) -> None:
-        """
-        Count the leading blocks of a load that were copied; publish what waited for all of them.
-        """
-
-    def release(self, request: RequestState, live: dict[str, Any]) -> bool:
-        """Release every block of a live request; return False if it is not live."""
-
-    def forget_hits(self, request: RequestState) -> None:
-        """Let the next match of the request count as another hit."""
-
-    @property
-    def has_followed(self) -> bool:
-        """True if ``take_followed`` has something."""
-
-    def take_followed(
-        self,
-    ) -> tuple[
-        numpy.typing.NDArray[numpy.uint8] | None,
-        numpy.typing.NDArray[numpy.uint8] | None,
-        BlockList | None,
-        list[tuple[bytes, str]],
-    ]:
-        """
-        Return hashes stored, hashes that reached ``follow_hits``, blocks evicted, and (first block,
-        tenant) of requests that published; forget them.
-        """
-
-    @property
-    def stats(self) -> BlockManagerStats: ...
-
 class BlockQueue:
     """
     A first-in, first-out queue of at most ``most`` block hashes.
@@ -1246,6 +1039,346 @@ class BackupPlanner:
         Plan copies of evicted blocks with ``least_hits`` that the host lacks, before their slots
         are overwritten. ``evicted``: the lists of one allocation, in the order of eviction.
         """
+
+class RequestState:
+    """
+    Tokens, block hashes and device blocks of one request: the state that
+    ``fdcache.manager.Request`` documents.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: object,
+        tenant: bytes | None = None,
+        extra_keys: ExtraKeys | None = None,
+        use_cache: bool = True,
+        device_only: bool = False,
+        max_cached_tokens: int | None = None,
+    ) -> None: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int:
+        """Number of prompt and appended tokens."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Length of the matched prefix; 0 unless the request is matched."""
+
+    @property
+    def use_cache(self) -> bool: ...
+    @use_cache.setter
+    def use_cache(self, arg: bool, /) -> None: ...
+    @property
+    def device_only(self) -> bool: ...
+    @device_only.setter
+    def device_only(self, arg: bool, /) -> None: ...
+    @property
+    def max_cached_tokens(self) -> int | None: ...
+    @max_cached_tokens.setter
+    def max_cached_tokens(self, arg: int | None, /) -> None: ...
+    @property
+    def is_loading(self) -> bool:
+        """
+        True from the planning of a load to the ``LoadOutcome`` of ``CacheManager.apply``.
+        """
+
+    @property
+    def lease(self) -> int:
+        """
+        Lease of the request's device blocks, another one after each match; 0 unless it is live.
+        """
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of the block table."""
+
+    @property
+    def is_live(self) -> bool:
+        """True between the request's match and its end."""
+
+    @property
+    def block_table(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """
+        Device slots in path order, shape (blocks,); empty unless the request is matched.
+        """
+
+    @property
+    def tokens(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """
+        Prompt and appended tokens, int32, shape (tokens,); empty before they are hashed.
+        """
+
+    @property
+    def block_hashes(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)]:
+        """
+        Hashes of the full blocks so far, shape (blocks, 32); empty before they are made.
+
+        With look-ahead tokens the last full blocks have no hash until the tokens after them are
+        known.
+        """
+
+    def append_tokens(
+        self, tokens: int | Sequence[int] | numpy.typing.NDArray[numpy.int32 | numpy.int64] | array.array[int]
+    ) -> None:
+        """
+        Append accepted generated tokens. Raises ``RequestStateError`` before the first match.
+        """
+
+class AdvanceResult:
+    """
+    The blocks that a decode step added to its requests.
+
+    ::
+
+        result = manager.advance(requests, sampled_tokens)
+        for position, block in result:       # or the arrays, for a copy to the GPU
+            print(requests[position].request_id, block)
+        for position in result.failed:
+            preempt(requests[position])
+
+    ``positions`` and ``block_ids`` are parallel int32 arrays, shape (blocks,), ascending
+    by request: views, which keep the result alive.
+    """
+
+    @property
+    def positions(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """Position in the call of the request of each block."""
+
+    @property
+    def block_ids(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """Device slot of each block."""
+
+    @property
+    def failed(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
+        """
+        Positions of the requests that got no blocks; preempt them, or allocate again.
+        """
+
+    @property
+    def shortfall(self) -> int:
+        """Blocks that the first of them lacks; 0 without one."""
+
+    @property
+    def ok(self) -> bool:
+        """True if every block table holds all tokens."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        """Return (position of the request, device slot)."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __repr__(self) -> str: ...
+    def __getstate__(self) -> tuple[list[int], list[int], list[int], int]: ...
+    def __setstate__(self, arg: tuple[Sequence[int], Sequence[int], Sequence[int], int], /) -> None: ...
+
+class MatchForms:
+    """
+    How ``BlockManager`` tells of matches, and their terms: ``cell`` blocks are a cell of
+    the reuse grid; a request waits ``defer_timeout`` seconds for another's copy.
+    """
+
+    def __init__(
+        self, cell: int, defer_timeout: float, result: object, matched: object, deferred: object
+    ) -> None: ...
+
+class AllocationForms:
+    """How ``BlockManager`` tells of allocations."""
+
+    def __init__(self, result: object, no_blocks: object, deferred: object) -> None: ...
+
+class BlockManagerStats:
+    """Totals since the manager was made."""
+
+    @property
+    def lookups(self) -> int: ...
+    @property
+    def lookup_tokens(self) -> int: ...
+    @property
+    def device_hit_tokens(self) -> int: ...
+    @property
+    def host_hit_tokens(self) -> int: ...
+    @property
+    def storage_hit_tokens(self) -> int: ...
+    @property
+    def deferred(self) -> int: ...
+    @property
+    def loads_confirmed(self) -> int: ...
+    @property
+    def loads_failed(self) -> int: ...
+    @property
+    def allocation_failures(self) -> int: ...
+
+class BlockManager:
+    """
+    The device blocks of the requests of one scheduler.
+
+    ``live`` are the requests between match and end by id, a dictionary that the caller keeps. With
+    ``follow_*`` the manager keeps what write policies need to know until ``take_followed``. Raises
+    RequestStateError for requests in another state; nothing is changed then.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        block_size: int,
+        fingerprint: bytes,
+        lookahead: int = 0,
+        caches_prefixes: bool = True,
+        follow_stored: bool = False,
+        follow_evicted: bool = False,
+        follow_owners: bool = False,
+        follow_hits: int = 0,
+        host: Tier | PinnedRuns | None = None,
+    ) -> None: ...
+    def prepare(self, request: RequestState) -> None:
+        """
+        Hash the tokens of a request, without the GIL, unless they are. Any thread may call. Raises
+        HashingError for tokens that cannot be hashed.
+        """
+
+    def change_fingerprint(self, fingerprint: bytes) -> None:
+        """Hash with another layout from now on. Live requests publish no more."""
+
+    def stop_publishing(self) -> None:
+        """Let live requests keep their blocks and publish no more."""
+
+    def publishes(self, request: RequestState) -> bool: ...
+    def owns(self, request: RequestState) -> bool:
+        """Return True between the request's match and its end."""
+
+    def check_match(self, requests: Sequence[RequestState], live: dict[str, Any]) -> None:
+        """
+        Check that the requests can be matched, and hash those that are not yet.
+        """
+
+    def matchable(self, request: RequestState) -> int:
+        """
+        How many leading blocks a match may find: not the last token's, nor any above the request's
+        limit.
+        """
+
+    def match(
+        self,
+        requests: Sequence[RequestState],
+        live: dict[str, Any],
+        forms: MatchForms,
+        clock: object,
+        is_reading: object | None = None,
+        storage_use: Sequence[int] | None = None,
+        worth_loading: object | None = None,
+    ) -> list:
+        """
+        Pin the longest cached prefix of each request, on the device and then on the host, or defer it.
+        Return a ``result`` for each, or (first block, blocks) where the service has to be asked for as
+        many leading blocks: see ``answer``. Blocks for which ``is_reading`` are not waited for.
+        ``storage_use``, for a service with storage: 1 if blocks may be read for a request, 2 if they are.
+        ``worth_loading(request_id, num_tokens, on_device, on_host)`` returns how many of the blocks on the
+        host to load.
+        """
+
+    def answer(
+        self,
+        request: RequestState,
+        live: dict[str, Any],
+        forms: MatchForms,
+        clock: object,
+        lease: int,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        unverified: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ]
+        | None,
+        from_storage: tuple[int, int],
+        worth_loading: object | None = None,
+    ) -> object:
+        """
+        End a match with the run that the service has pinned for it; ``from_storage`` are the first block of
+        the run that was read from storage for the request, and the one after the last.
+        """
+
+    def wait_for_reads(self, request: RequestState, live: dict[str, Any]) -> None:
+        """Release a request that waits for its reads from storage."""
+
+    def set_from_storage(self, request: RequestState, blocks: int) -> None:
+        """Count blocks of a matched request's host run as read from storage."""
+
+    def allocate(
+        self,
+        demands: Sequence[tuple[object, int]],
+        loads: BlockCopies,
+        live: dict[str, Any],
+        forms: AllocationForms,
+    ) -> list:
+        """
+        Extend the block table of each (request, number of tokens), and plan the loads of its host run.
+        Return a ``result`` for each.
+        """
+
+    def commit(self, progress: Sequence[tuple[object, int]]) -> None:
+        """
+        Publish the full blocks of the first tokens of each (request, number of tokens).
+        """
+
+    def advance(
+        self, requests: object, tokens: object, uncomputed_tokens: int = 1, grow: bool = True
+    ) -> AdvanceResult:
+        """
+        Append tokens, extend the block tables and publish full blocks: a whole decode step.
+        """
+
+    def send_loads(self, plan: int) -> None:
+        """
+        Let the loads planned since the last call wait for this plan's reports.
+        """
+
+    def end_loads(
+        self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]
+    ) -> list[tuple[str, int, int, int]]:
+        """
+        End a plan's loads, of which blocks were ``copied``: publish what waited for them. Return
+        (request id, first block, blocks copied, blocks planned) of each that a request waits for.
+        """
+
+    def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
+        """
+        Let the requests that wait for a plan's loads load nothing any more. Return (request id, first
+        block) of each load.
+        """
+
+    def release(self, request: RequestState, live: dict[str, Any]) -> bool:
+        """Release every block of a live request; return False if it is not live."""
+
+    def finish(self, requests: Sequence[RequestState], live: dict[str, Any]) -> None:
+        """Release requests; their next match counts as another hit."""
+
+    @property
+    def has_followed(self) -> bool:
+        """True if ``take_followed`` has something."""
+
+    def take_followed(
+        self,
+    ) -> tuple[
+        numpy.typing.NDArray[numpy.uint8] | None,
+        numpy.typing.NDArray[numpy.uint8] | None,
+        BlockList | None,
+        list[tuple[bytes, str]],
+    ]:
+        """
+        Return hashes stored, hashes that reached ``follow_hits``, blocks evicted, and (first block,
+        tenant) of requests that published; forget them.
+        """
+
+    @property
+    def stats(self) -> BlockManagerStats: ...
 
 class SlotHeader:
     """The header of a slot outside the device (docs/format-record.md)."""
