@@ -965,6 +965,11 @@ class BlockCopies:
         generations, hashes, parents, and the marks of unverified blocks or None.
         """
 
+def take_transfers(lists: Sequence[BlockCopies], forms: Sequence) -> list:
+    """
+    Empty lists of copies. Return what each list's form makes of its columns, None for an empty one.
+    """
+
 class PlannedBackups:
     """The outcome of a call of ``BackupPlanner``."""
 
@@ -1039,6 +1044,75 @@ class BackupPlanner:
         Plan copies of evicted blocks with ``least_hits`` that the host lacks, before their slots
         are overwritten. ``evicted``: the lists of one allocation, in the order of eviction.
         """
+
+class PlanInFlight:
+    """
+    A plan or a storage task that some of ``ranks`` ranks have not reported.
+    """
+
+    def __init__(self, plan: object, deadline: float, ranks: int) -> None: ...
+    @property
+    def plan(self) -> object: ...
+    @property
+    def deadline(self) -> float: ...
+    @property
+    def is_overdue(self) -> bool: ...
+    @is_overdue.setter
+    def is_overdue(self, arg: bool, /) -> None: ...
+    def waits_for(self, rank: int) -> bool:
+        """Return True if this rank has not reported."""
+
+    def stop_waiting(self, rank: int) -> None:
+        """Count a rank that has reported."""
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every rank has reported."""
+
+    def count_in_python(self) -> list[numpy.typing.NDArray[numpy.uint64] | None]:
+        """
+        Leave the plan's further reports to Python. Return the checksums that rank 0 has reported for each
+        transfer.
+        """
+
+class PlanTable:
+    """The plans in flight by number, for ``num_ranks`` ranks."""
+
+    def __init__(self, num_ranks: int) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def plans(self) -> dict: ...
+    @property
+    def next_deadline(self) -> float:
+        """No plan is newly overdue before it."""
+
+    @next_deadline.setter
+    def next_deadline(self, arg: float, /) -> None: ...
+    def expect(self, flight: PlanInFlight) -> None:
+        """Add a plan."""
+
+    def remove(self, flight: PlanInFlight) -> None:
+        """Remove a plan."""
+
+    def blocks_in_flight(self, purpose: object) -> int:
+        """Return the number of blocks being copied for this purpose."""
+
+class CopyMeter:
+    """
+    Bytes and durations of copies by purpose.
+
+    ``bounds``: upper bounds of a histogram's buckets, in seconds; the
+    last bucket has none.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None: ...
+    def add(self, purpose: object, copied_bytes: int, seconds: float) -> None:
+        """Count one rank's transfer, unless it copied nothing."""
+
+    def total(self, purpose: object) -> tuple[int, list[int], float]:
+        """Return bytes, transfers by duration, and the sum of the durations."""
 
 class RequestState:
     """
@@ -1186,6 +1260,8 @@ class MatchForms:
     def __init__(
         self, cell: int, defer_timeout: float, result: object, matched: object, deferred: object
     ) -> None: ...
+    @property
+    def cell(self) -> int: ...
 
 class AllocationForms:
     """How ``BlockManager`` tells of allocations."""
@@ -1234,7 +1310,7 @@ class BlockManager:
         follow_evicted: bool = False,
         follow_owners: bool = False,
         follow_hits: int = 0,
-        host: Tier | PinnedRuns | None = None,
+        host: Tier | PinnedRuns | None | None = None,
     ) -> None: ...
     def prepare(self, request: RequestState) -> None:
         """
@@ -1379,6 +1455,47 @@ class BlockManager:
 
     @property
     def stats(self) -> BlockManagerStats: ...
+
+class LoadForms:
+    """How ``WholeReports`` tells of the ends of loads."""
+
+    def __init__(self, outcome: object, confirmed: object, failed: object, block_size: int) -> None: ...
+
+class CopiedBlocks:
+    """Totals of blocks copied by purpose."""
+
+    @property
+    def loaded(self) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+    @property
+    def backed_up(self) -> int: ...
+
+class WholeReports:
+    """
+    Counts the reports of plans of which every rank has copied everything so far, and ends
+    their transfers in the tiers.
+    """
+
+    def __init__(
+        self,
+        plans: PlanTable,
+        blocks: BlockManager,
+        device: Tier,
+        host: Tier | PinnedRuns | None | None,
+        meter: CopyMeter,
+        tells_arrivals: bool,
+        forms: LoadForms,
+    ) -> None: ...
+    def count(self, reports: list) -> tuple[list, list] | None:
+        """
+        Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is in
+        the tier or None for a service, checksums or None) of copies to the host. Return None, and change
+        nothing, if one of the reports is another: unexpected, refused, of a failure or a storage task.
+        """
+
+    @property
+    def copied(self) -> CopiedBlocks: ...
 
 class SlotHeader:
     """The header of a slot outside the device (docs/format-record.md)."""

@@ -83,6 +83,25 @@ Columns take_columns(BlockCopies &self) {
             std::move(unverified)};
 }
 
+// The copies of each list as `forms` of it make them, emptied; None for an empty list.
+nb::list take_transfers(const std::vector<BlockCopies *> &lists, const nb::sequence &forms) {
+    require_equal(lists.size(), nb::len(forms));
+    nb::list transfers;
+    for (std::size_t i = 0; i < lists.size(); ++i) {
+        if (!lists[i]->size()) {
+            transfers.append(nb::none());
+            continue;
+        }
+        auto [sources, targets, source_generations, target_generations, hashes, parents, unverified] =
+            take_columns(*lists[i]);
+        transfers.append(forms[i]("src_block_ids"_a = sources, "dst_block_ids"_a = targets,
+                                  "src_generations"_a = source_generations,
+                                  "dst_generations"_a = target_generations, "hash_values"_a = hashes,
+                                  "parent_hashes"_a = parents, "unverified"_a = unverified));
+    }
+    return transfers;
+}
+
 void bind_copies_of_blocks(nb::module_ &module) {
     nb::class_<BlockCopies>(module, "BlockCopies",
                             "Copies of blocks between slots of two tiers, planned one after the other.")
@@ -109,6 +128,8 @@ void bind_copies_of_blocks(nb::module_ &module) {
         .def("take", &take_columns, nb::rv_policy::reference,
              "Remove everything and return it: source slots, target slots, source generations, target\n"
              "generations, hashes, parents, and the marks of unverified blocks or None.");
+    module.def("take_transfers", &take_transfers, "lists"_a, "forms"_a,
+               "Empty lists of copies. Return what each list's form makes of its columns, None for an empty one.");
 }
 
 void bind_planner(nb::module_ &module) {
@@ -158,6 +179,7 @@ void bind_plans(nb::module_ &module) {
     bind_queue(module);
     bind_copies_of_blocks(module);
     bind_planner(module);
+    bind_ledger(module);
 }
 
 }  // namespace fdcache

@@ -22,7 +22,7 @@ using Live = nb::typed<nb::dict, nb::str, nb::any>;  // the requests between mat
 // --- hashing -----------------------------------------------------------------------------------------------
 
 // Hashes the tokens of a request that `manager` must bind. Another thread may be doing so: then waits for it.
-void bind_request(const BlockManager &manager, PythonRequest &request, bool release_gil) {
+void bind_request(const PythonBlockManager &manager, PythonRequest &request, bool release_gil) {
     while (manager.must_bind(request)) {
         const BlockKeys keys = manager.keys();
         const TokenBlocks *const before = request.is_bound() ? &request.blocks() : nullptr;
@@ -59,7 +59,7 @@ void bind_request(const BlockManager &manager, PythonRequest &request, bool rele
 
 // --- match and end -----------------------------------------------------------------------------------------
 
-void check_match(const BlockManager &manager, const RequestSequence &requests, const Live &live) {
+void check_match(const PythonBlockManager &manager, const RequestSequence &requests, const Live &live) {
     for (nb::handle each : requests) manager.check_idle(request_of(each));
     for (nb::handle each : requests) bind_request(manager, request_of(each), false);
     // Hashing may have run Python code; nothing does from here on.
@@ -77,7 +77,7 @@ void remove_from(const Live &live, const PythonRequest &request) {
     if (PyDict_DelItem(live.ptr(), request.request_id.ptr())) nb::raise_python_error();
 }
 
-bool release(BlockManager &manager, PythonRequest &request, const Live &live) {
+bool release(PythonBlockManager &manager, PythonRequest &request, const Live &live) {
     if (!manager.owns(request)) return false;
     manager.release(request);
     remove_from(live, request);
@@ -102,7 +102,8 @@ nb::object match_result(const MatchForms &forms, const PythonRequest &request, c
                         from_storage, request.num_cached_tokens);
 }
 
-MatchTerms terms_of(const MatchForms &forms, nb::handle clock, nb::handle is_reading, nb::handle worth_loading) {
+MatchTerms terms_of(const MatchForms &forms, nb::handle clock, nb::handle is_reading,
+                    nb::handle worth_loading) {
     MatchTerms terms{forms.cell, forms.defer_timeout, [clock] { return nb::cast<double>(clock()); }, {}, {}};
     if (!worth_loading.is_none())
         terms.worth_loading = [worth_loading](const RequestState &request, std::size_t on_device,
@@ -117,9 +118,9 @@ MatchTerms terms_of(const MatchForms &forms, nb::handle clock, nb::handle is_rea
     return terms;
 }
 
-nb::list match(BlockManager &manager, const RequestSequence &requests, const Live &live, const MatchForms &forms,
-               nb::handle clock, nb::handle is_reading, const std::optional<std::vector<int>> &storage_use,
-               nb::handle worth_loading) {
+nb::list match(PythonBlockManager &manager, const RequestSequence &requests, const Live &live,
+               const MatchForms &forms, nb::handle clock, nb::handle is_reading,
+               const std::optional<std::vector<int>> &storage_use, nb::handle worth_loading) {
     check_match(manager, requests, live);
     if (storage_use) require_equal(nb::len(requests), storage_use->size());
     const MatchTerms terms = terms_of(forms, clock, is_reading, worth_loading);
@@ -141,21 +142,20 @@ nb::list match(BlockManager &manager, const RequestSequence &requests, const Liv
     return results;
 }
 
-nb::object answer(BlockManager &manager, PythonRequest &request, const Live &live, const MatchForms &forms,
-                  nb::handle clock, std::uint64_t lease, const VectorIn<std::int32_t> &slots,
-                  const VectorIn<std::uint32_t> &generations,
+nb::object answer(PythonBlockManager &manager, PythonRequest &request, const Live &live,
+                  const MatchForms &forms, nb::handle clock, std::uint64_t lease,
+                  const VectorIn<std::int32_t> &slots, const VectorIn<std::uint32_t> &generations,
                   const std::optional<VectorIn<std::uint8_t>> &unverified,
                   std::pair<std::size_t, std::size_t> from_storage, nb::handle worth_loading) {
     require_equal(slots.shape(0), generations.shape(0));
-    const auto copy = [](const auto &values) {
-        return std::vector(values.begin(), values.end());
-    };
+    const auto copy = [](const auto &values) { return std::vector(values.begin(), values.end()); };
     HostRun run{lease, copy(slots_of(slots)), copy(span_of(generations)), {}, 0};
     if (unverified) {
         require_equal(slots.shape(0), unverified->shape(0));
         run.unverified = copy(span_of(*unverified));
     }
-    const Matched found = manager.answer(request, terms_of(forms, clock, nb::none(), worth_loading), std::move(run));
+    const Matched found =
+        manager.answer(request, terms_of(forms, clock, nb::none(), worth_loading), std::move(run));
     if (found.end == MatchEnd::kDeferred) {
         remove_from(live, request);
     } else {
@@ -167,8 +167,9 @@ nb::object answer(BlockManager &manager, PythonRequest &request, const Live &liv
 
 // --- allocate ----------------------------------------------------------------------------------------------
 
-nb::list allocate(BlockManager &manager, const std::vector<std::pair<nb::object, std::uint64_t>> &demands,
-                  BlockCopies &loads, const Live &live, const AllocationForms &forms) {
+nb::list allocate(PythonBlockManager &manager,
+                  const std::vector<std::pair<nb::object, std::uint64_t>> &demands, BlockCopies &loads,
+                  const Live &live, const AllocationForms &forms) {
     for (const auto &[request, tokens] : demands) manager.check_allocate(request_of(request), tokens);
     nb::list results;
     for (const auto &[handle, tokens] : demands) {
@@ -192,7 +193,7 @@ nb::list allocate(BlockManager &manager, const std::vector<std::pair<nb::object,
 // --- loads -------------------------------------------------------------------------------------------------
 
 // Each load of a plan that a request waits for, ended: (request, first block, copied, planned).
-nb::list end_loads(BlockManager &manager, std::uint64_t plan, const VectorIn<std::uint8_t> &copied) {
+nb::list end_loads(PythonBlockManager &manager, std::uint64_t plan, const VectorIn<std::uint8_t> &copied) {
     nb::list ended;
     for (const LoadRange &load : manager.take_loads(plan)) {
         auto *const request = static_cast<PythonRequest *>(manager.waiting_for(load));
@@ -205,7 +206,7 @@ nb::list end_loads(BlockManager &manager, std::uint64_t plan, const VectorIn<std
 }
 
 // The requests that wait for loads of a plan and the first block of each; they load nothing from now on.
-nb::list give_up_loads(const BlockManager &manager, std::uint64_t plan) {
+nb::list give_up_loads(const PythonBlockManager &manager, std::uint64_t plan) {
     nb::list given_up;
     for (const LoadRange &load : manager.loads_of(plan)) {
         auto *const request = static_cast<PythonRequest *>(manager.waiting_for(load));
@@ -218,8 +219,8 @@ nb::list give_up_loads(const BlockManager &manager, std::uint64_t plan) {
 
 // --- advance -----------------------------------------------------------------------------------------------
 
-AdvanceResult advance(BlockManager &manager, nb::handle requests, nb::handle tokens, std::uint64_t uncomputed,
-                      bool grow) {
+AdvanceResult advance(PythonBlockManager &manager, nb::handle requests, nb::handle tokens,
+                      std::uint64_t uncomputed, bool grow) {
     const StepTokens step = step_tokens(tokens);
     const Requests found = requests_of(requests);  // from here on no Python code runs
     if (found.all.size() != step.ends.size())
@@ -242,7 +243,7 @@ AdvanceResult advance(BlockManager &manager, nb::handle requests, nb::handle tok
 }
 
 // The policy's news as arrays: None where there is nothing.
-nb::tuple take_followed(BlockManager &manager) {
+nb::tuple take_followed(PythonBlockManager &manager) {
     Followed followed = manager.take_followed();
     nb::object stored = nb::none(), hit = nb::none(), evicted = nb::none();
     if (!followed.stored.empty()) stored = nb::cast(hashes_to_numpy(std::move(followed.stored)));
@@ -254,24 +255,25 @@ nb::tuple take_followed(BlockManager &manager) {
     return nb::make_tuple(stored, hit, evicted, owners);
 }
 
-using Host = std::optional<std::variant<Tier *, PinnedRuns *>>;
-
-HostSource source_of(const Host &host) {
-    if (!host) return {};
-    return std::visit([](auto *each) { return HostSource(*each); }, *host);
-}
-
 void bind_forms(nb::module_ &module) {
-    nb::class_<MatchForms>(module, "MatchForms",
-                           "How ``BlockManager`` tells of matches, and their terms: ``cell`` blocks are a cell of\n"
-                           "the reuse grid; a request waits ``defer_timeout`` seconds for another's copy.")
+    nb::class_<MatchForms>(
+        module, "MatchForms",
+        "How ``BlockManager`` tells of matches, and their terms: ``cell`` blocks are a cell of\n"
+        "the reuse grid; a request waits ``defer_timeout`` seconds for another's copy.")
         .def(nb::init<std::size_t, double, nb::object, nb::object, nb::object>(), "cell"_a, "defer_timeout"_a,
-             "result"_a, "matched"_a, "deferred"_a);
+             "result"_a, "matched"_a, "deferred"_a)
+        .def_ro("cell", &MatchForms::cell);
     nb::class_<AllocationForms>(module, "AllocationForms", "How ``BlockManager`` tells of allocations.")
         .def(nb::init<nb::object, nb::object, nb::object>(), "result"_a, "no_blocks"_a, "deferred"_a);
 }
 
 }  // namespace
+
+HostSource host_source(nb::handle given) {
+    const auto host = nb::cast<HostArgument>(given);
+    if (!host) return {};
+    return std::visit([](auto *each) { return HostSource(*each); }, *host);
+}
 
 void bind_block_manager(nb::module_ &module) {
     bind_forms(module);
@@ -285,70 +287,84 @@ void bind_block_manager(nb::module_ &module) {
         .def_ro("loads_confirmed", &BlockManagerStats::loads_confirmed)
         .def_ro("loads_failed", &BlockManagerStats::loads_failed)
         .def_ro("allocation_failures", &BlockManagerStats::allocation_failures);
-    nb::class_<BlockManager>(
-        module, "BlockManager",
+    nb::class_<PythonBlockManager>(
+        module, "BlockManager", traversed<PythonBlockManager>(),
         "The device blocks of the requests of one scheduler.\n\n"
         "``live`` are the requests between match and end by id, a dictionary that the caller keeps. With\n"
         "``follow_*`` the manager keeps what write policies need to know until ``take_followed``. Raises\n"
         "RequestStateError for requests in another state; nothing is changed then.")
         .def(
             "__init__",
-            [](BlockManager *self, Tier &tier, std::int64_t block_size, const nb::bytes &fingerprint,
-               std::int64_t lookahead, bool caches_prefixes, bool follow_stored, bool follow_evicted,
-               bool follow_owners, std::uint32_t follow_hits, const Host &host) {
+            [](PythonBlockManager *self, nb::typed<nb::object, Tier> tier, std::int64_t block_size,
+               const nb::bytes &fingerprint, std::int64_t lookahead, bool caches_prefixes, bool follow_stored,
+               bool follow_evicted, bool follow_owners, std::uint32_t follow_hits,
+               const nb::typed<nb::object, HostArgument> &host) {
                 const BlockKeys keys{block_size, digest_of<HashingError>("fingerprint", fingerprint),
                                      lookahead};
-                new (self) BlockManager(tier, keys, caches_prefixes,
-                                        {follow_stored, follow_evicted, follow_owners, follow_hits},
-                                        source_of(host));
+                new (self) PythonBlockManager(nb::cast<Tier &>(tier), keys, caches_prefixes,
+                                              {follow_stored, follow_evicted, follow_owners, follow_hits},
+                                              host_source(host));
+                self->parts = {tier, host};
             },
             "tier"_a, "block_size"_a, "fingerprint"_a, "lookahead"_a = 0, "caches_prefixes"_a = true,
             "follow_stored"_a = false, "follow_evicted"_a = false, "follow_owners"_a = false,
-            "follow_hits"_a = 0, "host"_a.none() = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 11>())
+            "follow_hits"_a = 0, "host"_a.none() = nb::none())
         .def(
             "prepare",
-            [](const BlockManager &self, PythonRequest &request) { bind_request(self, request, true); },
+            [](const PythonBlockManager &self, PythonRequest &request) { bind_request(self, request, true); },
             "request"_a,
             "Hash the tokens of a request, without the GIL, unless they are. Any thread may call. Raises\n"
             "HashingError for tokens that cannot be hashed.")
         .def(
             "change_fingerprint",
-            [](BlockManager &self, const nb::bytes &fingerprint) {
+            [](PythonBlockManager &self, const nb::bytes &fingerprint) {
                 self.change_fingerprint(digest_of<HashingError>("fingerprint", fingerprint));
             },
             "fingerprint"_a, "Hash with another layout from now on. Live requests publish no more.")
-        .def("stop_publishing", &BlockManager::stop_publishing,
-             "Let live requests keep their blocks and publish no more.")
+        .def(
+            "stop_publishing", [](PythonBlockManager &self) { self.stop_publishing(); },
+            "Let live requests keep their blocks and publish no more.")
         .def(
             "publishes",
-            [](const BlockManager &self, const PythonRequest &request) { return self.publishes(request); },
+            [](const PythonBlockManager &self, const PythonRequest &request) {
+                return self.publishes(request);
+            },
             "request"_a)
         .def(
-            "owns", [](const BlockManager &self, const PythonRequest &request) { return self.owns(request); },
+            "owns",
+            [](const PythonBlockManager &self, const PythonRequest &request) { return self.owns(request); },
             "request"_a, "Return True between the request's match and its end.")
         .def("check_match", &check_match, "requests"_a, "live"_a,
              "Check that the requests can be matched, and hash those that are not yet.")
         .def(
             "matchable",
-            [](const BlockManager &self, const PythonRequest &request) { return self.matchable(request); },
+            [](const PythonBlockManager &self, const PythonRequest &request) {
+                return self.matchable(request);
+            },
             "request"_a,
             "How many leading blocks a match may find: not the last token's, nor any above the request's\n"
             "limit.")
-        .def("match", &match, "requests"_a, "live"_a, "forms"_a, "clock"_a, "is_reading"_a.none() = nb::none(),
-             "storage_use"_a.none() = nb::none(), "worth_loading"_a.none() = nb::none(),
-             "Pin the longest cached prefix of each request, on the device and then on the host, or defer it.\n"
-             "Return a ``result`` for each, or (first block, blocks) where the service has to be asked for as\n"
+        .def("match", &match, "requests"_a, "live"_a, "forms"_a, "clock"_a,
+             "is_reading"_a.none() = nb::none(), "storage_use"_a.none() = nb::none(),
+             "worth_loading"_a.none() = nb::none(),
+             "Pin the longest cached prefix of each request, on the device and then on the host, or defer "
+             "it.\n"
+             "Return a ``result`` for each, or (first block, blocks) where the service has to be asked for "
+             "as\n"
              "many leading blocks: see ``answer``. Blocks for which ``is_reading`` are not waited for.\n"
-             "``storage_use``, for a service with storage: 1 if blocks may be read for a request, 2 if they are.\n"
-             "``worth_loading(request_id, num_tokens, on_device, on_host)`` returns how many of the blocks on the\n"
+             "``storage_use``, for a service with storage: 1 if blocks may be read for a request, 2 if they "
+             "are.\n"
+             "``worth_loading(request_id, num_tokens, on_device, on_host)`` returns how many of the blocks "
+             "on the\n"
              "host to load.")
         .def("answer", &answer, "request"_a, "live"_a, "forms"_a, "clock"_a, "lease"_a, "slots"_a,
              "generations"_a, "unverified"_a.none(), "from_storage"_a, "worth_loading"_a.none() = nb::none(),
-             "End a match with the run that the service has pinned for it; ``from_storage`` are the first block of\n"
+             "End a match with the run that the service has pinned for it; ``from_storage`` are the first "
+             "block of\n"
              "the run that was read from storage for the request, and the one after the last.")
         .def(
             "wait_for_reads",
-            [](BlockManager &self, PythonRequest &request, const Live &live) {
+            [](PythonBlockManager &self, PythonRequest &request, const Live &live) {
                 const bool is_live = self.owns(request);
                 self.wait_for_reads(request);
                 if (is_live) remove_from(live, request);
@@ -356,16 +372,17 @@ void bind_block_manager(nb::module_ &module) {
             "request"_a, "live"_a, "Release a request that waits for its reads from storage.")
         .def(
             "set_from_storage",
-            [](BlockManager &self, PythonRequest &request, std::uint32_t blocks) {
+            [](PythonBlockManager &self, PythonRequest &request, std::uint32_t blocks) {
                 self.set_from_storage(request, blocks);
             },
             "request"_a, "blocks"_a, "Count blocks of a matched request's host run as read from storage.")
         .def("allocate", &allocate, "demands"_a, "loads"_a, "live"_a, "forms"_a,
-             "Extend the block table of each (request, number of tokens), and plan the loads of its host run.\n"
+             "Extend the block table of each (request, number of tokens), and plan the loads of its host "
+             "run.\n"
              "Return a ``result`` for each.")
         .def(
             "commit",
-            [](BlockManager &self, const std::vector<std::pair<nb::object, std::int64_t>> &progress) {
+            [](PythonBlockManager &self, const std::vector<std::pair<nb::object, std::int64_t>> &progress) {
                 for (const auto &[request, tokens] : progress) self.check_commit(request_of(request), tokens);
                 for (const auto &[request, tokens] : progress)
                     self.commit(request_of(request), static_cast<std::uint64_t>(tokens));
@@ -373,22 +390,24 @@ void bind_block_manager(nb::module_ &module) {
             "progress"_a, "Publish the full blocks of the first tokens of each (request, number of tokens).")
         .def("advance", &advance, "requests"_a, "tokens"_a, "uncomputed_tokens"_a = 1, "grow"_a = true,
              "Append tokens, extend the block tables and publish full blocks: a whole decode step.")
-        .def("send_loads", &BlockManager::send_loads, "plan"_a,
-             "Let the loads planned since the last call wait for this plan's reports.")
+        .def(
+            "send_loads", [](PythonBlockManager &self, std::uint64_t plan) { self.send_loads(plan); },
+            "plan"_a, "Let the loads planned since the last call wait for this plan's reports.")
         .def("end_loads", &end_loads, "plan"_a, "copied"_a,
              nb::sig("def end_loads(self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]) -> "
                      "list[tuple[str, int, int, int]]"),
              "End a plan's loads, of which blocks were ``copied``: publish what waited for them. Return\n"
              "(request id, first block, blocks copied, blocks planned) of each that a request waits for.")
-        .def("give_up_loads", &give_up_loads, "plan"_a,
-             nb::sig("def give_up_loads(self, plan: int) -> list[tuple[str, int]]"),
-             "Let the requests that wait for a plan's loads load nothing any more. Return (request id, first\n"
-             "block) of each load.")
+        .def(
+            "give_up_loads", &give_up_loads, "plan"_a,
+            nb::sig("def give_up_loads(self, plan: int) -> list[tuple[str, int]]"),
+            "Let the requests that wait for a plan's loads load nothing any more. Return (request id, first\n"
+            "block) of each load.")
         .def("release", &release, "request"_a, "live"_a,
              "Release every block of a live request; return False if it is not live.")
         .def(
             "finish",
-            [](BlockManager &self, const RequestSequence &requests, const Live &live) {
+            [](PythonBlockManager &self, const RequestSequence &requests, const Live &live) {
                 for (nb::handle each : requests) {
                     PythonRequest &request = request_of(each);
                     release(self, request, live);
@@ -396,13 +415,17 @@ void bind_block_manager(nb::module_ &module) {
                 }
             },
             "requests"_a, "live"_a, "Release requests; their next match counts as another hit.")
-        .def_prop_ro("has_followed", &BlockManager::has_followed, "True if ``take_followed`` has something.")
+        .def_prop_ro(
+            "has_followed", [](const PythonBlockManager &self) { return self.has_followed(); },
+            "True if ``take_followed`` has something.")
         .def("take_followed", &take_followed,
              nb::sig("def take_followed(self) -> tuple[numpy.typing.NDArray[numpy.uint8] | None, "
                      "numpy.typing.NDArray[numpy.uint8] | None, BlockList | None, list[tuple[bytes, str]]]"),
              "Return hashes stored, hashes that reached ``follow_hits``, blocks evicted, and (first block,\n"
              "tenant) of requests that published; forget them.")
-        .def_prop_ro("stats", &BlockManager::stats);
+        .def_prop_ro("stats", [](const PythonBlockManager &self) -> const BlockManagerStats & {
+            return self.stats();
+        });
 }
 
 }  // namespace fdcache

@@ -6,11 +6,12 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "bindings.hpp"
 #include "hash/python_tokens.hpp"
-#include "scheduler/request_state.hpp"
+#include "scheduler/block_manager.hpp"
 
 namespace fdcache {
 
@@ -59,6 +60,34 @@ struct StepTokens {
 
 StepTokens step_tokens(nb::handle values);
 
+// The host tier as Python gives it: one of this process, that of a service, or None.
+using HostArgument = std::optional<std::variant<Tier *, PinnedRuns *>>;
+HostSource host_source(nb::handle host);
+
+// A native object that uses others, which have to outlive it. The garbage collector sees them, because they
+// may be part of a cycle.
+template <typename T>
+struct WithParts : T {
+    using T::T;
+
+    std::vector<nb::object> parts;
+};
+using PythonBlockManager = WithParts<BlockManager>;
+
+template <typename T>
+nb::type_slots traversed() {
+    static PyType_Slot slots[] = {
+        {Py_tp_traverse, reinterpret_cast<void *>(+[](PyObject *self, visitproc visit, void *arg) {
+             Py_VISIT(Py_TYPE(self));
+             if (nb::inst_ready(self))
+                 for (const nb::object &part : nb::inst_ptr<T>(self)->parts) Py_VISIT(part.ptr());
+             return 0;
+         })},
+        {0, nullptr}};
+    return nb::type_slots(slots);
+}
+
 void bind_block_manager(nb::module_ &module);
+void bind_whole_reports(nb::module_ &module);
 
 }  // namespace fdcache

@@ -271,6 +271,7 @@ void bind_scheduler(nb::module_ &module) {
     bind_request_state(module);
     bind_advance_result(module);
     bind_block_manager(module);
+    bind_whole_reports(module);
 }
 
 }  // namespace fdcache

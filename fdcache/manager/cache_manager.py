@@ -28,7 +28,7 @@ from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
-from fdcache.tiers.host import HostCache
+from fdcache.tiers.host import HostCache, HostTier, LocalHostTier
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, Traffic
 
 _ALLOCATIONS = AllocationForms(Allocation, AllocationFailure.NO_BLOCKS, AllocationFailure.DEFERRED)
@@ -86,6 +86,7 @@ class CacheManager:
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
         self._device, self._host, self._storage = tiers.device, tiers.host, tiers.storage
+        self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._requests = LiveRequests(settings, layout, tiers, counters)
         self._choices = LoadChoices(
             settings.load_or_recompute, layout, clock, self._blocks_being_loaded, link_bandwidth
@@ -193,7 +194,8 @@ class CacheManager:
         """
         requests = list(requests)
         with self._lock:
-            self._reset_device_if_asked()
+            if self._service is not None:
+                self._reset_device_if_asked(self._service)
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
             return self._matcher.match(requests)
@@ -241,13 +243,18 @@ class CacheManager:
         a backup.
         """
         with self._lock:
-            self._reset_device_if_asked()
+            if self._service is not None:
+                self._reset_device_if_asked(self._service)
             if self._state is ManagerState.RUNNING:
                 self._plans.plan_background()
-            if self._host:
-                self._host.report(lambda: msgspec.json.encode(self.get_stats()))
-                self._host.flush()
-            return self._plans.close(self._host.arena if self._host else None)
+            if self._service is None:
+                return self._plans.close(None)
+            self._service.report(self._figures)
+            self._service.flush()
+            return self._plans.close(self._service.arena)
+
+    def _figures(self) -> bytes:
+        return msgspec.json.encode(self.get_stats())
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Publish the full blocks of each request's first ``num_tokens`` tokens, which have their KV on every rank.
@@ -470,6 +477,7 @@ class CacheManager:
     def _all_counters(self) -> Counters:
         counters = msgspec.structs.replace(self._counters)
         self._requests.count(counters)
+        self._plans.count(counters)
         return counters
 
     def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
@@ -497,9 +505,9 @@ class CacheManager:
         with self._lock:
             self._tiers.verify()
 
-    def _reset_device_if_asked(self) -> None:
+    def _reset_device_if_asked(self, service: HostTier) -> None:
         """Forget the device tier if an operator of the service has asked for it."""
-        if self._host and self._host.take_device_reset():
+        if service.take_device_reset():
             self._reset_device()
 
     def _reset_device(self) -> None:

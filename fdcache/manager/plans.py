@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fdcache._core import LoadForms, WholeReports
 from fdcache.layout import KVLayout
 from fdcache.manager.requests import LiveRequests
 from fdcache.manager.results import LoadOutcome, LoadStatus
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
 
 
@@ -27,12 +29,30 @@ class Plans:
     ) -> None:
         self._block_size = layout.block_size
         self._tiers = tiers
+        self._backups, self._storage = tiers.backups, tiers.storage
         self._requests = requests
         self._counters = counters
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
+        self._whole = self._make_whole_reports()
         self.open = OpenPlan()
+
+    def _make_whole_reports(self) -> WholeReports | None:
+        tiers = self._tiers
+        if tiers.host is None:
+            return None
+        tells_arrivals = tiers.storage is not None or not isinstance(tiers.host, LocalHostTier)
+        forms = LoadForms(LoadOutcome, LoadStatus.CONFIRMED, LoadStatus.FAILED, self._block_size)
+        return self._requests.whole_reports(self._ledger, tells_arrivals, forms)
+
+    def count(self, counters: Counters) -> None:
+        """Add what the native side has counted."""
+        if self._whole is not None:
+            copied = self._whole.copied
+            counters.blocks_loaded += copied.loaded
+            counters.blocks_evicted_to_host += copied.evicted
+            counters.blocks_backed_up += copied.backed_up
 
     @property
     def in_flight(self) -> int:
@@ -51,19 +71,23 @@ class Plans:
         return self._ledger.blocks_in_flight(purpose)
 
     def plan_background(self) -> None:
-        """Plan the copies that no request waits for."""
-        self._tiers.plan_background(self._background, self._ledger)
+        """Plan the copies that no request waits for, as far as those in flight leave room."""
+        backups, storage, ledger = self._backups, self._storage, self._ledger
+        if backups is not None:
+            backups.plan_background(self._background, ledger.blocks_in_flight(SwapPurpose.BACKUP))
+        if storage is not None:
+            storage.plan_work(ledger.blocks_in_flight(SwapPurpose.STORE))
 
     def close(self, arena: str | None) -> list[TransferPlan]:
         """Close the step and return its plans; ``arena`` names the shared arena that host slots refer to."""
-        step, background, storage = self.open, self._background, self._tiers.storage
-        has_copies, orders = not background.is_empty, None
+        step, background, storage = self.open, self._background, self._storage
+        has_copies, is_empty, orders = not background.is_empty, step.is_empty, None
         if storage is not None and not storage.orders.is_empty:
             orders = storage.orders.take()
-        elif step.is_empty and not has_copies:
+        elif is_empty and not has_copies:
             return []
         now, sent = self._clock(), []
-        if not step.is_empty or not has_copies:
+        if not is_empty or not has_copies:
             plan = self._ledger.send(step, now, arena, orders)
             self._requests.send_loads(plan.plan_id)
             sent.append(plan)
@@ -74,6 +98,13 @@ class Plans:
 
     def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
         """Count reports; return the loads that ended. Raises ``PlanError`` before any report is counted."""
+        if self._whole is not None and (ended := self._whole.count(reports)) is not None:
+            outcomes, arrived = ended
+            if outcomes:
+                self._requests.pass_on_published()
+            if arrived:
+                self._tiers.blocks_arrived(arrived)
+            return outcomes
         for report in reports:
             self._ledger.check(report)
         outcomes: list[LoadOutcome] = []

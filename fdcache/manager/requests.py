@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fdcache._core import AdvanceResult, AllocationForms, BlockManager, MatchForms, RequestState
+from fdcache._core import (
+    AdvanceResult,
+    AllocationForms,
+    BlockManager,
+    LoadForms,
+    MatchForms,
+    RequestState,
+    WholeReports,
+)
 from fdcache.hashing import MultimodalItem, Tokens, encode_text, make_extra_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.results import Allocation, MatchResult
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import HashArray
-from fdcache.plans.ledger import OpenPlan
+from fdcache.plans.ledger import OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.host import HostMatch
 from fdcache.tiers.statistics import Counters
@@ -246,9 +254,21 @@ class LiveRequests:
         Return (request id, first block, blocks copied, blocks planned) of each load that a request waits for.
         """
         ended = self._blocks.end_loads(plan, copied)
+        self.pass_on_published()
+        return ended
+
+    def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> WholeReports:
+        """Return the native side of reports without failures, which ends loads; see ``pass_on_published``."""
+        host = self._tiers.host
+        assert host is not None
+        return WholeReports(
+            plans, self._blocks, self._tiers.device, host.pins, host.traffic, tells_arrivals, forms
+        )
+
+    def pass_on_published(self) -> None:
+        """Tell the write policies and the host tier which blocks were published as loads ended."""
         if self._blocks.has_followed:
             self._pass_on(None)
-        return ended
 
     def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
         """Let the requests that wait for a plan's loads load nothing any more; return (request id, first block)."""

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
-from fdcache.metadata import EXTENT_BYTES, BlockNode, CacheLevel, HashArray, StorageTask, SwapPurpose
-from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.metadata import (
+    EXTENT_BYTES,
+    BlockNode,
+    CacheLevel,
+    CacheSwapMetadata,
+    HashArray,
+    StorageTask,
+    UInt64Array,
+)
+from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, all_of
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent, events_of
@@ -18,6 +28,10 @@ from fdcache.tiers.host import HostCache, HostTier, LocalHostTier, complete_copi
 from fdcache.tiers.pool import HOST_SPARE, BlockPool
 from fdcache.tiers.statistics import Counters, MemoryUsage
 from fdcache.tiers.storage import StorageTier, make_index
+
+
+Arrived = tuple[CacheSwapMetadata, HashArray | None, UInt64Array | None]
+"""A copy to the host: the transfer, 1 for each block that is in the tier or None for a service, and the checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +57,6 @@ class Tiers:
             pools[CacheLevel.STORAGE] = self.storage.pool
         return pools
 
-    def plan_background(self, plan: OpenPlan, ledger: PlanLedger) -> None:
-        """Plan copies that no request waits for, as far as those in flight leave room."""
-        if self.backups:
-            self.backups.plan_background(plan, ledger.blocks_in_flight(SwapPurpose.BACKUP))
-        if self.storage:
-            self.storage.plan_work(ledger.blocks_in_flight(SwapPurpose.STORE))
-
     def complete(self, flight: InFlightPlan, counters: Counters) -> None:
         """End the transfers of a plan that every rank has reported: blocks that arrived can be found."""
         if isinstance(flight.plan, StorageTask):
@@ -60,7 +67,18 @@ class Tiers:
             complete_copies(flight, self.device, self.host, counters)
             if self.storage:
                 for result in flight.swaps.values():
-                    self.storage.copies_ended(result)
+                    self.storage.blocks_arrived(result.swap, result.copied)
+
+    def blocks_arrived(self, copies: Sequence[Arrived]) -> None:
+        """Pass on copies to the host of which every rank has copied everything: to the service, or to the storage."""
+        for swap, flags, checksums in copies:
+            if flags is None:
+                assert self.host is not None
+                self.host.complete(
+                    swap.dst_block_ids, all_of(len(swap)), NO_CHECKSUMS if checksums is None else checksums
+                )
+            elif self.storage is not None:
+                self.storage.blocks_arrived(swap, flags.view(np.bool_))
 
     def reset_device(self) -> None:
         """Forget the blocks of the device tier and their queued backups."""

@@ -27,7 +27,7 @@ from fdcache.plans.ledger import InFlightPlan, SwapInFlight
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches
 from fdcache.tiers.pool import BlockPool
-from fdcache.tiers.statistics import Counters, TierUsage, Traffic
+from fdcache.tiers.statistics import Counters, TierUsage, TrafficMeter
 
 
 class HostCache(msgspec.Struct, frozen=True):
@@ -163,7 +163,7 @@ class HostTier(Protocol):
         """Offer the engine's statistics, a JSON object, to a service."""
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficMeter:
         """Totals of what the ranks copied."""
 
     def flush(self) -> None:
@@ -214,7 +214,7 @@ class LocalHostTier(BlockPool):
         spare: float = 0.0,
     ) -> None:
         super().__init__(level, num_blocks, eviction, extent=extent, spare=spare)
-        self.traffic = Traffic()
+        self.traffic = TrafficMeter()
 
     @property
     def host_cache(self) -> HostCache:

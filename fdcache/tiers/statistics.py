@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from fdcache._core import TierStats
+from fdcache._core import CopyMeter, TierStats
 from fdcache.metadata import SwapPurpose, TransferReport
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -184,21 +184,6 @@ class Traffic(msgspec.Struct):
 
     copied: dict[Direction, Copied] = {}
 
-    def record(self, report: TransferReport) -> None:
-        """Add what a rank reports."""
-        for result in report.results:
-            if result.copied_bytes:
-                direction = _DIRECTIONS[result.purpose]
-                total = self.copied.get(direction)
-                if total is None:
-                    total = self.copied[direction] = Copied()
-                total.bytes += result.copied_bytes
-                total.durations.observe(result.seconds)
-
-    def copy(self) -> Traffic:
-        """Return a snapshot."""
-        return self.since(Traffic())
-
     def add(self, other: Traffic) -> None:
         """Add another's totals."""
         for direction, copied in other.copied.items():
@@ -209,6 +194,27 @@ class Traffic(msgspec.Struct):
         nothing = Copied()
         now = list(self.copied.items())  # a snapshot: another thread may be recording
         return Traffic({way: copied.since(earlier.copied.get(way, nothing)) for way, copied in now})
+
+
+class TrafficMeter(CopyMeter):
+    """Counts the traffic of one manager, or of one client of a service."""
+
+    def __init__(self) -> None:
+        super().__init__(list(BOUNDS))
+
+    def record(self, report: TransferReport) -> None:
+        """Add what a rank reports."""
+        for result in report.results:
+            self.add(result.purpose, result.copied_bytes, result.seconds)
+
+    def copy(self) -> Traffic:
+        """Return a snapshot."""
+        traffic = Traffic()
+        for purpose, direction in _DIRECTIONS.items():
+            copied, counts, seconds = self.total(purpose)
+            if copied:
+                traffic.add(Traffic({direction: Copied(copied, Histogram(counts, seconds))}))
+        return traffic
 
 
 class LoadDecision(msgspec.Struct):

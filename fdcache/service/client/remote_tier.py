@@ -41,7 +41,7 @@ from fdcache.tiers.host import (
     HostMatch,
 )
 from fdcache.tiers.pool import PENDING
-from fdcache.tiers.statistics import TierUsage, Traffic
+from fdcache.tiers.statistics import TierUsage, TrafficMeter
 
 _MAX_OWNERS = 1 << 20
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
@@ -376,7 +376,7 @@ class RemoteHostTier:
         self._owners.add(block, tenant)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficMeter:
         """Totals of the ranks' copies, for the next heartbeat."""
         return self.sessions.progress.traffic
 

@@ -48,7 +48,7 @@ from fdcache.service.wire.shared_memory import open_runs, open_table
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.pool import EVENT_CLEARED
-from fdcache.tiers.statistics import Traffic
+from fdcache.tiers.statistics import Traffic, TrafficMeter
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class Progress:
     """Figures of the engine, and totals of its copies; heartbeats carry the totals since their session began."""
 
     def __init__(self, misses: MissLog) -> None:
-        self.traffic = Traffic()
+        self.traffic = TrafficMeter()
         self._misses = misses
         self._figures = b"{}"
         self._wants_figures = True
