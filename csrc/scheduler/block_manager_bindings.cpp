@@ -109,7 +109,8 @@ MatchTerms terms_of(const MatchForms &forms, nb::handle clock, nb::handle is_rea
         terms.worth_loading = [worth_loading](const RequestState &request, std::size_t on_device,
                                               std::size_t on_host) {
             const auto &id = static_cast<const PythonRequest &>(request).request_id;
-            return nb::cast<std::size_t>(worth_loading(id, request.num_tokens(), on_device, on_host));
+            const nb::bytes last = digest_to_bytes(request.blocks().hashes().data()[on_device + on_host - 1]);
+            return nb::cast<std::size_t>(worth_loading(id, request.num_tokens(), on_device, on_host, last));
         };
     if (!is_reading.is_none())
         terms.is_reading = [is_reading](const Digest &hash) {
@@ -354,7 +355,8 @@ void bind_block_manager(nb::module_ &module) {
              "many leading blocks: see ``answer``. Blocks for which ``is_reading`` are not waited for.\n"
              "``storage_use``, for a service with storage: 1 if blocks may be read for a request, 2 if they "
              "are.\n"
-             "``worth_loading(request_id, num_tokens, on_device, on_host)`` returns how many of the blocks "
+             "``worth_loading(request_id, num_tokens, on_device, on_host, last_hash)`` returns how many of "
+             "the blocks "
              "on the\n"
              "host to load.")
         .def("answer", &answer, "request"_a, "live"_a, "forms"_a, "clock"_a, "lease"_a, "slots"_a,

@@ -265,6 +265,8 @@ class CacheManager:
         progress = list(progress)
         with self._lock:
             self._requests.commit(progress)
+            if self._choices.has_open:
+                self._choices.computed(progress)
 
     def advance(
         self,
@@ -290,6 +292,8 @@ class CacheManager:
         with self._lock:
             plan = self._plans.open if self._state is ManagerState.RUNNING else None
             result = self._requests.advance(requests, tokens, uncomputed_tokens, plan)
+            if self._choices.has_open:
+                self._choices.computed((each, each.num_tokens - uncomputed_tokens) for each in requests)
             if not result.ok:
                 self._give_way()
             return result
@@ -314,8 +318,8 @@ class CacheManager:
             manager.observe_prefill([(request, request.num_cached_tokens, request.num_tokens)], seconds)
 
         From the third call on a match loads no more of a prefix than takes less time to load than to compute, unless
-        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills, after their results have arrived. Raises
-        ``RequestStateError`` for tokens that a request does not have.
+        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills whose layers waited for no load, once their
+        results are there. Raises ``RequestStateError`` for tokens that a request does not have.
         """
         with self._lock:
             self._choices.observe_prefill(chunks, seconds)

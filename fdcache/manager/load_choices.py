@@ -76,7 +76,7 @@ class LoadChoices:
                     link.observe(result.copied_bytes, result.seconds, self._clock())
 
     def observe_prefill(self, chunks: Iterable[tuple[Request, int, int]], seconds: float) -> None:
-        """Learn the engine's speed from a step, and how the decisions for its requests turned out.
+        """Learn the engine's speed from a step.
 
         Raises ``RequestStateError`` for chunks that are none of their requests' tokens.
         """
@@ -88,11 +88,19 @@ class LoadChoices:
                     "give the first token computed in the step and the one after the last"
                 )
         self.model.prefill.observe([(start, stop) for _, start, stop in chunks], seconds)
-        for request, _, stop in chunks:
+
+    @property
+    def has_open(self) -> bool:
+        """True if there is a decision whose request has not computed its prompt."""
+        return bool(self._open)
+
+    def computed(self, progress: Iterable[tuple[Request, int]]) -> None:
+        """Learn when prompts are computed: their decisions have come true."""
+        for request, num_tokens in progress:
             found = self._open.get(request.request_id)
-            if found is not None and stop >= found.decision.num_tokens:
-                self._close(found)
+            if found is not None and num_tokens >= found.decision.num_tokens:
                 del self._open[request.request_id]
+                self._close(found)
 
     # --- decisions ------------------------------------------------------------------------------------------
 
@@ -107,22 +115,23 @@ class LoadChoices:
     @property
     def decides_reads(self) -> bool:
         """True if reads from storage can be compared with computing now."""
-        return self.decides_loads and self.model.reads_are_known()
+        return self._is_auto and self.model.reads_are_known()
 
     @property
     def limit(self) -> LoadLimit | None:
         """``worth_loading`` while loads can be compared with computing, else None: all is loaded."""
         return self.worth_loading if self.decides_loads else None
 
-    def worth_loading(self, request_id: str, num_tokens: int, on_device: int, on_host: int) -> int:
+    def worth_loading(
+        self, request_id: str, num_tokens: int, on_device: int, on_host: int, last_block: bytes
+    ) -> int:
         """Return how many of the blocks on the host are worth loading."""
         cached = Cached(num_tokens, on_device, on_host, loads_ahead=self._loads_ahead())
         decision = self._decide(cached)
         open_one = self._open.get(request_id)
         if open_one is None:
-            self._note(request_id, cached, decision)
+            self._note(request_id, last_block, cached, decision)
         else:  # its reads have ended
-            open_one.decision.host_blocks = on_host
             open_one.decision.reused_blocks = decision.num_blocks
             open_one.decision.waited_seconds = self._clock() - open_one.since
         return decision.num_blocks - on_device
@@ -131,7 +140,7 @@ class LoadChoices:
         """Return the judge of a request's reads from storage; None while speeds are unknown: all is read."""
         if not self.decides_reads:
             return None
-        return RequestReads(self, request.request_id, request.num_tokens)
+        return RequestReads(self, request)
 
     def forget(self, requests: Iterable[Request]) -> None:
         """Forget requests that have ended before they computed their prompt."""
@@ -154,10 +163,11 @@ class LoadChoices:
 
     # --- for RequestReads -----------------------------------------------------------------------------------
 
-    def decide_read(self, request_id: str, cached: Cached) -> int:
+    def decide_read(self, request: Request, cached: Cached) -> int:
         """Return how many leading blocks of a path are worth reading, some of which are in storage."""
         decision = self._decide(cached)
-        self._note(request_id, cached, decision)
+        last = request.block_hashes[cached.num_blocks - 1].tobytes()
+        self._note(request.request_id, last, cached, decision)
         return decision.num_blocks
 
     def takes_probe(self) -> bool:
@@ -213,11 +223,12 @@ class LoadChoices:
             self._last[key] = decision.choice
         return decision
 
-    def _note(self, request_id: str, cached: Cached, decision: Decision) -> None:
+    def _note(self, request_id: str, last_block: bytes, cached: Cached, decision: Decision) -> None:
         if decision.seconds is None or request_id in self._open:
             return
         noted = LoadDecision(
             request_id=request_id,
+            last_block=last_block.hex(),
             num_tokens=cached.num_tokens,
             device_blocks=cached.on_device,
             host_blocks=cached.on_host,
@@ -245,8 +256,7 @@ class RequestReads:
     """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.storage_reads``."""
 
     choices: LoadChoices
-    request_id: str
-    num_tokens: int
+    request: Request
     on_device: int = 0
 
     def worth_reading(self, on_device: int, first: int, stop: int, ahead: int) -> tuple[int, bool]:
@@ -255,14 +265,14 @@ class RequestReads:
         if not self.choices.decides_reads:
             return stop, True
         cached = Cached(
-            self.num_tokens,
+            self.request.num_tokens,
             self.on_device,
             first - self.on_device,
             stop - first,
             reads_ahead=ahead,
             loads_ahead=self.choices._loads_ahead(),
         )
-        worth = self.choices.decide_read(self.request_id, cached)
+        worth = self.choices.decide_read(self.request, cached)
         if worth > first:
             return worth, True
         return (stop, False) if self.choices.takes_probe() else (first, False)
@@ -270,7 +280,13 @@ class RequestReads:
     def is_worth_waiting(self, arrived: int, ends: Sequence[int], ahead: int, since: float) -> bool:
         """Return False once the request should go on with the blocks that have arrived."""
         return self.choices.is_worth_waiting(
-            self.request_id, self.num_tokens, min(self.on_device, arrived), arrived, ends, ahead, since
+            self.request.request_id,
+            self.request.num_tokens,
+            min(self.on_device, arrived),
+            arrived,
+            ends,
+            ahead,
+            since,
         )
 
 

@@ -81,8 +81,9 @@ class Request(RequestState):
         return f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_blocks} blocks, {state}>"
 
 
-LoadLimit = Callable[[str, int, int, int], int]
-"""Returns how many blocks are worth loading, given request id, tokens, and blocks on the device and on the host."""
+LoadLimit = Callable[[str, int, int, int, bytes], int]
+"""Returns how many blocks are worth loading, given request id, tokens, blocks on the device and on the host, and the
+hash of the last of these."""
 
 
 class LiveRequests:

@@ -159,7 +159,8 @@ def test_a_late_read_is_left_to_fill_the_host(stored: Path, policy: PrefetchPoli
         assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
         assert engine.allocate(request).ok
         engine.compute(request, BLOCKS * BLOCK)
-        engine.manager.observe_prefill([(request, 0, request.num_tokens)], 0.8)
+        assert loads(engine).judged == 0
+        engine.compute(request, request.num_tokens)
         engine.manager.request_finish([request])
         settle_reads(engine)
         assert counters(engine).blocks_prefetched == BLOCKS
