@@ -1354,7 +1354,7 @@ class BlockManager:
         Return a ``result`` for each, or (first block, blocks) where the service has to be asked for as
         many leading blocks: see ``answer``. Blocks for which ``is_reading`` are not waited for.
         ``storage_use``, for a service with storage: 1 if blocks may be read for a request, 2 if they are.
-        ``worth_loading(request_id, num_tokens, on_device, on_host)`` returns how many of the blocks on the
+        ``worth_loading(request_id, num_tokens, on_device, on_host, last_hash)`` returns how many of the blocks on the
         host to load.
         """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fdcache._core import CancelFlag
-from fdcache.storage.connector import BatchResult, RecordBatch
+from fdcache.storage.connector import BatchResult, PlacedStorage, RecordBatch
 
 Row = dict[str, Any]
 
@@ -24,19 +24,20 @@ WAYS = ("always", "never", "auto")
 
 
 class ThrottledStorage:
-    """A storage whose reads take at least as long as at ``bytes_per_second``; None for its own speed."""
+    """A local storage whose reads take at least as long as at ``bytes_per_second``; None for its own speed."""
 
-    def __init__(self, storage: Any, bytes_per_second: float | None = None) -> None:
+    def __init__(self, storage: PlacedStorage, bytes_per_second: float | None = None) -> None:
         self._storage = storage
         self.bytes_per_second = bytes_per_second
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
+        self.name = storage.name
+        self.register, self.unregister = storage.register, storage.unregister
+        self.put, self.clear, self.erase = storage.put, storage.clear, storage.erase
+        self.scan, self.stats, self.close = storage.scan, storage.stats, storage.close
 
     def get(self, batch: RecordBatch, timeout: float, cancel: CancelFlag | None = None) -> BatchResult:
         """Read blocks, and wait until the time is over that a slower storage would take."""
         start = time.monotonic()
-        found: BatchResult = self._storage.get(batch, timeout, cancel)
+        found = self._storage.get(batch, timeout, cancel)
         if self.bytes_per_second:
             time.sleep(max(start + found.moved_bytes / self.bytes_per_second - time.monotonic(), 0.0))
         return found
@@ -45,7 +46,9 @@ class ThrottledStorage:
 class Engine(Protocol):
     """An engine with a cache and throttled storage, which serves one prompt at a time."""
 
-    storage: ThrottledStorage
+    @property
+    def storage(self) -> ThrottledStorage:
+        """The storage, which can be slowed down."""
 
     def first_token(self, text: Any, *, cached: bool) -> float:
         """Return the seconds from arrival to first token, with or without the cache; then wait for all copies."""
@@ -90,9 +93,13 @@ class Case:
 
 
 def compare(
-    make: Callable[[str, int], Engine], texts: Callable[[int], Sequence[Any]], *, lengths: Sequence[int],
-    speeds: Callable[[int, float], Sequence[float]], rounds: int,
-) -> list[Row]:  # fmt: skip
+    make: Callable[[str, int], Engine],
+    texts: Callable[[int], Sequence[Any]],
+    *,
+    lengths: Sequence[int],
+    speeds: Callable[[int, float], Sequence[float]],
+    rounds: int,
+) -> list[Row]:
     """Return a row for each length and speed. ``make(mode, length)`` returns an engine.
 
     ``speeds`` returns the bytes a second of storage for a length whose computing takes these seconds.

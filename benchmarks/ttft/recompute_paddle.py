@@ -20,7 +20,7 @@ from examples.paddle_engine.config import EngineConfig, ModelConfig
 from examples.paddle_engine.engine import Engine
 from examples.paddle_engine.kv_cache import FdcacheBlocks, FreshBlocks, Prompt
 from examples.paddle_engine.worker import Worker
-from fdcache.storage.connector import ConnectorContext
+from fdcache.storage.connector import ConnectorContext, PlacedStorage
 from fdcache.storage.factory import open_storage
 from fdcache.tiers.host import host_block_bytes
 
@@ -44,7 +44,9 @@ class PaddleEngine:
         self._cache = FdcacheBlocks(config)
         self._worker = Worker(model, EngineConfig.load(model, cache, **limits), self._cache.host_cache)
         context = ConnectorContext(layout, 0, config.settings.storage_tier, config.settings.mooncake)
-        self.storage = ThrottledStorage(open_storage(context))
+        storage = open_storage(context)
+        assert isinstance(storage, PlacedStorage)
+        self.storage = ThrottledStorage(storage)
         assert self._worker.controller is not None
         scan = self._worker.controller.initialize_storage(self.storage)
         assert scan is not None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from fdcache import _core
 from fdcache._core import BlockList
-from fdcache.metadata import HashArray, SwapPurpose
+from fdcache.metadata import HashArray
 from fdcache.plans.blocks import BlockQueue
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy

@@ -318,8 +318,8 @@ class CacheManager:
             manager.observe_prefill([(request, request.num_cached_tokens, request.num_tokens)], seconds)
 
         From the third call on a match loads no more of a prefix than takes less time to load than to compute, unless
-        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills whose layers waited for no load, once their
-        results are there. Raises ``RequestStateError`` for tokens that a request does not have.
+        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills whose layers waited for no load, once
+        their results are there. Raises ``RequestStateError`` for tokens that a request does not have.
         """
         with self._lock:
             self._choices.observe_prefill(chunks, seconds)

@@ -7,6 +7,7 @@ no decision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -82,12 +83,13 @@ class SpeedFit:
         return float(self.coefficients @ np.array(features))
 
     def _solve(self) -> Vector:
-        best, best_error = np.zeros(len(self._targets)), self._energy
+        best, best_error = np.zeros(len(self._targets)), math.inf
         for subset in self._subsets:
             found = self._fit(subset)
             if found is None:
                 continue
-            error = max(self._energy - 2 * found @ self._targets + found @ self._products @ found, 0.0)
+            missed = self._energy - 2 * found @ self._targets + found @ self._products @ found
+            error = max(float(missed), 0.0)
             if error + 1e-9 * self._energy < _SIMPLER * best_error:
                 best, best_error = found, error
         return best

@@ -144,7 +144,9 @@ class Plans:
             return []
         return [
             self._ended(request_id, first, copied, planned, flight)
-            for request_id, first, copied, planned in self._requests.end_loads(flight.plan.plan_id, loads.flags)
+            for request_id, first, copied, planned in self._requests.end_loads(
+                flight.plan.plan_id, loads.flags
+            )
         ]
 
     def _ended(

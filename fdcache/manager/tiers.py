@@ -29,7 +29,6 @@ from fdcache.tiers.pool import HOST_SPARE, BlockPool
 from fdcache.tiers.statistics import Counters, MemoryUsage
 from fdcache.tiers.storage import StorageTier, make_index
 
-
 Arrived = tuple[CacheSwapMetadata, HashArray | None, UInt64Array | None]
 """A copy to the host: the transfer, 1 for each block that is in the tier or None for a service, and the checksums."""
 

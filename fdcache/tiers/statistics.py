@@ -220,10 +220,10 @@ class TrafficMeter(CopyMeter):
 class LoadDecision(msgspec.Struct):
     """How much of one request's cached prefix was to be loaded, and how that turned out.
 
-    ``choice``: whole, part or nothing. ``last_block``: hash of the last block found, in hexadecimal. ``reused_blocks`` of
-    the blocks found in the tiers were wanted. The expected seconds are those
-    from the match to the first token: as decided, if all were reused, and if none were loaded. ``hedged``: a read was
-    late, and the request went on without it. ``true_seconds`` is 0.0 until the prompt is computed.
+    ``choice``: whole, part or nothing. ``last_block``: hash of the last block found, in hexadecimal. ``reused_blocks``
+    of the blocks found in the tiers were wanted. The expected seconds are those from the match to the first token: as
+    decided, if all were reused, and if none were loaded. ``hedged``: a read was late, and the request went on without
+    it. ``true_seconds`` is 0.0 until the prompt is computed.
     """
 
     request_id: str

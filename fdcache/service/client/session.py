@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import zmq
 
 from fdcache._core import MissLog, OutgoingCopies, SharedRuns
