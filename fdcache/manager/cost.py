@@ -36,8 +36,8 @@ _SIMPLER = 0.8
 class SpeedFit:
     """Seconds as a sum of non-negative coefficients times features, by decayed least squares of the relative error.
 
-    ``scale`` is the position of the feature that observations are weighted by, the number of bytes or tokens. With
-    observations of one size only, seconds are proportional to it.
+    ``scale`` is the position of the feature that observations are weighted by, the number of bytes or tokens. It always
+    has a coefficient: with observations of one size only, seconds are proportional to it.
     """
 
     def __init__(self, num_features: int, scale: int) -> None:
@@ -47,8 +47,9 @@ class SpeedFit:
         self._energy = 0.0
         self._coefficients: Vector | None = None
         others = [i for i in range(num_features) if i != scale]
-        wider = [tuple(rest) for size in range(len(others) + 1) for rest in combinations(others, size)]
-        self._subsets = [(scale, *rest) for rest in wider] + [rest for rest in wider if rest]
+        self._subsets = [
+            (scale, *rest) for size in range(len(others) + 1) for rest in combinations(others, size)
+        ]
         self.observations = 0
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
@@ -156,14 +157,19 @@ class LinkSpeed:
 
 
 class PrefillSpeed:
-    """Speed of an engine's prefill: seconds = step + a * tokens + b * tokens * (context + tokens / 2)."""
+    """Speed of an engine's prefill: seconds = step + a * tokens + b * tokens * (context + tokens / 2).
+
+    ``most_tokens`` of a step, as observed: longer prompts take several steps.
+    """
 
     def __init__(self) -> None:
         self._fit = SpeedFit(3, scale=1)
+        self.most_tokens = 1
 
     def observe(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
         """Count a step that computed the tokens ``start`` to ``stop`` of each chunk."""
         tokens = float(sum(stop - start for start, stop in chunks))
+        self.most_tokens = max(self.most_tokens, int(tokens))
         self._fit.observe((1.0, tokens, sum(_pairs(start, stop) for start, stop in chunks)), seconds)
 
     @property
@@ -175,7 +181,8 @@ class PrefillSpeed:
         """Return the expected seconds to compute the tokens from ``start`` to ``stop`` of a prompt."""
         if stop <= start:
             return 0.0
-        return self._fit.seconds((1.0, float(stop - start), _pairs(start, stop)))
+        steps = max((stop - start) / self.most_tokens, 1.0)
+        return self._fit.seconds((steps, float(stop - start), _pairs(start, stop)))
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
@@ -307,14 +314,14 @@ class CostModel:
         """Return the lengths among which the best is.
 
         The expected seconds jump after the device's blocks and after the host's, by the latencies, and bend where the
-        load would take as long as computing the rest. Between these lengths they are concave: least at an end.
+        load would take as long as computing the rest, and where the rest takes one step. Between these lengths they are
+        concave: least at an end.
         """
         device, host, whole = cached.on_device, cached.on_device + cached.on_host, cached.num_blocks
         bend = self._last_hidden_load(cached)
-        return {
-            min(max(each, device), whole)
-            for each in (device, device + 1, host, host + 1, bend, bend + 1, whole)
-        }
+        one_step = (cached.num_tokens - self.prefill.most_tokens) // self._block_size
+        ends = (device, device + 1, host, host + 1, bend, bend + 1, one_step, one_step + 1, whole)
+        return {min(max(each, device), whole) for each in ends}
 
     def _last_hidden_load(self, cached: Cached) -> int:
         """Return the last length whose load takes no longer than computing the rest."""

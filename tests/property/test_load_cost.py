@@ -161,7 +161,17 @@ def test_a_link_is_learnt_from_exact_observations(latency: float, each: float) -
 def test_prefill_speed_is_learnt_with_its_context() -> None:
     known = prefill(4e-3, 2e-5, 3e-9)
     assert known.coefficients == pytest.approx((4e-3, 2e-5, 3e-9), rel=1e-3)
-    assert known.seconds(1000, 9000) == pytest.approx(4e-3 + 8000 * 2e-5 + 8000 * 5000 * 3e-9, rel=1e-3)
+    assert known.seconds(1000, 2000) == pytest.approx(4e-3 + 1000 * 2e-5 + 1000 * 1500 * 3e-9, rel=1e-3)
+    steps = 8000 / 2048  # no step was longer
+    exact = steps * 4e-3 + 8000 * 2e-5 + 8000 * 5000 * 3e-9
+    assert known.seconds(1000, 9000) == pytest.approx(exact, rel=1e-3)
+
+
+def test_noise_of_equal_steps_is_no_speed_that_ignores_the_tokens() -> None:
+    known = PrefillSpeed()
+    for tokens, seconds in ((64, 0.037), (64, 0.036), (22, 0.035), (64, 0.038), (64, 0.040)):
+        known.observe([(0, tokens)], seconds)
+    assert known.seconds(0, 640) > 8 * known.seconds(0, 64)
 
 
 def test_one_size_of_prompt_scales_by_its_tokens() -> None:
