@@ -952,13 +952,13 @@ class BlockCopies:
     def take(
         self,
     ) -> tuple[
-        Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)],
-        Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)],
-        Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)],
-        Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)],
-        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)],
-        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)],
-        Annotated[NDArray[numpy.uint8], dict(shape=(None,), writable=False)] | None,
+        numpy.typing.NDArray[numpy.int32],
+        numpy.typing.NDArray[numpy.int32],
+        numpy.typing.NDArray[numpy.uint32],
+        numpy.typing.NDArray[numpy.uint32],
+        numpy.typing.NDArray[numpy.uint8],
+        numpy.typing.NDArray[numpy.uint8],
+        numpy.typing.NDArray[numpy.uint8] | None,
     ]:
         """
         Remove everything and return it: source slots, target slots, source generations, target
@@ -1052,7 +1052,7 @@ class PlanInFlight:
 
     def __init__(self, plan: object, deadline: float, ranks: int) -> None: ...
     @property
-    def plan(self) -> object: ...
+    def plan(self, /) -> Any: ...
     @property
     def deadline(self) -> float: ...
     @property
@@ -1128,7 +1128,7 @@ class RequestState:
         extra_keys: ExtraKeys | None = None,
         use_cache: bool = True,
         device_only: bool = False,
-        max_cached_tokens: int | None = None,
+        max_cached_tokens: object | None = None,
     ) -> None: ...
     @property
     def request_id(self) -> str: ...
@@ -1153,7 +1153,7 @@ class RequestState:
     @property
     def max_cached_tokens(self) -> int | None: ...
     @max_cached_tokens.setter
-    def max_cached_tokens(self, arg: int | None, /) -> None: ...
+    def max_cached_tokens(self, value: int | None, /) -> None: ...
     @property
     def is_loading(self) -> bool:
         """
@@ -1389,7 +1389,7 @@ class BlockManager:
 
     def allocate(
         self,
-        demands: Sequence[tuple[object, int]],
+        demands: Sequence[tuple[RequestState, int]],
         loads: BlockCopies,
         live: dict[str, Any],
         forms: AllocationForms,
@@ -1399,13 +1399,13 @@ class BlockManager:
         Return a ``result`` for each.
         """
 
-    def commit(self, progress: Sequence[tuple[object, int]]) -> None:
+    def commit(self, progress: Sequence[tuple[RequestState, int]]) -> None:
         """
         Publish the full blocks of the first tokens of each (request, number of tokens).
         """
 
     def advance(
-        self, requests: object, tokens: object, uncomputed_tokens: int = 1, grow: bool = True
+        self, requests: object, tokens: object, uncomputed_tokens: object = 1, grow: bool = True
     ) -> AdvanceResult:
         """
         Append tokens, extend the block tables and publish full blocks: a whole decode step.
@@ -1440,17 +1440,15 @@ class BlockManager:
     def has_followed(self) -> bool:
         """True if ``take_followed`` has something."""
 
-    def take_followed(
-        self,
-    ) -> tuple[
-        numpy.typing.NDArray[numpy.uint8] | None,
-        numpy.typing.NDArray[numpy.uint8] | None,
-        BlockList | None,
-        list[tuple[bytes, str]],
-    ]:
+    def queue_followed(self, queue: BlockQueue) -> int:
         """
-        Return hashes stored, hashes that reached ``follow_hits``, blocks evicted, and (first block,
-        tenant) of requests that published; forget them.
+        Move the blocks that became entries or reached ``follow_hits`` to a queue of backups; return how
+        many blocks a full queue dropped.
+        """
+
+    def take_followed(self) -> tuple[BlockList | None, list[tuple[bytes, str]]]:
+        """
+        Return blocks evicted and (first block, tenant) of requests that published, and forget all news.
         """
 
     @property

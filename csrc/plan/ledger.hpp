@@ -40,7 +40,7 @@ struct PlanInFlight {
     std::uint64_t plan_id;
     double deadline;
     bool is_overdue = false;
-    bool is_task = false;             // a StorageTask
+    bool is_task = false;  // a StorageTask
     bool is_counted_in_python = false;
     std::vector<PlannedTransfer> transfers;
     std::vector<bool> waiting;  // by rank

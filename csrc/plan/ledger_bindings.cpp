@@ -12,11 +12,16 @@ namespace fdcache {
 Purpose purpose_of(nb::handle value) {
     if (PyUnicode_Check(value.ptr()) && PyUnicode_GET_LENGTH(value.ptr())) {
         switch (PyUnicode_READ_CHAR(value.ptr(), 0)) {
-            case 'l': return kLoad;
-            case 'e': return kEvict;
-            case 'b': return kBackup;
-            case 's': return kStore;
-            case 'p': return kPrefetch;
+            case 'l':
+                return kLoad;
+            case 'e':
+                return kEvict;
+            case 'b':
+                return kBackup;
+            case 's':
+                return kStore;
+            case 'p':
+                return kPrefetch;
         }
     }
     throw nb::type_error("expected a SwapPurpose");
@@ -65,7 +70,9 @@ void bind_ledger(nb::module_ &module) {
     nb::class_<PlanInFlight>(module, "PlanInFlight",
                              "A plan or a storage task that some of ``ranks`` ranks have not reported.")
         .def(nb::init<nb::object, double, std::size_t>(), "plan"_a, "deadline"_a, "ranks"_a)
-        .def_ro("plan", &PlanInFlight::plan)
+        .def_prop_ro(
+            "plan", [](const PlanInFlight &self) { return self.plan; },
+            nb::for_getter(nb::sig("def plan(self, /) -> typing.Any")))
         .def_ro("deadline", &PlanInFlight::deadline)
         .def_rw("is_overdue", &PlanInFlight::is_overdue)
         .def("waits_for", &PlanInFlight::waits_for, "rank"_a, "Return True if this rank has not reported.")
@@ -83,7 +90,8 @@ void bind_ledger(nb::module_ &module) {
                 return checksums;
             },
             nb::sig("def count_in_python(self) -> list[numpy.typing.NDArray[numpy.uint64] | None]"),
-            "Leave the plan's further reports to Python. Return the checksums that rank 0 has reported for each\n"
+            "Leave the plan's further reports to Python. Return the checksums that rank 0 has reported for "
+            "each\n"
             "transfer.");
     nb::class_<PlanTable>(module, "PlanTable", "The plans in flight by number, for ``num_ranks`` ranks.")
         .def(nb::init<std::size_t>(), "num_ranks"_a)
@@ -92,23 +100,26 @@ void bind_ledger(nb::module_ &module) {
         .def_ro("plans", &PlanTable::plans)
         .def_rw("next_deadline", &PlanTable::next_deadline, "No plan is newly overdue before it.")
         .def(
-            "expect", [](PlanTable &self, nb::typed<nb::object, PlanInFlight> flight) { self.expect(flight); },
+            "expect",
+            [](PlanTable &self, nb::typed<nb::object, PlanInFlight> flight) { self.expect(flight); },
             "flight"_a, "Add a plan.")
         .def("remove", &PlanTable::remove, "flight"_a, "Remove a plan.")
         .def(
             "blocks_in_flight",
             [](const PlanTable &self, nb::handle purpose) { return self.blocks[purpose_of(purpose)]; },
             "purpose"_a, "Return the number of blocks being copied for this purpose.");
-    nb::class_<CopyMeter>(module, "CopyMeter", "Bytes and durations of copies by purpose.\n\n"
-                                               "``bounds``: upper bounds of a histogram's buckets, in seconds; the\n"
-                                               "last bucket has none.")
+    nb::class_<CopyMeter>(module, "CopyMeter",
+                          "Bytes and durations of copies by purpose.\n\n"
+                          "``bounds``: upper bounds of a histogram's buckets, in seconds; the\n"
+                          "last bucket has none.")
         .def(nb::init<std::vector<double>>(), "bounds"_a)
         .def(
             "add",
             [](CopyMeter &self, nb::handle purpose, std::uint64_t bytes, double seconds) {
                 self.add(purpose_of(purpose), bytes, seconds);
             },
-            "purpose"_a, "copied_bytes"_a, "seconds"_a, "Count one rank's transfer, unless it copied nothing.")
+            "purpose"_a, "copied_bytes"_a, "seconds"_a,
+            "Count one rank's transfer, unless it copied nothing.")
         .def(
             "total",
             [](const CopyMeter &self, nb::handle purpose) {

@@ -230,6 +230,13 @@ void BlockManager::release(RequestState &request) {
     request.deferred_since_.reset();
 }
 
+std::size_t BlockManager::queue_followed(BlockQueue &queue) {
+    std::size_t dropped = 0;
+    for (std::vector<Digest> *const news : {&followed_.hit, &followed_.stored})
+        if (!news->empty()) dropped += queue.add(std::exchange(*news, {}));
+    return dropped;
+}
+
 Followed BlockManager::take_followed() {
     return std::exchange(followed_, {});
 }

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "plan/backup_planner.hpp"
 #include "plan/block_copies.hpp"
 #include "scheduler/host_source.hpp"
 #include "scheduler/request_state.hpp"
@@ -50,9 +51,9 @@ struct BrokenPromise : std::logic_error {
 
 // How matches end.
 struct MatchTerms {
-    std::size_t cell = 1;                 // blocks of one cell of the reuse grid
-    double defer_timeout = 0;             // seconds that a request waits for another's copy
-    std::function<double()> clock;        // seconds
+    std::size_t cell = 1;           // blocks of one cell of the reuse grid
+    double defer_timeout = 0;       // seconds that a request waits for another's copy
+    std::function<double()> clock;  // seconds
     // True for a block that is pending because it is being read from storage: no request waits for it.
     std::function<bool(const Digest &)> is_reading;
     // How many of the blocks found on the host are worth loading, given those on the device; none: all.
@@ -172,6 +173,9 @@ class BlockManager {
         return tokens / block_size_ + (tokens % block_size_ != 0);
     }
     bool has_followed() const { return !followed_.empty(); }
+    // Moves the blocks that became entries or reached `Follow::hits` to the queue, and returns how many
+    // blocks it dropped.
+    std::size_t queue_followed(BlockQueue &queue);
     Followed take_followed();
     const BlockManagerStats &stats() const { return stats_; }
 
@@ -204,7 +208,7 @@ class BlockManager {
     std::vector<Digest> former_;
     Followed followed_;
     BlockManagerStats stats_;
-    std::vector<LoadRange> open_loads_;  // of the present step
+    std::vector<LoadRange> open_loads_;                                // of the present step
     std::unordered_map<std::uint64_t, std::vector<LoadRange>> loads_;  // by the number of their plan
     std::unordered_map<LeaseId, RequestState *> loading_;              // requests that wait for loads
     std::vector<Slot> slots_;  // of the last call; kept for its capacity

@@ -10,6 +10,7 @@
 #include <unordered_set>
 #include <variant>
 
+#include "python_arrays.hpp"
 #include "scheduler/block_manager.hpp"
 #include "scheduler/python_request.hpp"
 
@@ -168,18 +169,34 @@ nb::object answer(PythonBlockManager &manager, PythonRequest &request, const Liv
 
 // --- allocate ----------------------------------------------------------------------------------------------
 
-nb::list allocate(PythonBlockManager &manager,
-                  const std::vector<std::pair<nb::object, std::uint64_t>> &demands, BlockCopies &loads,
-                  const Live &live, const AllocationForms &forms) {
-    for (const auto &[request, tokens] : demands) manager.check_allocate(request_of(request), tokens);
+// Requests, each with a number of tokens.
+using Counted = std::vector<std::pair<nb::typed<nb::object, PythonRequest>, nb::typed<nb::object, nb::int_>>>;
+
+std::vector<std::pair<PythonRequest *, std::uint64_t>> read_counts(const Counted &pairs, const char *name) {
+    std::vector<std::pair<PythonRequest *, std::uint64_t>> read;
+    read.reserve(pairs.size());
+    for (const auto &[request, tokens] : pairs)
+        read.emplace_back(&request_of(request),
+                          count_of("request '" + request_of(request).id() + "': " + name, tokens));
+    return read;
+}
+
+nb::object added_blocks(const RequestState &request, std::size_t first, std::size_t last) {
+    return copied_array<std::int32_t>({request.table().data() + first, last - first});
+}
+
+nb::list allocate(PythonBlockManager &manager, const Counted &demands, BlockCopies &loads, const Live &live,
+                  const AllocationForms &forms) {
+    const auto read = read_counts(demands, "num_tokens");
+    for (const auto &[request, tokens] : read) manager.check_allocate(*request, tokens);
     nb::list results;
-    for (const auto &[handle, tokens] : demands) {
-        PythonRequest &request = request_of(handle);
+    for (const auto &[each, tokens] : read) {
+        PythonRequest &request = *each;
         manager.check_allocate(request, tokens);  // a request named twice may have been released
         const Allocated given = manager.allocate(request, tokens, &loads);
         if (given.end == AllocationEnd::kDone) {
             const auto [first, last] = manager.take_added(request);
-            results.append(forms.result(request.request_id, table_rows(request, first, last)));
+            results.append(forms.result(request.request_id, added_blocks(request, first, last)));
         } else if (given.end == AllocationEnd::kNoBlocks) {
             results.append(forms.result(request.request_id, "failure"_a = forms.no_blocks,
                                         "shortfall"_a = given.missing));
@@ -221,7 +238,8 @@ nb::list give_up_loads(const PythonBlockManager &manager, std::uint64_t plan) {
 // --- advance -----------------------------------------------------------------------------------------------
 
 AdvanceResult advance(PythonBlockManager &manager, nb::handle requests, nb::handle tokens,
-                      std::uint64_t uncomputed, bool grow) {
+                      nb::handle uncomputed, bool grow) {
+    const std::uint64_t uncomputed_tokens = count_of("uncomputed_tokens", uncomputed);
     const StepTokens step = step_tokens(tokens);
     const Requests found = requests_of(requests);  // from here on no Python code runs
     if (found.all.size() != step.ends.size())
@@ -239,21 +257,19 @@ AdvanceResult advance(PythonBlockManager &manager, nb::handle requests, nb::hand
         at += count;
     }
     AdvanceResult result;
-    manager.advance(states, uncomputed, grow, result);
+    manager.advance(states, uncomputed_tokens, grow, result);
     return result;
 }
 
-// The policy's news as arrays: None where there is nothing.
+// The policy's news but what `queue_followed` has taken.
 nb::tuple take_followed(PythonBlockManager &manager) {
     Followed followed = manager.take_followed();
-    nb::object stored = nb::none(), hit = nb::none(), evicted = nb::none();
-    if (!followed.stored.empty()) stored = nb::cast(hashes_to_numpy(std::move(followed.stored)));
-    if (!followed.hit.empty()) hit = nb::cast(hashes_to_numpy(std::move(followed.hit)));
+    nb::object evicted = nb::none();
     if (!followed.evicted.slots.empty()) evicted = nb::cast(std::move(followed.evicted));
     nb::list owners;
     for (const auto &[block, tenant] : followed.owners)
         owners.append(nb::make_tuple(digest_to_bytes(block), nb::str(tenant.c_str(), tenant.size())));
-    return nb::make_tuple(stored, hit, evicted, owners);
+    return nb::make_tuple(evicted, owners);
 }
 
 void bind_forms(nb::module_ &module) {
@@ -384,10 +400,11 @@ void bind_block_manager(nb::module_ &module) {
              "Return a ``result`` for each.")
         .def(
             "commit",
-            [](PythonBlockManager &self, const std::vector<std::pair<nb::object, std::int64_t>> &progress) {
-                for (const auto &[request, tokens] : progress) self.check_commit(request_of(request), tokens);
-                for (const auto &[request, tokens] : progress)
-                    self.commit(request_of(request), static_cast<std::uint64_t>(tokens));
+            [](PythonBlockManager &self, const Counted &progress) {
+                const auto read = read_counts(progress, "cannot commit: the number of tokens");
+                for (const auto &[request, tokens] : read)
+                    self.check_commit(*request, static_cast<std::int64_t>(tokens));
+                for (const auto &[request, tokens] : read) self.commit(*request, tokens);
             },
             "progress"_a, "Publish the full blocks of the first tokens of each (request, number of tokens).")
         .def("advance", &advance, "requests"_a, "tokens"_a, "uncomputed_tokens"_a = 1, "grow"_a = true,
@@ -420,11 +437,16 @@ void bind_block_manager(nb::module_ &module) {
         .def_prop_ro(
             "has_followed", [](const PythonBlockManager &self) { return self.has_followed(); },
             "True if ``take_followed`` has something.")
+        .def(
+            "queue_followed",
+            [](PythonBlockManager &self, BlockQueue &queue) { return self.queue_followed(queue); }, "queue"_a,
+            "Move the blocks that became entries or reached ``follow_hits`` to a queue of backups; return "
+            "how\n"
+            "many blocks a full queue dropped.")
         .def("take_followed", &take_followed,
-             nb::sig("def take_followed(self) -> tuple[numpy.typing.NDArray[numpy.uint8] | None, "
-                     "numpy.typing.NDArray[numpy.uint8] | None, BlockList | None, list[tuple[bytes, str]]]"),
-             "Return hashes stored, hashes that reached ``follow_hits``, blocks evicted, and (first block,\n"
-             "tenant) of requests that published; forget them.")
+             nb::sig("def take_followed(self) -> tuple[BlockList | None, list[tuple[bytes, str]]]"),
+             "Return blocks evicted and (first block, tenant) of requests that published, and forget all "
+             "news.")
         .def_prop_ro("stats", [](const PythonBlockManager &self) -> const BlockManagerStats & {
             return self.stats();
         });

@@ -41,8 +41,7 @@ Matched BlockManager::match(RequestState &request, const MatchTerms &terms, Stor
     HostSource::Answer found = host_.find(path, on_device, storage);
     if (found.ask_for) return {MatchEnd::kUnanswered, on_device, 0, found.ask_for};
     const bool host_pending =
-        found.pending &&
-        !(terms.is_reading && terms.is_reading(path[on_device + found.run.size()]));
+        found.pending && !(terms.is_reading && terms.is_reading(path[on_device + found.run.size()]));
     return end_match(request, terms, on_device, std::move(found.run), pending, host_pending);
 }
 
@@ -127,8 +126,8 @@ Allocated BlockManager::allocate(RequestState &request, std::uint64_t num_tokens
             const std::size_t blocks = blocks_for(num_tokens), have = request.table_.size();
             const std::size_t wanted = blocks > have ? blocks - have : 0;
             if (wanted > tier.available()) {
-                missing = static_cast<std::uint32_t>(
-                    std::min<std::size_t>(wanted - tier.available(), UINT32_MAX));
+                missing =
+                    static_cast<std::uint32_t>(std::min<std::size_t>(wanted - tier.available(), UINT32_MAX));
                 ++stats_.allocation_failures;
             } else {
                 count_hits(request);
@@ -186,8 +185,8 @@ void BlockManager::plan_loads(Tier::Session &tier, RequestState &request, BlockC
     const auto offset = static_cast<std::uint32_t>(loads.size());
     loads.append({run.slots, run.generations, path.subspan(first), parents, run.unverified}, taken_.slots,
                  taken_.generations);
-    open_loads_.push_back({request.lease_, offset, static_cast<std::uint32_t>(count),
-                           static_cast<std::uint32_t>(first)});
+    open_loads_.push_back(
+        {request.lease_, offset, static_cast<std::uint32_t>(count), static_cast<std::uint32_t>(first)});
     loading_.insert_or_assign(request.lease_, &request);
     request.is_loading = true;
     drop_host_run(request);

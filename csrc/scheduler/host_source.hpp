@@ -1,4 +1,5 @@
-// The host tier from which the requests of a scheduler load blocks: one of this process, or that of a service.
+// The host tier from which the requests of a scheduler load blocks: one of this process, or that of a
+// service.
 #pragma once
 
 #include <cstddef>

@@ -36,6 +36,10 @@ struct Requests {
 PythonRequest &request_of(nb::handle value);
 Requests requests_of(nb::handle values);
 
+// The number of tokens or blocks that `value` is. Throws RequestStateError naming it for anything but an int
+// from 0 to 2^64 - 1.
+std::uint64_t count_of(const std::string &name, nb::handle value);
+
 // Slots `first` to `last` of the block table.
 SlotRow table_rows(const RequestState &request, std::size_t first, std::size_t last);
 

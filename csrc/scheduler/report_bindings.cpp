@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "plan/ledger.hpp"
+#include "python_arrays.hpp"
 #include "scheduler/block_manager.hpp"
 #include "scheduler/python_request.hpp"
 
@@ -39,8 +40,8 @@ class WholeReports {
           tells_arrivals_(tells_arrivals),
           forms_(std::move(forms)) {}
 
-    // Counts the reports and returns the loads that ended, and the (transfer, flags, checksums) of blocks that
-    // came to the host. Returns nothing, and changes nothing, if Python has to count one of them.
+    // Counts the reports and returns the loads that ended, and the (transfer, flags, checksums) of blocks
+    // that came to the host. Returns nothing, and changes nothing, if Python has to count one of them.
     std::optional<std::pair<nb::list, nb::list>> count(const nb::list &reports);
     const CopiedBlocks &copied() const { return copied_; }
 
@@ -70,18 +71,23 @@ class WholeReports {
     std::vector<std::uint8_t> ones_;
 };
 
-using SlotArray = VectorIn<std::int32_t>;
-
 std::vector<std::uint64_t> checksums_of(const PlannedTransfer &transfer) {
     if (!transfer.checksums.is_valid()) return {};
-    const auto values = nb::cast<VectorIn<std::uint64_t>>(transfer.checksums);
-    const auto span = span_of(values);
-    return {span.begin(), span.end()};
+    const ArrayValues<std::uint64_t> values(transfer.checksums);
+    return {values.span().begin(), values.span().end()};
 }
 
-SlotArray side_of(const PlannedTransfer &transfer, const char *side) {
-    return nb::cast<SlotArray>(transfer.swap.attr(side));
-}
+// One side of a transfer.
+class Slots {
+  public:
+    Slots(const PlannedTransfer &transfer, const char *side) : values_(transfer.swap.attr(side)) {}
+    std::span<const Slot> all() const {
+        return {reinterpret_cast<const Slot *>(values_.span().data()), values_.span().size()};
+    }
+
+  private:
+    ArrayValues<std::int32_t> values_;
+};
 
 bool WholeReports::read(nb::handle value, Report &report) const {
     const nb::object rank = value.attr("rank"), plan_id = value.attr("plan_id");
@@ -96,7 +102,8 @@ bool WholeReports::read(nb::handle value, Report &report) const {
     report.keep = nb::borrow(plans_.plans[plan_id]);
     report.results = value.attr("results");
     const auto &transfers = report.flight->transfers;
-    if (!nb::isinstance<nb::tuple>(report.results) || nb::len(report.results) != transfers.size()) return false;
+    if (!nb::isinstance<nb::tuple>(report.results) || nb::len(report.results) != transfers.size())
+        return false;
     for (std::size_t i = 0; i < transfers.size(); ++i)
         if (!is_whole(transfers[i], report.results[i])) return false;
     return true;
@@ -153,11 +160,11 @@ void WholeReports::end_plan(PlanInFlight &flight, nb::list &outcomes, nb::list &
 }
 
 void WholeReports::end_loads(const PlanInFlight &flight, const PlannedTransfer &loads, nb::list &outcomes) {
-    const SlotArray targets = side_of(loads, "dst_block_ids"), sources = side_of(loads, "src_block_ids");
+    const Slots targets(loads, "dst_block_ids"), sources(loads, "src_block_ids");
     copied_.loaded += loads.size;
     const auto ready =
-        device_.complete(slots_of(targets), std::span(ones_).first(loads.size), checksums_of(loads));
-    host_.end_load(slots_of(sources));
+        device_.complete(targets.all(), std::span(ones_).first(loads.size), checksums_of(loads));
+    host_.end_load(sources.all());
     for (const LoadRange &load : blocks_.take_loads(flight.plan_id)) {
         auto *const request = static_cast<PythonRequest *>(blocks_.waiting_for(load));
         if (!request) continue;
@@ -171,34 +178,35 @@ void WholeReports::end_loads(const PlanInFlight &flight, const PlannedTransfer &
 }
 
 void WholeReports::end_copies_to_host(const PlannedTransfer &copies, nb::list &arrived) {
-    const SlotArray targets = side_of(copies, "dst_block_ids"), sources = side_of(copies, "src_block_ids");
+    const Slots targets(copies, "dst_block_ids"), sources(copies, "src_block_ids");
     (copies.kind == kEvict ? copied_.evicted : copied_.backed_up) += copies.size;
     nb::object flags = nb::none();
     if (host_.tier()) {
-        auto ready = host_.tier()->complete(slots_of(targets), std::span(ones_).first(copies.size),
-                                            checksums_of(copies));
+        auto ready =
+            host_.tier()->complete(targets.all(), std::span(ones_).first(copies.size), checksums_of(copies));
         if (tells_arrivals_) flags = nb::cast(to_numpy<std::uint8_t>(std::move(ready)));
     }
-    device_.unhold(slots_of(sources));
+    device_.unhold(sources.all());
     if (!tells_arrivals_) return;
-    arrived.append(nb::make_tuple(copies.swap, flags,
-                                  copies.checksums.is_valid() ? copies.checksums : nb::none()));
+    arrived.append(
+        nb::make_tuple(copies.swap, flags, copies.checksums.is_valid() ? copies.checksums : nb::none()));
 }
 
 }  // namespace
 
 void bind_whole_reports(nb::module_ &module) {
     nb::class_<LoadForms>(module, "LoadForms", "How ``WholeReports`` tells of the ends of loads.")
-        .def(nb::init<nb::object, nb::object, nb::object, std::size_t>(), "outcome"_a, "confirmed"_a, "failed"_a,
-             "block_size"_a);
+        .def(nb::init<nb::object, nb::object, nb::object, std::size_t>(), "outcome"_a, "confirmed"_a,
+             "failed"_a, "block_size"_a);
     nb::class_<CopiedBlocks>(module, "CopiedBlocks", "Totals of blocks copied by purpose.")
         .def_ro("loaded", &CopiedBlocks::loaded)
         .def_ro("evicted", &CopiedBlocks::evicted)
         .def_ro("backed_up", &CopiedBlocks::backed_up);
     using Reports = WithParts<WholeReports>;
-    nb::class_<Reports>(module, "WholeReports", traversed<Reports>(),
-                        "Counts the reports of plans of which every rank has copied everything so far, and ends\n"
-                        "their transfers in the tiers.")
+    nb::class_<Reports>(
+        module, "WholeReports", traversed<Reports>(),
+        "Counts the reports of plans of which every rank has copied everything so far, and ends\n"
+        "their transfers in the tiers.")
         .def(
             "__init__",
             [](Reports *self, nb::typed<nb::object, PlanTable> plans,
@@ -213,9 +221,11 @@ void bind_whole_reports(nb::module_ &module) {
             "plans"_a, "blocks"_a, "device"_a, "host"_a.none(), "meter"_a, "tells_arrivals"_a, "forms"_a)
         .def(
             "count", [](Reports &self, const nb::list &reports) { return self.count(reports); }, "reports"_a,
-             "Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is in\n"
-             "the tier or None for a service, checksums or None) of copies to the host. Return None, and change\n"
-             "nothing, if one of the reports is another: unexpected, refused, of a failure or a storage task.")
+            "Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is "
+            "in\n"
+            "the tier or None for a service, checksums or None) of copies to the host. Return None, and "
+            "change\n"
+            "nothing, if one of the reports is another: unexpected, refused, of a failure or a storage task.")
         .def_prop_ro("copied", [](const Reports &self) -> const CopiedBlocks & { return self.copied(); });
 }
 

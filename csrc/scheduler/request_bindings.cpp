@@ -1,5 +1,3 @@
-#include "scheduler/python_request.hpp"
-
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -10,6 +8,7 @@
 #include <tuple>
 
 #include "scheduler/block_manager.hpp"
+#include "scheduler/python_request.hpp"
 
 namespace fdcache {
 namespace {
@@ -28,6 +27,14 @@ PythonRequest::PythonRequest(nb::str id, nb::object prompt, std::size_t prompt_t
     : RequestState(text_of(id), prompt_tokens, std::move(tenant), std::move(extra_keys)),
       request_id(std::move(id)),
       prompt(std::move(prompt)) {}
+
+std::uint64_t count_of(const std::string &name, nb::handle value) {
+    const auto number = nb::steal(PyNumber_Index(value.ptr()));
+    const unsigned long long count = number.is_valid() ? PyLong_AsUnsignedLongLong(number.ptr()) : 0;
+    if (!PyErr_Occurred()) return count;
+    PyErr_Clear();
+    throw RequestStateError(name + " has to be an int from 0 to 2**64 - 1, got " + nb::repr(value).c_str());
+}
 
 PythonRequest &request_of(nb::handle value) {
     static PyTypeObject *const type = reinterpret_cast<PyTypeObject *>(nb::type<PythonRequest>().ptr());
@@ -91,6 +98,11 @@ PyType_Slot request_slots[] = {{Py_tp_traverse, reinterpret_cast<void *>(travers
                                {Py_tp_clear, reinterpret_cast<void *>(clear_request)},
                                {0, nullptr}};
 
+std::optional<std::uint64_t> cached_limit(nb::handle value) {
+    if (value.is_none()) return std::nullopt;
+    return count_of("max_cached_tokens", value);
+}
+
 void bind_request_state(nb::module_ &module) {
     nb::class_<PythonRequest>(module, "RequestState", nb::type_slots(request_slots),
                               "Tokens, block hashes and device blocks of one request: the state that\n"
@@ -99,7 +111,7 @@ void bind_request_state(nb::module_ &module) {
             "__init__",
             [](PythonRequest *self, nb::str request_id, nb::object prompt,
                const std::optional<nb::bytes> &tenant, const std::optional<ExtraKeys> &extra_keys,
-               bool use_cache, bool device_only, std::optional<std::uint64_t> max_cached_tokens) {
+               bool use_cache, bool device_only, nb::handle max_cached_tokens) {
                 const std::size_t count = nb::len(prompt);
                 std::optional<std::string> name;
                 if (tenant) name.emplace(tenant->c_str(), tenant->size());
@@ -107,7 +119,7 @@ void bind_request_state(nb::module_ &module) {
                                          extra_keys ? *extra_keys : ExtraKeys());
                 self->use_cache = use_cache;
                 self->device_only = device_only;
-                self->max_cached_tokens = max_cached_tokens;
+                self->max_cached_tokens = cached_limit(max_cached_tokens);
             },
             "request_id"_a, "prompt"_a, "tenant"_a.none() = nb::none(), "extra_keys"_a.none() = nb::none(),
             "use_cache"_a = true, "device_only"_a = false, "max_cached_tokens"_a.none() = nb::none())
@@ -118,7 +130,10 @@ void bind_request_state(nb::module_ &module) {
                 "Length of the matched prefix; 0 unless the request is matched.")
         .def_rw("use_cache", &PythonRequest::use_cache)
         .def_rw("device_only", &PythonRequest::device_only)
-        .def_rw("max_cached_tokens", &PythonRequest::max_cached_tokens)
+        .def_prop_rw(
+            "max_cached_tokens", [](const PythonRequest &self) { return self.max_cached_tokens; },
+            [](PythonRequest &self, nb::handle value) { self.max_cached_tokens = cached_limit(value); },
+            nb::for_setter(nb::sig("def max_cached_tokens(self, value: int | None, /) -> None")))
         .def_ro("is_loading", &PythonRequest::is_loading,
                 "True from the planning of a load to the ``LoadOutcome`` of ``CacheManager.apply``.")
         .def_prop_ro(

@@ -14,7 +14,8 @@ namespace fdcache {
 namespace {
 
 void bind_misses(nb::module_ &module) {
-    nb::class_<MissLog>(module, "MissLog", "Blocks that look-ups did not find, until they are sent to the service.")
+    nb::class_<MissLog>(module, "MissLog",
+                        "Blocks that look-ups did not find, until they are sent to the service.")
         .def(nb::init<>())
         .def("__len__", [](const MissLog &self) { return self.firsts.size(); })
         .def_rw("in_flight", &MissLog::in_flight,
@@ -23,11 +24,13 @@ void bind_misses(nb::module_ &module) {
         .def(
             "take",
             [](MissLog &self) {
-                auto taken = std::tuple(self.whole, vector_to_bytes(self.firsts), vector_to_bytes(self.blocks));
+                auto taken =
+                    std::tuple(self.whole, vector_to_bytes(self.firsts), vector_to_bytes(self.blocks));
                 self.clear();
                 return taken;
             },
-            "Return and forget: the number of look-ups without any hit, the hash of the first missing block of\n"
+            "Return and forget: the number of look-ups without any hit, the hash of the first missing block "
+            "of\n"
             "each look-up, and how many blocks were missing as int32.");
 }
 
@@ -35,9 +38,10 @@ void bind_misses(nb::module_ &module) {
 
 void bind_pinned_runs(nb::module_ &module) {
     bind_misses(module);
-    nb::class_<PinnedRuns>(module, "PinnedRuns",
-                           "The runs that an engine has pinned at a service, by lease. A run is unpinned once it\n"
-                           "is released and no load reads it.")
+    nb::class_<PinnedRuns>(
+        module, "PinnedRuns",
+        "The runs that an engine has pinned at a service, by lease. A run is unpinned once it\n"
+        "is released and no load reads it.")
         .def(nb::init<MissLog &>(), "misses"_a, nb::keep_alive<1, 2>())
         .def("__len__", &PinnedRuns::size, "Number of runs that are not released.")
         .def_prop_ro("slots_loading", &PinnedRuns::slots_loading, "Number of slots that loads read.")
@@ -50,7 +54,8 @@ void bind_pinned_runs(nb::module_ &module) {
                 return std::tuple(found.lease, std::move(found.found), found.ask_for);
             },
             "path"_a, "start"_a, "storage_use"_a = 0,
-            "Pin the leading run of a path from ``start`` on. Return its lease or 0, the run, and for how many\n"
+            "Pin the leading run of a path from ``start`` on. Return its lease or 0, the run, and for how "
+            "many\n"
             "leading blocks of the path the service has to be asked, 0 if it need not.")
         .def("add", &PinnedRuns::add, "owner"_a, "number"_a, "unverified"_a,
              "Add a run that the service has pinned under a number; return its lease.")

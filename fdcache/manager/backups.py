@@ -68,6 +68,10 @@ class BackupPlanner:
         """Queue blocks for a backup."""
         self._counters.backups_dropped += self._queue.add(hashes)
 
+    def enqueue_from(self, blocks: _core.BlockManager) -> None:
+        """Queue the blocks that requests have published, or have hit often enough."""
+        self._counters.backups_dropped += blocks.queue_followed(self._queue)
+
     def on_evict(self, evicted: Sequence[BlockList], plan: OpenPlan) -> None:
         """Plan copies of evicted blocks that the host lacks, before their slots are overwritten.
 

@@ -207,7 +207,14 @@ class CacheManager:
                 self._requests.unmatch(request)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
-        """Return True if that many blocks are free or evictable. Always False while paused or asleep."""
+        """Return True if that many blocks are free or evictable. Always False while paused or asleep.
+
+        Raises ``RequestStateError`` for a negative number.
+        """
+        if num_blocks < 0:
+            raise RequestStateError(
+                f"can_allocate_device_blocks: num_blocks is {num_blocks}; it has to be at least 0"
+            )
         if self._state is not ManagerState.RUNNING:
             return False
         enough = self._device.available >= num_blocks

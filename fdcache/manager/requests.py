@@ -277,15 +277,15 @@ class LiveRequests:
 
     def _pass_on(self, plan: OpenPlan | None) -> None:
         """Tell the write policies and the host tier what the last call did."""
-        stored, hit, evicted, owners = self._blocks.take_followed()
         backups, host = self._tiers.backups, self._tiers.host
         if backups is not None:
-            for hashes in (hit, stored):
-                if hashes is not None:
-                    backups.enqueue(hashes)
-            if evicted is not None:
-                assert plan is not None
-                backups.on_evict([evicted], plan)
+            backups.enqueue_from(self._blocks)
+            if not self._blocks.has_followed:
+                return
+        evicted, owners = self._blocks.take_followed()
+        if evicted is not None:
+            assert backups is not None and plan is not None
+            backups.on_evict([evicted], plan)
         if host is not None:
             for block, tenant in owners:
                 host.own(block, tenant)

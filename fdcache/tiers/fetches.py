@@ -40,7 +40,7 @@ class Fetches(Protocol):
     """Fetches by number. Number 0 has no fetch."""
 
     def storage_use(self, number: int) -> int:
-        """Return how reads concern a look-up at a service: 0 not at all, 1 unless everything is found, 2 in any case."""
+        """Return how reads concern a look-up at a service: 0 not, 1 unless everything is found, 2 in any case."""
 
     @property
     def is_on(self) -> bool:

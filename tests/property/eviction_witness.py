@@ -155,9 +155,7 @@ class EvictionWitness:
 class _WatchedBlocks:
     """A ``BlockManager`` that tells the witnesses of both tiers of each request's part of a call."""
 
-    def __init__(
-        self, blocks: _core.BlockManager, device: EvictionWitness, host: EvictionWitness
-    ) -> None:
+    def __init__(self, blocks: _core.BlockManager, device: EvictionWitness, host: EvictionWitness) -> None:
         self._blocks = blocks
         self._device = device
         self._host = host
@@ -178,7 +176,9 @@ class _WatchedBlocks:
             found += self._watched(self._match)(request, *same, uses and [uses[i]])
         return found
 
-    def _match(self, request: _core.RequestState, live: Any, forms: _core.MatchForms, *args: Any) -> list[Any]:
+    def _match(
+        self, request: _core.RequestState, live: Any, forms: _core.MatchForms, *args: Any
+    ) -> list[Any]:
         """Match; whether or not they stay pinned, the blocks that were found have been used."""
         path = hash_list(request.block_hashes)[: self._blocks.matchable(request)]
         path = path if request.use_cache else []
@@ -221,7 +221,7 @@ class _WatchedBlocks:
 
     def take_followed(self) -> Any:
         followed = self._blocks.take_followed()
-        gone = [] if followed[2] is None else hash_list(followed[2].hashes)
+        gone = [] if followed[0] is None else hash_list(followed[0].hashes)
         for order, kept, count in self._allocations:
             self._device.check_allocation(gone[:count], order, kept)
             gone = gone[count:]

@@ -166,7 +166,7 @@ class RemoteHostTier:
         return matches
 
     def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[HostMatch]:
-        """Let the service pin the runs of paths. Without an answer in time nothing is found, and the session is over."""
+        """Let the service pin runs. Without an answer in time nothing is found, and the session is over."""
         session = self.sessions.session
         if session is None or self._reset_owed:
             return [NOTHING] * len(paths)
