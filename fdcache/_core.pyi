@@ -965,7 +965,7 @@ class BlockCopies:
         generations, hashes, parents, and the marks of unverified blocks or None.
         """
 
-def take_transfers(lists: Sequence[BlockCopies], forms: Sequence) -> list:
+def take_transfers(lists: Sequence[BlockCopies], forms: Sequence[Callable[..., Any]]) -> list[Any]:
     """
     Empty lists of copies. Return what each list's form makes of its columns, None for an empty one.
     """
@@ -1083,7 +1083,7 @@ class PlanTable:
     @property
     def num_ranks(self) -> int: ...
     @property
-    def plans(self) -> dict: ...
+    def plans(self, /) -> dict[int, Any]: ...
     @property
     def next_deadline(self) -> float:
         """No plan is newly overdue before it."""
@@ -1348,7 +1348,7 @@ class BlockManager:
         is_reading: object | None = None,
         storage_use: Sequence[int] | None = None,
         worth_loading: object | None = None,
-    ) -> list:
+    ) -> list[Any]:
         """
         Pin the longest cached prefix of each request, on the device and then on the host, or defer it.
         Return a ``result`` for each, or (first block, blocks) where the service has to be asked for as
@@ -1393,7 +1393,7 @@ class BlockManager:
         loads: BlockCopies,
         live: dict[str, Any],
         forms: AllocationForms,
-    ) -> list:
+    ) -> list[Any]:
         """
         Extend the block table of each (request, number of tokens), and plan the loads of its host run.
         Return a ``result`` for each.
@@ -1485,7 +1485,7 @@ class WholeReports:
         tells_arrivals: bool,
         forms: LoadForms,
     ) -> None: ...
-    def count(self, reports: list) -> tuple[list, list] | None:
+    def count(self, reports: list[Any]) -> tuple[list[Any], list[Any]] | None:
         """
         Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is in
         the tier or None for a service, checksums or None) of copies to the host. Return None, and change

@@ -118,6 +118,9 @@ void bind_copies_of_blocks(nb::module_ &module) {
              "generations, hashes, parents, and the marks of unverified blocks or None.");
     module.def(
         "take_transfers", &take_transfers, "lists"_a, "forms"_a,
+        nb::sig("def take_transfers(lists: collections.abc.Sequence[BlockCopies], "
+                "forms: collections.abc.Sequence[collections.abc.Callable[..., typing.Any]]) -> "
+                "list[typing.Any]"),
         "Empty lists of copies. Return what each list's form makes of its columns, None for an empty one.");
 }
 

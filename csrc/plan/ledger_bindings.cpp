@@ -97,7 +97,9 @@ void bind_ledger(nb::module_ &module) {
         .def(nb::init<std::size_t>(), "num_ranks"_a)
         .def("__len__", [](const PlanTable &self) { return nb::len(self.plans); })
         .def_ro("num_ranks", &PlanTable::num_ranks)
-        .def_ro("plans", &PlanTable::plans)
+        .def_prop_ro(
+            "plans", [](const PlanTable &self) { return self.plans; },
+            nb::for_getter(nb::sig("def plans(self, /) -> dict[int, typing.Any]")))
         .def_rw("next_deadline", &PlanTable::next_deadline, "No plan is newly overdue before it.")
         .def(
             "expect",

@@ -17,6 +17,7 @@
 namespace fdcache {
 namespace {
 
+using AnyList = nb::typed<nb::list, nb::any>;
 using RequestSequence = nb::typed<nb::sequence, PythonRequest>;
 using Live = nb::typed<nb::dict, nb::str, nb::any>;  // the requests between match and end, by id
 
@@ -120,13 +121,13 @@ MatchTerms terms_of(const MatchForms &forms, nb::handle clock, nb::handle is_rea
     return terms;
 }
 
-nb::list match(PythonBlockManager &manager, const RequestSequence &requests, const Live &live,
-               const MatchForms &forms, nb::handle clock, nb::handle is_reading,
-               const std::optional<std::vector<int>> &storage_use, nb::handle worth_loading) {
+AnyList match(PythonBlockManager &manager, const RequestSequence &requests, const Live &live,
+              const MatchForms &forms, nb::handle clock, nb::handle is_reading,
+              const std::optional<std::vector<int>> &storage_use, nb::handle worth_loading) {
     check_match(manager, requests, live);
     if (storage_use) require_equal(nb::len(requests), storage_use->size());
     const MatchTerms terms = terms_of(forms, clock, is_reading, worth_loading);
-    nb::list results;
+    AnyList results;
     std::size_t position = 0;
     for (nb::handle each : requests) {
         PythonRequest &request = request_of(each);
@@ -185,11 +186,11 @@ nb::object added_blocks(const RequestState &request, std::size_t first, std::siz
     return copied_array<std::int32_t>({request.table().data() + first, last - first});
 }
 
-nb::list allocate(PythonBlockManager &manager, const Counted &demands, BlockCopies &loads, const Live &live,
-                  const AllocationForms &forms) {
+AnyList allocate(PythonBlockManager &manager, const Counted &demands, BlockCopies &loads, const Live &live,
+                 const AllocationForms &forms) {
     const auto read = read_counts(demands, "num_tokens");
     for (const auto &[request, tokens] : read) manager.check_allocate(*request, tokens);
-    nb::list results;
+    AnyList results;
     for (const auto &[each, tokens] : read) {
         PythonRequest &request = *each;
         manager.check_allocate(request, tokens);  // a request named twice may have been released

@@ -221,6 +221,8 @@ void bind_whole_reports(nb::module_ &module) {
             "plans"_a, "blocks"_a, "device"_a, "host"_a.none(), "meter"_a, "tells_arrivals"_a, "forms"_a)
         .def(
             "count", [](Reports &self, const nb::list &reports) { return self.count(reports); }, "reports"_a,
+            nb::sig("def count(self, reports: list[typing.Any]) -> "
+                    "tuple[list[typing.Any], list[typing.Any]] | None"),
             "Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is "
             "in\n"
             "the tier or None for a service, checksums or None) of copies to the host. Return None, and "

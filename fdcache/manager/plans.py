@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fdcache._core import LoadForms, WholeReports
 from fdcache.layout import KVLayout
@@ -96,8 +96,9 @@ class Plans:
             sent.append(self._ledger.send(background, now, arena, orders))
         return sent
 
-    def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
+    def apply(self, reports: list[TransferReport]) -> list[LoadOutcome]:
         """Count reports; return the loads that ended. Raises ``PlanError`` before any report is counted."""
+        outcomes: list[LoadOutcome] = []
         if self._whole is not None and (ended := self._whole.count(reports)) is not None:
             outcomes, arrived = ended
             if outcomes:
@@ -107,7 +108,6 @@ class Plans:
             return outcomes
         for report in reports:
             self._ledger.check(report)
-        outcomes: list[LoadOutcome] = []
         for report in reports:
             if not self._ledger.expects(report):
                 self._counters.unexpected_reports += 1

@@ -186,7 +186,7 @@ class LiveRequests:
     ) -> MatchResult:
         """End a match with what a service has found and pinned."""
         blocks = match.blocks
-        result: MatchResult = self._blocks.answer(
+        result = self._blocks.answer(
             request,
             self._live,
             forms,
@@ -198,6 +198,7 @@ class LiveRequests:
             (match.fetched.start, match.fetched.stop),
             worth_loading,
         )
+        assert isinstance(result, MatchResult)
         return result
 
     def set_from_storage(self, request: Request, blocks: int) -> None:

@@ -89,6 +89,7 @@ class OpenPlan:
 
     def swap(self, purpose: SwapPurpose) -> CacheSwapMetadata | None:
         """Remove the transfer for this purpose and return it, None when it has no blocks."""
+        transfer: CacheSwapMetadata | None
         (transfer,) = take_transfers([self._by_purpose[purpose]], [_SWAPS[purpose]])
         return transfer
 
