@@ -1347,12 +1347,15 @@ class BlockManager:
         clock: object,
         is_reading: object | None = None,
         storage_use: Sequence[int] | None = None,
+        worth_loading: object | None = None,
     ) -> list[Any]:
         """
         Pin the longest cached prefix of each request, on the device and then on the host, or defer it.
         Return a ``result`` for each, or (first block, blocks) where the service has to be asked for as
         many leading blocks: see ``answer``. Blocks for which ``is_reading`` are not waited for.
         ``storage_use``, for a service with storage: 1 if blocks may be read for a request, 2 if they are.
+        ``worth_loading(request_id, num_tokens, on_device, on_host, last_hash)`` returns how many of the blocks on the
+        host to load.
         """
 
     def answer(
@@ -1371,6 +1374,7 @@ class BlockManager:
         ]
         | None,
         from_storage: tuple[int, int],
+        worth_loading: object | None = None,
     ) -> object:
         """
         End a match with the run that the service has pinned for it; ``from_storage`` are the first block of

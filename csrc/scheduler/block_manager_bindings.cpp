@@ -104,8 +104,16 @@ nb::object match_result(const MatchForms &forms, const PythonRequest &request, c
                         from_storage, request.num_cached_tokens);
 }
 
-MatchTerms terms_of(const MatchForms &forms, nb::handle clock, nb::handle is_reading) {
-    MatchTerms terms{forms.cell, forms.defer_timeout, [clock] { return nb::cast<double>(clock()); }, {}};
+MatchTerms terms_of(const MatchForms &forms, nb::handle clock, nb::handle is_reading,
+                    nb::handle worth_loading) {
+    MatchTerms terms{forms.cell, forms.defer_timeout, [clock] { return nb::cast<double>(clock()); }, {}, {}};
+    if (!worth_loading.is_none())
+        terms.worth_loading = [worth_loading](const RequestState &request, std::size_t on_device,
+                                              std::size_t on_host) {
+            const auto &id = static_cast<const PythonRequest &>(request).request_id;
+            const nb::bytes last = digest_to_bytes(request.blocks().hashes().data()[on_device + on_host - 1]);
+            return nb::cast<std::size_t>(worth_loading(id, request.num_tokens(), on_device, on_host, last));
+        };
     if (!is_reading.is_none())
         terms.is_reading = [is_reading](const Digest &hash) {
             return nb::cast<bool>(is_reading(digest_to_bytes(hash)));
@@ -115,10 +123,10 @@ MatchTerms terms_of(const MatchForms &forms, nb::handle clock, nb::handle is_rea
 
 AnyList match(PythonBlockManager &manager, const RequestSequence &requests, const Live &live,
               const MatchForms &forms, nb::handle clock, nb::handle is_reading,
-              const std::optional<std::vector<int>> &storage_use) {
+              const std::optional<std::vector<int>> &storage_use, nb::handle worth_loading) {
     check_match(manager, requests, live);
     if (storage_use) require_equal(nb::len(requests), storage_use->size());
-    const MatchTerms terms = terms_of(forms, clock, is_reading);
+    const MatchTerms terms = terms_of(forms, clock, is_reading, worth_loading);
     AnyList results;
     std::size_t position = 0;
     for (nb::handle each : requests) {
@@ -141,7 +149,7 @@ nb::object answer(PythonBlockManager &manager, PythonRequest &request, const Liv
                   const MatchForms &forms, nb::handle clock, std::uint64_t lease,
                   const VectorIn<std::int32_t> &slots, const VectorIn<std::uint32_t> &generations,
                   const std::optional<VectorIn<std::uint8_t>> &unverified,
-                  std::pair<std::size_t, std::size_t> from_storage) {
+                  std::pair<std::size_t, std::size_t> from_storage, nb::handle worth_loading) {
     require_equal(slots.shape(0), generations.shape(0));
     const auto copy = [](const auto &values) { return std::vector(values.begin(), values.end()); };
     HostRun run{lease, copy(slots_of(slots)), copy(span_of(generations)), {}, 0};
@@ -149,7 +157,8 @@ nb::object answer(PythonBlockManager &manager, PythonRequest &request, const Liv
         require_equal(slots.shape(0), unverified->shape(0));
         run.unverified = copy(span_of(*unverified));
     }
-    const Matched found = manager.answer(request, terms_of(forms, clock, nb::none()), std::move(run));
+    const Matched found =
+        manager.answer(request, terms_of(forms, clock, nb::none(), worth_loading), std::move(run));
     if (found.end == MatchEnd::kDeferred) {
         remove_from(live, request);
     } else {
@@ -355,15 +364,20 @@ void bind_block_manager(nb::module_ &module) {
             "limit.")
         .def("match", &match, "requests"_a, "live"_a, "forms"_a, "clock"_a,
              "is_reading"_a.none() = nb::none(), "storage_use"_a.none() = nb::none(),
+             "worth_loading"_a.none() = nb::none(),
              "Pin the longest cached prefix of each request, on the device and then on the host, or defer "
              "it.\n"
              "Return a ``result`` for each, or (first block, blocks) where the service has to be asked for "
              "as\n"
              "many leading blocks: see ``answer``. Blocks for which ``is_reading`` are not waited for.\n"
              "``storage_use``, for a service with storage: 1 if blocks may be read for a request, 2 if they "
-             "are.")
+             "are.\n"
+             "``worth_loading(request_id, num_tokens, on_device, on_host, last_hash)`` returns how many of "
+             "the blocks "
+             "on the\n"
+             "host to load.")
         .def("answer", &answer, "request"_a, "live"_a, "forms"_a, "clock"_a, "lease"_a, "slots"_a,
-             "generations"_a, "unverified"_a.none(), "from_storage"_a,
+             "generations"_a, "unverified"_a.none(), "from_storage"_a, "worth_loading"_a.none() = nb::none(),
              "End a match with the run that the service has pinned for it; ``from_storage`` are the first "
              "block of\n"
              "the run that was read from storage for the request, and the one after the last.")

@@ -59,6 +59,8 @@ std::size_t BlockManager::ready_on_device(std::span<const Digest> path) {
 Matched BlockManager::end_match(RequestState &request, const MatchTerms &terms, std::size_t on_device,
                                 HostRun run, bool device_pending, bool host_pending) {
     std::size_t on_host = run.size();
+    if (on_host && terms.worth_loading)
+        on_host = std::min(on_host, terms.worth_loading(request, on_device, on_host));
     request.host_run_ = std::move(run);
     if (terms.cell > 1) {
         const std::size_t allowed = (on_device + on_host) / terms.cell * terms.cell;

@@ -11,9 +11,11 @@ from types import TracebackType
 import msgspec
 
 from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
+from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import PlanError, RequestStateError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
+from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import LiveRequests, Request
@@ -58,7 +60,8 @@ class CacheManager:
     ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
     ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``clock``
-    returns seconds.
+    returns seconds. ``link_bandwidth``: bytes a second from host to device as calibrated, or 0.0; see
+    ``observe_prefill``.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
@@ -71,6 +74,7 @@ class CacheManager:
         storage: StorageTierSettings | None = None,
         lookup: StorageConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
+        link_bandwidth: float = 0.0,
     ) -> None:
         self.settings = settings
         self.layout = layout
@@ -84,7 +88,10 @@ class CacheManager:
         self._device, self._host, self._storage = tiers.device, tiers.host, tiers.storage
         self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._requests = LiveRequests(settings, layout, tiers, counters)
-        self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock)
+        self._choices = LoadChoices(
+            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, link_bandwidth
+        )
+        self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock, self._choices)
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
 
     @classmethod
@@ -114,7 +121,14 @@ class CacheManager:
         if lookup is None and cache.server is None:
             lookup = open_lookup(ConnectorContext(layout, None, storage, settings.mooncake))
         try:
-            return cls(cache, layout, storage=storage, lookup=lookup, clock=clock)
+            return cls(
+                cache,
+                layout,
+                storage=storage,
+                lookup=lookup,
+                clock=clock,
+                link_bandwidth=calibrated_link(settings.transfer.calibration_dir),
+            )
         except BaseException:
             if lookup is not None:
                 lookup.close()
@@ -258,6 +272,8 @@ class CacheManager:
         progress = list(progress)
         with self._lock:
             self._requests.commit(progress)
+            if self._choices.has_open:
+                self._choices.computed(progress)
 
     def advance(
         self,
@@ -283,6 +299,8 @@ class CacheManager:
         with self._lock:
             plan = self._plans.open if self._state is ManagerState.RUNNING else None
             result = self._requests.advance(requests, tokens, uncomputed_tokens, plan)
+            if self._choices.has_open:
+                self._choices.computed((each, each.num_tokens - uncomputed_tokens) for each in requests)
             if not result.ok:
                 self._give_way()
             return result
@@ -295,7 +313,23 @@ class CacheManager:
         """
         reports = list(reports)
         with self._lock:
-            return self._plans.apply(reports)
+            outcomes = self._plans.apply(reports)
+            self._choices.record(reports)
+            return outcomes
+
+    def observe_prefill(self, chunks: Iterable[tuple[Request, int, int]], seconds: float) -> None:
+        """Learn how fast the engine computes: a step took ``seconds`` for tokens ``start`` to ``stop`` of requests.
+
+        ::
+
+            manager.observe_prefill([(request, request.num_cached_tokens, request.num_tokens)], seconds)
+
+        From the third call on a match loads no more of a prefix than takes less time to load than to compute, unless
+        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills whose layers waited for no load, once
+        their results are there. Raises ``RequestStateError`` for tokens that a request does not have.
+        """
+        with self._lock:
+            self._choices.observe_prefill(chunks, seconds)
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""
@@ -307,6 +341,7 @@ class CacheManager:
         requests = list(requests)
         with self._lock:
             self._requests.finish(requests)
+            self._choices.forget(requests)
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
@@ -444,7 +479,11 @@ class CacheManager:
                 storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
                 reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
                 storage=usage.get(CacheLevel.STORAGE),
+                loads=self._choices.figures(),
             )
+
+    def _blocks_being_loaded(self) -> int:
+        return self._plans.blocks_in_flight(SwapPurpose.LOAD) + len(self._plans.open.loads)
 
     def _all_counters(self) -> Counters:
         counters = msgspec.structs.replace(self._counters)

@@ -13,6 +13,7 @@ import msgspec
 from fdcache._core import MatchForms
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
+from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.requests import LiveRequests, Request, Unanswered
 from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers
@@ -51,8 +52,10 @@ class PrefixMatcher:
         requests: LiveRequests,
         counters: Counters,
         clock: Callable[[], float],
+        choices: LoadChoices,
     ) -> None:
         self._defer_timeout = settings.defer_timeout
+        self._choices = choices
         self._shared = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._fetches = tiers.fetches
         self._on_device = partial(leading_ready, tiers.device)
@@ -68,7 +71,7 @@ class PrefixMatcher:
         """Start to read from storage what a request that has arrived will need."""
         if self._fetches is not None and self._fetches.is_on and self._requests.may_prefetch(request):
             number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
-            self._fetches.begin(number, hashes, self._on_device)
+            self._fetches.begin(number, hashes, self._on_device, self._choices.reads_for(request))
 
     def match(self, requests: list[Request]) -> list[MatchResult]:
         """Pin the longest cached prefix of each request, short of its last token.
@@ -80,7 +83,7 @@ class PrefixMatcher:
             self._shared.begin_look_up()
         if self._fetches is not None and self._fetches.is_on:
             return self._match_with_storage(requests, self._fetches)
-        found = self._requests.match(requests, self._forms, self._clock)
+        found = self._requests.match(requests, self._forms, self._clock, worth_loading=self._choices.limit)
         for each in found:
             if type(each) is not MatchResult:
                 return self._answered(requests, found, ())
@@ -96,7 +99,9 @@ class PrefixMatcher:
         going = [request for request in requests if id(request) not in waiting]
         numbers = [self._requests.fetch_number(request) for request in going]
         uses = [fetches.storage_use(number) for number in numbers]
-        found = self._requests.match(going, self._forms, self._clock, fetches.is_reading, uses)
+        found = self._requests.match(
+            going, self._forms, self._clock, fetches.is_reading, uses, self._choices.limit
+        )
         results = iter(self._answered(going, found, numbers))
         return [
             MatchResult(request.request_id, MatchStatus.DEFERRED)
@@ -109,7 +114,7 @@ class PrefixMatcher:
         if not self._requests.may_prefetch(request):
             return False
         number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
-        return fetches.must_wait(number, hashes, self._on_device)
+        return fetches.must_wait(number, hashes, self._on_device, self._choices.reads_for(request))
 
     def _with_storage(self, request: Request, result: MatchResult, fetches: Fetches) -> MatchResult:
         """Count the blocks of a match that were read from storage for the request; they need no other pin now."""
@@ -143,4 +148,4 @@ class PrefixMatcher:
         if match.fetching:
             self._requests.wait_for_reads(request)
             return MatchResult(request.request_id, MatchStatus.DEFERRED)
-        return self._requests.answer(request, match, self._forms, self._clock)
+        return self._requests.answer(request, match, self._forms, self._clock, self._choices.limit)

@@ -84,6 +84,11 @@ class Request(RequestState):
         return f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_blocks} blocks, {state}>"
 
 
+LoadLimit = Callable[[str, int, int, int, bytes], int]
+"""Returns how many blocks are worth loading, given request id, tokens, blocks on the device and on the host, and the
+hash of the last of these."""
+
+
 class LiveRequests:
     """The requests that are matched or running, by id, and the device blocks that they hold."""
 
@@ -163,18 +168,24 @@ class LiveRequests:
         clock: Callable[[], float],
         is_reading: Callable[[bytes], bool] | None = None,
         storage_use: list[int] | None = None,
+        worth_loading: LoadLimit | None = None,
     ) -> list[MatchResult | Unanswered]:
         """Begin requests with their longest cached prefix, or defer them; see ``BlockManager.match``.
 
         A request counts as one hit of each block, however often it is matched until it ends.
         """
-        found = self._blocks.match(requests, self._live, forms, clock, is_reading, storage_use)
+        found = self._blocks.match(requests, self._live, forms, clock, is_reading, storage_use, worth_loading)
         if self._blocks.has_followed:
             self._pass_on(None)
         return found
 
     def answer(
-        self, request: Request, match: HostMatch, forms: MatchForms, clock: Callable[[], float]
+        self,
+        request: Request,
+        match: HostMatch,
+        forms: MatchForms,
+        clock: Callable[[], float],
+        worth_loading: LoadLimit | None = None,
     ) -> MatchResult:
         """End a match with what a service has found and pinned."""
         blocks = match.blocks
@@ -188,6 +199,7 @@ class LiveRequests:
             blocks.generations,
             blocks.unverified,
             (match.fetched.start, match.fetched.stop),
+            worth_loading,
         )
         assert isinstance(result, MatchResult)
         return result

@@ -217,6 +217,61 @@ class TrafficMeter(CopyMeter):
         return traffic
 
 
+class LoadDecision(msgspec.Struct):
+    """How much of one request's cached prefix was to be loaded, and how that turned out.
+
+    ``choice``: whole, part or nothing. ``last_block``: hash of the last block found, in hexadecimal. ``reused_blocks``
+    of the blocks found in the tiers were wanted. The expected seconds are those from the match to the first token: as
+    decided, if all were reused, and if none were loaded. ``hedged``: a read was late, and the request went on without
+    it. ``true_seconds`` is 0.0 until the prompt is computed.
+    """
+
+    request_id: str
+    last_block: str = ""
+    num_tokens: int = 0
+    device_blocks: int = 0
+    host_blocks: int = 0
+    storage_blocks: int = 0
+    reused_blocks: int = 0
+    choice: str = ""
+    expected_seconds: float = 0.0
+    expected_seconds_whole: float = 0.0
+    expected_seconds_nothing: float = 0.0
+    hedged: bool = False
+    waited_seconds: float = 0.0
+    true_seconds: float = 0.0
+
+
+class SpeedFigures(msgspec.Struct):
+    """Speed of one kind of copy, as observed; 0.0 while unknown."""
+
+    latency_seconds: float = 0.0
+    bytes_per_second: float = 0.0
+
+
+class LoadFigures(msgspec.Struct):
+    """Decisions of load or recompute: totals, the speeds behind them, and the last decisions.
+
+    ``hedged`` requests went on without a late read. ``probes`` are reads begun for the speed of storage alone.
+    ``expected_seconds`` and ``true_seconds`` are sums over the ``judged`` requests, whose prompts are computed.
+    """
+
+    whole: int = 0
+    part: int = 0
+    nothing: int = 0
+    hedged: int = 0
+    probes: int = 0
+    judged: int = 0
+    expected_seconds: float = 0.0
+    true_seconds: float = 0.0
+    host: SpeedFigures = msgspec.field(default_factory=SpeedFigures)
+    storage: SpeedFigures = msgspec.field(default_factory=SpeedFigures)
+    prefill_step_seconds: float = 0.0
+    prefill_token_seconds: float = 0.0
+    prefill_context_seconds: float = 0.0
+    recent: list[LoadDecision] = msgspec.field(default_factory=list)
+
+
 class CacheStats(msgspec.Struct, frozen=True):
     """A snapshot of a manager. A tier that does not exist is None, and so is the storage when others share it.
 
@@ -235,3 +290,4 @@ class CacheStats(msgspec.Struct, frozen=True):
     reading_blocks: int = 0
     storage: TierUsage | None = None
     traffic: Traffic = msgspec.field(default_factory=Traffic)
+    loads: LoadFigures = msgspec.field(default_factory=LoadFigures)

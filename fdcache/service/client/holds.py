@@ -9,6 +9,7 @@ from fdcache.metadata import HashArray
 from fdcache.service.client.session import Session, SessionKeeper
 from fdcache.service.wire.protocol import NOT_FETCHED, EndFetches, Prefetch
 from fdcache.tiers.fetches import OnDevice
+from fdcache.tiers.storage_reads import ReadJudge
 
 
 class RemoteFetches:
@@ -29,7 +30,9 @@ class RemoteFetches:
         """Return a new number, or 0 when the service has no storage."""
         return next(self._numbers) if self.is_on else 0
 
-    def begin(self, number: int, hashes: HashArray, on_device: OnDevice) -> None:
+    def begin(
+        self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
+    ) -> None:
         """Let the service read what is stored of a request's path, unless it knows of the request."""
         session = self._sessions.session
         if session is None or not session.storage or not number or number in self._known:
@@ -39,7 +42,9 @@ class RemoteFetches:
             self._known[number] = session
             self._sessions.outbox.add(session, Prefetch(number, start, hashes.tobytes()))
 
-    def must_wait(self, number: int, hashes: HashArray, on_device: OnDevice) -> bool:
+    def must_wait(
+        self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
+    ) -> bool:
         """Return False: the service answers this with the look-up."""
         return False
 
