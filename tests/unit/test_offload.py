@@ -520,7 +520,8 @@ class Handover:
         self.device.open()
         counters[0].wait_all()
         assert self.engine.holds(self.request, [0])
-        self.engine.collect()
+        while self.engine.manager.get_stats().plans_in_flight:
+            self.engine.collect()
         self.engine.manager.finish(self.request)
         wrong = self.engine.wrong_records()
         self.engine.close()

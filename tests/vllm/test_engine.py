@@ -238,6 +238,30 @@ def test_hooks_take_unknown_requests_and_repeats(
     engine.assert_nothing_is_held()
 
 
+@pytest.mark.parametrize("hook", ["take_plans", "offer"])
+def test_a_manager_that_raises_in_a_step_changes_no_answer(
+    engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    before, original = engine.side.inconsistencies, getattr(engine.manager, hook)
+    raised = []
+
+    def raise_once(*given: object) -> object:
+        if not raised and engine.side._running:
+            raised.append(hook)
+            raise RuntimeError("injected")
+        return original(*given)
+
+    monkeypatch.setattr(engine.manager, hook, raise_once)
+    assert engine.answers(prompts) == computed
+    assert raised and engine.side.inconsistencies > before
+    engine.side.inconsistencies = before
+    engine.forget_device()
+    assert engine.answers(prompts) == computed
+    engine.assert_nothing_is_held()
+
+
 def test_pages_are_the_bytes_of_the_engines_own_tensors(engine: Observed) -> None:
     for pages in engine.tensors:
         assert pages.dtype is torch.uint8

@@ -171,7 +171,7 @@ class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # --- both ---------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> FdcacheStats | None:
-        """Return what has changed since the last call; in the scheduler."""
+        """Return what has changed since the last call, at most once a second; in the scheduler."""
         if self._scheduler is None:
             return None
         return self._stats.take(self._scheduler.inconsistencies)

@@ -130,23 +130,42 @@ class SchedulerSide:
     # --- steps --------------------------------------------------------------------------------------------
 
     def step(self, output: Any) -> StepMetadata:
-        """Plan the copies of a step that vLLM has scheduled."""
-        computed = self._learn_blocks(output)
+        """Plan the copies of a step that vLLM has scheduled.
+
+        Loads whose plan could not be taken wait for the plan of the next step.
+        """
+        computed: list[tuple[_Running, int]] | None = None
+        with self.guarded("following the block tables"):
+            computed = self._learn_blocks(output)
+        if computed is None:
+            self._forget_all()
+        made = StepMetadata()
+        with self.guarded("planning"):
+            self._plan(made)
+        made.unloaded, self._unloaded = self._unloaded, {}
+        for known, num_tokens in computed or ():
+            with self.guarded("offering"):
+                self._offer(known, num_tokens)
+        return made
+
+    def _plan(self, made: StepMetadata) -> None:
         self._reset_device()
         if self.manager.settings.write_policy is WritePolicy.WRITE_BACK:
             self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
         self.manager.expire()
-        plans = self.manager.take_plans()
-        for known, num_tokens in computed:
-            self._offer(known, num_tokens)
-        made = StepMetadata([encode(plan) for plan in plans], unloaded=self._unloaded)
-        self._unloaded = {}
-        for plan in plans:
+        for plan in self.manager.take_plans():
+            made.plans.append(encode(plan))
             if plan.loads is not None and self._loads:
                 made.loads[plan.plan_id], self._loads = self._loads, []
         if not self._sent_host_cache:
             made.host_cache, self._sent_host_cache = self.manager.host_cache, True
-        return made
+
+    def _forget_all(self) -> None:
+        """Follow no request any more, as the block tables known may be wrong; what is being loaded goes on."""
+        for request_id in list(self._running):
+            self._forget(request_id)
+        if self._pool is not None:
+            self.manager.forget(np.arange(self._pool.num_gpu_blocks, dtype=np.int32))
 
     def _learn_blocks(self, output: Any) -> list[tuple[_Running, int]]:
         """Follow the block tables; return the scheduled requests with their tokens after the step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -9,6 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from fdcache.manager import OffloadManager
 from fdcache.tiers.statistics import CacheStats, Direction
+
+_INTERVAL = 1.0
+"""Seconds between two answers: a step pays for none of them."""
 
 _COUNTERS = {
     "host_hit_tokens": "Tokens that were loaded from host memory.",
@@ -64,12 +69,18 @@ class FdcacheStats(KVConnectorStats):  # type: ignore[misc]
 class StatsDelta:
     """Differences of a manager's statistics between calls."""
 
-    def __init__(self, manager: OffloadManager) -> None:
+    def __init__(self, manager: OffloadManager, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = manager
+        self._clock = clock
+        self._next = 0.0
         self._before: dict[str, int] = {}
 
     def take(self, inconsistencies: int) -> FdcacheStats | None:
-        """Return what has changed since the last call; None for nothing."""
+        """Return what has changed since the last answer; None for nothing, and within a second of it."""
+        moment = self._clock()
+        if moment < self._next:
+            return None
+        self._next = moment + _INTERVAL
         stats = self._manager.get_stats()
         now = _totals(stats) | {_INCONSISTENCIES[0]: inconsistencies}
         changed = {name: value - self._before.get(name, 0) for name, value in now.items()}
