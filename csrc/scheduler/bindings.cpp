@@ -132,9 +132,10 @@ bool match(BlockManager &manager, nb::handle handle, std::size_t limit, Live &li
     return manager.match(request, limit);
 }
 
-bool release(BlockManager &manager, PythonRequest &request, Live &live) {
+template <void (BlockManager::*End)(RequestState &)>
+bool end(BlockManager &manager, PythonRequest &request, Live &live) {
     if (!manager.owns(request)) return false;
-    manager.release(request);
+    (manager.*End)(request);
     if (PyDict_DelItem(live.ptr(), request.request_id.ptr())) nb::raise_python_error();
     return true;
 }
@@ -537,8 +538,10 @@ void bind_block_manager(nb::module_ &module) {
             },
             "request"_a, "copied"_a, "planned"_a,
             "Count the leading blocks of a load that were copied; publish what waited for all of them.")
-        .def("release", &release, "request"_a, "live"_a,
+        .def("release", &end<&BlockManager::release>, "request"_a, "live"_a,
              "Release every block of a live request; return False if it is not live.")
+        .def("finish", &end<&BlockManager::finish>, "request"_a, "live"_a,
+             "As ``release``, at the end of a request: the eviction order learns how its blocks were used.")
         .def(
             "forget_hits", [](BlockManager &self, PythonRequest &request) { self.forget_hits(request); },
             "request"_a, "Let the next match of the request count as another hit.")

@@ -83,6 +83,13 @@ class CacheManager:
         self._requests = LiveRequests(settings, layout, tiers, counters)
         self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock)
         self._plans = Plans(layout, settings.plan_timeout, tiers, counters, clock)
+        self._clock = None if clock is time.monotonic else clock
+        self._set_time()
+
+    def _set_time(self) -> None:
+        """Give the caller's time to the tiers, whose order of eviction depends on it."""
+        if self._clock is not None:
+            self._tiers.set_clock(self._clock())
 
     @classmethod
     def from_settings(
@@ -177,6 +184,7 @@ class CacheManager:
         """
         requests = list(requests)
         with self._lock:
+            self._set_time()
             self._reset_device_if_asked()
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
@@ -205,6 +213,7 @@ class CacheManager:
         """
         demands = list(demands)
         with self._lock:
+            self._set_time()
             if self._state is not ManagerState.RUNNING:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
@@ -233,6 +242,7 @@ class CacheManager:
         a backup.
         """
         with self._lock:
+            self._set_time()
             self._reset_device_if_asked()
             if self._state is ManagerState.RUNNING:
                 self._plans.plan_background()
@@ -249,6 +259,7 @@ class CacheManager:
         """
         progress = list(progress)
         with self._lock:
+            self._set_time()
             self._requests.commit(progress)
 
     def advance(
@@ -273,6 +284,7 @@ class CacheManager:
         is changed then.
         """
         with self._lock:
+            self._set_time()
             plan = self._plans.open if self._state is ManagerState.RUNNING else None
             result = self._requests.advance(requests, tokens, uncomputed_tokens, plan)
             if not result.ok:
@@ -287,6 +299,7 @@ class CacheManager:
         """
         reports = list(reports)
         with self._lock:
+            self._set_time()
             return self._plans.apply(reports)
 
     def expire(self) -> list[LoadOutcome]:
@@ -297,6 +310,7 @@ class CacheManager:
     def request_finish(self, requests: Iterable[Request]) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent."""
         with self._lock:
+            self._set_time()
             for request in requests:
                 self._requests.finish(request)
 

@@ -327,8 +327,11 @@ class LiveRequests:
     def unmatch(self, request: Request) -> None:
         """Release a matched request; its reads from storage go on. Copies in flight hold their slots until reported."""
         if self._blocks.release(request, self._live):
-            self._drop_host_run(request)
-            request._deferred_since = None
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self._drop_host_run(request)
+        request._deferred_since = None
 
     def defer(self, request: Request) -> None:
         """Release a matched request that waits for another's copy; the time that it waits goes on."""
@@ -346,7 +349,8 @@ class LiveRequests:
         if self._fetches is not None and request._fetch:
             self._fetches.end(request._fetch)
             request._fetch = 0
-        self.unmatch(request)
+        if self._blocks.finish(request, self._live):
+            self._forget(request)
         self._blocks.forget_hits(request)
 
 

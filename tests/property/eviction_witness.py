@@ -33,6 +33,7 @@ _STEP = (
     "commit",
     "end_load",
     "release",
+    "finish",
 )
 
 
