@@ -225,11 +225,19 @@ void LeafOrder::erase_at(std::size_t place) const {
         sift_down(place, last);
 }
 
-// Ranks the next entries of the heap again, and drops those that are not current.
+void LeafOrder::rank_all() const {
+    std::erase_if(heap_, [this](const Leaf &leaf) { return !is_current(leaf); });
+    for (Leaf &leaf : heap_) leaf.rank = rank(leaf.slot);
+    std::make_heap(heap_.begin(), heap_.end(), [](const Leaf &a, const Leaf &b) { return b < a; });
+}
+
+// Ranks the next entries of the heap again, and drops those that are not current. Now and then one moves past the
+// cursor, and has to wait for the next round.
 void LeafOrder::rank_some(std::size_t count) const {
-    for (count = std::min(count, heap_.size()); count-- && !heap_.empty();) {
+    if (count >= heap_.size()) return rank_all();
+    while (count--) {
         if (cursor_ == 0 || cursor_ > heap_.size()) cursor_ = heap_.size();
-        const std::size_t place = --cursor_;  // from the end, so that none moves past the cursor unseen
+        const std::size_t place = --cursor_;
         Leaf leaf = heap_[place];
         if (!is_current(leaf)) {
             erase_at(place);

@@ -76,6 +76,7 @@ class LeafOrder : public EvictionOrder {
     void sift_down(std::size_t place, Leaf leaf) const;
     void erase_at(std::size_t place) const;
     void rank_some(std::size_t count) const;
+    void rank_all() const;
     std::size_t pay() const;
 
     LargeVector<Node> nodes_;

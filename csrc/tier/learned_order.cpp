@@ -17,7 +17,7 @@ constexpr std::array<std::uint64_t, ReuseTables::kOutputs - 1> kOutputLimits{4, 
 constexpr std::array<std::uint64_t, ReuseTables::kNews - 1> kNewLimits{512, 2048, 8192, 32768};
 
 std::size_t role_of(std::uint8_t hits, bool is_fresh, bool is_last) {
-    if (is_last) return hits ? 1 : 0;
+    if (is_last && hits < 4) return hits ? 1 : 0;
     if (!hits) return is_fresh ? 2 : 3;
     if (hits < 4) return 3 + std::size_t{hits};
     return hits < 8 ? 7 : 8;

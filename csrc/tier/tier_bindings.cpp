@@ -82,25 +82,25 @@ void bind_tier(nb::module_ &module) {
             [table](const ReuseTables &self) {
                 return table(self, [](auto &all, auto kind, auto age) { return all.reused()[kind][age]; });
             },
-            "Blocks used again at an age; older counts fade.")
+            nb::rv_policy::automatic, "Blocks used again at an age; older counts fade.")
         .def_prop_ro(
             "at_risk",
             [table](const ReuseTables &self) {
                 return table(self, [](auto &all, auto kind, auto age) { return all.at_risk()[kind][age]; });
             },
-            "Seconds that blocks spent at an age.")
+            nb::rv_policy::automatic, "Seconds that blocks spent at an age.")
         .def_prop_ro(
             "rate",
             [table](const ReuseTables &self) {
                 return table(self, [](auto &all, auto kind, auto age) { return all.rate()[kind][age]; });
             },
-            "Reuses per second of one block.")
+            nb::rv_policy::automatic, "Reuses per second of one block.")
         .def_prop_ro(
             "index",
             [table](const ReuseTables &self) {
                 return table(self, [](auto &all, auto kind, auto age) { return all.index(kind, age); });
             },
-            "Hits per second of keeping a block: its rank in the eviction order.")
+            nb::rv_policy::automatic, "Hits per second of keeping a block: its rank in the eviction order.")
         .def_prop_ro(
             "begins",
             [](const ReuseTables &) {
@@ -109,7 +109,7 @@ void bind_tier(nb::module_ &module) {
                     begins.push_back(ReuseTables::begin(age));
                 return to_numpy<double>(std::move(begins));
             },
-            "Seconds at which the ages begin, and where the last one ends.")
+            nb::rv_policy::automatic, "Seconds at which the ages begin, and where the last one ends.")
         .def_ro_static("ROLES", &ReuseTables::kRoles)
         .def_ro_static("OUTPUTS", &ReuseTables::kOutputs)
         .def_ro_static("NEWS", &ReuseTables::kNews)

@@ -147,8 +147,8 @@ class CacheSettings(Group):
     eviction: EvictionPolicy = variable(
         "FDCACHE_EVICTION",
         EvictionPolicy.LEARNED,
-        "Order in which blocks are evicted from a full tier: by what is learned of their reuse, by last use, or by last "
-        "use in two segments.",
+        "Order in which blocks are evicted from a full tier: by last use, by last use in two segments, or by what is "
+        "learned of their reuse.",
         used_in=(Component.MANAGER, Component.SERVE),
     )
     eviction_objective: EvictionObjective = variable(
