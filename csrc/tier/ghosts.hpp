@@ -10,9 +10,9 @@
 
 namespace fdcache {
 
-// The last evictions in a ring, and a table of their places: a block's bucket is one cache line, on average half
-// full. A full bucket forgets its oldest ghost. A block is known by 48 bits of its digest: of a million ghosts, one
-// in 10^8 look-ups finds the wrong one, which only blurs what is learned.
+// The last evictions in a ring, and a table of their places: a block's bucket is one cache line, on average
+// half full. A full bucket forgets its oldest ghost. A block is known by 48 bits of its digest: of a million
+// ghosts, one in 10^8 look-ups finds the wrong one, which only blurs what is learned.
 class Ghosts {
   public:
     struct Memory {
@@ -66,7 +66,9 @@ class Ghosts {
 
     static std::uint64_t key_of(const Digest &digest);
     std::size_t home(std::uint64_t key) const;
-    std::uint32_t tag_of(std::uint64_t key) const { return static_cast<std::uint32_t>(key >> 16) & ~place_mask_; }
+    std::uint32_t tag_of(std::uint64_t key) const {
+        return static_cast<std::uint32_t>(key >> 16) & ~place_mask_;
+    }
     std::size_t place_of(std::uint32_t cell) const { return (cell & place_mask_) - 1; }
     std::uint32_t *find(std::uint64_t key);
     std::optional<Memory> insert(std::uint64_t key, std::size_t place);

@@ -121,8 +121,7 @@ std::vector<Slot> LeafOrder::first(std::uint32_t count) const {
         if (node.parent == kNoSlot) continue;
         const Node &parent = nodes_[node.parent];
         const bool is_last = ++listed_children[node.parent] == parent.children;
-        if (is_last && parent.is_listed && !parent.is_busy)
-            candidates.push({leaf_of(node.parent), kNowhere});
+        if (is_last && parent.is_listed && !parent.is_busy) candidates.push({leaf_of(node.parent), kNowhere});
     }
     return listed;
 }
@@ -231,8 +230,8 @@ void LeafOrder::rank_all() const {
     std::make_heap(heap_.begin(), heap_.end(), [](const Leaf &a, const Leaf &b) { return b < a; });
 }
 
-// Ranks the next entries of the heap again, and drops those that are not current. Now and then one moves past the
-// cursor, and has to wait for the next round.
+// Ranks the next entries of the heap again, and drops those that are not current. Now and then one moves past
+// the cursor, and has to wait for the next round.
 void LeafOrder::rank_some(std::size_t count) const {
     if (count >= heap_.size()) return rank_all();
     while (count--) {

@@ -10,9 +10,9 @@
 
 namespace fdcache {
 
-// A heap of the leaves: entries without a child in the order. An entry that was used again or evicted since it
-// was pushed is left in the heap until it is met. Ranks may drift with time: each `take` ranks some entries
-// again, all of them in a small tier, and always the one that it takes.
+// A heap of the leaves: entries without a child in the order. An entry that was used again or evicted since
+// it was pushed is left in the heap until it is met. Ranks may drift with time: each `take` ranks some
+// entries again, all of them in a small tier, and always the one that it takes.
 class LeafOrder : public EvictionOrder {
   public:
     void add(Slot slot, Slot parent, bool busy) override;
@@ -41,7 +41,7 @@ class LeafOrder : public EvictionOrder {
     void rank_again(Slot slot);
 
   private:
-    static constexpr std::size_t kPasses = 16;        // over the heap while as many blocks are evicted as there are
+    static constexpr std::size_t kPasses = 16;  // over the heap while as many blocks are evicted as there are
     static constexpr std::size_t kMostRanked = 1024;  // in one call
 
     struct Node {
@@ -83,7 +83,7 @@ class LeafOrder : public EvictionOrder {
     // A listing ranks again, too.
     mutable std::vector<Leaf> heap_;
     mutable std::size_t cursor_ = 0;  // place of the entry to rank again next
-    mutable double owed_ = 0;        // share of the heap to rank again
+    mutable double owed_ = 0;         // share of the heap to rank again
     std::uint32_t idle_ = 0;
 };
 

@@ -67,7 +67,8 @@ void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
 }
 
 LearnedOrder::Features LearnedOrder::features_of(std::span<const Slot> path, const RequestEnd *end) const {
-    const auto known = std::find_if(path.begin(), path.end(), [this](Slot slot) { return blocks_[slot].is_tracked; });
+    const auto known =
+        std::find_if(path.begin(), path.end(), [this](Slot slot) { return blocks_[slot].is_tracked; });
     const bool is_fresh = known == path.end() || blocks_[*known].hits >= kManyHits;
     if (!end) return {is_fresh, 0};
     const auto known_blocks = static_cast<std::uint64_t>(path.end() - known);

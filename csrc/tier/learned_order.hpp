@@ -11,8 +11,8 @@
 
 namespace fdcache {
 
-// Counts when blocks are used again, by what they were in their last request, also for a while after they were
-// evicted. docs/eviction.md explains it.
+// Counts when blocks are used again, by what they were in their last request, also for a while after they
+// were evicted. docs/eviction.md explains it.
 class LearnedOrder final : public LeafOrder {
   public:
     explicit LearnedOrder(double depth_value) : depth_value_(depth_value) {}
@@ -35,7 +35,7 @@ class LearnedOrder final : public LeafOrder {
     static constexpr double kRankEvery = 4'000;           // ms
     static constexpr std::size_t kFewLeaves = 64;         // that are ranked again at each time
     static constexpr std::size_t kSamples = 16384;        // blocks whose age is looked at to learn
-    static constexpr std::uint32_t kTailTokens = 2048;     // the end of a path, which few requests share
+    static constexpr std::uint32_t kTailTokens = 2048;    // the end of a path, which few requests share
     static constexpr std::uint8_t kManyHits = 8;          // of a block that many requests begin with
 
     struct Block {
@@ -65,7 +65,7 @@ class LearnedOrder final : public LeafOrder {
     const double depth_value_;
     mutable std::uint32_t placed_ms_ = 0;  // the last use whose age was looked up
     mutable double place_ = 0;             // on the scale of ages
-    std::uint32_t tail_ = 1;  // blocks of a path's end
+    std::uint32_t tail_ = 1;               // blocks of a path's end
     std::uint32_t now_ = 0;
     std::uint32_t learned_ = 0;  // when the tables were computed
     bool is_timed_ = false;

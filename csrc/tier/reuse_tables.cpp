@@ -7,9 +7,9 @@
 namespace fdcache {
 namespace {
 
-constexpr double kHalfLife = 3600;       // seconds in which counts fade to a half
-constexpr double kSmoothing = 0.5;       // of a mean path: weight of the coarser group
-constexpr std::uint32_t kVersion = 1;    // of saved tables
+constexpr double kHalfLife = 3600;     // seconds in which counts fade to a half
+constexpr double kSmoothing = 0.5;     // of a mean path: weight of the coarser group
+constexpr std::uint32_t kVersion = 1;  // of saved tables
 
 using Widths = std::array<double, ReuseTables::kAges>;
 
@@ -59,7 +59,9 @@ std::size_t ReuseTables::bucket(std::uint32_t age_ms) {
         for (std::size_t age = 0; age < kAges; ++age) found[age] = 1000 * begin(age);
         return found;
     }();
-    return static_cast<std::size_t>(std::upper_bound(begins.begin() + 1, begins.end(), age_ms) - begins.begin()) - 1;
+    return static_cast<std::size_t>(std::upper_bound(begins.begin() + 1, begins.end(), age_ms) -
+                                    begins.begin()) -
+           1;
 }
 
 void ReuseTables::learn(const Table<double> &present, double seconds) {
@@ -128,7 +130,8 @@ double ReuseTables::place(std::uint32_t age_ms) {
 }
 
 std::vector<std::uint8_t> ReuseTables::save() const {
-    std::vector<std::uint8_t> bytes(sizeof kVersion + sizeof path_ + sizeof reused_ + sizeof left_ + sizeof at_risk_);
+    std::vector<std::uint8_t> bytes(sizeof kVersion + sizeof path_ + sizeof reused_ + sizeof left_ +
+                                    sizeof at_risk_);
     std::uint8_t *out = bytes.data();
     const auto put = [&out](const auto &value) {
         std::memcpy(out, &value, sizeof value);

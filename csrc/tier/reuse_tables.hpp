@@ -9,9 +9,9 @@
 
 namespace fdcache {
 
-// Counts of uses and of blocks at risk, in classes of blocks and buckets of age. From them: the rate of reuse,
-// smoothed towards that of coarser groups, and the Gittins index of a block, which is the highest number of
-// hits per second that keeping it for any time gives.
+// Counts of uses and of blocks at risk, in classes of blocks and buckets of age. From them: the rate of
+// reuse, smoothed towards that of coarser groups, and the Gittins index of a block, which is the highest
+// number of hits per second that keeping it for any time gives.
 class ReuseTables {
   public:
     static constexpr std::size_t kRoles = 9;
@@ -57,8 +57,8 @@ class ReuseTables {
     const Table<double> &rate() const { return rate_; }
     double index(std::size_t kind, std::size_t age) const { return worth_[kind][age]; }
 
-    // Everything that was learned, to go on with in another process. `load` returns false, and changes nothing,
-    // for bytes of another version.
+    // Everything that was learned, to go on with in another process. `load` returns false, and changes
+    // nothing, for bytes of another version.
     std::vector<std::uint8_t> save() const;
     bool load(std::span<const std::uint8_t> bytes);
 
@@ -73,7 +73,7 @@ class ReuseTables {
     Table<double> at_risk_{};  // block-seconds
     Table<double> rate_{};
     std::array<std::array<double, kAges + 1>, kClasses> worth_{};  // the last age twice
-    double path_ = 16;  // mean blocks of a path
+    double path_ = 16;                                             // mean blocks of a path
 };
 
 }  // namespace fdcache

@@ -182,8 +182,8 @@ class Tier {
     LeaseId open_lease();
     // Releases everything the lease owns. Returns false if it is unknown or was released before.
     bool release(LeaseId lease);
-    // As `release`, and the eviction order learns that the lease's entries were used. `end`: null if no more is
-    // known of the request.
+    // As `release`, and the eviction order learns that the lease's entries were used. `end`: null if no more
+    // is known of the request.
     bool finish(LeaseId lease, const RequestEnd *end = nullptr);
 
     // Pins, for `lease`, the leading run of READY blocks from index `start` on. Adds a hit to each block
@@ -261,8 +261,8 @@ class Tier {
 
     // Removes every entry. Slots in use stay with their leases and copies until those end.
     void reset();
-    // What the eviction order has learned: nothing, if it does not learn. `load_reuse` returns false, and changes
-    // nothing, for what another version has saved.
+    // What the eviction order has learned: nothing, if it does not learn. `load_reuse` returns false, and
+    // changes nothing, for what another version has saved.
     std::optional<ReuseTables> reuse() const;
     std::vector<std::uint8_t> save_reuse() const;
     bool load_reuse(std::span<const std::uint8_t> saved);

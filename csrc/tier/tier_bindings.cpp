@@ -71,7 +71,8 @@ void bind_tier(nb::module_ &module) {
         std::vector<double> rows;
         rows.reserve(ReuseTables::kClasses * ReuseTables::kAges);
         for (std::size_t kind = 0; kind < ReuseTables::kClasses; ++kind)
-            for (std::size_t age = 0; age < ReuseTables::kAges; ++age) rows.push_back(value(tables, kind, age));
+            for (std::size_t age = 0; age < ReuseTables::kAges; ++age)
+                rows.push_back(value(tables, kind, age));
         return to_numpy<double>(std::move(rows));
     };
     nb::class_<ReuseTables>(module, "ReuseTables",
@@ -335,9 +336,8 @@ void bind_tier(nb::module_ &module) {
             "give_back",
             [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.give_back(slots_of(slots)); },
             "slots"_a, "Return withheld slots to use.")
-        .def(
-            "reuse", &Tier::reuse,
-            "Return a copy of what the eviction order has learned; None for one that does not learn.")
+        .def("reuse", &Tier::reuse,
+             "Return a copy of what the eviction order has learned; None for one that does not learn.")
         .def(
             "save_reuse",
             [](const Tier &tier) {

@@ -146,7 +146,7 @@ class CacheSettings(Group):
     )
     eviction: EvictionPolicy = variable(
         "FDCACHE_EVICTION",
-        EvictionPolicy.LEARNED,
+        EvictionPolicy.LRU,
         "Order in which blocks are evicted from a full tier: by last use, by last use in two segments, or by what is "
         "learned of their reuse.",
         used_in=(Component.MANAGER, Component.SERVE),

@@ -70,6 +70,7 @@ class BlockPool(_core.Tier):
         _check_size(level, num_blocks)
         super().__init__(num_blocks, eviction, extent, spare, depth_value)
         self.level = level
+        self.depth_value = depth_value
         self.loading_from_storage: set[int] = set()
         """Slots that blocks are being read into from storage, kept by the storage tier."""
 
