@@ -61,9 +61,10 @@ class World:
     def busy(self, also: list[bytes]) -> set[bytes]:
         reached: set[bytes] = set()
         for block in [*also, *self.held, *(each for _, blocks in self.pinned for each in blocks)]:
-            while block in self.parents and block not in reached:
-                reached.add(block)
-                block = self.parents[block]
+            at = block
+            while at in self.parents and at not in reached:
+                reached.add(at)
+                at = self.parents[at]
         return reached
 
     def candidates(self, cached: dict[bytes, bytes], busy: set[bytes]) -> dict[bytes, float]:
