@@ -71,6 +71,13 @@ class Eviction:
         return block_size / _TOKENS_TO_DOUBLE if self.objective is EvictionObjective.COMPUTE else 0.0
 
 
+class LoadOrRecompute(StrEnum):
+    """Which cached blocks are loaded: all, or those that would take longer to compute."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+
+
 class CacheSettings(Group):
     """Settings of ``CacheManager``.
 
@@ -163,6 +170,12 @@ class CacheSettings(Group):
         """How the tiers choose what to evict."""
         return Eviction(self.eviction, self.eviction_objective)
 
+    load_or_recompute: LoadOrRecompute = variable(
+        "FDCACHE_LOAD_OR_RECOMPUTE",
+        LoadOrRecompute.AUTO,
+        "Which cached blocks are loaded: always all, or (auto) as many as take less time to load than to compute, by "
+        "the speeds of link, storage and prefill as observed. Without observe_prefill both are the same.",
+    )
     defer_timeout: Seconds = variable(
         "FDCACHE_DEFER_TIMEOUT",
         1.0,
