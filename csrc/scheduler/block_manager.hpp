@@ -57,7 +57,8 @@ struct MatchTerms {
     // True for a block that is pending because it is being read from storage: no request waits for it.
     std::function<bool(const Digest &)> is_reading;
     // How many of the blocks found on the host are worth loading, given those on the device; none: all.
-    std::function<std::size_t(const RequestState &, std::size_t on_device, std::size_t on_host)> worth_loading;
+    std::function<std::size_t(const RequestState &, std::size_t on_device, std::size_t on_host)>
+        worth_loading;
 };
 
 enum class MatchEnd : std::uint8_t { kMatched, kDeferred, kUnanswered };
