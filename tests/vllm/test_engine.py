@@ -238,7 +238,7 @@ def test_hooks_take_unknown_requests_and_repeats(
     engine.assert_nothing_is_held()
 
 
-@pytest.mark.parametrize("hook", ["take_plans", "offer"])
+@pytest.mark.parametrize("hook", ["take_plans", "evicted", "offer"])
 def test_a_manager_that_raises_in_a_step_changes_no_answer(
     engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:

@@ -111,6 +111,9 @@ class SchedulerSide:
             if loaded:
                 self._loads.append(source.request_id)
             if loaded < count:
+                # Asked again, it would be promised the blocks again; vLLM then admits nobody behind it.
+                if known is not None:
+                    known.request.device_only = True
                 self._unloaded[source.request_id] = wanted[loaded:]
                 self._count("a load of %d blocks was promised, %d are there", count, loaded)
 
