@@ -245,7 +245,7 @@ def test_a_manager_that_raises_in_a_step_changes_no_answer(
     engine.answers(prompts)
     engine.forget_device()
     before, original = engine.side.inconsistencies, getattr(engine.manager, hook)
-    raised = []
+    raised: list[str] = []
 
     def raise_once(*given: object) -> object:
         if not raised and engine.side._running:

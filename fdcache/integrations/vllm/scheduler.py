@@ -137,16 +137,18 @@ class SchedulerSide:
 
         Loads whose plan could not be taken wait for the plan of the next step.
         """
-        computed: list[tuple[_Running, int]] | None = None
+        computed: list[tuple[_Running, int]] = []
+        is_followed = False
         with self.guarded("following the block tables"):
             computed = self._learn_blocks(output)
-        if computed is None:
+            is_followed = True
+        if not is_followed:
             self._forget_all()
         made = StepMetadata()
         with self.guarded("planning"):
             self._plan(made)
         made.unloaded, self._unloaded = self._unloaded, {}
-        for known, num_tokens in computed or ():
+        for known, num_tokens in computed:
             with self.guarded("offering"):
                 self._offer(known, num_tokens)
         return made
