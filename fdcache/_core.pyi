@@ -5,7 +5,7 @@ The native core: block hashes, tiers, block copies on the CPU and on GPUs, slab 
 import array
 from collections.abc import Callable, Iterator, Sequence
 import enum
-from typing import Annotated, Any, overload
+from typing import Annotated, Any, Final, overload
 
 import numpy
 import numpy.typing
@@ -588,6 +588,45 @@ SLOT_WRITING: int = 1
 
 SLOT_READY: int = 2
 
+class ReuseTables:
+    """
+    What was learned of reuse, by class and age.
+
+    Tables are flat, of ``ROLES`` x ``OUTPUTS`` x ``NEWS`` x ``AGES`` numbers.
+    """
+
+    @property
+    def reused(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None,))]:
+        """Blocks used again at an age; older counts fade."""
+
+    @property
+    def at_risk(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None,))]:
+        """Seconds that blocks spent at an age."""
+
+    @property
+    def rate(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None,))]:
+        """Reuses per second of one block."""
+
+    @property
+    def index(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None,))]:
+        """Hits per second of keeping a block: its rank in the eviction order."""
+
+    @property
+    def begins(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None,))]:
+        """Seconds at which the ages begin, and where the last one ends."""
+
+    ROLES: Final[int] = ...
+    """(arg: object, /) -> int"""
+
+    OUTPUTS: Final[int] = ...
+    """(arg: object, /) -> int"""
+
+    NEWS: Final[int] = ...
+    """(arg: object, /) -> int"""
+
+    AGES: Final[int] = ...
+    """(arg: object, /) -> int"""
+
 class Tier:
     """
     Slots, the entries in them and their users; any thread may call.
@@ -598,11 +637,19 @@ class Tier:
     noted, opened before a reset.
     """
 
-    def __init__(self, slots: int, eviction: str = "lru", extent: int = 0, spare: float = 0.0) -> None:
+    def __init__(
+        self, slots: int, eviction: str = "lru", extent: int = 0, spare: float = 0.0, depth_value: float = 0.0
+    ) -> None:
         """
         ``extent``: runs of slots cross no multiple of it; 0: there is one extent. ``spare``:
         reservations evict ahead of need, for longer runs, while less than this share of the slots
-        (0 to 0.5) is free.
+        (0 to 0.5) is free. ``depth_value``: how much more a block is worth to ``learned`` for each
+        block above it.
+        """
+
+    def set_clock(self, milliseconds: int) -> None:
+        """
+        Take the time from the caller from now on: it is what the last call said.
         """
 
     def open_lease(self) -> int:
@@ -611,6 +658,15 @@ class Tier:
     def release(self, lease: int) -> bool:
         """
         Release everything the lease owns. Return False if that was done before.
+        """
+
+    def finish(
+        self, lease: int, prompt_tokens: int | None = None, output_tokens: int = 0, block_tokens: int = 0
+    ) -> bool:
+        """
+        Release a lease whose entries were used, and let the eviction order learn from it.
+
+        The numbers are of the request, if they are known.
         """
 
     def match(
@@ -841,6 +897,21 @@ class Tier:
         slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
     ) -> None:
         """Return withheld slots to use."""
+
+    def reuse(self) -> ReuseTables | None:
+        """
+        Return a copy of what the eviction order has learned; None for one that does not learn.
+        """
+
+    def save_reuse(self) -> bytes:
+        """
+        Return what was learned, for ``load_reuse`` of a later process; empty if nothing is.
+        """
+
+    def load_reuse(self, saved: bytes) -> bool:
+        """
+        Go on from what was learned before. Return False, and change nothing, for other bytes.
+        """
 
     def reset(self) -> None:
         """Remove all entries. Slots in use stay with their leases and copies."""
@@ -1434,7 +1505,10 @@ class BlockManager:
         """Release every block of a live request; return False if it is not live."""
 
     def finish(self, requests: Sequence[RequestState], live: dict[str, Any]) -> None:
-        """Release requests; their next match counts as another hit."""
+        """
+        Release requests at their end: the eviction order learns how their blocks were used, and their
+        next match counts as another hit.
+        """
 
     @property
     def has_followed(self) -> bool:

@@ -209,6 +209,16 @@ CASES: dict[str, Case] = {
         beside={"FDCACHE_WRITE_POLICY": "write_through_selective"},
     ),
     "FDCACHE_CLEAN_RESERVE": Case("5", lambda engine: engine.manager._tiers.backups._clean_reserve),
+    "FDCACHE_EVICTION": Case(
+        "learned",
+        lambda engine: engine.manager._tiers.device.reuse() is not None,
+        serve=lambda server: namespace(server)._eviction.policy,
+    ),
+    "FDCACHE_EVICTION_OBJECTIVE": Case(
+        "compute",
+        lambda engine: engine.manager._tiers.device.depth_value,
+        serve=lambda server: namespace(server)._eviction.depth_value(64),
+    ),
     "FDCACHE_DEFER_TIMEOUT": Case("7s", lambda engine: engine.manager._matcher._defer_timeout),
     "FDCACHE_LOAD_OR_RECOMPUTE": Case("always", lambda engine: engine.manager._choices._is_auto),
     "FDCACHE_PLAN_TIMEOUT": Case("7s", lambda engine: engine.manager._plans._ledger._timeout),
@@ -291,8 +301,6 @@ CASES: dict[str, Case] = {
         beside={"MOONCAKE_MASTER_SERVER_ADDR": "127.0.0.1:1"},
     ),
 }
-WITHOUT_A_CHOICE = {"FDCACHE_EVICTION"}
-"""Variables with a single value, the default."""
 
 
 def prepare(directory: Path) -> None:

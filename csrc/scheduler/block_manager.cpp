@@ -221,6 +221,17 @@ void BlockManager::extend_table(Tier::Session &tier, RequestState &request, std:
 
 void BlockManager::release(RequestState &request) {
     tier_.release(request.lease_);
+    forget(request);
+}
+
+void BlockManager::finish(RequestState &request) {
+    const RequestEnd end{request.prompt_tokens(), request.num_tokens() - request.prompt_tokens(),
+                         static_cast<std::uint32_t>(block_size_)};
+    tier_.finish(request.lease_, &end);
+    forget(request);
+}
+
+void BlockManager::forget(RequestState &request) {
     drop_host_run(request);
     if (request.is_loading) loading_.erase(request.lease_);
     request.lease_ = request.owner_ = 0;

@@ -149,6 +149,8 @@ class BlockManager {
                  AdvanceResult &out);
     // Releases every block of a live request.
     void release(RequestState &request);
+    // As `release`, at the end of the request: its blocks were used.
+    void finish(RequestState &request);
     // The slots added to the table since the match or the last call: [first, second).
     std::pair<std::size_t, std::size_t> take_added(RequestState &request);
     // Forgets the hits that a request has counted for: its next match is another use.
@@ -197,6 +199,7 @@ class BlockManager {
                       AdvanceResult &out);
     void commit_to(Tier::Session &tier, RequestState &request, std::uint64_t num_tokens);
     void publish(Tier::Session &tier, RequestState &request);
+    void forget(RequestState &request);
 
     Tier &tier_;
     HostSource host_;

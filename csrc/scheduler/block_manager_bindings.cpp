@@ -79,9 +79,10 @@ void remove_from(const Live &live, const PythonRequest &request) {
     if (PyDict_DelItem(live.ptr(), request.request_id.ptr())) nb::raise_python_error();
 }
 
-bool release(PythonBlockManager &manager, PythonRequest &request, const Live &live) {
+template <void (BlockManager::*End)(RequestState &)>
+bool end(PythonBlockManager &manager, PythonRequest &request, const Live &live) {
     if (!manager.owns(request)) return false;
-    manager.release(request);
+    (manager.*End)(request);
     remove_from(live, request);
     return true;
 }
@@ -423,18 +424,20 @@ void bind_block_manager(nb::module_ &module) {
             nb::sig("def give_up_loads(self, plan: int) -> list[tuple[str, int]]"),
             "Let the requests that wait for a plan's loads load nothing any more. Return (request id, first\n"
             "block) of each load.")
-        .def("release", &release, "request"_a, "live"_a,
+        .def("release", &end<&BlockManager::release>, "request"_a, "live"_a,
              "Release every block of a live request; return False if it is not live.")
         .def(
             "finish",
             [](PythonBlockManager &self, const RequestSequence &requests, const Live &live) {
                 for (nb::handle each : requests) {
                     PythonRequest &request = request_of(each);
-                    release(self, request, live);
+                    end<&BlockManager::finish>(self, request, live);
                     self.forget_hits(request);
                 }
             },
-            "requests"_a, "live"_a, "Release requests; their next match counts as another hit.")
+            "requests"_a, "live"_a,
+            "Release requests at their end: the eviction order learns how their blocks were used, and their\n"
+            "next match counts as another hit.")
         .def_prop_ro(
             "has_followed", [](const PythonBlockManager &self) { return self.has_followed(); },
             "True if ``take_followed`` has something.")

@@ -189,7 +189,8 @@ void BlockManager::plan_loads(Tier::Session &tier, RequestState &request, BlockC
         {request.lease_, offset, static_cast<std::uint32_t>(count), static_cast<std::uint32_t>(first)});
     loading_.insert_or_assign(request.lease_, &request);
     request.is_loading = true;
-    drop_host_run(request);
+    host_.finish(run.lease);
+    request.host_run_ = {};
 }
 
 // --- loads -------------------------------------------------------------------------------------------------

@@ -55,6 +55,13 @@ void HostSource::release(std::uint64_t lease) {
         service_->release(lease);
 }
 
+void HostSource::finish(std::uint64_t lease) {
+    if (tier_)
+        tier_->finish(lease);
+    else
+        service_->release(lease);
+}
+
 void HostSource::begin_load(const HostRun &run) {
     if (tier_)
         tier_->hold(run.slots);

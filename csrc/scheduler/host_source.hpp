@@ -42,6 +42,8 @@ class HostSource {
     // Pins the leading run of a path from `start` on.
     Answer find(std::span<const Digest> path, std::size_t start, StorageUse storage);
     void release(std::uint64_t lease);
+    // As `release`, of a run whose blocks were used. A service takes every run for one.
+    void finish(std::uint64_t lease);
     // Starts and ends a copy out of slots of a run.
     void begin_load(const HostRun &run);
     void end_load(std::span<const Slot> slots);

@@ -22,6 +22,7 @@ class Tier::Session {
 
     LeaseId open_lease() { return tier_.add_lease(); }
     bool release(LeaseId lease) { return tier_.end_lease(lease); }
+    bool finish(LeaseId lease, const RequestEnd *end) { return tier_.end_use(lease, end); }
 
     // Appends the slots of the pinned run to `table`. Returns true if the block after the run is pending.
     bool match(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known,

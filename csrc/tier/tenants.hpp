@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "tier/eviction.hpp"
+#include "tier/lru_order.hpp"
 
 namespace fdcache {
 

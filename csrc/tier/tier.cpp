@@ -8,8 +8,12 @@
 
 namespace fdcache {
 
-Tier::Tier(std::uint32_t slots, std::string_view eviction, std::uint32_t extent, double spare)
-    : order_(make_eviction_order(eviction)), free_(extent), spare_(spare) {
+Tier::Tier(std::uint32_t slots, std::string_view eviction, std::uint32_t extent, double spare,
+           double depth_value)
+    : order_(make_eviction_order(eviction, depth_value)),
+      learns_(order_->learns()),
+      free_(extent),
+      spare_(spare) {
     if (!(spare >= 0 && spare <= 0.5)) throw std::invalid_argument("the spare share is between 0 and 0.5");
     resize(slots);
 }
@@ -35,6 +39,31 @@ LeaseId Tier::add_lease() {
 
 bool Tier::release(LeaseId lease) {
     return Session(*this).release(lease);
+}
+
+bool Tier::finish(LeaseId lease, const RequestEnd *end) {
+    return Session(*this).finish(lease, end);
+}
+
+bool Tier::end_use(LeaseId lease, const RequestEnd *end) {
+    const auto found = leases_.find(lease);
+    if (found == leases_.end()) return false;
+    if (!learns_) return end_lease(lease);
+    std::size_t count = 0;
+    Slot deepest = kNoSlot;
+    for (const Slot slot : found->second.slots) {
+        const Entry &entry = entries_[slot];
+        if (!entry.findable || entry.state != SlotState::kReady) continue;
+        ++count;
+        if (deepest == kNoSlot || entry.depth > entries_[deepest].depth) deepest = slot;
+    }
+    path_.clear();
+    make_room(path_, count);
+    for (Slot slot = deepest; path_.size() < count && slot != kRoot; slot = entries_[slot].parent)
+        path_.push_back(slot);
+    order_->set_time(now_ms());
+    order_->use(path_, end);
+    return end_lease(lease);
 }
 
 bool Tier::end_lease(LeaseId lease) {
@@ -77,8 +106,14 @@ void Tier::check_hashes(std::span<const Digest> hashes) {
 }
 
 std::uint32_t Tier::now_ms() const {
+    if (clock_ms_) return *clock_ms_;
     using std::chrono::duration_cast, std::chrono::milliseconds, std::chrono::steady_clock;
     return static_cast<std::uint32_t>(duration_cast<milliseconds>(steady_clock::now() - start_).count());
+}
+
+void Tier::set_clock(std::uint64_t milliseconds) {
+    std::lock_guard lock(mutex_);
+    clock_ms_ = static_cast<std::uint32_t>(milliseconds);
 }
 
 // --- the life of a slot ------------------------------------------------------------------------------------
@@ -214,11 +249,16 @@ void Tier::make_ready(Slot slot, std::uint32_t now) {
     --writing_;
     ++ready_;
     publish_event(TierEvent::Kind::kStored, slot);
+    if (learns_) {
+        order_->set_time(now);
+        order_->arrive(slot, digests_[slot], entry.depth);
+    }
     if (!entry.pins) refresh(slot);
 }
 
 void Tier::order_add(Slot slot, bool busy) {
-    order_->add(slot, busy);
+    const Slot parent = entries_[slot].parent;
+    order_->add(slot, parent == kRoot ? kNoSlot : parent, busy);
     tenants_.add(slot, busy);
 }
 
@@ -238,6 +278,7 @@ void Tier::remove_entry(Slot slot) {
     publish_event(TierEvent::Kind::kRemoved, slot);
     index_.erase(slot);
     tenants_.leave(slot);
+    if (learns_) order_->leave(slot, digests_[slot], true);
     if (entry.parent != kRoot) --entries_[entry.parent].children;
     entry.parent = kNoSlot;
     entry.findable = false;
@@ -268,6 +309,7 @@ std::uint32_t Tier::missing(std::size_t count) const {
 void Tier::evict_coldest(std::size_t count, BlockList *evicted) {
     victims_.clear();
     vacated_.clear();
+    if (learns_ && count) order_->set_time(now_ms());
     order_->take(static_cast<std::uint32_t>(std::min<std::size_t>(count, order_->size())), victims_);
     // In three rounds, each of which prefetches the data of the next: in a large tier, cache misses dominate.
     for (const Slot slot : victims_) {
@@ -277,6 +319,7 @@ void Tier::evict_coldest(std::size_t count, BlockList *evicted) {
     for (const Slot slot : victims_) {
         if (evicted) append(*evicted, slot);
         index_.prefetch(digests_[slot]);
+        if (learns_) order_->prefetch(digests_[slot]);
     }
     for (const Slot slot : victims_) {
         remove_entry(slot);
@@ -404,6 +447,7 @@ std::size_t Tier::make_entries(LeaseId lease_id, const Digest &parent_hash, std:
     for (; i < hashes.size() && parent != kNoSlot; ++i) {
         if (i + kAhead < hashes.size()) {
             index_.prefetch(hashes[i + kAhead]);
+            if (learns_) order_->prefetch(hashes[i + kAhead]);
             __builtin_prefetch(&digests_[slots[i + kAhead]], 1);
         }
         const Entry &entry = entries_[slots[i]];

@@ -32,6 +32,7 @@
 #include "tier/hash_index.hpp"
 #include "tier/large_vector.hpp"
 #include "tier/presence.hpp"
+#include "tier/reuse_tables.hpp"
 #include "tier/tenants.hpp"
 
 namespace fdcache {
@@ -170,13 +171,20 @@ class Tier {
     class Session;
 
     // `extent`: runs of slots cross no multiple of it; 0: there is one extent. `spare`: reservations evict
-    // ahead of need, for longer runs, while less than this share of the slots is free.
+    // ahead of need, for longer runs, while less than this share of the slots is free. `depth_value`: of the
+    // eviction order.
     explicit Tier(std::uint32_t slots, std::string_view eviction = "lru", std::uint32_t extent = 0,
-                  double spare = 0);
+                  double spare = 0, double depth_value = 0);
+
+    // From now on the time is what the caller says last, in milliseconds.
+    void set_clock(std::uint64_t milliseconds);
 
     LeaseId open_lease();
     // Releases everything the lease owns. Returns false if it is unknown or was released before.
     bool release(LeaseId lease);
+    // As `release`, and the eviction order learns that the lease's entries were used. `end`: null if no more
+    // is known of the request.
+    bool finish(LeaseId lease, const RequestEnd *end = nullptr);
 
     // Pins, for `lease`, the leading run of READY blocks from index `start` on. Adds a hit to each block
     // except the first `known`, which the same request has matched before.
@@ -253,6 +261,11 @@ class Tier {
 
     // Removes every entry. Slots in use stay with their leases and copies until those end.
     void reset();
+    // What the eviction order has learned: nothing, if it does not learn. `load_reuse` returns false, and
+    // changes nothing, for what another version has saved.
+    std::optional<ReuseTables> reuse() const;
+    std::vector<std::uint8_t> save_reuse() const;
+    bool load_reuse(std::span<const std::uint8_t> saved);
     // Changes the number of slots. If slots to remove are in use, returns how many and changes nothing.
     std::uint32_t resize(std::uint32_t slots);
 
@@ -327,6 +340,7 @@ class Tier {
 
     LeaseId add_lease();
     bool end_lease(LeaseId lease);
+    bool end_use(LeaseId lease, const RequestEnd *end);
     bool pin_run(LeaseId lease, std::span<const Digest> hashes, std::size_t start, std::size_t known,
                  std::uint32_t now, std::vector<Slot> &table);
     std::uint32_t take_anonymous(LeaseId lease, std::uint32_t count, std::vector<Slot> &table,
@@ -395,11 +409,12 @@ class Tier {
     LargeVector<Digest> digests_;
     HashIndex index_{digests_};
     std::unique_ptr<EvictionOrder> order_;
+    const bool learns_;  // the eviction order is told of arrivals and uses
     Tenants tenants_;
     FreeRuns free_;
     const double spare_;
     // Of one reservation; kept for their memory.
-    std::vector<Slot> victims_;
+    std::vector<Slot> victims_, path_;
     std::vector<FreeRuns::Run> vacated_, taken_;
     std::unordered_map<LeaseId, Lease> leases_;
     std::vector<std::unordered_map<LeaseId, Lease>::node_type> spare_leases_;  // for their memory
@@ -417,6 +432,7 @@ class Tier {
     std::uint32_t ready_ = 0;
     std::uint32_t least_generation_ = 0;  // later content of any slot has one above it
     mutable std::uint64_t lookups_ = 0;
+    std::optional<std::uint32_t> clock_ms_;  // of the caller
     const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 

@@ -67,6 +67,54 @@ void bind_tier(nb::module_ &module) {
     module.attr("SLOT_FREE") = static_cast<int>(SlotState::kFree);
     module.attr("SLOT_WRITING") = static_cast<int>(SlotState::kWriting);
     module.attr("SLOT_READY") = static_cast<int>(SlotState::kReady);
+    const auto table = [](const ReuseTables &tables, auto value) {
+        std::vector<double> rows;
+        rows.reserve(ReuseTables::kClasses * ReuseTables::kAges);
+        for (std::size_t kind = 0; kind < ReuseTables::kClasses; ++kind)
+            for (std::size_t age = 0; age < ReuseTables::kAges; ++age)
+                rows.push_back(value(tables, kind, age));
+        return to_numpy<double>(std::move(rows));
+    };
+    nb::class_<ReuseTables>(module, "ReuseTables",
+                            "What was learned of reuse, by class and age.\n\n"
+                            "Tables are flat, of ``ROLES`` x ``OUTPUTS`` x ``NEWS`` x ``AGES`` numbers.")
+        .def_prop_ro(
+            "reused",
+            [table](const ReuseTables &self) {
+                return table(self, [](auto &all, auto kind, auto age) { return all.reused()[kind][age]; });
+            },
+            nb::rv_policy::automatic, "Blocks used again at an age; older counts fade.")
+        .def_prop_ro(
+            "at_risk",
+            [table](const ReuseTables &self) {
+                return table(self, [](auto &all, auto kind, auto age) { return all.at_risk()[kind][age]; });
+            },
+            nb::rv_policy::automatic, "Seconds that blocks spent at an age.")
+        .def_prop_ro(
+            "rate",
+            [table](const ReuseTables &self) {
+                return table(self, [](auto &all, auto kind, auto age) { return all.rate()[kind][age]; });
+            },
+            nb::rv_policy::automatic, "Reuses per second of one block.")
+        .def_prop_ro(
+            "index",
+            [table](const ReuseTables &self) {
+                return table(self, [](auto &all, auto kind, auto age) { return all.index(kind, age); });
+            },
+            nb::rv_policy::automatic, "Hits per second of keeping a block: its rank in the eviction order.")
+        .def_prop_ro(
+            "begins",
+            [](const ReuseTables &) {
+                std::vector<double> begins;
+                for (std::size_t age = 0; age <= ReuseTables::kAges; ++age)
+                    begins.push_back(ReuseTables::begin(age));
+                return to_numpy<double>(std::move(begins));
+            },
+            nb::rv_policy::automatic, "Seconds at which the ages begin, and where the last one ends.")
+        .def_ro_static("ROLES", &ReuseTables::kRoles)
+        .def_ro_static("OUTPUTS", &ReuseTables::kOutputs)
+        .def_ro_static("NEWS", &ReuseTables::kNews)
+        .def_ro_static("AGES", &ReuseTables::kAges);
     nb::class_<Tier>(
         module, "Tier",
         "Slots, the entries in them and their users; any thread may call.\n\n"
@@ -74,15 +122,29 @@ void bind_tier(nb::module_ &module) {
         "operation is all or nothing. Raises IndexError for a slot that is not in use, ValueError\n"
         "for other bad arguments, and StaleLeaseError for a lease that was released or, unless\n"
         "noted, opened before a reset.")
-        .def(nb::init<std::uint32_t, std::string_view, std::uint32_t, double>(), "slots"_a,
-             "eviction"_a = "lru", "extent"_a = 0, "spare"_a = 0.0,
+        .def(nb::init<std::uint32_t, std::string_view, std::uint32_t, double, double>(), "slots"_a,
+             "eviction"_a = "lru", "extent"_a = 0, "spare"_a = 0.0, "depth_value"_a = 0.0,
              "``extent``: runs of slots cross no multiple of it; 0: there is one extent. ``spare``:\n"
              "reservations evict ahead of need, for longer runs, while less than this share of the slots\n"
-             "(0 to 0.5) is free.")
+             "(0 to 0.5) is free. ``depth_value``: how much more a block is worth to ``learned`` for each\n"
+             "block above it.")
+        .def("set_clock", &Tier::set_clock, "milliseconds"_a,
+             "Take the time from the caller from now on: it is what the last call said.")
         .def("open_lease", &Tier::open_lease,
              "Open a lease, which owns pins and reserved slots until ``release``.")
         .def("release", &Tier::release, "lease"_a,
              "Release everything the lease owns. Return False if that was done before.")
+        .def(
+            "finish",
+            [](Tier &tier, LeaseId lease, std::optional<std::uint64_t> prompt_tokens,
+               std::uint64_t output_tokens, std::uint32_t block_tokens) {
+                if (!prompt_tokens) return tier.finish(lease);
+                const RequestEnd end{*prompt_tokens, output_tokens, block_tokens};
+                return tier.finish(lease, &end);
+            },
+            "lease"_a, "prompt_tokens"_a = nb::none(), "output_tokens"_a = 0, "block_tokens"_a = 0,
+            "Release a lease whose entries were used, and let the eviction order learn from it.\n\n"
+            "The numbers are of the request, if they are known.")
         .def(
             "match",
             [](Tier &tier, LeaseId lease, const HashesIn &hashes, std::size_t start, std::size_t known) {
@@ -274,6 +336,22 @@ void bind_tier(nb::module_ &module) {
             "give_back",
             [](Tier &tier, const VectorIn<std::int32_t> &slots) { tier.give_back(slots_of(slots)); },
             "slots"_a, "Return withheld slots to use.")
+        .def("reuse", &Tier::reuse,
+             "Return a copy of what the eviction order has learned; None for one that does not learn.")
+        .def(
+            "save_reuse",
+            [](const Tier &tier) {
+                const std::vector<std::uint8_t> saved = tier.save_reuse();
+                return nb::bytes(saved.data(), saved.size());
+            },
+            "Return what was learned, for ``load_reuse`` of a later process; empty if nothing is.")
+        .def(
+            "load_reuse",
+            [](Tier &tier, const nb::bytes &saved) {
+                return tier.load_reuse({reinterpret_cast<const std::uint8_t *>(saved.c_str()), saved.size()});
+            },
+            "saved"_a,
+            "Go on from what was learned before. Return False, and change nothing, for other bytes.")
         .def("reset", &Tier::reset, ReleaseGil(),
              "Remove all entries. Slots in use stay with their leases and copies.")
         .def("resize", &Tier::resize, "slots"_a, ReleaseGil(),

@@ -121,6 +121,7 @@ std::uint32_t Tier::available() const {
 BlockList Tier::coldest(std::uint32_t count) const {
     std::lock_guard lock(mutex_);
     BlockList list;
+    if (learns_) order_->set_time(now_ms());
     for (const Slot slot : order_->first(count)) append(list, slot);
     return list;
 }

@@ -130,6 +130,7 @@ void Tier::remove_subtrees(const std::vector<Slot> &doomed) {
         Entry &entry = entries_[slot];
         index_.erase(slot);
         if (order_->holds(slot)) order_remove(slot);
+        if (learns_ && entry.state == SlotState::kReady) order_->leave(slot, digests_[slot], false);
         tenants_.leave(slot);
         entry.findable = false;
         if (entry.parent < kRoot) unlink_child(entry.parent, entry);

@@ -93,6 +93,13 @@ class CacheManager:
         )
         self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock, self._choices)
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
+        self._clock = None if clock is time.monotonic else clock
+        self._set_time()
+
+    def _set_time(self) -> None:
+        """Give the caller's time to the tiers, whose order of eviction depends on it."""
+        if self._clock is not None:
+            self._tiers.set_clock(self._clock())
 
     @classmethod
     def from_settings(
@@ -194,6 +201,7 @@ class CacheManager:
         """
         requests = list(requests)
         with self._lock:
+            self._set_time()
             if self._service is not None:
                 self._reset_device_if_asked(self._service)
             if self._state is not ManagerState.RUNNING:
@@ -230,6 +238,7 @@ class CacheManager:
         """
         demands = list(demands)
         with self._lock:
+            self._set_time()
             if self._state is not ManagerState.RUNNING:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
@@ -250,6 +259,7 @@ class CacheManager:
         a backup.
         """
         with self._lock:
+            self._set_time()
             if self._service is not None:
                 self._reset_device_if_asked(self._service)
             if self._state is ManagerState.RUNNING:
@@ -271,6 +281,7 @@ class CacheManager:
         """
         progress = list(progress)
         with self._lock:
+            self._set_time()
             self._requests.commit(progress)
             if self._choices.has_open:
                 self._choices.computed(progress)
@@ -297,6 +308,7 @@ class CacheManager:
         is changed then.
         """
         with self._lock:
+            self._set_time()
             plan = self._plans.open if self._state is ManagerState.RUNNING else None
             result = self._requests.advance(requests, tokens, uncomputed_tokens, plan)
             if self._choices.has_open:
@@ -313,6 +325,7 @@ class CacheManager:
         """
         reports = list(reports)
         with self._lock:
+            self._set_time()
             outcomes = self._plans.apply(reports)
             self._choices.record(reports)
             return outcomes
@@ -340,6 +353,7 @@ class CacheManager:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent."""
         requests = list(requests)
         with self._lock:
+            self._set_time()
             self._requests.finish(requests)
             self._choices.forget(requests)
 

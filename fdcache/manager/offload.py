@@ -84,6 +84,12 @@ class OffloadManager:
         tiers.record_events(settings.event_buffer)
         self._requests = OffloadedRequests(settings, layout, self._host, counters, clock)
         self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
+        self._set_time()
+
+    def _set_time(self) -> None:
+        """Give the caller's time to the tiers, whose order of eviction depends on it."""
+        if self._clock is not time.monotonic:
+            self._tiers.set_clock(self._clock())
 
     @classmethod
     def from_settings(
@@ -165,6 +171,7 @@ class OffloadManager:
         """Hash a request that has arrived, and start to read its blocks from storage into the host tier."""
         self._requests.prepare(request)
         with self._lock:
+            self._set_time()
             self._requests.begin_fetch(self._requests.track(request))
 
     def match(
@@ -178,6 +185,7 @@ class OffloadManager:
         """
         self._requests.prepare(request)
         with self._lock:
+            self._set_time()
             tracked = self._requests.track(request)
             tracked.forget_device()
             if not self._requests.match(tracked, device_tokens, whole_prompt):
@@ -201,6 +209,7 @@ class OffloadManager:
         """
         ids = device_ids_of(device_ids)
         with self._lock:
+            self._set_time()
             tracked = self._requests.get(request)
             if tracked is None or not tracked.remaining:
                 self.unmatch(request)
@@ -264,6 +273,7 @@ class OffloadManager:
     def finish(self, request: OffloadRequest) -> None:
         """End, abort or forget a request. Idempotent; loads in flight still end with a ``LoadOutcome``."""
         with self._lock:
+            self._set_time()
             self._requests.finish(request)
 
     def _give_away(self, ids: Int32Array) -> None:
@@ -281,6 +291,7 @@ class OffloadManager:
     def take_plans(self) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes."""
         with self._lock:
+            self._set_time()
             self._plans.plan_background()
             self._host.report(lambda: msgspec.json.encode(self.get_stats()))
             self._host.flush()
@@ -297,6 +308,7 @@ class OffloadManager:
         """
         reports = list(reports)
         with self._lock:
+            self._set_time()
             outcomes = self._plans.apply(reports)
             if reports:
                 self._copies.copies_ended()

@@ -70,6 +70,12 @@ class LowerTiers:
             pools[CacheLevel.STORAGE] = self.storage.pool
         return pools
 
+    def set_clock(self, seconds: float) -> None:
+        """Take the time of the tiers of this process from the caller."""
+        for pool in self.pools.values():
+            if isinstance(pool, BlockPool):
+                pool.set_clock(int(seconds * 1000))
+
     def complete(self, flight: InFlightPlan, counters: Counters) -> None:
         """End the transfers of a plan that every rank has reported: blocks that arrived can be found."""
         if isinstance(flight.plan, StorageTask):
@@ -198,7 +204,12 @@ def make_tiers(
     clock: Callable[[], float],
 ) -> Tiers:
     """Return the tiers of the settings, empty. Raises ``ConfigurationError`` for settings that contradict."""
-    device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
+    device = BlockPool(
+        CacheLevel.DEVICE,
+        settings.device_blocks,
+        settings.eviction,
+        depth_value=settings.evicts.depth_value(layout.block_size),
+    )
     host, storage = make_lower_tiers(settings, layout, storage_settings, lookup, counters, clock)
     tiers = Tiers(
         host=host,
@@ -226,7 +237,14 @@ def make_lower_tiers(
 
 def _own_host(settings: CacheSettings, layout: KVLayout, blocks: int) -> LocalHostTier:
     extent = max(EXTENT_BYTES // layout.record_bytes, 1)
-    return LocalHostTier(CacheLevel.HOST, blocks, settings.eviction, extent=extent, spare=HOST_SPARE)
+    return LocalHostTier(
+        CacheLevel.HOST,
+        blocks,
+        settings.eviction,
+        extent=extent,
+        spare=HOST_SPARE,
+        depth_value=settings.evicts.depth_value(layout.block_size),
+    )
 
 
 def _make_host(settings: CacheSettings, layout: KVLayout, storage: StorageTierSettings) -> HostTier | None:
@@ -260,7 +278,7 @@ def _make_storage(
         raise ConfigurationError(
             f"FDCACHE_STORAGE={storage.connector} needs a host tier to read into; set FDCACHE_HOST_MEMORY"
         )
-    index = make_index(storage, layout, lookup, clock)
+    index = make_index(storage, layout, lookup, clock, settings.evicts)
     tier = StorageTier(settings, storage, layout, host, index, counters, clock)
     host.on_evict = tier.writes.on_evict
     host.fetches = FetchTable(lambda: tier.reads, FetchTerms.of(storage))

@@ -11,6 +11,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from fdcache.replay.readings import READINGS, Reading
+
 VOCABULARY = 128_000
 OUTPUT_STREAMS = 1 << 62
 """First stream of outputs. Request i has output stream ``OUTPUT_STREAMS + i``, so every output is unique."""
@@ -87,8 +89,16 @@ class WorkloadName(StrEnum):
 
     CHAT = "chat"
     AGENT = "agent"
+    PAUSES = "pauses"
     RAG = "rag"
     UNIQUE = "unique"
+    SCAN = "scan"
+    SHIFT = "shift"
+    LOOP = "loop"
+    RECENCY = "recency"
+    MISLEADING = "misleading"
+    LOAD = "load"
+    MIXED = "mixed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,9 @@ class DialogueShape:
     output_tokens: tuple[int, int]
     think_ms: float
     between_arrivals_ms: float
+    pause_ms: float = 0.0
+    """Mean of long pauses, which follow a share of ``pauses`` of the turns in place of the think time."""
+    pauses: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +132,17 @@ class RetrievalShape:
 
 CHAT = DialogueShape(4, (384, 1024), (2, 8), (32, 400), (48, 320), think_ms=8000, between_arrivals_ms=1500)
 AGENT = DialogueShape(2, (1500, 2500), (4, 16), (100, 900), (24, 120), think_ms=400, between_arrivals_ms=2500)
+PAUSES = DialogueShape(
+    3,
+    (1000, 3000),
+    (6, 30),
+    (50, 1200),
+    (16, 200),
+    think_ms=1500,
+    between_arrivals_ms=20_000,
+    pause_ms=180_000,
+    pauses=0.15,
+)
 RAG = RetrievalShape(400, (512, 3072), 1.1, 256, (24, 120), (32, 200), between_arrivals_ms=500)
 UNIQUE = DialogueShape(0, (0, 0), (1, 1), (256, 4096), (32, 200), think_ms=0, between_arrivals_ms=500)
 
@@ -128,13 +152,22 @@ def generate(name: WorkloadName, requests: int, seed: int) -> Iterator[WorkItem]
 
     - ``chat``: conversations with a few shared system prompts and think time; each prompt extends the previous one.
     - ``agent``: the same with long system prompts (tools), short outputs, tool results as inputs, and short pauses.
+    - ``pauses``: agents that call tools and now and then wait for their user for minutes.
     - ``rag``: questions over documents, a few of which are read often.
     - ``unique``: no reuse.
+    - the others: questions over documents, chosen as ``fdcache.replay.readings`` says.
     """
     random = np.random.default_rng(seed)
+    if name in READINGS:
+        return itertools.islice(_questions(READINGS[name](random), random), requests)
     if name is WorkloadName.RAG:
         return itertools.islice(_retrieval(RAG, random), requests)
-    shapes = {WorkloadName.CHAT: CHAT, WorkloadName.AGENT: AGENT, WorkloadName.UNIQUE: UNIQUE}
+    shapes = {
+        WorkloadName.CHAT: CHAT,
+        WorkloadName.AGENT: AGENT,
+        WorkloadName.PAUSES: PAUSES,
+        WorkloadName.UNIQUE: UNIQUE,
+    }
     return itertools.islice(_dialogues(shapes[name], random), requests)
 
 
@@ -178,7 +211,8 @@ def _dialogues(shape: DialogueShape, random: np.random.Generator) -> Iterator[Wo
         tokens = _between(random, shape.input_tokens)
         yield dialogue.next_turn(index, now_ms, next(fresh_streams), tokens, output)
         if dialogue.turns_left:
-            dialogue.think_ms = random.exponential(shape.think_ms)
+            long = shape.pauses and random.random() < shape.pauses
+            dialogue.think_ms = random.exponential(shape.pause_ms if long else shape.think_ms)
             ready = now_ms + output * _MS_PER_OUTPUT_TOKEN + dialogue.think_ms
             heapq.heappush(due, (ready, next(arrivals), dialogue))
 
@@ -205,6 +239,17 @@ def _retrieval(shape: RetrievalShape, random: np.random.Generator) -> Iterator[W
         sizes = [shape.system_tokens, int(lengths[document]), _between(random, shape.question_tokens)]
         yield _item(index, now_ms, streams, sizes, _between(random, shape.output_tokens))
         now_ms += random.exponential(shape.between_arrivals_ms)
+
+
+def _questions(readings: Iterator[Reading], random: np.random.Generator) -> Iterator[WorkItem]:
+    """Turn readings into requests; the stream of document n is 1 + 2n, that of question i is 2 + 2i."""
+    lengths: dict[int, int] = {}
+    now_ms = 0.0
+    for index, (document, gap_ms) in enumerate(readings):
+        length = lengths.setdefault(document, _between(random, (512, 4096)))
+        sizes = [length, _between(random, (24, 120))]
+        yield _item(index, now_ms, [1 + 2 * document, 2 + 2 * index], sizes, _between(random, (32, 200)))
+        now_ms += gap_ms
 
 
 def _item(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -43,6 +44,31 @@ class EvictionPolicy(StrEnum):
     """Order in which unpinned blocks are evicted from a full tier."""
 
     LRU = "lru"
+    SLRU = "slru"
+    LEARNED = "learned"
+
+
+class EvictionObjective(StrEnum):
+    """What the learned order of eviction maximizes."""
+
+    HITS = "hits"
+    COMPUTE = "compute"
+
+
+_TOKENS_TO_DOUBLE = 30_000
+"""Tokens before a block that make it twice as expensive to compute again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """How the tiers choose what to evict."""
+
+    policy: EvictionPolicy = EvictionPolicy.LRU
+    objective: EvictionObjective = EvictionObjective.HITS
+
+    def depth_value(self, block_size: int) -> float:
+        """Return how much more a block is worth for each block above it."""
+        return block_size / _TOKENS_TO_DOUBLE if self.objective is EvictionObjective.COMPUTE else 0.0
 
 
 class LoadOrRecompute(StrEnum):
@@ -126,8 +152,24 @@ class CacheSettings(Group):
         unit="blocks",
     )
     eviction: EvictionPolicy = variable(
-        "FDCACHE_EVICTION", EvictionPolicy.LRU, "Order in which blocks are evicted from a full tier."
+        "FDCACHE_EVICTION",
+        EvictionPolicy.LRU,
+        "Order in which blocks are evicted from a full tier: by last use, by last use in two segments, or by what is "
+        "learned of their reuse.",
+        used_in=(Component.MANAGER, Component.SERVE),
     )
+    eviction_objective: EvictionObjective = variable(
+        "FDCACHE_EVICTION_OBJECTIVE",
+        EvictionObjective.HITS,
+        "What the learned order maximizes: blocks found, or the time saved: later blocks of a prompt count more.",
+        used_in=(Component.MANAGER, Component.SERVE),
+    )
+
+    @property
+    def evicts(self) -> Eviction:
+        """How the tiers choose what to evict."""
+        return Eviction(self.eviction, self.eviction_objective)
+
     load_or_recompute: LoadOrRecompute = variable(
         "FDCACHE_LOAD_OR_RECOMPUTE",
         LoadOrRecompute.AUTO,

@@ -215,9 +215,11 @@ class LocalHostTier(BlockPool):
         *,
         extent: int = 0,
         spare: float = 0.0,
+        depth_value: float = 0.0,
     ) -> None:
-        super().__init__(level, num_blocks, eviction, extent=extent, spare=spare)
+        super().__init__(level, num_blocks, eviction, extent=extent, spare=spare, depth_value=depth_value)
         self.traffic = TrafficMeter()
+        self._loaded: set[int] = set()  # leases of runs that were used
 
     @property
     def host_cache(self) -> HostCache:
@@ -284,7 +286,15 @@ class LocalHostTier(BlockPool):
 
     def begin_load(self, lease: int, slots: Int32Array) -> None:
         """Hold the source slots, whatever becomes of the lease."""
+        self._loaded.add(lease)
         self.hold(slots)
+
+    def release(self, lease: int) -> bool:
+        """Unpin a run; the order of eviction learns from one that was loaded."""
+        if lease in self._loaded:
+            self._loaded.remove(lease)
+            return self.finish(lease)
+        return super().release(lease)
 
     def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
         """Release the source slots."""

@@ -10,7 +10,7 @@ import numpy as np
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageScan, StorageTask, SwapPurpose
 from fdcache.plans.ledger import InFlightPlan, Mask, StorageOrders, SwapInFlight
-from fdcache.settings.cache import CacheSettings, StorageTierSettings
+from fdcache.settings.cache import CacheSettings, Eviction, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.storage.slab_format import slots_for
 from fdcache.tiers.host import discard_corrupt
@@ -20,16 +20,21 @@ from fdcache.tiers.storage_index import LocalIndex, RemoteIndex
 from fdcache.tiers.storage_reads import StorageReads
 from fdcache.tiers.storage_writes import StorageWrites
 
+_BY_USE = Eviction()
+
 
 def make_index(
     settings: StorageTierSettings,
     layout: KVLayout,
     lookup: StorageConnector | None,
     clock: Callable[[], float] = time.monotonic,
+    eviction: Eviction = _BY_USE,
 ) -> LocalIndex | RemoteIndex:
     """Return an index that asks ``lookup``, or without one an index of local slab files."""
     if lookup is None:
-        return LocalIndex.make(slots_for(settings.size, layout), settings.retry_after, clock)
+        slots = slots_for(settings.size, layout)
+        depth_value = eviction.depth_value(layout.block_size)
+        return LocalIndex.make(slots, settings.retry_after, clock, eviction.policy, depth_value)
     return RemoteIndex(lookup, timeout=settings.timeout, clock=clock)
 
 

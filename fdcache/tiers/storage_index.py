@@ -40,9 +40,15 @@ class StoragePool(BlockPool):
     """
 
     def __init__(
-        self, num_blocks: int, *, retry_after: float = 0.0, clock: Callable[[], float] = time.monotonic
+        self,
+        num_blocks: int,
+        eviction: str = "lru",
+        *,
+        retry_after: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        depth_value: float = 0.0,
     ) -> None:
-        super().__init__(CacheLevel.STORAGE, num_blocks)
+        super().__init__(CacheLevel.STORAGE, num_blocks, eviction, depth_value=depth_value)
         self._pause = retry_after
         self._clock = clock
         self._written = np.zeros(num_blocks, np.bool_)
@@ -253,7 +259,7 @@ class LocalIndex:
         """Return how many blocks are stored from ``start`` on; they count as used now."""
         lease = self.pool.open_lease()
         found = len(self.pool.match(lease, hashes, start))
-        self.pool.release(lease)
+        self.pool.finish(lease)
         return found
 
     def take_answered(self) -> Iterable[Question]:
@@ -303,9 +309,17 @@ class LocalIndex:
         return forgotten
 
     @staticmethod
-    def make(slots: int, retry_after: float = 0.0, clock: Callable[[], float] = time.monotonic) -> LocalIndex:
+    def make(
+        slots: int,
+        retry_after: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        eviction: str = "lru",
+        depth_value: float = 0.0,
+    ) -> LocalIndex:
         """Return an index of ``slots`` slots; a full disk is tried again after ``retry_after`` seconds."""
-        return LocalIndex(StoragePool(slots, retry_after=retry_after, clock=clock))
+        return LocalIndex(
+            StoragePool(slots, eviction, retry_after=retry_after, clock=clock, depth_value=depth_value)
+        )
 
 
 class RemoteIndex:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("paddle")
 
 from fdcache.settings import VARIABLES, SettingsError
-from tests.environment_help import CASES, ENGINES, OBSERVERS, WITHOUT_A_CHOICE, Case, prepare
+from tests.environment_help import CASES, ENGINES, OBSERVERS, Case, prepare
 from tests.service_help import local_service
 
 OWN = [name for name in VARIABLES if name.startswith("FDCACHE_")]
@@ -68,11 +68,10 @@ def observe(case: Case, where: str, given: Mapping[str, str]) -> object:
 
 
 def test_every_variable_has_a_case() -> None:
-    assert set(CASES) | WITHOUT_A_CHOICE == set(OWN)
+    assert set(CASES) == set(OWN)
     for name, case in CASES.items():
         assert case.engine or case.serve or case.elsewhere, name
         assert set(case.engines) | set(case.refused_by) == set(ENGINES), name
-    assert all(len(VARIABLES[name].choices) == 1 for name in WITHOUT_A_CHOICE)
 
 
 @pytest.mark.parametrize(("name", "where"), effects())

@@ -24,7 +24,7 @@ _CHANGES = (
     "unhold",
 )
 _WHOLE = ("discard", "drop", "restore", "reset", "resize")
-_STEP = ("commit", "end_loads", "release", "wait_for_reads")
+_STEP = ("commit", "end_loads", "release", "finish", "wait_for_reads")
 
 
 class EvictionWitness:

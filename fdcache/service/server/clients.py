@@ -199,7 +199,7 @@ class Client:
         tier = self.namespace.tier
         for run in runs:
             if (lease := self.runs.pop(run, None)) is not None and tier is not None:
-                tier.release(lease)
+                tier.finish(lease)
 
     def release_runs(self) -> int:
         """Unpin all of its look-ups. Return how many.

@@ -20,9 +20,17 @@ class HostPool(BlockPool):
     """
 
     def __init__(
-        self, num_blocks: int, extent: int, table: PresenceWriter, take_runs: Callable[[], None]
+        self,
+        num_blocks: int,
+        extent: int,
+        table: PresenceWriter,
+        take_runs: Callable[[], None],
+        eviction: str = "lru",
+        depth_value: float = 0.0,
     ) -> None:
-        super().__init__(CacheLevel.HOST, num_blocks, extent=extent, spare=HOST_SPARE)
+        super().__init__(
+            CacheLevel.HOST, num_blocks, eviction, extent=extent, spare=HOST_SPARE, depth_value=depth_value
+        )
         self.record_events(_EVENTS)
         self.table = table
         self._take_runs = take_runs

@@ -115,7 +115,7 @@ class Server:
         self.endpoints = endpoints(settings, address)
         self._socket = socket_path(self.endpoints.address)
         self.arena = Arena(settings.server.arena_dir, arena_name(self._socket), self.endpoints.address)
-        self.service = Service(settings.server, self.arena, self._socket.parent)
+        self.service = Service(settings.server, self.arena, self._socket.parent, settings.cache.evicts)
         self.views = Views(self.service, effective_values(settings), settings.fingerprint)
         self.service.answer_tool = self.views.answer
         self.recovered = 0

@@ -23,6 +23,7 @@ from fdcache.service.server.host_pool import HostPool
 from fdcache.service.server.tenants import Quotas, Tenants
 from fdcache.service.wire.shared_memory import Extent, Geometry, create_shared, record_table, table_bytes
 from fdcache.service.wire.views import MissReason
+from fdcache.settings.cache import Eviction
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import EVENT_REMOVED, EVENT_STORED
 
@@ -169,8 +170,11 @@ class Namespace:
     It grows by one extent per rank at a time, before it evicts, while the arena has free extents and its quota allows.
     """
 
-    def __init__(self, arena: Arena, layout: KVLayout, settings: ServerSettings, quotas: Quotas) -> None:
+    def __init__(
+        self, arena: Arena, layout: KVLayout, settings: ServerSettings, quotas: Quotas, eviction: Eviction
+    ) -> None:
         self.layout = layout
+        self._eviction = eviction
         self.id = layout.fingerprint.hex()[:16]
         self.ranks = layout.tp_size
         self._arena = arena
@@ -283,7 +287,14 @@ class Namespace:
         if self.tier is None:
             table = PresenceWriter(self._table_memory)
             per_extent = self.geometry.records_per_extent
-            self.tier = HostPool(self.num_slots, per_extent, table, self._before_removal)
+            self.tier = HostPool(
+                self.num_slots,
+                per_extent,
+                table,
+                self._before_removal,
+                self._eviction.policy,
+                self._eviction.depth_value(self.layout.block_size),
+            )
             self.tenants.set_limits(self.tier, self.storable_slots)
             self.tier.mirror(self._table_memory)
         else:

@@ -17,6 +17,7 @@ from fdcache.service.server.arena import Arena
 from fdcache.service.server.namespace import READY_HEADER, Namespace
 from fdcache.service.server.tenants import Quotas
 from fdcache.service.wire.protocol import Recall
+from fdcache.settings.cache import Eviction
 from fdcache.settings.server import ServerSettings
 
 log = logging.getLogger("fdcache.service.server")
@@ -70,8 +71,9 @@ class Namespaces(dict[bytes, Namespace]):
     ``used``, an argument of several methods, has the ids of the namespaces with clients.
     """
 
-    def __init__(self, settings: ServerSettings, arena: Arena) -> None:
+    def __init__(self, settings: ServerSettings, arena: Arena, eviction: Eviction) -> None:
         super().__init__()
+        self._eviction = eviction
         self.settings = settings
         self.arena = arena
         self.reclaims = Reclaims()
@@ -80,7 +82,9 @@ class Namespaces(dict[bytes, Namespace]):
     def open(self, layout: KVLayout) -> Namespace:
         """Return the namespace of a layout; a new one has no memory yet. Raises ``UnsupportedLayoutError``."""
         if layout.fingerprint not in self:
-            self[layout.fingerprint] = Namespace(self.arena, layout, self.settings, self._quotas)
+            self[layout.fingerprint] = Namespace(
+                self.arena, layout, self.settings, self._quotas, self._eviction
+            )
         return self[layout.fingerprint]
 
     # --- memory -------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from fdcache.service.wire.protocol import (
     int64_from,
 )
 from fdcache.service.wire.views import ServiceTotals
+from fdcache.settings.cache import Eviction
 from fdcache.settings.server import ServerSettings
 from fdcache.tiers.pool import EVENT_CLEARED
 from fdcache.tiers.storage_reads import StorageReads
@@ -63,10 +64,10 @@ class Service:
     No call blocks, and no slot is freed that a live process may be writing.
     """
 
-    def __init__(self, settings: ServerSettings, arena: Arena, runtime_dir: Path) -> None:
+    def __init__(self, settings: ServerSettings, arena: Arena, runtime_dir: Path, eviction: Eviction) -> None:
         self.settings = settings
         self.arena = arena
-        self.namespaces = Namespaces(settings, arena)
+        self.namespaces = Namespaces(settings, arena, eviction)
         self.storage: ServiceStorage | None = None
         self.totals = ServiceTotals()
         self.clients = Clients(runtime_dir, self.namespaces, self._reads_of, self.totals)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fdcache.errors import StorageError
 from fdcache.layout import KVLayout
-from fdcache.settings.cache import MooncakeSettings, StorageTierSettings
+from fdcache.settings.cache import Eviction, MooncakeSettings, StorageTierSettings
 from fdcache.storage.connector import BlockStorage, ConnectorContext, PlacedStorage
 from fdcache.storage.factory import open_lookup, open_storage
 from fdcache.storage.slab_format import SUFFIX, file_name, read_layout, read_superblock
@@ -80,6 +80,7 @@ def open_layout(
     *,
     verify: bool,
     scanned: Scanned,
+    eviction: Eviction,
 ) -> OpenedStorage:
     """Open every rank's storage and load the index. Raises ``StorageError`` and leaves nothing open."""
     ranks: list[BlockStorage] = []
@@ -94,7 +95,7 @@ def open_layout(
                 raise StorageError("FDCACHE_STORAGE: none is no storage")
             ranks.append(opened)
         lookup = open_lookup(ConnectorContext(layout, None, settings, mooncake, verify))
-        index = make_index(settings, layout, lookup)
+        index = make_index(settings, layout, lookup, eviction=eviction)
         restored = 0
         if isinstance(index, LocalIndex):
             restored = index.restore([rank.scan() for rank in ranks if isinstance(rank, PlacedStorage)])

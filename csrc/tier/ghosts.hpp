@@ -1,0 +1,85 @@
+// Blocks that were evicted, and what a policy remembers of them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "hash/digest.hpp"
+#include "tier/large_vector.hpp"
+
+namespace fdcache {
+
+// The last evictions in a ring, and a table of their places: a block's bucket is one cache line, on average
+// half full. A full bucket forgets its oldest ghost. A block is known by 48 bits of its digest: of a million
+// ghosts, one in 10^8 look-ups finds the wrong one, which only blurs what is learned.
+class Ghosts {
+  public:
+    struct Memory {
+        std::uint32_t last_ms;
+        std::uint8_t kind;
+        std::uint8_t hits;
+    };
+
+    // Remembers the last `capacity` evictions from now on. Keeps the newest of the present ones.
+    void resize(std::size_t capacity);
+    void clear();
+
+    // Returns what had to be forgotten for it.
+    std::optional<Memory> add(const Digest &digest, const Memory &memory);
+    // Removes a block that is an entry again.
+    std::optional<Memory> take(const Digest &digest);
+    void prefetch(const Digest &digest) const;
+
+    std::size_t size() const { return size_; }
+    std::size_t bytes() const {
+        return ring_.capacity() * sizeof(Ghost) + table_.capacity() * sizeof(Bucket);
+    }
+    // Places of the ring in use, from 0; `at` returns nothing for a ghost that was taken.
+    std::size_t places() const { return ring_.size(); }
+    std::optional<Memory> at(std::size_t place) const {
+        const Ghost &ghost = ring_[place];
+        if (!ghost.key()) return std::nullopt;
+        return ghost.memory();
+    }
+
+  private:
+    static constexpr std::size_t kMost = std::size_t{1} << 26;  // leaves bits of a cell for a tag
+    static constexpr std::size_t kCells = 16;
+    static constexpr std::size_t kLeastBuckets = 64;
+    static constexpr std::size_t kAhead = 8;  // ghosts between a prefetch and its use
+
+    struct alignas(64) Bucket {
+        std::uint32_t cells[kCells] = {};  // tag and place + 1; 0: empty
+    };
+
+    struct Ghost {
+        std::uint32_t low = 0;  // of the key; a key of 0: taken
+        std::uint16_t high = 0;
+        std::uint8_t kind = 0;
+        std::uint8_t hits = 0;
+        std::uint32_t last_ms = 0;
+
+        std::uint64_t key() const { return std::uint64_t{high} << 32 | low; }
+        Memory memory() const { return {last_ms, kind, hits}; }
+    };
+
+    static std::uint64_t key_of(const Digest &digest);
+    std::size_t home(std::uint64_t key) const;
+    std::uint32_t tag_of(std::uint64_t key) const {
+        return static_cast<std::uint32_t>(key >> 16) & ~place_mask_;
+    }
+    std::size_t place_of(std::uint32_t cell) const { return (cell & place_mask_) - 1; }
+    std::uint32_t *find(std::uint64_t key);
+    std::optional<Memory> insert(std::uint64_t key, std::size_t place);
+    Memory forget(std::uint32_t &cell);
+
+    LargeVector<Ghost> ring_;
+    LargeVector<Bucket> table_;
+    std::size_t capacity_ = 0;
+    std::size_t oldest_ = 0;  // place of the next one, once the ring is full
+    std::size_t size_ = 0;
+    std::uint32_t place_mask_ = 0;
+};
+
+}  // namespace fdcache

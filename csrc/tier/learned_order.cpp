@@ -1,0 +1,139 @@
+#include "tier/learned_order.hpp"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+
+namespace fdcache {
+namespace {
+
+// The group of a number: how many of the limits it exceeds.
+template <std::size_t N>
+std::size_t group(std::uint64_t number, const std::array<std::uint64_t, N> &limits) {
+    return static_cast<std::size_t>(std::lower_bound(limits.begin(), limits.end(), number) - limits.begin());
+}
+
+constexpr std::array<std::uint64_t, ReuseTables::kOutputs - 1> kOutputLimits{4, 32, 128, 512};
+constexpr std::array<std::uint64_t, ReuseTables::kNews - 1> kNewLimits{512, 2048, 8192, 32768};
+
+std::size_t role_of(std::uint8_t hits, bool is_fresh, bool is_last) {
+    if (is_last && hits < 4) return hits ? 1 : 0;
+    if (!hits) return is_fresh ? 2 : 3;
+    if (hits < 4) return 3 + std::size_t{hits};
+    return hits < 8 ? 7 : 8;
+}
+
+}  // namespace
+
+void LearnedOrder::set_time(std::uint32_t now) {
+    if (now == now_ && is_timed_) return;
+    if (!is_timed_) learned_ = now_ = now;
+    is_timed_ = true;
+    owe(leaves() <= kFewLeaves ? 1 : (now - now_) / kRankEvery);
+    now_ = now;
+    placed_ms_ = now;
+    place_ = 0;
+    if (now_ - learned_ >= kLearnEvery) learn();
+}
+
+void LearnedOrder::arrive(Slot slot, const Digest &digest, std::uint32_t depth) {
+    Block &block = blocks_[slot];
+    block = Block{};
+    block.depth = depth;
+    if (const auto ghost = ghosts_.take(digest)) {
+        block.last_ms = ghost->last_ms;
+        block.kind = ghost->kind;
+        block.hits = ghost->hits;
+        block.is_tracked = true;
+    }
+}
+
+void LearnedOrder::leave(Slot slot, const Digest &digest, bool evicted) {
+    Block &block = blocks_[slot];
+    if (block.is_tracked) {
+        const Ghosts::Memory memory{block.last_ms, block.kind, block.hits};
+        const auto forgotten = evicted ? ghosts_.add(digest, memory) : memory;
+        if (forgotten) tables_.forget(forgotten->kind, now_ - forgotten->last_ms);
+    }
+    block = Block{};
+}
+
+void LearnedOrder::use(std::span<const Slot> path, const RequestEnd *end) {
+    if (path.empty()) return;
+    const Features features = features_of(path, end);
+    if (end) tail_ = std::max(kTailTokens / std::max(end->block_tokens, 1u), 1u);
+    for (std::size_t i = 0; i < path.size(); ++i) touch(blocks_[path[i]], features, i < tail_);
+    tables_.path(path.size());
+}
+
+LearnedOrder::Features LearnedOrder::features_of(std::span<const Slot> path, const RequestEnd *end) const {
+    const auto known =
+        std::find_if(path.begin(), path.end(), [this](Slot slot) { return blocks_[slot].is_tracked; });
+    const bool is_fresh = known == path.end() || blocks_[*known].hits >= kManyHits;
+    if (!end) return {is_fresh, 0};
+    const auto known_blocks = static_cast<std::uint64_t>(path.end() - known);
+    const std::uint64_t known_tokens = std::min(known_blocks * end->block_tokens, end->prompt_tokens);
+    const std::size_t output = group(end->output_tokens, kOutputLimits);
+    const std::size_t fresh = group(end->prompt_tokens - known_tokens, kNewLimits);
+    return {is_fresh, static_cast<std::uint8_t>(output * ReuseTables::kNews + fresh)};
+}
+
+void LearnedOrder::touch(Block &block, const Features &features, bool is_last) {
+    if (block.is_tracked) {
+        tables_.reuse(block.kind, now_ - block.last_ms);
+        if (block.hits != UINT8_MAX) ++block.hits;
+    }
+    const std::size_t role = role_of(block.hits, features.is_fresh, is_last);
+    block.kind = static_cast<std::uint8_t>(role * ReuseTables::kFeatures + features.lengths);
+    block.last_ms = now_;
+    block.is_tracked = block.is_used = true;
+}
+
+// A block that was copied into the tier without a request.
+void LearnedOrder::before_add(Slot slot) {
+    Block &block = blocks_[slot];
+    if (!block.is_used) touch(block, {true, 0}, false);
+}
+
+double LearnedOrder::rank(Slot slot) const {
+    const Block &block = blocks_[slot];
+    if (block.last_ms != placed_ms_) {
+        placed_ms_ = block.last_ms;
+        place_ = ReuseTables::place(now_ - block.last_ms);
+    }
+    return tables_.worth(block.kind, place_) * (1 + depth_value_ * block.depth);
+}
+
+// The ages of a sample of the blocks in the tier and of its ghosts.
+void LearnedOrder::learn() {
+    auto present = std::make_unique<ReuseTables::Table<double>>();
+    const std::size_t step = (blocks_.size() + ghosts_.places()) / kSamples + 1;
+    const auto count = [&](std::uint8_t kind, std::uint32_t last_ms) {
+        (*present)[kind][ReuseTables::bucket(now_ - last_ms)] += static_cast<double>(step);
+    };
+    for (std::size_t slot = 0; slot < blocks_.size(); slot += step)
+        if (blocks_[slot].is_tracked) count(blocks_[slot].kind, blocks_[slot].last_ms);
+    for (std::size_t place = 0; place < ghosts_.places(); place += step)
+        if (const auto ghost = ghosts_.at(place)) count(ghost->kind, ghost->last_ms);
+    tables_.learn(*present, (now_ - learned_) / 1000.0);
+    learned_ = now_;
+}
+
+void LearnedOrder::resize(std::uint32_t slots) {
+    blocks_.reserve(slots);
+    LeafOrder::resize(slots);
+    blocks_.resize(slots);
+    ghosts_.resize(kGhosts * slots);
+}
+
+void LearnedOrder::clear() {
+    LeafOrder::clear();
+    std::fill(blocks_.begin(), blocks_.end(), Block{});
+    ghosts_.clear();
+}
+
+std::size_t LearnedOrder::bytes() const {
+    return LeafOrder::bytes() + blocks_.capacity() * sizeof(Block) + ghosts_.bytes() + sizeof tables_;
+}
+
+}  // namespace fdcache

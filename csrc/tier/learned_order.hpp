@@ -1,0 +1,74 @@
+// The order by what is learned of reuse: the leaf of the lowest worth first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "tier/ghosts.hpp"
+#include "tier/leaf_order.hpp"
+#include "tier/reuse_tables.hpp"
+
+namespace fdcache {
+
+// Counts when blocks are used again, by what they were in their last request, also for a while after they
+// were evicted. docs/eviction.md explains it.
+class LearnedOrder final : public LeafOrder {
+  public:
+    explicit LearnedOrder(double depth_value) : depth_value_(depth_value) {}
+
+    bool learns() const override { return true; }
+    void set_time(std::uint32_t now) override;
+    void arrive(Slot slot, const Digest &digest, std::uint32_t depth) override;
+    void leave(Slot slot, const Digest &digest, bool evicted) override;
+    void use(std::span<const Slot> path, const RequestEnd *end) override;
+    void prefetch(const Digest &digest) const override { ghosts_.prefetch(digest); }
+    void resize(std::uint32_t slots) override;
+    void clear() override;
+    std::size_t bytes() const override;
+
+    ReuseTables *tables() override { return &tables_; }
+
+  private:
+    static constexpr std::size_t kGhosts = 4;             // per slot
+    static constexpr std::uint32_t kLearnEvery = 16'000;  // ms
+    static constexpr double kRankEvery = 4'000;           // ms
+    static constexpr std::size_t kFewLeaves = 64;         // that are ranked again at each time
+    static constexpr std::size_t kSamples = 16384;        // blocks whose age is looked at to learn
+    static constexpr std::uint32_t kTailTokens = 2048;    // the end of a path, which few requests share
+    static constexpr std::uint8_t kManyHits = 8;          // of a block that many requests begin with
+
+    struct Block {
+        std::uint32_t last_ms = 0;
+        std::uint8_t kind = 0;  // class: role, output and new tokens of its last request
+        std::uint8_t hits = 0;
+        bool is_tracked : 1 = false;  // used, now or when it was an entry before
+        bool is_used : 1 = false;     // since it arrived
+        std::uint32_t depth = 0;
+    };
+
+    // What the blocks of one request have in common.
+    struct Features {
+        bool is_fresh;
+        std::uint8_t lengths;
+    };
+
+    double rank(Slot slot) const override;
+    void before_add(Slot slot) override;
+    Features features_of(std::span<const Slot> path, const RequestEnd *end) const;
+    void touch(Block &block, const Features &features, bool is_last);
+    void learn();
+
+    ReuseTables tables_;
+    Ghosts ghosts_;
+    LargeVector<Block> blocks_;
+    const double depth_value_;
+    mutable std::uint32_t placed_ms_ = 0;  // the last use whose age was looked up
+    mutable double place_ = 0;             // on the scale of ages
+    std::uint32_t tail_ = 1;               // blocks of a path's end
+    std::uint32_t now_ = 0;
+    std::uint32_t learned_ = 0;  // when the tables were computed
+    bool is_timed_ = false;
+};
+
+}  // namespace fdcache

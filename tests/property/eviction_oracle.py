@@ -1,0 +1,272 @@
+"""Oracles of the policies that learn: the rules of docs/eviction.md in plain dictionaries and lists.
+
+An oracle is told what a tier is told, and says which leaf is evicted next. Where two leaves are worth the same, the
+tier may choose.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+ROLES, OUTPUTS, NEWS, AGES = 9, 5, 5, 23
+CLASSES = ROLES * OUTPUTS * NEWS
+
+
+@dataclass
+class End:
+    """How a request ended."""
+
+    prompt: int
+    output: int
+    block: int
+
+
+class Oracle(Protocol):
+    """What a policy remembers of blocks, by hash."""
+
+    def set_time(self, seconds: float) -> None: ...
+    def arrive(self, block: bytes) -> None: ...
+    def evicted(self, block: bytes) -> None: ...
+    def dropped(self, block: bytes) -> None: ...
+    def use(self, path: list[bytes], end: End) -> None:
+        """A request that used these blocks, from the end of its path on, has ended."""
+
+    def rank(self, block: bytes, depth: int) -> float:
+        """The leaf of the lowest rank goes first."""
+
+
+def begin(bucket: int) -> float:
+    return float(2 ** (bucket / 1.5) - 1)
+
+
+NONE = [0.0] * AGES
+BEGINS = [begin(age) for age in range(AGES)]
+WIDTHS = [begin(age + 1) - begin(age) for age in range(AGES)]
+
+
+def bucket_of(age: float) -> int:
+    return bisect_right(BEGINS, age) - 1
+
+
+def group(number: int, limits: tuple[int, ...]) -> int:
+    return sum(number > limit for limit in limits)
+
+
+@dataclass
+class Known:
+    last: float = 0.0
+    kind: int = 0
+    hits: int = 0
+    is_tracked: bool = False
+
+
+@dataclass
+class Ghost:
+    block: bytes
+    known: Known
+    is_there: bool = True
+
+
+@dataclass
+class LearnedOracle:
+    """By the Gittins index of a reuse rate that is learned by class and age."""
+
+    slots: int
+    depth_value: float = 0.0
+    now: float | None = None
+    learned_at: float = 0.0
+    blocks: dict[bytes, Known] = field(default_factory=dict)
+    ghosts: deque[Ghost] = field(default_factory=deque)
+    mean_path: float = 16.0
+
+    reused: dict[int, list[float]] = field(default_factory=dict)  # by class and age
+    left: dict[int, list[float]] = field(default_factory=dict)
+    at_risk: dict[int, list[float]] = field(default_factory=dict)
+    frozen: tuple[dict[int, list[float]], float] = ({}, 16.0)
+    index: dict[int, list[float]] = field(default_factory=dict)
+
+    # --- what it is told ----------------------------------------------------------------------------------
+
+    def set_time(self, seconds: float) -> None:
+        if self.now is None:
+            self.learned_at = seconds
+        self.now = seconds
+        if seconds - self.learned_at >= 16:
+            self.learn()
+
+    def arrive(self, block: bytes) -> None:
+        self.blocks[block] = Known()
+        for ghost in self.ghosts:
+            if ghost.is_there and ghost.block == block:
+                ghost.is_there = False
+                self.blocks[block] = ghost.known
+
+    def evicted(self, block: bytes) -> None:
+        known = self.blocks.pop(block)
+        assert known.is_tracked
+        if len(self.ghosts) == 4 * self.slots:
+            oldest = self.ghosts.popleft()
+            if oldest.is_there:
+                self.leave(oldest.known)
+        self.ghosts.append(Ghost(block, known))
+
+    def dropped(self, block: bytes) -> None:
+        known = self.blocks.pop(block)
+        if known.is_tracked:
+            self.leave(known)
+
+    def use(self, path: list[bytes], end: End) -> None:
+        known = next((i for i, block in enumerate(path) if self.blocks[block].is_tracked), len(path))
+        is_fresh = known == len(path) or self.blocks[path[known]].hits >= 8
+        new = end.prompt - min((len(path) - known) * end.block, end.prompt)
+        lengths = group(end.output, (4, 32, 128, 512)) * NEWS + group(new, (512, 2048, 8192, 32768))
+        for i, block in enumerate(path):
+            self.touch(self.blocks[block], is_fresh, lengths, i < max(2048 // end.block, 1))
+        self.mean_path += 0.002 * (len(path) - self.mean_path)
+
+    def touch(self, known: Known, is_fresh: bool, lengths: int, is_last: bool) -> None:
+        assert self.now is not None
+        if known.is_tracked:
+            self.count(self.reused, known)
+            self.leave(known)
+            known.hits = min(known.hits + 1, 255)
+        if is_last and known.hits < 4:
+            role = 1 if known.hits else 0
+        elif not known.hits:
+            role = 2 if is_fresh else 3
+        else:
+            role = 3 + known.hits if known.hits < 4 else 7 if known.hits < 8 else 8
+        known.kind, known.last, known.is_tracked = role * OUTPUTS * NEWS + lengths, self.now, True
+
+    def leave(self, known: Known) -> None:
+        self.count(self.left, known)
+
+    def count(self, table: dict[int, list[float]], known: Known) -> None:
+        assert self.now is not None
+        row = list(table.get(known.kind, NONE))
+        row[bucket_of(self.now - known.last)] += 1
+        table[known.kind] = row
+
+    # --- what it learns -----------------------------------------------------------------------------------
+
+    def learn(self) -> None:
+        assert self.now is not None
+        present: dict[int, list[float]] = {}
+        there = [ghost.known for ghost in self.ghosts if ghost.is_there]
+        for known in [*self.blocks.values(), *there]:
+            if known.is_tracked:
+                row = present.setdefault(known.kind, [0.0] * AGES)
+                row[bucket_of(self.now - known.last)] += 1
+        fade = 2 ** (-(self.now - self.learned_at) / 3600)
+        self.learned_at = self.now
+        self.at_risk = {}
+        for kind in {*self.left, *present}:
+            for table in (self.reused, self.left):
+                table[kind] = [count * fade for count in table.get(kind, NONE)]
+            counts = [a + b for a, b in zip(self.left[kind], present.get(kind, NONE), strict=True)]
+            self.at_risk[kind] = [
+                width * (sum(counts[age + 1 :]) + counts[age] / 2) for age, width in enumerate(WIDTHS)
+            ]
+        self.frozen = dict(self.reused), self.mean_path
+        self.index = {}
+
+    def index_of(self, kind: int) -> list[float]:
+        """Return the Gittins index of a class, from the counts when the tables were learned."""
+        if kind not in self.index:
+            reused, path = self.frozen
+            weight = max(path / 2, 0.5)
+            everything, role = range(CLASSES), kind // (OUTPUTS * NEWS)
+            of_role = range(role * OUTPUTS * NEWS, (role + 1) * OUTPUTS * NEWS)
+            prior = [0.3 / (begin(age) + width / 2 + 60) for age, width in enumerate(WIDTHS)]
+            uses, risk = sums(reused, everything), sums(self.at_risk, everything)
+            base = [(uses[a] + weight) / (risk[a] + weight / prior[a]) for a in range(AGES)]
+            rate = smooth(sums(reused, of_role), sums(self.at_risk, of_role), base, weight)
+            rate = smooth(reused.get(kind, NONE), self.at_risk.get(kind, NONE), rate, weight)
+            self.index[kind] = [gittins(rate, age) for age in range(AGES)]
+        return self.index[kind]
+
+    def rank(self, block: bytes, depth: int) -> float:
+        assert self.now is not None
+        known = self.blocks[block]
+        place = min(1.5 * math.log2(1 + self.now - known.last), AGES - 0.5)
+        age = int(place)
+        row = [*self.index_of(known.kind), self.index_of(known.kind)[-1]]
+        return (row[age] + (place - age) * (row[age + 1] - row[age])) * (1 + self.depth_value * depth)
+
+
+def sums(table: dict[int, list[float]], kinds: range) -> list[float]:
+    rows = [row for kind, row in sorted(table.items()) if kind in kinds]
+    return [sum(row[age] for row in rows) for age in range(AGES)]
+
+
+def smooth(reused: list[float], at_risk: list[float], parent: list[float], weight: float) -> list[float]:
+    """Draw the rate of a group to that of a coarser one."""
+    expected = sum(risk * rate for risk, rate in zip(at_risk, parent, strict=True))
+    level = (weight + sum(reused)) / (weight + expected)
+    return [(reused[a] + weight * level) / (at_risk[a] + weight / parent[a]) for a in range(AGES)]
+
+
+def gittins(rate: list[float], age: int) -> float:
+    """The most hits per second that keeping a block from this age to any later one gives."""
+    alive, hits, seconds, best = 1.0, 0.0, 0.0, 0.0
+    for at in range(age, AGES):
+        chance = 1 - math.exp(-rate[at] * WIDTHS[at])
+        hits += alive * chance
+        seconds += alive * chance / rate[at]
+        best = max(best, hits / seconds)
+        alive *= 1 - chance
+    return best
+
+
+@dataclass
+class SlruOracle:
+    """By last use; blocks that were used twice, or come back soon, after all others."""
+
+    slots: int
+    depth_value: float = 0.0
+    used: dict[bytes, int] = field(default_factory=dict)
+    known: set[bytes] = field(default_factory=set)
+    protected: list[bytes] = field(default_factory=list)
+    ghosts: deque[bytes | None] = field(default_factory=deque)
+    ticks: int = 0
+
+    def set_time(self, seconds: float) -> None: ...
+
+    def arrive(self, block: bytes) -> None:
+        if block in self.ghosts:
+            self.known.add(block)
+            self.ghosts[self.ghosts.index(block)] = None
+
+    def evicted(self, block: bytes) -> None:
+        self.dropped(block)
+        if len(self.ghosts) == self.slots:
+            self.ghosts.popleft()
+        self.ghosts.append(block)
+
+    def dropped(self, block: bytes) -> None:
+        self.known.discard(block)
+        self.used.pop(block, None)
+        if block in self.protected:
+            self.protected.remove(block)
+
+    def use(self, path: list[bytes], end: End) -> None:
+        for block in path:
+            if block in self.protected:
+                self.protected.remove(block)
+            if block in self.known:
+                self.protected.append(block)
+            self.known.add(block)
+            self.tick(block)
+        while len(self.protected) > 0.8 * self.slots:
+            self.tick(self.protected.pop(0))
+
+    def tick(self, block: bytes) -> None:
+        self.ticks += 1
+        self.used[block] = self.ticks
+
+    def rank(self, block: bytes, depth: int) -> float:
+        return self.used[block] + (2.0**52 if block in self.protected else 0)

@@ -1,0 +1,163 @@
+"""The policies that learn evict, decision by decision, what their oracles say."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fdcache import _core
+from fdcache.hashing import hash_blocks
+from tests.property.eviction_oracle import End, LearnedOracle, Oracle, SlruOracle
+from tests.seeds import budget
+from tests.tier_help import hash_list
+
+BLOCK = 256
+ROOT = bytes(32)
+ORACLES = {"learned": LearnedOracle, "slru": SlruOracle}
+
+
+class Act(NamedTuple):
+    """A request along a path, what becomes of its blocks, and the time before it in seconds."""
+
+    path: list[int]
+    output: int
+    keeps: str  # what else is done with its blocks
+    gap: float
+
+
+ACTS = st.lists(
+    st.builds(
+        Act,
+        st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        st.sampled_from([0, 20, 100, 700]),
+        st.sampled_from(["nothing", "nothing", "nothing", "pin", "hold", "unpin", "unhold", "drop"]),
+        st.sampled_from([0.0, 0.2, 3.0, 17.0, 300.0, 9000.0]),
+    ),
+    min_size=10,
+    max_size=40,
+)
+
+
+class World:
+    """A tier and the oracle of its policy."""
+
+    def __init__(self, policy: str, slots: int, depth_value: float) -> None:
+        self.tier = _core.Tier(slots, policy, depth_value=depth_value)
+        self.oracle: Oracle = ORACLES[policy](slots, depth_value)
+        self.now = 0.0
+        self.parents: dict[bytes, bytes] = {}
+        self.slots: dict[bytes, int] = {}
+        self.pinned: list[tuple[int, list[bytes]]] = []
+        self.held: list[bytes] = []
+        self.decisions = self.checks = 0
+
+    def depth(self, block: bytes) -> int:
+        return 0 if self.parents[block] == ROOT else 1 + self.depth(self.parents[block])
+
+    def busy(self, also: list[bytes]) -> set[bytes]:
+        reached: set[bytes] = set()
+        for block in [*also, *self.held, *(each for _, blocks in self.pinned for each in blocks)]:
+            at = block
+            while at in self.parents and at not in reached:
+                reached.add(at)
+                at = self.parents[at]
+        return reached
+
+    def candidates(self, cached: dict[bytes, bytes], busy: set[bytes]) -> dict[bytes, float]:
+        above = set(cached.values())
+        return {
+            block: self.oracle.rank(block, self.depth(block))
+            for block in cached
+            if block not in above and block not in busy
+        }
+
+    def check_next(self, block: bytes, cached: dict[bytes, bytes], busy: set[bytes]) -> None:
+        ranks = self.candidates(cached, busy)
+        assert block in ranks, "evicted though it is used, held, or has children"
+        assert ranks[block] <= min(ranks.values()) * (1 + 1e-9)
+        self.decisions += 1
+
+    def check(self) -> None:
+        assert self.tier.check_integrity() == []
+        found = self.tier.starting_with(b"")
+        assert set(hash_list(found.hashes)) == set(self.parents)
+        left = dict(self.parents)
+        busy = self.busy([])
+        for block in hash_list(self.tier.coldest(len(left)).hashes):
+            self.check_next(block, left, busy)
+            del left[block]
+        assert set(left) == busy
+
+    def request(self, act: Act) -> None:
+        self.now += act.gap
+        self.tier.set_clock(round(self.now * 1000))
+        tokens = np.repeat(np.array(act.path, np.int32), BLOCK)
+        rows = hash_blocks(tokens, BLOCK, parent=ROOT)
+        path = hash_list(rows)
+        lease = self.tier.open_lease()
+        run = self.tier.match(lease, rows)
+        assert hash_list(rows)[: len(run)] == [block for block in path if block in self.parents]
+        taken = self.tier.reserve(lease, len(path) - len(run))
+        if taken.missing:
+            self.tier.release(lease)
+            return
+        self.oracle.set_time(self.now)
+        busy = self.busy(path[: len(run)])
+        for block in hash_list(taken.evicted.hashes):
+            self.check_next(block, self.parents, busy)
+            self.oracle.evicted(block)
+            del self.parents[block], self.slots[block]
+        parent = path[len(run) - 1] if len(run) else ROOT
+        self.tier.commit(lease, parent, rows[len(run) :], taken.slots)
+        for above, block, slot in zip(
+            [parent, *path[len(run) :]], path[len(run) :], taken.slots.tolist(), strict=False
+        ):
+            self.oracle.arrive(block)
+            self.parents[block], self.slots[block] = above, slot
+        prompt = len(path) * BLOCK + 9
+        self.oracle.use(path[::-1], End(prompt, act.output, BLOCK))
+        self.tier.finish(lease, prompt, act.output, BLOCK)
+        self.follow(act, path)
+        if self.checks % 4 == 0:
+            self.check()
+        self.checks += 1
+
+    def follow(self, act: Act, path: list[bytes]) -> None:
+        if act.keeps == "pin" and len(self.pinned) < 2:
+            lease = self.tier.open_lease()
+            self.tier.match(lease, np.frombuffer(b"".join(path), np.uint8).reshape(-1, 32))
+            self.pinned.append((lease, path))
+        elif act.keeps == "unpin" and self.pinned:
+            self.tier.release(self.pinned.pop(0)[0])
+        elif act.keeps == "hold" and len(self.held) < 2 and path[-1] not in self.held:
+            self.held.append(path[-1])
+            self.tier.hold(np.array([self.slots[path[-1]]], np.int32))
+        elif act.keeps == "unhold" and self.held:
+            self.tier.unhold(np.array([self.slots[self.held.pop(0)]], np.int32))
+        elif act.keeps == "drop" and not self.pinned and not self.held:
+            below = [block for block in self.parents if path[0] in self.line(block)]
+            self.tier.drop(np.frombuffer(path[0], np.uint8).reshape(1, 32))
+            for block in below:
+                self.oracle.dropped(block)
+            for block in below:
+                del self.parents[block], self.slots[block]
+
+    def line(self, block: bytes) -> list[bytes]:
+        above = self.parents[block]
+        return [block] if above == ROOT else [block, *self.line(above)]
+
+
+@pytest.mark.parametrize("policy", ORACLES)
+@given(ACTS, st.integers(6, 20), st.sampled_from([0.0, 0.05]))
+@settings(max_examples=budget(200), deadline=None)
+def test_every_eviction_is_the_one_of_the_oracle(
+    policy: str, acts: list[Act], slots: int, depth_value: float
+) -> None:
+    world = World(policy, slots, depth_value)
+    for act in acts:
+        world.request(act)
+    world.check()
