@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fdcache.errors import ConfigurationError
+from fdcache.errors import ConfigurationError, UnsupportedLayoutError
 from fdcache.integrations.vllm import config, keys
 from fdcache.manager import OffloadManager
 from fdcache.settings import Source
@@ -157,16 +157,27 @@ def test_weights_replaced_in_place_are_another_revision(tmp_path: Path) -> None:
             "4 layers do not divide into 3",
         ),
         ({"kv_transfer_config__kv_role": "kv_producer"}, (FullAttentionSpec,), "'kv_producer'"),
-        ({}, (FullAttentionSpec, SlidingWindowSpec), "2 KV cache groups"),
-        ({}, (SlidingWindowSpec,), "SlidingWindowSpec"),
     ],
-    ids=["dcp", "pcp", "pp", "role", "groups", "window"],
+    ids=["dcp", "pcp", "pp", "role"],
 )
 def test_what_cannot_be_right_is_refused_by_name(
     changed: dict[str, Any], kinds: tuple[type, ...], named: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=named):
         config.layout_from_config(vllm_config(**changed), kv_config(*kinds))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "named"),
+    [
+        ((FullAttentionSpec, SlidingWindowSpec), "2 groups .*FullAttentionSpec: .*SlidingWindowSpec: "),
+        ((SlidingWindowSpec,), "SlidingWindowSpec: 4 layers, .*a hit needs the last blocks"),
+    ],
+    ids=["groups", "window"],
+)
+def test_a_cache_of_other_groups_is_refused_by_name(kinds: tuple[type, ...], named: str) -> None:
+    with pytest.raises(UnsupportedLayoutError, match=f"{named}.*--disable-hybrid-kv-cache-manager"):
+        config.layout_from_config(vllm_config(), kv_config(*kinds))
 
 
 def loaded(extra: dict[str, object], **changed: Any) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fdcache.errors import ConfigurationError
+from fdcache.groups import CacheGroup, HitPolicy, require_one_group
 from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
 from fdcache.settings import Settings, Sourced
 from fdcache.settings.checks import suggest
@@ -24,12 +25,22 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
 
 
 def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ``ConfigurationError`` naming what would not be right with this connector, and the remedy."""
-    for wrong, right in _unsupported(vllm_config, kv_cache_config):
+    """Raise an error that names what would not be right with this connector, and the remedy.
+
+    Raises ``UnsupportedLayoutError`` for several groups of layers, ``ConfigurationError`` for anything else.
+    """
+    for wrong, right in _unsupported(vllm_config):
         raise ConfigurationError(f"FdcacheConnector: {wrong}; {right}")
+    require_one_group([_group_of(group) for group in kv_cache_config.kv_cache_groups])
 
 
-def _unsupported(vllm_config: Any, kv_cache_config: Any) -> Iterator[tuple[str, str]]:
+def _group_of(group: Any) -> CacheGroup:
+    kind = type(group.kv_cache_spec).__name__
+    policy = HitPolicy.EVERY_BLOCK if kind in _FULL_ATTENTION else HitPolicy.LAST_BLOCKS
+    return CacheGroup(kind, len(group.layer_names), int(group.kv_cache_spec.block_size), policy)
+
+
+def _unsupported(vllm_config: Any) -> Iterator[tuple[str, str]]:
     role = vllm_config.kv_transfer_config.kv_role
     if role != "kv_both":
         yield f"kv_role {role!r} would only load or only store", "set it to 'kv_both'"
@@ -44,23 +55,13 @@ def _unsupported(vllm_config: Any, kv_cache_config: Any) -> Iterator[tuple[str, 
             f"{layers} layers do not divide into {stages} equal pipeline stages",
             "choose a pipeline_parallel_size that divides them",
         )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        yield (
-            f"the model has {len(groups)} KV cache groups",
-            "use one kind of attention, or --disable-hybrid-kv-cache-manager",
-        )
-        return
-    kind = type(groups[0].kv_cache_spec).__name__
-    if kind not in _FULL_ATTENTION:
-        yield f"the cache of the model is a {kind}", f"supported are {' and '.join(_FULL_ATTENTION)}"
 
 
 def layout_from_config(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
     """Return the layout of vLLM's pages: one plane of bytes for each layer of a rank.
 
     Its revision names everything that decides the bytes of a page: the weights, the dtypes, the packing, the ranks.
-    Raises ``ConfigurationError`` for a configuration that is not supported.
+    Raises the errors of ``require_supported``.
     """
     require_supported(vllm_config, kv_cache_config)
     (group,) = kv_cache_config.kv_cache_groups
