@@ -13,6 +13,7 @@ from math import inf
 from operator import attrgetter
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fdcache._core import BlockCopies
@@ -21,6 +22,7 @@ from fdcache.metadata import (
     CacheSwapMetadata,
     HashArray,
     Int32Array,
+    PeerTask,
     StorageTask,
     SwapPurpose,
     TransferPlan,
@@ -163,6 +165,8 @@ class StorageOrders:
 _NO_CHECKSUMS: UInt64Array = np.empty(0, np.uint64)
 _STORAGE_GRACE = 1.0
 """Seconds after a storage task's timeout in which its report is in time."""
+_PEER_GRACE = 1.0
+"""Seconds after a fetch's timeout in which its report is in time."""
 
 
 class SwapInFlight:
@@ -285,7 +289,7 @@ class InFlightPlan:
 
     __slots__ = ("_waiting", "deadline", "errors", "is_overdue", "plan", "swaps")
 
-    def __init__(self, plan: TransferPlan | StorageTask, deadline: float, ranks: int) -> None:
+    def __init__(self, plan: TransferPlan | StorageTask | PeerTask, deadline: float, ranks: int) -> None:
         self.plan = plan
         self.deadline = deadline
         self.is_overdue = False
@@ -394,6 +398,14 @@ class PlanLedger:
         self._expect_tasks(tasks, now)
         return tasks
 
+    def send_peers(self, tasks: Sequence[PeerTask], now: float) -> tuple[PeerTask, ...]:
+        """Number hand-overs, and expect their reports. A fetch is overdue when its time is over."""
+        numbered = tuple(replace(task, plan_id=next(self._ids)) for task in tasks)
+        for task in numbered:
+            is_fetch = task.swap.purpose is SwapPurpose.FETCH
+            self._expect(task, now + task.timeout + _PEER_GRACE if is_fetch else inf)
+        return numbered
+
     def _number(self, storage: StorageOrders) -> tuple[StorageTask, ...]:
         for order in storage.orders:
             order.plan_id = next(self._ids)
@@ -406,7 +418,7 @@ class PlanLedger:
         for task in tasks:
             self._expect(task, now + task.timeout + _STORAGE_GRACE)
 
-    def _expect(self, plan: TransferPlan | StorageTask, deadline: float) -> None:
+    def _expect(self, plan: TransferPlan | StorageTask | PeerTask, deadline: float) -> None:
         flight = self._plans[plan.plan_id] = InFlightPlan(plan, deadline, (1 << self._num_ranks) - 1)
         for purpose, swap in flight.swaps.items():
             self._blocks[purpose] += swap.size
@@ -444,7 +456,7 @@ class PlanLedger:
         flight.add(report)
         finished = self._take_if_finished(flight)
         if report.refused and isinstance(flight.plan, TransferPlan):
-            for task in flight.plan.storage:
+            for task in flight.plan.tasks:
                 if (other := self._plans.get(task.plan_id)) and other.waits_for(report.rank):
                     other.fail(report.rank, "the plan did not reach the rank")
                     finished += self._take_if_finished(other)

@@ -90,6 +90,8 @@ class Counters(msgspec.Struct):
     backups_dropped: int = 0
     blocks_stored: int = 0
     blocks_prefetched: int = 0
+    blocks_sent: int = 0
+    blocks_fetched: int = 0
     blocks_requested_from_storage: int = 0
     blocks_corrupt_in_storage: int = 0
     bad_storage_slots: int = 0
@@ -112,6 +114,8 @@ _COPIES = {
     SwapPurpose.BACKUP: "blocks_backed_up",
     SwapPurpose.STORE: "blocks_stored",
     SwapPurpose.PREFETCH: "blocks_prefetched",
+    SwapPurpose.SEND: "blocks_sent",
+    SwapPurpose.FETCH: "blocks_fetched",
 }
 
 
@@ -153,6 +157,8 @@ class Direction(StrEnum):
     DEVICE_TO_HOST = "device_to_host"
     HOST_TO_STORAGE = "host_to_storage"
     STORAGE_TO_HOST = "storage_to_host"
+    DEVICE_TO_PEER = "device_to_peer"
+    PEER_TO_DEVICE = "peer_to_device"
 
     @classmethod
     def of(cls, purpose: SwapPurpose) -> Direction:

@@ -1,1 +1,1 @@
-"""Hand-over of blocks between instances: a decode instance reads what a prefill instance computes, as it is computed."""
+"""Hand-over of blocks between instances: decode reads what prefill computes, while it is computed."""

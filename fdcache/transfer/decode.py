@@ -61,7 +61,7 @@ class SendToPrefill(NamedTuple):
 
 
 class BeginRead(NamedTuple):
-    """Effect: read ``take`` blocks of a part, from its block ``skip`` on, into ``slots``; pass the end to ``read_ended``."""
+    """Effect: read ``take`` blocks of a part, from its block ``skip`` on, into ``slots``; then call ``read_ended``."""
 
     read_id: int
     peer: Peer

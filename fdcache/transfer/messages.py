@@ -39,11 +39,12 @@ class Envelope(NamedTuple):
 class Identity(msgspec.Struct, frozen=True, array_like=True):
     """Description of one rank of an instance, compared by both sides before any block is asked for.
 
-    ``boot`` is new for every process. ``live`` proves that the process is gone, to processes of the same ``machine``.
+    ``boot`` is new for every process at an ``address``. ``live`` proves that the process is gone, to processes of the same ``machine``.
     ``memory`` tells the connector of a peer how to reach this rank's planes.
     """
 
     boot: bytes
+    address: str
     role: str
     connector: str
     block_size: int
@@ -201,7 +202,7 @@ def decode(data: bytes) -> tuple[Envelope, AnyMessage]:
         )
     try:
         message = _decoder.decode(memoryview(data)[_HEADER.size :])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a message cannot be read: {error}") from error
     _check(message)
     return Envelope(sender, target), message
