@@ -11,12 +11,13 @@ from types import TracebackType
 import msgspec
 
 from fdcache._core import SLOT_FREE, AdvanceResult
-from fdcache.errors import PlanError, RequestStateError
+from fdcache.errors import PlanError, RequestStateError, TransferError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
+from fdcache.manager.handover import Handovers, PeerTerms
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
-from fdcache.manager.requests import LiveRequests, Request
+from fdcache.manager.requests import LiveRequests, PeerSource, Request
 from fdcache.manager.results import Allocation, AllocationFailure, LoadOutcome, MatchResult, MatchStatus
 from fdcache.manager.tiers import make_tiers
 from fdcache.metadata import BlockNode, CacheLevel, StorageScan, SwapPurpose, TransferPlan, TransferReport
@@ -55,8 +56,8 @@ class CacheManager:
 
     ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
-    ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``clock``
-    returns seconds.
+    ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``peers``:
+    turns hand-overs between instances on. ``clock`` returns seconds.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
@@ -68,6 +69,7 @@ class CacheManager:
         *,
         storage: StorageTierSettings | None = None,
         lookup: StorageConnector | None = None,
+        peers: PeerTerms | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -83,6 +85,10 @@ class CacheManager:
         self._requests = LiveRequests(settings, layout, tiers, counters)
         self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock)
         self._plans = Plans(layout, settings.plan_timeout, tiers, counters, clock)
+        if peers is not None and peers.settings.is_on:
+            self._plans.handovers = Handovers(
+                peers, layout, self._requests, counters, lambda: self.num_device_blocks
+            )
 
     @classmethod
     def from_settings(
@@ -111,7 +117,8 @@ class CacheManager:
         if lookup is None and cache.server is None:
             lookup = open_lookup(ConnectorContext(layout, None, storage, settings.mooncake))
         try:
-            return cls(cache, layout, storage=storage, lookup=lookup, clock=clock)
+            peers = PeerTerms(settings.peers, settings.disaggregation.wait_decode)
+            return cls(cache, layout, storage=storage, lookup=lookup, peers=peers, clock=clock)
         except BaseException:
             if lookup is not None:
                 lookup.close()
@@ -180,7 +187,17 @@ class CacheManager:
             self._reset_device_if_asked()
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
-            return self._matcher.match(requests)
+            if self._plans.handovers is None or not any(map(self._requests.is_finishing, requests)):
+                return self._matcher.match(requests)
+            matched = iter(
+                self._matcher.match([each for each in requests if not self._requests.is_finishing(each)])
+            )
+            return [
+                MatchResult(each.request_id, MatchStatus.DEFERRED)
+                if self._requests.is_finishing(each)
+                else next(matched)
+                for each in requests
+            ]
 
     def unmatch(self, requests: Iterable[Request]) -> None:
         """Undo matches that no allocation followed: unpin their blocks. Reads from storage go on."""
@@ -226,6 +243,51 @@ class CacheManager:
         if self._tiers.backups:
             self._tiers.backups.give_way()
 
+    # --- hand-overs between instances -------------------------------------------------------------------------
+
+    def send(self, transfers: Iterable[tuple[Request, str]]) -> None:
+        """Hand over the full blocks of requests under these names, to the decode instance that asks for them.
+
+        Call it after the allocation: with the next plan the workers hand over what the engine then reports with
+        ``CacheController.layer_computed``. A request keeps its blocks until then, also after ``request_finish``; end
+        what will not be completed with ``end_transfers``. Raises ``RequestStateError`` for a request without blocks,
+        ``TransferError`` if FDCACHE_TRANSFER is none.
+        """
+        with self._lock:
+            handovers = self._required_handovers()
+            for request, transfer in transfers:
+                handovers.send(request, transfer)
+
+    def fetch(self, sources: Iterable[tuple[Request, PeerSource]]) -> list[int]:
+        """Let the allocation of matched requests fetch the blocks that they lack from a prefill instance.
+
+        Call it between match and allocation. Return how many blocks each request will fetch, 0 if it has all or may
+        hold no more; the peer is told. Compute the request once ``apply`` or ``expire`` has returned its outcome.
+        Raises ``RequestStateError`` for a request that is not matched, ``TransferError`` if FDCACHE_TRANSFER is none.
+        """
+        with self._lock:
+            handovers = self._required_handovers()
+            return [handovers.fetch(request, source) for request, source in sources]
+
+    def decline(self, sources: Iterable[PeerSource]) -> None:
+        """Tell prefill instances that transfers are not wanted. Raises ``TransferError`` if FDCACHE_TRANSFER is none."""
+        with self._lock:
+            handovers = self._required_handovers()
+            for source in sources:
+                handovers.decline(source)
+
+    def end_transfers(self, requests: Iterable[Request]) -> None:
+        """End the hand-overs of requests that are aborted or preempted, and tell the peers. Idempotent."""
+        with self._lock:
+            if self._plans.handovers is not None:
+                for request in requests:
+                    self._plans.handovers.end(request)
+
+    def _required_handovers(self) -> Handovers:
+        if self._plans.handovers is None:
+            raise TransferError("hand-overs are off: set FDCACHE_TRANSFER to ipc or rdma")
+        return self._plans.handovers
+
     def take_plans(self) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
 
@@ -250,6 +312,8 @@ class CacheManager:
         progress = list(progress)
         with self._lock:
             self._requests.commit(progress)
+            if self._plans.handovers is not None:
+                self._plans.handovers.committed(progress)
 
     def advance(
         self,
@@ -298,6 +362,8 @@ class CacheManager:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent."""
         with self._lock:
             for request in requests:
+                if self._plans.handovers is not None:
+                    self._plans.handovers.unwanted(request)
                 self._requests.finish(request)
 
     # --- the whole cache ----------------------------------------------------------------------------------
@@ -436,6 +502,9 @@ class CacheManager:
                 storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
                 reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
                 storage=usage.get(CacheLevel.STORAGE),
+                sending_blocks=self._plans.blocks_in_flight(SwapPurpose.SEND),
+                fetching_blocks=self._plans.blocks_in_flight(SwapPurpose.FETCH),
+                held_blocks=self._plans.handovers.held_blocks if self._plans.handovers else 0,
             )
 
     def _all_counters(self) -> Counters:

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
+
 from fdcache._core import AdvanceResult, BlockManager, RequestState
-from fdcache.errors import IntegrityError
+from fdcache.errors import IntegrityError, RequestStateError
 from fdcache.hashing import MultimodalItem, Tokens, encode_text, make_extra_keys
 from fdcache.layout import KVLayout
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose
-from fdcache.plans.blocks import Blocks
+from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
+from fdcache.plans.blocks import Blocks, joined
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.statistics import Counters
@@ -47,6 +50,10 @@ class Request(RequestState):
     _host_run: Blocks | None = None
     _host_lease = 0
     _fetched_blocks = 0
+    _peer: PeerSource | None = None
+    _peer_blocks = 0
+    _sends = 0
+    _is_finishing = False
 
     def __init__(
         self,
@@ -75,12 +82,35 @@ class Request(RequestState):
         return f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_blocks} blocks, {state}>"
 
 
+class PeerSource(msgspec.Struct, frozen=True):
+    """A hand-over that decode may fetch: its name, and the address of each rank of the prefill instance.
+
+    ``attempt`` is higher for each repetition by the same or another decode process.
+    """
+
+    transfer: str
+    addresses: tuple[str, ...]
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFetch:
+    """Blocks of one request to fetch from a peer into these slots."""
+
+    source: PeerSource
+    run: Blocks
+    slots: Int32Array
+    generations: UInt32Array
+    load: LoadRange
+
+
 class StepPlan(OpenPlan):
-    """The transfers of one scheduler step, and the requests that wait for its loads."""
+    """The transfers of one scheduler step, the requests that wait for its loads, and what they fetch from peers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loads: list[LoadRange] = []
+        self.fetches: list[PlannedFetch] = []
 
 
 class LiveRequests:
@@ -195,10 +225,42 @@ class LiveRequests:
 
     def _drop_host_run(self, request: Request) -> None:
         """Unpin the host blocks of the match: their loads are planned, or they are not needed."""
-        request._host_run = None
+        request._host_run = request._peer = None
+        request._peer_blocks = 0
         if request._host_lease and self._tiers.host:
             self._tiers.host.release(request._host_lease)
             request._host_lease = 0
+
+    def expect_from_peer(self, request: Request, source: PeerSource) -> int:
+        """Extend a match by the blocks that only a peer has; return their number. Raises ``RequestStateError``."""
+        run = request._host_run
+        if not request.is_live or request._peer is not None:
+            raise RequestStateError(f"request {request.request_id!r}: fetch follows a match, once")
+        start = request.num_blocks + (0 if run is None else len(run))
+        stop = len(self.matchable(request))
+        if start >= stop or not self.publishes(request) or request.device_only:
+            return 0
+        positions = np.arange(start, stop, dtype=np.int32)
+        above = Blocks.of_path(request.block_hashes, start, positions, np.zeros(stop - start, np.uint32))
+        request._host_run = above if run is None else joined(run, above)
+        request._peer, request._peer_blocks = source, stop - start
+        self._blocks.accept(request, stop)
+        return stop - start
+
+    def begin_send(self, request: Request) -> None:
+        """Keep the blocks of a request until as many calls of ``end_send``."""
+        request._sends += 1
+
+    def end_send(self, request: Request) -> None:
+        """Release a request that has finished meanwhile."""
+        request._sends -= 1
+        if not request._sends and request._is_finishing:
+            request._is_finishing = False
+            self.finish(request)
+
+    def is_finishing(self, request: Request) -> bool:
+        """Return True for a request that has finished, and whose blocks are still being sent."""
+        return request._is_finishing
 
     def deferred_for(self, request: Request, now: float) -> float:
         """Return the seconds since the request was deferred first; 0.0 starts the clock."""
@@ -232,6 +294,7 @@ class LiveRequests:
             self._drop_host_run(request)
         elif found:
             request._host_run = run.select(slice(found, None))
+            request._peer_blocks = min(request._peer_blocks, len(run) - found)
         return not pending
 
     def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
@@ -259,24 +322,38 @@ class LiveRequests:
         return self._blocks.take_added(request)
 
     def _count_host_hits(self, request: Request, run: Blocks) -> None:
+        run = run.select(slice(len(run) - request._peer_blocks))
         if self._blocks.count_hits(request):
             from_storage = min(request._fetched_blocks, len(run))
             self._counters.host_hit_tokens += (len(run) - from_storage) * self._block_size
             self._counters.storage_hit_tokens += from_storage * self._block_size
 
     def _plan_loads(self, request: Request, run: Blocks, plan: StepPlan) -> None:
-        """Reserve device blocks for the host run and plan its copies."""
-        assert self._tiers.host
+        """Reserve device blocks for the run, and plan its copies from the host and its fetch from a peer."""
         first = request.num_blocks
         taken = self._blocks.reserve_copies(request, run.parents, run.hashes)
         if len(taken) != len(run):
             raise IntegrityError(
                 f"request {request.request_id!r}: {len(run)} loads got {len(taken)} device blocks"
             )
-        self._tiers.host.begin_load(request._host_lease, run.slots)
+        count = len(run) - request._peer_blocks
+        if request._peer is not None and request._peer_blocks:
+            load = LoadRange(
+                self, request, request.lease, 0, request._peer_blocks, first + count, is_fetch=True
+            )
+            above = run.select(slice(count, None))
+            fetch = PlannedFetch(request._peer, above, taken.slots[count:], taken.generations[count:], load)
+            plan.fetches.append(fetch)
+        if count:
+            assert self._tiers.host
+            below = run.select(slice(count))
+            self._tiers.host.begin_load(request._host_lease, below.slots)
+            has_fetch = count < len(run)
+            offset = plan.add(SwapPurpose.LOAD, below, taken.slots[:count], taken.generations[:count])
+            plan.loads.append(
+                LoadRange(self, request, request.lease, offset, count, first, has_fetch=has_fetch)
+            )
         self._drop_host_run(request)
-        offset = plan.add(SwapPurpose.LOAD, run, taken.slots, taken.generations)
-        plan.loads.append(LoadRange(self, request, request.lease, offset, len(run), first))
 
     # --- advance and commit -------------------------------------------------------------------------------
 
@@ -342,7 +419,13 @@ class LiveRequests:
         request._deferred_since = None
 
     def finish(self, request: Request) -> None:
-        """Release a request and end its reads from storage; copies in flight hold their slots until reported."""
+        """Release a request and end its reads from storage; copies in flight hold their slots until reported.
+
+        A request whose blocks are being sent to a peer is released with the end of the last send.
+        """
+        if request._sends:
+            request._is_finishing = True
+            return
         if self._fetches is not None and request._fetch:
             self._fetches.end(request._fetch)
             request._fetch = 0
@@ -354,7 +437,8 @@ class LiveRequests:
 class LoadRange:
     """The part of a plan's loads that one request waits for: blocks from ``first_block`` of its path on.
 
-    ``lease`` is that of the request when the load was planned.
+    ``lease`` is that of the request when the load was planned. ``is_fetch``: from a peer. ``has_fetch``: the blocks
+    above are fetched, so that the outcome comes with the end of both.
     """
 
     requests: LiveRequests
@@ -363,6 +447,8 @@ class LoadRange:
     offset: int
     count: int
     first_block: int
+    is_fetch: bool = False
+    has_fetch: bool = False
 
     @property
     def is_waited_for(self) -> bool:

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
 from fdcache.manager.backups import BackupPlanner
-from fdcache.metadata import EXTENT_BYTES, BlockNode, CacheLevel, HashArray, StorageTask, SwapPurpose
+from fdcache.metadata import (
+    EXTENT_BYTES,
+    BlockNode,
+    CacheLevel,
+    HashArray,
+    PeerTask,
+    StorageTask,
+    SwapPurpose,
+)
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
@@ -55,12 +65,23 @@ class Tiers:
         if isinstance(flight.plan, StorageTask):
             assert self.storage is not None
             self.storage.complete(flight)
+        elif isinstance(flight.plan, PeerTask):
+            self._complete_handover(flight, counters)
         elif flight.swaps:
             assert self.host is not None
             complete_copies(flight, self.device, self.host, counters)
             if self.storage:
                 for result in flight.swaps.values():
                     self.storage.copies_ended(result)
+
+    def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
+        """Make fetched blocks findable. Sent blocks stay what they are."""
+        for purpose, result in flight.swaps.items():
+            counters.count_copies(purpose, result.num_copied, result.size)
+            if purpose is SwapPurpose.FETCH:
+                counters.blocks_corrupt_from_peer += int(np.count_nonzero(result.corrupt))
+                swap = result.swap
+                result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
 
     def reset_device(self) -> None:
         """Forget the blocks of the device tier and their queued backups."""

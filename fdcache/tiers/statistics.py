@@ -92,6 +92,8 @@ class Counters(msgspec.Struct):
     blocks_prefetched: int = 0
     blocks_sent: int = 0
     blocks_fetched: int = 0
+    blocks_corrupt_from_peer: int = 0
+    fetches_skipped: int = 0
     blocks_requested_from_storage: int = 0
     blocks_corrupt_in_storage: int = 0
     bad_storage_slots: int = 0
@@ -220,7 +222,8 @@ class Traffic(msgspec.Struct):
 class CacheStats(msgspec.Struct, frozen=True):
     """A snapshot of a manager. A tier that does not exist is None, and so is the storage when others share it.
 
-    ``queued_stores`` blocks wait to be written to storage, ``storing_blocks`` are being written and
+    ``sending_blocks`` are being handed over to peers and ``fetching_blocks`` fetched from them; ``held_blocks`` of
+    these are slots of fetches that no request waits for any more. ``queued_stores`` blocks wait to be written to storage, ``storing_blocks`` are being written and
     ``reading_blocks`` read. ``CacheController.storage_stats`` has the state and the errors of a rank's storage.
     """
 
@@ -234,4 +237,7 @@ class CacheStats(msgspec.Struct, frozen=True):
     storing_blocks: int = 0
     reading_blocks: int = 0
     storage: TierUsage | None = None
+    sending_blocks: int = 0
+    fetching_blocks: int = 0
+    held_blocks: int = 0
     traffic: Traffic = msgspec.field(default_factory=Traffic)

@@ -65,9 +65,7 @@ class PeerPlanes:
     def __init__(self, layout: KVLayout, num_blocks: int, directory: Path) -> None:
         self.layout, self.num_blocks, self.boot = layout, num_blocks, os.urandom(16)
         self.shared = SharedPlanes(layout, num_blocks, directory)
-        self.arrays = [
-            each.reshape(num_blocks, -1).view(np.uint8) for each in self.shared.tensors()
-        ]
+        self.arrays = [each.reshape(num_blocks, -1).view(np.uint8) for each in self.shared.tensors()]
         addresses = tuple(each.ctypes.data for each in self.arrays)
         strides = tuple(plane.device_stride for plane in layout.planes)
         sizes, offsets = [plane.nbytes for plane in layout.planes], [plane.offset for plane in layout.planes]
@@ -117,15 +115,15 @@ class TransferConformance:
             target[1].close()
             source[1].close()
 
-    def _read(self, source: Opened, target: Opened, slots: list[int], into: list[int], **part: int) -> ReadEnd:
+    def _read(
+        self, source: Opened, target: Opened, slots: list[int], into: list[int], **part: int
+    ) -> ReadEnd:
         """Publish blocks, read them, and return the end."""
         first, last = part.get("first", 0), part.get("last", source[0].layout.num_planes)
         skip = part.get("skip", 0)
         places = source[1].publish(np.array(slots, np.int32), first, last)
         assert places is not None
-        order = ReadOrder(
-            7, source[0].boot, places, len(slots), skip, first, last, np.array(into, np.int32)
-        )
+        order = ReadOrder(7, source[0].boot, places, len(slots), skip, first, last, np.array(into, np.int32))
         target[1].read(order)
         end = self._end(target[1], source[1])
         source[1].withdraw(places)
@@ -216,9 +214,7 @@ class TransferConformance:
         with self._pair(open_peer) as (source, target):
             before = [each.copy() for each in target[0].arrays]
             planes = source[0].layout.num_planes
-            order = ReadOrder(
-                7, source[0].boot, (2**40, 2**40), 2, 0, 0, planes, np.array([1, 2], np.int32)
-            )
+            order = ReadOrder(7, source[0].boot, (2**40, 2**40), 2, 0, 0, planes, np.array([1, 2], np.int32))
             target[1].read(order)
             assert self._end(target[1], source[1]).outcome is ReadOutcome.ERROR
             assert all((mine == old).all() for mine, old in zip(target[0].arrays, before, strict=True))

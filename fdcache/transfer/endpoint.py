@@ -31,7 +31,15 @@ from fdcache.transfer.execution import TransferExecution
 from fdcache.transfer.factory import open_connector
 from fdcache.transfer.links import Links, LinkState, Outgoing, machine_id, rank_address
 from fdcache.transfer.messages import Identity
-from fdcache.transfer.prefill import ComputeSums, Offer, OfferEnded, Part, PlacesRead, PrefillSide, SendMessage
+from fdcache.transfer.prefill import (
+    ComputeSums,
+    Offer,
+    OfferEnded,
+    Part,
+    PlacesRead,
+    PrefillSide,
+    SendMessage,
+)
 from fdcache.transfer.statistics import PeerView, TransferStats, TransferTally, TransferView
 
 logger = logging.getLogger(__name__)
@@ -320,10 +328,17 @@ class TransferEndpoint:
     def _offer(self, task: PeerTask, now: float) -> None:
         swap = task.swap
         if TransferRole(self._settings.role) is TransferRole.DECODE:
-            self._end_send(task.plan_id, prefill.SendEnd.FAILED, "FDCACHE_TRANSFER_ROLE=decode hands nothing over")
+            self._end_send(
+                task.plan_id, prefill.SendEnd.FAILED, "FDCACHE_TRANSFER_ROLE=decode hands nothing over"
+            )
             return
         offer = Offer(
-            task.plan_id, task.transfer, swap.hash_values, swap.src_block_ids, self._planes.layout.num_planes, task.timeout
+            task.plan_id,
+            task.transfer,
+            swap.hash_values,
+            swap.src_block_ids,
+            self._planes.layout.num_planes,
+            task.timeout,
         )
         self._prefill.offer(offer, now)
 
@@ -368,7 +383,9 @@ class TransferEndpoint:
             execution.finish(0, (), 0, "FDCACHE_TRANSFER_ROLE=prefill reads from nobody")
             return
         if rank >= len(task.addresses):
-            execution.finish(0, (), 0, f"{len(task.addresses)} addresses of the peer, and none for rank {rank}")
+            execution.finish(
+                0, (), 0, f"{len(task.addresses)} addresses of the peer, and none for rank {rank}"
+            )
             return
         fetching = _Fetching(execution, task, now + task.timeout, task.addresses[rank])
         self._fetches[task.plan_id] = fetching
@@ -393,7 +410,14 @@ class TransferEndpoint:
         first = int(swap.src_block_ids[0]) if len(swap) else 0
         timeout = max(fetching.deadline - now, 0.0)
         fetch = Fetch(
-            task.plan_id, boot, task.transfer, task.attempt, first, swap.hash_values, swap.dst_block_ids, timeout
+            task.plan_id,
+            boot,
+            task.transfer,
+            task.attempt,
+            first,
+            swap.hash_values,
+            swap.dst_block_ids,
+            timeout,
         )
         self._decode.fetch(fetch, now)
 
@@ -517,7 +541,9 @@ class TransferEndpoint:
             for boot, each in self._links.incoming.items()
         ]
         transfers = [
-            TransferView(plan_id, "fetch", each.task.transfer, each.address, len(each.task.swap), each.execution.age)
+            TransferView(
+                plan_id, "fetch", each.task.transfer, each.address, len(each.task.swap), each.execution.age
+            )
             for plan_id, each in self._fetches.items()
         ]
         transfers += [

@@ -125,7 +125,9 @@ class IpcConnector:
                 order.last_plane,
             )
         except (IndexError, ValueError, OverflowError) as error:  # a peer's places may be anything
-            self._end(ReadEnd(order.read_id, ReadOutcome.ERROR, error=f"the places are not the peer's: {error}"))
+            self._end(
+                ReadEnd(order.read_id, ReadOutcome.ERROR, error=f"the places are not the peer's: {error}")
+            )
             return
         planes = target.layout.planes[order.first_plane : order.last_plane]
         moved = len(order.slots) * sum(plane.nbytes for plane in planes)

@@ -30,7 +30,7 @@ from fdcache.transfer.messages import (
 )
 
 _MOST_QUEUED = 10_000
-_HELLO_EVERY = 0.2
+_HELLO_EVERY = 0.02
 _REFUSED_FOR = 5.0
 
 
@@ -301,7 +301,9 @@ class Links:
 
     def _answer(self, route: bytes, target: bytes, message: AnyMessage) -> None:
         with suppress(zmq.Again):  # as above
-            self._router.send_multipart([route, encode(Envelope(self.mine.boot, target), message)], zmq.NOBLOCK)
+            self._router.send_multipart(
+                [route, encode(Envelope(self.mine.boot, target), message)], zmq.NOBLOCK
+            )
 
     @staticmethod
     def _drain(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:

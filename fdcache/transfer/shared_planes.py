@@ -68,9 +68,7 @@ class SharedPlanes:
     def tensors(self, framework: str = "numpy") -> list[Any]:
         """Return a tensor for each plane of the layout, in its order."""
         return [
-            as_tensor(
-                self._bytes[offset : offset + blocks * plane.device_stride], plane, blocks, framework
-            )
+            as_tensor(self._bytes[offset : offset + blocks * plane.device_stride], plane, blocks, framework)
             for plane, offset, blocks in zip(self._layout.planes, self._offsets, self._blocks, strict=True)
         ]
 
@@ -81,9 +79,7 @@ class SharedPlanes:
         if not all(0 <= offset < self.nbytes for offset in offsets):
             return None
         inode = os.fstat(self._fd).st_ino
-        return PlanesFile(
-            str(self.path), inode, self.nbytes, self.num_blocks, offsets, tuple(strides)
-        )
+        return PlanesFile(str(self.path), inode, self.nbytes, self.num_blocks, offsets, tuple(strides))
 
     def close(self) -> None:
         """Remove the file. The memory lasts until the last tensor is gone, in peers until they unmap it."""
@@ -135,7 +131,9 @@ def _check(file: PlanesFile, layout: KVLayout) -> None:
     for plane, offset, stride in zip(layout.planes, file.offsets, file.strides, strict=True):
         end = offset + (file.num_blocks - 1) * stride + plane.nbytes
         if offset < 0 or stride < plane.nbytes or file.num_blocks < 1 or end > file.nbytes:
-            raise TransferError(f"plane {plane.kind.value} of layer {plane.layer} is not within the peer's file")
+            raise TransferError(
+                f"plane {plane.kind.value} of layer {plane.layer} is not within the peer's file"
+            )
 
 
 def remove_abandoned(directory: Path) -> None:
@@ -184,4 +182,3 @@ def _create(directory: Path, nbytes: int) -> tuple[int, Path]:
 def _remove(fd: int, path: Path) -> None:
     path.unlink(missing_ok=True)
     os.close(fd)
-

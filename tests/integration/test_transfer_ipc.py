@@ -32,7 +32,9 @@ class TestIpc(TransferConformance):
 
 def test_planes_in_private_memory_are_refused_with_the_remedy(tmp_path: Path) -> None:
     peer = PeerPlanes(transfer_layout(), 4, tmp_path)
-    private = LocalPlanes(peer.layout, peer.planes.table, 4, (4096,) * peer.layout.num_planes, peer.planes.strides)
+    private = LocalPlanes(
+        peer.layout, peer.planes.table, 4, (4096,) * peer.layout.num_planes, peer.planes.strides
+    )
     with pytest.raises(TransferError, match="initialize_kv_cache"):
         IpcConnector(TransferContext(private, IPC, peer.boot, lambda: None))
 
