@@ -62,7 +62,7 @@ class Network:
         self.target: dict[int, list[int]] = {}
         self.target_of: dict[int, int | str] = {}  # slot to plan
         self.offers: dict[int, tuple[int, list[int], list[Part]]] = {}
-        self.fetches: dict[int, tuple[int, list[int]]] = {}
+        self.fetches: dict[int, tuple[int, int, list[int]]] = {}
         self.next_plan = self.next_slot = self.next_transfer = 1
 
     # --- actions ------------------------------------------------------------------------------------------
@@ -78,13 +78,13 @@ class Network:
         self.prefill.offer(Offer(plan, str(transfer), hashes_of(transfer), array, PLANES, LEASE), self.now)
         self.settle()
 
-    def fetch(self, transfer: int, attempt: int = 1, first: int = 0) -> None:
-        slots = self._slots()[first:]
+    def fetch(self, transfer: int, attempt: int = 1, first: int = 0, last: int = BLOCKS) -> None:
+        slots = self._slots()[first:last]
         plan, self.next_plan = self.next_plan, self.next_plan + 1
         for slot in slots:
             self.target[slot], self.target_of[slot] = [-1] * PLANES, plan
-        self.fetches[plan] = (transfer, slots)
-        hashes = hashes_of(transfer)[first:]
+        self.fetches[plan] = (transfer, first, slots)
+        hashes = hashes_of(transfer)[first:last]
         array = np.array(slots, np.int32)
         self.decode.fetch(
             Fetch(plan, PREFILL, str(transfer), attempt, first, hashes, array, TIMEOUT), self.now
@@ -216,9 +216,8 @@ class Network:
         assert not any(
             self.target_of[slot] == effect.plan_id for read in self.reads for slot in read.slots.tolist()
         ), "a fetch was reported while a read was in flight"
-        transfer, slots = self.fetches.pop(effect.plan_id)
+        transfer, first, slots = self.fetches.pop(effect.plan_id)
         self.ends.append(effect.end)
-        first = BLOCKS - len(slots)
         for block, slot in enumerate(slots):
             if block < effect.whole:
                 expected = [content_of(transfer, first + block) + plane for plane in range(PLANES)]
@@ -250,7 +249,8 @@ class Network:
         if choice < 0.03:
             transfer, self.next_transfer = self.next_transfer, self.next_transfer + 1
             first = self.random.randrange(BLOCKS)
-            both = [lambda: self.offer(transfer), lambda: self.fetch(transfer, first=first)]
+            last = self.random.randint(first + 1, BLOCKS)
+            both = [lambda: self.offer(transfer), lambda: self.fetch(transfer, first=first, last=last)]
             self.random.shuffle(both)
             for each in both[: 1 if self.random.random() < 0.1 else 2]:
                 each()

@@ -499,7 +499,7 @@ class CacheController:
         """
         self._close_transfer()
         with self._drained(self.settings.drain_timeout):
-            self._planes = None
+            self._planes, self._bindings = None, []
             self._free_shared()
 
     def wakeup(self) -> list[Any]:
@@ -562,7 +562,7 @@ class CacheController:
         if self._storage is not None:
             self._storage.close()
             self._storage = None
-        self._planes = None
+        self._planes, self._bindings = None, []
         self._allocated = None
         self._free_shared()
         arena, self._arena = self._arena, None

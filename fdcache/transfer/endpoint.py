@@ -347,7 +347,10 @@ class TransferEndpoint:
         parts = self._queues.parts
         for _ in range(len(parts)):
             ready = parts.popleft()
-            if not self._prefill.is_live(ready.plan_id):
+            if ready.plan_id not in self._sends:
+                continue
+            if not self._prefill.is_live(ready.plan_id):  # its offer is among the commands
+                parts.append(ready)
                 continue
             if ready.event is not None and not ready.event.query():
                 parts.append(ready)
@@ -364,7 +367,9 @@ class TransferEndpoint:
             if head.last < part.last:
                 parts.append(_Ready(ready.plan_id, part._replace(first=head.last), None))
 
-    def _end_send(self, plan_id: int, end: prefill.SendEnd, error: str | None) -> None:
+    def _end_send(
+        self, plan_id: int, end: prefill.SendEnd, error: str | None, to: bytes | None = None
+    ) -> None:
         with self._lock:
             send = self._sends.pop(plan_id)
             if self._send_of.get(send.task.transfer) == plan_id:
@@ -373,7 +378,9 @@ class TransferEndpoint:
         blocks = len(send.task.swap)
         whole = blocks if end is prefill.SendEnd.DONE else 0
         send.execution.finish(whole, (), 0, error)
-        self._tally.add("send", "", end.value, blocks, 0, 0.0, send.execution.age)
+        peer = self._links.incoming.get(to) if to is not None else None
+        address = "" if peer is None else peer.identity.address
+        self._tally.add("send", address, end.value, blocks, 0, 0.0, send.execution.age)
 
     # --- fetches ----------------------------------------------------------------------------------------------
 
@@ -475,7 +482,7 @@ class TransferEndpoint:
             case OfferEnded():
                 for places in effect.places:
                     self._connector.withdraw(places)
-                self._end_send(effect.plan_id, effect.end, effect.error)
+                self._end_send(effect.plan_id, effect.end, effect.error, effect.peer)
             case PlacesRead():
                 self._connector.withdraw(effect.places)
             case BeginRead():
@@ -547,7 +554,15 @@ class TransferEndpoint:
             for plan_id, each in self._fetches.items()
         ]
         transfers += [
-            TransferView(plan_id, "send", each.task.transfer, "", len(each.task.swap), each.execution.age)
+            TransferView(
+                plan_id,
+                "send",
+                each.task.transfer,
+                "",
+                len(each.task.swap),
+                each.execution.age,
+                self._prefill.is_complete(plan_id),
+            )
             for plan_id, each in self._sends.items()
         ]
         return TransferStats(

@@ -84,6 +84,7 @@ class OfferEnded(NamedTuple):
     end: SendEnd
     error: str | None
     places: tuple[tuple[int, ...], ...]
+    peer: Peer | None = None
 
 
 class PlacesRead(NamedTuple):
@@ -103,6 +104,7 @@ class _Answers:
     peer: Peer
     attempt: int
     first: int
+    last: int
     log: list[Granted | Ready | Last] = field(default_factory=list)
     freed: int = 0
 
@@ -174,6 +176,10 @@ class PrefillSide:
     def is_live(self, plan_id: int) -> bool:
         """Return True until the offer of a plan has ended."""
         return plan_id in self._sends
+
+    def is_complete(self, plan_id: int) -> bool:
+        """Return True once the sums of a live offer are known."""
+        return plan_id in self._sends and self._sends[plan_id].sums is not None
 
     def computed(self, plan_id: int, part: Part, places: tuple[int, ...]) -> None:
         """Announce a part of an offer, which can be read at ``places``. Ignored once the offer has ended."""
@@ -252,7 +258,7 @@ class PrefillSide:
             self._effects.append(SendMessage(peer, Failed(ask.transfer, ask.attempt, reason)))
             return
         send.lease_end = now + _lease(ask.lease_ms)
-        send.answers = _Answers(peer, ask.attempt, ask.first)
+        send.answers = _Answers(peer, ask.attempt, ask.first, ask.first + len(wanted))
         self._answer(send, Granted(ask.transfer, ask.attempt, 0))
         for part, places in send.parts:
             self._announce(send, part, places)
@@ -278,9 +284,9 @@ class PrefillSide:
         answers = send.answers
         if answers is None or send.sums is None:
             return
-        first = answers.first
-        hashes = np.ascontiguousarray(send.offer.hashes[first:]).tobytes()
-        sums = np.ascontiguousarray(send.sums[first:]).astype("<u8").tobytes()
+        wanted = slice(answers.first, answers.last)
+        hashes = np.ascontiguousarray(send.offer.hashes[wanted]).tobytes()
+        sums = np.ascontiguousarray(send.sums[wanted]).astype("<u8").tobytes()
         self._answer(send, Last(send.offer.transfer, answers.attempt, len(answers.log), hashes, sums))
 
     def _answer(self, send: _Send, message: Granted | Ready | Last) -> None:
@@ -342,7 +348,8 @@ class PrefillSide:
         del self._sends[send.offer.plan_id]
         del self._by_transfer[send.offer.transfer]
         places = tuple(places for _, places in send.parts)
-        self._effects.append(OfferEnded(send.offer.plan_id, end, error, places))
+        peer = None if send.answers is None else send.answers.peer
+        self._effects.append(OfferEnded(send.offer.plan_id, end, error, places, peer))
 
 
 def _lease(milliseconds: int) -> float:

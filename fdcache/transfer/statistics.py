@@ -34,7 +34,7 @@ class PeerView(msgspec.Struct, frozen=True):
 
 
 class TransferView(msgspec.Struct, frozen=True):
-    """One hand-over that has not ended."""
+    """One hand-over that has not ended. ``complete``: a send all of whose blocks are computed."""
 
     plan_id: int
     direction: str
@@ -42,6 +42,7 @@ class TransferView(msgspec.Struct, frozen=True):
     peer: str
     blocks: int
     seconds: float
+    complete: bool = False
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
