@@ -29,6 +29,7 @@ from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.host import HostCache
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, Traffic
+from fdcache.transfer.factory import require_connector as require_transfer
 
 
 class ManagerState(StrEnum):
@@ -86,6 +87,7 @@ class CacheManager:
         self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock)
         self._plans = Plans(layout, settings.plan_timeout, tiers, counters, clock)
         if peers is not None and peers.settings.is_on:
+            require_transfer(peers.settings)
             self._plans.handovers = Handovers(
                 peers, layout, self._requests, counters, lambda: self.num_device_blocks
             )
@@ -270,7 +272,10 @@ class CacheManager:
             return [handovers.fetch(request, source) for request, source in sources]
 
     def decline(self, sources: Iterable[PeerSource]) -> None:
-        """Tell prefill instances that transfers are not wanted. Raises ``TransferError`` if FDCACHE_TRANSFER is none."""
+        """Tell prefill instances that transfers are not wanted.
+
+        Raises ``TransferError`` if FDCACHE_TRANSFER is none.
+        """
         with self._lock:
             handovers = self._required_handovers()
             for source in sources:
@@ -285,7 +290,7 @@ class CacheManager:
 
     def _required_handovers(self) -> Handovers:
         if self._plans.handovers is None:
-            raise TransferError("hand-overs are off: set FDCACHE_TRANSFER to ipc or rdma")
+            raise TransferError("hand-overs are off: set FDCACHE_TRANSFER, for instance to ipc")
         return self._plans.handovers
 
     def take_plans(self) -> list[TransferPlan]:

@@ -37,6 +37,7 @@ from fdcache.replay.pd_instance import (
 from fdcache.replay.workloads import WorkItem
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings, TransferRole
+from fdcache.transfer.factory import require_connector
 from fdcache.transfer.statistics import TransferCount
 
 _START_SECONDS = 60.0
@@ -63,15 +64,15 @@ def parse_faults(text: str) -> dict[FaultKind, int]:
     """Read ``200``, in equal parts of all but flip, or ``kill=5,flip=3``. Raises ``ReplayOptionError``."""
     if text.isdecimal():
         count = int(text)
-        return {
-            kind: count // 4 + (index < count % 4) for index, kind in enumerate(_RANDOM_FAULTS)
-        }
+        return {kind: count // 4 + (index < count % 4) for index, kind in enumerate(_RANDOM_FAULTS)}
     faults = {}
     for part in text.split(","):
         name, _, count = part.partition("=")
         if name not in list(FaultKind) or not count.isdecimal():
             kinds = ", ".join(FaultKind)
-            raise ReplayOptionError("--faults", f"{part!r} is none; write 200, or kinds of {kinds} as in kill=5,flip=3")
+            raise ReplayOptionError(
+                "--faults", f"{part!r} is none; write 200, or kinds of {kinds} as in kill=5,flip=3"
+            )
         faults[FaultKind(name)] = int(count)
     return faults
 
@@ -202,6 +203,7 @@ def replay_pd(
 
     Raises ``ReplayError`` if a process ends by itself or no request makes progress.
     """
+    require_connector(config.peers)
     with tempfile.TemporaryDirectory(prefix="fdcache-pd-") as folder:
         driver = _Driver(items, config, Path(folder))
         try:
@@ -230,12 +232,16 @@ class _Driver:
 
     def _spec(self, role: TransferRole, folder: Path) -> InstanceSpec:
         config = self._config
-        peers = config.peers.model_copy(
-            update={"role": role, "address": f"ipc://{folder}/{role.value}"}
-        )
+        peers = config.peers.model_copy(update={"role": role, "address": f"ipc://{folder}/{role.value}"})
         shared = peers.directory if peers.connector == "ipc" else None
         return InstanceSpec(
-            config.layout, config.cache, config.transfer, peers, config.chunk_tokens, peers.timeout, shared
+            config.layout,
+            config.cache,
+            config.transfer,
+            peers,
+            config.chunk_tokens,
+            5 * peers.timeout,
+            shared,
         )
 
     def run(self, should_stop: Callable[[], bool]) -> PdReport:
@@ -400,7 +406,9 @@ class _Driver:
             process.send(Stop(_DRAIN_SECONDS))
             left = self._left(process)
             found = {"blocks": left.blocks_in_use, "plans": left.plans, "requests": left.requests}
-            self._report.left.update({f"{role.value} {what}": count for what, count in found.items() if count})
+            self._report.left.update(
+                {f"{role.value} {what}": count for what, count in found.items() if count}
+            )
             self._report.errors[role.value] = left.errors
             self._count(left.counts)
 

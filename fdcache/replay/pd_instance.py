@@ -91,7 +91,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request has ended, or was aborted. ``wrong`` and ``compared`` count its reused blocks, ``fetched`` its fetch."""
+    """A request has ended, or was aborted. ``wrong`` of the ``compared`` blocks that it reused had other bytes."""
 
     index: int
     attempt: int
@@ -281,9 +281,7 @@ class Instance:
             left -= end - job.computed
             table = job.request.block_table
             fresh = table[job.sent_blocks :]
-            columns.append(
-                (job.work.index, job.computed, end, job.sent_blocks, len(fresh), job.verify)
-            )
+            columns.append((job.work.index, job.computed, end, job.sent_blocks, len(fresh), job.verify))
             blocks.append(fresh)
             job.sent_blocks = len(table)
             stepped.append((job, end))

@@ -39,8 +39,8 @@ class Envelope(NamedTuple):
 class Identity(msgspec.Struct, frozen=True, array_like=True):
     """Description of one rank of an instance, compared by both sides before any block is asked for.
 
-    ``boot`` is new for every process at an ``address``. ``live`` proves that the process is gone, to processes of the same ``machine``.
-    ``memory`` tells the connector of a peer how to reach this rank's planes.
+    ``boot`` is new for every process at an ``address``. ``live`` proves to processes of the same ``machine`` that the
+    process is gone. ``memory`` tells the connector of a peer how to reach this rank's planes.
     """
 
     boot: bytes

@@ -136,6 +136,8 @@ class PrefillSide:
         self._waiting: dict[str, _Waiting] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()
         """Highest attempt that decode has ended, of transfers that it ended before they were offered."""
+        self._over: OrderedDict[str, str] = OrderedDict()
+        """Transfers whose offer has ended, and why."""
         self._effects: list[Effect] = []
 
     def __len__(self) -> int:
@@ -164,6 +166,7 @@ class PrefillSide:
             reason = f"transfer {offer.transfer!r} is offered already"
             self._effects.append(OfferEnded(offer.plan_id, SendEnd.FAILED, reason, ()))
             return
+        self._over.pop(offer.transfer, None)
         if self._ended.pop(offer.transfer, None) is not None:
             self._effects.append(OfferEnded(offer.plan_id, SendEnd.NOT_WANTED, "not wanted by decode", ()))
             return
@@ -237,6 +240,9 @@ class PrefillSide:
         if ask.attempt <= self._ended.get(ask.transfer, -1):
             return
         plan_id = self._by_transfer.get(ask.transfer)
+        if plan_id is None and (reason := self._over.get(ask.transfer)) is not None:
+            self._effects.append(SendMessage(peer, Failed(ask.transfer, ask.attempt, reason)))
+            return
         if plan_id is None:
             waiting = self._waiting.get(ask.transfer)
             if waiting is None or ask.attempt >= waiting.ask.attempt:
@@ -320,7 +326,8 @@ class PrefillSide:
             del self._waiting[end.transfer]
         plan_id = self._by_transfer.get(end.transfer)
         if plan_id is None:
-            self._remember(end.transfer, end.attempt)
+            if end.transfer not in self._over:
+                self._remember(end.transfer, end.attempt)
             return
         send = self._sends[plan_id]
         answers = send.answers
@@ -338,6 +345,12 @@ class PrefillSide:
         if len(self._ended) > _MOST_REMEMBERED:
             self._ended.popitem(last=False)
 
+    def _remember_over(self, transfer: str, reason: str) -> None:
+        self._over[transfer] = reason
+        self._over.move_to_end(transfer)
+        if len(self._over) > _MOST_REMEMBERED:
+            self._over.popitem(last=False)
+
     def _fail(self, send: _Send, end: SendEnd, reason: str) -> None:
         if (answers := send.answers) is not None:
             failed = Failed(send.offer.transfer, answers.attempt, reason)
@@ -347,6 +360,7 @@ class PrefillSide:
     def _end(self, send: _Send, end: SendEnd, error: str | None) -> None:
         del self._sends[send.offer.plan_id]
         del self._by_transfer[send.offer.transfer]
+        self._remember_over(send.offer.transfer, error or "the transfer has ended")
         places = tuple(places for _, places in send.parts)
         peer = None if send.answers is None else send.answers.peer
         self._effects.append(OfferEnded(send.offer.plan_id, end, error, places, peer))

@@ -10,6 +10,7 @@ import pytest
 
 from fdcache.errors import RequestStateError, TransferError
 from fdcache.manager import CacheManager, Request
+from fdcache.manager.requests import PeerSource
 from fdcache.manager.results import LoadStatus, MatchStatus
 from fdcache.settings.cache import CacheSettings
 from tests.transfer_help import BLOCK, LAYOUT, Instance, prompt_of
@@ -219,9 +220,8 @@ def test_a_fetch_without_an_answer_ends_at_its_deadline(tmp_path: Path) -> None:
         Instance("prefill", tmp_path, "p") as prefill,
         Instance("decode", tmp_path, "d", timeout=0.2) as decode,
     ):
-        for name, source in (("a", prefill.source("a")), ("b", decode.source("b"))):
-            if name == "b":
-                source = type(source)(name, (f"ipc://{tmp_path}/nobody",))
+        for name, address in (("a", prefill.address), ("b", f"ipc://{tmp_path}/nobody")):
+            source = PeerSource(name, (address,))
             request = Request(name, prompt_of(11, 4))
             assert decode.fetch(request, source) == 4
             decode.until(lambda: decode.outcomes)
@@ -253,7 +253,7 @@ def test_a_peer_of_another_kind_is_refused_with_the_field(
 def test_held_slots_beyond_the_limit_stop_fetches(tmp_path: Path) -> None:
     with Instance("decode", tmp_path, "d", held=0.0) as decode:
         first, second = Request("a", prompt_of(13, 4)), Request("b", prompt_of(14, 4))
-        nowhere = type(decode.source(""))("a", (f"ipc://{tmp_path}/nobody",))
+        nowhere = PeerSource("a", (f"ipc://{tmp_path}/nobody",))
         assert decode.fetch(first, nowhere) == 4
         decode.manager.request_finish([first])
         assert decode.manager.get_stats().held_blocks == 4
