@@ -1476,6 +1476,37 @@ class CopyStream:
         Stop after the blocks in flight, abandon queued copies and set queued events.
         """
 
+def copy_planes(
+    source: PlaneTable,
+    source_blocks: int,
+    source_slots: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    target: PlaneTable,
+    target_blocks: int,
+    target_slots: Annotated[
+        NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    first_plane: int,
+    last_plane: int,
+) -> None:
+    """
+    Copy planes [first_plane, last_plane) of blocks between two caches with equal planes, without the
+    GIL. Raises IndexError for a slot that a cache does not have.
+    """
+
+def sum_planes(
+    planes: PlaneTable,
+    num_blocks: int,
+    slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    first_plane: int,
+    last_plane: int,
+) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+    """
+    Sum planes [first_plane, last_plane) of blocks, without the GIL. Sums of ranges add up to the sum of
+    the record's checksum.
+    """
+
 class CancelFlag:
     """Set once, from any thread, to cancel requests that have not started."""
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 
 import typer
-from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +42,7 @@ def refuse_with_pd(context: typer.Context) -> None:
     """Refuse options that a --pd does not have."""
     for name in (*_OTHERS, *_ALONE):
         source = context.get_parameter_source(name)
-        if source is ParameterSource.COMMANDLINE:
+        if source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter("a --pd does not have it", param_hint=f"--{name.replace('_', '-')}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -250,7 +251,7 @@ class Network:
             transfer, self.next_transfer = self.next_transfer, self.next_transfer + 1
             first = self.random.randrange(BLOCKS)
             last = self.random.randint(first + 1, BLOCKS)
-            both = [lambda: self.offer(transfer), lambda: self.fetch(transfer, first=first, last=last)]
+            both = [partial(self.offer, transfer), partial(self.fetch, transfer, first=first, last=last)]
             self.random.shuffle(both)
             for each in both[: 1 if self.random.random() < 0.1 else 2]:
                 each()

@@ -223,8 +223,9 @@ class CacheStats(msgspec.Struct, frozen=True):
     """A snapshot of a manager. A tier that does not exist is None, and so is the storage when others share it.
 
     ``sending_blocks`` are being handed over to peers and ``fetching_blocks`` fetched from them; ``held_blocks`` of
-    these are slots of fetches that no request waits for any more. ``queued_stores`` blocks wait to be written to storage, ``storing_blocks`` are being written and
-    ``reading_blocks`` read. ``CacheController.storage_stats`` has the state and the errors of a rank's storage.
+    these are slots of fetches that no request waits for any more. ``queued_stores`` blocks wait to be written to
+    storage, ``storing_blocks`` are being written and ``reading_blocks`` read. ``CacheController.storage_stats`` and
+    ``transfer_stats`` have the state and the errors of a rank.
     """
 
     device: TierUsage

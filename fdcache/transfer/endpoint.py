@@ -126,15 +126,15 @@ class TransferEndpoint:
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
-        self._failure: BaseException | None = None
+        self._failures: list[BaseException] = []
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fdcache-transfer", daemon=True)
         self._thread.start()
         if not self._started.wait(_START_SECONDS):
             raise TransferError(f"FDCACHE_TRANSFER={settings.connector}: not started in {_START_SECONDS:g} s")
-        if self._failure is not None:
+        for failure in self._failures:
             os.close(self._wakeup)
-            raise self._failure
+            raise failure
 
     # --- any thread -------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class TransferEndpoint:
         try:
             self._open()
         except BaseException as error:  # noqa: BLE001 - raised in the thread that made the endpoint
-            self._failure = error
+            self._failures.append(error)
             return
         finally:
             self._started.set()
