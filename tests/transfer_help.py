@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fdcache.manager.results import LoadOutcome
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.conformance import transfer_layout
+from fdcache.transfer.statistics import TransferStats
 from tests.service_help import until
 
 LAYOUT = transfer_layout()
@@ -72,11 +74,23 @@ class Instance:
             self.controller.submit_swap_tasks(plan)
         self.outcomes += self.manager.apply(self.controller.poll()) + self.manager.expire()
 
-    def until(self, condition: Any) -> None:
-        """Step until something is true."""
+    @property
+    def transfers(self) -> TransferStats:
+        found = self.controller.transfer_stats()
+        assert found is not None
+        return found
+
+    @property
+    def host_blocks(self) -> int:
+        host = self.manager.get_stats().host
+        return 0 if host is None else host.ready
+
+    def until(self, condition: Callable[[], object], *others: Instance) -> None:
+        """Step, with other instances, until something is true."""
 
         def stepped() -> bool:
-            self.step()
+            for each in (self, *others):
+                each.step()
             return bool(condition())
 
         until(stepped, "an instance of a transfer")

@@ -60,7 +60,8 @@ void bind_plane_copies(nb::module_ &module) {
             return to_numpy<std::uint64_t>(std::move(sums));
         },
         "planes"_a, "num_blocks"_a, "slots"_a, "first_plane"_a, "last_plane"_a,
-        "Sum planes [first_plane, last_plane) of blocks, without the GIL. Sums of ranges add up to the sum of\n"
+        "Sum planes [first_plane, last_plane) of blocks, without the GIL. Sums of ranges add up to the sum "
+        "of\n"
         "the record's checksum.");
 }
 

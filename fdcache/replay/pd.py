@@ -67,13 +67,13 @@ def parse_faults(text: str) -> dict[FaultKind, int]:
         return {kind: count // 4 + (index < count % 4) for index, kind in enumerate(_RANDOM_FAULTS)}
     faults = {}
     for part in text.split(","):
-        name, _, count = part.partition("=")
-        if name not in list(FaultKind) or not count.isdecimal():
+        name, _, number = part.partition("=")
+        if name not in list(FaultKind) or not number.isdecimal():
             kinds = ", ".join(FaultKind)
             raise ReplayOptionError(
                 "--faults", f"{part!r} is none; write 200, or kinds of {kinds} as in kill=5,flip=3"
             )
-        faults[FaultKind(name)] = int(count)
+        faults[FaultKind(name)] = int(number)
     return faults
 
 
@@ -222,7 +222,7 @@ class _Driver:
         self._requests: dict[int, _Request] = {}
         self._exhausted = False
         self._faults = [kind for kind, count in config.faults.items() for _ in range(count)]
-        self._random.shuffle(self._faults)  # type: ignore[arg-type]
+        self._random.shuffle(self._faults)
         self._next_fault = 0.0
         self._stopped: tuple[int, float] | None = None
         self._flipping: _Request | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ SMALL = ("replay", "--pd", "--device-blocks", "1200", "--block-size", "32", "--h
 """The arguments of a small replay."""
 
 
-def report(*arguments: str, status: int = 0, **environment: str) -> dict[str, object]:
+def report(*arguments: str, status: int = 0, **environment: str) -> Any:
     found = fdcache(
         *SMALL,
         "--json",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fdcache.errors import TransferError
+from fdcache.layout import KVLayout
 from fdcache.settings.peers import PeerSettings
 from fdcache.transfer.conformance import OpenPeer, PeerPlanes, TransferConformance, transfer_layout
 from fdcache.transfer.connector import LocalPlanes, TransferContext
@@ -23,7 +24,7 @@ IPC = PeerSettings(connector="ipc")
 class TestIpc(TransferConformance):
     @pytest.fixture
     def open_peer(self, tmp_path: Path) -> OpenPeer:
-        def open_one(layout, num_blocks):
+        def open_one(layout: KVLayout, num_blocks: int) -> tuple[PeerPlanes, IpcConnector]:
             planes = PeerPlanes(layout, num_blocks, tmp_path)
             return planes, IpcConnector(planes.context(IPC))
 

@@ -38,7 +38,7 @@ def test_blocks_arrive_while_prefill_computes(pair: tuple[Instance, Instance]) -
     prefill.manager.send([(mine, "r")])
     prefill.step()
     prefill.compute(mine, "r", 0, 3)
-    decode.until(lambda: decode.controller.transfer_stats().connector.read_bytes == LAYOUT.payload_bytes * 3)
+    decode.until(lambda: decode.transfers.connector.read_bytes == LAYOUT.payload_bytes * 3)
     assert not decode.outcomes
     prefill.compute(mine, "r", 3)
     prefill.manager.request_finish([mine])
@@ -69,8 +69,8 @@ def test_only_blocks_that_decode_lacks_are_read(pair: tuple[Instance, Instance])
         assert decode.wrong_blocks(theirs, 0, blocks) == []
         decode.outcomes.clear()
         decode.manager.request_finish([theirs])
-        prefill.until(lambda: is_clean(prefill, decode) or decode.step())
-    assert decode.controller.transfer_stats().connector.read_bytes == 6 * LAYOUT.payload_bytes
+        prefill.until(lambda: is_clean(prefill, decode), decode)
+    assert decode.transfers.connector.read_bytes == 6 * LAYOUT.payload_bytes
 
 
 def test_a_prefix_on_the_host_is_loaded_and_the_rest_fetched(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_prefix_on_the_host_is_loaded_and_the_rest_fetched(tmp_path: Path) -> 
         decode.start(first)
         decode.compute(first, "none")
         decode.manager.request_finish([first])
-        decode.until(lambda: decode.manager.get_stats().host.ready == 3)
+        decode.until(lambda: decode.host_blocks == 3)
         other = Request("other", prompt_of(4, 7))
         decode.start(other)  # evicts what is on the device
         decode.step()
@@ -108,7 +108,7 @@ def test_a_changed_block_and_those_above_it_are_computed(pair: tuple[Instance, I
     prefill.manager.send([(mine, "r")])
     prefill.step()
     prefill.compute(mine, "r")
-    prefill.until(lambda: prefill.controller.transfer_stats().sent_blocks_held == 6)
+    prefill.until(lambda: prefill.transfers.sent_blocks_held == 6)
     prefill.planes[3][mine.block_table[2]][7] ^= 4  # a bit flips
     assert decode.fetch(theirs, prefill.source("r")) == 6
     decode.until(lambda: decode.outcomes)
@@ -134,7 +134,7 @@ def test_without_verification_a_changed_block_is_used(tmp_path: Path) -> None:
         prefill.manager.send([(mine, "r")])
         prefill.step()
         prefill.compute(mine, "r")
-        prefill.until(lambda: prefill.controller.transfer_stats().sent_blocks_held == 6)
+        prefill.until(lambda: prefill.transfers.sent_blocks_held == 6)
         prefill.planes[3][mine.block_table[2]][7] ^= 4
         decode.fetch(theirs, prefill.source("r"))
         decode.until(lambda: decode.outcomes)
@@ -153,7 +153,7 @@ def test_decode_that_does_not_want_the_blocks_frees_them_at_once(pair: tuple[Ins
     decode.manager.decline([prefill.source("r")])
     decode.step()
     prefill.until(lambda: is_clean(prefill))
-    assert {each.result for each in prefill.controller.transfer_stats().counts} == {"not_wanted"}
+    assert {each.result for each in prefill.transfers.counts} == {"not_wanted"}
 
 
 def test_an_aborted_fetch_tells_prefill_and_gives_its_slots_back(pair: tuple[Instance, Instance]) -> None:
@@ -164,14 +164,14 @@ def test_an_aborted_fetch_tells_prefill_and_gives_its_slots_back(pair: tuple[Ins
     prefill.step()
     prefill.compute(mine, "r", 0, 2)
     decode.fetch(theirs, prefill.source("r"))
-    decode.until(lambda: decode.controller.transfer_stats().connector.read_bytes)
+    decode.until(lambda: decode.transfers.connector.read_bytes)
     decode.manager.end_transfers([theirs])
     decode.manager.request_finish([theirs])
     decode.until(lambda: is_clean(decode))
     assert decode.manager.num_free_device_blocks == 64
     prefill.manager.request_finish([mine])
     prefill.until(lambda: is_clean(prefill))
-    assert {each.result for each in prefill.controller.transfer_stats().counts} == {"not_wanted"}
+    assert {each.result for each in prefill.transfers.counts} == {"not_wanted"}
 
 
 def test_an_aborted_prefill_lets_decode_compute(pair: tuple[Instance, Instance]) -> None:
@@ -182,7 +182,7 @@ def test_an_aborted_prefill_lets_decode_compute(pair: tuple[Instance, Instance])
     prefill.step()
     decode.fetch(theirs, prefill.source("r"))
     prefill.compute(mine, "r", 0, 2)
-    decode.until(lambda: decode.controller.transfer_stats().connector.read_bytes)
+    decode.until(lambda: decode.transfers.connector.read_bytes)
     prefill.manager.end_transfers([mine])
     prefill.manager.request_finish([mine])
     prefill.until(lambda: is_clean(prefill))
@@ -212,7 +212,7 @@ def test_a_lease_that_nobody_asks_for_ends(tmp_path: Path) -> None:
         prefill.step()
         prefill.manager.request_finish([mine])
         prefill.until(lambda: is_clean(prefill))
-        assert prefill.controller.transfer_stats().leases_expired == 1
+        assert prefill.transfers.leases_expired == 1
 
 
 def test_a_fetch_without_an_answer_ends_at_its_deadline(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_peer_of_another_kind_is_refused_with_the_field(
         request = Request("r", prompt_of(12, 4))
         decode.fetch(request, peer.source("r"))
         if field is None:
-            decode.until(lambda: decode.controller.transfer_stats().peers[0].state == "accepted")
+            decode.until(lambda: decode.transfers.peers[0].state == "accepted")
             return
         decode.until(lambda: decode.outcomes)
         assert f"refused: {field} is" in (decode.outcomes[0].error_message or "")
