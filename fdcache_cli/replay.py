@@ -267,8 +267,8 @@ def replay(
             device=device,
         )
         if pd:
-            total = requests or GENERATED_REQUESTS
-            items = read_trace(trace, requests) if trace else generate(workload, total, seed)
+            count = requests or GENERATED_REQUESTS
+            items = read_trace(trace, requests) if trace else generate(workload, count, seed)
             with _interrupts() as stop:
                 sys.exit(
                     run_and_print(
