@@ -6,7 +6,7 @@ comma := ,
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.cu')
 CXX_TESTS := $(wildcard tests/native/*.cpp tests/native/*.hpp benchmarks/*.cpp benchmarks/*/*.cpp)
 
-.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake check nightly tsan asan fuzz soak lint format stubs bench bench-peers clean
+.PHONY: demo demo-paddle gpu-extra test test-gpu test-mooncake test-vllm check nightly tsan asan fuzz soak lint format stubs bench bench-peers clean
 
 # Installed afresh whenever a source that the build reads is newer than the last install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt CMakeLists.txt $(CXX_FILES)
@@ -27,6 +27,10 @@ test: $(VENV)/.installed-test  ## all tests but the long ones
 
 test-mooncake: $(VENV)/.installed-test  ## the tests with a Mooncake master; skipped with the reason where its libraries are missing
 	$(BIN)/pytest -n 2 -m 'not slow and not nightly' $(wildcard tests/integration/test_*mooncake*.py)
+
+# The environments take 3 GB each in the user's cache folder: make them with python -m tests.vllm.setup.
+test-vllm: $(VENV)/.installed-test  ## the connector in vLLM's own engine on the CPU; skipped with a line where vLLM is not set up
+	$(BIN)/python -m tests.vllm
 
 check: $(VENV)/.installed-test  ## the longer property, fault and stress runs, a tenth of their seeds
 	FDCACHE_TEST_SEEDS=$${FDCACHE_TEST_SEEDS:-10} $(BIN)/pytest -n 2 --dist worksteal -m slow --timeout 1800 --durations 15

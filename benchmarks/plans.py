@@ -4,14 +4,22 @@ Visitors: each loads 16 blocks from the host and leaves 16 new ones to back up, 
 shape of an 8B model (blocks of 64 tokens and 8 MiB). Prompts: 2,048 tokens that share nothing, in tiers that are full.
 Empty: `take_plans` of a step without copies. There are no workers; reports come one step later, and making them is not
 measured. Each figure is the median over all steps.
+
+With `--cold` the thread does other things between two steps, as an engine does: it multiplies matrices, runs other
+Python code and reads 64 MiB. The manager's code and data have left the processor's caches then.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
+import inspect
 import json
+import textwrap
 import time
-from collections import defaultdict
+import tokenize
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +43,7 @@ from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePoli
 
 BLOCK = 64
 HALF = 16 * BLOCK
-SEQUENCES, CONTEXT, STEPS = 32, 1024, 48
+SEQUENCES, CONTEXT = 32, 1024
 PREFIXES = 12
 NO_POSITIONS = np.empty(0, np.int32)
 Figures = dict[str, float]
@@ -72,18 +80,41 @@ class Clock:
         yield
         self._step[call] += time.perf_counter_ns() - since
 
+    def wake(self) -> None:
+        """Measure nothing, so that the cost of a cold clock is in no call."""
+        with self.measure("nothing"):
+            pass
+        del self._step["nothing"]
+
     def end_step(self) -> None:
         self._steps.append(self._step)
         self._step = defaultdict(int)
 
     def medians(self) -> Figures:
-        """Return the median microseconds of each call over the steps, and of their sum."""
+        """Return the median microseconds of each call over the steps, and of their sum without `prepare`."""
         calls = dict.fromkeys(call for step in self._steps for call in step)
         rows = {call: [step.get(call, 0) / 1000 for step in self._steps] for call in calls}
-        total = [sum(step.values()) / 1000 for step in self._steps]
+        total = [(sum(step.values()) - step.get("prepare", 0)) / 1000 for step in self._steps]
         return {call: float(np.median(spent)) for call, spent in rows.items()} | {
             "total": float(np.median(total))
         }
+
+
+class OtherWork:
+    """Work that drives code and data of the manager out of the processor's caches."""
+
+    def __init__(self) -> None:
+        self._matrix = np.random.default_rng(1).random((384, 384), dtype=np.float32)
+        self._memory = np.ones(64 << 20, np.uint8)
+        modules = (argparse, json, dataclasses, inspect, textwrap, tokenize)
+        self._sources = deque(inspect.getsource(module) for module in modules)
+
+    def __call__(self) -> None:
+        self._matrix @= self._matrix / np.linalg.norm(self._matrix)
+        self._sources.rotate()
+        tree = ast.parse(self._sources[0])
+        json.dumps([ast.dump(each) for each in tree.body[:20]])
+        self._memory[::64].sum()
 
 
 class Worker:
@@ -127,16 +158,28 @@ class Serving:
         self.clock = Clock()
         self._named = 0
 
-    def admit(self, tokens: Int32Array) -> Request:
+    def arrive(self, tokens: Int32Array) -> Request:
+        """Make a request and hash it, as the threads that tokenize do beside the steps."""
         self._named += 1
         request = Request(str(self._named), tokens)
+        with self.clock.measure("prepare"):
+            self.manager.prepare([request])
+        return request
+
+    def admit(self, request: Request) -> Request:
         with self.clock.measure("match"):
             (match,) = self.manager.match_prefix([request])
         assert match.status is MatchStatus.MATCHED
         with self.clock.measure("allocate"):
-            (allocation,) = self.manager.allocate_device_blocks([(request, len(tokens))])
+            (allocation,) = self.manager.allocate_device_blocks([(request, request.num_tokens)])
         assert allocation.ok
         return request
+
+    def advance(self, requests: list[Request]) -> None:
+        """Give each request one more token."""
+        with self.clock.measure("advance"):
+            added = self.manager.advance(requests, [7] * len(requests))
+        assert added.ok
 
     def take_plans(self) -> None:
         with self.clock.measure("take_plans"):
@@ -165,20 +208,19 @@ class Serving:
             self.apply()
 
 
-def visitors(policy: WritePolicy, each_step: int, steps: int) -> Figures:
+def visitors(policy: WritePolicy, each_step: int, steps: int, between: Callable[[], None]) -> Figures:
     """Return the figures of steps in which ``each_step`` visitors arrive, and those of the step before leave."""
-    own = SEQUENCES * -(-(CONTEXT + STEPS) // BLOCK)
+    own = SEQUENCES * -(-(CONTEXT + steps) // BLOCK)
     device_blocks = own + 160 * each_step
     host_blocks = own + (PREFIXES + 40) * 16 * each_step
     manager = make_manager(device_blocks, host_blocks, policy)
     serving = Serving(manager)
-    for seed in range(SEQUENCES):
-        serving.admit(prompt(CONTEXT + STEPS, seed))
+    running = [serving.admit(serving.arrive(prompt(CONTEXT, seed))) for seed in range(SEQUENCES)]
     prefixes = [prompt(HALF, 1000 + seed) for seed in range(PREFIXES * each_step)]
     for prefix in prefixes:
         for _ in range(2):  # a hit, so that a selective policy keeps them too
             serving.settle()
-            serving.finish([serving.admit(np.append(prefix, np.int32(0)))])
+            serving.finish([serving.admit(serving.arrive(np.append(prefix, np.int32(0))))])
     serving.settle()
     serving.clock = Clock()
     serving.worker.blocks = 0
@@ -190,17 +232,21 @@ def visitors(policy: WritePolicy, each_step: int, steps: int) -> Figures:
             )
             for turn in range(each_step)
         ]
+        arrived = [serving.arrive(text) for text in texts]
+        between()
+        serving.clock.wake()
         serving.apply()
         serving.finish(staying)
+        serving.advance(running)
         with serving.clock.measure("can_allocate"):
             assert manager.can_allocate_device_blocks(32 * each_step)
-        staying = [serving.admit(text) for text in texts]
+        staying = [serving.admit(request) for request in arrived]
         serving.take_plans()
         serving.clock.end_step()
     return serving.clock.medians() | {"blocks": serving.worker.blocks / steps}
 
 
-def prompts(policy: WritePolicy, tokens: int, steps: int) -> Figures:
+def prompts(policy: WritePolicy, tokens: int, steps: int, between: Callable[[], None]) -> Figures:
     """Return the figures of steps that each serve one prompt, none of which shares a block."""
     manager = make_manager(1024, 4096, policy)
     serving = Serving(manager)
@@ -209,7 +255,10 @@ def prompts(policy: WritePolicy, tokens: int, steps: int) -> Figures:
         text = prompt(tokens, step)
         if step == warm:
             serving.clock, serving.worker.blocks = Clock(), 0
-        request = serving.admit(text)
+        request = serving.arrive(text)
+        between()
+        serving.clock.wake()
+        serving.admit(request)
         serving.take_plans()
         serving.finish([request])
         serving.apply()
@@ -249,7 +298,7 @@ def empty_us(policy: WritePolicy, host_blocks: int, *, storage: bool, calls: int
         serving = Serving(manager)
         if storage:
             manager.restore_storage([no_blocks()])
-        serving.finish([serving.admit(prompt(4096, 1))])
+        serving.finish([serving.admit(serving.arrive(prompt(4096, 1)))])
         serving.settle()
         return median_us(manager.take_plans, calls)
 
@@ -265,22 +314,36 @@ def median_us(call: Callable[[], object], calls: int) -> float:
     return float(np.median(samples)) / 1000
 
 
-CALLS = ("can_allocate", "match", "allocate", "take_plans", "apply", "commit", "finish", "total", "blocks")
+CALLS = (
+    "prepare",
+    "apply",
+    "commit",
+    "finish",
+    "advance",
+    "can_allocate",
+    "match",
+    "allocate",
+    "take_plans",
+    "total",
+    "blocks",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--cold", action="store_true", help="do other work between two steps")
     parser.add_argument("--json", action="store_true", help="print one object instead of tables")
     options = parser.parse_args()
+    between = OtherWork() if options.cold else lambda: None
     rows: dict[str, Figures] = {}
     for policy in WritePolicy:
         for count in (1, 8):
             rows[f"{count} visitor{'s' * (count > 1)}, {policy.value}"] = visitors(
-                policy, count, max(options.steps // count, 20)
+                policy, count, max(options.steps // count, 20), between
             )
     for policy in WritePolicy:
-        rows[f"prompt of 2,048, {policy.value}"] = prompts(policy, 2048, options.steps)
+        rows[f"prompt of 2,048, {policy.value}"] = prompts(policy, 2048, options.steps, between)
     empty = {
         name: empty_us(policy, host, storage=storage, calls=20_000)
         for name, policy, host, storage in (

@@ -2,17 +2,21 @@
 
 Each plan loads blocks from the host and backs up as many, from random slots. ``submit`` is ``submit_swap_tasks``,
 ``layers`` lets a stream wait for every layer (a GPU) or asks for each (the CPU), ``waiting`` is a ``poll`` while the
-copies are in flight, ``report`` the ``poll`` that returns the report. `--profile` adds the Python functions by time.
+copies are in flight, ``report`` the ``poll`` that returns the report, ``encode`` packs it. `--cold` evicts the caches
+before each phase, as an engine's step does that comes every ten milliseconds. `--profile` adds the Python functions by
+time.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import difflib
 import gc
+import json
 import pstats
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +26,12 @@ from numpy.typing import NDArray
 from benchmarks.machine import machine
 from fdcache.controller.cache_controller import CacheController
 from fdcache.layout import KVLayout
-from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan
+from fdcache.metadata import CacheLevel, CacheSwapMetadata, SwapPurpose, TransferPlan, encode
 from fdcache.settings.cache import TransferSettings
 
 SIZES = (1, 32, 128, 1000, 4096)
-PHASES = ("submit", "layers", "waiting", "report")
+PHASES = ("submit", "layers", "waiting", "report", "encode")
+KINDS = ("both", "load", "backup")
 
 
 class Rank:
@@ -67,12 +72,15 @@ class Rank:
             self.controller.submit_swap_tasks(filling, self.stream)
             self.controller.wait_reports()
 
-    def plan(self, count: int) -> TransferPlan:
-        """Return a plan that loads ``count`` blocks and backs up as many."""
+    def plan(self, count: int, kind: str) -> TransferPlan:
+        """Return a plan that loads ``count`` blocks, backs up as many, or does both."""
         device, host = self._random.permutation(2 * self.most), self._random.permutation(self.most)
-        loads = self._swap(SwapPurpose.LOAD, host[:count], device[:count])
-        backups = self._swap(SwapPurpose.BACKUP, device[-count:], host[:count] + self.most)
-        return self._plan(loads=loads, backups=backups)
+        swaps = {
+            "loads": self._swap(SwapPurpose.LOAD, host[:count], device[:count]),
+            "backups": self._swap(SwapPurpose.BACKUP, device[-count:], host[:count] + self.most),
+        }
+        wanted = swaps if kind == "both" else {f"{kind}s": swaps[f"{kind}s"]}
+        return self._plan(**wanted)
 
     def _plan(self, **swaps: Any) -> TransferPlan:
         self._plans += 1
@@ -96,16 +104,39 @@ class Rank:
         )
 
 
-class Clock:
-    """Nanoseconds by phase, one figure for each plan."""
+class Eviction:
+    """Work between calls that uses the caches of data, instructions and branches for something else."""
 
     def __init__(self) -> None:
+        self._memory = np.ones(64 << 20, np.uint8)
+        self._matrix = np.random.default_rng(1).random((256, 256))
+        self._texts = [[f"line {n * n % 97}" for n in range(first, first + 60)] for first in (0, 20)]
+
+    def __call__(self) -> None:
+        """Multiply matrices, run other Python code and write 64 MB."""
+        for _ in range(4):
+            self._matrix @ self._matrix
+        record = {
+            "lines": list(difflib.unified_diff(self._texts[0], self._texts[1])),
+            "list": list(range(500)),
+        }
+        json.loads(json.dumps(record, indent=1))
+        self._memory += 1
+
+
+class Clock:
+    """Nanoseconds by phase, one figure for each plan; ``before`` runs before each phase."""
+
+    def __init__(self, before: Callable[[], object] | None = None) -> None:
         self.spent: dict[str, list[int]] = {phase: [] for phase in PHASES}
         self.profile: cProfile.Profile | None = None
+        self._before = before
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block as this phase."""
+        if self._before is not None:
+            self._before()
         if self.profile is not None:
             self.profile.enable()
         start = time.perf_counter_ns()
@@ -135,13 +166,15 @@ def carry_out(rank: Rank, plan: TransferPlan, clock: Clock) -> None:
             reports = controller.poll()
     if not all(result.success for report in reports for result in report.results):
         raise RuntimeError(f"copies failed: {reports}")
+    with clock.phase("encode"):
+        encode(reports[0])
 
 
-def measure(rank: Rank, count: int, rounds: int, clock: Clock) -> None:
-    """Carry out ``rounds`` plans of ``count`` blocks each way, after some that are not counted."""
+def measure(rank: Rank, count: int, kind: str, rounds: int, clock: Clock) -> None:
+    """Carry out ``rounds`` plans of ``count`` blocks, after some that are not counted."""
     for _ in range(3):
-        carry_out(rank, rank.plan(count), Clock())
-    plans = [rank.plan(count) for _ in range(rounds)]
+        carry_out(rank, rank.plan(count, kind), Clock())
+    plans = [rank.plan(count, kind) for _ in range(rounds)]
     gc.collect()
     for plan in plans:
         carry_out(rank, plan, clock)
@@ -164,20 +197,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--blocks", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--plane", type=int, default=512, metavar="BYTES", help="bytes of each of 64 planes")
+    parser.add_argument("--kind", default="both", choices=KINDS)
+    parser.add_argument("--cold", action="store_true", help="evict the caches before each phase")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--profile", action="store_true")
     flags = parser.parse_args(arguments)
     rank = Rank(flags.device, max(flags.blocks), flags.plane)
-    print(f"{machine()}, device {flags.device}; us a plan, median (least)")
+    cold = ", caches evicted" if flags.cold else ""
+    print(f"{machine()}, device {flags.device}, {flags.kind}{cold}; us a plan, median (least)")
     print(f"{'blocks':>8}" + "".join(f"{phase:>18}" for phase in PHASES))
     for count in flags.blocks:
         rounds = max(flags.rounds * 128 // max(count, 128), 8)
-        clock = Clock()
-        measure(rank, count, rounds, clock)
+        clock = Clock(Eviction() if flags.cold else None)
+        measure(rank, count, flags.kind, rounds, clock)
         print(f"{count:>8}" + "".join(_cell(clock.spent[phase]) for phase in PHASES), flush=True)
         if flags.profile:
             clock.profile = cProfile.Profile(time.thread_time)
-            measure(rank, count, rounds, clock)
+            measure(rank, count, flags.kind, rounds, clock)
             show_profile(clock.profile, rounds)
     rank.controller.shutdown()
 

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from fdcache.manager import (
         Allocation,
         CacheManager,
+        KeyedRequest,
         LoadOutcome,
         LoadStatus,
         MatchResult,
         MatchStatus,
+        OffloadManager,
+        OffloadMatch,
         Request,
     )
     from fdcache.metadata import (
@@ -49,10 +52,13 @@ _HOMES = {
     "fdcache.manager": (
         "Allocation",
         "CacheManager",
+        "KeyedRequest",
         "LoadOutcome",
         "LoadStatus",
         "MatchResult",
         "MatchStatus",
+        "OffloadManager",
+        "OffloadMatch",
         "Request",
     ),
     "fdcache.metadata": (
@@ -84,6 +90,7 @@ __all__ = [
     "EvictionPolicy",
     "FdcacheError",
     "KVLayout",
+    "KeyedRequest",
     "LayerDoneCounter",
     "LayerSwapTimeoutError",
     "LoadOutcome",
@@ -91,6 +98,8 @@ __all__ = [
     "MatchResult",
     "MatchStatus",
     "MultimodalItem",
+    "OffloadManager",
+    "OffloadMatch",
     "Plane",
     "PlaneKind",
     "Request",

@@ -3,7 +3,7 @@ The native core: block hashes, tiers, block copies on the CPU and on GPUs, slab 
 """
 
 import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import enum
 from typing import Annotated, Any, overload
 
@@ -450,6 +450,14 @@ class SharedRuns:
         not read enough of the ring.
         """
 
+    @property
+    def observer(self) -> Callable[[str], None]:
+        """
+        For tests: called with 'found' after a look-up that found blocks, and 'pinned' after a pin.
+        """
+
+    @observer.setter
+    def observer(self, observer: Callable[[str], None] | None) -> None: ...
     def next_number(self) -> int:
         """Return a number for a run pinned on request."""
 
@@ -499,6 +507,81 @@ class RunRing:
     def close(self) -> None:
         """Let the client write no more."""
 
+class MissLog:
+    """Blocks that look-ups did not find, until they are sent to the service."""
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def in_flight(self) -> int:
+        """
+        Number of look-ups that ended at a block which this engine was copying to the service.
+        """
+
+    @in_flight.setter
+    def in_flight(self, arg: int, /) -> None: ...
+    def clear(self) -> None:
+        """Forget what was not sent."""
+
+    def take(self) -> tuple[int, bytes, bytes]:
+        """
+        Return and forget: the number of look-ups without any hit, the hash of the first missing block of
+        each look-up, and how many blocks were missing as int32.
+        """
+
+class PinnedRuns:
+    """
+    The runs that an engine has pinned at a service, by lease. A run is unpinned once it
+    is released and no load reads it.
+    """
+
+    def __init__(self, misses: MissLog) -> None: ...
+    def __len__(self) -> int:
+        """Number of runs that are not released."""
+
+    @property
+    def slots_loading(self) -> int:
+        """Number of slots that loads read."""
+
+    def search(self, runs: SharedRuns | None, copies: OutgoingCopies | None) -> None:
+        """Look up in this session from now on; without one nothing is found."""
+
+    def find(
+        self,
+        path: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        start: int,
+        storage_use: int = 0,
+    ) -> tuple[int, FoundRun, int]:
+        """
+        Pin the leading run of a path from ``start`` on. Return its lease or 0, the run, and for how many
+        leading blocks of the path the service has to be asked, 0 if it need not.
+        """
+
+    def add(self, owner: SharedRuns, number: int, unverified: bool) -> int:
+        """
+        Add a run that the service has pinned under a number; return its lease.
+        """
+
+    def release(self, lease: int) -> bool:
+        """
+        Unpin a run after the loads that read it; return False when it was released before.
+        """
+
+    def begin_load(
+        self,
+        lease: int,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Keep these slots of a run pinned until their load ends."""
+
+    def end_load(self, slots: numpy.typing.NDArray[numpy.int32]) -> tuple[SharedRuns | None, bool]:
+        """
+        End a load of these slots. Return whose runs it read, and True if it may have read unverified
+        records. Raises IndexError for a slot that no load reads.
+        """
+
 SLOT_FREE: int = 0
 
 SLOT_WRITING: int = 1
@@ -541,7 +624,7 @@ class Tier:
     ) -> MatchRun:
         """
         Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the
-        root.
+        root, or the end of one.
 
         Adds a hit to each block except the first ``known``.
         """
@@ -803,6 +886,234 @@ class Tier:
     def check_integrity(self) -> list[str]:
         """Return the invariants that do not hold, in words."""
 
+class BlockQueue:
+    """
+    A first-in, first-out queue of at most ``most`` block hashes.
+
+    A full queue drops what was added first, one call's blocks at a time.
+    """
+
+    def __init__(self, most: int) -> None: ...
+    def __len__(self) -> int: ...
+    def add(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> int:
+        """Append blocks; return the number of blocks dropped."""
+
+    def put_back(
+        self,
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """Put blocks that cannot be copied yet back at the front."""
+
+    def take(self, count: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
+        """Remove and return the first blocks, or as many as there are."""
+
+    def clear(self) -> None:
+        """Drop every block."""
+
+class BlockCopies:
+    """
+    Copies of blocks between slots of two tiers, planned one after the other.
+    """
+
+    def __init__(self) -> None: ...
+    def __len__(self) -> int: ...
+    def append(
+        self,
+        slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        hashes: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        parents: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
+        ],
+        unverified: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ]
+        | None,
+        targets: Annotated[
+            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        target_generations: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> int:
+        """Add copies; return the number of copies before them."""
+
+    def take(
+        self,
+    ) -> tuple[
+        numpy.typing.NDArray[numpy.int32],
+        numpy.typing.NDArray[numpy.int32],
+        numpy.typing.NDArray[numpy.uint32],
+        numpy.typing.NDArray[numpy.uint32],
+        numpy.typing.NDArray[numpy.uint8],
+        numpy.typing.NDArray[numpy.uint8],
+        numpy.typing.NDArray[numpy.uint8] | None,
+    ]:
+        """
+        Remove everything and return it: source slots, target slots, source generations, target
+        generations, hashes, parents, and the marks of unverified blocks or None.
+        """
+
+def take_transfers(lists: Sequence[BlockCopies], forms: Sequence[Callable[..., Any]]) -> list[Any]:
+    """
+    Empty lists of copies. Return what each list's form makes of its columns, None for an empty one.
+    """
+
+class PlannedBackups:
+    """The outcome of a call of ``BackupPlanner``."""
+
+    @property
+    def planned(self) -> int:
+        """Number of copies planned."""
+
+    @property
+    def dropped(self) -> int:
+        """Number of blocks that the host had no room for."""
+
+    @property
+    def withheld(self) -> int:
+        """Number of blocks that the copies keep from eviction."""
+
+    @property
+    def asked(self) -> int:
+        """Number of host slots asked for at once."""
+
+    @property
+    def displaced(self) -> BlockList:
+        """Blocks that left the host to make room."""
+
+class BackupPlanner:
+    """
+    Plans copies of blocks of the ``device`` to a host tier, ancestors first.
+
+    ``target``: the host tier, copies to that of a service, or None without a service. Planned
+    copies hold their slots in both tiers. ``most`` copies may begin; they may keep ``withheld``
+    blocks from eviction, and one is allowed anyway if ``none_in_flight``.
+    """
+
+    def __init__(self, device: Tier) -> None: ...
+    @property
+    def device_slots(self) -> int:
+        """Number of slots of the device."""
+
+    def flush(
+        self,
+        queue: BlockQueue,
+        target: Tier | OutgoingCopies | None,
+        most: int,
+        withheld: int,
+        none_in_flight: bool,
+        copies: BlockCopies,
+    ) -> PlannedBackups:
+        """
+        Plan copies of queued blocks that the host lacks. Those that have to wait stay queued.
+        """
+
+    def clean(
+        self,
+        coldest: int,
+        target: Tier | OutgoingCopies | None,
+        most: int,
+        withheld: int,
+        none_in_flight: bool,
+        copies: BlockCopies,
+    ) -> PlannedBackups:
+        """
+        Plan copies of those among the next ``coldest`` blocks to be evicted that the host lacks.
+        """
+
+    def evict(
+        self,
+        evicted: Sequence[BlockList],
+        least_hits: int,
+        target: Tier | OutgoingCopies | None,
+        copies: BlockCopies,
+    ) -> PlannedBackups:
+        """
+        Plan copies of evicted blocks with ``least_hits`` that the host lacks, before their slots
+        are overwritten. ``evicted``: the lists of one allocation, in the order of eviction.
+        """
+
+class PlanInFlight:
+    """
+    A plan or a task of one that some of ``ranks`` ranks have not reported.
+    """
+
+    def __init__(self, plan: object, deadline: float, ranks: int) -> None: ...
+    @property
+    def plan(self, /) -> Any: ...
+    @property
+    def deadline(self) -> float: ...
+    @property
+    def is_overdue(self) -> bool: ...
+    @is_overdue.setter
+    def is_overdue(self, arg: bool, /) -> None: ...
+    def waits_for(self, rank: int) -> bool:
+        """Return True if this rank has not reported."""
+
+    def stop_waiting(self, rank: int) -> None:
+        """Count a rank that has reported."""
+
+    @property
+    def is_finished(self) -> bool:
+        """True once every rank has reported."""
+
+    def count_in_python(self) -> list[numpy.typing.NDArray[numpy.uint64] | None]:
+        """
+        Leave the plan's further reports to Python. Return the checksums that rank 0 has reported for each
+        transfer.
+        """
+
+class PlanTable:
+    """The plans in flight by number, for ``num_ranks`` ranks."""
+
+    def __init__(self, num_ranks: int) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def plans(self, /) -> dict[int, Any]: ...
+    @property
+    def next_deadline(self) -> float:
+        """No plan is newly overdue before it."""
+
+    @next_deadline.setter
+    def next_deadline(self, arg: float, /) -> None: ...
+    def expect(self, flight: PlanInFlight) -> None:
+        """Add a plan."""
+
+    def remove(self, flight: PlanInFlight) -> None:
+        """Remove a plan."""
+
+    def blocks_in_flight(self, purpose: object) -> int:
+        """Return the number of blocks being copied for this purpose."""
+
+class CopyMeter:
+    """
+    Bytes and durations of copies by purpose.
+
+    ``bounds``: upper bounds of a histogram's buckets, in seconds; the
+    last bucket has none.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None: ...
+    def add(self, purpose: object, copied_bytes: int, seconds: float) -> None:
+        """Count one rank's transfer, unless it copied nothing."""
+
+    def total(self, purpose: object) -> tuple[int, list[int], float]:
+        """Return bytes, transfers by duration, and the sum of the durations."""
+
 class RequestState:
     """
     Tokens, block hashes and device blocks of one request: the state that
@@ -817,7 +1128,7 @@ class RequestState:
         extra_keys: ExtraKeys | None = None,
         use_cache: bool = True,
         device_only: bool = False,
-        max_cached_tokens: int | None = None,
+        max_cached_tokens: object | None = None,
     ) -> None: ...
     @property
     def request_id(self) -> str: ...
@@ -842,7 +1153,7 @@ class RequestState:
     @property
     def max_cached_tokens(self) -> int | None: ...
     @max_cached_tokens.setter
-    def max_cached_tokens(self, arg: int | None, /) -> None: ...
+    def max_cached_tokens(self, value: int | None, /) -> None: ...
     @property
     def is_loading(self) -> bool:
         """
@@ -940,6 +1251,23 @@ class AdvanceResult:
     def __getstate__(self) -> tuple[list[int], list[int], list[int], int]: ...
     def __setstate__(self, arg: tuple[Sequence[int], Sequence[int], Sequence[int], int], /) -> None: ...
 
+class MatchForms:
+    """
+    How ``BlockManager`` tells of matches, and their terms: ``cell`` blocks are a cell of
+    the reuse grid; a request waits ``defer_timeout`` seconds for another's copy.
+    """
+
+    def __init__(
+        self, cell: int, defer_timeout: float, result: object, matched: object, deferred: object
+    ) -> None: ...
+    @property
+    def cell(self) -> int: ...
+
+class AllocationForms:
+    """How ``BlockManager`` tells of allocations."""
+
+    def __init__(self, result: object, no_blocks: object, deferred: object) -> None: ...
+
 class BlockManagerStats:
     """Totals since the manager was made."""
 
@@ -949,6 +1277,16 @@ class BlockManagerStats:
     def lookup_tokens(self) -> int: ...
     @property
     def device_hit_tokens(self) -> int: ...
+    @property
+    def host_hit_tokens(self) -> int: ...
+    @property
+    def storage_hit_tokens(self) -> int: ...
+    @property
+    def deferred(self) -> int: ...
+    @property
+    def loads_confirmed(self) -> int: ...
+    @property
+    def loads_failed(self) -> int: ...
     @property
     def allocation_failures(self) -> int: ...
 
@@ -972,6 +1310,7 @@ class BlockManager:
         follow_evicted: bool = False,
         follow_owners: bool = False,
         follow_hits: int = 0,
+        host: Tier | PinnedRuns | None | None = None,
     ) -> None: ...
     def prepare(self, request: RequestState) -> None:
         """
@@ -1000,252 +1339,187 @@ class BlockManager:
         limit.
         """
 
-    def match(self, request: object, limit: int, live: dict[str, Any]) -> bool:
+    def match(
+        self,
+        requests: Sequence[RequestState],
+        live: dict[str, Any],
+        forms: MatchForms,
+        clock: object,
+        is_reading: object | None = None,
+        storage_use: Sequence[int] | None = None,
+        worth_loading: object | None = None,
+    ) -> list[Any]:
         """
-        Pin the leading run of the first ``limit`` blocks of a request that ``check_match`` has seen.
-        Return True if the block after the run is on its way to the device.
-        """
-
-    def match_all(self, requests: Sequence[RequestState], live: dict[str, Any]) -> bool:
-        """
-        ``check_match`` and ``match`` all requests as far as they may be. Return True if a block after
-        some run is on its way to the device.
-        """
-
-    def match_more(self, request: RequestState, limit: int) -> bool:
-        """Pin blocks that came to the device after the match; as ``match``."""
-
-    def shorten(self, request: RequestState, limit: int) -> bool:
-        """Shorten a match to ``limit`` blocks."""
-
-    def accept(self, request: RequestState, blocks: int) -> None:
-        """Count ``blocks`` as found, some of them still to be loaded."""
-
-    def check_allocate(self, request: RequestState, num_tokens: int) -> None: ...
-    def allocate(self, request: RequestState, num_tokens: int) -> int:
-        """
-        Extend the block table to ``num_tokens`` tokens. Return how many blocks are missing; none is
-        added unless that is 0.
+        Pin the longest cached prefix of each request, on the device and then on the host, or defer it.
+        Return a ``result`` for each, or (first block, blocks) where the service has to be asked for as
+        many leading blocks: see ``answer``. Blocks for which ``is_reading`` are not waited for.
+        ``storage_use``, for a service with storage: 1 if blocks may be read for a request, 2 if they are.
+        ``worth_loading(request_id, num_tokens, on_device, on_host, last_hash)`` returns how many of the blocks on the
+        host to load.
         """
 
-    def reserve_copies(
+    def answer(
         self,
         request: RequestState,
-        parents: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-        hashes: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-    ) -> CopyReservation:
-        """Extend the block table by slots for copies of the next blocks."""
-
-    def count_hits(self, request: RequestState) -> bool:
-        """
-        Count the look-up and the device hits of a request, once; return False later.
-        """
-
-    def take_added(
-        self, request: RequestState
-    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)]:
-        """Return the slots added since the match or the last call."""
-
-    def commit(self, progress: Sequence[tuple[object, int]]) -> None:
-        """
-        Publish the full blocks of the first tokens of each (request, number of tokens).
-        """
-
-    def advance(
-        self, requests: object, tokens: object, uncomputed_tokens: int = 1, grow: bool = True
-    ) -> AdvanceResult:
-        """
-        Append tokens, extend the block tables and publish full blocks: a whole decode step.
-        """
-
-    def end_load(self, request: RequestState, copied: int, planned: int) -> None:
-        """
-        Count the leading blocks of a load that were copied; publish what waited for all of them.
-        """
-
-    def release(self, request: RequestState, live: dict[str, Any]) -> bool:
-        """Release every block of a live request; return False if it is not live."""
-
-    def forget_hits(self, request: RequestState) -> None:
-        """Let the next match of the request count as another hit."""
-
-    @property
-    def has_followed(self) -> bool:
-        """True if ``take_followed`` has something."""
-
-    def take_followed(
-        self,
-    ) -> tuple[
-        numpy.typing.NDArray[numpy.uint8] | None,
-        numpy.typing.NDArray[numpy.uint8] | None,
-        BlockList | None,
-        list[tuple[bytes, str]],
-    ]:
-        """
-        Return hashes stored, hashes that reached ``follow_hits``, blocks evicted, and (first block,
-        tenant) of requests that published; forget them.
-        """
-
-    @property
-    def stats(self) -> BlockManagerStats: ...
-
-class BlockQueue:
-    """
-    A first-in, first-out queue of at most ``most`` block hashes.
-
-    A full queue drops what was added first, one call's blocks at a time.
-    """
-
-    def __init__(self, most: int) -> None: ...
-    def __len__(self) -> int: ...
-    def add(
-        self,
-        hashes: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-    ) -> int:
-        """Append blocks; return the number of blocks dropped."""
-
-    def put_back(
-        self,
-        hashes: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-    ) -> None:
-        """Put blocks that cannot be copied yet back at the front."""
-
-    def take(self, count: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, 32))]:
-        """Remove and return the first blocks, or as many as there are."""
-
-    def clear(self) -> None:
-        """Drop every block."""
-
-class BlockCopies:
-    """
-    Copies of blocks between slots of two tiers, planned one after the other.
-    """
-
-    def __init__(self) -> None: ...
-    def __len__(self) -> int: ...
-    def append(
-        self,
+        live: dict[str, Any],
+        forms: MatchForms,
+        clock: object,
+        lease: int,
         slots: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
         generations: Annotated[
             NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        hashes: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
-        ],
-        parents: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None, 32), order="C", device="cpu", writable=False)
         ],
         unverified: Annotated[
             NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
         ]
         | None,
-        targets: Annotated[
-            NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        target_generations: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-    ) -> int:
-        """Add copies; return the number of copies before them."""
+        from_storage: tuple[int, int],
+        worth_loading: object | None = None,
+    ) -> object:
+        """
+        End a match with the run that the service has pinned for it; ``from_storage`` are the first block of
+        the run that was read from storage for the request, and the one after the last.
+        """
 
-    def take(
+    def wait_for_reads(self, request: RequestState, live: dict[str, Any]) -> None:
+        """Release a request that waits for its reads from storage."""
+
+    def set_from_storage(self, request: RequestState, blocks: int) -> None:
+        """Count blocks of a matched request's host run as read from storage."""
+
+    def allocate(
         self,
-    ) -> tuple[
-        Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)],
-        Annotated[NDArray[numpy.int32], dict(shape=(None,), writable=False)],
-        Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)],
-        Annotated[NDArray[numpy.uint32], dict(shape=(None,), writable=False)],
-        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)],
-        Annotated[NDArray[numpy.uint8], dict(shape=(None, 32), writable=False)],
-        Annotated[NDArray[numpy.uint8], dict(shape=(None,), writable=False)] | None,
+        demands: Sequence[tuple[RequestState, int]],
+        loads: BlockCopies,
+        live: dict[str, Any],
+        forms: AllocationForms,
+    ) -> list[Any]:
+        """
+        Extend the block table of each (request, number of tokens), and plan the loads of its host run.
+        Return a ``result`` for each.
+        """
+
+    def commit(self, progress: Sequence[tuple[RequestState, int]]) -> None:
+        """
+        Publish the full blocks of the first tokens of each (request, number of tokens).
+        """
+
+    def advance(
+        self, requests: object, tokens: object, uncomputed_tokens: object = 1, grow: bool = True
+    ) -> AdvanceResult:
+        """
+        Append tokens, extend the block tables and publish full blocks: a whole decode step.
+        """
+
+    def send_loads(self, plan: int) -> None:
+        """
+        Let the loads planned since the last call wait for this plan's reports.
+        """
+
+    def end_loads(
+        self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]
+    ) -> list[tuple[str, int, int, int]]:
+        """
+        End a plan's loads, of which blocks were ``copied``: publish what waited for them. Return
+        (request id, first block, blocks copied, blocks planned) of each that a request waits for.
+        """
+
+    def expect_from_peer(self, request: RequestState) -> int:
+        """
+        Extend a match by the blocks that only a peer has; return their number.
+        """
+
+    def take_fetches(
+        self,
+    ) -> list[
+        tuple[str, int, int, numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint32], bool]
     ]:
         """
-        Remove everything and return it: source slots, target slots, source generations, target
-        generations, hashes, parents, and the marks of unverified blocks or None.
+        Return (request id, lease, first block, slots, generations, True if the blocks below are
+        loaded) of the fetches that allocations have planned since the last call.
         """
 
-class PlannedBackups:
-    """The outcome of a call of ``BackupPlanner``."""
+    def send_fetch(self, plan: int, lease: int, first_block: int, count: int) -> None:
+        """Let a fetch wait for this plan's reports."""
+
+    def end_fetch(
+        self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]
+    ) -> tuple[str, int, bool, bool] | None:
+        """
+        End a plan's fetch after the load below it. Return (request id, first block it lacks, True if the
+        load failed, True if it got all), or None if no request waits for it.
+        """
+
+    def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
+        """
+        Let the requests that wait for a plan's loads load nothing any more. Return (request id, first
+        block) of each load.
+        """
+
+    def release(self, request: RequestState, live: dict[str, Any]) -> bool:
+        """Release every block of a live request; return False if it is not live."""
+
+    def finish(self, requests: Sequence[RequestState], live: dict[str, Any]) -> None:
+        """Release requests; their next match counts as another hit."""
 
     @property
-    def planned(self) -> int:
-        """Number of copies planned."""
+    def has_followed(self) -> bool:
+        """True if ``take_followed`` has something."""
+
+    def queue_followed(self, queue: BlockQueue) -> int:
+        """
+        Move the blocks that became entries or reached ``follow_hits`` to a queue of backups; return how
+        many blocks a full queue dropped.
+        """
+
+    def take_followed(self) -> tuple[BlockList | None, list[tuple[bytes, str]]]:
+        """
+        Return blocks evicted and (first block, tenant) of requests that published, and forget all news.
+        """
 
     @property
-    def dropped(self) -> int:
-        """Number of blocks that the host had no room for."""
+    def stats(self) -> BlockManagerStats: ...
+
+class LoadForms:
+    """How ``WholeReports`` tells of the ends of loads."""
+
+    def __init__(self, outcome: object, confirmed: object, failed: object, block_size: int) -> None: ...
+
+class CopiedBlocks:
+    """Totals of blocks copied by purpose."""
 
     @property
-    def withheld(self) -> int:
-        """Number of blocks that the copies keep from eviction."""
-
+    def loaded(self) -> int: ...
     @property
-    def asked(self) -> int:
-        """Number of host slots asked for at once."""
-
+    def evicted(self) -> int: ...
     @property
-    def displaced(self) -> BlockList:
-        """Blocks that left the host to make room."""
+    def backed_up(self) -> int: ...
 
-class BackupPlanner:
+class WholeReports:
     """
-    Plans copies of blocks of the ``device`` to a host tier, ancestors first.
-
-    ``target``: the host tier, copies to that of a service, or None without a service. Planned
-    copies hold their slots in both tiers. ``most`` copies may begin; they may keep ``withheld``
-    blocks from eviction, and one is allowed anyway if ``none_in_flight``.
+    Counts the reports of plans of which every rank has copied everything so far, and ends
+    their transfers in the tiers.
     """
 
-    def __init__(self, device: Tier) -> None: ...
+    def __init__(
+        self,
+        plans: PlanTable,
+        blocks: BlockManager,
+        device: Tier,
+        host: Tier | PinnedRuns | None | None,
+        meter: CopyMeter,
+        tells_arrivals: bool,
+        forms: LoadForms,
+    ) -> None: ...
+    def count(self, reports: list[Any]) -> tuple[list[Any], list[Any]] | None:
+        """
+        Count reports. Return the outcomes of loads that ended, and (transfer, 1 for each block that is in
+        the tier or None for a service, checksums or None) of copies to the host. Return None, and change
+        nothing, if one of the reports is another: unexpected, refused, of a failure or a task.
+        """
+
     @property
-    def device_slots(self) -> int:
-        """Number of slots of the device."""
-
-    def flush(
-        self,
-        queue: BlockQueue,
-        target: Tier | OutgoingCopies | None,
-        most: int,
-        withheld: int,
-        none_in_flight: bool,
-        copies: BlockCopies,
-    ) -> PlannedBackups:
-        """
-        Plan copies of queued blocks that the host lacks. Those that have to wait stay queued.
-        """
-
-    def clean(
-        self,
-        coldest: int,
-        target: Tier | OutgoingCopies | None,
-        most: int,
-        withheld: int,
-        none_in_flight: bool,
-        copies: BlockCopies,
-    ) -> PlannedBackups:
-        """
-        Plan copies of those among the next ``coldest`` blocks to be evicted that the host lacks.
-        """
-
-    def evict(
-        self,
-        evicted: Sequence[BlockList],
-        least_hits: int,
-        target: Tier | OutgoingCopies | None,
-        copies: BlockCopies,
-    ) -> PlannedBackups:
-        """
-        Plan copies of evicted blocks with ``least_hits`` that the host lacks, before their slots
-        are overwritten. ``evicted``: the lists of one allocation, in the order of eviction.
-        """
+    def copied(self) -> CopiedBlocks: ...
 
 class SlotHeader:
     """The header of a slot outside the device (docs/format-record.md)."""
@@ -1447,6 +1721,25 @@ def copy_blocks(
     Prepare the copies of a transfer; return None unless it is sound (``is_sound_transfer``).
     ``verify``: loads fail unless their bytes have the record's checksum.
     """
+
+class CopyWindow:
+    """
+    The batches of one stream that have not ended. At most ``most`` bytes, or one batch, are
+    enqueued behind the batch being copied.
+    """
+
+    def __init__(self, most: int) -> None: ...
+    def add(self, nbytes: int, done: object) -> None:
+        """Add a batch; ``done`` is the event of its end."""
+
+    def has_room(self) -> bool:
+        """Return True if another batch may be enqueued."""
+
+    def drop_ended(self) -> None:
+        """Forget the batches that have ended."""
+
+    def next_end(self) -> Any:
+        """Return the end of the oldest batch."""
 
 class CopyStream:
     """
@@ -1806,8 +2099,18 @@ class CudaEvent:
         return False if the stream is being captured.
         """
 
+    def record(self, stream: object) -> None:
+        """
+        Reach the event once the stream has completed everything enqueued so far.
+        """
+
     def query(self) -> bool:
-        """Return True if the event is reached."""
+        """Return True once the event is reached, or the GPU has failed."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """
+        Wait up to ``timeout`` seconds, None for ever; return True when the event is reached.
+        """
 
 def wait_cuda_events(events: Sequence[CudaEvent], timeout: float | None = None) -> bool:
     """
@@ -1938,6 +2241,84 @@ class CudaSwap:
         - a 64-bit checksum per block of a copy to the host; empty for loads,
         - the bytes and seconds of the copies, and the device's error.
         """
+
+class LaunchedPlan:
+    """A plan in flight on a GPU, and the events of its layers."""
+
+    @property
+    def plan_id(self) -> int: ...
+    def pending_event(self) -> CudaEvent:
+        """
+        Return an event that comes before the end of the plan, or None if it has ended.
+        """
+
+    def pending_read(self) -> CudaEvent:
+        """
+        Return the event after which the plan reads the device no more, or None if it does not now.
+        """
+
+    def wait(self, timeout: float | None) -> bool:
+        """
+        Wait up to ``timeout`` seconds, None without limit; return True if the plan has ended.
+        """
+
+    def cancel(self) -> bool:
+        """Return False: work that is enqueued on a GPU cannot be cancelled."""
+
+    def status(self) -> Any:
+        """Return the status of the plan."""
+
+    def result(self) -> Any:
+        """Return the report of a plan that has ended."""
+
+    def known(self) -> list[Any]:
+        """Return the event of each layer."""
+
+    def required(self) -> list[Any]:
+        """Return the event of each layer."""
+
+class PlanLauncher:
+    """
+    Submits plans of loads and backups between the planes of a GPU and an arena.
+    """
+
+    def __init__(
+        self,
+        *,
+        copier: object,
+        planes: object,
+        records: object,
+        extents: object,
+        fingerprint: bytes,
+        verify: bool,
+        loads: object,
+        backups: object,
+        window: object,
+        ranges_of: object,
+        as_stream: object,
+        stream_type: object,
+        take_table: object,
+        record_types: object,
+        purposes: object,
+        name: str,
+        rank: int,
+        num_layers: int,
+    ) -> None: ...
+    def submit(self, plan: object, stream: object | None, in_flight: dict[int, Any]) -> Any:
+        """
+        Enqueue the copies of a plan after the work that the stream has now, and add it to ``in_flight``.
+
+        Return None for a plan that needs another way of submitting, or has a mistake, and the driver's error
+        as a text; nothing is enqueued then.
+        """
+
+    def retire(self) -> None:
+        """Release the memory of copies that have ended."""
+
+def take_ended(executions: dict[int, Any]) -> list[Any]:
+    """
+    Remove the plans that have ended from a dictionary by id, and return their reports in its order.
+    """
 
 def set_leak_warnings(on: bool) -> None:
     """

@@ -169,7 +169,10 @@ class KVLayout:
         _require_int("record_bytes", self.record_bytes, least=1)
         _require_int("tp_size", self.tp_size, least=1)
         if _require_int("group", self.group, least=0):
-            raise UnsupportedLayoutError(f"group {self.group}: hybrid cache groups are not supported; use 0")
+            raise UnsupportedLayoutError(
+                f"group {self.group}: hybrid cache groups are not supported; use 0, and refuse models of several "
+                "groups with fdcache.groups.require_one_group"
+            )
         ratio = self.draft_block_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 <= ratio < math.inf:
             raise LayoutError(f"draft_block_ratio must be a finite number of at least 1, got {ratio!r}")
@@ -214,6 +217,18 @@ class KVLayout:
         if revision == self.revision:
             raise LayoutError(f"revision: {revision!r} is the present one; give new weights a new revision")
         return replace(self, revision=revision)
+
+    def of_rank(self, rank: int) -> KVLayout:
+        """Return the layout of one rank by itself, for engines whose ranks each have a scheduler of their own.
+
+        A rank then finds, loads and stores its own records, and no other rank's. Records of different ranks differ, so
+        the layouts do as well. Raises ``LayoutError`` for a rank that does not exist.
+        """
+        if not 0 <= rank < self.tp_size:
+            raise LayoutError(f"rank {rank} is not one of the {self.tp_size} ranks")
+        if self.tp_size == 1:
+            return self
+        return replace(self, tp_size=1, revision=f"{self.revision} rank {rank} of {self.tp_size}")
 
     @property
     def total_layers(self) -> int:

@@ -186,6 +186,12 @@ class CacheSwapMetadata(ComparesArrays, msgspec.Struct, eq=False, kw_only=True):
     def __len__(self) -> int:
         return len(self.src_block_ids)
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks, also of a transfer some of whose fields are no arrays."""
+        arrays = [getattr(self, name) for name in _COLUMNS]
+        return next((len(each) for each in arrays if isinstance(each, np.ndarray) and each.ndim), 0)
+
     def __iter__(self) -> Iterator[BlockCopy]:
         return (self[i] for i in range(len(self)))
 
@@ -329,6 +335,8 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
         peers: hand-overs to and from other instances, each reported when it ends.
         cancelled: ids of earlier storage transfers and hand-overs that are no longer needed.
         clear_storage: empty the storage before anything else of this plan.
+        after: ids of earlier plans whose reads of the device have to end before this plan's loads, and before the
+            compute after it. Ids of plans that have ended have no effect.
     """
 
     plan_id: int
@@ -340,6 +348,7 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     peers: tuple[PeerTask, ...] = ()
     cancelled: tuple[int, ...] = ()
     clear_storage: bool = False
+    after: tuple[int, ...] = ()
 
     def swaps(self) -> tuple[CacheSwapMetadata, ...]:
         """Return the transfers in order of execution: evictions, loads, backups."""
@@ -347,6 +356,7 @@ class TransferPlan(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 
     def __repr__(self) -> str:
         shown = {"arena": self.arena, "cancelled": self.cancelled, "clear_storage": self.clear_storage}
+        shown["after"] = self.after
         parts = [str(self.plan_id)]
         parts += [f"{swap.purpose.value} of {len(swap)}" for swap in self.swaps()]
         parts += [f"{task.swap.purpose.value} of {len(task.swap)} as {task.plan_id}" for task in self.storage]
@@ -404,7 +414,7 @@ class TransferResult(ComparesArrays, msgspec.Struct, eq=False, kw_only=True, fro
         """Return the result of a transfer of which nothing was copied."""
         return cls(
             purpose=swap.purpose,
-            failed=np.arange(len(swap), dtype=np.int32),
+            failed=np.arange(swap.num_blocks, dtype=np.int32),
             checksums=np.empty(0, np.uint64),
             copied_bytes=0,
             seconds=0.0,

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from fdcache.service.client.connection import Client
-from fdcache.service.wire.views import BlockView, ExplainedBlock, ExplainView, TreeNode
+from fdcache.service.wire.views import (
+    BlockView,
+    ClientFigures,
+    ClientView,
+    ExplainedBlock,
+    ExplainView,
+    TreeNode,
+)
+from fdcache.tiers.statistics import LoadDecision
 from fdcache_cli import inspect_plot, output
 from fdcache_cli.service_view import (
     Json,
@@ -140,6 +148,7 @@ def explain(
     ahead = load_settings({"FDCACHE_LOOKAHEAD_TOKENS": lookahead}).cache.lookahead_tokens
     with connect(server) as client:
         explained, answer = explain_tokens(client, namespace, _read_tokens(tokens), tenant, ahead)
+        clients, _ = ask(client, list[ClientView], "clients")
     if json:
         output.print_json(answer)
         return
@@ -164,6 +173,30 @@ def explain(
             _left(explained.blocks[explained.broken_at]) or "never stored, or forgotten by the eviction log"
         )
         output.print_line(f"the run ends before block {explained.broken_at}: {left}")
+    for line in load_lines(clients, {each.hash for each in explained.blocks}):
+        output.print_line(line)
+
+
+def load_lines(clients: Sequence[ClientView], hashes: Set[str]) -> list[str]:
+    """Return a line for each recent decision of load or recompute whose prefix ends in one of these blocks."""
+    return [
+        f"{client.name}, {found.request_id}: {_decided(found)}"
+        for client in clients
+        for found in ClientFigures.of(client.figures).load_decisions()
+        if found.last_block in hashes
+    ]
+
+
+def _decided(found: LoadDecision) -> str:
+    cached = found.device_blocks + found.host_blocks + found.storage_blocks
+    reused = f"reused {found.reused_blocks} of {cached} cached blocks ({found.choice})"
+    expected = (
+        f"expected {1e3 * found.expected_seconds:.0f} ms (all {1e3 * found.expected_seconds_whole:.0f} ms, "
+        f"no load {1e3 * found.expected_seconds_nothing:.0f} ms)"
+    )
+    late = ", went on without a late read" if found.hedged else ""
+    true = f"took {1e3 * found.true_seconds:.0f} ms" if found.true_seconds else "not computed yet"
+    return f"{reused}{late}; {expected}, {true}"
 
 
 def explain_tokens(

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import cupy
+import msgspec
 import numpy as np
 
 from fdcache import _core
 from fdcache.errors import DeviceError, StreamError
-from fdcache.metadata import TransferPlan
+from fdcache.metadata import TransferPlan, TransferReport, TransferResult, decode_report, encode
 from fdcache.replay.config import ReplayConfig, Verify
 from fdcache.replay.devices import DeviceName
 from fdcache.replay.engine import replay
 from fdcache.replay.workloads import WorkloadName, generate
 from fdcache.settings.cache import CacheSettings, TransferSettings, WritePolicy
+from fdcache.tasks import TransferStatus
 from tests.cuda_stand_in import LOST, REFUSED, Driver
 from tests.gpu.workers import GpuWorker
 from tests.property.test_round_trips import LAYOUTS
@@ -168,6 +170,69 @@ def keep_slots_of_a_failed_copy() -> None:
                 failed += 1
             assert worker.gpu.lost is None
     assert failed > 1
+
+
+def launch_in_one_call() -> None:
+    """Compare plans that are submitted in one native call with the same plans submitted piece by piece."""
+    made = [
+        plan(2, load=[(3, 4), (5, 6)]),
+        plan(3, backup=[(4, 1)]),
+        plan(4, load=[(3, 7)], backup=[(6, 2), (8, 4)]),
+    ]
+    seen = []
+    for native in (True, False):
+        with GpuWorker(LAYOUT, device_blocks=BLOCKS, host_blocks=8, group_layers=2, verify="all") as worker:
+            worker.run(plan(1, evict=[(0, 3), (1, 5)]))
+            controller = worker.controller
+            reports: list[TransferReport] = []
+            for each in made:
+                if not native:
+                    controller._launcher = None
+                counter = controller.submit_swap_tasks(each, COMPUTE)
+                execution = controller._in_flight.executions[each.plan_id]
+                assert isinstance(execution, _core.LaunchedPlan) == native
+                handler = controller.handler(each.plan_id)
+                assert not handler.cancel() and handler.wait(60) and counter.is_all_done()
+                assert handler.status is TransferStatus.COMPLETED
+                (report,) = controller.poll()
+                assert handler.get_result() == report
+                reports.append(report)
+            bad = plan(5, load=[(3, 9), (5, 10)])
+            assert bad.loads is not None
+            bad.loads.src_generations[1] += 1
+            reports.append(worker.run(bad))
+            seen.append(([_without_time(each) for each in reports], [worker.block(i) for i in range(BLOCKS)]))
+    assert seen[0] == seen[1]
+    assert seen[0][0][-1][0].failed.tolist() == [1]
+
+
+def _without_time(report: TransferReport) -> list[TransferResult]:
+    assert decode_report(encode(report)) == report
+    return [msgspec.structs.replace(result, seconds=0.0) for result in report.results]
+
+
+def keep_loads_in_order() -> None:
+    """Let loads wait for room: plans behind them do not overtake, and those after them go in one call again."""
+    driver = Driver()
+    options = {"device_blocks": BLOCKS, "host_blocks": 8, "loads_ahead": LAYOUT.payload_bytes}
+    with GpuWorker(LAYOUT, **options) as worker:
+        worker.run(plan(1, backup=[(slot, slot) for slot in range(8)]))
+        expected = [worker.block(slot) for slot in range(8)]
+        driver.delay(20_000)
+        for number in range(4):
+            worker.controller.submit_swap_tasks(plan(2 + number, load=[(number, 11)]), COMPUTE)
+        executions = worker.controller._in_flight.executions
+        assert [isinstance(executions[each], _core.LaunchedPlan) for each in (2, 5)] == [True, False]
+        reports: list[TransferReport] = []
+        while len(reports) < 4:
+            reports += worker.controller.wait_reports(60)
+        driver.delay(0)
+        assert [report.plan_id for report in reports] == [2, 3, 4, 5]
+        assert all(report.results[0].success for report in reports)
+        assert worker.block(11) == expected[3]
+        worker.controller.submit_swap_tasks(plan(6, load=[(0, 11)]), COMPUTE)
+        assert isinstance(executions[6], _core.LaunchedPlan)
+        worker.report()
 
 
 def refuse_a_capture() -> None:

@@ -210,6 +210,7 @@ CASES: dict[str, Case] = {
     ),
     "FDCACHE_CLEAN_RESERVE": Case("5", lambda engine: engine.manager._tiers.backups._clean_reserve),
     "FDCACHE_DEFER_TIMEOUT": Case("7s", lambda engine: engine.manager._matcher._defer_timeout),
+    "FDCACHE_LOAD_OR_RECOMPUTE": Case("always", lambda engine: engine.manager._choices._is_auto),
     "FDCACHE_PLAN_TIMEOUT": Case("7s", lambda engine: engine.manager._plans._ledger._timeout),
     "FDCACHE_EVENT_BUFFER": Case("100", events),
     "FDCACHE_RUNTIME_DIR": Case("{dir}/other", serve=lambda server: server.endpoints.address),

@@ -48,6 +48,7 @@ class Sizes:
     write_policy: str = "write_through"
     server: str | None = None
     storage: Path | None = None
+    load_or_recompute: str = "always"
 
     def load(self, model: ModelConfig) -> EngineConfig:
         """Return the engine's configuration, independent of the environment."""
@@ -57,6 +58,7 @@ class Sizes:
             "FDCACHE_RANKS": self.ranks,
             "FDCACHE_SERVER": self.server,
             "FDCACHE_WRITE_POLICY": self.write_policy,
+            "FDCACHE_LOAD_OR_RECOMPUTE": self.load_or_recompute,
         }
         if self.storage:
             cache |= {"FDCACHE_STORAGE": "local", "FDCACHE_STORAGE_DIR": self.storage}

@@ -28,18 +28,28 @@ HOST_BLOCKS = 40
 
 
 class SlowStore(SlabStore):
-    """A disk that answers a read once ``gate`` is set."""
+    """A disk that answers a read once ``gate`` is set, or as many reads as are allowed."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self._allowed = threading.Semaphore(0)
+        self.fails = False
         self.reads: list[int] = []
         super().__init__(*arguments, **options)
 
     def get(self, batch: RecordBatch, timeout: float, cancel: _core.CancelFlag | None = None) -> BatchResult:
         self.reads.append(len(batch))
-        assert self.gate.wait(60)
-        return super().get(batch, timeout, cancel)
+        for _ in range(60_000):
+            if self.gate.is_set() or self._allowed.acquire(timeout=0.001):
+                if self.fails:
+                    raise OSError(5, "Input/output error")
+                return super().get(batch, timeout, cancel)
+        raise AssertionError("the gate stays closed")
+
+    def allow(self, reads: int) -> None:
+        """Answer as many reads although the gate is closed."""
+        self._allowed.release(reads)
 
 
 class Engine:

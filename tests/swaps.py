@@ -76,6 +76,7 @@ def plan(
     load: Pairs | None = None,
     backup: Pairs | None = None,
     generation: int = 1,
+    after: tuple[int, ...] = (),
 ) -> TransferPlan:
     def made(purpose: SwapPurpose, pairs: Pairs | None) -> CacheSwapMetadata | None:
         return None if pairs is None else swap(purpose, pairs, generation=generation)
@@ -85,6 +86,7 @@ def plan(
         evictions=made(SwapPurpose.EVICT, evict),
         loads=made(SwapPurpose.LOAD, load),
         backups=made(SwapPurpose.BACKUP, backup),
+        after=after,
     )
 
 

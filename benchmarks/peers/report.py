@@ -143,8 +143,13 @@ def tables(figures: Figures, aims: Sequence[Target]) -> Iterator[str]:
     if figures.memory:
         rows = ([peer, f"{one.resident:.0f}", _number(one.counted)] for peer, one in figures.memory.items())
         yield table(["bytes per cached block", "of the process", "counted beside the hash"], rows)
+    yield verdicts("ratio", aims)
+
+
+def verdicts(title: str, aims: Sequence[Target]) -> str:
+    """Return the table of ratios and their aims."""
     rows = ([aim.name, _number(aim.value), _limit(aim), _verdict(aim)] for aim in aims)
-    yield table(["ratio", "value", "target", ""], rows)
+    return table([title, "value", "target", ""], rows)
 
 
 def _phases(title: str, costs: Mapping[str, Cost]) -> str:

@@ -20,6 +20,7 @@ from rich.table import Table
 from benchmarks.ttft.decode import decode_beside_swaps
 from benchmarks.ttft.model import LLAMA_3_8B, TINY
 from benchmarks.ttft.prefill import first_tokens, overhead_without_reuse
+from benchmarks.ttft.recompute_model import load_or_recompute
 from benchmarks.ttft.server import Row
 
 SHAPES = {"llama-3-8b": LLAMA_3_8B, "tiny": TINY}
@@ -66,7 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--part", action="append", choices=["ttft", "decode", "overhead"])
+    parser.add_argument("--part", action="append", choices=["ttft", "decode", "overhead", "recompute"])
+    parser.add_argument(
+        "--slowed", type=float, nargs="+", default=[0.3, 1.0, 3.0], metavar="GB/s", help="speeds of storage"
+    )
     parser.add_argument(
         "--storage", type=Path, metavar="DIR", help="a folder on a local disk, for the storage tier"
     )
@@ -92,6 +96,18 @@ def main(arguments: list[str] | None = None) -> int:
                 shape, device, lengths=flags.lengths, rounds=4 * flags.rounds
             )
             show("prompts that share nothing", found["overhead"])
+        if "recompute" in parts:
+            if flags.storage is None:
+                parser.error("--part recompute needs --storage DIR")
+            found["recompute"] = load_or_recompute(
+                shape,
+                device,
+                lengths=flags.lengths,
+                gb_per_s=flags.slowed,
+                rounds=flags.rounds,
+                storage=flags.storage,
+            )
+            show("load or recompute, storage slowed", found["recompute"])
     if flags.json:
         flags.json.write_text(json.dumps(found, indent=1))
     return 1 if any(row["differ"] for row in found.get("ttft", ())) else 0

@@ -104,9 +104,9 @@ _WAYS = ("without", "again without", "with")
 def overhead_without_reuse(shape: Shape, device: str, *, lengths: list[int], rounds: int) -> list[Row]:
     """Measure the milliseconds to serve prompts without reuse, with blocks from a plain list and from fdcache.
 
-    Also the part that the engine's thread spends in manager and controller. Longer prompts get fewer rounds. The ways
-    take turns within a round and the overhead is the median over rounds, because a GPU drifts by more than the
-    overhead. ``noise`` is the same between two runs without the cache.
+    Also the parts that the engine's thread spends in manager, controller and model. Longer prompts get fewer rounds.
+    The ways take turns within a round and the overhead is the median over rounds, because a GPU drifts by more than
+    the overhead. ``noise`` is the same between two runs without the cache.
     """
     return [
         _measure(shape, device, policy, length, max(rounds * min(lengths) // length, _FEWEST_ROUNDS))
@@ -153,6 +153,7 @@ def _measure(shape: Shape, device: str, policy: str, length: int, rounds: int) -
         "noise %": _excess(seconds["again without"], seconds["without"]),
         "manager ms": round(1e3 * statistics.median(each.manager for each in spent), 3),
         "controller ms": round(1e3 * statistics.median(each.controller for each in spent), 3),
+        "computing ms": round(1e3 * statistics.median(each.computing for each in spent), 3),
     }
 
 
@@ -165,7 +166,8 @@ def _serve(server: Server, text: Tokens) -> None:
     """Serve a request as an engine does: reports are polled, never waited for."""
     request = server.request(text)
     server.allocate(request, len(text))
-    server.compute(request, text, server.submit())
+    counters = server.submit()
+    server.spent.computing += timed(server.compute, request, text, counters)
     server.finish([(request, len(text))])
     server.submit()
     server.collect()

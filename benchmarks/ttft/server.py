@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.ttft.model import Model, Shape
+from benchmarks.ttft.recompute import ThrottledStorage
 from fdcache import (
     CacheController,
     CacheManager,
@@ -58,10 +59,11 @@ class FirstToken:
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of the engine's thread in the manager and in the controller."""
+    """Seconds of the engine's thread in the manager, in the controller, and in the model."""
 
     manager: float = 0.0
     controller: float = 0.0
+    computing: float = 0.0
 
 
 class Server:
@@ -77,6 +79,7 @@ class Server:
         max_positions: int,
         write_policy: str = "write_through",
         storage: Path | None = None,
+        load_or_recompute: str = "always",
     ) -> None:
         self.shape = shape
         self.layout = shape.layout()
@@ -85,6 +88,7 @@ class Server:
             device_blocks=device_blocks,
             host_memory=host_blocks * (self.layout.record_bytes + SLOT_HEADER_BYTES),
             write_policy=write_policy,
+            load_or_recompute=load_or_recompute,
         )
         self._storage_tier = StorageTierSettings()
         if storage:
@@ -106,13 +110,20 @@ class Server:
         if host_blocks:
             self.controller.initialize_host_cache(host_blocks)
         context = ConnectorContext(self.layout, 0, self._storage_tier, MooncakeSettings())
-        self._storage = open_storage(context)
+        found = open_storage(context)
+        self._storage = ThrottledStorage(found) if isinstance(found, PlacedStorage) else None
         if self._storage and (scan := self.controller.initialize_storage(self._storage)):
             self.manager.restore_storage([scan])
         self.model = Model(shape, device, planes, max_positions)
         self.stream: Any = torch.cuda.current_stream() if device == "cuda" else None
         self.spent = Spent()
         self._names = 0
+
+    @property
+    def storage(self) -> ThrottledStorage:
+        """The storage tier's files."""
+        assert self._storage is not None
+        return self._storage
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -126,10 +137,10 @@ class Server:
         self.manager.prepare([request])
         return request
 
-    def request(self, prompt: Tokens) -> Request:
+    def request(self, prompt: Tokens, *, use_cache: bool = True) -> Request:
         """Match a new request, waiting until its blocks in storage are read."""
         self._names += 1
-        return self.match(Request(str(self._names), prompt))
+        return self.match(Request(str(self._names), prompt, use_cache=use_cache))
 
     def match(self, request: Request) -> Request:
         """Match a request, waiting until its blocks in storage are read."""
@@ -138,7 +149,7 @@ class Server:
             match = self.manager.match_prefix([request])[0]
         while match.status is not MatchStatus.MATCHED:
             self.submit()
-            self.collect(wait=True)
+            self.collect(wait=0.002)  # a read that is late is not waited for
             match = self.manager.match_prefix([request])[0]
         return request
 
@@ -186,23 +197,27 @@ class Server:
             self.manager.commit(done)
             self.manager.request_finish([request for request, _ in done])
 
-    def first_token(self, prompt: Tokens) -> tuple[float, FirstToken]:
+    def first_token(self, prompt: Tokens, *, use_cache: bool = True) -> tuple[float, FirstToken]:
         """Return the seconds from arrival to first token, and the token; then wait for all copies."""
         self.synchronize()
         start = time.perf_counter()
-        request = self.request(prompt)
+        request = self.request(prompt, use_cache=use_cache)
         self.allocate(request, len(prompt))
-        token = self.compute(request, prompt, self.submit())
+        waits, counters, computing = request.is_loading, self.submit(), time.perf_counter()
+        token = self.compute(request, prompt, counters)
         seconds = time.perf_counter() - start
+        if not waits:
+            spent = time.perf_counter() - computing
+            self.manager.observe_prefill([(request, request.num_cached_tokens, len(prompt))], spent)
         self.settle()
         self.finish([(request, len(prompt))])
         self.settle()
         return seconds, token
 
-    def collect(self, *, wait: bool = False) -> None:
-        """Apply the reports so far. Raises ``RuntimeError`` if a load failed."""
+    def collect(self, *, wait: float = 0.0) -> None:
+        """Apply the reports so far, or the next within ``wait`` seconds. Raises ``RuntimeError`` if a load failed."""
         with self._controller_time():
-            reports = self.controller.wait_reports(60.0) if wait else self.controller.poll()
+            reports = self.controller.wait_reports(wait) if wait else self.controller.poll()
         with self.manager_time():
             outcomes = self.manager.apply(reports)
         for outcome in outcomes:
@@ -229,7 +244,7 @@ class Server:
             stats = self.manager.get_stats()
             if not (stats.plans_in_flight or stats.queued_backups or stats.queued_stores):
                 return
-            self.collect(wait=True)
+            self.collect(wait=60.0)
 
     def forget_device(self) -> None:
         """Empty the device tier; the host tier stays."""
@@ -238,9 +253,8 @@ class Server:
 
     def forget_all_but_storage(self) -> None:
         """Start with a new manager that knows only the blocks in storage."""
-        assert isinstance(self._storage, PlacedStorage)
         self.manager = CacheManager(self._settings, self.layout, storage=self._storage_tier)
-        self.manager.restore_storage([self._storage.scan()])
+        self.manager.restore_storage([self.storage.scan()])
 
     def close(self) -> None:
         """Wait for copies and release everything."""

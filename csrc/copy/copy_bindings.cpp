@@ -13,6 +13,7 @@
 #include "copy/block_copy.hpp"
 #include "copy/bound_memory.hpp"
 #include "copy/copy_stream.hpp"
+#include "copy/copy_window.hpp"
 #include "copy/event.hpp"
 #include "copy/transfer_array_bindings.hpp"
 
@@ -156,6 +157,16 @@ void bind_batch(nb::module_ &module) {
 void bind_copies(nb::module_ &module) {
     bind_event(module);
     bind_batch(module);
+    nb::class_<CopyWindow>(
+        module, "CopyWindow",
+        "The batches of one stream that have not ended. At most ``most`` bytes, or one batch, "
+        "are\nenqueued behind the batch being copied.")
+        .def(nb::init<std::size_t>(), "most"_a)
+        .def("add", &CopyWindow::add, "nbytes"_a, "done"_a, "Add a batch; ``done`` is the event of its end.")
+        .def("has_room", &CopyWindow::has_room, "Return True if another batch may be enqueued.")
+        .def("drop_ended", &CopyWindow::drop_ended, "Forget the batches that have ended.")
+        .def("next_end", &CopyWindow::next_end, nb::sig("def next_end(self) -> typing.Any"),
+             "Return the end of the oldest batch.");
     nb::class_<BoundStream>(module, "CopyStream",
                             "A stream of the CPU device: runs operations in order on its own threads.")
         .def(nb::init<unsigned, bool>(), "threads"_a, "background"_a = false)

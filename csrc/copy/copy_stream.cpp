@@ -30,9 +30,14 @@ std::vector<std::shared_ptr<Event>> CopyStream::copy_groups(const std::shared_pt
     std::vector<Operation> operations;
     std::vector<std::shared_ptr<Event>> events;
     for (const PlaneRange range : ranges) {
-        events.push_back(std::make_shared<Event>());
         operations.push_back(
             {.kind = Operation::Kind::kCopy, .event = nullptr, .copy = copy, .range = range});
+        // An event recorded behind the last range would come after the end that a report waits for.
+        if (range.last == copy->num_planes()) {
+            events.push_back(copy->done());
+            continue;
+        }
+        events.push_back(std::make_shared<Event>());
         operations.push_back({.kind = Operation::Kind::kRecord, .event = events.back(), .copy = nullptr});
     }
     threads_->push(std::move(operations));

@@ -25,7 +25,8 @@ class CopyStream {
     CopyStream &operator=(const CopyStream &) = delete;
 
     void copy(std::shared_ptr<BlockCopy> copy, PlaneRange range);
-    // Enqueues ranges of a batch and returns an event recorded after each.
+    // Enqueues ranges of a batch and returns an event recorded after each; that of the last plane is the end
+    // of the batch.
     std::vector<std::shared_ptr<Event>> copy_groups(const std::shared_ptr<BlockCopy> &copy,
                                                     std::span<const PlaneRange> ranges);
     void record(std::shared_ptr<Event> event);

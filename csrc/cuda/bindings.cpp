@@ -19,6 +19,7 @@
 
 #include "copy/bound_memory.hpp"
 #include "copy/transfer_array_bindings.hpp"
+#include "cuda/bound.hpp"
 #include "cuda/context.hpp"
 #include "cuda/lane.hpp"
 #include "cuda/submitter.hpp"
@@ -26,16 +27,6 @@
 
 namespace fdcache {
 namespace {
-
-using EventPtr = std::shared_ptr<cuda::Event>;
-using ContextPtr = std::shared_ptr<cuda::Context>;
-using LanePtr = std::shared_ptr<cuda::Lane>;
-using Pairs = std::vector<std::pair<std::size_t, std::size_t>>;
-
-template <typename Handle>
-Handle handle_of(std::uintptr_t value) {
-    return reinterpret_cast<Handle>(value);
-}
 
 // The driver has no wait with a deadline, so the host polls, at growing intervals. The kernel lets a thread
 // sleep for 50 us at least, so short waits are spent awake.
@@ -58,6 +49,8 @@ bool poll(Condition is_true, Deadline deadline) {
     }
 }
 
+}  // namespace
+
 bool wait_events(const std::vector<EventPtr> &events, std::optional<double> timeout) {
     for (const EventPtr &event : events) event->hurry();
     const auto is_one_reached = [&events] {
@@ -66,67 +59,7 @@ bool wait_events(const std::vector<EventPtr> &events, std::optional<double> time
     return wait_interruptibly(timeout, [&](Deadline deadline) { return poll(is_one_reached, deadline); });
 }
 
-// What all batches of a GPU share; `owner` keeps its kernels loaded.
-struct BoundDevice {
-    std::shared_ptr<const cuda::SwapDevice> device;
-    nb::object owner;
-};
-
-struct BoundSwapPlanes {
-    std::shared_ptr<const cuda::SwapPlanes> planes;
-    std::int32_t num_blocks;
-    nb::object owner;
-};
-
-// Device addresses of the extents of an arena. Built once, since an arena has thousands.
-struct BoundExtents {
-    std::shared_ptr<const std::vector<cuda::Address>> addresses;
-};
-
-// A batch, and the arrays and memory that it refers to.
-struct BoundSwap {
-    std::shared_ptr<cuda::Swap> swap;
-    TransferArrays arrays;
-    nb::object owners;
-};
-
-// Keeps each batch, and the memory that it refers to, alive until it has ended.
-class BoundSubmitter {
-  public:
-    BoundSubmitter(ContextPtr context, cuda::StreamHandle main, bool background)
-        : submitter(std::move(context), main, background) {}
-
-    void hold(const BoundSwap &batch, nb::object owner) {
-        if (!held_.empty() && held_.back().first == batch.swap) return;
-        retire();
-        held_.emplace_back(batch.swap, std::move(owner));
-    }
-
-    // Batches end in order, so the first that has not ended is the only one asked in vain.
-    void retire() {
-        while (!held_.empty() && held_.front().first->done()->is_reached()) held_.pop_front();
-    }
-
-    std::vector<EventPtr> ends() const {
-        std::vector<EventPtr> events;
-        for (const auto &[swap, owner] : held_) events.push_back(swap->done());
-        return events;
-    }
-
-    void close() {
-        {
-            const nb::gil_scoped_release release;
-            submitter.close();
-        }
-        held_.clear();
-    }
-
-  private:
-    std::deque<std::pair<std::shared_ptr<cuda::Swap>, nb::object>> held_;
-
-  public:
-    cuda::Submitter submitter;  // ends before the owners are released
-};
+namespace {
 
 struct BoundRegistration {
     nb::object owner;  // destroyed last: memory is unpinned before it is freed
@@ -187,7 +120,18 @@ void bind_events(nb::module_ &module) {
             "stream"_a,
             "Make the stream wait for the event. Blocks until a promised event is recorded. Do nothing and\n"
             "return False if the stream is being captured.")
-        .def("query", &cuda::Event::is_reached, "Return True if the event is reached.");
+        .def(
+            "record", [](nb::handle_t<cuda::Event> self, nb::handle stream) { stream.attr("record")(self); },
+            "stream"_a, "Reach the event once the stream has completed everything enqueued so far.")
+        .def("query", &cuda::Event::is_reached,
+             "Return True once the event is reached, or the GPU has failed.")
+        .def(
+            "wait",
+            [](EventPtr self, std::optional<double> timeout) {
+                return wait_events({std::move(self)}, timeout);
+            },
+            "timeout"_a = nb::none(),
+            "Wait up to ``timeout`` seconds, None for ever; return True when the event is reached.");
     module.def("wait_cuda_events", &wait_events, "events"_a, "timeout"_a = nb::none(),
                "Wait until one of the events is reached; return False after ``timeout`` seconds.");
 }
@@ -258,7 +202,7 @@ void bind_submitter(nb::module_ &module) {
                 for (const auto &[first, last] : ranges) {
                     wanted.push_back(range_of(batch.swap->planes().size(), first, last));
                 }
-                self.hold(batch, std::move(owner));
+                self.hold(batch.swap, std::move(owner));
                 const nb::gil_scoped_release release;
                 return self.submitter.enqueue(batch.swap, std::move(lane), wanted, std::move(after));
             },
@@ -269,7 +213,7 @@ void bind_submitter(nb::module_ &module) {
         .def(
             "refuse",
             [](BoundSubmitter &self, const BoundSwap &batch, nb::object owner, std::string reason) {
-                self.hold(batch, std::move(owner));
+                self.hold(batch.swap, std::move(owner));
                 self.submitter.refuse(batch.swap, std::move(reason));
             },
             "batch"_a, "owner"_a, "reason"_a, "End a batch that cannot be copied.")
@@ -295,6 +239,8 @@ BoundSwapPlanes make_planes(const PlanesRef &table, cuda::Address chunks, std::v
             std::move(owner)};
 }
 
+}  // namespace
+
 std::optional<BoundSwap> make_swap(const BoundDevice &device, nb::handle transfer, bool to_host,
                                    nb::handle_t<BoundSwapPlanes> planes, const RecordsRef &records,
                                    const BoundExtents &extents, const nb::bytes &fingerprint, bool verify) {
@@ -312,6 +258,8 @@ std::optional<BoundSwap> make_swap(const BoundDevice &device, nb::handle transfe
                                              fingerprint_of(fingerprint), verify);
     return BoundSwap{std::move(swap), std::move(*arrays), nb::make_tuple(planes, records, device.owner)};
 }
+
+namespace {
 
 void bind_batch(nb::module_ &module) {
     nb::class_<BoundSwapPlanes>(module, "CudaPlanes",
@@ -372,6 +320,7 @@ void bind_cuda(nb::module_ &module) {
     bind_registration(module);
     bind_submitter(module);
     bind_batch(module);
+    bind_launches(module);
 }
 
 }  // namespace fdcache

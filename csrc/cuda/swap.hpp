@@ -66,6 +66,7 @@ class Swap {
     Swap(const Swap &) = delete;
     Swap &operator=(const Swap &) = delete;
 
+    std::size_t size() const { return blocks_.size(); }
     // Size of the block table, and its place in pinned host memory and on the device.
     std::size_t table_bytes() const { return blocks_.size() * sizeof(swap::Block); }
     void set_table(std::uint8_t *host, Address device);

@@ -17,6 +17,7 @@
 
 #include "plan/backup_planner.hpp"
 #include "plan/block_copies.hpp"
+#include "python_arrays.hpp"
 
 namespace fdcache {
 namespace {
@@ -51,36 +52,38 @@ void bind_queue(nb::module_ &module) {
         .def("clear", &BlockQueue::clear, "Drop every block.");
 }
 
-using Slots = VectorOut<const std::int32_t>;
-using Numbers = VectorOut<const std::uint32_t>;
-using Marks = VectorOut<const std::uint8_t>;
-using Columns = std::tuple<Slots, Slots, Numbers, Numbers, HashesView, HashesView, std::optional<Marks>>;
+// The columns of copies as read-only arrays.
+nb::tuple take_columns(BlockCopies &self) {
+    const BlockCopies copies = std::exchange(self, {});
+    const auto column = []<typename T>(const std::vector<T> &values) {
+        return copied_array<T>(std::span<const T>(values));
+    };
+    const auto slots = [](const std::vector<Slot> &values) {
+        return copied_array<Slot, std::int32_t>(std::span<const Slot>(values));
+    };
+    const nb::object unverified = copies.unverified.empty() ? nb::none() : column(copies.unverified);
+    return nb::make_tuple(slots(copies.sources), slots(copies.targets), column(copies.source_generations),
+                          column(copies.target_generations), column(copies.hashes), column(copies.parents),
+                          unverified);
+}
 
-// The columns of copies as read-only arrays, which share the ownership of their memory.
-Columns take_columns(BlockCopies &self) {
-    auto owned = std::make_unique<BlockCopies>(std::exchange(self, {}));
-    const BlockCopies &copies = *owned;
-    const nb::capsule owner(owned.get(), [](void *pointer) noexcept {
-        std::unique_ptr<BlockCopies>(static_cast<BlockCopies *>(pointer));
-    });
-    owned.release();
-    const std::size_t count = copies.size();
-    const auto slots = [&](const std::vector<Slot> &column) {
-        return Slots(reinterpret_cast<const std::int32_t *>(column.data()), {count}, owner);
-    };
-    const auto digests = [&](const std::vector<Digest> &column) {
-        return HashesView(reinterpret_cast<const std::uint8_t *>(column.data()), {count, sizeof(Digest)},
-                          owner);
-    };
-    std::optional<Marks> unverified;
-    if (!copies.unverified.empty()) unverified = Marks(copies.unverified.data(), {count}, owner);
-    return {slots(copies.sources),
-            slots(copies.targets),
-            Numbers(copies.source_generations.data(), {count}, owner),
-            Numbers(copies.target_generations.data(), {count}, owner),
-            digests(copies.hashes),
-            digests(copies.parents),
-            std::move(unverified)};
+// The copies of each list as `forms` of it make them, emptied; None for an empty list.
+nb::list take_transfers(const std::vector<BlockCopies *> &lists, const nb::sequence &forms) {
+    require_equal(lists.size(), nb::len(forms));
+    nb::list transfers;
+    for (std::size_t i = 0; i < lists.size(); ++i) {
+        if (!lists[i]->size()) {
+            transfers.append(nb::none());
+            continue;
+        }
+        const nb::tuple columns = take_columns(*lists[i]);
+        transfers.append(
+            forms[i]("src_block_ids"_a = nb::object(columns[0]), "dst_block_ids"_a = nb::object(columns[1]),
+                     "src_generations"_a = nb::object(columns[2]),
+                     "dst_generations"_a = nb::object(columns[3]), "hash_values"_a = nb::object(columns[4]),
+                     "parent_hashes"_a = nb::object(columns[5]), "unverified"_a = nb::object(columns[6])));
+    }
+    return transfers;
 }
 
 void bind_copies_of_blocks(nb::module_ &module) {
@@ -106,9 +109,19 @@ void bind_copies_of_blocks(nb::module_ &module) {
             },
             "slots"_a, "generations"_a, "hashes"_a, "parents"_a, "unverified"_a.none(), "targets"_a,
             "target_generations"_a, "Add copies; return the number of copies before them.")
-        .def("take", &take_columns, nb::rv_policy::reference,
+        .def("take", &take_columns,
+             nb::sig("def take(self) -> tuple[numpy.typing.NDArray[numpy.int32], "
+                     "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint32], "
+                     "numpy.typing.NDArray[numpy.uint32], numpy.typing.NDArray[numpy.uint8], "
+                     "numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.uint8] | None]"),
              "Remove everything and return it: source slots, target slots, source generations, target\n"
              "generations, hashes, parents, and the marks of unverified blocks or None.");
+    module.def(
+        "take_transfers", &take_transfers, "lists"_a, "forms"_a,
+        nb::sig("def take_transfers(lists: collections.abc.Sequence[BlockCopies], "
+                "forms: collections.abc.Sequence[collections.abc.Callable[..., typing.Any]]) -> "
+                "list[typing.Any]"),
+        "Empty lists of copies. Return what each list's form makes of its columns, None for an empty one.");
 }
 
 void bind_planner(nb::module_ &module) {
@@ -158,6 +171,7 @@ void bind_plans(nb::module_ &module) {
     bind_queue(module);
     bind_copies_of_blocks(module);
     bind_planner(module);
+    bind_ledger(module);
 }
 
 }  // namespace fdcache

@@ -16,29 +16,16 @@ std::string named(const RequestState &request) {
     return "request '" + request.id() + "'";
 }
 
-void append(BlockList &list, const BlockList &more) {
-    const auto add = [](auto &to, const auto &from) { to.insert(to.end(), from.begin(), from.end()); };
-    add(list.slots, more.slots);
-    add(list.generations, more.generations);
-    add(list.hashes, more.hashes);
-    add(list.parents, more.parents);
-    add(list.hits, more.hits);
-}
-
-void append(AppendOnly<std::int32_t> &table, std::span<const Slot> slots) {
-    std::int32_t *out = table.extend(slots.size());
-    for (const Slot slot : slots) *out++ = static_cast<std::int32_t>(slot);
-    table.commit(slots.size());
-}
-
 std::span<const Slot> slots_of(const AppendOnly<std::int32_t> &table, std::size_t first, std::size_t last) {
     return {reinterpret_cast<const Slot *>(table.data()) + first, last - first};
 }
 
 }  // namespace
 
-BlockManager::BlockManager(Tier &tier, const BlockKeys &keys, bool caches_prefixes, const Follow &follow)
+BlockManager::BlockManager(Tier &tier, const BlockKeys &keys, bool caches_prefixes, const Follow &follow,
+                           HostSource host)
     : tier_(tier),
+      host_(host),
       id_(next_id()),
       keys_(keys),
       block_size_(static_cast<std::size_t>(keys.block_size)),
@@ -105,22 +92,6 @@ std::size_t BlockManager::matchable(const RequestState &request) const {
     return std::min<std::size_t>(limit / block_size_, request.num_hashes());
 }
 
-bool BlockManager::match(RequestState &request, std::size_t limit) {
-    Tier::Session tier(tier_);
-    return begin(tier, request, limit);
-}
-
-bool BlockManager::shorten(RequestState &request, std::size_t limit) {
-    Tier::Session tier(tier_);
-    tier.release(request.lease_);
-    return begin(tier, request, limit);
-}
-
-bool BlockManager::match_more(RequestState &request, std::size_t limit) {
-    Tier::Session tier(tier_);
-    return extend_match(tier, request, limit);
-}
-
 bool BlockManager::begin(Tier::Session &tier, RequestState &request, std::size_t limit) {
     request.lease_ = tier.open_lease();
     request.owner_ = id_;
@@ -128,7 +99,8 @@ bool BlockManager::begin(Tier::Session &tier, RequestState &request, std::size_t
     request.table_ = {};
     request.committed_tokens_ = request.allocated_tokens_ = 0;
     request.committed_blocks_ = request.returned_blocks_ = 0;
-    request.is_loading = request.is_counted_ = false;
+    request.is_loading = request.is_counted_ = request.lacks_blocks_below_ = false;
+    request.peer_blocks_ = 0;
     const bool pending = publishes(request) && extend_match(tier, request, limit);
     request.returned_blocks_ = request.committed_blocks_;
     request.num_cached_tokens = request.table_.size() * block_size_;
@@ -140,7 +112,7 @@ bool BlockManager::extend_match(Tier::Session &tier, RequestState &request, std:
     const std::size_t start = request.table_.size();
     slots_.clear();
     const bool pending = tier.match(request.lease_, {hashes, limit}, start, request.hit_blocks_, slots_);
-    append(request.table_, slots_);
+    append_slots(request.table_, slots_);
     const std::size_t stop = request.table_.size();
     request.committed_blocks_ = static_cast<std::uint32_t>(stop);
     for (std::size_t i = std::max<std::size_t>(start, request.hit_blocks_); follow_.hits && i < stop; ++i)
@@ -151,13 +123,16 @@ bool BlockManager::extend_match(Tier::Session &tier, RequestState &request, std:
 
 // --- allocate ----------------------------------------------------------------------------------------------
 
-bool BlockManager::count_hits(RequestState &request) {
-    if (request.is_counted_) return false;
+void BlockManager::count_hits(RequestState &request) {
+    if (request.is_counted_) return;
     request.is_counted_ = true;
     ++stats_.lookups;
     stats_.lookup_tokens += request.num_tokens();
     stats_.device_hit_tokens += request.committed_blocks_ * block_size_;
-    return true;
+    const HostRun &run = request.host_run_;
+    const std::size_t from_storage = std::min<std::size_t>(run.from_storage, run.size());
+    stats_.host_hit_tokens += (run.size() - from_storage) * block_size_;
+    stats_.storage_hit_tokens += from_storage * block_size_;
 }
 
 std::uint32_t BlockManager::grow_to(Tier::Session &tier, RequestState &request, std::size_t blocks) {
@@ -173,26 +148,8 @@ std::uint32_t BlockManager::grow_to(Tier::Session &tier, RequestState &request, 
     if (missing)
         ++stats_.allocation_failures;
     else
-        append(request.table_, slots_);
+        append_slots(request.table_, slots_);
     return missing;
-}
-
-std::uint32_t BlockManager::allocate(RequestState &request, std::uint64_t num_tokens) {
-    Tier::Session tier(tier_);
-    const std::uint32_t missing = grow_to(tier, request, blocks_for(num_tokens));
-    if (missing) return missing;
-    count_hits(request);
-    request.allocated_tokens_ = std::max(request.allocated_tokens_, num_tokens);
-    return 0;
-}
-
-CopyReservation BlockManager::reserve_copies(RequestState &request, std::span<const Digest> parents,
-                                             std::span<const Digest> hashes) {
-    CopyReservation taken = tier_.reserve_copies(request.lease_, parents, hashes);
-    append(request.table_, taken.slots);
-    if (follow_.evicted) append(followed_.evicted, taken.evicted);
-    request.is_loading = true;
-    return taken;
 }
 
 std::pair<std::size_t, std::size_t> BlockManager::take_added(RequestState &request) {
@@ -211,17 +168,6 @@ void BlockManager::commit(RequestState &request, std::uint64_t num_tokens) {
 void BlockManager::commit_to(Tier::Session &tier, RequestState &request, std::uint64_t num_tokens) {
     request.committed_tokens_ = num_tokens;
     if (publishes(request) && !request.is_loading) publish(tier, request);
-}
-
-void BlockManager::end_load(RequestState &request, std::uint32_t copied, std::uint32_t planned) {
-    request.is_loading = false;
-    request.committed_blocks_ += copied;
-    if (copied < planned) {
-        request.num_cached_tokens = request.committed_blocks_ * block_size_;
-    } else if (publishes(request)) {
-        Tier::Session tier(tier_);
-        publish(tier, request);
-    }
 }
 
 void BlockManager::publish(Tier::Session &tier, RequestState &request) {
@@ -276,10 +222,20 @@ void BlockManager::extend_table(Tier::Session &tier, RequestState &request, std:
 
 void BlockManager::release(RequestState &request) {
     tier_.release(request.lease_);
+    drop_run(request);
+    if (request.is_loading) loading_.erase(request.lease_);
     request.lease_ = request.owner_ = 0;
     request.table_ = {};
     request.is_loading = false;
     request.num_cached_tokens = 0;
+    request.deferred_since_.reset();
+}
+
+std::size_t BlockManager::queue_followed(BlockQueue &queue) {
+    std::size_t dropped = 0;
+    for (std::vector<Digest> *const news : {&followed_.hit, &followed_.stored})
+        if (!news->empty()) dropped += queue.add(std::exchange(*news, {}));
+    return dropped;
 }
 
 Followed BlockManager::take_followed() {

@@ -5,11 +5,17 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
+#include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "plan/backup_planner.hpp"
+#include "plan/block_copies.hpp"
+#include "scheduler/host_source.hpp"
 #include "scheduler/request_state.hpp"
 #include "tier/session.hpp"
 
@@ -33,8 +39,61 @@ struct Followed {
 };
 
 struct BlockManagerStats {
-    std::uint64_t lookups = 0, lookup_tokens = 0, device_hit_tokens = 0, allocation_failures = 0;
+    std::uint64_t lookups = 0, lookup_tokens = 0, device_hit_tokens = 0, host_hit_tokens = 0,
+                  storage_hit_tokens = 0, deferred = 0, allocation_failures = 0, loads_confirmed = 0,
+                  loads_failed = 0;
 };
+
+// A tier did not do what it had promised.
+struct BrokenPromise : std::logic_error {
+    using std::logic_error::logic_error;
+};
+
+// How matches end.
+struct MatchTerms {
+    std::size_t cell = 1;           // blocks of one cell of the reuse grid
+    double defer_timeout = 0;       // seconds that a request waits for another's copy
+    std::function<double()> clock;  // seconds
+    // True for a block that is pending because it is being read from storage: no request waits for it.
+    std::function<bool(const Digest &)> is_reading;
+    // How many of the blocks found on the host are worth loading, given those on the device; none: all.
+    std::function<std::size_t(const RequestState &, std::size_t on_device, std::size_t on_host)>
+        worth_loading;
+};
+
+enum class MatchEnd : std::uint8_t { kMatched, kDeferred, kUnanswered };
+
+struct Matched {
+    MatchEnd end = MatchEnd::kMatched;
+    std::size_t on_device = 0, on_host = 0;  // blocks
+    std::size_t ask_for = 0;                 // kUnanswered: leading blocks to ask the service for
+};
+
+enum class AllocationEnd : std::uint8_t { kDone, kDeferred, kNoBlocks };
+
+struct Allocated {
+    AllocationEnd end = AllocationEnd::kDone;
+    std::uint32_t missing = 0;
+};
+
+// The part of a plan's loads that one request waits for: blocks from `first_block` of its path on.
+struct LoadRange {
+    LeaseId lease;  // of the request when the load was planned
+    std::uint32_t offset, count, first_block;
+    bool is_fetch = false;   // from a peer
+    bool has_fetch = false;  // the blocks above are fetched: the request waits for the end of both
+};
+
+// Device blocks reserved for what one request fetches from a peer.
+struct PlannedFetch {
+    LoadRange range;
+    std::vector<Slot> slots;
+    std::vector<std::uint32_t> generations;
+    bool has_load;  // of the blocks below, in the same plan
+};
+
+// How many leading blocks of a load were copied; `copied` has a flag for each block of its plan's loads.
+std::uint32_t leading_copied(const LoadRange &load, std::span<const std::uint8_t> copied);
 
 // The blocks that a step added to its requests, ascending by request.
 struct AdvanceResult {
@@ -48,8 +107,9 @@ struct AdvanceResult {
 
 class BlockManager {
   public:
-    // `tier` outlives the manager. `caches_prefixes`: false: nothing is found or published.
-    BlockManager(Tier &tier, const BlockKeys &keys, bool caches_prefixes, const Follow &follow);
+    // The tiers outlive the manager. `caches_prefixes`: false: nothing is found or published.
+    BlockManager(Tier &tier, const BlockKeys &keys, bool caches_prefixes, const Follow &follow,
+                 HostSource host = {});
 
     const BlockKeys &keys() const { return keys_; }
     std::size_t block_size() const { return block_size_; }
@@ -76,42 +136,59 @@ class BlockManager {
 
     // --- a step ------------------------------------------------------------------------------------------
 
-    // Opens a lease for a request that is idle and bound, and extends its table by the leading run of its
-    // first `limit` blocks, which it pins. Returns true if the block after the run is on its way to the
-    // device.
-    bool match(RequestState &request, std::size_t limit);
-    // Extends the table of a matched request by blocks that came to the device since; as `match`.
-    bool match_more(RequestState &request, std::size_t limit);
-    // Matches a matched request again, up to `limit` blocks.
-    bool shorten(RequestState &request, std::size_t limit);
-
-    // Counts blocks that are still to be loaded as found by the match.
-    void accept(RequestState &request, std::size_t blocks) {
-        request.num_cached_tokens = blocks * block_size_;
+    // Begins a request that is idle and bound with the longest prefix that is cached on the device, then on
+    // the host, and pins it. Or defers it, which releases everything, if the next block is on its way.
+    Matched match(RequestState &request, const MatchTerms &terms, StorageUse storage = StorageUse::kNone);
+    // Ends a match with the service's answer: a run, or nothing.
+    Matched answer(RequestState &request, const MatchTerms &terms, HostRun run);
+    // Counts blocks of a matched request's run on the host as read from storage.
+    void set_from_storage(RequestState &request, std::size_t blocks) {
+        request.host_run_.from_storage = blocks;
     }
+    // Releases a request that waits for its reads from storage.
+    void wait_for_reads(RequestState &request);
 
-    // Extends the table to hold `num_tokens` tokens. Returns 0, or how many blocks are missing; the request
-    // is unchanged then.
-    std::uint32_t allocate(RequestState &request, std::uint64_t num_tokens);
-    // Appends reserved slots for copies of the next blocks of the path.
-    CopyReservation reserve_copies(RequestState &request, std::span<const Digest> parents,
-                                   std::span<const Digest> hashes);
-    // Counts the look-up and the device hits of a request, once. Returns false if they are counted.
-    bool count_hits(RequestState &request);
+    // Extends the table to hold `num_tokens` tokens, and plans the loads of the run on the host. Nothing is
+    // added if blocks are missing, or if the request has to be matched again, which releases it.
+    Allocated allocate(RequestState &request, std::uint64_t num_tokens, BlockCopies *loads = nullptr);
     // Publishes the full blocks of the first `num_tokens` tokens, once no load is below them.
     void commit(RequestState &request, std::uint64_t num_tokens);
     // The decode step: after tokens were appended, extends the table of each request to hold all its tokens,
     // and commits all but the last `uncomputed`. Without `grow`, requests that need blocks get none.
     void advance(std::span<RequestState *const> requests, std::uint64_t uncomputed, bool grow,
                  AdvanceResult &out);
-    // Counts the leading blocks of a load that were copied, and publishes what waited for all of them.
-    void end_load(RequestState &request, std::uint32_t copied, std::uint32_t planned);
     // Releases every block of a live request.
     void release(RequestState &request);
     // The slots added to the table since the match or the last call: [first, second).
     std::pair<std::size_t, std::size_t> take_added(RequestState &request);
     // Forgets the hits that a request has counted for: its next match is another use.
     void forget_hits(RequestState &request) { request.hit_blocks_ = 0; }
+
+    // --- loads -------------------------------------------------------------------------------------------
+
+    // Moves the loads planned since the last call to the plan of this number.
+    void send_loads(std::uint64_t plan);
+    // The loads of a plan, which the caller ends.
+    std::vector<LoadRange> take_loads(std::uint64_t plan);
+    const std::vector<LoadRange> &loads_of(std::uint64_t plan) const;
+    // The request that waits for a load; null once it was released.
+    RequestState *waiting_for(const LoadRange &load) const;
+    // Counts the leading blocks of a load that were copied, and publishes what waited for all of them.
+    void end_load(RequestState &request, std::uint32_t copied, std::uint32_t planned);
+    // The same for a load whose request waits for a fetch as well: nothing ends but the load.
+    void end_load_below(RequestState &request, std::uint32_t copied, std::uint32_t planned);
+    // True if a load below the request's fetch failed: no block of the fetch has its parent.
+    bool lacks_blocks_below(const RequestState &request) const { return request.lacks_blocks_below_; }
+
+    // --- fetches from peers ------------------------------------------------------------------------------
+
+    // Extends a match by all further matchable blocks, which a peer has, and returns their number. Throws
+    // RequestStateError unless it follows a match, once.
+    std::size_t expect_from_peer(RequestState &request);
+    // The fetches that allocations have planned since the last call.
+    std::vector<PlannedFetch> take_fetches() { return std::exchange(open_fetches_, {}); }
+    // Lets a fetch wait for the reports of the plan of this number.
+    void send_fetch(std::uint64_t plan, const LoadRange &fetch) { loads_[plan] = {fetch}; }
 
     // Live requests keep their blocks and publish no more.
     void stop_publishing() { ++epoch_; }
@@ -121,10 +198,26 @@ class BlockManager {
         return tokens / block_size_ + (tokens % block_size_ != 0);
     }
     bool has_followed() const { return !followed_.empty(); }
+    // Moves the blocks that became entries or reached `Follow::hits` to the queue, and returns how many
+    // blocks it dropped.
+    std::size_t queue_followed(BlockQueue &queue);
     Followed take_followed();
     const BlockManagerStats &stats() const { return stats_; }
 
   private:
+    Matched end_match(RequestState &request, const MatchTerms &terms, std::size_t on_device, HostRun run,
+                      bool device_pending, bool host_pending);
+    Matched deferred(RequestState &request);
+    std::size_t ready_on_device(std::span<const Digest> path);
+    bool shorten(RequestState &request, std::size_t limit);
+    void drop_host_run(RequestState &request);
+    void drop_run(RequestState &request);
+    std::size_t run_length(const RequestState &request) const {
+        return request.host_run_.size() + request.peer_blocks_;
+    }
+    bool refresh_host_run(Tier::Session &tier, RequestState &request);
+    void plan_loads(Tier::Session &tier, RequestState &request, BlockCopies &loads);
+    void count_hits(RequestState &request);
     bool begin(Tier::Session &tier, RequestState &request, std::size_t limit);
     bool extend_match(Tier::Session &tier, RequestState &request, std::size_t limit);
     std::uint32_t grow_to(Tier::Session &tier, RequestState &request, std::size_t blocks);
@@ -134,6 +227,7 @@ class BlockManager {
     void publish(Tier::Session &tier, RequestState &request);
 
     Tier &tier_;
+    HostSource host_;
     std::uint64_t id_;
     BlockKeys keys_;
     std::size_t block_size_;
@@ -143,7 +237,13 @@ class BlockManager {
     std::vector<Digest> former_;
     Followed followed_;
     BlockManagerStats stats_;
+    std::vector<LoadRange> open_loads_;  // of the present step
+    std::vector<PlannedFetch> open_fetches_;
+    std::unordered_map<std::uint64_t, std::vector<LoadRange>> loads_;  // by the number of their plan
+    std::unordered_map<LeaseId, RequestState *> loading_;              // requests that wait for loads
     std::vector<Slot> slots_;  // of the last call; kept for its capacity
+    std::vector<Digest> parents_;
+    CopyReservation taken_;
     std::vector<CommitStatus> status_;
 };
 

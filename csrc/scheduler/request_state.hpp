@@ -7,11 +7,13 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "hash/block_hash.hpp"
+#include "scheduler/host_source.hpp"
 #include "tier/tier.hpp"
 
 namespace fdcache {
@@ -28,6 +30,12 @@ struct BlockKeys {
 
     bool operator==(const BlockKeys &) const = default;
 };
+
+inline void append_slots(AppendOnly<std::int32_t> &table, std::span<const Slot> slots) {
+    std::int32_t *out = table.extend(slots.size());
+    for (const Slot slot : slots) *out++ = static_cast<std::int32_t>(slot);
+    table.commit(slots.size());
+}
 
 class RequestState {
   public:
@@ -66,6 +74,9 @@ class RequestState {
     bool is_live() const { return owner_ != 0; }
     LeaseId lease() const { return lease_; }
     const AppendOnly<std::int32_t> &table() const { return table_; }
+    // Found by the match, until their loads are planned.
+    const HostRun &host_run() const { return host_run_; }
+    std::uint32_t peer_blocks() const { return peer_blocks_; }
 
     bool use_cache = true;  // false: finds no blocks and publishes none
     bool device_only = false;
@@ -89,6 +100,11 @@ class RequestState {
     std::uint64_t publish_epoch_ = 0;  // of the manager at the match; 0: publishes nothing
     LeaseId lease_ = 0;
     AppendOnly<std::int32_t> table_;
+    HostRun host_run_;
+    std::uint32_t peer_blocks_ = 0;         // that follow the run on the host, until their fetch is planned
+    bool lacks_blocks_below_ = false;       // a load below its fetch failed
+    std::uint32_t searched_from_ = 0;       // first block that the host was asked for
+    std::optional<double> deferred_since_;  // seconds by the caller's clock
     std::uint64_t committed_tokens_ = 0;
     std::uint64_t allocated_tokens_ = 0;  // that an allocation or a step asked blocks for
     std::uint32_t committed_blocks_ = 0;

@@ -1,9 +1,11 @@
+#include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
@@ -136,6 +138,13 @@ void bind_runs(nb::module_ &module) {
             "Pin a run that was found on this path; return its number, or 0: ask the service.\n\n"
             "0 if the service removes blocks now or has removed some since, lets no client pin, or has\n"
             "not read enough of the ring.")
+        .def_prop_rw(
+            "observer", [](const SharedRuns &self) { return self.observer; },
+            [](SharedRuns &self, std::function<void(const char *)> observer) {
+                self.observer = std::move(observer);
+            },
+            nb::for_setter(nb::arg("observer").none()),
+            "For tests: called with 'found' after a look-up that found blocks, and 'pinned' after a pin.")
         .def("next_number", &SharedRuns::next_number, "Return a number for a run pinned on request.")
         .def("unpin", &SharedRuns::unpin, "run"_a, "Unpin a run; a full ring delays it until ``flush``.")
         .def("flush", &SharedRuns::flush, "Write what a full ring has delayed.");

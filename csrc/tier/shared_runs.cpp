@@ -28,6 +28,7 @@ FoundRun SharedRuns::find(std::span<const Digest> path, std::size_t start) const
         found.generations.push_back(place->generation);
     }
     if (!found.unverified.empty()) found.unverified.resize(found.slots.size());
+    if (observer && !found.slots.empty()) observer("found");
     return found;
 }
 
@@ -40,6 +41,12 @@ std::uint64_t SharedRuns::next_number() {
 // same after the record was written, the service had not closed the table, so it will read the record before
 // it removes any of these blocks. Record and version are written and read in one order of all threads.
 std::uint64_t SharedRuns::pin(std::span<const Digest> path, const FoundRun &found) {
+    const std::uint64_t run = write_pin(path, found);
+    if (observer && run) observer("pinned");
+    return run;
+}
+
+std::uint64_t SharedRuns::write_pin(std::span<const Digest> path, const FoundRun &found) {
     const std::size_t size = found.slots.size();
     if (found.start + size > path.size()) throw std::invalid_argument("the run was found on a longer path");
     std::lock_guard lock(mutex_);

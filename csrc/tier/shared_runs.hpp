@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <span>
 #include <unordered_map>
@@ -40,7 +41,12 @@ class SharedRuns {
     // Writes what had no room before.
     void flush();
 
+    // Called after a look-up that found blocks ("found") and after a pin ("pinned"), so that a test can let
+    // something else happen between.
+    std::function<void(const char *)> observer;
+
   private:
+    std::uint64_t write_pin(std::span<const Digest> path, const FoundRun &found);
     bool write_unpins();
 
     std::mutex mutex_;

@@ -243,7 +243,7 @@ class Tier {
     // those found.
     std::vector<std::uint8_t> restore(const FoundEntries &found, std::uint32_t generation = 0);
     // Removes bad READY entries and everything below them, in use or not, and returns them. `quarantine`
-    // takes the slots themselves (not those below) out of use until a resize.
+    // takes the slots themselves (not those below) out of use for good.
     BlockList discard(std::span<const Slot> slots, bool quarantine);
     // Takes slots in use out of use for good, once nothing uses them.
     void quarantine(std::span<const Slot> slots);

@@ -90,7 +90,7 @@ void bind_tier(nb::module_ &module) {
             },
             "lease"_a, "hashes"_a, "start"_a = 0, "known"_a = 0,
             "Pin the leading run of ready blocks from ``start`` on; ``hashes`` are one path from the\n"
-            "root.\n\n"
+            "root, or the end of one.\n\n"
             "Adds a hit to each block except the first ``known``.")
         .def(
             "contains",

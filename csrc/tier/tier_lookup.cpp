@@ -38,7 +38,7 @@ bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t
     const bool pending = low < hashes.size() && presence_of(hashes[low]) == Presence::kPending;
     if (last == kNoSlot) return pending;
     // Pin only blocks that have these hashes, whatever the hashes are.
-    bool one_path = entries_[last].depth == low - 1;
+    bool one_path = entries_[last].depth >= low - start - 1;
     const std::size_t first = table.size(), count = low - start;
     make_room(lease.slots, count);
     make_room(table, count);
@@ -56,7 +56,7 @@ bool Tier::pin_run(LeaseId lease_id, std::span<const Digest> hashes, std::size_t
     }
     if (!one_path) {
         table.resize(first);
-        throw std::invalid_argument("hashes are not one path from the root");
+        throw std::invalid_argument("hashes are not one path");
     }
     for (std::size_t i = 0; i < count; ++i) {
         Entry &entry = entries_[run[i]];

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from examples.paddle_engine.batch import Chunk
 from examples.paddle_engine.config import EngineConfig
 from fdcache import (
     CacheManager,
@@ -88,6 +89,12 @@ class FdcacheBlocks:
         """Apply the ranks' reports, expire overdue plans, and return the outcomes of loads."""
         return self.manager.apply(reports) + self.manager.expire()
 
+    def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Report the time of a step that waited for no load."""
+        found = [(self._requests[chunk.sequence], chunk) for chunk in chunks]
+        computed = [(request, chunk.start, min(chunk.stop, request.num_tokens)) for request, chunk in found]
+        self.manager.observe_prefill(computed, seconds)
+
     def append(self, name: str, tokens: Sequence[int], num_computed: int) -> None:
         """Append accepted tokens; the first ``num_computed`` tokens have their KV on every rank."""
         request = self._requests[name]
@@ -152,6 +159,9 @@ class FreshBlocks:
     def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
         """Return nothing: there are no copies."""
         return []
+
+    def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Do nothing: nothing could be loaded instead."""
 
     def append(self, name: str, tokens: Sequence[int], num_computed: int) -> None:
         """Do nothing: tokens are not cached."""

@@ -11,11 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from fdcache._core import PlanLauncher
 from fdcache.controller.arena import HostArena, Progress
 from fdcache.controller.device_planes import allocate_planes, bind_tensors
 from fdcache.controller.execution import PlansInFlight, reason_of, refused_executions
 from fdcache.controller.layers import LayerDoneCounter, LayerEvents
-from fdcache.controller.transfers import TransferQueue
+from fdcache.controller.transfers import TransferQueue, check_countable
 from fdcache.devices.base import Device, DevicePlanes, Event, PlaneBinding, Stream
 from fdcache.devices.cpu import CpuDevice
 from fdcache.errors import (
@@ -77,7 +78,10 @@ class CacheController:
         self._submission = threading.RLock()
         """Serializes submissions, which may ask the service. Taken before ``_lock``."""
         self._lock = threading.RLock()
-        self._queue = TransferQueue(self.device, layout, settings, self._lock)
+        self._in_flight = PlansInFlight(self.device)
+        self._queue = TransferQueue(self.device, layout, settings, self._lock, self._in_flight.executions)
+        self._launcher: PlanLauncher | None = None
+        """Submits most plans in one call; None until planes and arena were used once."""
         self._planes: DevicePlanes | None = None
         self._allocated: tuple[int, str | None] | None = None
         self._arena: HostArena | SharedHostArena | None = None
@@ -85,7 +89,7 @@ class CacheController:
         self._bindings: list[PlaneBinding] = []
         self._shared: SharedPlanes | None = None
         self._transfer: TransferEndpoint | None = None
-        self._in_flight = PlansInFlight(self.device)
+        self._num_layers = layout.total_layers
         self._is_shut_down = False
         self._loaded: Settings | None = None
         close_at_exit(self, self._guard)
@@ -335,21 +339,16 @@ class CacheController:
             )
         self._guard.check()
         with self._submission:
-            # Not under the lock: others may poll while the service answers.
-            unattached = self._attach(plan)
-            with self._lock:
-                self._check_new(plan)
-                try:
-                    layers = self._launch(plan, compute_stream, unattached)
-                except Exception as error:
-                    self._refuse(plan, reason_of(error))
-                    raise
+            layers = self._launch_natively(plan, compute_stream)
+            if layers is None or isinstance(layers, str):
+                layers = self._launch_checked(plan, compute_stream, layers)
         return LayerDoneCounter(
             plan.plan_id,
-            self.layout.total_layers,
+            self._num_layers,
             layers,
             default_timeout=self.settings.layer_timeout,
             as_stream=self.device.as_stream,
+            guard=self._guard,
         )
 
     def refuse(self, plan: TransferPlan, reason: str) -> None:
@@ -367,16 +366,44 @@ class CacheController:
             if plan_id in self._in_flight:
                 raise PlanError(f"plan {plan_id} is in flight already; poll its report first")
 
+    def _launch_natively(self, plan: TransferPlan, compute_stream: Any) -> LayerEvents | str | None:
+        """Enqueue a plan in one call; return the reason of a failure, or None if it takes ``_launch_checked``."""
+        with self._lock:
+            if self._launcher is None or self._queue.has_waiting_loads:
+                return None
+            launched: LayerEvents | str | None = self._launcher.submit(
+                plan, compute_stream, self._in_flight.executions
+            )
+            return launched
+
+    def _launch_checked(self, plan: TransferPlan, compute_stream: Any, refusal: str | None) -> LayerEvents:
+        # Not under the lock: others may poll while the service answers.
+        refusal = refusal or self._attach(plan)
+        with self._lock:
+            self._check_new(plan)
+            try:
+                layers = self._launch(plan, compute_stream, refusal)
+            except Exception as error:
+                self._refuse(plan, reason_of(error))
+                raise
+            if self._launcher is None and self._planes is not None and isinstance(self._arena, HostArena):
+                self._launcher = self._queue.launcher(self._planes, self._arena, self.rank)
+            return layers
+
     def _attach(self, plan: TransferPlan) -> str | None:
-        if self._arena is None:
+        if self._arena is None or isinstance(self._arena, HostArena):
             return None
         try:
+            check_countable(plan)
             return self._arena.attach(plan)
+        except PlanError:
+            return None  # it is raised under the lock
         except Exception as error:  # noqa: BLE001 - it goes into the report
             return reason_of(error)
 
     def _launch(self, plan: TransferPlan, compute_stream: Any, unattached: str | None) -> LayerEvents:
         self._check_usable()
+        check_countable(plan)
         has_copies = any(map(len, plan.swaps()))
         if has_copies:
             self._check_memory()
@@ -470,7 +497,9 @@ class CacheController:
         self._guard.check()
         with self._lock:
             reports = self._in_flight.take_ended()
-            if reports:
+            if reports and self._launcher is not None:
+                self._launcher.retire()
+            if reports and (self._launcher is None or self._queue.keeps_reads):
                 self._queue.retire()
             return reports
 
@@ -499,7 +528,8 @@ class CacheController:
         """
         self._close_transfer()
         with self._drained(self.settings.drain_timeout):
-            self._planes, self._bindings = None, []
+            self._planes = self._launcher = None
+            self._bindings = []
             self._free_shared()
 
     def wakeup(self) -> list[Any]:
@@ -562,7 +592,8 @@ class CacheController:
         if self._storage is not None:
             self._storage.close()
             self._storage = None
-        self._planes, self._bindings = None, []
+        self._planes = self._launcher = None
+        self._bindings = []
         self._allocated = None
         self._free_shared()
         arena, self._arena = self._arena, None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from fdcache import _core
 from fdcache.devices.base import Device, Event, PendingCopy, Stream
 from fdcache.devices.cpu import CpuEvent, wait_any_cpu_event
 from fdcache.errors import FdcacheError, PlanError
@@ -208,45 +209,45 @@ class PlansInFlight:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._executions: dict[int, Execution] = {}
+        self.executions: dict[int, Execution] = {}
         self._handlers: dict[int, AsyncTaskHandler[TransferReport]] = {}
 
     def __contains__(self, plan_id: int) -> bool:
-        return plan_id in self._executions
+        return plan_id in self.executions
 
     def add(self, execution: Execution) -> None:
         """Add a submitted plan or storage task."""
-        self._executions[execution.plan_id] = execution
+        self.executions[execution.plan_id] = execution
 
     def handler(self, plan_id: int) -> AsyncTaskHandler[TransferReport]:
         """Return the handler of a plan. Raises ``PlanError`` for one that is not in flight."""
-        if plan_id not in self._executions:
+        if plan_id not in self.executions:
             raise PlanError(f"plan {plan_id} is not in flight")
         if plan_id not in self._handlers:
-            self._handlers[plan_id] = AsyncTaskHandler(self._executions[plan_id])
+            self._handlers[plan_id] = AsyncTaskHandler(self.executions[plan_id])
         return self._handlers[plan_id]
 
     def running(self) -> list[Execution]:
         """Return the plans and storage tasks that have not ended."""
-        return [each for each in self._executions.values() if each.pending_event() is not None]
+        return [each for each in self.executions.values() if each.pending_event() is not None]
 
     def release_ended(self) -> None:
         """Make the reports of the plans that have ended, which releases the memory of their copies."""
-        for execution in self._executions.values():
+        for execution in self.executions.values():
             if execution.pending_event() is None:
                 execution.result()
 
     def take_ended(self) -> list[TransferReport]:
         """Remove the plans that have ended and return their reports."""
-        reports = [each.result() for each in self._executions.values() if each.pending_event() is None]
-        for report in reports:
-            del self._executions[report.plan_id]
-            self._handlers.pop(report.plan_id, None)
+        reports: list[TransferReport] = _core.take_ended(self.executions)
+        if self._handlers:
+            for report in reports:
+                self._handlers.pop(report.plan_id, None)
         return reports
 
     def pending_events(self) -> list[Event | None]:
         """Return for each plan an event that comes before its end, or None if it has ended."""
-        return [each.pending_event() for each in self._executions.values()]
+        return [each.pending_event() for each in self.executions.values()]
 
     def wait_any(self, events: Sequence[Event], timeout: float | None) -> bool:
         """Wait like the device's ``wait_any``, also for the CPU events of storage tasks."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
-from fdcache.devices.base import BlockCopy, Device, Event, Stream
+from fdcache.devices.base import BlockCopy, Device, Event, LayerRanges, Stream
 from fdcache.errors import LayerSwapTimeoutError, PlanError
 from fdcache.layout import KVLayout
 from fdcache.machine.process_guard import ProcessGuard
@@ -37,11 +37,13 @@ class LayerGroups:
 
     def enqueue(self, copy: BlockCopy, stream: Stream, num_blocks: int) -> list[Event | None]:
         """Enqueue a batch group by group; return the event of each layer."""
-        ranges = self._ranges(self._device.min_group_bytes(num_blocks, self._offsets[-1]))
+        ranges = self.ranges_of(num_blocks)
         ends = copy.enqueue_groups(stream, ranges.planes)
         return [ends[group] for group in ranges.group_of_layer]
 
-    def _ranges(self, min_bytes: int) -> _Ranges:
+    def ranges_of(self, num_blocks: int) -> LayerRanges:
+        """Return the ranges of planes of a load of that many blocks."""
+        min_bytes = self._device.min_group_bytes(num_blocks, self._offsets[-1])
         if min_bytes not in self._widened:
             groups = widen_groups(self._groups, self._offsets, min_bytes)
             self._widened[min_bytes] = _Ranges(
@@ -134,13 +136,16 @@ class LayerDoneCounter:
         *,
         default_timeout: float,
         as_stream: Callable[[Any], Stream],
+        guard: ProcessGuard,
     ) -> None:
         self.plan_id = plan_id
         self.num_layers = num_layers
         self._layers = layers
         self._default_timeout = default_timeout
         self._as_stream = as_stream
-        self._guard = ProcessGuard("LayerDoneCounter")
+        self._guard = guard
+        self._held: tuple[Event, Any] | None = None
+        """The event that a stream was told to wait for last: layers share events."""
 
     def is_layer_done(self, layer: int) -> bool:
         """Return True if the copies of a layer have ended. Raises ``PlanError`` for a layer that does not exist."""
@@ -172,7 +177,9 @@ class LayerDoneCounter:
         if event is None:
             return
         if stream is not None:
-            self._as_stream(stream).wait_event(event)
+            if self._held is None or self._held[0] is not event or self._held[1] is not stream:
+                self._as_stream(stream).wait_event(event)
+                self._held = event, stream
             return
         seconds = self._default_timeout if timeout is None else timeout
         if not event.wait(seconds):

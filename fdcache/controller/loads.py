@@ -8,9 +8,7 @@ enqueues a load at once and alone.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 
 import numpy as np
 
@@ -160,21 +158,26 @@ class LoadQueue:
         self._groups = groups
         self._block_bytes = layout.payload_bytes
         self._ahead_bytes = ahead_bytes
+        self.window = _core.CopyWindow(ahead_bytes)
         self._fence = Fence(device)
         self._waiting: list[QueuedLoad] = []
-        self._in_flight: deque[_Batch] = deque()
 
     def prepare(self, swap: CacheSwapMetadata, planes: DevicePlanes, arena: HostArena) -> QueuedLoad:
         """Check a load. Raises ``PlanError`` naming the pair that is wrong, ``DeviceLostError``."""
         self.advance()
         load = QueuedLoad(self, swap, planes, arena)
-        if not self._waiting and self._has_room():
+        if not self._waiting and self.window.has_room():
             load.copy = self._device.copy_blocks(planes, arena, swap)
             return load
         if (reason := self._device.lost) is not None:
             raise DeviceLostError(f"the device has failed ({reason}); start this process anew")
         check_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
         return load
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no load waits."""
+        return not self._waiting
 
     def submit(self, load: QueuedLoad, after: Sequence[Event], emptied: Sequence[Event | None]) -> None:
         """Enqueue a prepared load after these events, or let it wait. Later failures are in its result."""
@@ -194,7 +197,7 @@ class LoadQueue:
 
     def advance(self) -> None:
         """Enqueue waiting loads as far as there is room."""
-        while self._waiting and self._has_room():
+        while self._waiting and self.window.has_room():
             self._launch(self._next_batch())
 
     def require(self, load: QueuedLoad) -> None:
@@ -215,24 +218,13 @@ class LoadQueue:
 
     def next_end(self) -> Event:
         """Return the end of the oldest batch in flight, after which there may be room."""
-        return self._in_flight[0].copy.done
+        event: Event = self.window.next_end()
+        return event
 
     def retire(self) -> None:
         """Release the memory of finished copies."""
-        self._drop_ended()
+        self.window.drop_ended()
         self.stream.retire()
-
-    def _has_room(self) -> bool:
-        if self._bytes_ahead() >= self._ahead_bytes:
-            self._drop_ended()
-        return self._bytes_ahead() < self._ahead_bytes
-
-    def _bytes_ahead(self) -> int:
-        return sum(batch.nbytes for batch in islice(self._in_flight, 1, None))
-
-    def _drop_ended(self) -> None:
-        while self._in_flight and self._in_flight[0].copy.done.query():  # batches end in order
-            self._in_flight.popleft()
 
     def _next_batch(self) -> list[QueuedLoad]:
         """Remove and return the first loads that share planes and arena, up to ``ahead_bytes``."""
@@ -266,7 +258,7 @@ class LoadQueue:
                 load.refused(Fault.DEVICE, reason, behind)
             return
         batch = _Batch(copy, [len(load.swap) for load in loads], self._block_bytes)
-        self._in_flight.append(batch)
+        self.window.add(batch.nbytes, copy.done)
         for index, load in enumerate(loads):
             load.launched(batch, index, layer_events)
 

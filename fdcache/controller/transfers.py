@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from fdcache.devices.base import (
     DevicePlanes,
     Event,
     HostArena,
+    LaunchWays,
     Stream,
 )
 from fdcache.devices.copies import check_arrays
@@ -45,6 +46,13 @@ def check_plan(plan: TransferPlan) -> None:
     )
     if not sound:
         _refuse_plan(plan)
+
+
+def check_countable(plan: TransferPlan) -> None:
+    """Raise ``PlanError`` for a transfer whose slots are no array, so that its blocks cannot be counted."""
+    for swap in plan.swaps():
+        if not isinstance(swap.src_block_ids, np.ndarray) or swap.src_block_ids.ndim == 0:
+            check_arrays(swap)
 
 
 def _has_purpose(swap: CacheSwapMetadata | None, purpose: SwapPurpose) -> bool:
@@ -86,11 +94,53 @@ def _check_disjoint(kind: str, backups: Int32Array, others: Int32Array, what: st
     raise PlanError(f"backup: pair {position}: {kind} {backups[position]} is {what} by the same plan")
 
 
+class DeviceReads:
+    """The copies out of the device that may be in flight, by plan.
+
+    Plans that were submitted in one call tell theirs themselves, as long as they are in ``executions``.
+    """
+
+    def __init__(self, executions: Mapping[int, object]) -> None:
+        self._executions = executions
+        self._events: dict[int, list[Event]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._events)
+
+    def add(self, plan_id: int, done: Event) -> None:
+        """Add a copy, which ends with this event."""
+        self._events.setdefault(plan_id, []).append(done)
+
+    def pending(self, plan_ids: Sequence[int]) -> list[Event]:
+        """Return the ends of the copies of these plans that have not ended."""
+        events = [event for plan_id in plan_ids for event in self._events.get(plan_id, ())]
+        pending = [event for event in events if not event.query()]
+        for plan_id in plan_ids:
+            launched = self._executions.get(plan_id)
+            if isinstance(launched, _core.LaunchedPlan) and (event := launched.pending_read()) is not None:
+                pending.append(event)
+        return pending
+
+    def forget_ended(self) -> None:
+        """Forget the copies that have ended."""
+        for plan_id, events in list(self._events.items()):
+            if all(event.query() for event in events):
+                del self._events[plan_id]
+
+
 class TransferQueue:
-    """The copy streams of one worker. Call every method with ``lock`` held."""
+    """The copy streams of one worker. Call every method with ``lock`` held.
+
+    ``executions``: the plans in flight, also those that others have submitted.
+    """
 
     def __init__(
-        self, device: Device, layout: KVLayout, settings: TransferSettings, lock: threading.RLock
+        self,
+        device: Device,
+        layout: KVLayout,
+        settings: TransferSettings,
+        lock: threading.RLock,
+        executions: Mapping[int, object],
     ) -> None:
         self._device = device
         self._groups = LayerGroups(
@@ -100,6 +150,7 @@ class TransferQueue:
         self._evictions = device.create_stream()
         self._backups = device.create_stream(background=True)
         self._fence = Fence(device)
+        self._reads = DeviceReads(executions)
         self._nothing = LaunchedLayers([None] * self._groups.num_layers)
 
     def launch(
@@ -141,13 +192,37 @@ class TransferQueue:
                 refusal = reason_of(error)
         if refusal is not None:
             refused = [RefusedCopy(TransferResult.failure(swap, refusal)) for swap in swaps]
-            return PlanExecution(plan.plan_id, rank, refused), self._nothing
+            layers = self._overwritable(self._reads.pending(plan.after), compute_stream)
+            return PlanExecution(plan.plan_id, rank, refused), layers
         return self._enqueue(plan, rank, copies, load, compute_stream, computed)
+
+    def launcher(self, planes: DevicePlanes, arena: HostArena, rank: int) -> _core.PlanLauncher | None:
+        """Return the device's native submission of plans; use it unless ``has_waiting_loads``."""
+        ways = LaunchWays(
+            rank=rank,
+            loads=self._loads.stream,
+            backups=self._backups,
+            window=self._loads.window,
+            ranges_of=self._groups.ranges_of,
+            num_layers=self._groups.num_layers,
+        )
+        return self._device.plan_launcher(planes, arena, ways)
+
+    @property
+    def has_waiting_loads(self) -> bool:
+        """True if loads of earlier plans wait, behind which a new one has to queue."""
+        return not self._loads.is_empty
+
+    @property
+    def keeps_reads(self) -> bool:
+        """True if copies out of the device that were enqueued here were not retired yet."""
+        return bool(self._reads)
 
     def retire(self) -> None:
         """Release the memory of finished copies."""
         for each in (self._evictions, self._loads, self._backups):
             each.retire()
+        self._reads.forget_ended()
 
     def close(self) -> None:
         """End the streams."""
@@ -169,26 +244,65 @@ class TransferQueue:
         """
         work: list[Work] = []
         after: tuple[Event, ...] = () if computed is None else (computed,)
-        after_evictions = after
-        layers: LayerEvents = self._nothing
-        for swap in plan.swaps():
-            if load is not None and swap.purpose is SwapPurpose.LOAD:
-                self._loads.submit(load, after_evictions, layers.required())
-                layers = load
-                work.append(load)
-            elif (copy := copies.get(swap.purpose)) is None:
-                work.append(RefusedCopy(TransferResult.failure(swap, None)))
-            elif swap.purpose is SwapPurpose.BACKUP:
-                work.append(self._start(swap, copy, self._backups, after))
-            else:
-                evicting = self._start(swap, copy, self._evictions, after)
-                work.append(evicting)
-                if evicting.done is not None:
-                    after_evictions = (*after, evicting.done)
-                    layers = LaunchedLayers([evicting.done] * self._groups.num_layers)
-                    if compute_stream is not None:
-                        _let_wait(compute_stream, evicting.done)
+        reads = self._reads.pending(plan.after)
+        if (evictions := plan.evictions) is not None:
+            evicting = self._read_device(plan, evictions, copies, self._evictions, after)
+            work.append(evicting)
+            if evicting.done is not None:
+                reads.append(evicting.done)
+        layers = self._overwritable(reads, compute_stream)
+        if plan.loads is not None and load is not None:
+            self._loads.submit(load, (*after, *reads), layers.required())
+            layers = load
+            work.append(load)
+        elif plan.loads is not None:
+            work.append(RefusedCopy(TransferResult.failure(plan.loads, None)))
+        if (backups := plan.backups) is not None:
+            work.append(self._read_device(plan, backups, copies, self._backups, after))
         return PlanExecution(plan.plan_id, rank, work), layers
+
+    def _read_device(
+        self,
+        plan: TransferPlan,
+        swap: CacheSwapMetadata,
+        copies: dict[SwapPurpose, BlockCopy],
+        stream: Stream,
+        after: Sequence[Event],
+    ) -> LaunchedCopy | RefusedCopy:
+        """Enqueue a copy out of the device, which later plans may wait for."""
+        copy = copies.get(swap.purpose)
+        if copy is None:
+            return RefusedCopy(TransferResult.failure(swap, None))
+        started = self._start(swap, copy, stream, after)
+        if started.done is not None:
+            self._reads.add(plan.plan_id, started.done)
+        return started
+
+    def _overwritable(self, reads: Sequence[Event], compute_stream: Stream | None) -> LayerEvents:
+        """Let the compute stream wait for reads of the device; return the events after which layers may be written."""
+        if not reads:
+            return self._nothing
+        if compute_stream is not None:
+            for event in reads:
+                _let_wait(compute_stream, event)
+        return LaunchedLayers([self._joined(reads)] * self._groups.num_layers)
+
+    def _joined(self, events: Sequence[Event]) -> Event:
+        """Return an event that comes after all of these."""
+        *others, last = events
+        try:
+            for event in others:
+                self._evictions.wait_event(event)
+            if others:
+                self._evictions.wait_event(last)
+                last = self._device.create_event()
+                last.record(self._evictions)
+        except Exception as error:  # noqa: BLE001 - copies are in flight, nothing may be raised
+            logger.warning("a stream takes no event, so the thread waits for copies: %s", reason_of(error))
+            for event in events:
+                event.wait()
+            return events[-1]
+        return last
 
     def _start(
         self, swap: CacheSwapMetadata, copy: BlockCopy, stream: Stream, after: Sequence[Event]

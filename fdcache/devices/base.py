@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fdcache._core import RecordTable
+from fdcache._core import CopyWindow, PlanLauncher, RecordTable
 from fdcache.layout import Plane
 from fdcache.metadata import CacheSwapMetadata, TransferResult
 
@@ -158,6 +158,33 @@ def enqueue_each(
     return events
 
 
+class LayerRanges(Protocol):
+    """Ranges of planes that share an event, and the number of the range that each layer is in."""
+
+    @property
+    def planes(self) -> Sequence[tuple[int, int]]:
+        """The ranges."""
+
+    @property
+    def group_of_layer(self) -> Sequence[int]:
+        """The number of the range of each layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchWays:
+    """Streams and rules by which a worker's plans are enqueued.
+
+    ``window``: the loads in flight. ``ranges_of``: the ranges of a load of that many blocks.
+    """
+
+    rank: int
+    loads: Stream
+    backups: Stream
+    window: CopyWindow
+    ranges_of: Callable[[int], LayerRanges]
+    num_layers: int
+
+
 class Device(Protocol):
     """Device that holds planes: CPU or GPU."""
 
@@ -217,3 +244,9 @@ class Device(Protocol):
 
     def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
         """Prepare a batch of copies. Raises ``PlanError`` naming the pair that cannot be copied."""
+
+    def plan_launcher(self, planes: DevicePlanes, arena: HostArena, ways: LaunchWays) -> PlanLauncher | None:
+        """Return the native submission of whole plans, None if every plan takes ``copy_blocks``.
+
+        The extents of ``arena`` must not change while it is used.
+        """

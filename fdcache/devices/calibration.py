@@ -144,6 +144,22 @@ def load_calibration(gpu: Gpu, folder: Path) -> Calibration | None:
     return found
 
 
+def calibrated_link(folder: Path) -> float:
+    """Return the bytes a second from host to device of the slowest GPU that is calibrated here; 0.0 without one.
+
+    For processes that use no GPU themselves, such as a scheduler.
+    """
+    links = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=Calibration)
+        except (OSError, msgspec.DecodeError):
+            continue  # load_calibration warns of it in the process that uses this GPU
+        if found.format == FORMAT and found.link_to_device > 0:
+            links.append(found.link_to_device * 1e9)
+    return min(links, default=0.0)
+
+
 # --- from measurements to a calibration ---------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ def _check_array(name: str, array: Any, dtype: DTypeLike, shape: tuple[int, ...]
 
 def check_arrays(swap: CacheSwapMetadata) -> None:
     """Raise ``PlanError`` naming the array of a transfer that has the wrong type or length."""
-    count, purpose = len(swap), swap.purpose.value
+    count, purpose = swap.num_blocks, swap.purpose.value
     _check_array(f"{purpose}: src_block_ids", swap.src_block_ids, np.int32, (count,))
     _check_array(f"{purpose}: dst_block_ids", swap.dst_block_ids, np.int32, (count,))
     _check_array(f"{purpose}: src_generations", swap.src_generations, np.uint32, (count,))
@@ -117,7 +117,8 @@ _TEXT = {
     Fault.CORRUPT: "the bytes copied from host slot {slot} differ from the record's checksum",
 }
 
-_NO_POSITIONS = np.empty(0, np.int32)
+NO_POSITIONS: Int32Array = np.empty(0, np.int32)
+NO_POSITIONS.flags.writeable = False
 _NO_SUMS = np.empty(0, np.uint64)
 
 
@@ -133,7 +134,7 @@ def make_result(
     faults, checksums, copied_bytes, seconds, detail = outcome
     count = len(swap)
     stop = count if stop is None else stop
-    failed = corrupt = _NO_POSITIONS
+    failed = corrupt = NO_POSITIONS
     message = None
     codes = faults[start:stop]
     num_copied = codes.count(Fault.NONE) if codes else stop - start
@@ -155,8 +156,8 @@ def make_result(
         copied_bytes=copied_bytes,
         seconds=seconds,
         error_message=message,
-        lost=_NO_POSITIONS,
+        lost=NO_POSITIONS,
         corrupt=corrupt,
-        bad_slots=_NO_POSITIONS,
-        no_room=_NO_POSITIONS,
+        bad_slots=NO_POSITIONS,
+        no_room=NO_POSITIONS,
     )

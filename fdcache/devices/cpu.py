@@ -17,6 +17,7 @@ from fdcache.devices.base import (
     DevicePlanes,
     Event,
     HostArena,
+    LaunchWays,
     PinnedMemory,
     PlaneBinding,
     Stream,
@@ -223,6 +224,9 @@ class CpuDevice:
         if core is None:
             refuse_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
         return CpuBlockCopy(core, swap)
+
+    def plan_launcher(self, planes: DevicePlanes, arena: HostArena, ways: LaunchWays) -> None:
+        """Return None: every plan takes ``copy_blocks``."""
 
 
 def _cpu_stream(stream: Stream) -> CpuStream:

@@ -15,16 +15,16 @@ from fdcache.devices.base import (
     DevicePlanes,
     Event,
     HostArena,
+    LaunchWays,
     PinnedMemory,
     PlaneBinding,
     Stream,
     TensorView,
 )
 from fdcache.devices.calibration import Calibration, load_calibration, make_policy, min_group_bytes
-from fdcache.devices.copies import Outcome, make_result, refuse_swap
+from fdcache.devices.copies import NO_POSITIONS, Outcome, make_result, refuse_swap
 from fdcache.devices.cuda_memory import BlockTable, CudaMemory
 from fdcache.devices.cuda_streams import (
-    CudaEvent,
     CudaStream,
     ExternalStream,
     core_event,
@@ -34,8 +34,9 @@ from fdcache.devices.cuda_streams import (
 from fdcache.devices.topology import find_gpu, import_cupy
 from fdcache.errors import DeviceError, DeviceLostError, KernelError, StreamError
 from fdcache.layout import Plane
-from fdcache.metadata import CacheSwapMetadata, TransferResult
+from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferReport, TransferResult
 from fdcache.settings.cache import TransferSettings, Verify
+from fdcache.tasks import TransferStatus
 
 _KERNELS = ("fdcache_copy_in", "fdcache_copy_out", "fdcache_sum", "fdcache_copy_words")
 
@@ -122,10 +123,10 @@ class CudaDevice:
         """Create a stream with its own staging ring; a background stream has the lowest priority."""
         return CudaStream(self.gpu, self._context, self._memory, background=background)
 
-    def create_event(self) -> CudaEvent:
+    def create_event(self) -> _core.CudaEvent:
         """Create an event that is not recorded yet."""
         try:
-            return CudaEvent(_core.CudaEvent(self._context))
+            return _core.CudaEvent(self._context)
         except _core.CudaError as error:
             raise self._error(error) from error
 
@@ -175,6 +176,31 @@ class CudaDevice:
             refuse_swap(swap, device_blocks=planes.num_blocks, host_blocks=arena.num_blocks)
         return CudaBlockCopy(core, swap, self._memory)
 
+    def plan_launcher(self, planes: DevicePlanes, arena: HostArena, ways: LaunchWays) -> _core.PlanLauncher:
+        """Return the native submission of plans between these planes and this arena."""
+        if not isinstance(planes, CudaPlanes):
+            raise TypeError(f"expected planes of the CUDA device, got {type(planes).__name__}")
+        return _core.PlanLauncher(
+            copier=self._copier,
+            planes=planes.core,
+            records=arena.table,
+            extents=self._extents_of(arena),
+            fingerprint=arena.fingerprint,
+            verify=self._verify,
+            loads=cuda_stream(ways.loads),
+            backups=cuda_stream(ways.backups),
+            window=ways.window,
+            ranges_of=ways.ranges_of,
+            as_stream=self.as_stream,
+            stream_type=ExternalStream,
+            take_table=self._memory.take_table,
+            record_types=(TransferReport, TransferResult, TransferStatus, make_result, NO_POSITIONS),
+            purposes=(SwapPurpose.LOAD, SwapPurpose.BACKUP),
+            name=self.name,
+            rank=ways.rank,
+            num_layers=ways.num_layers,
+        )
+
     def _error(self, error: _core.CudaError | None) -> DeviceError:
         if (reason := self.lost) is not None:
             return DeviceLostError(f"{self.name} has failed ({reason}); restart this process")
@@ -217,7 +243,7 @@ class CudaBlockCopy:
         self._memory = memory
         self._table: BlockTable | None = None
         self._outcome: Outcome | None = None
-        self.done = CudaEvent(core.done)
+        self.done: Event = core.done
 
     @property
     def started(self) -> bool:
@@ -228,7 +254,7 @@ class CudaBlockCopy:
         """Copy a range of planes on the stream."""
         self.enqueue_groups(stream, [(first_plane, last_plane)])
 
-    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> list[CudaEvent]:
+    def enqueue_groups(self, stream: Stream, ranges: Sequence[tuple[int, int]]) -> Sequence[Event]:
         """Enqueue ranges of planes in order; return an event recorded after each.
 
         The stream's thread may enqueue and record after this call returns. Waiting for an event, on the host or in
@@ -239,11 +265,10 @@ class CudaBlockCopy:
             if self._table is None:
                 self._table = self._memory.take_table(self._core.table_bytes)
                 self._core.set_table(self._table.host, self._table.device)
-            events = own.enqueue(self._core, self, ranges)
+            return own.enqueue(self._core, self, ranges)
         except (DeviceError, _core.CudaError) as error:
             own.refuse(self._core, self, str(error))
             return [self.done] * len(ranges)
-        return [CudaEvent(event) for event in events]
 
     def cancel(self) -> bool:
         """Return False: work that is enqueued on a GPU cannot be cancelled."""

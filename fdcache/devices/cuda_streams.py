@@ -18,27 +18,6 @@ _PRIORITY = -5
 """CUDA clips priorities to the GPU's range; lower numbers run first."""
 
 
-class CudaEvent:
-    """Point in a stream of a GPU. Its driver event is reused once this object is released."""
-
-    __slots__ = ("core",)
-
-    def __init__(self, core: _core.CudaEvent) -> None:
-        self.core = core
-
-    def record(self, stream: Stream) -> None:
-        """Reach the event once the stream has completed everything enqueued so far."""
-        _gpu_stream(stream).record(self.core)
-
-    def query(self) -> bool:
-        """Return True once the event is reached, or the GPU has failed."""
-        return self.core.query()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds, None for ever; return True when the event is reached."""
-        return _core.wait_cuda_events([self.core], timeout)
-
-
 _WAITING = "waiting for the layers of a plan"
 
 
@@ -194,13 +173,6 @@ def handle_of(stream: Any) -> int:
     )
 
 
-def _gpu_stream(stream: Stream) -> CudaStream | ExternalStream:
-    """Return a stream of a GPU. Raises ``TypeError`` for any other."""
-    if not isinstance(stream, CudaStream | ExternalStream):
-        raise TypeError(f"expected a stream of the CUDA device, got {type(stream).__name__}")
-    return stream
-
-
 def cuda_stream(stream: Stream) -> CudaStream:
     """Return a stream that fdcache made. Raises ``TypeError`` for any other."""
     if not isinstance(stream, CudaStream):
@@ -209,7 +181,7 @@ def cuda_stream(stream: Stream) -> CudaStream:
 
 
 def core_event(event: Event) -> _core.CudaEvent:
-    """Return the native event of a GPU event. Raises ``TypeError`` for any other."""
-    if not isinstance(event, CudaEvent):
+    """Return an event of a GPU. Raises ``TypeError`` for any other."""
+    if not isinstance(event, _core.CudaEvent):
         raise TypeError(f"expected an event of the CUDA device, got {type(event).__name__}")
-    return event.core
+    return event

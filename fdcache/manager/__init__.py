@@ -1,6 +1,9 @@
 """The scheduler side."""
 
 from fdcache.manager.cache_manager import CacheManager, ManagerState
+from fdcache.manager.engine_client import AsyncEngineClient, EngineClient
+from fdcache.manager.keyed import KeyedRequest
+from fdcache.manager.offload import OffloadManager
 from fdcache.manager.requests import Request
 from fdcache.manager.results import (
     Allocation,
@@ -9,16 +12,22 @@ from fdcache.manager.results import (
     LoadStatus,
     MatchResult,
     MatchStatus,
+    OffloadMatch,
 )
 
 __all__ = [
     "Allocation",
     "AllocationFailure",
+    "AsyncEngineClient",
     "CacheManager",
+    "EngineClient",
+    "KeyedRequest",
     "LoadOutcome",
     "LoadStatus",
     "ManagerState",
     "MatchResult",
     "MatchStatus",
+    "OffloadManager",
+    "OffloadMatch",
     "Request",
 ]

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from fdcache import _core
 from fdcache._core import BlockList
-from fdcache.metadata import HashArray, SwapPurpose
+from fdcache.metadata import HashArray
 from fdcache.plans.blocks import BlockQueue
 from fdcache.plans.ledger import OpenPlan
 from fdcache.settings.cache import CacheSettings, WritePolicy
-from fdcache.tiers.host import HostTier
+from fdcache.tiers.host import HostTier, LocalHostTier
 from fdcache.tiers.pool import BlockPool
 from fdcache.tiers.statistics import Counters
 
@@ -39,6 +39,7 @@ class BackupPlanner:
         self, settings: CacheSettings, device: BlockPool, host: HostTier, counters: Counters
     ) -> None:
         self._host = host
+        self._own_host = host if isinstance(host, LocalHostTier) else None
         self._counters = counters
         self._writes_back = settings.write_policy is WritePolicy.WRITE_BACK
         selective = settings.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
@@ -67,6 +68,10 @@ class BackupPlanner:
         """Queue blocks for a backup."""
         self._counters.backups_dropped += self._queue.add(hashes)
 
+    def enqueue_from(self, blocks: _core.BlockManager) -> None:
+        """Queue the blocks that requests have published, or have hit often enough."""
+        self._counters.backups_dropped += blocks.queue_followed(self._queue)
+
     def on_evict(self, evicted: Sequence[BlockList], plan: OpenPlan) -> None:
         """Plan copies of evicted blocks that the host lacks, before their slots are overwritten.
 
@@ -76,8 +81,8 @@ class BackupPlanner:
         count = sum(map(len, evicted))
         if count:
             self._credit += count
-            copies = plan.copies(SwapPurpose.EVICT)
-            self._count(self._planner.evict(evicted, self._least_hits, self._host.copy_target, copies))
+            target = self._own_host or self._host.copy_target
+            self._count(self._planner.evict(evicted, self._least_hits, target, plan.evictions))
 
     def give_way(self) -> None:
         """Begin no backup in this step while some are in flight: a request did not get its blocks."""
@@ -94,8 +99,8 @@ class BackupPlanner:
             self._refill_clean_reserve(plan, in_flight)
         elif self._queue:
             most, spare = self._limits(in_flight)
-            copies, target = plan.copies(SwapPurpose.BACKUP), self._host.copy_target
-            self._count(self._planner.flush(self._queue, target, most, spare, not in_flight, copies))
+            target = self._own_host or self._host.copy_target
+            self._count(self._planner.flush(self._queue, target, most, spare, not in_flight, plan.backups))
 
     def forget(self) -> None:
         """Clear the queue, as after a reset."""
@@ -110,8 +115,8 @@ class BackupPlanner:
         wanted = min(self._clean_reserve - in_flight, self._credit)
         if wanted > 0:
             most, spare = self._limits(in_flight)
-            copies, target = plan.copies(SwapPurpose.BACKUP), self._host.copy_target
-            planned = self._planner.clean(wanted, target, most, spare, not in_flight, copies)
+            target = self._own_host or self._host.copy_target
+            planned = self._planner.clean(wanted, target, most, spare, not in_flight, plan.backups)
             self._credit -= planned.planned
             self._count(planned)
 
@@ -124,4 +129,5 @@ class BackupPlanner:
     def _count(self, planned: _core.PlannedBackups) -> None:
         self._counters.backups_dropped += planned.dropped
         self._withheld += planned.withheld
-        self._host.copies_reserved(planned)
+        if planned.asked:
+            self._host.copies_reserved(planned)

@@ -10,11 +10,13 @@ from types import TracebackType
 
 import msgspec
 
-from fdcache._core import SLOT_FREE, AdvanceResult
+from fdcache._core import SLOT_FREE, AdvanceResult, AllocationForms
+from fdcache.devices.calibration import calibrated_link
 from fdcache.errors import PlanError, RequestStateError, TransferError
 from fdcache.hashing import Tokens
 from fdcache.layout import KVLayout
 from fdcache.manager.handover import Handovers, PeerTerms
+from fdcache.manager.load_choices import LoadChoices
 from fdcache.manager.matching import PrefixMatcher
 from fdcache.manager.plans import Plans
 from fdcache.manager.requests import LiveRequests, PeerSource, Request
@@ -27,9 +29,11 @@ from fdcache.settings.checks import log_misspelt, require_host_tier
 from fdcache.storage.connector import ConnectorContext, StorageConnector
 from fdcache.storage.factory import open_lookup
 from fdcache.tiers.events import CacheEvent
-from fdcache.tiers.host import HostCache
+from fdcache.tiers.host import HostCache, HostTier, LocalHostTier
 from fdcache.tiers.statistics import CacheStats, Counters, MemoryUsage, Traffic
 from fdcache.transfer.factory import require_connector as require_transfer
+
+_ALLOCATIONS = AllocationForms(Allocation, AllocationFailure.NO_BLOCKS, AllocationFailure.DEFERRED)
 
 
 class ManagerState(StrEnum):
@@ -58,7 +62,8 @@ class CacheManager:
     ``settings``, ``layout``: tiers and planes; each of the ``layout.tp_size`` ranks has to report every plan.
     ``storage``: turns the storage tier on. Without ``lookup`` it consists of the ranks' local files, which
     ``restore_storage`` has to be called for; with it of a store that ``lookup`` asks and ``close`` closes. ``peers``:
-    turns hand-overs between instances on. ``clock`` returns seconds.
+    turns hand-overs between instances on. ``clock`` returns seconds. ``link_bandwidth``: bytes a second from host to
+    device as calibrated, or 0.0; see ``observe_prefill``.
 
     Raises ``ConfigurationError`` if the host memory is smaller than one block, or storage has no host tier.
     """
@@ -72,6 +77,7 @@ class CacheManager:
         lookup: StorageConnector | None = None,
         peers: PeerTerms | None = None,
         clock: Callable[[], float] = time.monotonic,
+        link_bandwidth: float = 0.0,
     ) -> None:
         self.settings = settings
         self.layout = layout
@@ -83,14 +89,18 @@ class CacheManager:
             settings, layout, storage or StorageTierSettings(), lookup, counters, clock
         )
         self._device, self._host, self._storage = tiers.device, tiers.host, tiers.storage
+        self._service = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._requests = LiveRequests(settings, layout, tiers, counters)
-        self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock)
-        self._plans = Plans(layout, settings.plan_timeout, tiers, counters, clock)
+        self._choices = LoadChoices(
+            settings.load_or_recompute, layout, clock, self._blocks_being_loaded, link_bandwidth
+        )
+        self._matcher = PrefixMatcher(settings, layout, tiers, self._requests, counters, clock, self._choices)
+        handovers = None
         if peers is not None and peers.settings.is_on:
             require_transfer(peers.settings)
-            self._plans.handovers = Handovers(
-                peers, layout, self._requests, counters, lambda: self.num_device_blocks
-            )
+            handovers = Handovers(peers, layout, self._requests, counters, lambda: self.num_device_blocks)
+        self._handovers = handovers
+        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock, handovers)
 
     @classmethod
     def from_settings(
@@ -119,8 +129,15 @@ class CacheManager:
         if lookup is None and cache.server is None:
             lookup = open_lookup(ConnectorContext(layout, None, storage, settings.mooncake))
         try:
-            peers = PeerTerms(settings.peers, settings.disaggregation.wait_decode)
-            return cls(cache, layout, storage=storage, lookup=lookup, peers=peers, clock=clock)
+            return cls(
+                cache,
+                layout,
+                storage=storage,
+                lookup=lookup,
+                peers=PeerTerms(settings.peers, settings.disaggregation.wait_decode),
+                clock=clock,
+                link_bandwidth=calibrated_link(settings.transfer.calibration_dir),
+            )
         except BaseException:
             if lookup is not None:
                 lookup.close()
@@ -186,10 +203,11 @@ class CacheManager:
         """
         requests = list(requests)
         with self._lock:
-            self._reset_device_if_asked()
+            if self._service is not None:
+                self._reset_device_if_asked(self._service)
             if self._state is not ManagerState.RUNNING:
                 return [MatchResult(request.request_id, MatchStatus.DEFERRED) for request in requests]
-            if self._plans.handovers is None or not any(map(self._requests.is_finishing, requests)):
+            if self._handovers is None or not any(map(self._requests.is_finishing, requests)):
                 return self._matcher.match(requests)
             matched = iter(
                 self._matcher.match([each for each in requests if not self._requests.is_finishing(each)])
@@ -208,7 +226,14 @@ class CacheManager:
                 self._requests.unmatch(request)
 
     def can_allocate_device_blocks(self, num_blocks: int) -> bool:
-        """Return True if that many blocks are free or evictable. Always False while paused or asleep."""
+        """Return True if that many blocks are free or evictable. Always False while paused or asleep.
+
+        Raises ``RequestStateError`` for a negative number.
+        """
+        if num_blocks < 0:
+            raise RequestStateError(
+                f"can_allocate_device_blocks: num_blocks is {num_blocks}; it has to be at least 0"
+            )
         if self._state is not ManagerState.RUNNING:
             return False
         enough = self._device.available >= num_blocks
@@ -227,19 +252,11 @@ class CacheManager:
             if self._state is not ManagerState.RUNNING:
                 paused = AllocationFailure.PAUSED
                 return [Allocation(request.request_id, failure=paused) for request, _ in demands]
-            self._requests.check_allocate(demands)
-            return [self._allocate(request, num_tokens) for request, num_tokens in demands]
-
-    def _allocate(self, request: Request, num_tokens: int) -> Allocation:
-        if not self._requests.refresh_host_run(request):
-            self._requests.defer(request)
-            self._counters.deferred_lookups += 1
-            return Allocation(request.request_id, failure=AllocationFailure.DEFERRED)
-        missing = self._requests.allocate(request, num_tokens, self._plans.open)
-        if missing:
-            self._give_way()
-            return Allocation(request.request_id, failure=AllocationFailure.NO_BLOCKS, shortfall=missing)
-        return Allocation(request.request_id, self._requests.take_added_blocks(request))
+            given = self._requests.allocate(demands, self._plans.open, _ALLOCATIONS)
+            for each in given:
+                if each.failure is AllocationFailure.NO_BLOCKS:
+                    self._give_way()
+            return given
 
     def _give_way(self) -> None:
         if self._tiers.backups:
@@ -284,14 +301,14 @@ class CacheManager:
     def end_transfers(self, requests: Iterable[Request]) -> None:
         """End the hand-overs of requests that are aborted or preempted, and tell the peers. Idempotent."""
         with self._lock:
-            if self._plans.handovers is not None:
+            if self._handovers is not None:
                 for request in requests:
-                    self._plans.handovers.end(request)
+                    self._handovers.end(request)
 
     def _required_handovers(self) -> Handovers:
-        if self._plans.handovers is None:
+        if self._handovers is None:
             raise TransferError("hand-overs are off: set FDCACHE_TRANSFER, for instance to ipc")
-        return self._plans.handovers
+        return self._handovers
 
     def take_plans(self) -> list[TransferPlan]:
         """Close the step and return its plans. Every rank has to submit them in this order before it computes.
@@ -300,13 +317,18 @@ class CacheManager:
         a backup.
         """
         with self._lock:
-            self._reset_device_if_asked()
+            if self._service is not None:
+                self._reset_device_if_asked(self._service)
             if self._state is ManagerState.RUNNING:
                 self._plans.plan_background()
-            if self._host:
-                self._host.report(lambda: msgspec.json.encode(self.get_stats()))
-                self._host.flush()
-            return self._plans.close(self._host.arena if self._host else None)
+            if self._service is None:
+                return self._plans.close(None)
+            self._service.report(self._figures)
+            self._service.flush()
+            return self._plans.close(self._service.arena)
+
+    def _figures(self) -> bytes:
+        return msgspec.json.encode(self.get_stats())
 
     def commit(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Publish the full blocks of each request's first ``num_tokens`` tokens, which have their KV on every rank.
@@ -317,8 +339,10 @@ class CacheManager:
         progress = list(progress)
         with self._lock:
             self._requests.commit(progress)
-            if self._plans.handovers is not None:
-                self._plans.handovers.committed(progress)
+            if self._handovers is not None:
+                self._handovers.committed(progress)
+            if self._choices.has_open:
+                self._choices.computed(progress)
 
     def advance(
         self,
@@ -344,6 +368,8 @@ class CacheManager:
         with self._lock:
             plan = self._plans.open if self._state is ManagerState.RUNNING else None
             result = self._requests.advance(requests, tokens, uncomputed_tokens, plan)
+            if self._choices.has_open:
+                self._choices.computed((each, each.num_tokens - uncomputed_tokens) for each in requests)
             if not result.ok:
                 self._give_way()
             return result
@@ -356,7 +382,23 @@ class CacheManager:
         """
         reports = list(reports)
         with self._lock:
-            return self._plans.apply(reports)
+            outcomes = self._plans.apply(reports)
+            self._choices.record(reports)
+            return outcomes
+
+    def observe_prefill(self, chunks: Iterable[tuple[Request, int, int]], seconds: float) -> None:
+        """Learn how fast the engine computes: a step took ``seconds`` for tokens ``start`` to ``stop`` of requests.
+
+        ::
+
+            manager.observe_prefill([(request, request.num_cached_tokens, request.num_tokens)], seconds)
+
+        From the third call on a match loads no more of a prefix than takes less time to load than to compute, unless
+        ``FDCACHE_LOAD_OR_RECOMPUTE=always``. Call it for steps with prefills whose layers waited for no load, once
+        their results are there. Raises ``RequestStateError`` for tokens that a request does not have.
+        """
+        with self._lock:
+            self._choices.observe_prefill(chunks, seconds)
 
     def expire(self) -> list[LoadOutcome]:
         """Return the loads whose deadline has passed, each once. Their slots stay held until the reports."""
@@ -365,11 +407,13 @@ class CacheManager:
 
     def request_finish(self, requests: Iterable[Request]) -> None:
         """End, abort or preempt requests: unpin their blocks, which stay cached. Idempotent."""
+        requests = list(requests)
         with self._lock:
-            for request in requests:
-                if self._plans.handovers is not None:
-                    self._plans.handovers.unwanted(request)
-                self._requests.finish(request)
+            if self._handovers is not None:
+                for request in requests:
+                    self._handovers.unwanted(request)
+            self._requests.finish(requests)
+            self._choices.forget(requests)
 
     # --- the whole cache ----------------------------------------------------------------------------------
 
@@ -509,12 +553,17 @@ class CacheManager:
                 storage=usage.get(CacheLevel.STORAGE),
                 sending_blocks=self._plans.blocks_in_flight(SwapPurpose.SEND),
                 fetching_blocks=self._plans.blocks_in_flight(SwapPurpose.FETCH),
-                held_blocks=self._plans.handovers.held_blocks if self._plans.handovers else 0,
+                held_blocks=self._handovers.held_blocks if self._handovers else 0,
+                loads=self._choices.figures(),
             )
+
+    def _blocks_being_loaded(self) -> int:
+        return self._plans.blocks_in_flight(SwapPurpose.LOAD) + len(self._plans.open.loads)
 
     def _all_counters(self) -> Counters:
         counters = msgspec.structs.replace(self._counters)
         self._requests.count(counters)
+        self._plans.count(counters)
         return counters
 
     def get_memory_usage(self) -> dict[CacheLevel, MemoryUsage]:
@@ -542,9 +591,9 @@ class CacheManager:
         with self._lock:
             self._tiers.verify()
 
-    def _reset_device_if_asked(self) -> None:
+    def _reset_device_if_asked(self, service: HostTier) -> None:
         """Forget the device tier if an operator of the service has asked for it."""
-        if self._host and self._host.take_device_reset():
+        if service.take_device_reset():
             self._reset_device()
 
     def _reset_device(self) -> None:

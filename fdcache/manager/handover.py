@@ -10,10 +10,10 @@ import numpy as np
 
 from fdcache.errors import RequestStateError
 from fdcache.layout import KVLayout
-from fdcache.manager.requests import LiveRequests, LoadRange, PeerSource, Request, StepPlan
+from fdcache.manager.requests import LiveRequests, PeerSource, PlannedFetch, Request
 from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan
 from fdcache.plans.blocks import Blocks
-from fdcache.plans.ledger import PlanLedger, make_swap
+from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger, make_swap
 from fdcache.settings.peers import PeerSettings
 from fdcache.tiers.statistics import Counters
 
@@ -39,14 +39,6 @@ class _Unsent:
     committed_tokens: int = 0
 
 
-@dataclass(slots=True)
-class _Fetching:
-    """A fetch in flight, and the number of its slots."""
-
-    load: LoadRange
-    slots: int
-
-
 class Handovers:
     """The hand-overs of one manager. Sends keep the blocks of their request; fetches hold slots until their report."""
 
@@ -67,7 +59,10 @@ class Handovers:
         self._declined: list[PeerSource] = []
         self._cancelled: list[int] = []
         self._sends: dict[int, Request] = {}
-        self._fetches: dict[int, _Fetching] = {}
+        self._fetches: dict[int, PlannedFetch] = {}
+        self._below: dict[int, int] = {}  # fetch to the plan with the loads below it, while that is in flight
+        self._stashed: dict[int, list[InFlightPlan]] = {}  # fetches that ended before that plan
+        self._failed_below: dict[int, str] = {}  # fetch to what failed in that plan
 
     @property
     def is_idle(self) -> bool:
@@ -77,7 +72,7 @@ class Handovers:
     @property
     def held_blocks(self) -> int:
         """Slots of fetches that no request waits for any more."""
-        return sum(each.slots for each in self._fetches.values() if not each.load.is_waited_for)
+        return sum(len(each.slots) for each in self._fetches.values() if not each.is_waited_for)
 
     # --- prefill ----------------------------------------------------------------------------------------------
 
@@ -121,43 +116,70 @@ class Handovers:
     def unwanted(self, request: Request) -> None:
         """End the fetches that a request waits for; call it before the request is released."""
         for plan_id, each in self._fetches.items():
-            if each.load.request is request and each.load.is_waited_for:
+            if each.request is request and each.is_waited_for:
                 self._cancelled.append(plan_id)
 
     # --- plans ------------------------------------------------------------------------------------------------
 
-    def attach(
-        self, plan: TransferPlan | None, step: StepPlan, ledger: PlanLedger, now: float
-    ) -> tuple[TransferPlan | None, dict[int, LoadRange]]:
-        """Add the hand-overs to a plan, an empty one if there is none; return it, and the loads by plan id."""
-        sends = self._due_sends()
-        fetches, step.fetches = step.fetches, []
+    def attach(self, plan: TransferPlan | None, ledger: PlanLedger, now: float) -> TransferPlan | None:
+        """Add the hand-overs to a plan, an empty one if there is none; return it."""
+        sends, fetches = self._due_sends(), self._requests.take_fetches()
         tasks = [
             *map(self._send_task, sends),
-            *(self._fetch_task(each.source, each.run, each.slots, each.generations) for each in fetches),
-            *(self._fetch_task(source, None) for source in self._declined),
+            *(self._fetch_task(each.source, each) for each in fetches),
+            *(self._fetch_task(source) for source in self._declined),
         ]
         cancelled, self._cancelled, self._declined = tuple(self._cancelled), [], []
         if not tasks and not cancelled:
-            return plan, {}
+            return plan
         numbered = ledger.send_peers(tasks, now)
         for task, sent in zip(numbered, sends, strict=False):
             self._sends[task.plan_id] = sent.request
-        loads = {}
-        for task, each in zip(numbered[len(sends) :], fetches, strict=False):
-            self._fetches[task.plan_id] = _Fetching(each.load, len(each.slots))
-            loads[task.plan_id] = each.load
-        plan = plan or ledger.send(StepPlan(), now)
-        return (
-            msgspec.structs.replace(plan, peers=numbered, cancelled=plan.cancelled + cancelled),
-            loads,
-        )
+        plan = plan or ledger.send(OpenPlan(), now)
+        for task, fetch in zip(numbered[len(sends) :], fetches, strict=False):
+            self._fetches[task.plan_id] = fetch
+            self._requests.send_fetch(task.plan_id, fetch)
+            if fetch.has_load:  # without the blocks below it a fetched block has no parent
+                self._below[task.plan_id] = plan.plan_id
+        return msgspec.structs.replace(plan, peers=numbered, cancelled=plan.cancelled + cancelled)
 
-    def ended(self, task: PeerTask) -> None:
-        """Note that every rank has reported a hand-over."""
-        self._fetches.pop(task.plan_id, None)
+    def stash(self, flight: InFlightPlan) -> bool:
+        """Keep a fetch for ``take_stashed`` and return True if the load of the blocks below it is in flight."""
+        below = self._below.get(flight.plan.plan_id)
+        if below is None:
+            return False
+        self._stashed.setdefault(below, []).append(flight)
+        return True
+
+    def take_stashed(self, flight: InFlightPlan) -> list[InFlightPlan]:
+        """Return the fetches that waited for this plan, whose loads have ended; others wait no more."""
+        plan_id = flight.plan.plan_id
+        for fetch in [fetch for fetch, below in self._below.items() if below == plan_id]:
+            del self._below[fetch]
+            self._failed_below[fetch] = "; ".join(flight.errors)
+        return self._stashed.pop(plan_id, [])
+
+    def ended(self, flight: InFlightPlan) -> tuple[str, int, str | None] | None:
+        """End a hand-over that every rank has reported, and that is settled in the tier.
+
+        Return (request id, first block that is lacking, the reason or None) of a fetch that a request waits for.
+        """
+        task = flight.plan
+        if not isinstance(task, PeerTask):
+            return None
         if (request := self._sends.pop(task.plan_id, None)) is not None:
             self._requests.end_send(request)
+        failed_below = self._failed_below.pop(task.plan_id, "")
+        if self._fetches.pop(task.plan_id, None) is None:
+            return None
+        ended = self._requests.end_fetch(task.plan_id, flight.swaps[SwapPurpose.FETCH].flags)
+        if ended is None:
+            return None
+        request_id, lacking, lacks_below, is_whole = ended
+        if is_whole:
+            return request_id, lacking, None
+        reason = failed_below if lacks_below else "; ".join(flight.errors)
+        return request_id, lacking, reason or "the cache was reset"
 
     def committed(self, progress: Iterable[tuple[Request, int]]) -> None:
         """Note the tokens of requests that have their KV."""
@@ -197,30 +219,20 @@ class Handovers:
             computed=count if unsent.delayed else request.num_cached_tokens // self._layout.block_size,
         )
 
-    def _fetch_task(
-        self,
-        source: PeerSource,
-        run: Blocks | None,
-        slots: np.ndarray | None = None,
-        generations: np.ndarray | None = None,
-    ) -> PeerTask:
-        nothing = np.empty(0, np.int32)
-        if run is None:
-            run = Blocks.of_path(np.empty((0, 32), np.uint8), 0, nothing, nothing.astype(np.uint32))
-        swap = make_swap(
-            SwapPurpose.FETCH,
-            run,
-            nothing if slots is None else np.ascontiguousarray(slots, np.int32),
-            nothing.astype(np.uint32)
-            if generations is None
-            else np.ascontiguousarray(generations, np.uint32),
-        )
+    def _fetch_task(self, source: PeerSource, fetch: PlannedFetch | None = None) -> PeerTask:
+        hashes, first = np.empty((0, 32), np.uint8), 0
+        slots, generations = np.empty(0, np.int32), np.empty(0, np.uint32)
+        if fetch is not None:
+            slots, generations, first = fetch.slots, fetch.generations, fetch.first_block
+            hashes = fetch.request.block_hashes[: first + len(slots)]
+        positions = np.arange(first, first + len(slots), dtype=np.int32)
+        run = Blocks.of_path(hashes, first, positions, np.zeros(len(slots), np.uint32))
         return PeerTask(
             plan_id=0,
-            swap=swap,
+            swap=make_swap(SwapPurpose.FETCH, run, slots, generations),
             transfer=source.transfer,
             timeout=self._terms.settings.timeout,
             addresses=source.addresses,
             attempt=source.attempt,
-            wanted=slots is not None,
+            wanted=fetch is not None,
         )

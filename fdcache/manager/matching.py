@@ -1,22 +1,25 @@
-"""Prefix matching: the longest prefix of each request that is cached, device blocks first, then host blocks."""
+"""Prefix matching: the longest prefix of each request that is cached, device blocks first, then host blocks.
+
+The native side matches (``BlockManager.match``); this module adds reads from storage and questions to a service.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
+import msgspec
 
+from fdcache._core import MatchForms
 from fdcache.errors import ConfigurationError
 from fdcache.layout import KVLayout
-from fdcache.manager.requests import LiveRequests, Request
+from fdcache.manager.load_choices import LoadChoices
+from fdcache.manager.requests import LiveRequests, Request, Unanswered
 from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import HashArray
 from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.host import NOTHING, HostMatch
-from fdcache.tiers.pool import ABSENT
+from fdcache.tiers.fetches import Fetches
+from fdcache.tiers.host import HostMatch, LocalHostTier
 from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_reads import leading_ready
 
@@ -34,33 +37,8 @@ class ReuseLimit:
             raise ConfigurationError(
                 f"reuse_grid: {grid} tokens neither divide the block size {block_size} nor are a multiple of it"
             )
-        self._cell = max(grid // block_size, 1)
-        self.is_on = self._cell > 1
-        """True if the grid is coarser than a block."""
-
-    def allowed(self, blocks: int) -> int:
-        """Return how many of ``blocks`` leading blocks may be reused."""
-        return blocks // self._cell * self._cell
-
-
-@dataclass(slots=True)
-class _Search:
-    """The match of one request after its device part; without ``hashes`` nothing is looked up.
-
-    ``waits``: for its reads from storage, and is not matched. ``pending``: the block after the ``on_device`` blocks
-    found is on its way to the device. With a reuse grid they are pinned once the length of the whole match is known.
-    """
-
-    request: Request
-    hashes: HashArray
-    waits: bool = False
-    on_device: int = 0
-    pending: bool = False
-
-    @property
-    def asks_host(self) -> bool:
-        """False if all is found, nothing may be loaded, or the next block is on its way to the device."""
-        return not (self.request.device_only or self.pending or self.on_device == len(self.hashes))
+        self.cell = max(grid // block_size, 1)
+        """Blocks of one cell of the grid: reuse ends on a multiple of it."""
 
 
 class PrefixMatcher:
@@ -74,98 +52,100 @@ class PrefixMatcher:
         requests: LiveRequests,
         counters: Counters,
         clock: Callable[[], float],
+        choices: LoadChoices,
     ) -> None:
         self._defer_timeout = settings.defer_timeout
-        self._device = tiers.device
-        self._host = tiers.host
+        self._choices = choices
+        self._shared = None if isinstance(tiers.host, LocalHostTier) else tiers.host
         self._fetches = tiers.fetches
         self._on_device = partial(leading_ready, tiers.device)
         self._requests = requests
         self._counters = counters
         self._clock = clock
         self._reuse = ReuseLimit(settings, layout.block_size)
-        self._has_device_only = self._host is None and not self._reuse.is_on
+        self._forms = MatchForms(
+            self._reuse.cell, settings.defer_timeout, MatchResult, MatchStatus.MATCHED, MatchStatus.DEFERRED
+        )
 
     def prefetch(self, request: Request) -> None:
         """Start to read from storage what a request that has arrived will need."""
         if self._fetches is not None and self._fetches.is_on and self._requests.may_prefetch(request):
             number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
-            self._fetches.begin(number, hashes, self._on_device)
+            self._fetches.begin(number, hashes, self._on_device, self._choices.reads_for(request))
 
     def match(self, requests: list[Request]) -> list[MatchResult]:
         """Pin the longest cached prefix of each request, short of its last token.
 
-        The host tier is asked once for all requests: one round trip to a service. Raises ``RequestStateError`` or
-        ``HashingError`` before any request is matched.
+        One native call matches all requests. Those that a service has to be asked about are asked for together, in
+        one round trip. Raises ``RequestStateError`` or ``HashingError`` before any request is matched.
         """
-        if self._has_device_only:
-            self._requests.match_all(requests)
-            return [self._matched(request, request.num_blocks) for request in requests]
+        if self._shared is not None:
+            self._shared.begin_look_up()
+        if self._fetches is not None and self._fetches.is_on:
+            return self._match_with_storage(requests, self._fetches)
+        found = self._requests.match(requests, self._forms, self._clock, worth_loading=self._choices.limit)
+        for each in found:
+            if type(each) is not MatchResult:
+                return self._answered(requests, found, ())
+        return found  # type: ignore[return-value]
+
+    def _match_with_storage(self, requests: list[Request], fetches: Fetches) -> list[MatchResult]:
+        """Match the requests that do not wait for blocks which are read from storage for them."""
         self._requests.check_match(requests)
-        searches = [self._search_device(request) for request in requests]
-        asking = [search for search in searches if search.asks_host]
-        if not self._host or not asking:
-            return [self._end(search, NOTHING) for search in searches]
-        paths = [(search.hashes, search.on_device) for search in asking]
-        numbers = [self._requests.fetch_number(search.request) for search in asking]
-        found = iter(self._host.match_paths(paths, numbers))
-        return [self._end(search, next(found) if search.asks_host else NOTHING) for search in searches]
+        waiting = {id(request) for request in requests if self._must_wait(request, fetches)}
+        for request in requests:
+            if id(request) in waiting:
+                self._requests.wait_for_reads(request)
+        going = [request for request in requests if id(request) not in waiting]
+        numbers = [self._requests.fetch_number(request) for request in going]
+        uses = [fetches.storage_use(number) for number in numbers]
+        found = self._requests.match(
+            going, self._forms, self._clock, fetches.is_reading, uses, self._choices.limit
+        )
+        results = iter(self._answered(going, found, numbers))
+        return [
+            MatchResult(request.request_id, MatchStatus.DEFERRED)
+            if id(request) in waiting
+            else self._with_storage(request, next(results), fetches)
+            for request in requests
+        ]
 
-    def _search_device(self, request: Request) -> _Search:
-        hashes = self._requests.matchable(request)
-        if self._fetches is not None and self._fetches.is_on and self._requests.may_prefetch(request):
-            number = self._requests.fetch_number(request)
-            if self._fetches.must_wait(number, hashes, self._on_device):
-                return _Search(request, hashes[:0], waits=True)
-        pending = self._requests.match_device(request, 0 if self._reuse.is_on else len(hashes))
-        if not self._requests.publishes(request):
-            return _Search(request, hashes[:0])
-        if self._reuse.is_on:
-            known = self._device.contains(hashes) != ABSENT
-            return _Search(request, hashes, on_device=len(known) if known.all() else int(np.argmin(known)))
-        return _Search(request, hashes, on_device=request.num_blocks, pending=pending)
+    def _must_wait(self, request: Request, fetches: Fetches) -> bool:
+        if not self._requests.may_prefetch(request):
+            return False
+        number, hashes = self._requests.fetch_number(request), self._requests.matchable(request)
+        return fetches.must_wait(number, hashes, self._on_device, self._choices.reads_for(request))
 
-    def _end(self, search: _Search, host: HostMatch) -> MatchResult:
-        """Join what device and host found, and pin it; or defer the request."""
-        request, on_device, on_host = search.request, search.on_device, len(host)
-        if search.waits or host.fetching:
-            self._requests.wait_for_reads(request)
-            return self._deferred(request)
-        self._requests.pin_host(request, host.lease)
-        on_its_way = search.pending
-        if self._reuse.is_on:
-            allowed = self._reuse.allowed(on_device + on_host)
-            on_device, on_host = min(allowed, on_device), max(allowed - on_device, 0)
-            on_its_way = self._requests.shorten(request, on_device)
-        if on_its_way:
-            on_device, on_host = self._cut(request), 0
-        pending = host.pending or on_its_way
-        if pending and self._requests.deferred_for(request, self._clock()) < self._defer_timeout:
-            self._requests.defer(request)
-            return self._deferred(request)
-        run, fetched = None, 0
-        if on_host:
-            run = host.blocks.select(slice(on_host))
-            fetched = min(host.fetched.stop, on_host) - min(host.fetched.start, on_host)
-        if self._fetches is not None:
-            self._fetches.unpin(self._requests.fetch_number(request))
-        self._requests.accept(request, run, fetched)
-        return self._matched(request, on_device, on_host - fetched, fetched)
-
-    def _cut(self, request: Request) -> int:
-        """Match again up to the grid a run that ended early; return its length."""
-        allowed = self._reuse.allowed(request.num_blocks)
-        if allowed < request.num_blocks:
-            self._requests.shorten(request, allowed)
-        return allowed
-
-    def _matched(
-        self, request: Request, on_device: int, on_host: int = 0, in_storage: int = 0
-    ) -> MatchResult:
-        return MatchResult(
-            request.request_id, MatchStatus.MATCHED, on_device, on_host, in_storage, request.num_cached_tokens
+    def _with_storage(self, request: Request, result: MatchResult, fetches: Fetches) -> MatchResult:
+        """Count the blocks of a match that were read from storage for the request; they need no other pin now."""
+        if result.status is not MatchStatus.MATCHED:
+            return result
+        number = self._requests.fetch_number(request)
+        fetched = len(fetches.fetched(number, result.num_device_blocks, result.num_host_blocks))
+        fetches.unpin(number)
+        if not fetched:
+            return result
+        self._requests.set_from_storage(request, fetched)
+        return msgspec.structs.replace(
+            result, num_host_blocks=result.num_host_blocks - fetched, num_storage_blocks=fetched
         )
 
-    def _deferred(self, request: Request) -> MatchResult:
-        self._counters.deferred_lookups += 1
-        return MatchResult(request.request_id, MatchStatus.DEFERRED)
+    def _answered(
+        self, requests: list[Request], found: Sequence[MatchResult | Unanswered], numbers: Sequence[int]
+    ) -> list[MatchResult]:
+        """Ask the service about the requests whose match it has to end."""
+        results = {i: each for i, each in enumerate(found) if isinstance(each, MatchResult)}
+        asked = {i: each for i, each in enumerate(found) if not isinstance(each, MatchResult)}
+        if asked:
+            assert self._shared is not None
+            paths = [(requests[i].block_hashes[:blocks], start) for i, (start, blocks) in asked.items()]
+            answers = self._shared.ask(paths, [numbers[i] if numbers else 0 for i in asked])
+            for i, match in zip(asked, answers, strict=True):
+                results[i] = self._end(requests[i], match)
+        return [results[i] for i in range(len(found))]
+
+    def _end(self, request: Request, match: HostMatch) -> MatchResult:
+        if match.fetching:
+            self._requests.wait_for_reads(request)
+            return MatchResult(request.request_id, MatchStatus.DEFERRED)
+        return self._requests.answer(request, match, self._forms, self._clock, self._choices.limit)

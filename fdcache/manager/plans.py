@@ -2,38 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Protocol
 
+from fdcache._core import LoadForms, WholeReports
 from fdcache.layout import KVLayout
 from fdcache.manager.handover import Handovers
-from fdcache.manager.requests import LoadRange, StepPlan
 from fdcache.manager.results import LoadOutcome, LoadStatus
-from fdcache.manager.tiers import Tiers
-from fdcache.metadata import PeerTask, SwapPurpose, TransferPlan, TransferReport
+from fdcache.manager.tiers import LowerTiers
+from fdcache.metadata import HashArray, SwapPurpose, TransferPlan, TransferReport
 from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.tiers.host import LocalHostTier
 from fdcache.tiers.statistics import Counters
+
+
+class WaitingRequests(Protocol):
+    """The requests that wait for loads: ``LiveRequests``, or those of an engine that owns its device cache."""
+
+    def send_loads(self, plan: int) -> None:
+        """Let the loads planned in this step wait for this plan's reports."""
+
+    def end_loads(self, plan: int, copied: HashArray) -> list[tuple[str, int, int, int]]:
+        """End the loads of a plan, of which blocks were ``copied``.
+
+        Return (request id, first block, blocks copied, blocks planned) of each load that a request waits for.
+        """
+
+    def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
+        """Let the requests that wait for a plan's loads load nothing any more; return (request id, first block)."""
+
+    def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> WholeReports | None:
+        """Return the native side of reports without failures; None if all are counted here."""
+
+    def pass_on_published(self) -> None:
+        """Pass on what was published as loads ended."""
 
 
 class Plans:
     """``open`` is the plan of the current step. Background copies have a plan and a report of their own."""
 
     def __init__(
-        self, layout: KVLayout, timeout: float, tiers: Tiers, counters: Counters, clock: Callable[[], float]
+        self,
+        layout: KVLayout,
+        timeout: float,
+        tiers: LowerTiers,
+        requests: WaitingRequests,
+        counters: Counters,
+        clock: Callable[[], float],
+        handovers: Handovers | None = None,
     ) -> None:
         self._block_size = layout.block_size
         self._tiers = tiers
+        self._backups, self._storage = tiers.backups, tiers.storage
+        self._requests = requests
         self._counters = counters
         self._clock = clock
         self._ledger = PlanLedger(layout.tp_size, timeout)
         self._background = OpenPlan()
-        self._loads: dict[int, list[LoadRange]] = {}  # by the number of the plan in flight
-        self._below: dict[int, int] = {}  # fetch to the load of the blocks below it, while that is in flight
-        self._stashed: dict[int, list[InFlightPlan]] = {}  # fetches that ended before the load below them
-        self._failed_below: dict[
-            int, tuple[int, str | None]
-        ] = {}  # lease to block and reason of a failed load
-        self.handovers: Handovers | None = None
-        self.open = StepPlan()
+        self.handovers = handovers
+        self._whole = self._make_whole_reports()
+        self.open = OpenPlan()
+
+    def _make_whole_reports(self) -> WholeReports | None:
+        tiers = self._tiers
+        if tiers.host is None:
+            return None
+        tells_arrivals = tiers.storage is not None or not isinstance(tiers.host, LocalHostTier)
+        forms = LoadForms(LoadOutcome, LoadStatus.CONFIRMED, LoadStatus.FAILED, self._block_size)
+        return self._requests.whole_reports(self._ledger, tells_arrivals, forms)
+
+    def count(self, counters: Counters) -> None:
+        """Add what the native side has counted."""
+        if self._whole is not None:
+            copied = self._whole.copied
+            counters.blocks_loaded += copied.loaded
+            counters.blocks_evicted_to_host += copied.evicted
+            counters.blocks_backed_up += copied.backed_up
+
+    def __contains__(self, plan_id: int) -> bool:
+        return plan_id in self._ledger
 
     @property
     def in_flight(self) -> int:
@@ -52,51 +99,50 @@ class Plans:
         return self._ledger.blocks_in_flight(purpose)
 
     def plan_background(self) -> None:
-        """Plan the copies that no request waits for."""
-        self._tiers.plan_background(self._background, self._ledger)
+        """Plan the copies that no request waits for, as far as those in flight leave room."""
+        backups, storage, ledger = self._backups, self._storage, self._ledger
+        if backups is not None:
+            backups.plan_background(self._background, ledger.blocks_in_flight(SwapPurpose.BACKUP))
+        if storage is not None:
+            storage.plan_work(ledger.blocks_in_flight(SwapPurpose.STORE))
 
     def close(self, arena: str | None) -> list[TransferPlan]:
         """Close the step and return its plans; ``arena`` names the shared arena that host slots refer to."""
         sent = self._close_copies(arena)
         if self.handovers is None:
             return sent
-        now = self._clock()
-        plan, loads = self.handovers.attach(sent.pop(0) if sent else None, self.open, self._ledger, now)
-        for plan_id, load in loads.items():
-            self._loads[plan_id] = [load]
-            if plan is not None:
-                self._note_load_below(plan_id, load, plan.plan_id)
+        plan = self.handovers.attach(sent.pop(0) if sent else None, self._ledger, self._clock())
         return sent if plan is None else [plan, *sent]
 
-    def _note_load_below(self, fetch_id: int, fetch: LoadRange, plan_id: int) -> None:
-        """Let a fetch end after the load of its request's host blocks, without which its blocks have no parent."""
-        for load in self._loads.get(plan_id, ()):
-            if load.has_fetch and load.lease == fetch.lease:
-                self._below[fetch_id] = plan_id
-
     def _close_copies(self, arena: str | None) -> list[TransferPlan]:
-        step, background, storage = self.open, self._background, self._tiers.storage
-        has_copies, orders = not background.is_empty, None
+        step, background, storage = self.open, self._background, self._storage
+        has_copies, is_empty, orders = not background.is_empty, step.is_empty, None
         if storage is not None and not storage.orders.is_empty:
             orders = storage.orders.take()
-        elif step.is_empty and not has_copies:
+        elif is_empty and not has_copies:
             return []
         now, sent = self._clock(), []
-        if not step.is_empty or not has_copies:
+        if not is_empty or not has_copies:
             plan = self._ledger.send(step, now, arena, orders)
-            if step.loads:
-                self._loads[plan.plan_id], step.loads = step.loads, []
+            self._requests.send_loads(plan.plan_id)
             sent.append(plan)
             orders = None
         if has_copies:
             sent.append(self._ledger.send(background, now, arena, orders))
         return sent
 
-    def apply(self, reports: Sequence[TransferReport]) -> list[LoadOutcome]:
+    def apply(self, reports: list[TransferReport]) -> list[LoadOutcome]:
         """Count reports; return the loads that ended. Raises ``PlanError`` before any report is counted."""
+        outcomes: list[LoadOutcome] = []
+        if self._whole is not None and (ended := self._whole.count(reports)) is not None:
+            outcomes, arrived = ended
+            if outcomes:
+                self._requests.pass_on_published()
+            if arrived:
+                self._tiers.blocks_arrived(arrived)
+            return outcomes
         for report in reports:
             self._ledger.check(report)
-        outcomes: list[LoadOutcome] = []
         for report in reports:
             if not self._ledger.expects(report):
                 self._counters.unexpected_reports += 1
@@ -119,53 +165,51 @@ class Plans:
         late = self._ledger.newly_overdue(self._clock())
         if self._tiers.storage:
             self._tiers.storage.overdue(late)
-        loads = [load for flight in late for load in self._loads.get(flight.plan.plan_id, ())]
-        return [self._overdue(load) for load in loads if load.is_waited_for]
+        given_up = [load for flight in late for load in self._requests.give_up_loads(flight.plan.plan_id)]
+        self._counters.loads_overdue += len(given_up)
+        return [
+            self._outcome(request_id, LoadStatus.OVERDUE, first, "no report within the plan's deadline")
+            for request_id, first in given_up
+        ]
 
     def _complete(self, flight: InFlightPlan) -> list[LoadOutcome]:
-        plan_id = flight.plan.plan_id
-        if (below := self._below.get(plan_id)) is not None:
-            self._stashed.setdefault(below, []).append(flight)
+        if self.handovers is not None and self.handovers.stash(flight):
             return []
         self._tiers.complete(flight, self._counters)
-        loads = self._loads.pop(plan_id, ())
-        outcomes = [self._end_load(load, flight) for load in loads if load.is_waited_for]
-        ended = [outcome for outcome in outcomes if outcome is not None]
-        if self.handovers is not None:
-            if isinstance(flight.plan, PeerTask):
-                self.handovers.ended(flight.plan)
-            for fetch_id in [fetch for fetch, below in self._below.items() if below == plan_id]:
-                del self._below[fetch_id]
-            for fetch in self._stashed.pop(plan_id, ()):
-                ended += self._complete(fetch)
-        return ended
+        return self._end_loads(flight) + self._end_handovers(flight)
 
-    def _end_load(self, load: LoadRange, flight: InFlightPlan) -> LoadOutcome | None:
-        """Confirm a load that every rank has reported, or fail it from the first block that a rank lacks.
+    def _end_loads(self, flight: InFlightPlan) -> list[LoadOutcome]:
+        loads = flight.swaps.get(SwapPurpose.LOAD)
+        if loads is None:
+            return []
+        return [
+            self._ended(request_id, first, copied, planned, flight)
+            for request_id, first, copied, planned in self._requests.end_loads(
+                flight.plan.plan_id, loads.flags
+            )
+        ]
 
-        The outcome of a load below a fetch comes with that of the fetch, whose slots may still be written.
-        """
-        purpose = SwapPurpose.FETCH if load.is_fetch else SwapPurpose.LOAD
-        copied = flight.swaps[purpose].leading_copied(load.offset, load.count)
-        load.end(copied)
-        message = None if copied == load.count else "; ".join(flight.errors) or "the cache was reset"
-        if load.has_fetch:
-            if message is not None:
-                self._failed_below[load.lease] = (load.first_block + copied, message)
-            return None
-        first, below = self._failed_below.pop(load.lease, (load.first_block + copied, None))
-        recompute_from = min(first, load.first_block + copied) * self._block_size
-        message = below or message
-        if message is None:
-            self._counters.loads_confirmed += 1
-            return LoadOutcome(load.request.request_id, LoadStatus.CONFIRMED, recompute_from, None)
-        self._counters.loads_failed += 1
-        return LoadOutcome(load.request.request_id, LoadStatus.FAILED, recompute_from, message)
+    def _end_handovers(self, flight: InFlightPlan) -> list[LoadOutcome]:
+        """End a fetch, or the fetches that ended before the load of the blocks below them."""
+        if self.handovers is None:
+            return []
+        outcomes = []
+        if (ended := self.handovers.ended(flight)) is not None:
+            request_id, lacking, message = ended
+            status = LoadStatus.CONFIRMED if message is None else LoadStatus.FAILED
+            outcomes.append(self._outcome(request_id, status, lacking, message))
+        for fetch in self.handovers.take_stashed(flight):
+            outcomes += self._complete(fetch)
+        return outcomes
 
-    def _overdue(self, load: LoadRange) -> LoadOutcome:
-        """Give up waiting for a load; its slots stay held until the report."""
-        self._counters.loads_overdue += 1
-        load.request.device_only = True
-        recompute_from = load.first_block * self._block_size
-        reason = "no report within the plan's deadline"
-        return LoadOutcome(load.request.request_id, LoadStatus.OVERDUE, recompute_from, reason)
+    def _ended(
+        self, request_id: str, first: int, copied: int, planned: int, flight: InFlightPlan
+    ) -> LoadOutcome:
+        """Confirm a load that every rank has reported, or fail it from the first block that a rank lacks."""
+        if copied == planned:
+            return self._outcome(request_id, LoadStatus.CONFIRMED, first + copied, None)
+        message = "; ".join(flight.errors) or "the cache was reset"
+        return self._outcome(request_id, LoadStatus.FAILED, first + copied, message)
+
+    def _outcome(self, request_id: str, status: LoadStatus, block: int, message: str | None) -> LoadOutcome:
+        return LoadOutcome(request_id, status, block * self._block_size, message)

@@ -7,22 +7,32 @@ the write policies follow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 
-from fdcache._core import AdvanceResult, BlockManager, RequestState
-from fdcache.errors import IntegrityError, RequestStateError
+from fdcache._core import (
+    AdvanceResult,
+    AllocationForms,
+    BlockManager,
+    LoadForms,
+    MatchForms,
+    RequestState,
+    WholeReports,
+)
 from fdcache.hashing import MultimodalItem, Tokens, encode_text, make_extra_keys
 from fdcache.layout import KVLayout
+from fdcache.manager.results import Allocation, MatchResult
 from fdcache.manager.tiers import Tiers
-from fdcache.metadata import HashArray, Int32Array, SwapPurpose, UInt32Array
-from fdcache.plans.blocks import Blocks, joined
-from fdcache.plans.ledger import OpenPlan
+from fdcache.metadata import HashArray, Int32Array, UInt32Array
+from fdcache.plans.ledger import OpenPlan, PlanLedger
 from fdcache.settings.cache import CacheSettings
+from fdcache.tiers.host import HostMatch
 from fdcache.tiers.statistics import Counters
+
+Unanswered = tuple[int, int]
+"""A request that a service has to be asked about: first block, and number of leading blocks."""
 
 
 class Request(RequestState):
@@ -46,12 +56,7 @@ class Request(RequestState):
     """
 
     _fetch = 0
-    _deferred_since: float | None = None
-    _host_run: Blocks | None = None
-    _host_lease = 0
-    _fetched_blocks = 0
-    _peer: PeerSource | None = None
-    _peer_blocks = 0
+    tenant: str | None = None
     _sends = 0
     _is_finishing = False
 
@@ -77,6 +82,8 @@ class Request(RequestState):
             max_cached_tokens,
         )
 
+        self.tenant = tenant
+
     def __repr__(self) -> str:
         state = "running" if self.is_live else "not matched"
         return f"<Request {self.request_id!r}: {self.num_tokens} tokens, {self.num_blocks} blocks, {state}>"
@@ -95,22 +102,28 @@ class PeerSource(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFetch:
-    """Blocks of one request to fetch from a peer into these slots."""
+    """Blocks of one request from ``first_block`` on to fetch from a peer into these slots.
+
+    ``lease`` is that of the request when the fetch was planned. ``has_load``: the same plan loads the blocks below.
+    """
 
     source: PeerSource
-    run: Blocks
+    request: Request
+    lease: int
+    first_block: int
     slots: Int32Array
     generations: UInt32Array
-    load: LoadRange
+    has_load: bool
+
+    @property
+    def is_waited_for(self) -> bool:
+        """False once the request was released: the fetch ends without an outcome then."""
+        return self.request.lease == self.lease
 
 
-class StepPlan(OpenPlan):
-    """The transfers of one scheduler step, the requests that wait for its loads, and what they fetch from peers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads: list[LoadRange] = []
-        self.fetches: list[PlannedFetch] = []
+LoadLimit = Callable[[str, int, int, int, bytes], int]
+"""Returns how many blocks are worth loading, given request id, tokens, blocks on the device and on the host, and the
+hash of the last of these."""
 
 
 class LiveRequests:
@@ -118,11 +131,11 @@ class LiveRequests:
 
     def __init__(self, settings: CacheSettings, layout: KVLayout, tiers: Tiers, counters: Counters) -> None:
         self._caches_prefixes = settings.enable_prefix_caching
-        self._block_size = layout.block_size
         self._tiers = tiers
         self._fetches = tiers.fetches
-        self._counters = counters
         self._live: dict[str, Request] = {}
+        self._sources: dict[str, PeerSource] = {}  # of requests that will fetch, until their allocation
+        self._planned: list[PlannedFetch] = []
         backups = tiers.backups
         self._blocks = BlockManager(
             tiers.device,
@@ -134,6 +147,7 @@ class LiveRequests:
             follow_evicted=backups is not None,
             follow_owners=tiers.host is not None,
             follow_hits=backups.follows_hits if backups else 0,
+            host=tiers.host.pins if tiers.host is not None else None,
         )
 
     def __len__(self) -> int:
@@ -147,10 +161,6 @@ class LiveRequests:
         """Return the hashes that a match may find: not the last token's block, nor any above the request's limit."""
         self._blocks.prepare(request)
         return request.block_hashes[: self._blocks.matchable(request)]
-
-    def publishes(self, request: Request) -> bool:
-        """Return True for a live request whose blocks can be found by others, and which finds those of others."""
-        return self._blocks.publishes(request)
 
     def fetch_number(self, request: Request) -> int:
         """Return the number of the request's fetch from storage, the same until the request ends; 0 without one."""
@@ -177,7 +187,12 @@ class LiveRequests:
         counters.lookups += found.lookups
         counters.lookup_tokens += found.lookup_tokens
         counters.device_hit_tokens += found.device_hit_tokens
+        counters.host_hit_tokens += found.host_hit_tokens
+        counters.storage_hit_tokens += found.storage_hit_tokens
+        counters.deferred_lookups += found.deferred
         counters.allocation_failures += found.allocation_failures
+        counters.loads_confirmed += found.loads_confirmed
+        counters.loads_failed += found.loads_failed
 
     # --- match --------------------------------------------------------------------------------------------
 
@@ -185,67 +200,59 @@ class LiveRequests:
         """Raise ``RequestStateError`` or ``HashingError`` for the first request that cannot be matched."""
         self._blocks.check_match(requests, self._live)
 
-    def match_all(self, requests: list[Request]) -> None:
-        """Check requests and pin their blocks on the device. Without copies in flight to it, nothing is pending."""
-        self._blocks.match_all(requests, self._live)
+    def match(
+        self,
+        requests: Sequence[Request],
+        forms: MatchForms,
+        clock: Callable[[], float],
+        is_reading: Callable[[bytes], bool] | None = None,
+        storage_use: list[int] | None = None,
+        worth_loading: LoadLimit | None = None,
+    ) -> list[MatchResult | Unanswered]:
+        """Begin requests with their longest cached prefix, or defer them; see ``BlockManager.match``.
 
-    def match_device(self, request: Request, limit: int) -> bool:
-        """Begin a request with the leading run of its first ``limit`` blocks on the device, and pin it.
-
-        Return True if another request is loading the block after the run. A request counts as one hit of each block,
-        however often it is matched.
+        A request counts as one hit of each block, however often it is matched until it ends.
         """
-        pending = self._blocks.match(request, limit, self._live)
-        self._pass_on(None)
-        return pending
+        found = self._blocks.match(requests, self._live, forms, clock, is_reading, storage_use, worth_loading)
+        if self._blocks.has_followed:
+            self._pass_on(None)
+        return found
 
-    def shorten(self, request: Request, limit: int) -> bool:
-        """Match a request again, up to ``limit`` blocks."""
-        pending = self._blocks.shorten(request, limit)
-        self._pass_on(None)
-        return pending
+    def answer(
+        self,
+        request: Request,
+        match: HostMatch,
+        forms: MatchForms,
+        clock: Callable[[], float],
+        worth_loading: LoadLimit | None = None,
+    ) -> MatchResult:
+        """End a match with what a service has found and pinned."""
+        blocks = match.blocks
+        result = self._blocks.answer(
+            request,
+            self._live,
+            forms,
+            clock,
+            match.lease,
+            blocks.slots,
+            blocks.generations,
+            blocks.unverified,
+            (match.fetched.start, match.fetched.stop),
+            worth_loading,
+        )
+        assert isinstance(result, MatchResult)
+        return result
 
-    def pin_host(self, request: Request, lease: int) -> None:
-        """Hold the host lease of a match until ``accept``, ``drop_host_run`` or the request's end."""
-        request._host_lease = lease
-
-    def accept(self, request: Request, host_run: Blocks | None, fetched_blocks: int) -> int:
-        """Begin with the device blocks pinned and this run; return how many tokens they cover.
-
-        ``fetched_blocks`` of the run came from storage.
-        """
-        if host_run is None:
-            self._drop_host_run(request)
-        else:
-            request._host_run = host_run
-            request._fetched_blocks = fetched_blocks
-            self._blocks.accept(request, request.num_blocks + len(host_run))
-        request._deferred_since = None
-        return request.num_cached_tokens
-
-    def _drop_host_run(self, request: Request) -> None:
-        """Unpin the host blocks of the match: their loads are planned, or they are not needed."""
-        request._host_run = request._peer = None
-        request._peer_blocks = 0
-        if request._host_lease and self._tiers.host:
-            self._tiers.host.release(request._host_lease)
-            request._host_lease = 0
+    def set_from_storage(self, request: Request, blocks: int) -> None:
+        """Count blocks of a request's host run as read from storage."""
+        self._blocks.set_from_storage(request, blocks)
 
     def expect_from_peer(self, request: Request, source: PeerSource) -> int:
         """Extend a match by the blocks that only a peer has; return their number. Raises ``RequestStateError``."""
-        run = request._host_run
-        if not request.is_live or request._peer is not None:
-            raise RequestStateError(f"request {request.request_id!r}: fetch follows a match, once")
-        start = request.num_blocks + (0 if run is None else len(run))
-        stop = len(self.matchable(request))
-        if start >= stop or not self.publishes(request) or request.device_only:
-            return 0
-        positions = np.arange(start, stop, dtype=np.int32)
-        above = Blocks.of_path(request.block_hashes, start, positions, np.zeros(stop - start, np.uint32))
-        request._host_run = above if run is None else joined(run, above)
-        request._peer, request._peer_blocks = source, stop - start
-        self._blocks.accept(request, stop)
-        return stop - start
+        count = self._blocks.expect_from_peer(request)
+        if count:
+            self._sources[request.request_id] = source
+        return count
 
     def begin_send(self, request: Request) -> None:
         """Keep the blocks of a request until as many calls of ``end_send``."""
@@ -256,104 +263,38 @@ class LiveRequests:
         request._sends -= 1
         if not request._sends and request._is_finishing:
             request._is_finishing = False
-            self.finish(request)
+            self.finish([request])
 
     def is_finishing(self, request: Request) -> bool:
         """Return True for a request that has finished, and whose blocks are still being sent."""
         return request._is_finishing
 
-    def deferred_for(self, request: Request, now: float) -> float:
-        """Return the seconds since the request was deferred first; 0.0 starts the clock."""
-        if request._deferred_since is None:
-            request._deferred_since = now
-        return now - request._deferred_since
-
     # --- allocate -----------------------------------------------------------------------------------------
 
-    def check_allocate(self, demands: Iterable[tuple[Request, int]]) -> None:
-        """Raise ``RequestStateError`` for a request that is not matched or demands less than its match found."""
-        for request, num_tokens in demands:
-            self._blocks.check_allocate(request, num_tokens)
+    def allocate(
+        self, demands: list[tuple[Request, int]], plan: OpenPlan, forms: AllocationForms
+    ) -> list[Allocation]:
+        """Extend the block tables, and plan the loads of host runs and the copies of evicted blocks.
 
-    def refresh_host_run(self, request: Request) -> bool:
-        """Take blocks of the host run that others have loaded since the match as device hits.
-
-        Return False when the request has to be matched again: another request is loading the next block, or a reset
-        took the run away.
+        Raises ``RequestStateError`` for a request that is not matched or demands less than its match found.
         """
-        run = request._host_run
-        if run is None:
-            return True
-        if not self._blocks.publishes(request):
-            return False
-        start = request.num_blocks
-        pending = self._blocks.match_more(request, start + len(run))
-        self._pass_on(None)
-        found = request.num_blocks - start
-        if found == len(run):
-            self._drop_host_run(request)
-        elif found:
-            request._host_run = run.select(slice(found, None))
-            request._peer_blocks = min(request._peer_blocks, len(run) - found)
-        return not pending
-
-    def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
-        """Extend the block table to ``num_tokens`` tokens; return how many blocks are missing, then nothing changes.
-
-        Plan the loads of the host run, and the copies of evicted blocks.
-        """
-        run = request._host_run
-        if run is not None:
-            wanted = -(-num_tokens // self._block_size) - request.num_blocks
-            if (missing := wanted - self._tiers.device.available) > 0:
-                self._counters.allocation_failures += 1
-                return missing
-            self._count_host_hits(request, run)
-            self._plan_loads(request, run, plan)
-        missing = self._blocks.allocate(request, num_tokens)
-        if missing and run is not None:
-            raise IntegrityError(f"request {request.request_id!r}: {missing} available blocks are gone")
+        given: list[Allocation] = self._blocks.allocate(demands, plan.loads, self._live, forms)
+        if self._sources:
+            self._plan_fetches()
         # Copies of evicted blocks hold slots that were evictable: every slot is taken before the first copy is planned.
-        self._pass_on(plan)
-        return missing
+        if self._blocks.has_followed:
+            self._pass_on(plan)
+        return given
 
-    def take_added_blocks(self, request: Request) -> Int32Array:
-        """Return the slots added to the block table since the match or the last call."""
-        return self._blocks.take_added(request)
+    def _plan_fetches(self) -> None:
+        for request_id, *planned in self._blocks.take_fetches():
+            source = self._sources.pop(request_id)
+            self._planned.append(PlannedFetch(source, self._live[request_id], *planned))
 
-    def _count_host_hits(self, request: Request, run: Blocks) -> None:
-        run = run.select(slice(len(run) - request._peer_blocks))
-        if self._blocks.count_hits(request):
-            from_storage = min(request._fetched_blocks, len(run))
-            self._counters.host_hit_tokens += (len(run) - from_storage) * self._block_size
-            self._counters.storage_hit_tokens += from_storage * self._block_size
-
-    def _plan_loads(self, request: Request, run: Blocks, plan: StepPlan) -> None:
-        """Reserve device blocks for the run, and plan its copies from the host and its fetch from a peer."""
-        first = request.num_blocks
-        taken = self._blocks.reserve_copies(request, run.parents, run.hashes)
-        if len(taken) != len(run):
-            raise IntegrityError(
-                f"request {request.request_id!r}: {len(run)} loads got {len(taken)} device blocks"
-            )
-        count = len(run) - request._peer_blocks
-        if request._peer is not None and request._peer_blocks:
-            load = LoadRange(
-                self, request, request.lease, 0, request._peer_blocks, first + count, is_fetch=True
-            )
-            above = run.select(slice(count, None))
-            fetch = PlannedFetch(request._peer, above, taken.slots[count:], taken.generations[count:], load)
-            plan.fetches.append(fetch)
-        if count:
-            assert self._tiers.host
-            below = run.select(slice(count))
-            self._tiers.host.begin_load(request._host_lease, below.slots)
-            has_fetch = count < len(run)
-            offset = plan.add(SwapPurpose.LOAD, below, taken.slots[:count], taken.generations[:count])
-            plan.loads.append(
-                LoadRange(self, request, request.lease, offset, count, first, has_fetch=has_fetch)
-            )
-        self._drop_host_run(request)
+    def take_fetches(self) -> list[PlannedFetch]:
+        """Return what allocations have planned to fetch from peers since the last call."""
+        fetches, self._planned = self._planned, []
+        return fetches
 
     # --- advance and commit -------------------------------------------------------------------------------
 
@@ -362,11 +303,12 @@ class LiveRequests:
         requests: Sequence[Request],
         tokens: Tokens | Sequence[int | Tokens],
         uncomputed_tokens: int,
-        plan: StepPlan | None,
+        plan: OpenPlan | None,
     ) -> AdvanceResult:
         """Append tokens, extend the block tables, publish full blocks. Without ``plan`` no table is extended."""
         result = self._blocks.advance(requests, tokens, uncomputed_tokens, plan is not None)
-        self._pass_on(plan)
+        if self._blocks.has_followed:
+            self._pass_on(plan)
         return result
 
     def commit(self, progress: list[tuple[Request, int]]) -> None:
@@ -375,26 +317,66 @@ class LiveRequests:
         Raises ``RequestStateError`` for more tokens than a request, or its block table, has.
         """
         self._blocks.commit(progress)
-        self._pass_on(None)
+        if self._blocks.has_followed:
+            self._pass_on(None)
 
-    def end_load(self, request: Request, copied: int, planned: int) -> None:
-        """Count the leading blocks of a load that every rank copied, and publish what waited for all of them."""
-        self._blocks.end_load(request, copied, planned)
-        self._pass_on(None)
+    # --- loads --------------------------------------------------------------------------------------------
 
-    def _pass_on(self, plan: StepPlan | None) -> None:
+    def send_loads(self, plan: int) -> None:
+        """Let the loads planned in this step wait for this plan's reports."""
+        self._blocks.send_loads(plan)
+
+    def end_loads(self, plan: int, copied: HashArray) -> list[tuple[str, int, int, int]]:
+        """End the loads of a plan, of which blocks were ``copied``, and publish what waited for them.
+
+        Return (request id, first block, blocks copied, blocks planned) of each load that a request waits for.
+        """
+        ended = self._blocks.end_loads(plan, copied)
+        self.pass_on_published()
+        return ended
+
+    def whole_reports(self, plans: PlanLedger, tells_arrivals: bool, forms: LoadForms) -> WholeReports:
+        """Return the native side of reports without failures, which ends loads; see ``pass_on_published``."""
+        host = self._tiers.host
+        assert host is not None
+        return WholeReports(
+            plans, self._blocks, self._tiers.device, host.pins, host.traffic, tells_arrivals, forms
+        )
+
+    def pass_on_published(self) -> None:
+        """Tell the write policies and the host tier which blocks were published as loads ended."""
+        if self._blocks.has_followed:
+            self._pass_on(None)
+
+    def send_fetch(self, plan: int, fetch: PlannedFetch) -> None:
+        """Let a fetch wait for this plan's reports."""
+        self._blocks.send_fetch(plan, fetch.lease, fetch.first_block, len(fetch.slots))
+
+    def end_fetch(self, plan: int, copied: HashArray) -> tuple[str, int, bool, bool] | None:
+        """End a fetch after the load below it, and publish what waited for both.
+
+        Return (request id, first block that is lacking, True if the load failed, True if nothing is lacking), or None
+        if no request waits for it.
+        """
+        ended = self._blocks.end_fetch(plan, copied)
+        self.pass_on_published()
+        return ended
+
+    def give_up_loads(self, plan: int) -> list[tuple[str, int]]:
+        """Let the requests that wait for a plan's loads load nothing any more; return (request id, first block)."""
+        return self._blocks.give_up_loads(plan)
+
+    def _pass_on(self, plan: OpenPlan | None) -> None:
         """Tell the write policies and the host tier what the last call did."""
-        if not self._blocks.has_followed:
-            return
-        stored, hit, evicted, owners = self._blocks.take_followed()
         backups, host = self._tiers.backups, self._tiers.host
         if backups is not None:
-            for hashes in (hit, stored):
-                if hashes is not None:
-                    backups.enqueue(hashes)
-            if evicted is not None:
-                assert plan is not None
-                backups.on_evict([evicted], plan)
+            backups.enqueue_from(self._blocks)
+            if not self._blocks.has_followed:
+                return
+        evicted, owners = self._blocks.take_followed()
+        if evicted is not None:
+            assert backups is not None and plan is not None
+            backups.on_evict([evicted], plan)
         if host is not None:
             for block, tenant in owners:
                 host.own(block, tenant)
@@ -403,58 +385,28 @@ class LiveRequests:
 
     def unmatch(self, request: Request) -> None:
         """Release a matched request; its reads from storage go on. Copies in flight hold their slots until reported."""
-        if self._blocks.release(request, self._live):
-            self._drop_host_run(request)
-            request._deferred_since = None
-
-    def defer(self, request: Request) -> None:
-        """Release a matched request that waits for another's copy; the time that it waits goes on."""
-        since = request._deferred_since
-        self.unmatch(request)
-        request._deferred_since = since
+        self._sources.pop(request.request_id, None)
+        self._blocks.release(request, self._live)
 
     def wait_for_reads(self, request: Request) -> None:
         """Release a request that waits for its reads from storage, which the prefetch policy bounds."""
-        self.unmatch(request)
-        request._deferred_since = None
+        self._blocks.wait_for_reads(request, self._live)
 
-    def finish(self, request: Request) -> None:
-        """Release a request and end its reads from storage; copies in flight hold their slots until reported.
+    def finish(self, requests: list[Request]) -> None:
+        """Release requests and end their reads from storage; copies in flight hold their slots until reported.
 
         A request whose blocks are being sent to a peer is released with the end of the last send.
         """
-        if request._sends:
-            request._is_finishing = True
-            return
-        if self._fetches is not None and request._fetch:
-            self._fetches.end(request._fetch)
-            request._fetch = 0
-        self.unmatch(request)
-        self._blocks.forget_hits(request)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRange:
-    """The part of a plan's loads that one request waits for: blocks from ``first_block`` of its path on.
-
-    ``lease`` is that of the request when the load was planned. ``is_fetch``: from a peer. ``has_fetch``: the blocks
-    above are fetched, so that the outcome comes with the end of both.
-    """
-
-    requests: LiveRequests
-    request: Request
-    lease: int
-    offset: int
-    count: int
-    first_block: int
-    is_fetch: bool = False
-    has_fetch: bool = False
-
-    @property
-    def is_waited_for(self) -> bool:
-        """False once the request was released: the load ends without an outcome then."""
-        return self.request.lease == self.lease
-
-    def end(self, copied: int) -> None:
-        """Count the leading blocks that every rank copied."""
-        self.requests.end_load(self.request, copied, self.count)
+        for request in requests:
+            if request._sends:
+                request._is_finishing = True
+        requests = [request for request in requests if not request._sends]
+        if self._fetches is not None:
+            for request in requests:
+                if request._fetch:
+                    self._fetches.end(request._fetch)
+                    request._fetch = 0
+        if self._sources:
+            for request in requests:
+                self._sources.pop(request.request_id, None)
+        self._blocks.finish(requests, self._live)

@@ -45,6 +45,19 @@ class MatchResult(msgspec.Struct, frozen=True):
         return self.num_device_blocks + self.num_host_blocks + self.num_storage_blocks
 
 
+class OffloadMatch(msgspec.Struct, frozen=True):
+    """What an ``OffloadManager`` can load for a request beyond the blocks that the engine's device cache has.
+
+    DEFERRED: the next block is on its way to the host tier; ask again in a later step. ``num_tokens``: whole blocks;
+    ``from_storage`` of them were read from storage for this request.
+    """
+
+    request_id: str
+    status: MatchStatus
+    num_tokens: int = 0
+    from_storage: int = 0
+
+
 class AllocationFailure(StrEnum):
     """Reason for an allocation without blocks."""
 

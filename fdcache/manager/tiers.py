@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -14,12 +15,14 @@ from fdcache.metadata import (
     EXTENT_BYTES,
     BlockNode,
     CacheLevel,
+    CacheSwapMetadata,
     HashArray,
     PeerTask,
     StorageTask,
     SwapPurpose,
+    UInt64Array,
 )
-from fdcache.plans.ledger import InFlightPlan, OpenPlan, PlanLedger
+from fdcache.plans.ledger import NO_CHECKSUMS, InFlightPlan, OpenPlan, all_of
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.tiers.events import CacheEvent, events_of
@@ -29,69 +32,82 @@ from fdcache.tiers.pool import HOST_SPARE, BlockPool
 from fdcache.tiers.statistics import Counters, MemoryUsage
 from fdcache.tiers.storage import StorageTier, make_index
 
+Arrived = tuple[CacheSwapMetadata, HashArray | None, UInt64Array | None]
+"""A copy to the host: the transfer, 1 for each block that is in the tier or None for a service, and the checksums."""
 
-@dataclass(frozen=True, slots=True)
-class Tiers:
-    """Device, host and storage tier; ``backups`` copy blocks down, ``fetches`` read them from storage.
+
+class Backups(Protocol):
+    """Copies out of a device cache that no request waits for."""
+
+    def plan_background(self, plan: OpenPlan, in_flight: int) -> None:
+        """Plan copies; ``in_flight``: number of blocks being backed up."""
+
+    def forget(self) -> None:
+        """Forget what is queued."""
+
+    @property
+    def queued(self) -> int:
+        """Number of blocks that wait for a plan."""
+
+
+@dataclass(frozen=True)
+class LowerTiers:
+    """Host and storage tier below a device cache; ``backups`` copy blocks down, ``fetches`` read them from storage.
 
     Parts that the settings turn off are None. ``backups`` need a host tier, and so does a storage tier of this process.
     """
 
-    device: BlockPool
     host: HostTier | None
     storage: StorageTier | None
-    backups: BackupPlanner | None
+    backups: Backups | None
     fetches: Fetches | None
 
     @property
     def pools(self) -> dict[CacheLevel, BlockPool | HostTier]:
-        """The tiers that have slots, from the device down."""
-        pools: dict[CacheLevel, BlockPool | HostTier] = {CacheLevel.DEVICE: self.device}
+        """The tiers that have slots, from the top down."""
+        pools: dict[CacheLevel, BlockPool | HostTier] = {}
         if self.host is not None:
             pools[CacheLevel.HOST] = self.host
         if self.storage is not None and self.storage.pool is not None:
             pools[CacheLevel.STORAGE] = self.storage.pool
         return pools
 
-    def plan_background(self, plan: OpenPlan, ledger: PlanLedger) -> None:
-        """Plan copies that no request waits for, as far as those in flight leave room."""
-        if self.backups:
-            self.backups.plan_background(plan, ledger.blocks_in_flight(SwapPurpose.BACKUP))
-        if self.storage:
-            self.storage.plan_work(ledger.blocks_in_flight(SwapPurpose.STORE))
-
     def complete(self, flight: InFlightPlan, counters: Counters) -> None:
         """End the transfers of a plan that every rank has reported: blocks that arrived can be found."""
         if isinstance(flight.plan, StorageTask):
             assert self.storage is not None
             self.storage.complete(flight)
-        elif isinstance(flight.plan, PeerTask):
-            self._complete_handover(flight, counters)
         elif flight.swaps:
             assert self.host is not None
-            complete_copies(flight, self.device, self.host, counters)
+            self._complete_copies(flight, self.host, counters)
             if self.storage:
                 for result in flight.swaps.values():
-                    self.storage.copies_ended(result)
+                    self.storage.blocks_arrived(result.swap, result.copied)
 
-    def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
-        """Make fetched blocks findable. Sent blocks stay what they are."""
-        for purpose, result in flight.swaps.items():
-            counters.count_copies(purpose, result.num_copied, result.size)
-            if purpose is SwapPurpose.FETCH:
-                counters.blocks_corrupt_from_peer += int(np.count_nonzero(result.corrupt))
-                swap = result.swap
-                result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
+    def blocks_arrived(self, copies: Sequence[Arrived]) -> None:
+        """Pass on copies to the host of which every rank has copied everything: to the service, or to the storage."""
+        for swap, flags, checksums in copies:
+            if flags is None:
+                assert self.host is not None
+                self.host.complete(
+                    swap.dst_block_ids, all_of(len(swap)), NO_CHECKSUMS if checksums is None else checksums
+                )
+            elif self.storage is not None:
+                self.storage.blocks_arrived(swap, flags.view(np.bool_))
+
+    def _complete_copies(self, flight: InFlightPlan, host: HostTier, counters: Counters) -> None:
+        complete_copies(flight, None, host, counters)
 
     def reset_device(self) -> None:
-        """Forget the blocks of the device tier and their queued backups."""
-        self.device.reset()
+        """Forget the blocks of the device cache and their queued backups."""
         if self.backups:
             self.backups.forget()
 
     def reset(self) -> int:
         """Forget every block; return their number. The next plan tells the workers to clear their storage."""
-        forgotten = sum(pool.usage().ready for pool in (self.device, self.host) if pool is not None)
+        forgotten = sum(
+            pool.usage().ready for level, pool in self.pools.items() if level is not CacheLevel.STORAGE
+        )
         self.reset_device()
         if self.host:
             self.host.reset()
@@ -116,9 +132,7 @@ class Tiers:
             raise ConfigurationError(
                 "change_revision: a storage tier belongs to one revision; shut the manager down and make a new one"
             )
-        forgotten = self.device.stats().ready
-        if isinstance(self.host, LocalHostTier):
-            forgotten += self.host.stats().ready
+        forgotten = sum(pool.stats().ready for pool in self.pools.values() if isinstance(pool, BlockPool))
         self.reset_device()
         if self.host:
             self.host.change_layout(layout)
@@ -150,6 +164,48 @@ class Tiers:
         for pool in self.pools.values():
             pool.verify()
 
+    def record_events(self, capacity: int) -> None:
+        """Keep up to ``capacity`` events of each tier for ``take_events``."""
+        for pool in self.pools.values():
+            pool.record_events(capacity)
+
+
+@dataclass(frozen=True)
+class Tiers(LowerTiers):
+    """All tiers of a ``CacheManager``: its device tier, and those below."""
+
+    device: BlockPool
+    backups: BackupPlanner | None
+
+    @property
+    def pools(self) -> dict[CacheLevel, BlockPool | HostTier]:
+        """The tiers that have slots, from the device down."""
+        return {CacheLevel.DEVICE: self.device, **super().pools}
+
+    def complete(self, flight: InFlightPlan, counters: Counters) -> None:
+        """End the transfers of a plan that every rank has reported: blocks that arrived can be found."""
+        if isinstance(flight.plan, PeerTask):
+            self._complete_handover(flight, counters)
+        else:
+            super().complete(flight, counters)
+
+    def _complete_handover(self, flight: InFlightPlan, counters: Counters) -> None:
+        """Make fetched blocks findable. Sent blocks stay what they are."""
+        for purpose, result in flight.swaps.items():
+            counters.count_copies(purpose, result.num_copied, result.size)
+            if purpose is SwapPurpose.FETCH:
+                counters.blocks_corrupt_from_peer += int(np.count_nonzero(result.corrupt))
+                swap = result.swap
+                result.settle(self.device.complete(swap.dst_block_ids, result.flags, result.checksums))
+
+    def _complete_copies(self, flight: InFlightPlan, host: HostTier, counters: Counters) -> None:
+        complete_copies(flight, self.device, host, counters)
+
+    def reset_device(self) -> None:
+        """Forget the blocks of the device tier and their queued backups."""
+        self.device.reset()
+        super().reset_device()
+
 
 def make_tiers(
     settings: CacheSettings,
@@ -161,18 +217,29 @@ def make_tiers(
 ) -> Tiers:
     """Return the tiers of the settings, empty. Raises ``ConfigurationError`` for settings that contradict."""
     device = BlockPool(CacheLevel.DEVICE, settings.device_blocks, settings.eviction)
-    host = _make_host(settings, layout, storage_settings)
-    storage = _make_storage(settings, layout, storage_settings, lookup, host, counters, clock)
+    host, storage = make_lower_tiers(settings, layout, storage_settings, lookup, counters, clock)
     tiers = Tiers(
-        device=device,
         host=host,
         storage=storage,
         backups=BackupPlanner(settings, device, host, counters) if host else None,
         fetches=host.fetches if host else None,
+        device=device,
     )
-    for pool in tiers.pools.values():
-        pool.record_events(settings.event_buffer)
+    tiers.record_events(settings.event_buffer)
     return tiers
+
+
+def make_lower_tiers(
+    settings: CacheSettings,
+    layout: KVLayout,
+    storage_settings: StorageTierSettings,
+    lookup: StorageConnector | None,
+    counters: Counters,
+    clock: Callable[[], float],
+) -> tuple[HostTier | None, StorageTier | None]:
+    """Return host and storage tier of the settings, empty. Raises ``ConfigurationError``."""
+    host = _make_host(settings, layout, storage_settings)
+    return host, _make_storage(settings, layout, storage_settings, lookup, host, counters, clock)
 
 
 def _own_host(settings: CacheSettings, layout: KVLayout, blocks: int) -> LocalHostTier:

@@ -114,25 +114,6 @@ NO_BLOCKS = Blocks(
 )
 
 
-def joined(first: Blocks, second: Blocks) -> Blocks:
-    """Return the blocks of both lists."""
-    marks = None
-    if first.unverified is not None or second.unverified is not None:
-        marks = np.concatenate(
-            [
-                np.zeros(len(each), np.uint8) if each.unverified is None else each.unverified
-                for each in (first, second)
-            ]
-        )
-    return Blocks(
-        np.concatenate((first.slots, second.slots)),
-        np.concatenate((first.generations, second.generations)),
-        np.concatenate((first.hashes, second.hashes)),
-        np.concatenate((first.parents, second.parents)),
-        marks,
-    )
-
-
 def path_starts(blocks: Blocks) -> NDArray[np.bool_]:
     """Return a mask of the blocks that do not continue the block before them."""
     starts = np.ones(len(blocks), np.bool_)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from math import inf
 from operator import attrgetter
@@ -16,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from fdcache._core import BlockCopies
+from fdcache._core import BlockCopies, PlanInFlight, PlanTable, take_transfers
 from fdcache.errors import PlanError
 from fdcache.metadata import (
     CacheSwapMetadata,
@@ -54,22 +55,26 @@ def make_swap(
     )
 
 
-class OpenPlan:
-    """Transfers between device and host that were planned and not sent. Sending it empties it for the next step."""
+_SWAPS = {
+    purpose: partial(CacheSwapMetadata, purpose=purpose, src_type=purpose.source, dst_type=purpose.target)
+    for purpose in (SwapPurpose.EVICT, SwapPurpose.LOAD, SwapPurpose.BACKUP)
+}
+_FORMS = tuple(_SWAPS.values())
 
-    __slots__ = ("_backups", "_by_purpose", "_evictions", "_loads")
+
+class OpenPlan:
+    """Transfers between device and host that were planned and not sent. Sending it empties it for the next step.
+
+    ``after``: ids of plans in flight whose reads of the device the plan waits for, see ``TransferPlan``.
+    """
+
+    __slots__ = ("_by_purpose", "_lists", "after", "backups", "evictions", "loads")
 
     def __init__(self) -> None:
-        self._evictions, self._loads, self._backups = BlockCopies(), BlockCopies(), BlockCopies()
-        self._by_purpose = {
-            SwapPurpose.EVICT: self._evictions,
-            SwapPurpose.LOAD: self._loads,
-            SwapPurpose.BACKUP: self._backups,
-        }
-
-    def copies(self, purpose: SwapPurpose) -> BlockCopies:
-        """Return the copies for this purpose, for native code to add to."""
-        return self._by_purpose[purpose]
+        self.after: tuple[int, ...] = ()
+        self.evictions, self.loads, self.backups = BlockCopies(), BlockCopies(), BlockCopies()
+        self._lists = [self.evictions, self.loads, self.backups]
+        self._by_purpose = dict(zip(_SWAPS, self._lists, strict=True))
 
     def add(self, purpose: SwapPurpose, source: Blocks, slots: Int32Array, generations: UInt32Array) -> int:
         """Plan copies from ``source`` into ``slots``; return their offset within the transfer."""
@@ -85,35 +90,23 @@ class OpenPlan:
 
     @property
     def is_empty(self) -> bool:
-        """True while no copy is planned."""
-        return not (self._evictions or self._loads or self._backups)
+        """True while there is nothing to send."""
+        return not (self.loads or self.evictions or self.backups or self.after)
+
+    def take_after(self) -> tuple[int, ...]:
+        """Remove the plans to wait for and return them."""
+        after, self.after = self.after, ()
+        return after
 
     def swap(self, purpose: SwapPurpose) -> CacheSwapMetadata | None:
         """Remove the transfer for this purpose and return it, None when it has no blocks."""
-        copies = self._by_purpose[purpose]
-        return _transfer(purpose, copies) if copies else None
+        transfer: CacheSwapMetadata | None
+        (transfer,) = take_transfers([self._by_purpose[purpose]], [_SWAPS[purpose]])
+        return transfer
 
     def take(self) -> list[CacheSwapMetadata | None]:
         """Remove the transfers and return them in order of execution: evictions, loads, backups."""
-        return [
-            _transfer(purpose, copies) if copies else None for purpose, copies in self._by_purpose.items()
-        ]
-
-
-def _transfer(purpose: SwapPurpose, copies: BlockCopies) -> CacheSwapMetadata:
-    sources, targets, source_generations, target_generations, hashes, parents, unverified = copies.take()
-    return CacheSwapMetadata(
-        purpose=purpose,
-        src_type=purpose.source,
-        dst_type=purpose.target,
-        src_block_ids=sources,
-        src_generations=source_generations,
-        dst_block_ids=targets,
-        dst_generations=target_generations,
-        hash_values=hashes,
-        parent_hashes=parents,
-        unverified=unverified,
-    )
+        return take_transfers(self._lists, _FORMS)
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +155,7 @@ class StorageOrders:
         return taken
 
 
-_NO_CHECKSUMS: UInt64Array = np.empty(0, np.uint64)
+NO_CHECKSUMS: UInt64Array = np.empty(0, np.uint64)
 _STORAGE_GRACE = 1.0
 """Seconds after a storage task's timeout in which its report is in time."""
 _PEER_GRACE = 1.0
@@ -177,7 +170,7 @@ class SwapInFlight:
     def __init__(self, swap: CacheSwapMetadata) -> None:
         self.swap = swap
         self.size = len(swap)
-        self.checksums = _NO_CHECKSUMS
+        self.checksums = NO_CHECKSUMS
         self._copied: Mask | None = None  # None: every block
         self._causes: dict[str, Mask] | None = None
 
@@ -284,36 +277,39 @@ def all_of(count: int) -> HashArray:
     return _ONES[:count] if count <= len(_ONES) else np.ones(count, np.uint8)
 
 
-class InFlightPlan:
-    """A plan that some rank has not reported yet. ``errors`` has one message per failed rank and transfer."""
+class InFlightPlan(PlanInFlight):
+    """A plan that some rank has not reported yet. ``errors`` has one message per failed rank and transfer.
 
-    __slots__ = ("_waiting", "deadline", "errors", "is_overdue", "plan", "swaps")
+    Reports of whole copies are counted natively (``WholeReports``). ``swaps`` are made for the first other one.
+    """
 
-    def __init__(self, plan: TransferPlan | StorageTask | PeerTask, deadline: float, ranks: int) -> None:
-        self.plan = plan
-        self.deadline = deadline
-        self.is_overdue = False
-        self.swaps: dict[SwapPurpose, SwapInFlight] = {}
-        for swap in plan.swaps():
-            self.swaps[swap.purpose] = SwapInFlight(swap)
-        self.errors: list[str] = []
-        self._waiting = ranks
-
-    def waits_for(self, rank: int) -> bool:
-        """Return True if this rank has not reported."""
-        return self._waiting >> rank & 1 == 1
+    _swaps: dict[SwapPurpose, SwapInFlight] | None = None
+    _errors: list[str] | None = None
 
     @property
-    def is_finished(self) -> bool:
-        """True once every rank has reported."""
-        return not self._waiting
+    def swaps(self) -> dict[SwapPurpose, SwapInFlight]:
+        """Return the transfers by purpose, with what the ranks have reported."""
+        if self._swaps is None:
+            swaps = [SwapInFlight(swap) for swap in self.plan.swaps()]
+            for swap, checksums in zip(swaps, self.count_in_python(), strict=True):
+                if checksums is not None:
+                    swap.checksums = checksums
+            self._swaps = {each.swap.purpose: each for each in swaps}
+        return self._swaps
+
+    @property
+    def errors(self) -> list[str]:
+        """Return the messages of failures so far."""
+        if self._errors is None:
+            self._errors = []
+        return self._errors
 
     def fail(self, rank: int, reason: str) -> None:
         """Count a rank that will never report as one that copied nothing."""
         for swap in self.swaps.values():
             swap.fail()
         self.errors.append(f"rank {rank}: {reason}")
-        self._waiting &= ~(1 << rank)
+        self.stop_waiting(rank)
 
     def check(self, report: TransferReport) -> None:
         """Raise ``PlanError`` for a report that does not fit the plan."""
@@ -338,7 +334,7 @@ class InFlightPlan:
             self.swaps[result.purpose].add(result, rank)
             if result.error_message:
                 self.errors.append(f"rank {rank}: {result.error_message}")
-        self._waiting &= ~(1 << rank)
+        self.stop_waiting(rank)
 
     def finish(self) -> None:
         """Set success and error message of every transfer, once the last rank has reported."""
@@ -348,19 +344,16 @@ class InFlightPlan:
             swap.error_message = None if swap.success else "; ".join(self.errors)
 
 
-class PlanLedger:
+class PlanLedger(PlanTable):
     """The plans in flight: those that some rank has not reported yet."""
 
     def __init__(self, num_ranks: int, timeout: float) -> None:
-        self._num_ranks = num_ranks
+        super().__init__(num_ranks)
         self._timeout = timeout
         self._ids = count(1)
-        self._plans: dict[int, InFlightPlan] = {}
-        self._blocks = dict.fromkeys(SwapPurpose, 0)
-        self._next_deadline = inf  # no plan in flight is overdue before it
 
-    def __len__(self) -> int:
-        return len(self._plans)
+    def __contains__(self, plan_id: int) -> bool:
+        return plan_id in self.plans
 
     def send(
         self, plan: OpenPlan, now: float, arena: str | None = None, storage: StorageOrders | None = None
@@ -371,11 +364,12 @@ class PlanLedger:
         """
         plan_id = next(self._ids)
         evictions, loads, backups = plan.take()
+        after = plan.take_after()
         if storage is None:
             sent = TransferPlan(
-                plan_id=plan_id, arena=arena, evictions=evictions, loads=loads, backups=backups
+                plan_id=plan_id, arena=arena, evictions=evictions, loads=loads, backups=backups, after=after
             )
-            self._expect(sent, now + self._timeout)
+            self.expect(InFlightPlan(sent, now + self._timeout, self.num_ranks))
             return sent
         tasks = self._number(storage)
         sent = TransferPlan(
@@ -387,8 +381,9 @@ class PlanLedger:
             evictions=evictions,
             loads=loads,
             backups=backups,
+            after=after,
         )
-        self._expect(sent, now + self._timeout)
+        self.expect(InFlightPlan(sent, now + self._timeout, self.num_ranks))
         self._expect_tasks(tasks, now)
         return sent
 
@@ -403,7 +398,8 @@ class PlanLedger:
         numbered = tuple(replace(task, plan_id=next(self._ids)) for task in tasks)
         for task in numbered:
             is_fetch = task.swap.purpose is SwapPurpose.FETCH
-            self._expect(task, now + task.timeout + _PEER_GRACE if is_fetch else inf)
+            deadline = now + task.timeout + _PEER_GRACE if is_fetch else inf
+            self.expect(InFlightPlan(task, deadline, self.num_ranks))
         return numbered
 
     def _number(self, storage: StorageOrders) -> tuple[StorageTask, ...]:
@@ -416,78 +412,66 @@ class PlanLedger:
 
     def _expect_tasks(self, tasks: Sequence[StorageTask], now: float) -> None:
         for task in tasks:
-            self._expect(task, now + task.timeout + _STORAGE_GRACE)
-
-    def _expect(self, plan: TransferPlan | StorageTask | PeerTask, deadline: float) -> None:
-        flight = self._plans[plan.plan_id] = InFlightPlan(plan, deadline, (1 << self._num_ranks) - 1)
-        for purpose, swap in flight.swaps.items():
-            self._blocks[purpose] += swap.size
-        self._next_deadline = min(self._next_deadline, deadline)
+            self.expect(InFlightPlan(task, now + task.timeout + _STORAGE_GRACE, self.num_ranks))
 
     def _take_if_finished(self, flight: InFlightPlan) -> list[InFlightPlan]:
         """Remove a plan and return it, unless it waits for a rank."""
         if not flight.is_finished:
             return []
-        del self._plans[flight.plan.plan_id]
+        self.remove(flight)
         flight.finish()
-        for purpose, swap in flight.swaps.items():
-            self._blocks[purpose] -= swap.size
         return [flight]
 
     def check(self, report: TransferReport) -> None:
         """Raise ``PlanError`` for a report of an unknown rank, or one that does not fit its plan."""
         self._check_rank(report.rank)
-        flight = self._plans.get(report.plan_id)
+        flight = self.plans.get(report.plan_id)
         if flight is not None and flight.waits_for(report.rank):
             flight.check(report)
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self._num_ranks:
-            raise PlanError(f"rank {rank} is not one of the {self._num_ranks} ranks")
+        if not 0 <= rank < self.num_ranks:
+            raise PlanError(f"rank {rank} is not one of the {self.num_ranks} ranks")
 
     def expects(self, report: TransferReport) -> bool:
         """Return True if this rank has not reported this plan yet."""
-        flight = self._plans.get(report.plan_id)
+        flight = self.plans.get(report.plan_id)
         return flight is not None and flight.waits_for(report.rank)
 
     def record(self, report: TransferReport) -> list[InFlightPlan]:
         """Count an expected and checked report; return the plans, storage tasks included, that it completes."""
-        flight = self._plans[report.plan_id]
+        flight = self.plans[report.plan_id]
         flight.add(report)
         finished = self._take_if_finished(flight)
         if report.refused and isinstance(flight.plan, TransferPlan):
             for task in flight.plan.tasks:
-                if (other := self._plans.get(task.plan_id)) and other.waits_for(report.rank):
+                if (other := self.plans.get(task.plan_id)) and other.waits_for(report.rank):
                     other.fail(report.rank, "the plan did not reach the rank")
                     finished += self._take_if_finished(other)
         return finished
 
     def clears_storage(self, report: TransferReport) -> bool:
         """Return True if the plan of an expected report empties the storage."""
-        plan = self._plans[report.plan_id].plan
+        plan = self.plans[report.plan_id].plan
         return isinstance(plan, TransferPlan) and plan.clear_storage
 
     def lose_rank(self, rank: int) -> list[InFlightPlan]:
         """Fail what a dead rank has not reported; return the plans that this completes. Raises ``PlanError``."""
         self._check_rank(rank)
-        for flight in self._plans.values():
+        for flight in self.plans.values():
             if flight.waits_for(rank):
                 flight.fail(rank, "its process is gone")
-        return [ended for flight in list(self._plans.values()) for ended in self._take_if_finished(flight)]
+        return [ended for flight in list(self.plans.values()) for ended in self._take_if_finished(flight)]
 
     def newly_overdue(self, now: float) -> list[InFlightPlan]:
         """Return plans whose deadline has passed since the last call. They stay in flight: reports free their slots."""
-        if now <= self._next_deadline:
+        if now <= self.next_deadline:
             return []
-        waiting = [flight for flight in self._plans.values() if not flight.is_overdue]
+        waiting = [flight for flight in self.plans.values() if not flight.is_overdue]
         late = sorted((flight for flight in waiting if now > flight.deadline), key=attrgetter("deadline"))
         for flight in late:
             flight.is_overdue = True
-        self._next_deadline = min(
+        self.next_deadline = min(
             (flight.deadline for flight in waiting if not flight.is_overdue), default=inf
         )
         return late
-
-    def blocks_in_flight(self, purpose: SwapPurpose) -> int:
-        """Return the number of blocks being copied for this purpose."""
-        return self._blocks[purpose]

@@ -45,6 +45,13 @@ class EvictionPolicy(StrEnum):
     LRU = "lru"
 
 
+class LoadOrRecompute(StrEnum):
+    """Which cached blocks are loaded: all, or those that would take longer to compute."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+
+
 class CacheSettings(Group):
     """Settings of ``CacheManager``.
 
@@ -120,6 +127,12 @@ class CacheSettings(Group):
     )
     eviction: EvictionPolicy = variable(
         "FDCACHE_EVICTION", EvictionPolicy.LRU, "Order in which blocks are evicted from a full tier."
+    )
+    load_or_recompute: LoadOrRecompute = variable(
+        "FDCACHE_LOAD_OR_RECOMPUTE",
+        LoadOrRecompute.AUTO,
+        "Which cached blocks are loaded: always all, or (auto) as many as take less time to load than to compute, by "
+        "the speeds of link, storage and prefill as observed. Without observe_prefill both are the same.",
     )
     defer_timeout: Seconds = variable(
         "FDCACHE_DEFER_TIMEOUT",

@@ -14,7 +14,7 @@ import msgspec
 
 from fdcache.metadata import HashArray
 from fdcache.settings.cache import PrefetchPolicy, StorageTierSettings
-from fdcache.tiers.storage_reads import Fetch, StorageReads
+from fdcache.tiers.storage_reads import Fetch, ReadJudge, StorageReads
 
 OnDevice = Callable[[HashArray], int]
 """Returns how many leading blocks of a path the device has."""
@@ -39,6 +39,9 @@ class FetchTerms(msgspec.Struct, frozen=True):
 class Fetches(Protocol):
     """Fetches by number. Number 0 has no fetch."""
 
+    def storage_use(self, number: int) -> int:
+        """Return how reads concern a look-up at a service: 0 not, 1 unless everything is found, 2 in any case."""
+
     @property
     def is_on(self) -> bool:
         """True while there is a storage to read from."""
@@ -46,10 +49,17 @@ class Fetches(Protocol):
     def number(self) -> int:
         """Return a new number, or 0 where there is no storage."""
 
-    def begin(self, number: int, hashes: HashArray, on_device: OnDevice) -> None:
-        """Begin to read what is stored of a request's path, unless that has begun."""
+    def begin(
+        self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
+    ) -> None:
+        """Begin to read what is stored of a request's path, unless that has begun.
 
-    def must_wait(self, number: int, hashes: HashArray, on_device: OnDevice) -> bool:
+        ``judge`` tells how much is worth reading; a service reads all.
+        """
+
+    def must_wait(
+        self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
+    ) -> bool:
         """Begin to read and return True if the request is to be matched later, by the policy.
 
         A service answers this with the look-up: ``HostMatch.fetching``.
@@ -102,6 +112,10 @@ class FetchTable:
     def __contains__(self, number: int) -> bool:
         return number in self._fetches
 
+    def storage_use(self, number: int) -> int:
+        """Return 0: the host tier of this process has what was read."""
+        return 0
+
     @property
     def is_on(self) -> bool:
         """True while there is a storage to read from."""
@@ -121,7 +135,9 @@ class FetchTable:
         """Return a new number. A client of a service chooses its own."""
         return next(self._numbers)
 
-    def begin(self, number: int, hashes: HashArray, on_device: OnDevice) -> None:
+    def begin(
+        self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
+    ) -> None:
         """Begin to read what is stored of a request's path."""
         reads = self._reads()
         if reads is None or not reads.is_open or number in self._fetches:
@@ -129,16 +145,18 @@ class FetchTable:
         if self._most_blocks is not None and self._blocks + len(hashes) > self._most_blocks:
             return
         terms = self.terms
-        fetch = reads.begin(hashes, on_device, budget=terms.timeout, bandwidth=terms.bandwidth)
+        fetch = reads.begin(hashes, on_device, budget=terms.timeout, bandwidth=terms.bandwidth, judge=judge)
         if self._keep_done or not fetch.done:
             self._fetches[number] = fetch
             self._blocks += len(hashes)
 
-    def must_wait(self, number: int, hashes: HashArray, on_device: OnDevice) -> bool:
+    def must_wait(
+        self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
+    ) -> bool:
         """Begin to read and return True if the request is to be matched later, by the policy."""
         if self.terms.policy is PrefetchPolicy.BEST_EFFORT:
             return False
-        self.begin(number, hashes, on_device)
+        self.begin(number, hashes, on_device, judge)
         fetch, reads = self._fetches.get(number), self._reads()
         return fetch is not None and reads is not None and reads.must_wait(fetch, self.terms.policy)
 

@@ -27,7 +27,7 @@ from fdcache.plans.ledger import InFlightPlan, SwapInFlight
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import Fetches
 from fdcache.tiers.pool import BlockPool
-from fdcache.tiers.statistics import Counters, TierUsage, Traffic
+from fdcache.tiers.statistics import Counters, TierUsage, TrafficMeter
 
 
 class HostCache(msgspec.Struct, frozen=True):
@@ -113,8 +113,15 @@ class HostTier(Protocol):
     def copies_reserved(self, planned: PlannedBackups) -> None:
         """Learn which slots were reserved in ``copy_target``."""
 
+    def take_slots(self, parents: HashArray, hashes: HashArray) -> CopyReservation | None:
+        """Reserve slots for copies of absent blocks, parents first, as ``Tier.reserve_copies``; None without a tier."""
+
     def take_device_reset(self) -> bool:
         """Return True if an operator asked for a reset of the device tier since the last call."""
+
+    @property
+    def pins(self) -> _core.Tier | _core.PinnedRuns:
+        """The native object in which ``BlockManager`` looks blocks up and pins them."""
 
     def match_paths(
         self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
@@ -123,6 +130,12 @@ class HostTier(Protocol):
 
         ``fetches``: the number of each path's fetch from storage, 0 for none.
         """
+
+    def begin_look_up(self) -> None:
+        """Prepare ``pins`` for look-ups."""
+
+    def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[HostMatch]:
+        """Pin, in one round trip, the runs of paths that ``pins`` cannot answer."""
 
     def release(self, lease: int) -> bool:
         """Unpin a run; blocks being loaded from it stay pinned until the load ends."""
@@ -153,7 +166,7 @@ class HostTier(Protocol):
         """Offer the engine's statistics, a JSON object, to a service."""
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficMeter:
         """Totals of what the ranks copied."""
 
     def flush(self) -> None:
@@ -204,7 +217,7 @@ class LocalHostTier(BlockPool):
         spare: float = 0.0,
     ) -> None:
         super().__init__(level, num_blocks, eviction, extent=extent, spare=spare)
-        self.traffic = Traffic()
+        self.traffic = TrafficMeter()
 
     @property
     def host_cache(self) -> HostCache:
@@ -223,6 +236,11 @@ class LocalHostTier(BlockPool):
 
     @property
     def copy_target(self) -> LocalHostTier:
+        """The tier itself."""
+        return self
+
+    @property
+    def pins(self) -> LocalHostTier:
         """The tier itself."""
         return self
 
@@ -260,6 +278,10 @@ class LocalHostTier(BlockPool):
             self.on_evict(taken.evicted.hashes)
         return taken
 
+    def take_slots(self, parents: HashArray, hashes: HashArray) -> CopyReservation:
+        """Reserve slots that no lease owns."""
+        return self.reserve_copies(0, parents, hashes)
+
     def begin_load(self, lease: int, slots: Int32Array) -> None:
         """Hold the source slots, whatever becomes of the lease."""
         self.hold(slots)
@@ -284,6 +306,13 @@ class LocalHostTier(BlockPool):
 
     # Of a shared tier only; there is no operator, no quota and no service here.
 
+    def begin_look_up(self) -> None:
+        """Do nothing."""
+
+    def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[HostMatch]:
+        """Return that nothing was found."""
+        return [NOTHING] * len(paths)
+
     def take_device_reset(self) -> bool:
         """Return False."""
         return False
@@ -301,11 +330,14 @@ class LocalHostTier(BlockPool):
         """Do nothing."""
 
 
-def complete_copies(flight: InFlightPlan, device: BlockPool, host: HostTier, counters: Counters) -> None:
+def complete_copies(
+    flight: InFlightPlan, device: BlockPool | None, host: HostTier, counters: Counters
+) -> None:
     """End the transfers between device and host of a plan that every rank has reported.
 
     Release the slots that they held and make the blocks that arrived findable. Afterwards ``copied`` of each transfer
-    is True for the blocks that its target tier has.
+    is True for the blocks that its target tier has. Without a ``device`` its slots are the engine's, which asks for a
+    block again: records that could not be loaded are forgotten.
     """
     for purpose, result in flight.swaps.items():
         swap, copied = result.swap, result.flags
@@ -313,12 +345,15 @@ def complete_copies(flight: InFlightPlan, device: BlockPool, host: HostTier, cou
         if purpose is SwapPurpose.LOAD:
             if result.any_corrupt:
                 discard_corrupt(result, host, counters)
-            arrived = device.complete(swap.dst_block_ids, copied, result.checksums)
+            if device is not None:
+                result.settle(device.complete(swap.dst_block_ids, copied, result.checksums))
+            elif not result.is_whole:
+                host.discard(swap.src_block_ids[~result.copied])
             host.end_load(swap.src_block_ids, swap.hash_values, copied)
         else:
-            arrived = host.complete(swap.dst_block_ids, copied, result.checksums)
-            device.unhold(swap.src_block_ids)
-        result.settle(arrived)
+            result.settle(host.complete(swap.dst_block_ids, copied, result.checksums))
+            if device is not None:
+                device.unhold(swap.src_block_ids)
 
 
 def discard_corrupt(result: SwapInFlight, host: HostTier | BlockPool, counters: Counters) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from fdcache._core import TierStats
+from fdcache._core import CopyMeter, TierStats
 from fdcache.metadata import SwapPurpose, TransferReport
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -192,21 +192,6 @@ class Traffic(msgspec.Struct):
 
     copied: dict[Direction, Copied] = {}
 
-    def record(self, report: TransferReport) -> None:
-        """Add what a rank reports."""
-        for result in report.results:
-            if result.copied_bytes:
-                direction = _DIRECTIONS[result.purpose]
-                total = self.copied.get(direction)
-                if total is None:
-                    total = self.copied[direction] = Copied()
-                total.bytes += result.copied_bytes
-                total.durations.observe(result.seconds)
-
-    def copy(self) -> Traffic:
-        """Return a snapshot."""
-        return self.since(Traffic())
-
     def add(self, other: Traffic) -> None:
         """Add another's totals."""
         for direction, copied in other.copied.items():
@@ -217,6 +202,82 @@ class Traffic(msgspec.Struct):
         nothing = Copied()
         now = list(self.copied.items())  # a snapshot: another thread may be recording
         return Traffic({way: copied.since(earlier.copied.get(way, nothing)) for way, copied in now})
+
+
+class TrafficMeter(CopyMeter):
+    """Counts the traffic of one manager, or of one client of a service."""
+
+    def __init__(self) -> None:
+        super().__init__(list(BOUNDS))
+
+    def record(self, report: TransferReport) -> None:
+        """Add what a rank reports."""
+        for result in report.results:
+            self.add(result.purpose, result.copied_bytes, result.seconds)
+
+    def copy(self) -> Traffic:
+        """Return a snapshot."""
+        traffic = Traffic()
+        for purpose, direction in _DIRECTIONS.items():
+            copied, counts, seconds = self.total(purpose)
+            if copied:
+                traffic.add(Traffic({direction: Copied(copied, Histogram(counts, seconds))}))
+        return traffic
+
+
+class LoadDecision(msgspec.Struct):
+    """How much of one request's cached prefix was to be loaded, and how that turned out.
+
+    ``choice``: whole, part or nothing. ``last_block``: hash of the last block found, in hexadecimal. ``reused_blocks``
+    of the blocks found in the tiers were wanted. The expected seconds are those from the match to the first token: as
+    decided, if all were reused, and if none were loaded. ``hedged``: a read was late, and the request went on without
+    it. ``true_seconds`` is 0.0 until the prompt is computed.
+    """
+
+    request_id: str
+    last_block: str = ""
+    num_tokens: int = 0
+    device_blocks: int = 0
+    host_blocks: int = 0
+    storage_blocks: int = 0
+    reused_blocks: int = 0
+    choice: str = ""
+    expected_seconds: float = 0.0
+    expected_seconds_whole: float = 0.0
+    expected_seconds_nothing: float = 0.0
+    hedged: bool = False
+    waited_seconds: float = 0.0
+    true_seconds: float = 0.0
+
+
+class SpeedFigures(msgspec.Struct):
+    """Speed of one kind of copy, as observed; 0.0 while unknown."""
+
+    latency_seconds: float = 0.0
+    bytes_per_second: float = 0.0
+
+
+class LoadFigures(msgspec.Struct):
+    """Decisions of load or recompute: totals, the speeds behind them, and the last decisions.
+
+    ``hedged`` requests went on without a late read. ``probes`` are reads begun for the speed of storage alone.
+    ``expected_seconds`` and ``true_seconds`` are sums over the ``judged`` requests, whose prompts are computed.
+    """
+
+    whole: int = 0
+    part: int = 0
+    nothing: int = 0
+    hedged: int = 0
+    probes: int = 0
+    judged: int = 0
+    expected_seconds: float = 0.0
+    true_seconds: float = 0.0
+    host: SpeedFigures = msgspec.field(default_factory=SpeedFigures)
+    storage: SpeedFigures = msgspec.field(default_factory=SpeedFigures)
+    prefill_step_seconds: float = 0.0
+    prefill_token_seconds: float = 0.0
+    prefill_context_seconds: float = 0.0
+    recent: list[LoadDecision] = msgspec.field(default_factory=list)
 
 
 class CacheStats(msgspec.Struct, frozen=True):
@@ -242,3 +303,4 @@ class CacheStats(msgspec.Struct, frozen=True):
     fetching_blocks: int = 0
     held_blocks: int = 0
     traffic: Traffic = msgspec.field(default_factory=Traffic)
+    loads: LoadFigures = msgspec.field(default_factory=LoadFigures)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fdcache.layout import KVLayout
 from fdcache.metadata import CacheLevel, CacheSwapMetadata, HashArray, StorageScan, StorageTask, SwapPurpose
-from fdcache.plans.ledger import InFlightPlan, StorageOrders, SwapInFlight
+from fdcache.plans.ledger import InFlightPlan, Mask, StorageOrders, SwapInFlight
 from fdcache.settings.cache import CacheSettings, StorageTierSettings
 from fdcache.storage.connector import StorageConnector
 from fdcache.storage.slab_format import slots_for
@@ -101,12 +101,11 @@ class StorageTier:
         """Learn that blocks came to the host tier from a device."""
         self.writes.on_arrival(hashes)
 
-    def copies_ended(self, result: SwapInFlight) -> None:
+    def blocks_arrived(self, swap: CacheSwapMetadata, arrived: Mask) -> None:
         """Learn from a transfer between device and host that is settled in both tiers."""
-        swap = result.swap
         if swap.dst_type is CacheLevel.HOST:
             self.reads.copies_ended(swap.hash_values)
-            self.writes.on_arrival(swap.hash_values[result.copied])
+            self.writes.on_arrival(swap.hash_values[arrived])
 
     def complete(self, flight: InFlightPlan) -> None:
         """End a storage task that every rank has reported.

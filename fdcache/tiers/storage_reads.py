@@ -7,9 +7,10 @@ something, and is looked at again when that has come and not before: a step cost
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
+from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +24,26 @@ from fdcache.tiers.statistics import Counters
 from fdcache.tiers.storage_index import Question, StorageIndex, question
 
 _NO_CHECKSUMS = np.empty(0, np.uint64)
+
+
+GROUP_BYTES = 128 << 20
+"""Bytes of one read on all ranks. Blocks can be found when their own read has ended, not when all have."""
+
+
+class ReadJudge(Protocol):
+    """Judges the reads of one request. Blocks count from the start of its path."""
+
+    def worth_reading(self, on_device: int, first: int, stop: int, ahead: int) -> tuple[int, bool]:
+        """Return up to which of the stored blocks ``first`` to ``stop`` to read, and if the request waits for them.
+
+        ``on_device`` leading blocks are on the device, and ``ahead`` blocks are read before these.
+        """
+
+    def is_worth_waiting(self, arrived: int, ends: Sequence[int], ahead: int, since: float) -> bool:
+        """Return False if the request should go on with the ``arrived`` blocks.
+
+        ``ends``: where each of its reads in flight ends. The first began at ``since``, behind ``ahead`` blocks.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +62,8 @@ class Fetch:
 
     ``on_device`` returns how many leading blocks its device has; a read that ends there is not worth it. A wait for
     the fetch ends at ``deadline``, one second later for every ``bandwidth`` bytes that are read. Blocks that have come
-    are pinned under ``lease`` until the request's match: ``pinned`` of them.
+    are pinned under ``lease`` until the request's match: ``pinned`` of them. ``judge`` ends the wait earlier: the reads
+    in flight began at ``since``, behind ``ahead`` blocks of others.
     """
 
     hashes: HashArray
@@ -50,6 +72,9 @@ class Fetch:
     stop: int
     deadline: float
     bandwidth: float
+    judge: ReadJudge | None = None
+    since: float = 0.0
+    ahead: int = 0
     reads: list[Read] = field(default_factory=list)
     done: bool = False
     lease: int = 0
@@ -199,11 +224,17 @@ class StorageReads:
     # --- fetches --------------------------------------------------------------------------------------------
 
     def begin(
-        self, hashes: HashArray, on_device: Callable[[HashArray], int], *, budget: float, bandwidth: float
+        self,
+        hashes: HashArray,
+        on_device: Callable[[HashArray], int],
+        *,
+        budget: float,
+        bandwidth: float,
+        judge: ReadJudge | None = None,
     ) -> Fetch:
         """Begin to read what is stored of a path; its request waits for ``budget`` seconds and the reads' bytes."""
         on_host = _leading(self._host.contains(hashes) == READY)
-        fetch = Fetch(hashes, on_device, on_host, on_host, self._clock() + budget, bandwidth)
+        fetch = Fetch(hashes, on_device, on_host, on_host, self._clock() + budget, bandwidth, judge)
         self._advance(fetch)
         return fetch
 
@@ -220,7 +251,30 @@ class StorageReads:
             self._counters.prefetches_timed_out += 1
             self.cancel(fetch)
             return False
+        if not self._is_worth_waiting(fetch):
+            self._go_without(fetch)
+            return False
         return True
+
+    def _is_worth_waiting(self, fetch: Fetch) -> bool:
+        """Return False if the request is sooner done without its reads in flight."""
+        in_flight = [read for read in fetch.reads if self._is_in_flight(read)]
+        if fetch.judge is None or not in_flight:
+            return True
+        arrived = fetch.first + fetch.pinned
+        ends = [
+            min(end, fetch.stop)
+            for end in accumulate((len(read.hashes) for read in in_flight), initial=arrived)
+        ]
+        return fetch.judge.is_worth_waiting(arrived, ends[1:], fetch.ahead, fetch.since)
+
+    def _go_without(self, fetch: Fetch) -> None:
+        """End a fetch whose reads go on, for requests to come."""
+        fetch.done = True
+        self._waiting.forget(fetch)
+        for read in fetch.reads:
+            read.waiters.pop(fetch, None)
+        fetch.reads.clear()
 
     def advance(self) -> None:
         """Continue the fetches that can go on, and as many as there is room for."""
@@ -302,6 +356,7 @@ class StorageReads:
         read = self._reads.pop(int(swap.dst_block_ids[0]))
         read.order.failed = read.order.failed or failed
         for fetch in read.waiters:
+            fetch.since, fetch.ahead = self._clock(), 0
             if read.order.failed:
                 fetch.stop = max(fetch.first, min(fetch.stop, leading_ready(self._host, fetch.hashes)))
             self._pin(fetch)
@@ -339,15 +394,21 @@ class StorageReads:
             self._waiting.wait_for_answer(fetch, question(hashes, on_host))
         else:
             stop = on_host + stored
-            useful = stored > 0 and stop > fetch.on_device(hashes)
+            on_device, waits = fetch.on_device(hashes), True
+            if fetch.judge is not None and stop > max(on_host, on_device):
+                stop, waits = fetch.judge.worth_reading(on_device, on_host, stop, self._blocks_in_flight)
+            useful = stop > max(on_host, on_device)
             fetch.done = not useful or not self._read(fetch, on_host, stop)
+            if not waits:
+                self._go_without(fetch)
 
     def _may_go_on(self, fetch: Fetch) -> bool:
         """Return True once the reads so far have ended, all of them well."""
-        if fetch.done or any(self._is_in_flight(read) and not read.order.failed for read in fetch.reads):
-            return False
         # Blocks before a failed one have come; the others are computed.
-        fetch.done = any(read.order.failed for read in fetch.reads)
+        has_failed = any(read.order.failed for read in fetch.reads)
+        if fetch.done or (not has_failed and any(map(self._is_in_flight, fetch.reads))):
+            return False
+        fetch.done = has_failed
         self._leave(fetch)
         return not fetch.done
 
@@ -364,7 +425,8 @@ class StorageReads:
         read.waiters[fetch] = None
         self._unneeded.pop(read, None)
         fetch.reads.append(read)
-        fetch.stop = max(fetch.stop, stop)
+        fetch.stop = max(fetch.stop, min(stop, start + len(read.hashes) - read.hashes.index(block)))
+        fetch.since, fetch.ahead = self._clock(), 0
         self._counters.prefetches_shared += 1
 
     def _read(self, fetch: Fetch, start: int, stop: int) -> bool:
@@ -397,14 +459,22 @@ class StorageReads:
     def _order(
         self, fetch: Fetch, source: Blocks, start: int, slots: Int32Array, generations: UInt32Array
     ) -> None:
+        """Order reads of at most ``GROUP_BYTES`` each, in path order."""
+        fetch.since, fetch.ahead = self._clock(), self._blocks_in_flight
+        size = max(GROUP_BYTES // self._block_bytes, 1)
+        for first in range(0, len(source), size):
+            group = slice(first, first + size)
+            blocks = source.select(group)
+            order = self._orders.add(
+                SwapPurpose.PREFETCH, blocks, slots[group], generations[group], self._timeout
+            )
+            read = Read([row.tobytes() for row in blocks.hashes], order, int(slots[first]), {fetch: None})
+            self._reads[read.slot] = read
+            self._by_block.update(dict.fromkeys(read.hashes, read))
+            fetch.reads.append(read)
         count = len(source)
-        order = self._orders.add(SwapPurpose.PREFETCH, source, slots, generations, self._timeout)
-        read = Read([row.tobytes() for row in source.hashes], order, int(slots[0]), waiters={fetch: None})
-        self._reads[read.slot] = read
-        self._by_block.update(dict.fromkeys(read.hashes, read))
         self._blocks_in_flight += count
         self._host.loading_from_storage.update(slots.tolist())
-        fetch.reads.append(read)
         fetch.stop = start + count
         fetch.deadline += count * self._block_bytes / fetch.bandwidth
         self._counters.blocks_requested_from_storage += count

@@ -55,6 +55,28 @@ def test_compute_waits_for_the_eviction_of_the_slots_it_writes(method: str) -> N
 
 
 @pytest.mark.parametrize("method", ["auto", "kernel", "dma", "staged"])
+def test_compute_and_loads_wait_for_the_backups_that_their_plan_names(method: str) -> None:
+    layout, blocks = WIDE["128 KiB"], 64
+    with GpuWorker(layout, device_blocks=blocks, host_blocks=blocks, swap_method=method) as worker:
+        before = [worker.block(slot) for slot in range(blocks)]
+        worker.run(plan(1, evict=[(0, 0)]))
+        stream = cupy.cuda.Stream(non_blocking=True)
+        backup = [(slot, slot) for slot in range(1, blocks)]
+        worker.controller.submit_swap_tasks(plan(2, backup=backup), stream)
+        counter = worker.controller.submit_swap_tasks(plan(3, load=[(0, blocks - 1)], after=(2,)), stream)
+        with stream:
+            for tensor in worker.tensors:
+                tensor[: blocks - 1] = 9
+        counter.wait_all()
+        stream.synchronize()
+        assert worker.block(blocks - 1) == before[0]
+        while worker.controller.wait_reports(PATIENCE):
+            pass
+        worker.run(plan(4, load=[(slot, slot) for slot in range(blocks)]))
+        assert [worker.block(slot) for slot in range(blocks)] == before
+
+
+@pytest.mark.parametrize("method", ["auto", "kernel", "dma", "staged"])
 def test_a_stream_waits_for_its_layer_without_the_cpu(method: str) -> None:
     layout, blocks = WIDE["128 KiB"], 64
     with GpuWorker(layout, device_blocks=blocks, host_blocks=blocks, swap_method=method) as worker:

@@ -51,6 +51,10 @@ def test_a_failed_copy_is_reported_only_after_its_last_write(cuda_driver: Path) 
     run(cuda_driver, "cuda_scenarios.keep_slots_of_a_failed_copy()")
 
 
+def test_plans_submitted_in_one_call_end_like_others(cuda_driver: Path) -> None:
+    run(cuda_driver, "cuda_scenarios.launch_in_one_call()", "cuda_scenarios.keep_loads_in_order()")
+
+
 def test_a_captured_stream_is_refused_before_any_copy(cuda_driver: Path) -> None:
     run(cuda_driver, "cuda_scenarios.refuse_a_capture()")
 

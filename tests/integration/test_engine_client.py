@@ -11,8 +11,8 @@ import pytest
 
 from fdcache.controller.cache_controller import CacheController
 from fdcache.hashing import TokenBlocks, root_hash
+from fdcache.manager import AsyncEngineClient, EngineClient
 from fdcache.metadata import HashArray, TransferPlan, TransferReport
-from fdcache.service.client import AsyncEngineClient, EngineClient
 from fdcache.settings.cache import CacheSettings, TransferSettings
 from fdcache.tiers.events import BlockStored
 from tests.service_engine import BLOCK, layout
@@ -142,3 +142,17 @@ def test_without_a_service_every_call_misses(tmp_path: Path) -> None:
         assert client.lookup(hashes) == 0
         assert client.load(hashes, array(0, 1, 2)) == 0
         assert client.store(hashes, array(0, 1, 2)) == 0
+
+
+def test_an_execution_that_fails_stores_nothing_and_holds_nothing() -> None:
+    settings = CacheSettings(host_memory=1 << 20)
+
+    def refuse(plan: TransferPlan) -> list[TransferReport]:
+        raise OSError("the ranks are gone")
+
+    with EngineClient(settings, layout(), refuse) as client:
+        hashes = np.arange(64, dtype=np.uint8).reshape(2, 32)
+        with pytest.raises(OSError, match="the ranks are gone"):
+            client.store(hashes, array(0, 1))
+        assert client.lookup(hashes) == 0
+        assert client._manager._host.in_use == 0

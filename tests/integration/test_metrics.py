@@ -203,6 +203,8 @@ class TestMisses:
         b'{"device": [1]}',
         b'{"device": {"ready": "all"}}',
         b'{"name": "\xdf"}',
+        b'{"loads": [1]}',
+        b'{"loads": {"whole": "all", "true_seconds": -1e999, "recent": [{"request_id": 1}]}}',
         b"[" * 60000,
         b'{"a":' * 10000,
         b"[1]",

@@ -11,8 +11,7 @@ import pytest
 
 from fdcache.errors import ConfigurationError, LayoutError
 from fdcache.hashing import TokenBlocks, root_hash
-from fdcache.manager import CacheManager, LoadStatus, Request
-from fdcache.service.client import AsyncEngineClient
+from fdcache.manager import AsyncEngineClient, CacheManager, LoadStatus, Request
 from fdcache.settings.cache import CacheSettings, StorageTierSettings, WritePolicy
 from tests.integration.test_engine_client import Blocks, array
 from tests.service_engine import (

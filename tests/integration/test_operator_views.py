@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fdcache.hashing import TokenBlocks, root_hash
+from fdcache.manager import Request
 from fdcache.service.client.connection import Connection
 from fdcache.service.wire.liveness import LiveFile
 from fdcache.service.wire.protocol import Heartbeat, Register
@@ -152,6 +154,29 @@ class TestBlocksAndPrompts:
         assert json.loads(run(*asked).stdout)["broken_at"] == 0
         answer = json.loads(run(*asked, "--lookahead", "1").stdout)
         assert (answer["broken_at"], len(answer["blocks"])) == (None, (len(PROMPT) - 1) // BLOCK)
+
+    def test_explain_tells_what_an_engine_loads_and_why(self, service: LocalService, tmp_path: Path) -> None:
+        engine = Engine(service.address)
+        engine.serve(PROMPT)
+        model = engine.manager._choices.model
+        for _ in range(3):
+            engine.manager.observe_prefill([(Request("observed", PROMPT), 0, 40)], 0.4)
+            model.link.observe(engine.layout.payload_bytes, 5.0, time.monotonic())
+        engine.manager.sleep()
+        engine.manager.wakeup()
+        assert engine.serve(PROMPT) == (0, [])
+        (tmp_path / "tokens").write_text(json.dumps(PROMPT))
+
+        def is_reported() -> bool:
+            engine.manager.take_plans()
+            return bool(service.ask("clients")[0]["figures"].get("loads", {}).get("judged"))
+
+        until(is_reported, "the decision is reported")
+        asked = ["inspect", "explain", "--tokens", str(tmp_path / "tokens"), "--server", service.address]
+        shown = run(*asked).stdout.splitlines()[-1]
+        assert "reused 0 of 10 cached blocks (nothing); expected 410 ms (all 5" in shown
+        assert "no load 410 ms), took " in shown
+        engine.close()
 
     @pytest.mark.parametrize(
         ("text", "status", "said"),

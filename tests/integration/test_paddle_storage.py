@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,3 +87,17 @@ def damage_records(slab: Path) -> None:
             byte = file.read(1)[0]
             file.seek(-1, 1)
             file.write(bytes([byte ^ 1]))
+
+
+def test_the_engine_tells_its_speed_and_computes_what_would_load_slower() -> None:
+    server = Server(GQA, replace(SMALL, load_or_recompute="auto"))
+    server.serve(*(prompt(f"p{seed}", tokens(seed, 150)) for seed in range(3)))
+    choices = server.fdcache.manager._choices
+    assert choices.figures().prefill_token_seconds > 0
+    for _ in range(3):
+        choices.model.link.observe(1 << 20, 1000.0, time.monotonic())
+    again = server.serve(prompt("again", tokens(0, 150)))
+    assert again[0].cached_tokens == 0
+    assert choices.figures().nothing == 1
+    assert_as_without_cache(server, again)
+    server.close()

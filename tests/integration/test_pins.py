@@ -10,9 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdcache._core import FoundRun, SharedRuns
 from fdcache.manager import LoadStatus, Request
-from fdcache.metadata import HashArray
 from fdcache.service.client.remote_tier import RemoteHostTier
 from tests.service_engine import PROMPT, Engine, assert_nothing_is_held, ready_blocks, round_trips, totals
 from tests.service_help import LocalService, local_service, next_line, service_process, spawned, until
@@ -21,34 +19,21 @@ SMALL = {"FDCACHE_HOST_MEMORY": "256KiB", "FDCACHE_EXTENT_SIZE": "64KiB"}
 
 
 class Interrupted:
-    """The shared runs of a session; ``found`` and ``pinned`` are called once after a look-up and after a pin."""
+    """Calls ``found`` once after an engine's next look-up, and ``pinned`` once after its next pin."""
 
     def __init__(self, engine: Engine) -> None:
         host = engine.manager._host
         assert isinstance(host, RemoteHostTier)
         session = host.sessions.session
         assert session is not None
-        self._runs: SharedRuns = session.runs
         self.found: Callable[[], object] = lambda: None
         self.pinned: Callable[[], object] = lambda: None
-        session.runs = self  # type: ignore[assignment]
+        session.runs.observer = self._observe
 
-    def find(self, hashes: HashArray, start: int) -> FoundRun:
-        found = self._runs.find(hashes, start)
-        if len(found):
-            call, self.found = self.found, lambda: None
-            call()
-        return found
-
-    def pin(self, hashes: HashArray, found: FoundRun) -> int:
-        run = self._runs.pin(hashes, found)
-        if run:
-            call, self.pinned = self.pinned, lambda: None
-            call()
-        return run
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._runs, name)
+    def _observe(self, stage: str) -> None:
+        call = getattr(self, stage)
+        setattr(self, stage, lambda: None)
+        call()
 
 
 @pytest.fixture

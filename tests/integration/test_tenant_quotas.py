@@ -9,7 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from fdcache.hashing import NO_TENANT, TokenBlocks, root_hash, tenant_key
-from fdcache.service.client import EngineClient
+from fdcache.manager import EngineClient
 from fdcache.service.server.http import make_app
 from tests.integration.test_engine_client import Blocks, array
 from tests.service_engine import BLOCK, PROMPT, Engine, assert_nothing_is_held, layout, ready_blocks

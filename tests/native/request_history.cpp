@@ -19,21 +19,29 @@ RequestHistory::RequestHistory(Bytes bytes, Tier &tier, std::string tenant)
     : bytes_(bytes),
       tier_(tier),
       tenant_(std::move(tenant)),
-      manager_(tier, {kBlock, Digest{}, bytes_.below(2)}, true, bytes_.below(2) ? kFollow : Follow{}) {}
+      manager_(tier, {kBlock, Digest{}, bytes_.below(2)}, true, bytes_.below(2) ? kFollow : Follow{},
+               HostSource(host_)),
+      terms_{1 + bytes_.below(2),
+             static_cast<double>(bytes_.below(2)),
+             [this] { return double(arrived_); },
+             {}} {}
 
 void RequestHistory::run() {
     while (!bytes_.empty()) step();
+    load();
+    end_loads(true);
     for (Job &job : jobs_) end(job);
     jobs_.clear();
+    expect(host_.stats().pins == 0 && host_.stats().holds == 0, "the host keeps what ended requests held");
 }
 
 void RequestHistory::step() {
     static constexpr std::array kActs{
-        &RequestHistory::arrive,     &RequestHistory::arrive,  &RequestHistory::allocate,
-        &RequestHistory::allocate,   &RequestHistory::compute, &RequestHistory::compute,
-        &RequestHistory::commit,     &RequestHistory::commit,  &RequestHistory::advance,
-        &RequestHistory::advance,    &RequestHistory::advance, &RequestHistory::finish,
-        &RequestHistory::match_more, &RequestHistory::shorten, &RequestHistory::forget,
+        &RequestHistory::arrive,   &RequestHistory::arrive,  &RequestHistory::allocate,
+        &RequestHistory::allocate, &RequestHistory::compute, &RequestHistory::compute,
+        &RequestHistory::commit,   &RequestHistory::commit,  &RequestHistory::advance,
+        &RequestHistory::advance,  &RequestHistory::advance, &RequestHistory::finish,
+        &RequestHistory::back_up,  &RequestHistory::load,    &RequestHistory::forget,
     };
     (this->*bytes_.pick(kActs))();
 }
@@ -68,43 +76,26 @@ void RequestHistory::arrive() {
     job.state->bind(manager_.keys(), job.state->make_blocks(manager_.keys()));
     append(job, prompt);
     job.state->use_cache = !bytes_.one_in(16);
-    manager_.match(*job.state, manager_.matchable(*job.state));
+    if (manager_.match(*job.state, terms_).end == MatchEnd::kDeferred) {
+        expect(!job.state->is_live(), "a deferred request is live");
+        return;
+    }
     check_match(job);
     jobs_.push_back(std::move(job));
 }
 
 void RequestHistory::check_match(Job &job) {
     const auto &table = job.state->table();
-    expect(job.state->num_cached_tokens == table.size() * kBlock, "the length of a match");
-    expect(job.state->use_cache || !table.size(), "a request without cache finds blocks");
+    const std::size_t found = table.size() + job.state->host_run().size();
+    expect(job.state->num_cached_tokens == found * kBlock, "the length of a match");
+    expect(found % terms_.cell == 0, "a match that does not end on the grid");
+    expect(job.state->use_cache || !found, "a request without cache finds blocks");
     for (std::size_t i = 0; i < table.size(); ++i) {
         const auto held = held_.find(table.data()[i]);
         expect(held != held_.end() && held->second == tokens_of(job, (i + 1) * kBlock),
                "a match finds a block with other tokens");
     }
     job.computed = table.size() * kBlock;
-}
-
-// As the manager: only before the first blocks are computed.
-void RequestHistory::match_more() {
-    Job *job = some_job();
-    if (!job || job->state->table().size() * kBlock != job->computed) return;
-    const std::size_t most = manager_.matchable(*job->state);
-    if (!manager_.publishes(*job->state) || most < job->state->table().size()) return;
-    if (job->computed != job->state->num_cached_tokens) return;
-    manager_.match_more(*job->state, most);
-    manager_.accept(*job->state, job->state->table().size());
-    check_match(*job);
-}
-
-void RequestHistory::shorten() {
-    Job *job = some_job();
-    if (!job || job->computed != job->state->num_cached_tokens) return;
-    if (job->state->table().size() * kBlock != job->computed) return;
-    const std::size_t blocks = bytes_.below(job->state->table().size() + 1);
-    manager_.shorten(*job->state, blocks);
-    expect(job->state->table().size() <= blocks, "a shortened match is longer");
-    check_match(*job);
 }
 
 void RequestHistory::check_given(const Job &job, std::size_t first) const {
@@ -125,10 +116,62 @@ void RequestHistory::allocate() {
     const std::size_t tokens =
         std::max<std::size_t>(job->state->num_tokens(), had * kBlock) + bytes_.below(3);
     manager_.check_allocate(*job->state, tokens);
-    const std::uint32_t missing = manager_.allocate(*job->state, tokens);
-    expect(job->state->table().size() == (missing ? had : (tokens + kBlock - 1) / kBlock),
+    const std::size_t cached = job->state->num_cached_tokens / kBlock, before = loads_.size();
+    const Allocated given = manager_.allocate(*job->state, tokens, &loads_);
+    if (given.end == AllocationEnd::kDeferred) {
+        expect(!job->state->is_live(), "a deferred request is live");
+        jobs_.erase(jobs_.begin() + (job - jobs_.data()));
+        return;
+    }
+    const bool has_all = given.end == AllocationEnd::kDone;
+    if (!has_all) return expect(given.missing > 0, "an allocation failed for nothing");
+    expect(job->state->table().size() == std::max(had, (tokens + kBlock - 1) / kBlock),
            "blocks of a request");
-    check_given(*job, had);
+    const std::size_t first_loaded = cached - (loads_.size() - before);
+    for (std::size_t i = before; i < loads_.size(); ++i)
+        held_[static_cast<std::int32_t>(loads_.targets[i])] =
+            tokens_of(*job, (first_loaded + i - before + 1) * kBlock);
+    job->computed = std::max(job->computed, cached * kBlock);
+    check_given(*job, std::max(had, first_loaded));
+}
+
+// Copies the blocks of a request that others can find to the host.
+void RequestHistory::back_up() {
+    const Job *job = some_job();
+    if (!job) return;
+    const auto &hashes = job->state->blocks().hashes();
+    std::vector<Digest> parents{Digest{}};
+    for (std::size_t i = 0; i + 1 < hashes.size(); ++i) parents.push_back(hashes.data()[i]);
+    parents.resize(hashes.size());
+    const CopyReservation taken = host_.reserve_copies(0, parents, {hashes.data(), hashes.size()});
+    const std::vector<std::uint8_t> copied(taken.slots.size(), !bytes_.one_in(8));
+    host_.complete(taken.slots, copied, {});
+}
+
+// Ends the loads of the plan before, and sends those of this step.
+void RequestHistory::load() {
+    end_loads(!bytes_.one_in(8));
+    manager_.send_loads(++plan_);
+    in_flight_ = std::exchange(loads_, {});
+}
+
+void RequestHistory::end_loads(bool copied) {
+    const std::vector<std::uint8_t> flags(in_flight_.size(), copied);
+    const std::vector<LoadRange> ended = manager_.take_loads(plan_);
+    const std::vector<std::uint8_t> ready = tier_.complete(in_flight_.targets, flags, {});
+    host_.unhold(in_flight_.sources);
+    in_flight_ = {};
+    for (const LoadRange &load : ended) {
+        RequestState *const request = manager_.waiting_for(load);
+        if (!request) continue;
+        const std::uint32_t count = leading_copied(load, ready);
+        manager_.end_load(*request, count, load.count);
+        if (count == load.count) continue;
+        const auto job = std::find_if(jobs_.begin(), jobs_.end(),
+                                      [&](const Job &each) { return each.state.get() == request; });
+        end(*job);
+        jobs_.erase(job);
+    }
 }
 
 void RequestHistory::compute_to(Job &job, std::size_t tokens) {
@@ -195,6 +238,8 @@ void RequestHistory::forget() {
     if (bytes_.one_in(4)) return manager_.stop_publishing();
     const auto &hashes = job->state->blocks().hashes();
     if (!hashes.size()) return;
+    for (const Job &each : jobs_)
+        if (each.state->host_run().size()) return;  // a load needs the blocks above it
     tier_.drop({hashes.data() + bytes_.below(hashes.size()), 1});
 }
 

@@ -31,9 +31,9 @@ class RequestHistory {
 
     void step();
     void arrive();
-    void match_more();
-    void shorten();
     void allocate();
+    void back_up();
+    void load();
     void compute();
     void commit();
     void advance();
@@ -46,12 +46,18 @@ class RequestHistory {
     void append(Job &job, std::size_t count);
     void compute_to(Job &job, std::size_t tokens);
     void check_match(Job &job);
+    void end_loads(bool copied);
     void check_given(const Job &job, std::size_t first) const;
 
     Bytes bytes_;
     Tier &tier_;
+    Tier host_{6};
     std::string tenant_;
     BlockManager manager_;
+    MatchTerms terms_;
+    BlockCopies loads_;      // of the present step
+    BlockCopies in_flight_;  // of the plan before it
+    std::uint64_t plan_ = 0;
     std::vector<Job> jobs_;
     std::map<std::int32_t, Tokens> held_;  // by slot: the tokens up to the last one in it
     int arrived_ = 0;

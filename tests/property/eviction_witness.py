@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fdcache import _core
-from tests.tier_help import hash_list
+from fdcache.tiers.pool import ABSENT
+from tests.tier_help import hash_list, hashes
 
 _CHANGES = (
     "release",
@@ -23,17 +24,7 @@ _CHANGES = (
     "unhold",
 )
 _WHOLE = ("discard", "drop", "restore", "reset", "resize")
-_STEP = (
-    "match",
-    "match_all",
-    "match_more",
-    "shorten",
-    "allocate",
-    "reserve_copies",
-    "commit",
-    "end_load",
-    "release",
-)
+_STEP = ("commit", "end_loads", "release", "wait_for_reads")
 
 
 class EvictionWitness:
@@ -51,9 +42,13 @@ class EvictionWitness:
             setattr(tier, name, self._watched(getattr(tier, name)))
         self._observe()
 
-    def of_requests(self, blocks: _core.BlockManager) -> Any:
-        """Return a proxy of the native side of a manager's requests, whose tier this is; it checks each call."""
-        return _WatchedBlocks(blocks, self)
+    def of_requests(self, blocks: _core.BlockManager, host: EvictionWitness) -> Any:
+        """Return a proxy of the native side of a manager's requests, whose device tier this is; it checks each call."""
+        return _WatchedBlocks(blocks, self, host)
+
+    def of_reports(self, reports: _core.WholeReports, host: EvictionWitness) -> Any:
+        """Return a proxy of the native side of reports, whose device tier this is; it checks each report."""
+        return _WatchedReports(reports, self, host)
 
     def of_backups(self, planner: _core.BackupPlanner, device: EvictionWitness) -> Any:
         """Return a proxy of the native planner of backups from ``device`` to this tier; it checks each call."""
@@ -83,10 +78,27 @@ class EvictionWitness:
 
         return watched
 
-    def check_allocation(self, gone: list[bytes], order: list[bytes]) -> None:
-        """Check the blocks that an allocation evicted against the order before it."""
-        assert gone == order[: len(gone)]
+    def check_allocation(self, gone: list[bytes], order: list[bytes], kept: set[bytes]) -> None:
+        """Check the blocks that an allocation evicted against the order before it; it has pinned ``kept`` first."""
+        assert gone == [block for block in order if block not in kept][: len(gone)]
         self.evicted += len(gone)
+
+    def hits(self) -> dict[bytes, int]:
+        """Return the hits of the blocks that can be found, or are on their way."""
+        return {node.hash: node.hits for node in self.nodes()}
+
+    def nodes(self) -> list[_core.NodeView]:
+        """Return the blocks that can be found, or are on their way."""
+        nodes = (self.tier.node(slot) for slot in range(self.tier.stats().slots))
+        return [node for node in nodes if node.findable]
+
+    def ready_run(self, path: list[bytes]) -> list[bytes]:
+        """Return the leading blocks of a path that the tier had at the last observation."""
+        return path[: next((i for i, block in enumerate(path) if block not in self.parents), len(path))]
+
+    def used_meanwhile(self, blocks: list[bytes]) -> None:
+        """Note that a call has pinned and released these blocks, before it is observed."""
+        self.used_until = {key: until for key, until in self.used_until.items() if key[0] not in blocks}
 
     def _check_evicted(self, taken: Any, args: tuple[Any, ...]) -> None:
         kept: set[bytes | None] = set()
@@ -141,34 +153,95 @@ class EvictionWitness:
 
 
 class _WatchedBlocks:
-    """A ``BlockManager`` that tells a witness of each call, and of the blocks that an allocation evicted."""
+    """A ``BlockManager`` that tells the witnesses of both tiers of each request's part of a call."""
 
-    def __init__(self, blocks: _core.BlockManager, witness: EvictionWitness) -> None:
+    def __init__(self, blocks: _core.BlockManager, device: EvictionWitness, host: EvictionWitness) -> None:
         self._blocks = blocks
-        self._witness = witness
-        self._before: list[bytes] | None = None
-        self._evicted_for_copies = 0
+        self._device = device
+        self._host = host
+        self._allocations: list[tuple[list[bytes], set[bytes], int]] = []
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._blocks, name)
-        return self._witness._watched(found) if name in _STEP else found
+        return self._watched(found) if name in _STEP else found
 
-    def allocate(self, request: _core.RequestState, num_tokens: int) -> int:
-        self._before = self._witness.order
-        return int(self._witness._watched(self._blocks.allocate)(request, num_tokens))
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return self._host._watched(self._device._watched(call))
 
-    def reserve_copies(self, *args: Any) -> _core.CopyReservation:
-        taken: _core.CopyReservation = self._witness._watched(self._blocks.reserve_copies)(*args)
-        self._evicted_for_copies = len(taken.evicted)
-        return taken
+    def match(self, requests: list[_core.RequestState], *args: Any) -> list[Any]:
+        *same, uses = args
+        found: list[Any] = []
+        self._blocks.check_match(requests, args[0])
+        for i, request in enumerate(requests):
+            found += self._watched(self._match)(request, *same, uses and [uses[i]])
+        return found
+
+    def _match(
+        self, request: _core.RequestState, live: Any, forms: _core.MatchForms, *args: Any
+    ) -> list[Any]:
+        """Match; whether or not they stay pinned, the blocks that were found have been used."""
+        path = hash_list(request.block_hashes)[: self._blocks.matchable(request)]
+        path = path if request.use_cache else []
+        states = self._device.tier.contains(hashes(path)).tolist()
+        hits = self._host.hits()
+        found = self._blocks.match([request], live, forms, *args)
+        on_host = [block for block, count in self._host.hits().items() if count > hits.get(block, count)]
+        on_device = self._device.ready_run(path)
+        if forms.cell > 1:
+            known = states.index(ABSENT) if ABSENT in states else len(states)
+            on_device = on_device[: min(known, (known + len(on_host)) // forms.cell * forms.cell)]
+        self._device.used_meanwhile(on_device)
+        if on_host:
+            self._host.used_meanwhile(self._host.ready_run(path)[: path.index(on_host[-1]) + 1])
+        return found
+
+    def allocate(self, demands: list[tuple[_core.RequestState, int]], *args: Any) -> list[Any]:
+        given: list[Any] = []
+        for demand in demands:
+            given += self._watched(self._allocate)(demand, *args)
+        return given
+
+    def _allocate(self, demand: tuple[_core.RequestState, int], *args: Any) -> list[Any]:
+        """Allocate; a request that was deferred has pinned what was ready meanwhile, and released it."""
+        request = demand[0]
+        path = hash_list(request.block_hashes)
+        publishes = self._blocks.publishes(request)
+        before, order = set(self._device.parents), self._device.order
+        given = self._blocks.allocate([demand], *args)
+        if not request.is_live and publishes:
+            self._device.used_meanwhile(self._device.ready_run(path))
+        after = {node.hash: node.pins for node in self._device.nodes()}
+        kept = {block for block in path if after.get(block)}
+        self._allocations.append((order, kept, len(before - after.keys())))
+        return given
+
+    def finish(self, requests: list[_core.RequestState], live: Any) -> None:
+        for request in requests:
+            self._watched(self._blocks.finish)([request], live)
 
     def take_followed(self) -> Any:
         followed = self._blocks.take_followed()
-        if self._before is not None:
-            gone = [] if followed[2] is None else hash_list(followed[2].hashes)
-            self._witness.check_allocation(gone[self._evicted_for_copies :], self._before)
-        self._before, self._evicted_for_copies = None, 0
+        gone = [] if followed[0] is None else hash_list(followed[0].hashes)
+        for order, kept, count in self._allocations:
+            self._device.check_allocation(gone[:count], order, kept)
+            gone = gone[count:]
+        self._allocations.clear()
         return followed
+
+
+class _WatchedReports:
+    """A ``WholeReports`` that tells the witnesses of both tiers of each report."""
+
+    def __init__(self, reports: _core.WholeReports, device: EvictionWitness, host: EvictionWitness) -> None:
+        self._reports = reports
+        self._device = device
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reports, name)
+
+    def count(self, reports: list[Any]) -> Any:
+        return self._host._watched(self._device._watched(self._reports.count))(reports)
 
 
 class _WatchedPlanner:

@@ -29,7 +29,9 @@ class OrderMachine(StorageMachine):
             assert isinstance(pool, _core.Tier)
             witnesses.append(EvictionWitness(pool))
         requests = manager._requests
-        requests._blocks = witnesses[0].of_requests(requests._blocks)
+        requests._blocks = witnesses[0].of_requests(requests._blocks, witnesses[1])
+        assert manager._plans._whole is not None
+        manager._plans._whole = witnesses[0].of_reports(manager._plans._whole, witnesses[1])
         if (backups := manager._tiers.backups) is not None:
             backups._planner = witnesses[1].of_backups(backups._planner, witnesses[0])
         self.witnesses.extend(witnesses)

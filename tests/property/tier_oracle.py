@@ -201,7 +201,7 @@ class TierOracle:
             if slot is None:
                 break
             run.append(slot)
-        if run and self.path(run[-1])[start:] != run:
+        if run and self.path(run[-1])[-len(run) :] != run:
             raise ValueError("not one path")
         for slot in run:
             self.used[slot].hits += 1

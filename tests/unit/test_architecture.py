@@ -17,6 +17,7 @@ ROOT = Path(fdcache.__file__ or "").parent.parent
 FOUNDATION = {
     "_core",
     "errors",
+    "groups",
     "hashing",
     "layout",
     "machine",
@@ -147,7 +148,13 @@ def test_the_public_names_load_no_framework(imported: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "rooms"), [("paddle", {"integrations"}), ("torch", set()), ("cupy", {"devices"})]
+    ("framework", "rooms"),
+    [
+        ("paddle", {"integrations"}),
+        ("torch", {"integrations"}),
+        ("vllm", {"integrations"}),
+        ("cupy", {"devices"}),
+    ],
 )
 def test_a_framework_is_imported_in_its_room_alone(framework: str, rooms: set[str]) -> None:
     importing = set()

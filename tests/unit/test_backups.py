@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import OrderedDict
 
 import numpy as np
 import pytest
 
+from fdcache._core import MatchForms
 from fdcache.hashing import hash_blocks, root_hash
 from fdcache.manager import Request
 from fdcache.manager.backups import BackupPlanner
 from fdcache.manager.requests import LiveRequests
+from fdcache.manager.results import MatchResult, MatchStatus
 from fdcache.manager.tiers import Tiers
 from fdcache.metadata import CacheLevel, SwapPurpose
 from fdcache.plans.ledger import OpenPlan
@@ -24,6 +27,7 @@ from tests.property.engine_model import BLOCK
 from tests.tier_help import chain, hash_list, hashes, store
 
 TOKENS = list(range(3 * BLOCK))
+FORMS = MatchForms(1, 0.0, MatchResult, MatchStatus.MATCHED, MatchStatus.DEFERRED)
 PATH = hash_list(hash_blocks(TOKENS, BLOCK, parent=root_hash(layout().fingerprint)))
 
 
@@ -35,21 +39,21 @@ class Stage:
         host = LocalHostTier(CacheLevel.HOST, 8)
         settings = CacheSettings(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_through_threshold=3)
         self.backups = BackupPlanner(settings, self.device, host, Counters())
-        tiers = Tiers(self.device, host, None, self.backups, None)
+        tiers = Tiers(host=host, storage=None, backups=self.backups, fetches=None, device=self.device)
         self.requests = LiveRequests(settings, layout(), tiers, Counters())
         store(self.device, PATH)
 
     def match_and_defer(self, request: Request, blocks: int) -> None:
         """Match a request and defer it."""
-        self.requests.check_match([request])
-        self.requests.match_device(request, blocks)
+        request.max_cached_tokens = blocks * BLOCK
+        self.requests.match([request], FORMS, time.monotonic)
         assert request.num_blocks == blocks
         self.requests.unmatch(request)
 
 
 def request_for_path(request_id: str) -> Request:
     """Return a request whose first blocks are those of ``PATH``."""
-    return Request(request_id, TOKENS)
+    return Request(request_id, [*TOKENS, 0])
 
 
 def test_a_request_that_is_matched_again_hits_a_block_once() -> None:

@@ -6,12 +6,14 @@ import pytest
 
 from fdcache import _core
 from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import BlockCopy, DevicePlanes, HostArena
 from fdcache.devices.cpu import CpuEvent
 from fdcache.errors import (
     LayerSwapTimeoutError,
     PlanError,
 )
 from fdcache.metadata import (
+    CacheSwapMetadata,
     SwapPurpose,
     TransferPlan,
     decode_plan,
@@ -21,6 +23,15 @@ from fdcache.metadata import (
 from fdcache.settings.cache import TransferSettings
 from tests.faults import PausingDevice
 from tests.swaps import PATIENCE, Gate, Worker, header_of, host_slot_hash, plan, uniform_layout
+
+
+class RefusesLoads(PausingDevice):
+    """A device that accepts no load."""
+
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+        if swap.purpose is SwapPurpose.LOAD:
+            raise RuntimeError("no loads today")
+        return super().copy_blocks(planes, arena, swap)
 
 
 @pytest.fixture
@@ -153,6 +164,54 @@ class TestOrder:
             worker.report()
             worker.run(plan(3, load=[(1, 2)]))
             assert worker.block(2) == before
+
+    def test_loads_and_layers_wait_for_the_earlier_reads_that_a_plan_names(self) -> None:
+        device = PausingDevice(pause_at=-1, purposes=[SwapPurpose.BACKUP])
+        with Worker(uniform_layout(), device=device) as worker:
+            worker.run(plan(1, backup=[(0, 0)]))
+            before = worker.block(1)
+            device.pause_at = 0
+            worker.controller.submit_swap_tasks(plan(2, backup=[(1, 1)]))
+            worker.controller.submit_swap_tasks(plan(3, backup=[(2, 2)]))
+            unrelated = worker.controller.submit_swap_tasks(plan(4, load=[(0, 5)], after=(1,)))
+            unrelated.wait_all()  # plan 1 has ended
+            loading = worker.controller.submit_swap_tasks(
+                plan(5, load=[(0, 1)], evict=[(3, 3)], after=(1, 2, 3))
+            )
+            computing = worker.controller.submit_swap_tasks(plan(6, after=(2,)))
+            for counter in (loading, computing):
+                with pytest.raises(LayerSwapTimeoutError):
+                    counter.wait_for_layer(0, 0.03)
+            assert worker.block(1) == before
+            device.resume.set()
+            for counter in (loading, computing):
+                counter.wait_all()
+            assert worker.block(1) == worker.block(0)
+            worker.controller.submit_swap_tasks(plan(7, load=[(1, 4)])).wait_all()
+            assert worker.block(4) == before
+
+    def test_the_compute_stream_waits_for_the_earlier_reads_that_a_plan_names(self) -> None:
+        device = PausingDevice(pause_at=0, purposes=[SwapPurpose.BACKUP])
+        with Worker(uniform_layout(), device=device) as worker:
+            compute = device.create_stream()
+            worker.controller.submit_swap_tasks(plan(1, backup=[(1, 1)]), compute)
+            worker.controller.submit_swap_tasks(plan(2, after=(1,)), compute)
+            passed = CpuEvent()
+            passed.record(compute)
+            assert not passed.wait(0.03)
+            device.resume.set()
+            assert passed.wait(PATIENCE)
+
+    def test_a_refused_plan_waits_for_the_earlier_reads_all_the_same(self) -> None:
+        device = RefusesLoads(pause_at=0, purposes=[SwapPurpose.BACKUP])
+        with Worker(uniform_layout(), device=device) as worker:
+            worker.controller.submit_swap_tasks(plan(1, backup=[(1, 1)]))
+            counter = worker.controller.submit_swap_tasks(plan(2, load=[(0, 1)], after=(1,)))
+            assert worker.report().results[0].error_message == "RuntimeError: no loads today"
+            with pytest.raises(LayerSwapTimeoutError):
+                counter.wait_for_layer(0, 0.03)
+            device.resume.set()
+            counter.wait_all()
 
     def test_layers_of_one_group_are_done_together_and_groups_in_order(self) -> None:
         device = PausingDevice(pause_at=99)

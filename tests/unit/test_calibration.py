@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fdcache.devices.calibration import (
@@ -14,6 +15,7 @@ from fdcache.devices.calibration import (
     NEVER,
     Calibration,
     Measurement,
+    calibrated_link,
     calibration_path,
     choose_calibration,
     load_calibration,
@@ -151,3 +153,15 @@ def test_link_and_node_come_from_sysfs(tmp_path: Path) -> None:
     assert link_of(tmp_path) == "PCIe 32.0 GT/s PCIe x16" and numa_node_of(tmp_path) is None
     (tmp_path / "numa_node").write_text("1\n")
     assert numa_node_of(tmp_path) == 1
+
+
+def test_a_scheduler_knows_the_slowest_calibrated_link(tmp_path: Path) -> None:
+    assert calibrated_link(tmp_path) == calibrated_link(tmp_path / "missing") == 0.0
+    for name, speed in (("a", 55.0), ("b", 24.0), ("c", 0.0)):
+        made = replace(Calibration(), gpu=name, link_to_device=speed)
+        (tmp_path / f"{name}.json").write_bytes(msgspec.json.encode(made))
+    (tmp_path / "d.json").write_bytes(
+        msgspec.json.encode(replace(made, format=FORMAT - 1, link_to_device=1.0))
+    )
+    (tmp_path / "e.json").write_text("{")
+    assert calibrated_link(tmp_path) == 24e9

@@ -176,6 +176,8 @@ class TestRefusedPlans:
         ("field", "value", "found"),
         [
             ("src_block_ids", np.array([0, 1 << 32], np.int64), "an array of int32, got int64"),
+            ("src_block_ids", None, "an array of int32, got NoneType"),
+            ("dst_block_ids", None, "an array of int32, got NoneType"),
             ("dst_block_ids", np.array([1.0, 2.0]), "an array of int32, got float64"),
             ("dst_block_ids", [1, 2], "an array of int32, got list"),
             ("src_generations", np.array([1, 1 << 32], np.uint64), "an array of uint32, got uint64"),
@@ -188,6 +190,9 @@ class TestRefusedPlans:
         setattr(loads, field, value)
         with pytest.raises(PlanError, match=f"load: {field} must be {found}"):
             worker.controller.submit_swap_tasks(TransferPlan(plan_id=2, loads=loads))
+        (report,) = worker.controller.poll()
+        (result,) = report.results
+        assert result.failed.tolist() == [0, 1] and found in str(result.error_message)
 
     @pytest.mark.parametrize(
         ("changes", "message"),

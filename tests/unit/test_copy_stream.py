@@ -136,6 +136,18 @@ def test_a_cancelled_copy_touches_nothing() -> None:
     assert not memory.headers.any()
 
 
+def test_the_last_group_ends_with_the_copy() -> None:
+    """A report says that all layers are done, so no event of a layer may come after the end of the copy."""
+    memory, stream, gate = Memory(), _core.CopyStream(1), _core.Event()
+    stream.wait(gate)
+    copy = memory.copy()
+    events = stream.copy_groups(copy, [(0, 1), (1, 2)])
+    assert copy.cancel()
+    assert copy.done.query() and events[-1].query() and not events[0].query()
+    gate.set()
+    assert events[0].wait(PATIENCE)
+
+
 def test_a_slot_that_another_writer_took_is_not_stamped_ready() -> None:
     memory, stream, first, gate = Memory(), _core.CopyStream(1), _core.Event(), _core.Event()
     copy = memory.copy()

@@ -26,7 +26,11 @@ GUIDES = [
 ]
 SOURCES = {
     path.name: [line.strip() for line in path.read_text().splitlines()]
-    for path in [ROOT / "examples/embedding.py", *sorted((ROOT / "examples/paddle_engine").glob("*.py"))]
+    for path in [
+        ROOT / "examples/embedding.py",
+        ROOT / "examples/offloading.py",
+        *sorted((ROOT / "examples/paddle_engine").glob("*.py")),
+    ]
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fdcache.errors import LayoutError, UnsupportedLayoutError
+from fdcache.groups import CacheGroup, HitPolicy, require_one_group
 from fdcache.layout import KVLayout, Plane, PlaneKind
 from tests.format_oracle import doc_vectors, oracle_fingerprint
 
@@ -243,3 +244,37 @@ def test_documented_fingerprints(vector: dict[str, Any]) -> None:
     layout = KVLayout.from_json(json.dumps(vector["layout"]))
     assert layout.fingerprint.hex() == vector["fingerprint"]
     assert oracle_fingerprint(vector["layout"]).hex() == vector["fingerprint"]
+
+
+def test_each_rank_by_itself_has_a_layout_of_its_own() -> None:
+    layout = KVLayout.uniform(
+        model="m",
+        revision="r",
+        num_layers=2,
+        block_size=4,
+        kv_heads=1,
+        head_dim=8,
+        dtype="bfloat16",
+        tp_size=2,
+    )
+    ranks = [layout.of_rank(rank) for rank in range(2)]
+    assert [each.tp_size for each in ranks] == [1, 1]
+    assert len({layout.fingerprint, *(each.fingerprint for each in ranks)}) == 3
+    assert ranks[0].of_rank(0) is ranks[0]
+    with pytest.raises(LayoutError, match="rank 2"):
+        layout.of_rank(2)
+
+
+FULL = CacheGroup("full attention", 6, 16)
+WINDOW = CacheGroup("sliding window of 4096", 26, 16, HitPolicy.LAST_BLOCKS)
+
+
+def test_a_model_of_one_group_of_which_a_hit_needs_every_block_is_served() -> None:
+    assert require_one_group([FULL]) is FULL
+
+
+@pytest.mark.parametrize("groups", [[FULL, WINDOW], [FULL, FULL], [WINDOW], []])
+def test_other_models_are_refused_by_name_with_the_remedy(groups: list[CacheGroup]) -> None:
+    with pytest.raises(UnsupportedLayoutError, match="--disable-hybrid-kv-cache-manager") as refused:
+        require_one_group(groups)
+    assert all(f"{group.kind}: {group.num_layers} layers" in str(refused.value) for group in groups)

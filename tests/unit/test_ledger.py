@@ -130,3 +130,15 @@ def test_a_report_that_does_not_fit_its_plan_is_an_error(
         ledger.check(TransferReport(plan_id=plan, rank=0, results=results))
     with pytest.raises(PlanError, match="rank 1 is not one of the 1 ranks"):
         ledger.check(TransferReport(plan_id=plan, rank=1, results=results))
+
+
+def test_a_plan_is_sent_for_what_it_waits_for_alone_and_once() -> None:
+    ledger, plan = PlanLedger(1, 30.0), OpenPlan()
+    plan.after = (3, 5)
+    assert not plan.is_empty
+    sent = ledger.send(plan, 0.0)
+    assert (sent.after, sent.swaps()) == ((3, 5), ())
+    assert plan.take_after() == ()
+    assert sent.plan_id in ledger
+    ledger.record(TransferReport(plan_id=sent.plan_id, rank=0, results=()))
+    assert sent.plan_id not in ledger

@@ -98,6 +98,7 @@ def test_one_line_says_what_a_plan_copies() -> None:
     task = StorageTask(plan_id=9, swap=swap(SwapPurpose.STORE, 2), timeout=1.0)
     plan = TransferPlan(plan_id=8, arena="a", loads=loads, storage=(task,), cancelled=(3,))
     assert repr(plan) == "TransferPlan(8, load of 6, store of 2 as 9, arena='a', cancelled=(3,))"
+    assert repr(TransferPlan(plan_id=9, after=(4, 7))) == "TransferPlan(9, after=(4, 7))"
 
 
 def test_a_part_of_a_transfer_has_the_same_blocks() -> None:
@@ -160,3 +161,8 @@ def test_a_transfer_names_its_host_and_device_slots(purpose: SwapPurpose) -> Non
     assert np.array_equal(transfer.host_slots, host[0])
     assert np.array_equal(transfer.host_generations, host[1])
     assert np.array_equal(transfer.device_slots, other[0])
+
+
+def test_the_plans_that_a_plan_waits_for_travel_with_it() -> None:
+    plan = TransferPlan(plan_id=9, after=(4, 7))
+    assert decode_plan(encode(plan)) == plan

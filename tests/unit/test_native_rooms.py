@@ -12,8 +12,8 @@ CSRC = Path(__file__).parents[2] / "csrc"
 BELOW = {
     "hash": set[str](),
     "tier": {"hash"},
-    "scheduler": {"hash", "tier"},
     "plan": {"hash", "tier"},
+    "scheduler": {"hash", "tier", "plan"},
     "copy": {"hash"},
     "slab": {"hash", "copy"},
     "swap": set[str](),

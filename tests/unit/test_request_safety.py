@@ -60,6 +60,27 @@ def test_more_tokens_than_any_pool_holds_find_no_blocks(tokens: int) -> None:
     assert allocation.shortfall > 0
 
 
+@pytest.mark.parametrize("count", [-1, 2**70, 1.5, "many"])
+def test_a_count_that_is_none_is_refused_by_name(count: object) -> None:
+    manager, request = make_manager(), Request("a", range(BLOCK))
+    manager.match_prefix([request])
+    calls: dict[str, Callable[[], object]] = {
+        "num_tokens": lambda: manager.allocate_device_blocks([(request, count)]),  # type: ignore[list-item]
+        "cannot commit": lambda: manager.commit([(request, count)]),  # type: ignore[list-item]
+        "uncomputed_tokens": lambda: manager.advance([], [], uncomputed_tokens=count),  # type: ignore[arg-type]
+        "max_cached_tokens": lambda: Request("b", [1], max_cached_tokens=count),  # type: ignore[arg-type]
+    }
+    for name, call in calls.items():
+        with pytest.raises(RequestStateError, match=name):
+            call()
+    assert (request.num_blocks, manager.num_free_device_blocks) == (0, 16)
+
+
+def test_a_negative_number_of_blocks_is_refused() -> None:
+    with pytest.raises(RequestStateError, match="num_blocks is -1"):
+        make_manager().can_allocate_device_blocks(-1)
+
+
 def test_tokens_appended_while_a_request_is_hashed_again_are_kept() -> None:
     manager, count = make_manager(), 2_000_000
     request = Request("a", np.arange(count, dtype=np.int32))

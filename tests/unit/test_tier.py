@@ -143,7 +143,7 @@ class TestMatch:
         assert tier.match(lease, hashes(PATH)).hits.tolist() == [3, 3, 2, 2]
 
     @pytest.mark.parametrize(
-        "mixed", [[OTHER[0], PATH[1]], [PATH[0], PATH[2]], [PATH[1]], [chain(5)[0], PATH[1]]]
+        "mixed", [[OTHER[0], PATH[1]], [PATH[0], PATH[2]], [chain(5)[0], PATH[1]], [OTHER[1], PATH[0]]]
     )
     def test_hashes_that_are_not_one_path_pin_nothing(self, tier: _core.Tier, mixed: list[bytes]) -> None:
         store(tier, PATH)
@@ -152,6 +152,14 @@ class TestMatch:
         with pytest.raises(ValueError, match="not one path"):
             tier.match(tier.open_lease(), hashes(mixed))
         assert figures(tier) == before
+
+    def test_a_run_of_a_path_is_found_without_the_blocks_before_it(self, tier: _core.Tier) -> None:
+        planned = store(tier, PATH)
+        lease = tier.open_lease()
+        run = tier.match(lease, hashes([*PATH[1:], chain(7)[0]]))
+        assert run.slots.tolist() == planned[1:]
+        tier.release(lease)
+        assert_all_given_back(tier)
 
 
 class TestReserve:

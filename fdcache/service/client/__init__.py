@@ -1,6 +1,5 @@
-"""Clients of a service: for tools, and for engines that manage their own device blocks."""
+"""Clients of a service: for tools, and the parts of a manager that lie in it."""
 
 from fdcache.service.client.connection import AsyncClient, Client
-from fdcache.service.client.engine import AsyncEngineClient, EngineClient
 
-__all__ = ["AsyncClient", "AsyncEngineClient", "Client", "EngineClient"]
+__all__ = ["AsyncClient", "Client"]

@@ -1,78 +1,15 @@
-"""Pinned runs and storage reads that a service holds for an engine."""
+"""Storage reads that a service does for an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 
-from fdcache._core import LoadingRuns
-from fdcache.metadata import HashArray, Int32Array
+from fdcache.metadata import HashArray
 from fdcache.service.client.session import Session, SessionKeeper
 from fdcache.service.wire.protocol import NOT_FETCHED, EndFetches, Prefetch
 from fdcache.tiers.fetches import OnDevice
-
-
-@dataclass(slots=True)
-class Run:
-    """A run pinned at the service under its ``number`` in a session; ``unverified``: some of its records are."""
-
-    session: Session
-    number: int
-    unverified: bool
-    released: bool = False
-
-
-class PinnedRuns:
-    """Pinned runs by lease. A run is unpinned once it is released and no load reads it."""
-
-    def __init__(self) -> None:
-        self._leases = count(1)
-        self._runs: dict[int, Run] = {}
-        self._loads = LoadingRuns()
-        self._loading: dict[int, Run] = {}
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    @property
-    def slots_loading(self) -> int:
-        """Slots that a load reads."""
-        return len(self._loads)
-
-    def add(self, session: Session, number: int, *, unverified: bool) -> int:
-        """Add a run that is pinned; return its lease."""
-        lease = next(self._leases)
-        self._runs[lease] = Run(session, number, unverified)
-        return lease
-
-    def release(self, lease: int) -> bool:
-        """Unpin a run after the loads that read it; return False when it was released before."""
-        run = self._runs.pop(lease, None)
-        if run is None:
-            return False
-        run.released = True
-        if lease not in self._loads:
-            run.session.runs.unpin(run.number)
-        return True
-
-    def begin_load(self, lease: int, slots: Int32Array) -> None:
-        """Keep these slots of a run pinned until their load ends."""
-        if len(slots):
-            self._loading[lease] = self._runs[lease]
-            self._loads.begin(lease, slots)
-
-    def end_load(self, slots: Int32Array) -> tuple[Session | None, bool]:
-        """End a load of these slots; return their session and True if it may have read unverified records."""
-        session, unverified = None, False
-        for lease in self._loads.end(slots):
-            run = self._loading[lease]
-            session, unverified = run.session, unverified or run.unverified
-            if lease not in self._loads:
-                del self._loading[lease]
-                if run.released:
-                    run.session.runs.unpin(run.number)
-        return session, unverified
+from fdcache.tiers.storage_reads import ReadJudge
 
 
 class RemoteFetches:
@@ -93,7 +30,9 @@ class RemoteFetches:
         """Return a new number, or 0 when the service has no storage."""
         return next(self._numbers) if self.is_on else 0
 
-    def begin(self, number: int, hashes: HashArray, on_device: OnDevice) -> None:
+    def begin(
+        self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
+    ) -> None:
         """Let the service read what is stored of a request's path, unless it knows of the request."""
         session = self._sessions.session
         if session is None or not session.storage or not number or number in self._known:
@@ -103,7 +42,9 @@ class RemoteFetches:
             self._known[number] = session
             self._sessions.outbox.add(session, Prefetch(number, start, hashes.tobytes()))
 
-    def must_wait(self, number: int, hashes: HashArray, on_device: OnDevice) -> bool:
+    def must_wait(
+        self, number: int, hashes: HashArray, on_device: OnDevice, judge: ReadJudge | None = None
+    ) -> bool:
         """Return False: the service answers this with the look-up."""
         return False
 
@@ -117,6 +58,10 @@ class RemoteFetches:
 
     def unpin(self, number: int) -> None:
         """Do nothing: the service unpins with the look-up."""
+
+    def storage_use(self, number: int) -> int:
+        """Return 0 without a number, 1 if the service may read blocks for it, 2 if it does."""
+        return 0 if not number else 2 if number in self._known else 1
 
     def __contains__(self, number: int) -> bool:
         """Return True for a request that the service may keep a fetch for."""

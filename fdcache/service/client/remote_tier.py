@@ -8,14 +8,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from fdcache._core import CopyReservation, FoundRun, OutgoingCopies, PlannedBackups
+from fdcache._core import CopyReservation, OutgoingCopies, PinnedRuns, PlannedBackups
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.hashing import NO_TENANT, tenant_key
 from fdcache.layout import KVLayout
 from fdcache.metadata import HashArray, Int32Array, UInt64Array
 from fdcache.plans.blocks import Blocks
 from fdcache.service.client.connection import Connection
-from fdcache.service.client.holds import PinnedRuns, RemoteFetches
+from fdcache.service.client.holds import RemoteFetches
 from fdcache.service.client.session import Outbox, Session, SessionKeeper
 from fdcache.service.wire.protocol import (
     FETCHING,
@@ -41,7 +41,7 @@ from fdcache.tiers.host import (
     HostMatch,
 )
 from fdcache.tiers.pool import PENDING
-from fdcache.tiers.statistics import TierUsage, Traffic
+from fdcache.tiers.statistics import TierUsage, TrafficMeter
 
 _MAX_OWNERS = 1 << 20
 _NO_EVENTS = (np.empty(0, np.uint8), np.empty((0, 32), np.uint8), np.empty((0, 32), np.uint8))
@@ -90,7 +90,7 @@ class RemoteHostTier:
         self._reset_owed = False
         self._connection = Connection(settings.server)
         self._outbox = Outbox()
-        self._runs = PinnedRuns()
+        self.pins = PinnedRuns(self._outbox.misses)
         self.sessions = SessionKeeper(settings, layout, self._outbox, self._is_loading, terms or FetchTerms())
         self.fetches = RemoteFetches(self.sessions)
 
@@ -127,9 +127,19 @@ class RemoteHostTier:
         return session.copies.stock if session else 0
 
     def _is_loading(self) -> bool:
-        return self._runs.slots_loading > 0
+        return self.pins.slots_loading > 0
 
     # --- look-ups -----------------------------------------------------------------------------------------
+
+    def begin_look_up(self) -> None:
+        """Let ``pins`` look up in the open session; without one, or while a reset is owed, nothing is found."""
+        if self._reset_owed:
+            self._finish_reset()
+        session = self.sessions.session
+        if session is None or self._reset_owed:
+            self.pins.search(None, None)
+        else:
+            self.pins.search(session.runs, session.copies)
 
     def match_paths(
         self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int] = ()
@@ -137,46 +147,30 @@ class RemoteHostTier:
         """Pin the leading runs of paths, as ``HostTier.match_paths``.
 
         One round trip asks for the paths that storage may have, and for those of which the table has something that
-        cannot be pinned without the service now; none is made when there are no such paths. Without an answer in time
-        nothing is found, and the session is over.
+        cannot be pinned without the service now; none is made when there are no such paths.
         """
-        matches = [NOTHING] * len(paths)
-        if self._reset_owed:
-            self._finish_reset()
-        session = self.sessions.session
-        if session is None or self._reset_owed:
-            return matches
-        asked: list[tuple[HashArray, int]] = []
-        numbers: list[int] = []
-        places: list[int] = []
+        self.begin_look_up()
+        matches, asked = [NOTHING] * len(paths), []
         for i, (hashes, start) in enumerate(paths):
             number = fetches[i] if fetches else 0
-            found = session.runs.find(hashes, start)
-            end = start + len(found)
-            if number and (end < len(hashes) or number in self.fetches):
-                end, run = len(hashes), 0
-            else:
-                run = session.runs.pin(hashes, found) if end > start else 0
-            if end < len(hashes):
-                self._outbox.count_miss(hashes[end], len(hashes) - end, whole=end == start)
-                self._count_in_flight_miss(session, hashes[end])
-            if run:
-                matches[i] = self._pinned(session, run, hashes, start, found)
-            elif end > start:
-                asked.append((hashes[:end], start))
-                numbers.append(number)
-                places.append(i)
+            lease, found, blocks = self.pins.find(hashes, start, self.fetches.storage_use(number))
+            if lease:
+                run = Blocks.of_path(hashes, start, found.slots, found.generations, found.unverified)
+                matches[i] = HostMatch(lease, run)
+            elif blocks:
+                asked.append((i, (hashes[:blocks], start), number))
         if asked:
-            for i, match in zip(places, self._ask(session, _limited(asked), numbers), strict=True):
+            places, asked_paths, numbers = zip(*asked, strict=True)
+            for i, match in zip(places, self.ask(asked_paths, numbers), strict=True):
                 matches[i] = match
         return matches
 
-    def _pinned(
-        self, session: Session, run: int, hashes: HashArray, start: int, found: FoundRun
-    ) -> HostMatch:
-        marks = found.unverified
-        lease = self._runs.add(session, run, unverified=marks is not None)
-        return HostMatch(lease, Blocks.of_path(hashes, start, found.slots, found.generations, marks))
+    def ask(self, paths: Sequence[tuple[HashArray, int]], fetches: Sequence[int]) -> list[HostMatch]:
+        """Let the service pin runs. Without an answer in time nothing is found, and the session is over."""
+        session = self.sessions.session
+        if session is None or self._reset_owed:
+            return [NOTHING] * len(paths)
+        return self._ask(session, _limited(paths), fetches)
 
     def _ask(
         self, session: Session, paths: Sequence[tuple[HashArray, int]], numbers: Sequence[int]
@@ -231,28 +225,28 @@ class RemoteHostTier:
             marks = unverified[first:end] if len(unverified) else None
             blocks = Blocks.of_path(hashes, start, slots[first:end], generations[first:end], marks)
             part = range(*fetched[i]) if fetched else range(0)
-            lease = self._runs.add(session, run, unverified=marks is not None)
+            lease = self.pins.add(session.runs, run, marks is not None)
             matches.append(HostMatch(lease, blocks, fetched=part))
         return matches
 
     def _count_in_flight_miss(self, session: Session, block: HashArray) -> None:
         if session.copies.contains(block[np.newaxis])[0] == PENDING:
-            self.sessions.progress.in_flight_misses += 1
+            self._outbox.misses.in_flight += 1
 
     def release(self, lease: int) -> bool:
         """Unpin a run; what is being loaded from it stays pinned until the load's end."""
-        return self._runs.release(lease)
+        return self.pins.release(lease)
 
     def begin_load(self, lease: int, slots: Int32Array) -> None:
         """Keep these slots of a run pinned until ``end_load``."""
-        self._runs.begin_load(lease, slots)
+        self.pins.begin_load(lease, slots)
 
     def end_load(self, slots: Int32Array, hashes: HashArray, copied: HashArray) -> None:
         """End a load; report to the service unverified blocks that every rank could read, and failures."""
         with self.sessions.lock:
             session = self.sessions.listening
-            owner, unverified = self._runs.end_load(slots)
-            if owner is not None and owner is session and (unverified or 0 in copied.tobytes()):
+            owner, unverified = self.pins.end_load(slots)
+            if session is not None and owner is session.runs and (unverified or 0 in copied.tobytes()):
                 body = LoadEnded(slots.tobytes(), hashes.tobytes(), copied.tobytes())
                 self._outbox.add(session, body)
 
@@ -277,7 +271,7 @@ class RemoteHostTier:
         if (session := self.sessions.session) is not None:
             session.expect(planned.asked)
 
-    def reserve_copies(self, parents: HashArray, hashes: HashArray) -> CopyReservation | None:
+    def take_slots(self, parents: HashArray, hashes: HashArray) -> CopyReservation | None:
         """Take slots from the stock, without a round trip; None without a service."""
         session = self.sessions.session
         if session is None or self._reset_owed:
@@ -371,7 +365,7 @@ class RemoteHostTier:
     @property
     def in_use(self) -> int:
         """Pinned runs, slots being loaded and blocks being copied."""
-        return len(self._runs) + self._runs.slots_loading + self.sessions.blocks_in_flight
+        return len(self.pins) + self.pins.slots_loading + self.sessions.blocks_in_flight
 
     def report(self, figures: Callable[[], bytes]) -> None:
         """Offer the engine's figures, a JSON object, for the next heartbeat."""
@@ -382,7 +376,7 @@ class RemoteHostTier:
         self._owners.add(block, tenant)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> TrafficMeter:
         """Totals of the ranks' copies, for the next heartbeat."""
         return self.sessions.progress.traffic
 

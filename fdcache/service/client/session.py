@@ -13,13 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import zmq
 
-from fdcache._core import OutgoingCopies, SharedRuns
+from fdcache._core import MissLog, OutgoingCopies, SharedRuns
 from fdcache.errors import ProtocolError, RefusedError, ServiceUnavailableError
 from fdcache.layout import KVLayout
-from fdcache.metadata import HashArray, Int32Array, UInt32Array
+from fdcache.metadata import Int32Array, UInt32Array
 from fdcache.service.client.connection import Connection
 from fdcache.service.wire.address import client_dir
 from fdcache.service.wire.liveness import Live, LiveFile
@@ -48,13 +47,12 @@ from fdcache.service.wire.shared_memory import open_runs, open_table
 from fdcache.settings.cache import CacheSettings
 from fdcache.tiers.fetches import FetchTerms
 from fdcache.tiers.pool import EVENT_CLEARED
-from fdcache.tiers.statistics import Traffic
+from fdcache.tiers.statistics import Traffic, TrafficMeter
 
 logger = logging.getLogger(__name__)
 
 _FIRST_STOCK, _MAX_STOCK = 64, 8192
 _STOCKED_RESERVATIONS = 4  # the stock covers this many reservations of the largest size so far
-_MAX_MISSES = 4096  # misses kept between two messages
 _REGISTER_TIMEOUT, _BYE_TIMEOUT = 2.0, 1.0
 _HEARTBEAT_SECONDS = 1.0
 _MAX_UNANSWERED = 5  # heartbeats without an answer before the service counts as gone
@@ -119,12 +117,15 @@ class Session:
 
 
 class Outbox:
-    """Queued messages and misses of sessions. Any thread adds, one sends; ``lock`` keeps their order."""
+    """Queued messages and misses of sessions. Any thread adds, one sends; ``lock`` keeps their order.
+
+    Look-ups count their ``misses``. These are sent before the next message, or with the next heartbeat.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._messages: deque[tuple[Session, Request]] = deque()
-        self._misses: deque[tuple[bytes, int, bool]] = deque()
+        self.misses = MissLog()
 
     def __bool__(self) -> bool:
         return bool(self._messages)
@@ -135,28 +136,15 @@ class Outbox:
             self.add_misses(session)
             self._messages.append((session, body))
 
-    def count_miss(self, first: HashArray, blocks: int, whole: bool) -> None:
-        """Count ``blocks`` missing blocks from the hash ``first``, shape (32,), on; ``whole``: the path has no hit.
-
-        It is sent before the next message, or with the next heartbeat.
-        """
-        if len(self._misses) < _MAX_MISSES:
-            self._misses.append((first.tobytes(), blocks, whole))
-
     def add_misses(self, session: Session) -> None:
         """Queue the misses counted so far: they must precede any publish of those blocks."""
         with self.lock:
-            if not self._misses:
-                return
-            misses = [self._misses.popleft() for _ in range(len(self._misses))]
-            first = b"".join(key for key, _, _ in misses)
-            blocks = np.array([count for _, count, _ in misses], np.int32)
-            body = Missed(sum(whole for _, _, whole in misses), first, blocks.tobytes())
-            self._messages.append((session, body))
+            if self.misses:
+                self._messages.append((session, Missed(*self.misses.take())))
 
     def drop_misses(self) -> None:
         """Drop the misses: they belong to no session."""
-        self._misses.clear()
+        self.misses.clear()
 
     def clear(self) -> None:
         """Drop messages of earlier sessions."""
@@ -171,10 +159,9 @@ class Outbox:
 class Progress:
     """Figures of the engine, and totals of its copies; heartbeats carry the totals since their session began."""
 
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-        self.in_flight_misses = 0
-        """Look-ups that ended at a block which this engine was still copying."""
+    def __init__(self, misses: MissLog) -> None:
+        self.traffic = TrafficMeter()
+        self._misses = misses
         self._figures = b"{}"
         self._wants_figures = True
         self._sent = self._sent_before = (
@@ -194,7 +181,7 @@ class Progress:
 
     def heartbeat(self, device_resets: int) -> Heartbeat:
         """Return the heartbeat of an engine that has applied ``device_resets`` resets of its device tier."""
-        self._sent = (self.traffic.copy(), self.in_flight_misses)
+        self._sent = (self.traffic.copy(), self._misses.in_flight)
         traffic, misses = self._sent_before
         self._wants_figures = True
         return Heartbeat(self._figures, device_resets, self._sent[0].since(traffic), self._sent[1] - misses)
@@ -230,7 +217,7 @@ class SessionKeeper:
         self.session: Session | None = None
         self.leaving: Session | None = None
         self.latest: Session | None = None
-        self.progress = Progress()
+        self.progress = Progress(outbox.misses)
         self.outbox = outbox
         self._events: deque[Events] = deque(maxlen=settings.event_buffer)
         self._device_resets = self._device_resets_taken = 0  # orders of the service since it began

@@ -105,7 +105,7 @@ class Client:
             figures = msgspec.json.decode(self.figures, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return {}
-        sections = (figures.get("counters"), figures.get("device"))
+        sections = (figures.get("counters"), figures.get("device"), figures.get("loads"))
         return figures if all(each is None or isinstance(each, dict) for each in sections) else {}
 
     def is_gone(self) -> bool:

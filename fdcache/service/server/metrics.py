@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from fdcache.service.wire.records import fields
 from fdcache.service.wire.storage_views import LoadingView, NamespaceStorageView, StorageTotals, StorageView
 from fdcache.service.wire.views import (
     HIT_TIERS,
+    LOAD_CHOICES,
     ArenaView,
     ClientFigures,
     ClientView,
@@ -148,6 +149,30 @@ def _add_clients(families: Families, clients: Sequence[ClientView]) -> None:
     for client, its in figures.items():
         for tier in HIT_TIERS:
             add_sample(hits, [*client, tier], its.hit_tokens(tier))
+    _add_load_choices(families, figures, labels)
+
+
+def _add_load_choices(
+    families: Families, figures: Mapping[tuple[str, str], ClientFigures], labels: Sequence[str]
+) -> None:
+    decisions = families.family(
+        "counter", "fdcache_client_load_decisions", "Requests by how much was loaded.", [*labels, "choice"]
+    )
+    hedged = families.family(
+        "counter", "fdcache_client_hedged_reads", "Requests that went on without a late read.", labels
+    )
+    seconds = families.family(
+        "counter",
+        "fdcache_client_load_decision_seconds",
+        "Time from match to computed prompt of requests with a decision, as expected and true.",
+        [*labels, "kind"],
+    )
+    for client, its in figures.items():
+        for choice in LOAD_CHOICES:
+            add_sample(decisions, [*client, choice], its.load_figure(choice))
+        add_sample(hedged, client, its.load_figure("hedged"))
+        for kind in ("expected", "true"):
+            add_sample(seconds, [*client, kind], its.load_figure(f"{kind}_seconds"))
 
 
 def _add_storage(families: Families, storage: StorageView) -> None:

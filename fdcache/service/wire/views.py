@@ -16,7 +16,7 @@ from fdcache.service.wire.protocol import to_number
 from fdcache.service.wire.records import Unit, counter, gauge, histogram, shown
 from fdcache.service.wire.storage_views import NamespaceStorageView, StorageView
 from fdcache.settings.effective import EffectiveValue
-from fdcache.tiers.statistics import Histogram, Traffic
+from fdcache.tiers.statistics import Histogram, LoadDecision, Traffic
 
 # --- the host tier -----------------------------------------------------------------------------------------
 
@@ -254,6 +254,7 @@ class ClientFigures(msgspec.Struct):
     ] = 0
     counters: dict[str, Any] | None = None
     device: dict[str, Any] | None = None
+    loads: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> ClientFigures:
@@ -272,6 +273,17 @@ class ClientFigures(msgspec.Struct):
         """Tokens of prompts that were looked up."""
         return (self.counters or {}).get("lookup_tokens")
 
+    def load_figure(self, name: str) -> float:
+        """Return a total of ``LoadFigures``."""
+        return to_number((self.loads or {}).get(name))
+
+    def load_decisions(self) -> list[LoadDecision]:
+        """Return the last decisions of load or recompute; none where they make no sense."""
+        try:
+            return msgspec.convert((self.loads or {}).get("recent", []), list[LoadDecision])
+        except msgspec.ValidationError:
+            return []
+
     def hit_shares(self) -> dict[str, float]:
         """Return the share of prompt tokens found in each tier; empty where the figures contradict each other."""
         asked = to_number(self.lookup_tokens)
@@ -280,6 +292,9 @@ class ClientFigures(msgspec.Struct):
             return {}
         return {tier: tokens / asked for tier, tokens in hits.items()}
 
+
+LOAD_CHOICES = ("whole", "part", "nothing")
+"""How much of a cached prefix is loaded."""
 
 HIT_TIERS = ("device", "host", "storage")
 """Tiers in which tokens of a prompt are found."""

@@ -1,4 +1,4 @@
-"""EngineClient: a service's host tier for engines with a prefix cache of their own."""
+"""EngineClient: blocking look-ups, loads and stores of blocks over an ``OffloadManager``."""
 
 from __future__ import annotations
 
@@ -8,33 +8,22 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from types import TracebackType
 
-import numpy as np
-
 from fdcache.layout import KVLayout
-from fdcache.metadata import (
-    CacheLevel,
-    CacheSwapMetadata,
-    HashArray,
-    Int32Array,
-    SwapPurpose,
-    TransferPlan,
-    TransferReport,
-    UInt64Array,
-)
-from fdcache.plans.blocks import Blocks, parents_of
-from fdcache.plans.ledger import make_swap
-from fdcache.service.client.remote_tier import RemoteHostTier
-from fdcache.settings.cache import CacheSettings
-from fdcache.tiers.events import CacheEvent, events_of
+from fdcache.manager.keyed import KeyedRequest
+from fdcache.manager.offload import OffloadManager
+from fdcache.manager.results import LoadOutcome
+from fdcache.metadata import HashArray, Int32Array, TransferPlan, TransferReport
+from fdcache.plans.blocks import ROOT
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from fdcache.tiers.events import CacheEvent
 from fdcache.tiers.host import HostCache
-from fdcache.tiers.pool import RESERVED
 
 Execute = Callable[[TransferPlan], Sequence[TransferReport]]
 """Executes a plan on every rank and returns their reports."""
 
 
 class EngineClient:
-    """Loads and stores blocks whose device slots the engine manages.
+    """Loads and stores blocks whose device slots the engine manages, one call at a time.
 
     ```python
     with EngineClient(CacheSettings(server="ipc:///run/fdcache/fdcache.sock"), layout, execute) as client:
@@ -46,16 +35,14 @@ class EngineClient:
     ``hashes`` is a path from the root, shape (blocks, 32), as ``Request.block_hashes`` has it; a call is about its
     blocks from ``start`` on, and ``slots`` are their device slots. ``execute`` runs a plan on the ranks' controllers,
     which were given ``host_cache``. Threads may share a client. Without the service every look-up misses and nothing
-    is stored.
+    is stored. An engine whose scheduler must not wait for copies uses ``OffloadManager`` itself.
     """
 
     def __init__(self, settings: CacheSettings, layout: KVLayout, execute: Execute) -> None:
-        self.layout = layout
-        self._host = RemoteHostTier(settings, layout)
-        self._block_size = layout.block_size
-        self._ranks = layout.tp_size
+        settings = settings.model_copy(update={"write_policy": WritePolicy.WRITE_THROUGH})
+        self._manager = OffloadManager(settings, layout)
         self._execute = execute
-        self._plan_ids = count(1)
+        self._names = count(1)
         self._lock = threading.RLock()
 
     def __enter__(self) -> EngineClient:
@@ -67,21 +54,27 @@ class EngineClient:
         self.close()
 
     @property
+    def layout(self) -> KVLayout:
+        """The present layout."""
+        return self._manager.layout
+
+    @property
     def host_cache(self) -> HostCache:
         """Argument of every rank's ``CacheController.initialize_host_cache``."""
-        return self._host.host_cache
+        return self._manager.host_cache
 
     @property
     def store_room(self) -> int:
-        """Blocks that a store can take now; the service grants more in the background."""
-        return self._host.copy_room
+        """Blocks that a store can take now; a service grants more in the background."""
+        return self._manager.store_room
 
     def lookup(self, hashes: HashArray, start: int = 0) -> int:
         """Return the number of leading blocks found from ``start`` on. They count as used and are not pinned."""
         with self._lock:
-            (found,) = self._host.match_paths([(hashes, start)])
-            self._host.release(found.lease)
-            return len(found)
+            request = self._request(hashes[start:], None)
+            found = self._manager.match(request, 0).num_tokens
+            self._manager.finish(request)
+            return found // self.layout.block_size
 
     def touch(self, hashes: HashArray) -> None:
         """Mark blocks as used, because the engine reuses them from its own cache: they are evicted last."""
@@ -90,22 +83,14 @@ class EngineClient:
     def load(self, hashes: HashArray, slots: Int32Array, start: int = 0) -> int:
         """Copy blocks into device slots; return how many leading ones every rank has. The other slots are garbage."""
         with self._lock:
-            path = np.ascontiguousarray(hashes[: start + len(slots)])
-            (found,) = self._host.match_paths([(path, start)])
-            size = len(found)
-            if not size:
-                self._host.release(found.lease)
-                return 0
-            blocks, none = found.blocks, np.zeros(size, np.uint32)
-            swap = make_swap(SwapPurpose.LOAD, blocks, np.ascontiguousarray(slots[:size], np.int32), none)
-            self._host.begin_load(found.lease, blocks.slots)
-            self._host.release(found.lease)
-            copied = np.zeros(size, np.uint8)
+            request = self._request(hashes[start : start + len(slots)], None)
+            found = self._manager.match(request, 0).num_tokens // self.layout.block_size
+            planned = self._manager.load(request, slots[:found])
             try:
-                copied, _ = self._run(swap)
+                outcomes = self._run()
             finally:
-                self._host.end_load(blocks.slots, blocks.hashes, copied)
-            return size if copied.all() else int(np.argmin(copied))
+                self._manager.finish(request)
+            return outcomes[0].recompute_from // self.layout.block_size if planned else 0
 
     def store(
         self, hashes: HashArray, slots: Int32Array, start: int = 0, *, tenant: str | None = None
@@ -114,39 +99,26 @@ class EngineClient:
 
         They count against the quota of ``tenant``, which must be the one in the hashes.
         """
-        stop = start + len(slots)
-        mine, parents = hashes[start:stop], parents_of(hashes, start, stop)
         with self._lock:
-            if tenant is not None and start == 0 and len(mine):
-                self._host.own(mine[0].tobytes(), tenant)
-            room = min(len(mine), self._host.copy_room)
-            taken = self._host.reserve_copies(parents[:room], mine[:room])
-            if taken is None or taken.missing:
-                return 0
-            chosen = np.flatnonzero(taken.status == RESERVED)
-            if not len(chosen):
-                return 0
-            device_slots = np.ascontiguousarray(slots[:room][chosen], np.int32)
-            none = np.zeros(len(chosen), np.uint32)
-            source = Blocks(device_slots, none, mine[chosen], parents[chosen])
-            swap = make_swap(SwapPurpose.BACKUP, source, taken.slots, taken.generations)
-            copied, checksums = np.zeros(len(chosen), np.uint8), np.empty(0, np.uint64)
+            parent = hashes[start - 1].tobytes() if start else ROOT
+            request = self._request(hashes[start : start + len(slots)], parent, tenant)
+            before = self._manager.get_stats().counters.blocks_backed_up
             try:
-                copied, checksums = self._run(swap)
+                self._manager.offer(request, request.num_tokens, slots)
+                self._run()
             finally:
-                self._host.complete(taken.slots, copied, checksums)
-                self._host.flush()
-            return int(copied.sum())
+                self._manager.finish(request)
+                self._manager.forget(slots)
+            return self._manager.get_stats().counters.blocks_backed_up - before
 
     def events(self) -> list[CacheEvent]:
         """Return events of the layout's tier since the last call; needs ``settings.event_buffer``."""
-        with self._lock:
-            return list(events_of(self._host, CacheLevel.HOST, self._block_size))
+        return self._manager.take_events()
 
     def reset(self) -> None:
         """Forget every block of this layout, for all its engines; until that is done every look-up misses."""
         with self._lock:
-            self._host.reset()
+            self._manager.reset_cache()
 
     def change_revision(self, revision: str) -> KVLayout:
         """Switch to other weights; return the layout whose fingerprint the hashes begin with from now on.
@@ -155,35 +127,30 @@ class EngineClient:
         Every look-up misses until the service knows. Raises ``LayoutError`` if the revision does not change.
         """
         with self._lock:
-            self.layout = self.layout.with_revision(revision)
-            self._host.change_layout(self.layout)
+            self._manager.change_revision(revision)
             return self.layout
 
     def close(self) -> None:
         """Leave the service. Shut the ranks' controllers down first."""
-        self._host.close()
+        self._manager.close()
 
-    def _run(self, swap: CacheSwapMetadata) -> tuple[HashArray, UInt64Array]:
-        """Copy; return 1 for each block that every rank copied, and rank 0's checksums."""
-        is_load = swap.purpose is SwapPurpose.LOAD
-        plan = TransferPlan(
-            plan_id=next(self._plan_ids),
-            arena=self._host.arena,
-            loads=swap if is_load else None,
-            backups=None if is_load else swap,
-        )
-        copied = np.ones(len(swap), np.uint8)
-        checksums = np.empty(0, np.uint64)
-        reports = self._execute(plan)
-        if {report.rank for report in reports} != set(range(self._ranks)):
-            copied[:] = 0
-        for report in reports:
-            self._host.traffic.record(report)
-            for result in report.results:
-                if result.purpose is swap.purpose:
-                    copied[result.failed] = 0
-                    checksums = result.checksums if report.rank == 0 else checksums
-        return copied, checksums
+    def _request(self, keys: HashArray, parent: bytes | None, tenant: str | None = None) -> KeyedRequest:
+        name = f"call {next(self._names)}"
+        return KeyedRequest(name, keys, self.layout.block_size, parent=parent, tenant=tenant)
+
+    def _run(self) -> list[LoadOutcome]:
+        """Execute plans until none is left; a rank that does not report one has copied nothing."""
+        outcomes: list[LoadOutcome] = []
+        while plans := self._manager.take_plans():
+            for plan in plans:
+                reports: Sequence[TransferReport] = ()
+                try:
+                    reports = self._execute(plan)
+                finally:
+                    missing = set(range(self.layout.tp_size)) - {report.rank for report in reports}
+                    refused = [TransferReport.refusal(plan, rank, "no report") for rank in sorted(missing)]
+                    outcomes += self._manager.apply([*reports, *refused])
+        return outcomes
 
 
 class AsyncEngineClient:

@@ -1,0 +1,1 @@
+"""vLLM's engine with each of its KV connectors, measured in one run."""

@@ -1,0 +1,251 @@
+"""Measure vLLM's engine with no connector, with its own, with LMCache and with fdcache, in one run.
+
+Each engine is a process of its own with the same arguments; their order rotates, and the engine without a connector
+comes first and last. Every result is appended to a file as soon as it is there, so that a run that is cut keeps what
+it has. Exits 1 if an engine gave wrong tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine
+from benchmarks.vllm import engines, report
+from benchmarks.vllm.comparisons import compare_tokens
+from benchmarks.vllm.engines import BESIDE, GIB, NONE, RESTARTED, Places, StartError
+from benchmarks.vllm.processes import CutError, JobError, Processes, variables
+from benchmarks.vllm.shapes import LOADS, SHAPES, Shape, model_folder
+from benchmarks.vllm.worker import Job
+
+LOADED = ("chat", "single", "beside", "unique")
+PARTS = (*LOADED, "restart", "tokens")
+RANDOM = {"cuda": "random", "cpu": "tiny-random"}
+
+
+class Run:
+    """A run: starts engines one after the other and keeps what they measure."""
+
+    def __init__(self, options: argparse.Namespace, processes: Processes, places: Places) -> None:
+        self.options = options
+        self.processes = processes
+        self.places = places
+        self.records: list[dict[str, Any]] = []
+        self._begin = time.monotonic()
+        self._least_start_s = 0.0
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Write a record to the file, and a line of it to standard output."""
+        record |= {"at_s": round(time.monotonic() - self._begin, 1)}
+        self.records.append(record)
+        with self.options.out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(f"{record['at_s']:7.1f} s  {report.line(record)}", flush=True)
+
+    def engine(
+        self, shape: Shape, name: str, parts: Sequence[str] = (), orders: Sequence[dict[str, Any]] = ()
+    ) -> list[dict[str, Any]]:
+        """Run one engine; return what it measured. One that does not start is reported and left out."""
+        options = self.options
+        head = {"shape": shape.name, "engine": name}
+        left = self.processes.left_s
+        if left is not None and left <= self._least_start_s:
+            raise CutError
+        model = model_folder(shape, options.home)
+        engine = engines.make(name, self.places)
+        arguments = engines.arguments(shape, model, device=options.device, eager=options.eager)
+        job = Job(shape.name, options.scale, arguments, engine.connector, list(parts), list(orders))
+        found = []
+        with ExitStack() as stack:
+            environment = engines.environment(options.device, options.home) | engine.environment
+            log = self.processes.logs / "service.log"
+            try:
+                if name == "fdcache-service":
+                    stack.enter_context(engines.service(self.places, log, dict(os.environ)))
+                label = f"{shape.name}-{name}"
+                for record in self.processes.run(label, job, environment):
+                    self.add(head | record)
+                    found.append(record)
+                    if record["part"] == "start":
+                        self._least_start_s = min(self._least_start_s or 1e9, record["engine_s"])
+            except (JobError, StartError) as error:
+                self.add(head | {"part": "skipped", "why": str(error)})
+        return found
+
+    def link(self, shape: Shape) -> None:
+        """Measure the link between host and device with the bytes of a long prompt."""
+        size = LOADS[self.options.scale].single_length * shape.token_bytes
+        job = Job(shape.name, self.options.scale, link_bytes=size)
+        for record in self.processes.run(f"{shape.name}-link", job, {}):
+            self.add({"shape": shape.name} | record)
+
+    def restart(self, shape: Shape, name: str) -> None:
+        """Fill the storage of an engine, and read it in another process, from the disk."""
+        if any(one["part"] == "fill" for one in self.engine(shape, name, ["fill"])):
+            forget_pages(self.places.storage(name))
+            self.engine(shape, name, ["reread"])
+
+
+def forget_pages(folder: Path) -> None:
+    """Have the kernel drop the pages of a folder's files, so that they are read from the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def order(names: Sequence[str], rounds: int, rotation: int, once: bool = False) -> Iterator[str]:
+    """Yield the engines of all rounds: the one without a connector first and last, the others rotated."""
+    others = [name for name in names if name != NONE]
+    if NONE in names:
+        yield NONE
+    for round_ in range(rounds):
+        first = (rotation + round_) % max(len(others), 1)
+        yield from (*others[first:], *others[:first])
+    if NONE in names and others and not once:
+        yield NONE
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    names = (*BESIDE, *RESTARTED)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--engines", nargs="+", choices=names, help="default: all that can run")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, help="default: 8b 70b-tp8; tiny on a CPU")
+    parser.add_argument("--scale", choices=LOADS, help="how much is asked; default full, small on a CPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="end by then, with what there is")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each engine")
+    parser.add_argument("--rotate", type=int, default=0, metavar="N", help="begin with the Nth engine")
+    parser.add_argument("--once", action="store_true", help="the engine without a connector comes first only")
+    parser.add_argument("--host-memory", type=float, metavar="GIB", help="default 64; 0.25 on a CPU")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of fdcache's engines"
+    )
+    parser.add_argument(
+        "--python", help="interpreter with vLLM; default: this one, on a CPU that of the connector's tests"
+    )
+    parser.add_argument(
+        "--home", type=Path, default=cache / "fdcache-vllm-bench", help="default: %(default)s"
+    )
+    parser.add_argument("--out", type=Path, help="results, a line of JSON each; default: in --home")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="print the tables of an earlier run")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot times to first token")
+    options = parser.parse_args(arguments)
+    for setting in options.set:
+        if "=" not in setting:
+            parser.error(f"--set {setting}: give NAME=VALUE")
+    on_cpu = options.device == "cpu"
+    options.python = options.python or (str(cpu_interpreter()) if on_cpu else sys.executable)
+    options.shape = options.shape or (["tiny"] if on_cpu else ["8b", "70b-tp8"])
+    options.scale = options.scale or ("small" if on_cpu else "full")
+    options.host_memory = options.host_memory or (0.25 if on_cpu else 64)
+    options.home = options.home.resolve()
+    stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    options.out = (options.out or options.home / "results" / f"{stamp}.jsonl").resolve()
+    return options
+
+
+def cpu_interpreter() -> Path:
+    """Return the interpreter of the connector's tests, with the oldest version of vLLM that they use."""
+    from tests.vllm.environments import VERSIONS, default_home, interpreter
+
+    return interpreter(default_home(), VERSIONS[0])
+
+
+def measure(run: Run, names: Sequence[str]) -> None:
+    """Do the parts of a run; raise ``CutError`` if the time is over."""
+    options = run.options
+    parts = [part for part in LOADED if part in options.parts]
+    for shape in map(SHAPES.__getitem__, options.shape):
+        if parts:
+            chosen = [name for name in names if name in BESIDE]
+            for name in order(chosen, options.rounds, options.rotate, options.once):
+                run.engine(shape, name, parts)
+            run.link(shape)
+        if "restart" in options.parts:
+            for name in RESTARTED:
+                if name in names:
+                    run.restart(shape, name)
+    if "tokens" in options.parts:
+        compare_tokens(run, SHAPES[RANDOM[options.device]], names)
+
+
+def finish(records: list[dict[str, Any]], plot: Path | None) -> int:
+    """Print tables and faults, and plot; return the exit status."""
+    results = report.Results(records)
+    for text in report.report(results):
+        print(f"\n{text}")
+    wrong = list(report.faults(results))
+    for fault in wrong:
+        print(f"wrong: {fault}", file=sys.stderr)
+    if plot is not None:
+        try:
+            report.plot(results, plot)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print; return 1 for wrong tokens, 2 if something is missing."""
+    options = parse(arguments)
+    if options.report:
+        return finish([json.loads(line) for line in options.report.read_text().splitlines()], options.plot)
+    # A run that is ended ends its engines.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    options.home.mkdir(parents=True, exist_ok=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + options.budget if options.budget else None
+    with tempfile.TemporaryDirectory(dir=options.home) as folder:
+        settings = dict(setting.split("=", 1) for setting in options.set)
+        places = Places(Path(folder), int(options.host_memory * GIB), settings)
+        logs = options.out.with_suffix(".logs")
+        processes = Processes(
+            options.python, Path(folder), logs, deadline, variables(Path(folder), options.device)
+        )
+        try:
+            needs = engines.probe(options.python, processes.variables, Path(folder))
+        except StartError as error:
+            print(error, file=sys.stderr)
+            return 2
+        if needs[NONE]:
+            print(
+                f"{options.python}: {needs[NONE]}; name an interpreter with vLLM in --python", file=sys.stderr
+            )
+            return 2
+        names = [name for name in options.engines or needs if not needs[name]]
+        run = Run(options, processes, places)
+        run.add({"part": "machine", "machine": machine(), "date": f"{datetime.now():%Y-%m-%d %H:%M}"})
+        for name in options.engines or needs:
+            if needs[name]:
+                run.add({"engine": name, "part": "skipped", "why": needs[name]})
+        try:
+            measure(run, names)
+        except CutError:
+            print("the time is over; these are the results so far", file=sys.stderr)
+        status = finish(run.records, options.plot)
+    print(f"\nresults: {options.out}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

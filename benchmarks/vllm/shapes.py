@@ -1,0 +1,176 @@
+"""Models by the shape of their KV cache, the loads that are run on them, and the folders that vLLM reads them from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BLOCK = 16
+"""Tokens of a block: vLLM's default."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama-like model. ``device_blocks`` is what the engine gets, ``longest`` the most tokens of a request."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    dtype: str = "bfloat16"
+    device_blocks: int = 8192
+    batch_tokens: int = 8192
+    longest: int = 16384
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a block in one layer: keys and values."""
+        return BLOCK * self.kv_heads * self.head_dim * 2 * self.item_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all layers."""
+        return self.layers * self.page_bytes // BLOCK
+
+    @property
+    def has_random_weights(self) -> bool:
+        """True for shapes that tokens are compared with, False for those with the engine's dummy weights."""
+        return "random" in self.name
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.dtype == "float32" else 2
+
+    def config(self) -> dict[str, Any]:
+        """Return the contents of ``config.json``."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "torch_dtype": self.dtype,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+        }
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("8b", 32, 4096, 14336, 32, 8, 128, 128256),
+        Shape("70b-tp8", 80, 8192, 3584, 8, 1, 128, 16032),
+        Shape("random", 8, 2048, 5632, 16, 8, 128, 16384),
+        Shape("tiny", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
+        Shape("tiny-random", 3, 64, 128, 4, 2, 16, 512, "float32", 160, 256, 1024),
+    )
+}
+"""64 KiB pages; 8 KiB pages, one rank of eight of a 70B model; random weights; and two for a CPU."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much is asked of an engine. Lengths are tokens."""
+
+    conversations: int
+    turns: int
+    first_turn: int
+    later_turn: int
+    reply: int
+    in_flight: int
+    unique: int
+    unique_length: int
+    single: int
+    single_length: int
+    single_rounds: int
+    beside_prompts: int
+    beside_length: int
+    decoders: int
+    decoder_prompt: int
+    decoder_reply: int
+    restart: int
+    settle_s: float
+
+
+LOADS = {
+    "full": Load(48, 4, 6000, 1000, 64, 8, 64, 4000, 8, 8192, 3, 24, 8192, 8, 1000, 600, 12, 1.0),
+    "half": Load(24, 4, 6000, 1000, 64, 4, 32, 4000, 6, 8192, 2, 20, 8192, 8, 1000, 400, 8, 1.0),
+    "brief": Load(12, 3, 6000, 1000, 32, 3, 16, 4000, 5, 8192, 2, 18, 8192, 8, 1000, 200, 5, 0.5),
+    "small": Load(8, 3, 290, 48, 8, 2, 6, 200, 3, 509, 2, 8, 317, 2, 40, 150, 3, 0.3),
+}
+"""By name: ``full`` on a GPU, ``half`` and ``brief`` in less time, ``small`` for the tiny shapes on a CPU."""
+
+
+def model_folder(shape: Shape, home: Path) -> Path:
+    """Return the folder of a model; its weights are the engine's dummies, or those of ``write_random_weights``.
+
+    Files that are right are left as they are: to a connector, a file written anew is another model.
+    """
+    folder = home / "models" / shape.name
+    folder.mkdir(parents=True, exist_ok=True)
+    generation = {"bos_token_id": 1, "eos_token_id": 2}
+    for name, values in (("config.json", shape.config()), ("generation_config.json", generation)):
+        path, text = folder / name, json.dumps(values, indent=1)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+    return folder
+
+
+def write_random_weights(shape: Shape, folder: Path) -> None:
+    """Write normal random weights, scaled so that every layer passes on numbers of about the size it was given.
+
+    An engine's own dummy weights are so small that a wrong block of KV hardly changes a token. Queries and outputs of
+    attention are three times larger, so that single keys matter.
+    """
+    path = folder / "model.safetensors"
+    if path.exists():
+        return
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, shape.dtype)
+
+    def normal(rows: int, columns: int) -> Any:
+        values = torch.randn(rows, columns, generator=generator) / columns**0.5
+        return values.to(dtype)
+
+    ones = torch.ones(shape.hidden, dtype=dtype)
+    tensors = {
+        "model.embed_tokens.weight": normal(shape.vocabulary, shape.hidden) * shape.hidden**0.5,
+        "lm_head.weight": normal(shape.vocabulary, shape.hidden),
+        "model.norm.weight": ones.clone(),
+    }
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for layer in range(shape.layers):
+        name = f"model.layers.{layer}"
+        tensors |= {
+            f"{name}.input_layernorm.weight": ones.clone(),
+            f"{name}.post_attention_layernorm.weight": ones.clone(),
+            f"{name}.self_attn.q_proj.weight": 3 * normal(queries, shape.hidden),
+            f"{name}.self_attn.k_proj.weight": normal(keys, shape.hidden),
+            f"{name}.self_attn.v_proj.weight": normal(keys, shape.hidden),
+            f"{name}.self_attn.o_proj.weight": 3 * normal(shape.hidden, queries),
+            f"{name}.mlp.gate_proj.weight": normal(shape.intermediate, shape.hidden),
+            f"{name}.mlp.up_proj.weight": normal(shape.intermediate, shape.hidden),
+            f"{name}.mlp.down_proj.weight": normal(shape.hidden, shape.intermediate),
+        }
+    draft = path.with_suffix(".draft")
+    save_file(tensors, draft, metadata={"format": "pt"})
+    draft.rename(path)

@@ -1,0 +1,514 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <mutex>
+#include <string_view>
+#include <unordered_set>
+#include <variant>
+
+#include "python_arrays.hpp"
+#include "scheduler/block_manager.hpp"
+#include "scheduler/python_request.hpp"
+
+namespace fdcache {
+namespace {
+
+using AnyList = nb::typed<nb::list, nb::any>;
+using RequestSequence = nb::typed<nb::sequence, PythonRequest>;
+using Live = nb::typed<nb::dict, nb::str, nb::any>;  // the requests between match and end, by id
+
+// --- hashing -----------------------------------------------------------------------------------------------
+
+// Hashes the tokens of a request that `manager` must bind. Another thread may be doing so: then waits for it.
+void bind_request(const PythonBlockManager &manager, PythonRequest &request, bool release_gil) {
+    while (manager.must_bind(request)) {
+        const BlockKeys keys = manager.keys();
+        const TokenBlocks *const before = request.is_bound() ? &request.blocks() : nullptr;
+        auto blocks = request.make_blocks(keys);
+        std::size_t count = 0;
+        const auto allocate = [&](std::size_t size) { return blocks->extend(count = size); };
+        if (before) {
+            const auto &tokens = before->tokens();
+            std::copy_n(tokens.data(), tokens.size(), allocate(tokens.size()));
+        } else {
+            read_tokens(nb::object(request.prompt), allocate);
+        }
+        std::unique_lock lock(request.binding(), std::try_to_lock);
+        if (!lock) {
+            const nb::gil_scoped_release release;
+            lock.lock();
+        }
+        if (!manager.must_bind(request)) return;
+        if (release_gil) {
+            const nb::gil_scoped_release release;
+            blocks->commit(count);
+        } else {
+            blocks->commit(count);
+        }
+        // Other threads may have matched or bound the request, appended tokens, or changed the revision. Then
+        // it is hashed again, with the GIL, so that it ends.
+        const TokenBlocks *const now = request.is_bound() ? &request.blocks() : nullptr;
+        const bool is_same =
+            now == before && (!now || now->tokens().size() == count) && manager.keys() == keys;
+        if (is_same && !request.is_live()) return request.bind(keys, std::move(blocks));
+        release_gil = false;
+    }
+}
+
+// --- match and end -----------------------------------------------------------------------------------------
+
+void check_match(const PythonBlockManager &manager, const RequestSequence &requests, const Live &live) {
+    for (nb::handle each : requests) manager.check_idle(request_of(each));
+    for (nb::handle each : requests) bind_request(manager, request_of(each), false);
+    // Hashing may have run Python code; nothing does from here on.
+    std::unordered_set<std::string_view> seen;
+    for (nb::handle each : requests) {
+        const PythonRequest &request = request_of(each);
+        manager.check_idle(request);
+        const bool is_twice = nb::len(requests) > 1 && !seen.insert(request.id()).second;
+        if (is_twice || PyDict_Contains(live.ptr(), request.request_id.ptr()))
+            throw RequestStateError("another request with the id '" + request.id() + "' is running");
+    }
+}
+
+void remove_from(const Live &live, const PythonRequest &request) {
+    if (PyDict_DelItem(live.ptr(), request.request_id.ptr())) nb::raise_python_error();
+}
+
+bool release(PythonBlockManager &manager, PythonRequest &request, const Live &live) {
+    if (!manager.owns(request)) return false;
+    manager.release(request);
+    remove_from(live, request);
+    return true;
+}
+
+// How Python is told of matches and allocations: its classes, and terms that stay the same.
+struct MatchForms {
+    std::size_t cell;
+    double defer_timeout;
+    nb::object result, matched, deferred;
+};
+
+struct AllocationForms {
+    nb::object result, no_blocks, deferred;
+};
+
+nb::object match_result(const MatchForms &forms, const PythonRequest &request, const Matched &found) {
+    if (found.end == MatchEnd::kDeferred) return forms.result(request.request_id, forms.deferred);
+    const std::size_t from_storage = request.host_run().from_storage;
+    return forms.result(request.request_id, forms.matched, found.on_device, found.on_host - from_storage,
+                        from_storage, request.num_cached_tokens);
+}
+
+MatchTerms terms_of(const MatchForms &forms, nb::handle clock, nb::handle is_reading,
+                    nb::handle worth_loading) {
+    MatchTerms terms{forms.cell, forms.defer_timeout, [clock] { return nb::cast<double>(clock()); }, {}, {}};
+    if (!worth_loading.is_none())
+        terms.worth_loading = [worth_loading](const RequestState &request, std::size_t on_device,
+                                              std::size_t on_host) {
+            const auto &id = static_cast<const PythonRequest &>(request).request_id;
+            const nb::bytes last = digest_to_bytes(request.blocks().hashes().data()[on_device + on_host - 1]);
+            return nb::cast<std::size_t>(worth_loading(id, request.num_tokens(), on_device, on_host, last));
+        };
+    if (!is_reading.is_none())
+        terms.is_reading = [is_reading](const Digest &hash) {
+            return nb::cast<bool>(is_reading(digest_to_bytes(hash)));
+        };
+    return terms;
+}
+
+AnyList match(PythonBlockManager &manager, const RequestSequence &requests, const Live &live,
+              const MatchForms &forms, nb::handle clock, nb::handle is_reading,
+              const std::optional<std::vector<int>> &storage_use, nb::handle worth_loading) {
+    check_match(manager, requests, live);
+    if (storage_use) require_equal(nb::len(requests), storage_use->size());
+    const MatchTerms terms = terms_of(forms, clock, is_reading, worth_loading);
+    AnyList results;
+    std::size_t position = 0;
+    for (nb::handle each : requests) {
+        PythonRequest &request = request_of(each);
+        manager.check_idle(request);
+        if (PyDict_SetItem(live.ptr(), request.request_id.ptr(), each.ptr())) nb::raise_python_error();
+        const auto use = storage_use ? static_cast<StorageUse>((*storage_use)[position]) : StorageUse::kNone;
+        const Matched found = manager.match(request, terms, use);
+        ++position;
+        if (found.end == MatchEnd::kDeferred) remove_from(live, request);
+        if (found.end == MatchEnd::kUnanswered)
+            results.append(nb::make_tuple(found.on_device, found.ask_for));
+        else
+            results.append(match_result(forms, request, found));
+    }
+    return results;
+}
+
+nb::object answer(PythonBlockManager &manager, PythonRequest &request, const Live &live,
+                  const MatchForms &forms, nb::handle clock, std::uint64_t lease,
+                  const VectorIn<std::int32_t> &slots, const VectorIn<std::uint32_t> &generations,
+                  const std::optional<VectorIn<std::uint8_t>> &unverified,
+                  std::pair<std::size_t, std::size_t> from_storage, nb::handle worth_loading) {
+    require_equal(slots.shape(0), generations.shape(0));
+    const auto copy = [](const auto &values) { return std::vector(values.begin(), values.end()); };
+    HostRun run{lease, copy(slots_of(slots)), copy(span_of(generations)), {}, 0};
+    if (unverified) {
+        require_equal(slots.shape(0), unverified->shape(0));
+        run.unverified = copy(span_of(*unverified));
+    }
+    const Matched found =
+        manager.answer(request, terms_of(forms, clock, nb::none(), worth_loading), std::move(run));
+    if (found.end == MatchEnd::kDeferred) {
+        remove_from(live, request);
+    } else {
+        const auto [first, stop] = from_storage;
+        manager.set_from_storage(request, std::min(stop, found.on_host) - std::min(first, found.on_host));
+    }
+    return match_result(forms, request, found);
+}
+
+// --- allocate ----------------------------------------------------------------------------------------------
+
+// Requests, each with a number of tokens.
+using Counted = std::vector<std::pair<nb::typed<nb::object, PythonRequest>, nb::typed<nb::object, nb::int_>>>;
+
+std::vector<std::pair<PythonRequest *, std::uint64_t>> read_counts(const Counted &pairs, const char *name) {
+    std::vector<std::pair<PythonRequest *, std::uint64_t>> read;
+    read.reserve(pairs.size());
+    for (const auto &[request, tokens] : pairs)
+        read.emplace_back(&request_of(request),
+                          count_of("request '" + request_of(request).id() + "': " + name, tokens));
+    return read;
+}
+
+nb::object added_blocks(const RequestState &request, std::size_t first, std::size_t last) {
+    return copied_array<std::int32_t>({request.table().data() + first, last - first});
+}
+
+AnyList allocate(PythonBlockManager &manager, const Counted &demands, BlockCopies &loads, const Live &live,
+                 const AllocationForms &forms) {
+    const auto read = read_counts(demands, "num_tokens");
+    for (const auto &[request, tokens] : read) manager.check_allocate(*request, tokens);
+    AnyList results;
+    for (const auto &[each, tokens] : read) {
+        PythonRequest &request = *each;
+        manager.check_allocate(request, tokens);  // a request named twice may have been released
+        const Allocated given = manager.allocate(request, tokens, &loads);
+        if (given.end == AllocationEnd::kDone) {
+            const auto [first, last] = manager.take_added(request);
+            results.append(forms.result(request.request_id, added_blocks(request, first, last)));
+        } else if (given.end == AllocationEnd::kNoBlocks) {
+            results.append(forms.result(request.request_id, "failure"_a = forms.no_blocks,
+                                        "shortfall"_a = given.missing));
+        } else {
+            remove_from(live, request);
+            results.append(forms.result(request.request_id, "failure"_a = forms.deferred));
+        }
+    }
+    return results;
+}
+
+// --- loads -------------------------------------------------------------------------------------------------
+
+// Each load of a plan that a request waits for, ended: (request, first block, copied, planned). A load below
+// a fetch ends with it.
+nb::list end_loads(PythonBlockManager &manager, std::uint64_t plan, const VectorIn<std::uint8_t> &copied) {
+    nb::list ended;
+    for (const LoadRange &load : manager.take_loads(plan)) {
+        auto *const request = static_cast<PythonRequest *>(manager.waiting_for(load));
+        if (!request) continue;
+        const auto count = leading_copied(load, span_of(copied));
+        if (load.has_fetch) {
+            manager.end_load_below(*request, count, load.count);
+            continue;
+        }
+        manager.end_load(*request, count, load.count);
+        ended.append(nb::make_tuple(request->request_id, load.first_block, count, load.count));
+    }
+    return ended;
+}
+
+// The end of a fetch that a request waits for, or nothing: (request, first block that it lacks, and if a load
+// below failed, and if everything was fetched).
+nb::object end_fetch(PythonBlockManager &manager, std::uint64_t plan, const VectorIn<std::uint8_t> &copied) {
+    for (const LoadRange &fetch : manager.take_loads(plan)) {
+        auto *const request = static_cast<PythonRequest *>(manager.waiting_for(fetch));
+        if (!request) continue;
+        const bool lacks_below = manager.lacks_blocks_below(*request);
+        const auto count = lacks_below ? 0 : leading_copied(fetch, span_of(copied));
+        manager.end_load(*request, count, fetch.count);
+        const std::uint64_t lacking =
+            lacks_below ? request->num_cached_tokens / manager.block_size() : fetch.first_block + count;
+        return nb::make_tuple(request->request_id, lacking, lacks_below, count == fetch.count);
+    }
+    return nb::none();
+}
+
+// (request id, lease, first block, slots, generations, and if blocks below are loaded) of the fetches planned
+// since the last call.
+nb::list take_fetches(PythonBlockManager &manager) {
+    nb::list fetches;
+    for (PlannedFetch &each : manager.take_fetches()) {
+        auto *const request = static_cast<PythonRequest *>(manager.waiting_for(each.range));
+        if (!request) continue;
+        std::vector<std::int32_t> slots(each.slots.begin(), each.slots.end());
+        fetches.append(nb::make_tuple(request->request_id, each.range.lease, each.range.first_block,
+                                      to_numpy<std::int32_t>(std::move(slots)),
+                                      to_numpy<std::uint32_t>(std::move(each.generations)), each.has_load));
+    }
+    return fetches;
+}
+
+// The requests that wait for loads of a plan and the first block of each; they load nothing from now on.
+nb::list give_up_loads(const PythonBlockManager &manager, std::uint64_t plan) {
+    nb::list given_up;
+    for (const LoadRange &load : manager.loads_of(plan)) {
+        auto *const request = static_cast<PythonRequest *>(manager.waiting_for(load));
+        if (!request) continue;
+        request->device_only = true;
+        given_up.append(nb::make_tuple(request->request_id, load.first_block));
+    }
+    return given_up;
+}
+
+// --- advance -----------------------------------------------------------------------------------------------
+
+AdvanceResult advance(PythonBlockManager &manager, nb::handle requests, nb::handle tokens,
+                      nb::handle uncomputed, bool grow) {
+    const std::uint64_t uncomputed_tokens = count_of("uncomputed_tokens", uncomputed);
+    const StepTokens step = step_tokens(tokens);
+    const Requests found = requests_of(requests);  // from here on no Python code runs
+    if (found.all.size() != step.ends.size())
+        throw RequestStateError("advance: " + std::to_string(step.ends.size()) +
+                                " tokens or lists of tokens for " + std::to_string(found.all.size()) +
+                                " requests");
+    for (const PythonRequest *request : found.all) manager.check_advance(*request);
+    std::vector<RequestState *> states(found.all.begin(), found.all.end());
+    std::size_t at = 0;
+    for (std::size_t i = 0; i < states.size(); ++i) {
+        const std::size_t count = step.ends[i] - at;
+        TokenBlocks &blocks = states[i]->blocks();
+        std::copy_n(step.tokens.data() + at, count, blocks.extend(count));
+        blocks.commit(count);
+        at += count;
+    }
+    AdvanceResult result;
+    manager.advance(states, uncomputed_tokens, grow, result);
+    return result;
+}
+
+// The policy's news but what `queue_followed` has taken.
+nb::tuple take_followed(PythonBlockManager &manager) {
+    Followed followed = manager.take_followed();
+    nb::object evicted = nb::none();
+    if (!followed.evicted.slots.empty()) evicted = nb::cast(std::move(followed.evicted));
+    nb::list owners;
+    for (const auto &[block, tenant] : followed.owners)
+        owners.append(nb::make_tuple(digest_to_bytes(block), nb::str(tenant.c_str(), tenant.size())));
+    return nb::make_tuple(evicted, owners);
+}
+
+void bind_forms(nb::module_ &module) {
+    nb::class_<MatchForms>(
+        module, "MatchForms",
+        "How ``BlockManager`` tells of matches, and their terms: ``cell`` blocks are a cell of\n"
+        "the reuse grid; a request waits ``defer_timeout`` seconds for another's copy.")
+        .def(nb::init<std::size_t, double, nb::object, nb::object, nb::object>(), "cell"_a, "defer_timeout"_a,
+             "result"_a, "matched"_a, "deferred"_a)
+        .def_ro("cell", &MatchForms::cell);
+    nb::class_<AllocationForms>(module, "AllocationForms", "How ``BlockManager`` tells of allocations.")
+        .def(nb::init<nb::object, nb::object, nb::object>(), "result"_a, "no_blocks"_a, "deferred"_a);
+}
+
+}  // namespace
+
+HostSource host_source(nb::handle given) {
+    const auto host = nb::cast<HostArgument>(given);
+    if (!host) return {};
+    return std::visit([](auto *each) { return HostSource(*each); }, *host);
+}
+
+void bind_block_manager(nb::module_ &module) {
+    bind_forms(module);
+    nb::class_<BlockManagerStats>(module, "BlockManagerStats", "Totals since the manager was made.")
+        .def_ro("lookups", &BlockManagerStats::lookups)
+        .def_ro("lookup_tokens", &BlockManagerStats::lookup_tokens)
+        .def_ro("device_hit_tokens", &BlockManagerStats::device_hit_tokens)
+        .def_ro("host_hit_tokens", &BlockManagerStats::host_hit_tokens)
+        .def_ro("storage_hit_tokens", &BlockManagerStats::storage_hit_tokens)
+        .def_ro("deferred", &BlockManagerStats::deferred)
+        .def_ro("loads_confirmed", &BlockManagerStats::loads_confirmed)
+        .def_ro("loads_failed", &BlockManagerStats::loads_failed)
+        .def_ro("allocation_failures", &BlockManagerStats::allocation_failures);
+    nb::class_<PythonBlockManager>(
+        module, "BlockManager", traversed<PythonBlockManager>(),
+        "The device blocks of the requests of one scheduler.\n\n"
+        "``live`` are the requests between match and end by id, a dictionary that the caller keeps. With\n"
+        "``follow_*`` the manager keeps what write policies need to know until ``take_followed``. Raises\n"
+        "RequestStateError for requests in another state; nothing is changed then.")
+        .def(
+            "__init__",
+            [](PythonBlockManager *self, nb::typed<nb::object, Tier> tier, std::int64_t block_size,
+               const nb::bytes &fingerprint, std::int64_t lookahead, bool caches_prefixes, bool follow_stored,
+               bool follow_evicted, bool follow_owners, std::uint32_t follow_hits,
+               const nb::typed<nb::object, HostArgument> &host) {
+                const BlockKeys keys{block_size, digest_of<HashingError>("fingerprint", fingerprint),
+                                     lookahead};
+                new (self) PythonBlockManager(nb::cast<Tier &>(tier), keys, caches_prefixes,
+                                              {follow_stored, follow_evicted, follow_owners, follow_hits},
+                                              host_source(host));
+                self->parts = {tier, host};
+            },
+            "tier"_a, "block_size"_a, "fingerprint"_a, "lookahead"_a = 0, "caches_prefixes"_a = true,
+            "follow_stored"_a = false, "follow_evicted"_a = false, "follow_owners"_a = false,
+            "follow_hits"_a = 0, "host"_a.none() = nb::none())
+        .def(
+            "prepare",
+            [](const PythonBlockManager &self, PythonRequest &request) { bind_request(self, request, true); },
+            "request"_a,
+            "Hash the tokens of a request, without the GIL, unless they are. Any thread may call. Raises\n"
+            "HashingError for tokens that cannot be hashed.")
+        .def(
+            "change_fingerprint",
+            [](PythonBlockManager &self, const nb::bytes &fingerprint) {
+                self.change_fingerprint(digest_of<HashingError>("fingerprint", fingerprint));
+            },
+            "fingerprint"_a, "Hash with another layout from now on. Live requests publish no more.")
+        .def(
+            "stop_publishing", [](PythonBlockManager &self) { self.stop_publishing(); },
+            "Let live requests keep their blocks and publish no more.")
+        .def(
+            "publishes",
+            [](const PythonBlockManager &self, const PythonRequest &request) {
+                return self.publishes(request);
+            },
+            "request"_a)
+        .def(
+            "owns",
+            [](const PythonBlockManager &self, const PythonRequest &request) { return self.owns(request); },
+            "request"_a, "Return True between the request's match and its end.")
+        .def("check_match", &check_match, "requests"_a, "live"_a,
+             "Check that the requests can be matched, and hash those that are not yet.")
+        .def(
+            "matchable",
+            [](const PythonBlockManager &self, const PythonRequest &request) {
+                return self.matchable(request);
+            },
+            "request"_a,
+            "How many leading blocks a match may find: not the last token's, nor any above the request's\n"
+            "limit.")
+        .def("match", &match, "requests"_a, "live"_a, "forms"_a, "clock"_a,
+             "is_reading"_a.none() = nb::none(), "storage_use"_a.none() = nb::none(),
+             "worth_loading"_a.none() = nb::none(),
+             "Pin the longest cached prefix of each request, on the device and then on the host, or defer "
+             "it.\n"
+             "Return a ``result`` for each, or (first block, blocks) where the service has to be asked for "
+             "as\n"
+             "many leading blocks: see ``answer``. Blocks for which ``is_reading`` are not waited for.\n"
+             "``storage_use``, for a service with storage: 1 if blocks may be read for a request, 2 if they "
+             "are.\n"
+             "``worth_loading(request_id, num_tokens, on_device, on_host, last_hash)`` returns how many of "
+             "the blocks "
+             "on the\n"
+             "host to load.")
+        .def("answer", &answer, "request"_a, "live"_a, "forms"_a, "clock"_a, "lease"_a, "slots"_a,
+             "generations"_a, "unverified"_a.none(), "from_storage"_a, "worth_loading"_a.none() = nb::none(),
+             "End a match with the run that the service has pinned for it; ``from_storage`` are the first "
+             "block of\n"
+             "the run that was read from storage for the request, and the one after the last.")
+        .def(
+            "wait_for_reads",
+            [](PythonBlockManager &self, PythonRequest &request, const Live &live) {
+                const bool is_live = self.owns(request);
+                self.wait_for_reads(request);
+                if (is_live) remove_from(live, request);
+            },
+            "request"_a, "live"_a, "Release a request that waits for its reads from storage.")
+        .def(
+            "set_from_storage",
+            [](PythonBlockManager &self, PythonRequest &request, std::uint32_t blocks) {
+                self.set_from_storage(request, blocks);
+            },
+            "request"_a, "blocks"_a, "Count blocks of a matched request's host run as read from storage.")
+        .def("allocate", &allocate, "demands"_a, "loads"_a, "live"_a, "forms"_a,
+             "Extend the block table of each (request, number of tokens), and plan the loads of its host "
+             "run.\n"
+             "Return a ``result`` for each.")
+        .def(
+            "commit",
+            [](PythonBlockManager &self, const Counted &progress) {
+                const auto read = read_counts(progress, "cannot commit: the number of tokens");
+                for (const auto &[request, tokens] : read)
+                    self.check_commit(*request, static_cast<std::int64_t>(tokens));
+                for (const auto &[request, tokens] : read) self.commit(*request, tokens);
+            },
+            "progress"_a, "Publish the full blocks of the first tokens of each (request, number of tokens).")
+        .def("advance", &advance, "requests"_a, "tokens"_a, "uncomputed_tokens"_a = 1, "grow"_a = true,
+             "Append tokens, extend the block tables and publish full blocks: a whole decode step.")
+        .def(
+            "send_loads", [](PythonBlockManager &self, std::uint64_t plan) { self.send_loads(plan); },
+            "plan"_a, "Let the loads planned since the last call wait for this plan's reports.")
+        .def("end_loads", &end_loads, "plan"_a, "copied"_a,
+             nb::sig("def end_loads(self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]) -> "
+                     "list[tuple[str, int, int, int]]"),
+             "End a plan's loads, of which blocks were ``copied``: publish what waited for them. Return\n"
+             "(request id, first block, blocks copied, blocks planned) of each that a request waits for.")
+        .def(
+            "expect_from_peer",
+            [](PythonBlockManager &self, PythonRequest &request) { return self.expect_from_peer(request); },
+            "request"_a, "Extend a match by the blocks that only a peer has; return their number.")
+        .def("take_fetches", &take_fetches,
+             nb::sig("def take_fetches(self) -> list[tuple[str, int, int, "
+                     "numpy.typing.NDArray[numpy.int32], numpy.typing.NDArray[numpy.uint32], bool]]"),
+             "Return (request id, lease, first block, slots, generations, True if the blocks below "
+             "are\nloaded) of the fetches that allocations have planned since the last call.")
+        .def(
+            "send_fetch",
+            [](PythonBlockManager &self, std::uint64_t plan, std::uint64_t lease, std::uint32_t first_block,
+               std::uint32_t count) {
+                self.send_fetch(plan, {static_cast<LeaseId>(lease), 0, count, first_block, true});
+            },
+            "plan"_a, "lease"_a, "first_block"_a, "count"_a, "Let a fetch wait for this plan's reports.")
+        .def("end_fetch", &end_fetch, "plan"_a, "copied"_a,
+             nb::sig("def end_fetch(self, plan: int, copied: numpy.typing.NDArray[numpy.uint8]) -> "
+                     "tuple[str, int, bool, bool] | None"),
+             "End a plan's fetch after the load below it. Return (request id, first block it lacks, True if "
+             "the\n"
+             "load failed, True if it got all), or None if no request waits for it.")
+        .def(
+            "give_up_loads", &give_up_loads, "plan"_a,
+            nb::sig("def give_up_loads(self, plan: int) -> list[tuple[str, int]]"),
+            "Let the requests that wait for a plan's loads load nothing any more. Return (request id, first\n"
+            "block) of each load.")
+        .def("release", &release, "request"_a, "live"_a,
+             "Release every block of a live request; return False if it is not live.")
+        .def(
+            "finish",
+            [](PythonBlockManager &self, const RequestSequence &requests, const Live &live) {
+                for (nb::handle each : requests) {
+                    PythonRequest &request = request_of(each);
+                    release(self, request, live);
+                    self.forget_hits(request);
+                }
+            },
+            "requests"_a, "live"_a, "Release requests; their next match counts as another hit.")
+        .def_prop_ro(
+            "has_followed", [](const PythonBlockManager &self) { return self.has_followed(); },
+            "True if ``take_followed`` has something.")
+        .def(
+            "queue_followed",
+            [](PythonBlockManager &self, BlockQueue &queue) { return self.queue_followed(queue); }, "queue"_a,
+            "Move the blocks that became entries or reached ``follow_hits`` to a queue of backups; return "
+            "how\n"
+            "many blocks a full queue dropped.")
+        .def("take_followed", &take_followed,
+             nb::sig("def take_followed(self) -> tuple[BlockList | None, list[tuple[bytes, str]]]"),
+             "Return blocks evicted and (first block, tenant) of requests that published, and forget all "
+             "news.")
+        .def_prop_ro("stats", [](const PythonBlockManager &self) -> const BlockManagerStats & {
+            return self.stats();
+        });
+}
+
+}  // namespace fdcache

@@ -1,0 +1,162 @@
+"""Layout and settings from vLLM's configuration, read by attribute name, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fdcache.errors import ConfigurationError
+from fdcache.layout import KVLayout, PlaneKind, PlaneSpec
+from fdcache.settings import Settings, Sourced
+from fdcache.settings.checks import suggest
+from fdcache.settings.tree import KNOWN_NAMES
+
+logger = logging.getLogger(__name__)
+
+_FILE = "kv_connector_extra_config"
+_FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
+
+
+def require_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ``ConfigurationError`` naming what would not be right with this connector, and the remedy."""
+    for wrong, right in _unsupported(vllm_config, kv_cache_config):
+        raise ConfigurationError(f"FdcacheConnector: {wrong}; {right}")
+
+
+def _unsupported(vllm_config: Any, kv_cache_config: Any) -> Iterator[tuple[str, str]]:
+    role = vllm_config.kv_transfer_config.kv_role
+    if role != "kv_both":
+        yield f"kv_role {role!r} would only load or only store", "set it to 'kv_both'"
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            yield f"{name}={getattr(parallel, name)} spreads the tokens of a block over ranks", "set it to 1"
+    stages = parallel.pipeline_parallel_size
+    layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+    if layers % stages:
+        yield (
+            f"{layers} layers do not divide into {stages} equal pipeline stages",
+            "choose a pipeline_parallel_size that divides them",
+        )
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        yield (
+            f"the model has {len(groups)} KV cache groups",
+            "use one kind of attention, or --disable-hybrid-kv-cache-manager",
+        )
+        return
+    kind = type(groups[0].kv_cache_spec).__name__
+    if kind not in _FULL_ATTENTION:
+        yield f"the cache of the model is a {kind}", f"supported are {' and '.join(_FULL_ATTENTION)}"
+
+
+def layout_from_config(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
+    """Return the layout of vLLM's pages: one plane of bytes for each layer of a rank.
+
+    Its revision names everything that decides the bytes of a page: the weights, the dtypes, the packing, the ranks.
+    Raises ``ConfigurationError`` for a configuration that is not supported.
+    """
+    require_supported(vllm_config, kv_cache_config)
+    (group,) = kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    return KVLayout.build(
+        [PlaneSpec(PlaneKind.KEY, "uint8", (int(spec.page_size_bytes),))],
+        model=str(vllm_config.model_config.model),
+        revision=revision_of(vllm_config),
+        block_size=int(spec.block_size),
+        num_layers=len(group.layer_names),
+        tp_size=int(vllm_config.parallel_config.world_size),
+    )
+
+
+def revision_of(vllm_config: Any) -> str:
+    """Return a digest of the weights and of what decides how vLLM computes and packs a page."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    load, speculative = vllm_config.load_config, vllm_config.speculative_config
+    parts = {
+        "vllm": version("vllm"),
+        "revision": model.revision,
+        "commit": getattr(model.hf_config, "_commit_hash", None),
+        "files": _files_of(Path(str(model.model))),
+        "overrides": repr(getattr(model, "hf_overrides", None)),
+        "quantization": model.quantization,
+        "dtype": str(model.dtype),
+        "cache_dtype": str(cache.cache_dtype),
+        "load_format": str(load.load_format),
+        "seed": model.seed if str(load.load_format) == "dummy" else None,
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "backend": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
+        "draft": None if speculative is None else (speculative.method, str(speculative.model)),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _files_of(folder: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of each file of local weights, so that weights replaced in place are others."""
+    if not folder.is_dir():
+        return []
+    found = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found]
+
+
+def load_settings(vllm_config: Any, layout: KVLayout) -> Settings:
+    """Load the settings: ``kv_connector_extra_config`` first, then the environment.
+
+    Blocks are copied to the host as soon as they are computed, unless ``FDCACHE_WRITE_POLICY`` says otherwise. Draft
+    layers depend on the next token, so a match then looks one token ahead.
+
+    Raises ``ConfigurationError`` for a name that is no setting, ``SettingsError`` for a wrong value.
+    """
+    speculative = vllm_config.speculative_config
+    drafts = speculative is not None and bool(speculative.use_eagle())
+    settings = Settings.load(
+        arguments=extra_settings(vllm_config.kv_transfer_config.kv_connector_extra_config),
+        defaults={
+            "FDCACHE_BLOCK_SIZE": layout.block_size,
+            "FDCACHE_RANKS": layout.tp_size,
+            "FDCACHE_WRITE_POLICY": "write_through",
+            "FDCACHE_LOOKAHEAD_TOKENS": int(drafts),
+        },
+    )
+    if drafts and settings.cache.lookahead_tokens < 1:
+        place = settings.place("FDCACHE_LOOKAHEAD_TOKENS")
+        raise ConfigurationError(
+            f"FDCACHE_LOOKAHEAD_TOKENS=0 ({place}): the KV of draft layers depends on the next token; set it to 1"
+        )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        for name, is_on in (
+            ("FDCACHE_SERVER", settings.cache.server is not None),
+            ("FDCACHE_STORAGE", settings.storage_tier.is_on),
+        ):
+            if is_on:
+                raise ConfigurationError(
+                    f"{name} ({settings.place(name)}): calculate_kv_scales makes other scales in each run, so that "
+                    "no other engine can read its blocks; give the model KV scales, or unset the variable"
+                )
+    return settings
+
+
+def extra_settings(extra: Mapping[str, object]) -> dict[str, Sourced]:
+    """Return the values of ``kv_connector_extra_config`` by variable. Raises ``ConfigurationError`` for other names."""
+    for name in extra:
+        if name not in KNOWN_NAMES:
+            near = suggest(name, KNOWN_NAMES)
+            remedy = f"did you mean {near}?" if near else "`fdcache env show` lists the names"
+            raise ConfigurationError(f"{_FILE}: {name} is no setting; {remedy}")
+    return {name: Sourced(_FILE, value) for name, value in extra.items()}
+
+
+def recompute_failed_loads(transfer_config: Any) -> None:
+    """Let vLLM compute what cannot be loaded, where it would end the request with an error by default."""
+    if transfer_config.kv_load_failure_policy == "fail":
+        logger.info(
+            "kv_load_failure_policy is 'recompute': what cannot be loaded is computed, and no request fails for it"
+        )
+        transfer_config.kv_load_failure_policy = "recompute"

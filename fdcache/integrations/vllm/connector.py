@@ -1,0 +1,196 @@
+"""FdcacheConnector: vLLM's hooks, each a line or two over the scheduler's or the worker's side."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from fdcache.integrations.vllm.config import layout_from_config, load_settings, recompute_failed_loads
+from fdcache.integrations.vllm.events import EventTranslator
+from fdcache.integrations.vllm.metadata import StepMetadata, WorkerReports, WorkerStorage
+from fdcache.integrations.vllm.scheduler import SchedulerSide
+from fdcache.integrations.vllm.stats import FdcacheMetrics, FdcacheStats, StatsDelta
+from fdcache.integrations.vllm.worker import WorkerSide
+from fdcache.manager import OffloadManager
+
+logger = logging.getLogger(__name__)
+
+
+class FdcacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """fdcache below vLLM's prefix cache, in the scheduler and in each worker.
+
+    Loads are asynchronous and whole: a request is scheduled once its blocks have arrived, so that no layer waits and
+    full CUDA graphs work. Raises ``ConfigurationError`` or ``SettingsError`` for what cannot be right.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        layout = layout_from_config(vllm_config, kv_cache_config)
+        settings = load_settings(vllm_config, layout)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            recompute_failed_loads(self._kv_transfer_config)
+            events = vllm_config.kv_events_config
+            self._events = EventTranslator() if events is not None and events.enable_kv_cache_events else None
+            if self._events is not None:
+                settings = self._events.enable(settings)
+            manager = OffloadManager.from_settings(layout, settings)
+            self._scheduler = SchedulerSide(manager, self._events)
+            self._stats = StatsDelta(manager)
+        else:
+            self._worker = WorkerSide(settings, layout, vllm_config.parallel_config.rank)
+
+    # --- worker -------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Use vLLM's pages."""
+        if self._worker is not None:
+            (group,) = self._kv_cache_config.kv_cache_groups
+            self._worker.register(kv_caches, group.layer_names, self._kv_cache_config.num_blocks)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Tell the scheduler which blocks this rank's storage holds."""
+        return WorkerStorage(self._worker.scan) if self._worker is not None else None
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        """Enqueue the step's copies, loads and stores alike."""
+        if self._worker is not None and isinstance(self._connector_metadata, StepMetadata):
+            self._worker.submit(self._connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: what is loaded has arrived before its request is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
+        """Do nothing: blocks are stored after the step that computed them."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: the order of streams keeps blocks until they are stored."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose load has ended on this rank, well or not."""
+        received = self._worker.poll() if self._worker is not None else set()
+        return None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the device blocks that vLLM has to compute."""
+        return self._worker.take_bad_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return this rank's reports."""
+        reports = self._worker.take_reports() if self._worker is not None else []
+        return WorkerReports(reports) if reports else None
+
+    # --- scheduler ----------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Learn vLLM's block pool, for its coldest blocks and for resets of the device cache."""
+        if self._scheduler is not None:
+            self._scheduler.bind_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Make the blocks findable that the ranks' storage holds."""
+        self._restore(metadata.values())
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Make the blocks findable that the ranks' storage holds, those of every pipeline stage."""
+        self._restore(metadata.values())
+
+    def _restore(self, metadata: Iterable[KVConnectorHandshakeMetadata]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.restore(each.scan for each in metadata if isinstance(each, WorkerStorage))
+
+    def on_new_request(self, request: Any) -> None:
+        """Start to read the request's blocks from storage."""
+        if self._scheduler is not None:
+            with self._scheduler.guarded("on_new_request"):
+                self._scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many more tokens can be loaded, None to be asked again; loads are asynchronous."""
+        found: int | None = 0
+        if self._scheduler is not None:
+            with self._scheduler.guarded("get_num_new_matched_tokens"):
+                found = self._scheduler.matched(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plan the load of what was found into the request's blocks."""
+        if self._scheduler is not None:
+            with self._scheduler.guarded("update_state_after_alloc"):
+                self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Plan the copies of the step."""
+        assert self._scheduler is not None
+        made = StepMetadata()
+        with self._scheduler.guarded("build_connector_meta"):
+            made = self._scheduler.step(scheduler_output)
+        return made  # noqa: RET504 - empty after an exception
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Count the ranks' reports."""
+        reports = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(reports, WorkerReports):
+            with self._scheduler.guarded("update_connector_output"):
+                self._scheduler.reported(reports.reports)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Offer the request's last blocks. vLLM may reuse them at once."""
+        if self._scheduler is not None:
+            with self._scheduler.guarded("request_finished"):
+                self._scheduler.finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Return True while copies are in flight, so that vLLM goes on stepping."""
+        return self._scheduler is not None and self._scheduler.has_pending_work
+
+    def reset_cache(self) -> bool | None:
+        """Forget every block of this engine."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        """Return which blocks entered and left host memory and storage, under vLLM's hashes."""
+        return self._scheduler.take_events() if self._scheduler is not None else ()
+
+    # --- both ---------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> FdcacheStats | None:
+        """Return what has changed since the last call; in the scheduler."""
+        if self._scheduler is None:
+            return None
+        return self._stats.take(self._scheduler.inconsistencies)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FdcacheStats | None:
+        """Return the statistics that were sent as ``data``."""
+        return FdcacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> FdcacheMetrics:
+        """Return the metrics of vLLM's Prometheus endpoint."""
+        return FdcacheMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """End the copies, then leave the service. The workers come before the scheduler."""
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.manager.close()

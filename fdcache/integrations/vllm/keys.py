@@ -1,0 +1,41 @@
+"""Block keys of vLLM's requests: which of their tokens are the same, and which requests are not cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fdcache.hashing import MultimodalItem
+from fdcache.manager import Request
+
+
+def request_of(request: Any) -> Request | None:
+    """Return fdcache's request for one of vLLM's; None for one that is never cached.
+
+    The salt is the tenant. An adapter is known by name and path, an image or the like by identifier, offset and length.
+    Prompts of embeddings have no tokens to tell them apart, and sessions that are resumed shorten theirs.
+    """
+    if request.prompt_embeds is not None or request.resumable:
+        return None
+    adapter = request.lora_request
+    if adapter is not None and adapter.load_inplace:
+        return None  # other weights may get its name and path
+    return Request(
+        request.request_id,
+        known_tokens(request, 0),
+        multimodal=[
+            MultimodalItem(item.mm_position.offset, item.mm_position.length, item.identifier)
+            for item in request.mm_features
+        ],
+        adapter_id=None
+        if adapter is None
+        else f"{len(adapter.lora_name)}:{adapter.lora_name}{adapter.lora_path}",
+        tenant=request.cache_salt,
+        device_only=bool(request.skip_reading_prefix_cache),
+    )
+
+
+def known_tokens(request: Any, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the tokens of a request from ``start`` on that vLLM knows by now."""
+    return np.asarray(request.all_token_ids[start:], np.int32)

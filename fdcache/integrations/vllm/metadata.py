@@ -1,0 +1,47 @@
+"""Records between vLLM's scheduler and its workers. vLLM pickles them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from fdcache.tiers.host import HostCache
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Copies of one step, for every rank.
+
+    ``plans``: encoded ``TransferPlan`` records in order. ``loads``: ids of the requests that wait for a plan, by its
+    number. ``unloaded``: device blocks of requests whose load could not be planned, which they compute.
+    ``host_cache``: with the first step.
+    """
+
+    plans: list[bytes] = field(default_factory=list)
+    loads: dict[int, list[str]] = field(default_factory=dict)
+    unloaded: dict[str, list[int]] = field(default_factory=dict)
+    host_cache: HostCache | None = None
+
+
+@dataclass
+class WorkerReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Encoded ``TransferReport`` records of one rank, or of all once they are aggregated."""
+
+    reports: list[bytes] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReports:
+        """Return the reports of both."""
+        assert isinstance(other, WorkerReports)
+        return WorkerReports(self.reports + other.reports)
+
+
+@dataclass
+class WorkerStorage(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Blocks that one rank's local storage holds at the start: an encoded ``StorageScan``, or None."""
+
+    scan: bytes | None = None

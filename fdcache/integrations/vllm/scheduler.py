@@ -1,0 +1,266 @@
+"""The connector in vLLM's scheduler: what is loaded, offered and given away in each step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from fdcache.errors import FdcacheError
+from fdcache.integrations.vllm.events import EventTranslator
+from fdcache.integrations.vllm.keys import known_tokens, request_of
+from fdcache.integrations.vllm.metadata import StepMetadata
+from fdcache.manager import MatchStatus, OffloadManager, Request
+from fdcache.metadata import Int32Array, decode_report, decode_scan, encode
+from fdcache.settings.cache import WritePolicy
+
+logger = logging.getLogger(__name__)
+
+
+class _Running:
+    """A request between its arrival and its end. ``blocks`` is its block table while it has one."""
+
+    __slots__ = ("blocks", "device_tokens", "known_hashes", "request", "source")
+
+    def __init__(self, source: Any, request: Request) -> None:
+        self.source = source
+        self.request = request
+        self.blocks: list[int] = []
+        self.device_tokens = 0
+        self.known_hashes = 0
+
+
+class SchedulerSide:
+    """Follows vLLM's requests and blocks, and plans with an ``OffloadManager``.
+
+    Hooks take requests that are unknown, and may be repeated. An inconsistency costs the block concerned its place
+    in the cache and is counted in ``inconsistencies``; no hook raises for one.
+    """
+
+    def __init__(self, manager: OffloadManager, events: EventTranslator | None = None) -> None:
+        self.manager = manager
+        self._events = events
+        self.inconsistencies = 0
+        self._block_size = manager.layout.block_size
+        self._running: dict[str, _Running] = {}
+        self._loads: list[str] = []
+        self._unloaded: dict[str, list[int]] = {}
+        self._pool: Any = None
+        self._resets_device = False
+        self._sent_host_cache = False
+
+    def bind_pool(self, pool: Any) -> None:
+        """Learn vLLM's block pool."""
+        self._pool = pool
+
+    def restore(self, scans: Iterable[bytes | None]) -> None:
+        """Make the blocks findable that the ranks' storage holds."""
+        found = [decode_scan(scan) for scan in scans if scan is not None]
+        if found:
+            restored = self.manager.restore_storage(found)
+            logger.info("%d blocks restored from storage", restored)
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def arrived(self, source: Any) -> _Running | None:
+        """Follow a request, and start to read its blocks from storage; None for one that is not cached."""
+        known = self._running.get(source.request_id)
+        if known is not None and known.source is source:
+            return known
+        if known is not None:
+            self._forget(source.request_id)
+        request = request_of(source)
+        if request is None:
+            return None
+        known = self._running[source.request_id] = _Running(source, request)
+        self.manager.begin(request)
+        return known
+
+    def matched(self, source: Any, device_tokens: int) -> int | None:
+        """Return how many tokens beyond those on the device can be loaded; None to be asked in the next step."""
+        known = self.arrived(source)
+        if known is None:
+            return 0
+        known.blocks = []
+        known.device_tokens = device_tokens
+        self._learn_tokens(known, source.num_tokens)
+        found = self.manager.match(known.request, device_tokens)
+        return None if found.status is MatchStatus.DEFERRED else found.num_tokens
+
+    def allocated(self, source: Any, blocks: Sequence[int], num_tokens: int) -> None:
+        """Learn a request's block table; load ``num_tokens`` tokens beyond those that were on the device."""
+        known = self._running.get(source.request_id)
+        if num_tokens <= 0:
+            if known is not None:
+                self.manager.unmatch(known.request)
+            return
+        first = (known.device_tokens if known is not None else 0) // self._block_size
+        count = num_tokens // self._block_size
+        wanted = list(blocks[first : first + count])
+        loaded = 0
+        try:
+            if known is not None:
+                known.blocks = list(blocks)
+                self.manager.evicted(_ids(blocks[first + count :]))
+                loaded = self.manager.load(known.request, _ids(wanted))
+        finally:
+            if loaded:
+                self._loads.append(source.request_id)
+            if loaded < count:
+                self._unloaded[source.request_id] = wanted[loaded:]
+                self._count("a load of %d blocks was promised, %d are there", count, loaded)
+
+    def finished(self, source: Any, blocks: Sequence[int]) -> None:
+        """Offer what a request has computed and not offered yet, and forget it."""
+        known = self._running.get(source.request_id)
+        if known is None:
+            return
+        if known.source is source and blocks and known.blocks:
+            known.blocks = list(blocks)
+            self._offer(known, source.num_computed_tokens)
+        self._forget(source.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self.manager.finish(self._running.pop(request_id).request)
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def step(self, output: Any) -> StepMetadata:
+        """Plan the copies of a step that vLLM has scheduled."""
+        computed = self._learn_blocks(output)
+        self._reset_device()
+        if self.manager.settings.write_policy is WritePolicy.WRITE_BACK:
+            self.manager.next_evicted(_ids(self._coldest(self.manager.settings.clean_reserve)))
+        self.manager.expire()
+        plans = self.manager.take_plans()
+        for known, num_tokens in computed:
+            self._offer(known, num_tokens)
+        made = StepMetadata([encode(plan) for plan in plans], unloaded=self._unloaded)
+        self._unloaded = {}
+        for plan in plans:
+            if plan.loads is not None and self._loads:
+                made.loads[plan.plan_id], self._loads = self._loads, []
+        if not self._sent_host_cache:
+            made.host_cache, self._sent_host_cache = self.manager.host_cache, True
+        return made
+
+    def _learn_blocks(self, output: Any) -> list[tuple[_Running, int]]:
+        """Follow the block tables; return the scheduled requests with their tokens after the step."""
+        computed: list[tuple[_Running, int]] = []
+        scheduled = output.num_scheduled_tokens
+        given: list[int] = []
+        for request_id in output.preempted_req_ids or ():
+            if (known := self._running.get(request_id)) is not None:
+                known.blocks = []
+        for new in output.scheduled_new_reqs:
+            blocks, start = new.block_ids[0], new.num_computed_tokens
+            given += blocks[start // self._block_size :]
+            if (known := self._running.get(new.req_id)) is not None:
+                known.blocks = list(blocks)
+                computed.append((known, start + scheduled.get(new.req_id, 0)))
+        cached = output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            start, added = cached.num_computed_tokens[i], cached.new_block_ids[i]
+            blocks = [] if added is None else added[0]
+            resumed = request_id in cached.resumed_req_ids
+            given += blocks[start // self._block_size :] if resumed else blocks
+            if (known := self._running.get(request_id)) is not None:
+                known.blocks = list(blocks) if resumed else known.blocks + blocks
+                computed.append((known, start + scheduled.get(request_id, 0)))
+        if given:
+            self.manager.evicted(_ids(given))
+        return computed
+
+    def _offer(self, known: _Running, num_tokens: int) -> None:
+        """Offer whole blocks of known tokens: those that drafts or steps in flight add are offered later."""
+        num_tokens = min(num_tokens, known.source.num_tokens)
+        whole = num_tokens // self._block_size
+        if whole > len(known.blocks):
+            self._count("%d blocks are computed, %d are known", whole, len(known.blocks))
+        elif whole:
+            self._learn_tokens(known, num_tokens)
+            self._learn_hashes(known)
+            self.manager.offer(known.request, num_tokens, _ids(known.blocks[:whole]))
+
+    def _learn_tokens(self, known: _Running, num_tokens: int) -> None:
+        have = known.request.num_tokens
+        if num_tokens > have:
+            known.request.append_tokens(known_tokens(known.source, have)[: num_tokens - have])
+
+    def _learn_hashes(self, known: _Running) -> None:
+        if self._events is not None:
+            self.manager.prepare([known.request])
+            hashes = known.request.block_hashes
+            self._events.learn(known.source, hashes, known.known_hashes, self._block_size)
+            known.known_hashes = min(len(hashes), len(known.source.block_hashes))
+
+    def take_events(self) -> Iterable[Any]:
+        """Return vLLM's events since the last call."""
+        return () if self._events is None else list(self._events.translate(self.manager.take_events()))
+
+    def _coldest(self, count: int) -> list[int]:
+        """Return the blocks that vLLM gives away next."""
+        if self._pool is None:
+            return []
+
+        def walk() -> Iterator[int]:
+            queue = self._pool.free_block_queue
+            block = queue.fake_free_list_head.next_free_block
+            while block is not None and block is not queue.fake_free_list_tail:
+                yield block.block_id
+                block = block.next_free_block
+
+        return list(islice(walk(), count))
+
+    def _reset_device(self) -> None:
+        """Forget vLLM's prefix cache if an operator of the service asked for it, once no block is in use."""
+        self._resets_device |= self.manager.take_device_reset()
+        if self._resets_device and self._pool is not None and self._pool.reset_prefix_cache():
+            self._resets_device = False
+
+    # --- reports and the whole cache ----------------------------------------------------------------------
+
+    def reported(self, reports: Iterable[bytes]) -> None:
+        """Count the ranks' reports. Loads that failed are computed by vLLM, which the ranks told as well."""
+        for report in reports:
+            try:
+                self.manager.apply([decode_report(report)])
+            except FdcacheError as error:
+                self._count("a report was not counted: %s", error)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """True while copies are in flight or blocks wait for one: vLLM has to go on stepping."""
+        return self.manager.has_pending_work or bool(self._unloaded)
+
+    def reset(self) -> None:
+        """Forget every block, as after new weights. Engines that share a service keep theirs."""
+        if self.manager.settings.server is None:
+            self.manager.reset_cache()
+        else:
+            from uuid import uuid4
+
+            base = self.manager.layout.revision.partition("+")[0]
+            self.manager.change_revision(f"{base}+{uuid4().hex[:16]}")
+
+    @contextmanager
+    def guarded(self, hook: str) -> Iterator[None]:
+        """Log and count an exception of a hook. vLLM ends at one, and computes what is not cached."""
+        try:
+            yield
+        except Exception:
+            self.inconsistencies += 1
+            logger.exception("%s failed; the engine goes on without what it would have cached", hook)
+
+    def _count(self, message: str, *values: object) -> None:
+        self.inconsistencies += 1
+        if self.inconsistencies.bit_count() == 1:  # at most one line each time their number doubles
+            logger.warning("inconsistency %d: " + message, self.inconsistencies, *values)
+
+
+def _ids(blocks: Sequence[int]) -> Int32Array:
+    return np.asarray(blocks, np.int32)

@@ -1,0 +1,161 @@
+"""The connector in vLLM's workers: the copies of one rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import Device
+from fdcache.devices.cpu import CpuDevice
+from fdcache.errors import ConfigurationError, FdcacheError
+from fdcache.integrations.vllm.metadata import StepMetadata
+from fdcache.layout import KVLayout
+from fdcache.metadata import SwapPurpose, TransferPlan, TransferReport, decode_plan, encode
+from fdcache.settings import Settings
+from fdcache.settings.cache import TransferSettings
+from fdcache.tiers.host import HostCache
+
+logger = logging.getLogger(__name__)
+
+
+class _Load:
+    """Requests that wait for a plan, and the device blocks that it loads."""
+
+    __slots__ = ("blocks", "requests")
+
+    def __init__(self, requests: list[str], plan: TransferPlan) -> None:
+        self.requests = requests
+        self.blocks = [] if plan.loads is None else plan.loads.dst_block_ids.tolist()
+
+
+class WorkerSide:
+    """Executes plans on vLLM's pages with a ``CacheController``.
+
+    Loads run behind all work that the compute stream has, so that they cannot overwrite what a step still reads, and
+    stores read what earlier steps computed. No call waits for a copy, except on a CPU, which has no streams.
+    """
+
+    def __init__(self, settings: Settings, layout: KVLayout, rank: int) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._rank = rank
+        self._controller: CacheController | None = None
+        self._loads: dict[int, _Load] = {}
+        self._reports: list[TransferReport] = []
+        self._received: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._on_gpu = False
+        self.scan: bytes | None = None
+
+    def register(
+        self, tensors: Mapping[str, torch.Tensor], layer_names: Sequence[str], num_blocks: int
+    ) -> None:
+        """Use vLLM's pages, and make this rank's host memory unless a service has it."""
+        pages = [pages_of(tensors[name], self._layout.planes[0].nbytes, num_blocks) for name in layer_names]
+        device = pages[0].device
+        self._on_gpu = device.type == "cuda"
+        controller = CacheController.from_settings(
+            self._layout, self._settings, rank=self._rank, device=lambda settings: device_of(device, settings)
+        )
+        self._controller = controller
+        controller.register_kv_cache(pages)
+        if self._settings.cache.server is None:
+            controller.initialize_host_cache()
+            scan = controller.open_storage()
+            self.scan = None if scan is None else encode(scan)
+
+    def attach(self, host_cache: HostCache | None) -> None:
+        """Map the host memory of a service, which the scheduler names with its first step."""
+        controller = self._controller
+        if controller is not None and host_cache is not None and controller.host_arena is None:
+            controller.initialize_host_cache(host_cache)
+
+    def submit(self, step: StepMetadata) -> None:
+        """Enqueue the copies of a step and return at once."""
+        controller = self._controller
+        if controller is None:
+            return
+        self.attach(step.host_cache)
+        for request_id, blocks in step.unloaded.items():
+            self._bad_blocks.update(blocks)
+            if not any(request_id in requests for requests in step.loads.values()):
+                self._received.add(request_id)
+        stream = torch.cuda.current_stream() if self._on_gpu and step.plans else None
+        for data in step.plans:
+            plan = decode_plan(data)
+            if plan.plan_id in step.loads:
+                self._loads[plan.plan_id] = _Load(step.loads[plan.plan_id], plan)
+            try:
+                counter = controller.submit_swap_tasks(plan, stream)
+                if not self._on_gpu:  # no stream holds the step back
+                    counter.wait_all()
+            except FdcacheError as error:
+                # The controller reports such a plan as failed: what it would have loaded is computed.
+                logger.warning("plan %d is not executed: %s", plan.plan_id, error)
+
+    def poll(self) -> set[str]:
+        """Collect what has ended; return the requests whose loads have, well or not."""
+        received, self._received = self._received, set()
+        if self._controller is None:
+            return received
+        reports = self._controller.poll()
+        self._reports += reports
+        for report in reports:
+            load = self._loads.pop(report.plan_id, None)
+            if load is None:
+                continue
+            received.update(load.requests)
+            results = [result for result in report.results if result.purpose is SwapPurpose.LOAD]
+            if report.refused or not results:
+                self._bad_blocks.update(load.blocks)
+            for result in results:
+                self._bad_blocks.update(load.blocks[i] for i in result.failed.tolist())
+        return received
+
+    def take_bad_blocks(self) -> set[int]:
+        """Return the device blocks whose load failed since the last call."""
+        taken, self._bad_blocks = self._bad_blocks, set()
+        return taken
+
+    def take_reports(self) -> list[bytes]:
+        """Return the encoded reports since the last call."""
+        taken, self._reports = self._reports, []
+        return [encode(report) for report in taken]
+
+    def shutdown(self) -> None:
+        """End the copies and free what this rank holds. Idempotent."""
+        if self._controller is not None:
+            self._controller.shutdown()
+
+
+def device_of(device: torch.device, settings: TransferSettings) -> Device:
+    """Return the device of vLLM's tensors. Raises ``ConfigurationError`` for kinds that fdcache does not have."""
+    if device.type == "cpu":
+        return CpuDevice.of(settings)
+    if device.type == "cuda":
+        from fdcache.devices.cuda import CudaDevice
+
+        return CudaDevice(device.index or 0, settings=settings)
+    raise ConfigurationError(
+        f"FdcacheConnector: vLLM's cache is on {device.type}; supported are cpu and cuda"
+    )
+
+
+def pages_of(tensor: torch.Tensor, page_bytes: int, num_blocks: int) -> torch.Tensor:
+    """Return a layer's pages as bytes, shape (blocks, page bytes), with the stride between blocks that vLLM gave them.
+
+    Raises ``ConfigurationError`` unless each block is one contiguous page.
+    """
+    size = tensor.element_size()
+    stride = tensor.stride(0) * size
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    if tensor.shape[0] != num_blocks or extent * size != page_bytes or stride < page_bytes:
+        raise ConfigurationError(
+            f"FdcacheConnector: a cache of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
+            f"{num_blocks} pages of {page_bytes} bytes; choose another attention backend, such as FLASH_ATTN"
+        )
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return torch.as_strided(raw, (num_blocks, page_bytes), (stride, 1), tensor.storage_offset() * size)

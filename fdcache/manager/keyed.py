@@ -1,0 +1,74 @@
+"""KeyedRequest: a request whose block keys the engine makes itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fdcache.errors import HashingError
+from fdcache.metadata import HashArray
+from fdcache.plans.blocks import ROOT
+
+_KEY_BYTES = 32
+
+
+class KeyedRequest:
+    """A request of an engine that names its blocks by keys of its own, for an ``OffloadManager``.
+
+    ::
+
+        request = KeyedRequest("chat-1", keys, layout.block_size)
+        request = KeyedRequest("chat-1", keys_of_the_tail, layout.block_size, parent=key_of_the_block_before)
+
+    ``keys``: uint8, shape (blocks, 32), of whole blocks; each covers everything that its block's KV depends on. The
+    layout's ``revision`` has to name the scheme that makes them: a key means another block under another scheme.
+
+    The run may begin anywhere in a prompt. ``parent`` is the key of the block before it: 32 zero bytes for a run from
+    the beginning, None where the engine does not know it. Numbers of tokens count from the first key on. A run without
+    a known parent is loaded like any other; it is stored below those of its blocks that the host tier has. Only runs
+    from the beginning are read from storage.
+
+    Raises ``HashingError`` for keys that are not 32 bytes each.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        keys: HashArray,
+        block_size: int,
+        *,
+        parent: bytes | None = ROOT,
+        tenant: str | None = None,
+        use_cache: bool = True,
+        device_only: bool = False,
+    ) -> None:
+        if parent is not None and len(parent) != _KEY_BYTES:
+            raise HashingError(f"parent: a key has {_KEY_BYTES} bytes, got {len(parent)}")
+        self.request_id = request_id
+        self.block_hashes = _checked(keys)
+        self.parent = parent
+        self.tenant = tenant
+        self.use_cache = use_cache
+        self.device_only = device_only
+        self._block_size = block_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the blocks that have a key."""
+        return len(self.block_hashes) * self._block_size
+
+    def append_keys(self, keys: HashArray) -> None:
+        """Append the keys of further blocks. Raises ``HashingError``."""
+        self.block_hashes = np.concatenate((self.block_hashes, _checked(keys)))
+
+
+def _checked(keys: Any) -> HashArray:
+    if (
+        not isinstance(keys, np.ndarray)
+        or keys.dtype != np.uint8
+        or keys.ndim != 2
+        or keys.shape[1] != _KEY_BYTES
+    ):
+        raise HashingError(f"keys must be a uint8 array of shape (blocks, {_KEY_BYTES})")
+    return np.ascontiguousarray(keys)

@@ -1,0 +1,294 @@
+"""Load or recompute: what is decided for each request, from what costs are observed, and how it turned out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from fdcache.errors import RequestStateError
+from fdcache.layout import KVLayout
+from fdcache.manager.cost import MARGIN, Cached, CostModel, Decision, LinkSpeed, LoadChoice
+from fdcache.manager.requests import LoadLimit, Request
+from fdcache.metadata import SwapPurpose, TransferReport
+from fdcache.settings.cache import LoadOrRecompute
+from fdcache.tiers.statistics import LoadDecision, LoadFigures, SpeedFigures
+
+_FORGET_AFTER = 30.0
+"""Seconds without a load after which loads are made whatever their cost was: it may have changed."""
+
+_PROBE_AFTER = 10.0
+"""Seconds without a read after which one is begun for a request that does not wait for it."""
+
+_MOST_RECENT = 16
+
+
+@dataclass(slots=True)
+class _Open:
+    """A decision whose request has not computed its prompt yet."""
+
+    decision: LoadDecision
+    since: float
+
+
+class LoadChoices:
+    """Decides how much of each request's cached prefix is loaded.
+
+    ``loads_ahead`` returns the number of blocks on their way to the device. ``link_prior``: bytes a second of the link,
+    as calibrated, or 0.0.
+    """
+
+    def __init__(
+        self,
+        mode: LoadOrRecompute,
+        layout: KVLayout,
+        clock: Callable[[], float],
+        loads_ahead: Callable[[], int],
+        link_prior: float = 0.0,
+    ) -> None:
+        self.model = CostModel(
+            block_size=layout.block_size,
+            block_bytes=layout.payload_bytes,
+            record_bytes=layout.record_bytes,
+            stages=layout.num_layers,
+            link_prior=link_prior,
+        )
+        self._is_auto = mode is LoadOrRecompute.AUTO
+        self._clock = clock
+        self._loads_ahead = loads_ahead
+        self._last: dict[bool, LoadChoice] = {}  # by: some of the prefix is in storage
+        self._open: dict[str, _Open] = {}
+        self._recent: deque[LoadDecision] = deque(maxlen=_MOST_RECENT)
+        self._figures = LoadFigures()
+
+    # --- observations ---------------------------------------------------------------------------------------
+
+    def record(self, reports: Iterable[TransferReport]) -> None:
+        """Learn the speed of link and storage, unless the engine does not tell how fast it computes."""
+        if not self._is_auto or not self.model.prefill.is_known:
+            return
+        links = {SwapPurpose.LOAD: self.model.link, SwapPurpose.PREFETCH: self.model.storage}
+        for report in reports:
+            for result in report.results:
+                if (link := links.get(result.purpose)) is not None:
+                    link.observe(result.copied_bytes, result.seconds, self._clock())
+
+    def observe_prefill(self, chunks: Iterable[tuple[Request, int, int]], seconds: float) -> None:
+        """Learn the engine's speed from a step.
+
+        Raises ``RequestStateError`` for chunks that are none of their requests' tokens.
+        """
+        chunks = list(chunks)
+        for request, start, stop in chunks:
+            if not 0 <= start <= stop <= request.num_tokens:
+                raise RequestStateError(
+                    f"request {request.request_id!r}: tokens {start} to {stop} are not among its {request.num_tokens}; "
+                    "give the first token computed in the step and the one after the last"
+                )
+        self.model.prefill.observe([(start, stop) for _, start, stop in chunks], seconds)
+
+    @property
+    def has_open(self) -> bool:
+        """True if there is a decision whose request has not computed its prompt."""
+        return bool(self._open)
+
+    def computed(self, progress: Iterable[tuple[Request, int]]) -> None:
+        """Learn when prompts are computed: their decisions have come true."""
+        for request, num_tokens in progress:
+            found = self._open.get(request.request_id)
+            if found is not None and num_tokens >= found.decision.num_tokens:
+                del self._open[request.request_id]
+                self._close(found)
+
+    # --- decisions ------------------------------------------------------------------------------------------
+
+    @property
+    def decides_loads(self) -> bool:
+        """True if loads can be compared with computing now."""
+        if not (self._is_auto and self.model.loads_are_known()):
+            return False
+        seen = self.model.link.observed_at
+        return seen is None or self._clock() - seen <= _FORGET_AFTER
+
+    @property
+    def decides_reads(self) -> bool:
+        """True if reads from storage can be compared with computing now."""
+        return self._is_auto and self.model.reads_are_known()
+
+    @property
+    def limit(self) -> LoadLimit | None:
+        """``worth_loading`` while loads can be compared with computing, else None: all is loaded."""
+        return self.worth_loading if self.decides_loads else None
+
+    def worth_loading(
+        self, request_id: str, num_tokens: int, on_device: int, on_host: int, last_block: bytes
+    ) -> int:
+        """Return how many of the blocks on the host are worth loading."""
+        cached = Cached(num_tokens, on_device, on_host, loads_ahead=self._loads_ahead())
+        decision = self._decide(cached)
+        open_one = self._open.get(request_id)
+        if open_one is None:
+            self._note(request_id, last_block, cached, decision)
+        else:  # its reads have ended
+            open_one.decision.reused_blocks = decision.num_blocks
+            open_one.decision.waited_seconds = self._clock() - open_one.since
+        return decision.num_blocks - on_device
+
+    def reads_for(self, request: Request) -> RequestReads | None:
+        """Return the judge of a request's reads from storage; None while speeds are unknown: all is read."""
+        if not self.decides_reads:
+            return None
+        return RequestReads(self, request)
+
+    def forget(self, requests: Iterable[Request]) -> None:
+        """Forget requests that have ended before they computed their prompt."""
+        if self._open:
+            for request in requests:
+                self._open.pop(request.request_id, None)
+
+    def figures(self) -> LoadFigures:
+        """Return totals, speeds and recent decisions."""
+        step, token, pair = self.model.prefill.coefficients
+        return msgspec.structs.replace(
+            self._figures,
+            host=_speed(self.model.link),
+            storage=_speed(self.model.storage),
+            prefill_step_seconds=step,
+            prefill_token_seconds=token,
+            prefill_context_seconds=pair,
+            recent=[msgspec.structs.replace(each) for each in self._recent],
+        )
+
+    # --- for RequestReads -----------------------------------------------------------------------------------
+
+    def decide_read(self, request: Request, cached: Cached) -> int:
+        """Return how many leading blocks of a path are worth reading, some of which are in storage."""
+        decision = self._decide(cached)
+        last = request.block_hashes[cached.num_blocks - 1].tobytes()
+        self._note(request.request_id, last, cached, decision)
+        return decision.num_blocks
+
+    def takes_probe(self) -> bool:
+        """Return True if the speed of storage is so old that a read is worth its news alone."""
+        seen = self.model.storage.observed_at
+        is_due = seen is not None and self._clock() - seen > _PROBE_AFTER
+        self._figures.probes += is_due
+        return is_due
+
+    def is_worth_waiting(
+        self,
+        request_id: str,
+        num_tokens: int,
+        on_device: int,
+        arrived: int,
+        ends: Sequence[int],
+        ahead: int,
+        since: float,
+    ) -> bool:
+        """Return False once a request is sooner done with the blocks that have arrived than with those being read.
+
+        A read that is late is expected to take as long again as it is late, so that the wait for one that never ends is
+        no longer than what its blocks would have saved.
+        """
+        if not self.decides_reads:
+            return True
+        model, elapsed = self.model, self._clock() - since
+        loads_ahead = self._loads_ahead()
+        now = model.decide(
+            Cached(num_tokens, on_device, arrived - on_device, loads_ahead=loads_ahead)
+        ).seconds
+        if now is None:
+            now = model.seconds(Cached(num_tokens, on_device, 0), on_device)
+        end, start, late, soonest = model.seconds_of_read(ahead), arrived, None, float("inf")
+        for stop in ends:
+            end += model.seconds_of_read(stop - start)
+            late = max(elapsed - end, 0.0) if late is None else late
+            whole = Cached(num_tokens, on_device, stop - on_device, loads_ahead=loads_ahead)
+            soonest = min(soonest, end - elapsed + 2 * late + model.seconds(whole, stop))
+            start = stop
+        is_worth = soonest <= now * (1 + MARGIN)
+        if not is_worth and (found := self._open.get(request_id)) is not None and not found.decision.hedged:
+            found.decision.hedged = True
+            self._figures.hedged += 1
+        return is_worth
+
+    # --- log ------------------------------------------------------------------------------------------------
+
+    def _decide(self, cached: Cached) -> Decision:
+        key = cached.in_storage > 0
+        decision = self.model.decide(cached, self._last.get(key))
+        if decision.seconds is not None:
+            self._last[key] = decision.choice
+        return decision
+
+    def _note(self, request_id: str, last_block: bytes, cached: Cached, decision: Decision) -> None:
+        if decision.seconds is None or request_id in self._open:
+            return
+        noted = LoadDecision(
+            request_id=request_id,
+            last_block=last_block.hex(),
+            num_tokens=cached.num_tokens,
+            device_blocks=cached.on_device,
+            host_blocks=cached.on_host,
+            storage_blocks=cached.in_storage,
+            reused_blocks=decision.num_blocks,
+            choice=decision.choice.value,
+            expected_seconds=decision.seconds,
+            expected_seconds_whole=decision.seconds_whole or 0.0,
+            expected_seconds_nothing=decision.seconds_nothing or 0.0,
+        )
+        self._open[request_id] = _Open(noted, self._clock())
+        self._recent.append(noted)
+        name = decision.choice.value
+        setattr(self._figures, name, getattr(self._figures, name) + 1)
+
+    def _close(self, found: _Open) -> None:
+        found.decision.true_seconds = self._clock() - found.since
+        self._figures.judged += 1
+        self._figures.expected_seconds += found.decision.expected_seconds
+        self._figures.true_seconds += found.decision.true_seconds
+
+
+@dataclass(slots=True)
+class RequestReads:
+    """Judge of one request's reads from storage: a ``ReadJudge`` of ``fdcache.tiers.storage_reads``."""
+
+    choices: LoadChoices
+    request: Request
+    on_device: int = 0
+
+    def worth_reading(self, on_device: int, first: int, stop: int, ahead: int) -> tuple[int, bool]:
+        """Return up to which block to read, and True if the request is to wait for it."""
+        self.on_device = min(on_device, first)
+        if not self.choices.decides_reads:
+            return stop, True
+        cached = Cached(
+            self.request.num_tokens,
+            self.on_device,
+            first - self.on_device,
+            stop - first,
+            reads_ahead=ahead,
+            loads_ahead=self.choices._loads_ahead(),
+        )
+        worth = self.choices.decide_read(self.request, cached)
+        if worth > first:
+            return worth, True
+        return (stop, False) if self.choices.takes_probe() else (first, False)
+
+    def is_worth_waiting(self, arrived: int, ends: Sequence[int], ahead: int, since: float) -> bool:
+        """Return False once the request should go on with the blocks that have arrived."""
+        return self.choices.is_worth_waiting(
+            self.request.request_id,
+            self.request.num_tokens,
+            min(self.on_device, arrived),
+            arrived,
+            ends,
+            ahead,
+            since,
+        )
+
+
+def _speed(link: LinkSpeed) -> SpeedFigures:
+    return SpeedFigures(latency_seconds=link.latency, bytes_per_second=link.bandwidth)

@@ -1,0 +1,402 @@
+"""OffloadManager: host and storage tier for an engine that owns its device cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from threading import RLock
+from types import TracebackType
+
+import msgspec
+import numpy as np
+
+from fdcache.errors import ConfigurationError, PlanError
+from fdcache.layout import KVLayout
+from fdcache.manager.copy_out import CopyOut
+from fdcache.manager.device_contents import device_ids_of
+from fdcache.manager.offloaded import OffloadedRequests, OffloadRequest, Tracked
+from fdcache.manager.plans import Plans
+from fdcache.manager.results import LoadOutcome, MatchStatus, OffloadMatch
+from fdcache.manager.tiers import LowerTiers, make_lower_tiers
+from fdcache.metadata import (
+    BlockNode,
+    CacheLevel,
+    Int32Array,
+    StorageScan,
+    SwapPurpose,
+    TransferPlan,
+    TransferReport,
+)
+from fdcache.plans.blocks import ROOT
+from fdcache.settings import Settings
+from fdcache.settings.cache import CacheSettings, StorageTierSettings
+from fdcache.settings.checks import log_misspelt, require_host_tier
+from fdcache.storage.connector import ConnectorContext, StorageConnector
+from fdcache.storage.factory import open_lookup
+from fdcache.tiers.events import CacheEvent
+from fdcache.tiers.host import HostCache, HostTier
+from fdcache.tiers.statistics import CacheStats, Counters, TierUsage
+
+
+class OffloadManager:
+    """Host and storage tier of one engine that has a prefix cache of its own on the device, for all its ranks.
+
+    ::
+
+        with OffloadManager.from_settings(layout) as manager:
+            manager.begin(request)                                    # it arrives
+            found = manager.match(request, device_tokens)             # again in each step until it is admitted
+            manager.load(request, device_ids)                         # of the blocks that were found
+            manager.evicted(ids)                                      # blocks that get another content in this step
+            plans = manager.take_plans()                              # send them to every rank, then compute the step
+            manager.offer(request, num_tokens, block_table)           # what the request has after that step
+            outcomes = manager.apply(reports)                         # of every rank
+            manager.finish(request)
+
+    No device block is held. Every rank submits the plans in order, each before the step computes: a plan's copies run
+    behind the steps before it. Calls are thread-safe and take requests that are unknown or have ended.
+
+    ``settings``, ``layout``, ``storage``, ``lookup``, ``clock``: as for ``CacheManager``; the device blocks of the
+    settings have no effect. Raises ``ConfigurationError`` without a host tier.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        layout: KVLayout,
+        *,
+        storage: StorageTierSettings | None = None,
+        lookup: StorageConnector | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.layout = layout
+        self._storage_lookup = lookup
+        self._clock = clock
+        self._lock = RLock()
+        counters = self._counters = Counters()
+        host, self._storage = make_lower_tiers(
+            settings, layout, storage or StorageTierSettings(), lookup, counters, clock
+        )
+        self._host = _required(host)
+        self._copies = CopyOut(settings, self._host, counters, clock)
+        tiers = self._tiers = LowerTiers(self._host, self._storage, self._copies, self._host.fetches)
+        tiers.record_events(settings.event_buffer)
+        self._requests = OffloadedRequests(settings, layout, self._host, counters, clock)
+        self._plans = Plans(layout, settings.plan_timeout, tiers, self._requests, counters, clock)
+
+    @classmethod
+    def from_settings(
+        cls,
+        layout: KVLayout,
+        settings: Settings | None = None,
+        *,
+        lookup: StorageConnector | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> OffloadManager:
+        """Make a manager from settings, by default those of the environment; see ``CacheManager.from_settings``.
+
+        Raises ``SettingsError`` for settings that are wrong or do not fit the layout, ``StorageError`` if the
+        connector cannot be opened.
+        """
+        settings = settings or Settings.load()
+        settings.check_layout(layout)
+        require_host_tier(settings)
+        log_misspelt(settings.misspelt)
+        cache, storage = settings.cache, settings.storage_tier
+        if lookup is None and cache.server is None:
+            lookup = open_lookup(ConnectorContext(layout, None, storage, settings.mooncake))
+        try:
+            return cls(cache, layout, storage=storage, lookup=lookup, clock=clock)
+        except BaseException:
+            if lookup is not None:
+                lookup.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the service, which frees what this engine held there, and close the storage look-up. Idempotent.
+
+        Call it after every worker has shut down.
+        """
+        self._host.close()
+        if self._storage_lookup is not None:
+            self._storage_lookup.close()
+
+    def __enter__(self) -> OffloadManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def host_cache(self) -> HostCache:
+        """The argument of every rank's ``CacheController.initialize_host_cache``: plain data."""
+        return self._host.host_cache
+
+    @property
+    def store_room(self) -> int:
+        """Most blocks that plans may copy to the host tier now; a service grants slots in the background."""
+        return self._host.copy_room
+
+    def restore_storage(self, scans: Sequence[StorageScan]) -> int:
+        """Make the blocks in the ranks' local storage findable; return their number.
+
+        Before this call nothing is read from local storage or written to it. ``scans``: those of
+        ``CacheController.open_storage``. Raises ``PlanError`` unless there is one for each rank.
+        """
+        with self._lock:
+            if sorted(scan.rank for scan in scans) != list(range(self.layout.tp_size)):
+                raise PlanError(f"restore_storage needs a scan of each of the {self.layout.tp_size} ranks")
+            return self._storage.restore(scans) if self._storage else 0
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def prepare(self, requests: Iterable[OffloadRequest]) -> None:
+        """Hash the tokens of requests that have arrived, beside the steps: takes no lock and releases the GIL.
+
+        Raises ``HashingError`` for tokens that cannot be hashed.
+        """
+        for request in requests:
+            self._requests.prepare(request)
+
+    def begin(self, request: OffloadRequest) -> None:
+        """Hash a request that has arrived, and start to read its blocks from storage into the host tier."""
+        self._requests.prepare(request)
+        with self._lock:
+            self._requests.begin_fetch(self._requests.track(request))
+
+    def match(
+        self, request: OffloadRequest, device_tokens: int, *, whole_prompt: bool = False
+    ) -> OffloadMatch:
+        """Pin what can be loaded beyond the first ``device_tokens`` tokens, which the engine has on the device.
+
+        The answer is kept until ``load``, ``unmatch`` or ``finish``: asking again with as many tokens or more costs
+        nothing. The last token is left to compute unless ``whole_prompt``. Nothing is found for ``device_tokens`` in
+        the middle of a block. Raises ``HashingError`` for tokens that cannot be hashed.
+        """
+        self._requests.prepare(request)
+        with self._lock:
+            tracked = self._requests.track(request)
+            tracked.forget_device()
+            if not self._requests.match(tracked, device_tokens, whole_prompt):
+                self._counters.deferred_lookups += 1
+                return OffloadMatch(request.request_id, MatchStatus.DEFERRED)
+            blocks, stored = tracked.remaining, tracked.from_storage
+            size = self.layout.block_size
+            return OffloadMatch(request.request_id, MatchStatus.MATCHED, blocks * size, stored * size)
+
+    def unmatch(self, request: OffloadRequest) -> None:
+        """Unpin what ``match`` has found; reads from storage go on."""
+        with self._lock:
+            if (tracked := self._requests.get(request)) is not None:
+                self._requests.unpin(tracked)
+
+    def load(self, request: OffloadRequest, device_ids: Int32Array) -> int:
+        """Plan to load the blocks found, or the first of them, into these device blocks; return how many.
+
+        The device blocks count as given away, as by ``evicted``. The load ends with a ``LoadOutcome`` of ``apply`` or
+        ``expire``. Return 0 if nothing was found, or a reset has removed it since: nothing will be loaded then.
+        """
+        ids = device_ids_of(device_ids)
+        with self._lock:
+            tracked = self._requests.get(request)
+            if tracked is None or not tracked.remaining:
+                self.unmatch(request)
+                return 0
+            self._count_lookup(tracked)
+            run = tracked.take(len(ids))
+            ids = ids[: len(run)]
+            if len(run):
+                self._give_away(ids)
+                self._host.begin_load(tracked.lease, run.slots)
+                plan = self._plans.open
+                offset = plan.add(SwapPurpose.LOAD, run, ids, np.zeros(len(ids), np.uint32))
+                self._requests.plan_load(tracked, offset, len(ids))
+                size = self.layout.block_size
+                stored = min(tracked.from_storage, len(ids))
+                self._counters.storage_hit_tokens += stored * size
+                self._counters.host_hit_tokens += (len(ids) - stored) * size
+            self._requests.unpin(tracked)
+            return len(ids)
+
+    def offer(self, request: OffloadRequest, num_tokens: int, device_ids: Int32Array) -> None:
+        """Offer the whole blocks of the first ``num_tokens`` tokens of a request, which lie in ``device_ids``.
+
+        Call it after ``take_plans`` of the step that computes the last of them, or any time later, with the request's
+        block table: the next plan may copy them. Repeated offers extend the first; one with nothing new is cheap.
+        """
+        with self._lock:
+            tracked = self._requests.track(request)
+            offered = self._requests.offer(tracked, num_tokens, device_ids)
+            if offered is None:
+                return
+            path, start = offered
+            self._count_lookup(tracked)
+            self._copies.offered(path, start, tracked.counted_blocks)
+            tracked.counted_blocks = max(tracked.counted_blocks, len(path))
+            if not start and request.tenant is not None and path.parent == ROOT:
+                self._host.own(path.hashes[0].tobytes(), request.tenant)
+
+    def evicted(self, device_ids: Int32Array) -> None:
+        """Learn which device blocks get another content in the step whose plans are taken next.
+
+        Wanted blocks in them are copied out first, and copies of them in flight are waited for by that step. Call it
+        for every block that the step gives to a request, before ``take_plans``.
+        """
+        ids = device_ids_of(device_ids)
+        with self._lock:
+            self._give_away(ids)
+
+    def forget(self, device_ids: Int32Array) -> None:
+        """Forget what was offered in these device blocks: it has gone, or is not wanted below."""
+        ids = device_ids_of(device_ids)
+        with self._lock:
+            self._copies.forget_blocks(ids)
+
+    def next_evicted(self, device_ids: Int32Array) -> None:
+        """Learn which device blocks the engine gives away next, coldest first: write_back keeps them clean."""
+        ids = device_ids_of(device_ids)
+        with self._lock:
+            self._copies.next_evicted(ids)
+
+    def finish(self, request: OffloadRequest) -> None:
+        """End, abort or forget a request. Idempotent; loads in flight still end with a ``LoadOutcome``."""
+        with self._lock:
+            self._requests.finish(request)
+
+    def _give_away(self, ids: Int32Array) -> None:
+        self._copies.given_away(ids, self._plans.open, self._plans.__contains__)
+
+    def _count_lookup(self, tracked: Tracked) -> None:
+        if not tracked.is_counted:
+            tracked.is_counted = True
+            self._counters.lookups += 1
+            self._counters.lookup_tokens += tracked.request.num_tokens
+            self._counters.device_hit_tokens += tracked.device_blocks * self.layout.block_size
+
+    # --- plans and reports --------------------------------------------------------------------------------
+
+    def take_plans(self) -> list[TransferPlan]:
+        """Close the step and return its plans. Every rank has to submit them in this order before it computes."""
+        with self._lock:
+            self._plans.plan_background()
+            self._host.report(lambda: msgspec.json.encode(self.get_stats()))
+            self._host.flush()
+            plans = self._plans.close(self._host.arena)
+            for plan in plans:
+                self._copies.sent(plan)
+            return plans
+
+    def apply(self, reports: Iterable[TransferReport]) -> list[LoadOutcome]:
+        """Count the ranks' reports; return the loads that ended with them.
+
+        Raises ``PlanError`` for a report that does not fit its plan; none is counted then. Repeated reports have no
+        effect but ``Counters.unexpected_reports``.
+        """
+        reports = list(reports)
+        with self._lock:
+            outcomes = self._plans.apply(reports)
+            if reports:
+                self._copies.copies_ended()
+            return outcomes
+
+    def expire(self) -> list[LoadOutcome]:
+        """Return the loads whose deadline has passed, each once, and unpin matches that nothing has asked for lately.
+
+        The host blocks of an overdue load stay held until the reports.
+        """
+        with self._lock:
+            self._requests.expire()
+            return self._plans.expire()
+
+    @property
+    def has_pending_work(self) -> bool:
+        """True while plans are in flight or blocks are queued: the engine has to go on taking plans."""
+        with self._lock:
+            return bool(self._plans.unfinished) or self._copies.has_work
+
+    # --- the whole cache ----------------------------------------------------------------------------------
+
+    def worker_lost(self, rank: int) -> list[LoadOutcome]:
+        """Forget the blocks that a rank had a part of, once its process is known to be gone; return the loads that end.
+
+        The host tier of a service is kept. Local storage is not used until the next ``restore_storage``. Raises
+        ``PlanError`` for an unknown rank.
+        """
+        with self._lock:
+            outcomes = self._plans.lose_rank(rank)
+            self._requests.forget_found()
+            self._tiers.worker_lost()
+            self._copies.copies_ended()
+            return outcomes
+
+    def reset_cache(self) -> int:
+        """Forget every block of every tier; return their number. Loads in flight fail.
+
+        The next plan clears the workers' local storage.
+        """
+        with self._lock:
+            self._requests.forget_found()
+            return self._tiers.reset()
+
+    def change_revision(self, revision: str) -> int:
+        """Forget the blocks of the former weights after the engine has loaded others; return their number.
+
+        Workers need no call. Requests of the former weights find and leave nothing. Raises ``LayoutError`` for the
+        current revision, ``ConfigurationError`` with a storage tier: make a new manager then.
+        """
+        with self._lock:
+            layout = self.layout.with_revision(revision)
+            forgotten = self._tiers.change_layout(layout)
+            self._requests.change_fingerprint(layout.fingerprint)
+            self.layout = layout
+            return forgotten
+
+    def take_device_reset(self) -> bool:
+        """Return True if an operator of the service asked since the last call to reset the device cache."""
+        return self._host.take_device_reset()
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return what entered and left each tier since the last call; empty unless ``settings.event_buffer`` is set."""
+        with self._lock:
+            return list(self._tiers.take_events(self.layout.block_size))
+
+    def get_stats(self) -> CacheStats:
+        """Return a snapshot of tiers and counters; ``device`` has the engine's blocks as far as they were offered."""
+        with self._lock:
+            usage = {level: pool.usage() for level, pool in self._tiers.pools.items()}
+            storage, contents, queued = self._storage, self._copies.contents, self._copies.queued
+            return CacheStats(
+                device=TierUsage(blocks=contents.num_blocks, ready=len(contents)),
+                host=usage[CacheLevel.HOST],
+                counters=msgspec.structs.replace(self._counters),
+                live_requests=len(self._requests),
+                plans_in_flight=self._plans.in_flight,
+                queued_backups=queued,
+                traffic=self._host.traffic.copy(),
+                queued_stores=storage.writes.queued if storage else 0,
+                storing_blocks=self._plans.blocks_in_flight(SwapPurpose.STORE),
+                reading_blocks=self._plans.blocks_in_flight(SwapPurpose.PREFETCH),
+                storage=usage.get(CacheLevel.STORAGE),
+            )
+
+    def find_blocks(self, request: OffloadRequest) -> dict[CacheLevel, list[BlockNode]]:
+        """Return the full blocks of a request's tokens by tier of this process, in path order; pin nothing."""
+        self._requests.prepare(request)
+        with self._lock:
+            return self._tiers.find(request.block_hashes)
+
+    def check_integrity(self) -> None:
+        """Raise ``IntegrityError`` naming every invariant that does not hold."""
+        with self._lock:
+            self._tiers.verify()
+
+
+def _required(host: HostTier | None) -> HostTier:
+    if host is None:
+        raise ConfigurationError(
+            "an engine with a device cache of its own needs a host tier; set FDCACHE_HOST_MEMORY or FDCACHE_SERVER"
+        )
+    return host

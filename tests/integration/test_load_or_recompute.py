@@ -1,0 +1,264 @@
+"""Load or recompute: what a manager loads once it knows what loading and computing cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fdcache.errors import RequestStateError
+from fdcache.manager import MatchStatus, Request
+from fdcache.manager.cost import CostModel
+from fdcache.settings.cache import PrefetchPolicy
+from fdcache.tiers import storage_reads
+from fdcache.tiers.statistics import LoadFigures
+from tests.service_help import until
+from tests.storage_engine import BLOCK, LAYOUT, Engine, counters, store_a_path, tokens_of
+
+BLOCKS = 8
+SLOW, FAST = 1.0, 1e-6
+"""Seconds of one block."""
+
+
+@contextmanager
+def engine_of(folder: Path, **changes: Any) -> Iterator[Engine]:
+    engine = Engine(folder, **changes)
+    yield engine
+    engine.close()
+
+
+def model_of(engine: Engine) -> CostModel:
+    return engine.manager._choices.model
+
+
+def learn(engine: Engine, *, compute: float, load: float = FAST, read: float = FAST) -> None:
+    """Let the engine have observed these seconds for each block."""
+    request = Request("observed", tokens_of(99, 4))
+    model = model_of(engine)
+    for _ in range(40):
+        engine.manager.observe_prefill([(request, 0, 4 * BLOCK)], 4 * compute)
+        model.link.observe(4 * LAYOUT.payload_bytes, 4 * load, engine.now)
+        model.storage.observe(4 * LAYOUT.record_bytes, 4 * read, engine.now)
+
+
+def loads(engine: Engine) -> LoadFigures:
+    return engine.manager.get_stats().loads
+
+
+def settle_reads(engine: Engine) -> None:
+    engine.store.gate.set()
+    engine.settle()
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    store_a_path(tmp_path)
+    return tmp_path
+
+
+def fill_host(engine: Engine) -> None:
+    engine.run("fills", tokens_of(1, BLOCKS))
+    engine.manager.sleep()
+    engine.manager.wakeup()
+
+
+def test_without_observations_everything_is_loaded(stored: Path) -> None:
+    with engine_of(stored) as engine:
+        match = engine.run("first", tokens_of(1, BLOCKS))
+        assert match.num_storage_blocks == BLOCKS
+        assert loads(engine).recent == []
+
+
+def test_blocks_that_are_sooner_computed_are_not_read(stored: Path) -> None:
+    with engine_of(stored) as engine:
+        learn(engine, compute=0.1, read=SLOW)
+        match = engine.match(request := Request("a", tokens_of(1, BLOCKS)))
+        assert match.status is MatchStatus.MATCHED
+        assert match.num_cached_tokens == 0
+        assert counters(engine).blocks_requested_from_storage == 0
+        (decision,) = loads(engine).recent
+        assert (decision.choice, decision.storage_blocks, decision.reused_blocks) == ("nothing", BLOCKS, 0)
+        assert decision.expected_seconds == pytest.approx(0.1 * (BLOCKS + 1 / BLOCK), rel=0.01)
+        assert decision.expected_seconds_whole == pytest.approx(SLOW * BLOCKS, rel=0.02)
+        engine.manager.request_finish([request])
+
+
+def test_always_reads_what_is_slower(stored: Path) -> None:
+    with engine_of(stored, load_or_recompute="always") as engine:
+        learn(engine, compute=FAST, read=SLOW, load=SLOW)
+        assert engine.run("a", tokens_of(1, BLOCKS)).num_storage_blocks == BLOCKS
+
+
+def test_host_blocks_that_are_sooner_computed_are_not_loaded(stored: Path) -> None:
+    with engine_of(stored) as engine:
+        fill_host(engine)
+        learn(engine, compute=0.1, load=SLOW)
+        match = engine.match(request := Request("a", tokens_of(1, BLOCKS)))
+        assert (match.status, match.total_matched_blocks) == (MatchStatus.MATCHED, 0)
+        assert engine.allocate(request).ok
+        assert not request.is_loading
+        engine.compute(request, BLOCKS * BLOCK)
+        engine.manager.request_finish([request])
+
+
+def test_a_part_is_loaded_while_the_rest_is_computed(stored: Path) -> None:
+    with engine_of(stored) as engine:
+        fill_host(engine)
+        learn(engine, compute=1.0, load=1.0)
+        request = Request("a", tokens_of(1, BLOCKS))
+        match = engine.match(request)
+        assert 0 < match.num_host_blocks < BLOCKS
+        assert request.num_cached_tokens == match.num_host_blocks * BLOCK
+        assert engine.allocate(request).ok
+        engine.settle()
+        engine.check(request, match.num_host_blocks)
+        engine.compute(request, BLOCKS * BLOCK)
+        engine.manager.request_finish([request])
+        (decision,) = loads(engine).recent
+        assert decision.choice == "part"
+        assert decision.expected_seconds < min(
+            decision.expected_seconds_whole, decision.expected_seconds_nothing
+        )
+
+
+def test_an_old_speed_of_the_link_decides_nothing(stored: Path) -> None:
+    with engine_of(stored) as engine:
+        fill_host(engine)
+        learn(engine, compute=0.1, load=SLOW)
+        engine.now += 31
+        assert engine.run("a", tokens_of(1, BLOCKS)).num_host_blocks == BLOCKS
+
+
+def test_an_old_speed_of_storage_is_measured_without_a_wait(stored: Path) -> None:
+    with engine_of(stored) as engine:
+        learn(engine, compute=0.1, read=SLOW)
+        engine.now += 11
+        match = engine.match(request := Request("a", tokens_of(1, BLOCKS)))
+        assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
+        engine.manager.request_finish([request])
+        engine.settle()
+        assert counters(engine).blocks_prefetched == BLOCKS
+        assert loads(engine).probes == 1
+
+
+@pytest.mark.parametrize("policy", [PrefetchPolicy.WAIT_COMPLETE, PrefetchPolicy.TIMEOUT])
+def test_a_late_read_is_left_to_fill_the_host(stored: Path, policy: PrefetchPolicy) -> None:
+    with engine_of(stored, policy=policy) as engine:
+        learn(engine, compute=0.1, read=0.01)
+        engine.store.gate.clear()
+        request = Request("a", tokens_of(1, BLOCKS))
+        assert engine.match(request).status is MatchStatus.DEFERRED
+        engine.send()
+        engine.now += 0.1  # it is late by 0.02 s, and would save 0.8 s
+        assert engine.match(request).status is MatchStatus.DEFERRED
+        engine.now += 0.9
+        match = engine.match(request)
+        assert (match.status, match.num_cached_tokens) == (MatchStatus.MATCHED, 0)
+        assert engine.allocate(request).ok
+        engine.compute(request, BLOCKS * BLOCK)
+        assert loads(engine).judged == 0
+        engine.compute(request, request.num_tokens)
+        engine.manager.request_finish([request])
+        settle_reads(engine)
+        assert counters(engine).blocks_prefetched == BLOCKS
+        figures = loads(engine)
+        (decision,) = figures.recent
+        assert (figures.hedged, figures.judged, decision.hedged) == (1, 1, True)
+        assert decision.true_seconds == pytest.approx(1.0)
+        engine.manager.sleep()
+        engine.manager.wakeup()
+        learn(engine, compute=1.0)
+        assert engine.run("b", tokens_of(1, BLOCKS)).num_host_blocks == BLOCKS
+
+
+class Disk:
+    """A disk that serves one read each time it is told to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        engine.store.gate.clear()
+
+    def serve(self, reads: int) -> None:
+        before = counters(self.engine).blocks_prefetched
+        self.engine.store.allow(reads)
+
+        def arrived() -> bool:
+            self.engine.manager.apply(self.engine.controller.poll())
+            return bool(counters(self.engine).blocks_prefetched == before + 2 * reads)
+
+        until(arrived, "the read is reported")
+
+
+@pytest.fixture
+def groups_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_reads, "GROUP_BYTES", 2 * LAYOUT.record_bytes)
+
+
+@pytest.mark.usefixtures("groups_of_two")
+def test_a_match_takes_what_has_arrived_of_a_late_read(stored: Path) -> None:
+    with engine_of(stored) as engine:
+        learn(engine, compute=0.1, read=0.01)
+        disk = Disk(engine)
+        request = Request("a", tokens_of(1, BLOCKS))
+        assert engine.match(request).status is MatchStatus.DEFERRED
+        engine.send()
+        disk.serve(2)
+        assert engine.match(request).status is MatchStatus.DEFERRED
+        engine.now += 1.0
+        match = engine.match(request)
+        assert (match.status, match.num_storage_blocks) == (MatchStatus.MATCHED, 4)
+        assert engine.allocate(request).ok
+        settle_reads(engine)
+        engine.check(request, 4)
+        assert counters(engine).blocks_prefetched == BLOCKS
+        engine.manager.request_finish([request])
+
+
+@pytest.mark.usefixtures("groups_of_two")
+def test_requests_share_the_reads_of_a_path(stored: Path) -> None:
+    """The second one joins one read after the other, also those that began before it came."""
+    with engine_of(stored) as engine:
+        disk = Disk(engine)
+        first, second = Request("a", tokens_of(1, BLOCKS)), Request("b", tokens_of(1, BLOCKS))
+        assert engine.match(first).status is MatchStatus.DEFERRED
+        engine.send()
+        disk.serve(1)
+        assert engine.match(second).status is MatchStatus.DEFERRED
+        for _ in range(3):
+            assert engine.match(second).status is MatchStatus.DEFERRED
+            disk.serve(1)
+        for request in (first, second):
+            match = engine.match(request)
+            assert match.num_storage_blocks + match.num_host_blocks == BLOCKS
+            engine.manager.request_finish([request])
+        assert counters(engine).blocks_requested_from_storage == BLOCKS
+
+
+@pytest.mark.usefixtures("groups_of_two")
+def test_a_failed_read_ends_those_behind_it(stored: Path) -> None:
+    with engine_of(stored) as engine:
+        disk = Disk(engine)
+        request = Request("a", tokens_of(1, BLOCKS))
+        assert engine.match(request).status is MatchStatus.DEFERRED
+        engine.send()
+        disk.serve(1)
+        engine.store.fails = True
+        settle_reads(engine)
+        assert engine.match(request).num_storage_blocks == 2
+        engine.manager.request_finish([request])
+        engine.store.fails = False
+
+
+def test_chunks_that_are_not_of_the_request_are_refused(tmp_path: Path) -> None:
+    with engine_of(tmp_path) as engine:
+        request = Request("a", tokens_of(1, 2))
+        wrong: list[Callable[[], None]] = [
+            lambda: engine.manager.observe_prefill([(request, 0, request.num_tokens + 1)], 1.0),
+            lambda: engine.manager.observe_prefill([(request, 3, 2)], 1.0),
+        ]
+        for call in wrong:
+            with pytest.raises(RequestStateError, match="give the first token computed"):
+                call()

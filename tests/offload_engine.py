@@ -1,0 +1,219 @@
+"""Engines that own their device cache, over an OffloadManager: blocks hold bytes that follow from their hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fdcache.controller.cache_controller import CacheController
+from fdcache.devices.base import BlockCopy, DevicePlanes, HostArena
+from fdcache.devices.cpu import CpuDevice, CpuEvent
+from fdcache.layout import KVLayout
+from fdcache.manager import LoadOutcome, OffloadManager, Request
+from fdcache.metadata import CacheSwapMetadata, SwapPurpose, TransferPlan, TransferReport
+from fdcache.settings.cache import (
+    CacheSettings,
+    PrefetchPolicy,
+    StorageTierSettings,
+    TransferSettings,
+    WritePolicy,
+)
+from fdcache.storage.slab import SlabStore
+from tests.faults import FailingLoadsDevice, _Paused
+from tests.storage_help import MIB
+from tests.swaps import PATIENCE, uniform_layout
+
+BLOCK = 4
+LAYOUT = uniform_layout(block_size=BLOCK, num_layers=2)
+
+
+class GatedDevice(FailingLoadsDevice):
+    """Holds each backup until ``open`` while ``is_gated``; the positions that ``choose`` picks of a load fail."""
+
+    def __init__(self, choose: Callable[[CacheSwapMetadata], Sequence[int]] = lambda swap: []) -> None:
+        super().__init__(choose)
+        self.is_gated = False
+        self.pause_at = 0
+        self.ranges: list[tuple[int, int]] = []
+        self.gates: list[CpuEvent] = []
+        self.resume = CpuEvent()
+
+    def copy_blocks(self, planes: DevicePlanes, arena: HostArena, swap: CacheSwapMetadata) -> BlockCopy:
+        copy = super().copy_blocks(planes, arena, swap)
+        if not self.is_gated or swap.purpose is not SwapPurpose.BACKUP:
+            return copy
+        self.resume = CpuEvent()
+        self.gates.append(self.resume)
+        return _Paused(copy, self, 0)  # type: ignore[arg-type]
+
+    def open(self) -> None:
+        """Let every backup so far go on."""
+        for gate in self.gates:
+            gate.set()
+        self.gates.clear()
+
+
+def expected(layout: KVLayout, block_hash: bytes, rank: int = 0) -> list[np.ndarray]:
+    """Return the planes of a block: bytes that follow from its hash, its rank and the plane."""
+    planes = []
+    for number, plane in enumerate(layout.planes):
+        row = np.resize(np.frombuffer(block_hash, np.uint8), plane.nbytes)
+        planes.append(row ^ np.uint8(37 * number + 101 * rank))
+    return planes
+
+
+class OffloadEngine:
+    """A manager and its ranks in this process, and the device blocks of an engine that tests fill and compare."""
+
+    def __init__(
+        self,
+        *,
+        layout: KVLayout = LAYOUT,
+        device_blocks: int = 16,
+        host_blocks: int = 32,
+        policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        folder: Path | None = None,
+        device: Callable[[], CpuDevice] = GatedDevice,
+        manager: OffloadManager | None = None,
+        prefetch: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE,
+        **settings: Any,
+    ) -> None:
+        self.now = 0.0
+        self.layout = layout
+        memory = host_blocks * layout.tp_size * (layout.record_bytes + 128)
+        if "server" not in settings:
+            settings["host_memory"] = memory
+        storage = StorageTierSettings(prefetch_policy=prefetch)
+        if folder is not None:
+            storage = StorageTierSettings(
+                connector="local", directory=folder, size=4 * MIB, prefetch_policy=prefetch, retry_after=0.0
+            )
+        cache = CacheSettings(write_policy=policy, **settings)
+        self.manager = manager or OffloadManager(cache, layout, storage=storage, clock=lambda: self.now)
+        self.devices = [device() for _ in range(layout.tp_size)]
+        transfer = TransferSettings(drain_timeout=PATIENCE, layer_timeout=PATIENCE)
+        self.ranks = [
+            CacheController(transfer, layout, rank=rank, device=self.devices[rank])
+            for rank in range(layout.tp_size)
+        ]
+        self.tensors = [rank.initialize_kv_cache(device_blocks) for rank in self.ranks]
+        for rank in self.ranks:
+            rank.initialize_host_cache(self.manager.host_cache)
+        self.restored = 0
+        if folder is not None:
+            scans = [
+                controller.initialize_storage(
+                    SlabStore(folder, layout, rank=rank, size=4 * MIB, threads=2, retry_after=0.0)
+                )
+                for rank, controller in enumerate(self.ranks)
+            ]
+            self.restored = self.manager.restore_storage([scan for scan in scans if scan is not None])
+
+    # --- a step -------------------------------------------------------------------------------------------
+
+    def submit(self, plans: Sequence[TransferPlan]) -> list[Any]:
+        return [rank.submit_swap_tasks(plan) for plan in plans for rank in self.ranks]
+
+    def step(self) -> list[TransferPlan]:
+        """Take the plans, and wait until the step may compute."""
+        plans = self.manager.take_plans()
+        for counter in self.submit(plans):
+            counter.wait_all()
+        return plans
+
+    def reports(self) -> list[TransferReport]:
+        return [report for rank in self.ranks for report in rank.wait_reports(PATIENCE)]
+
+    def collect(self) -> list[LoadOutcome]:
+        return self.manager.apply(self.reports())
+
+    def settle(self) -> list[LoadOutcome]:
+        """Take plans and apply reports until nothing is left to copy."""
+        outcomes: list[LoadOutcome] = []
+        for _ in range(500):
+            plans = self.step()
+            outcomes += self.collect()
+            if not plans and not self.manager.has_pending_work:
+                return outcomes
+        raise AssertionError("copies never end")
+
+    # --- bytes --------------------------------------------------------------------------------------------
+
+    def compute(self, request: Request, ids: Sequence[int], first: int = 0) -> None:
+        """Fill device blocks as the step of blocks ``first`` and on does."""
+        for block_id, block_hash in zip(ids, request.block_hashes[first:], strict=False):
+            self.fill(int(block_id), block_hash.tobytes())
+
+    def fill(self, block_id: int, block_hash: bytes | None) -> None:
+        for rank, tensors in enumerate(self.tensors):
+            planes = [] if block_hash is None else expected(self.layout, block_hash, rank)
+            for number, tensor in enumerate(tensors):
+                row = tensor[block_id].reshape(-1).view(np.uint8)
+                row[:] = planes[number] if planes else 0xEE
+
+    def holds(self, request: Request, ids: Sequence[int], first: int = 0) -> bool:
+        """Return True if the device blocks have the bytes of the request's blocks from ``first`` on."""
+        return all(
+            np.array_equal(tensor[int(block_id)].reshape(-1).view(np.uint8), plane)
+            for block_id, block_hash in zip(ids, request.block_hashes[first:], strict=False)
+            for rank, tensors in enumerate(self.tensors)
+            for tensor, plane in zip(tensors, expected(self.layout, block_hash.tobytes(), rank), strict=True)
+        )
+
+    def wrong_records(self) -> int:
+        """Return how many records of an own host tier differ from what their hashes stand for."""
+        host: Any = self.manager._host
+        wrong = 0
+        for node in host.nodes(range(host.num_blocks)):
+            if node.is_swapping:
+                continue
+            for rank, controller in enumerate(self.ranks):
+                arena: Any = controller._arena
+                record = arena.table.record(node.block_id)
+                planes = expected(self.layout, node.hash_value, rank)
+                wrong += any(
+                    not np.array_equal(record[plane.offset : plane.offset + plane.nbytes], row)
+                    for plane, row in zip(self.layout.planes, planes, strict=True)
+                )
+        return wrong
+
+    # --- whole requests -----------------------------------------------------------------------------------
+
+    def stored(self, name: str, tokens: Sequence[int], ids: Sequence[int], **options: Any) -> Request:
+        """Compute a prompt in these device blocks, store it, and end the request."""
+        request = Request(name, list(tokens), **options)
+        self.manager.begin(request)
+        self.manager.evicted(np.array(ids, np.int32))
+        self.step()
+        self.manager.offer(request, len(tokens), np.array(ids, np.int32))
+        self.compute(request, ids)
+        self.settle()
+        self.manager.finish(request)
+        return request
+
+    def close(self) -> None:
+        """End, and check that nothing is pinned or in flight."""
+        for device in self.devices:
+            if isinstance(device, GatedDevice):
+                device.is_gated = False
+                device.open()
+        self.settle()
+        self.manager.check_integrity()
+        stats = self.manager.get_stats()
+        assert (stats.plans_in_flight, stats.live_requests) == (0, 0)
+        assert self.manager._host.in_use == 0
+        for rank in self.ranks:
+            rank.shutdown()
+        self.manager.close()
+
+
+def prompt(*families: int, tail: int = 1) -> list[int]:
+    """Return a prompt of one block for each number, and ``tail`` more tokens."""
+    return [family for family in families for _ in range(BLOCK)] + [99] * tail
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)

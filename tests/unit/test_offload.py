@@ -1,0 +1,710 @@
+"""OffloadManager: matches, loads, offers and blocks that change hands."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from fdcache.errors import ConfigurationError, HashingError, LayoutError, PlanError
+from fdcache.manager import KeyedRequest, LoadStatus, MatchStatus, OffloadManager, Request
+from fdcache.metadata import CacheLevel, TransferPlan, TransferReport
+from fdcache.settings.cache import CacheSettings, WritePolicy
+from tests.offload_engine import BLOCK, LAYOUT, GatedDevice, OffloadEngine, ids, prompt
+from tests.swaps import uniform_layout
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = OffloadEngine()
+    yield engine
+    engine.close()
+
+
+def begun(engine: OffloadEngine, name: str, tokens: list[int], **options: Any) -> Request:
+    request = Request(name, tokens, **options)
+    engine.manager.begin(request)
+    return request
+
+
+def loaded(engine: OffloadEngine, request: Request, into: np.ndarray) -> Any:
+    assert engine.manager.load(request, into) == len(into)
+    engine.step()
+    (outcome,) = engine.collect()
+    return outcome
+
+
+# --- match ------------------------------------------------------------------------------------------------
+
+
+def test_what_was_offered_is_found_beyond_the_device_and_loaded(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2, 3), [0, 1, 2])
+    request = begun(engine, "second", prompt(1, 2, 3))
+    assert engine.manager.match(request, 0).num_tokens == 3 * BLOCK
+    assert engine.manager.match(request, BLOCK).num_tokens == 2 * BLOCK
+    outcome = loaded(engine, request, ids(7, 5))
+    assert (outcome.request_id, outcome.status) == ("second", LoadStatus.CONFIRMED)
+    assert outcome.recompute_from == 3 * BLOCK
+    assert engine.holds(request, [7, 5], first=1)
+    engine.manager.finish(request)
+    counters = engine.manager.get_stats().counters
+    assert (counters.lookups, counters.device_hit_tokens, counters.host_hit_tokens) == (2, BLOCK, 2 * BLOCK)
+
+
+def test_the_last_token_is_left_to_compute_unless_the_whole_prompt_is_wanted(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2, tail=0))
+    assert engine.manager.match(request, 0).num_tokens == BLOCK
+    assert engine.manager.match(request, 0, whole_prompt=True).num_tokens == 2 * BLOCK
+    engine.manager.finish(request)
+
+
+def test_a_match_is_kept_over_repeated_questions(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.stored("first", prompt(1, 2, 3), [0, 1, 2])
+    request = begun(engine, "second", prompt(1, 2, 3))
+    asked: list[int] = []
+    host: Any = engine.manager._host
+    match_paths = host.match_paths
+
+    def counted(paths: Any, fetches: Any = ()) -> Any:
+        asked.append(paths[0][1])
+        return match_paths(paths, fetches)
+
+    monkeypatch.setattr(host, "match_paths", counted)
+    for device_tokens in (BLOCK, BLOCK, 2 * BLOCK, 3 * BLOCK, BLOCK):
+        found = engine.manager.match(request, device_tokens)
+        assert found.num_tokens == 3 * BLOCK - device_tokens
+    assert asked == [1]
+    assert host.in_use == 2 + 1  # two blocks and their lease
+    assert engine.manager.match(request, 0).num_tokens == 3 * BLOCK  # the device has lost its block
+    assert asked == [1, 0]
+    engine.manager.finish(request)
+    assert host.in_use == 0
+
+
+def test_a_question_without_an_answer_is_asked_again_after_a_while(engine: OffloadEngine) -> None:
+    request = begun(engine, "second", prompt(1, 2))
+    assert engine.manager.match(request, 0).num_tokens == 0
+    engine.stored("first", prompt(1, 2), [0, 1])
+    assert engine.manager.match(request, 0).num_tokens == 0
+    engine.now += 0.2
+    assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
+    engine.manager.finish(request)
+
+
+def test_blocks_of_a_match_are_not_evicted_before_the_load() -> None:
+    engine = OffloadEngine(host_blocks=4)
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
+    engine.stored("third", prompt(4, 5, 6), [2, 3, 4])
+    assert loaded(engine, request, ids(8, 9)).status is LoadStatus.CONFIRMED
+    assert engine.holds(request, [8, 9])
+    engine.manager.finish(request)
+    engine.close()
+
+
+def test_a_match_that_nothing_asks_for_is_unpinned_and_found_anew(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    engine.manager.match(request, 0)
+    assert engine.manager._host.in_use
+    engine.now += engine.manager.settings.plan_timeout + 1
+    assert engine.manager.expire() == []
+    assert engine.manager._host.in_use == 0
+    assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
+    engine.manager.finish(request)
+
+
+def test_a_match_in_the_middle_of_a_block_finds_nothing(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    assert engine.manager.match(request, 1).num_tokens == 0
+    engine.manager.finish(request)
+
+
+def test_requests_that_may_not_load_find_nothing(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    for name, options in {"none": {"use_cache": False}, "device": {"device_only": True}}.items():
+        request = begun(engine, name, prompt(1, 2), **options)
+        found = engine.manager.match(request, 0)
+        assert (found.status, found.num_tokens) == (MatchStatus.MATCHED, 0)
+        engine.manager.finish(request)
+    limited = begun(engine, "limited", prompt(1, 2), max_cached_tokens=2 * BLOCK - 1)
+    assert engine.manager.match(limited, 0).num_tokens == BLOCK
+    engine.manager.finish(limited)
+
+
+def test_other_tenants_and_adapters_find_nothing(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1], tenant="a", adapter_id="x")
+    for name, options in (
+        ("t", {"tenant": "b", "adapter_id": "x"}),
+        ("a", {"tenant": "a", "adapter_id": "y"}),
+    ):
+        request = begun(engine, name, prompt(1, 2), **options)
+        assert engine.manager.match(request, 0).num_tokens == 0
+        engine.manager.finish(request)
+
+
+def test_the_reuse_grid_rounds_the_sum_of_device_and_host() -> None:
+    engine = OffloadEngine(reuse_grid=2 * BLOCK)
+    engine.stored("first", prompt(1, 2, 3), [0, 1, 2])
+    request = begun(engine, "second", prompt(1, 2, 3))
+    assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
+    assert engine.manager.match(request, BLOCK).num_tokens == BLOCK
+    engine.manager.finish(request)
+    engine.close()
+
+
+def test_a_match_waits_for_a_block_on_its_way_to_the_host() -> None:
+    engine = OffloadEngine(defer_timeout=1.0)
+    device = engine.devices[0]
+    assert isinstance(device, GatedDevice)
+    device.is_gated = True
+    first = begun(engine, "first", prompt(1, 2))
+    engine.step()
+    engine.compute(first, [0, 1])
+    engine.manager.offer(first, 2 * BLOCK, ids(0, 1))
+    engine.step()
+    second = begun(engine, "second", prompt(1, 2))
+    assert engine.manager.match(second, 0).status is MatchStatus.DEFERRED
+    assert engine.manager.match(second, 2 * BLOCK).status is MatchStatus.MATCHED
+    device.open()
+    engine.collect()
+    assert engine.manager.match(second, 0).num_tokens == 2 * BLOCK
+    for request in (first, second):
+        engine.manager.finish(request)
+    engine.close()
+
+
+def test_the_wait_for_another_copy_has_an_end() -> None:
+    engine = OffloadEngine(defer_timeout=1.0)
+    engine.devices[0].is_gated = True  # type: ignore[attr-defined]
+    first, second = (begun(engine, name, prompt(1)) for name in ("first", "second"))
+    engine.compute(first, [0])
+    engine.manager.offer(first, BLOCK, ids(0))
+    engine.step()
+    assert engine.manager.match(second, 0).status is MatchStatus.DEFERRED
+    engine.now += 2
+    assert engine.manager.match(second, 0).status is MatchStatus.MATCHED
+    for request in (first, second):
+        engine.manager.finish(request)
+    engine.close()
+
+
+# --- loads ------------------------------------------------------------------------------------------------
+
+
+def failing(positions: list[int]) -> Any:
+    return lambda: GatedDevice(lambda swap: [position for position in positions if position < len(swap)])
+
+
+def test_a_failed_load_is_not_promised_again_and_the_request_loads_nothing_more() -> None:
+    engine = OffloadEngine(device=failing([1]))
+    engine.stored("first", prompt(1, 2, 3), [0, 1, 2])
+    request = begun(engine, "second", prompt(1, 2, 3))
+    assert engine.manager.match(request, 0).num_tokens == 3 * BLOCK
+    outcome = loaded(engine, request, ids(5, 6, 7))
+    assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, BLOCK)
+    assert engine.holds(request, [5])
+    assert engine.manager.match(request, 0).num_tokens == 0
+    assert request.device_only
+    other = begun(engine, "third", prompt(1, 2, 3))
+    assert engine.manager.match(other, 0).num_tokens == BLOCK
+    for each in (request, other):
+        engine.manager.finish(each)
+    engine.close()
+
+
+def test_what_a_failed_load_lacks_is_computed_and_stored_again() -> None:
+    engine = OffloadEngine(device=failing([0]))
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    engine.manager.match(request, 0)
+    assert loaded(engine, request, ids(5, 6)).recompute_from == 0
+    engine.step()
+    engine.compute(request, [5, 6])
+    engine.manager.offer(request, 2 * BLOCK, ids(5, 6))
+    engine.settle()
+    assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 2
+    engine.manager.finish(request)
+    assert engine.wrong_records() == 0
+    engine.close()
+
+
+def test_a_load_in_flight_ends_with_an_outcome_after_the_end_of_its_request(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    engine.manager.match(request, 0)
+    assert engine.manager.load(request, ids(5, 6)) == 2
+    engine.manager.finish(request)
+    engine.manager.finish(request)
+    engine.step()
+    (outcome,) = engine.collect()
+    assert (outcome.request_id, outcome.status) == ("second", LoadStatus.CONFIRMED)
+
+
+def test_an_overdue_load_has_one_outcome(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    engine.manager.match(request, 0)
+    engine.manager.load(request, ids(5, 6))
+    engine.step()
+    engine.now += engine.manager.settings.plan_timeout + 1
+    (outcome,) = engine.manager.expire()
+    assert outcome.status is LoadStatus.OVERDUE
+    assert engine.collect() == []
+    assert engine.manager.match(request, 0).num_tokens == 0
+    engine.manager.finish(request)
+
+
+def test_a_load_of_fewer_blocks_than_were_found_takes_the_first_ones(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2, 3), [0, 1, 2])
+    request = begun(engine, "second", prompt(1, 2, 3))
+    engine.manager.match(request, BLOCK)
+    assert loaded(engine, request, ids(9)).recompute_from == 2 * BLOCK
+    assert engine.holds(request, [9], first=1)
+    engine.manager.finish(request)
+
+
+def test_a_load_without_blocks_gives_the_pin_back(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    engine.manager.match(request, 0)
+    assert engine.manager.load(request, ids()) == 0
+    assert engine.manager._host.in_use == 0
+    assert engine.manager.load(request, ids(5)) == 0
+    engine.manager.finish(request)
+
+
+def test_a_reset_between_match_and_load_leaves_nothing_to_load(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    engine.manager.match(request, 0)
+    assert engine.manager.reset_cache() == 2
+    assert engine.manager.load(request, ids(5, 6)) == 0
+    assert engine.manager.match(request, 0).num_tokens == 0
+    engine.manager.finish(request)
+
+
+def test_a_load_in_flight_at_a_reset_fails(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    engine.manager.match(request, 0)
+    engine.manager.load(request, ids(5, 6))
+    engine.manager.reset_cache()
+    engine.step()
+    (outcome,) = engine.collect()
+    assert (outcome.status, outcome.recompute_from) == (LoadStatus.FAILED, 0)
+    engine.manager.finish(request)
+
+
+def test_a_refused_plan_fails_its_load() -> None:
+    engine = OffloadEngine(layout=uniform_layout(block_size=BLOCK, num_layers=2, tp_size=2))
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    engine.manager.match(request, 0)
+    engine.manager.load(request, ids(5, 6))
+    plans = engine.manager.take_plans()
+    engine.ranks[0].submit_swap_tasks(plans[0])
+    refused = [TransferReport.refusal(plan, 1, "it never came") for plan in plans]
+    (outcome,) = engine.manager.apply([*engine.ranks[0].wait_reports(30), *refused])
+    assert outcome.status is LoadStatus.FAILED
+    other = begun(engine, "third", prompt(1, 2))
+    assert engine.manager.match(other, 0).num_tokens == 0, "whatever the reason, it is not promised again"
+    for each in (request, other):
+        engine.manager.finish(each)
+    engine.close()
+
+
+def test_blocks_that_are_being_loaded_are_not_offered(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2, 3))
+    assert engine.manager.match(request, BLOCK).num_tokens == BLOCK
+    engine.manager.load(request, ids(5))
+    engine.step()
+    engine.manager.offer(request, 3 * BLOCK, ids(0, 5, 6))
+    assert engine.step() == []
+    engine.collect()
+    engine.fill(6, request.block_hashes[2].tobytes())
+    engine.manager.offer(request, 3 * BLOCK, ids(0, 5, 6))
+    (plan,) = engine.step()
+    assert plan.backups is not None
+    assert plan.backups.src_block_ids.tolist() == [6]
+    engine.collect()
+    engine.manager.finish(request)
+
+
+# --- offers -----------------------------------------------------------------------------------------------
+
+
+def test_offers_are_copied_by_the_next_plan_and_only_once(engine: OffloadEngine) -> None:
+    request = begun(engine, "first", prompt(1, 2, 3))
+    assert engine.step() == []
+    engine.compute(request, [0, 1, 2])
+    engine.manager.offer(request, 2 * BLOCK + 3, ids(0, 1, 2))
+    engine.manager.offer(request, 2 * BLOCK + 3, ids(0, 1, 2))
+    assert engine.manager.get_stats().queued_backups == 2
+    (plan,) = engine.step()
+    assert plan.backups is not None
+    assert plan.backups.src_block_ids.tolist() == [0, 1]
+    assert engine.step() == []
+    engine.collect()
+    engine.manager.offer(request, 3 * BLOCK, ids(0, 1, 2))
+    (plan,) = engine.step()
+    assert plan.backups is not None
+    assert plan.backups.src_block_ids.tolist() == [2]
+    engine.collect()
+    assert not engine.manager.has_pending_work
+    engine.manager.finish(request)
+    assert engine.wrong_records() == 0
+
+
+def test_the_chunk_after_one_in_flight_is_stored() -> None:
+    engine = OffloadEngine()
+    device = engine.devices[0]
+    assert isinstance(device, GatedDevice)
+    device.is_gated = True
+    request = begun(engine, "first", prompt(1, 2, 3, 4))
+    engine.compute(request, [0, 1, 2, 3])
+    for tokens in (BLOCK, 2 * BLOCK, 4 * BLOCK):
+        engine.manager.offer(request, tokens, ids(0, 1, 2, 3))
+        engine.step()
+    device.is_gated = False
+    device.open()
+    engine.settle()
+    assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 4
+    assert engine.manager.get_stats().counters.backups_dropped == 0
+    engine.manager.finish(request)
+    assert engine.wrong_records() == 0
+    engine.close()
+
+
+def test_generated_tokens_are_offered_as_their_blocks_become_whole(engine: OffloadEngine) -> None:
+    request = begun(engine, "first", prompt(1))
+    for token in range(2 * BLOCK):
+        request.append_tokens(token)
+    engine.compute(request, [4, 5, 6])
+    engine.manager.offer(request, request.num_tokens - 1, ids(4, 5, 6))
+    engine.settle()
+    assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 3
+    engine.manager.finish(request)
+
+
+def test_selective_copies_blocks_that_a_second_request_uses() -> None:
+    engine = OffloadEngine(policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
+    engine.stored("first", prompt(1, 2), [0, 1])
+    assert engine.manager.get_stats().counters.blocks_backed_up == 0
+    second = begun(engine, "second", prompt(1, 5))
+    engine.manager.match(second, BLOCK)
+    engine.step()
+    engine.compute(second, [0, 2])
+    for _ in range(2):  # preempted and matched again: still one hit of each block
+        engine.manager.match(second, BLOCK)
+        engine.manager.offer(second, 2 * BLOCK, ids(0, 2))
+    engine.settle()
+    assert len(engine.manager.find_blocks(second)[CacheLevel.HOST]) == 1
+    engine.manager.finish(second)
+    engine.close()
+
+
+def test_copies_that_find_no_room_are_dropped() -> None:
+    engine = OffloadEngine(host_blocks=4)
+    pinned = engine.stored("first", prompt(1, 2, 3, 4), [0, 1, 2, 3])
+    request = begun(engine, "second", [*pinned.tokens.tolist()])
+    engine.manager.match(request, 0)
+    engine.stored("third", prompt(5, 6), [4, 5])
+    assert engine.manager.get_stats().counters.backups_dropped >= 2
+    assert not engine.manager.has_pending_work
+    engine.manager.finish(request)
+    engine.close()
+
+
+# --- blocks that change hands -----------------------------------------------------------------------------
+
+
+def test_write_back_copies_blocks_when_they_are_given_away_with_what_is_above_them() -> None:
+    engine = OffloadEngine(policy=WritePolicy.WRITE_BACK)
+    request = engine.stored("first", prompt(1, 2, 3), [0, 1, 2])
+    assert engine.manager.find_blocks(request)[CacheLevel.HOST] == []
+    engine.manager.evicted(ids(2))
+    (plan,) = engine.step()
+    assert plan.evictions is not None
+    assert plan.evictions.src_block_ids.tolist() == [0, 1, 2]
+    engine.fill(2, None)
+    engine.collect()
+    engine.manager.evicted(ids(1, 0))
+    assert engine.step() == []
+    assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 3
+    assert engine.wrong_records() == 0
+    engine.close()
+
+
+def test_blocks_below_one_that_only_the_host_has_are_copied_in_path_order() -> None:
+    engine = OffloadEngine(policy=WritePolicy.WRITE_BACK)
+    request = engine.stored("first", prompt(1, 2, 3, 4), [0, 1, 2, 3])
+    engine.manager.evicted(ids(0))
+    engine.settle()
+    engine.fill(0, None)
+    engine.manager.evicted(ids(3, 2))
+    (plan,) = engine.step()
+    assert plan.evictions is not None
+    assert plan.evictions.src_block_ids.tolist() == [1, 2, 3]
+    engine.collect()
+    assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 4
+    assert engine.wrong_records() == 0
+    engine.close()
+
+
+def test_write_back_keeps_the_coldest_blocks_clean() -> None:
+    engine = OffloadEngine(policy=WritePolicy.WRITE_BACK, clean_reserve=2)
+    request = engine.stored("first", prompt(1, 2, 3), [0, 1, 2])
+    engine.manager.next_evicted(ids(9, 0, 1, 2))
+    (plan,) = engine.step()
+    assert plan.backups is not None
+    assert plan.backups.src_block_ids.tolist() == [0, 1]
+    engine.collect()
+    engine.manager.evicted(ids(1, 0))
+    assert engine.step() == []
+    assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 2
+    engine.close()
+
+
+def test_a_queued_block_that_is_given_away_is_copied_by_the_plan_of_that_step(engine: OffloadEngine) -> None:
+    request = begun(engine, "first", prompt(1, 2))
+    engine.compute(request, [0, 1])
+    engine.manager.offer(request, 2 * BLOCK, ids(0, 1))
+    engine.manager.finish(request)
+    engine.manager.evicted(ids(0, 1))
+    (plan,) = engine.step()
+    assert plan.backups is None
+    assert plan.evictions is not None
+    engine.fill(0, None)
+    engine.fill(1, None)
+    engine.collect()
+    assert len(engine.manager.find_blocks(request)[CacheLevel.HOST]) == 2
+    assert engine.wrong_records() == 0
+
+
+class Handover:
+    """A block whose backup is held by the device, and that the next step loads another block into."""
+
+    def __init__(self) -> None:
+        engine = self.engine = OffloadEngine()
+        device = engine.devices[0]
+        assert isinstance(device, GatedDevice)
+        self.device = device
+        engine.stored("other", prompt(7), [9])
+        device.is_gated = True
+        first = begun(engine, "first", prompt(1))
+        engine.compute(first, [0])
+        engine.manager.offer(first, BLOCK, ids(0))
+        (self.backup,) = engine.step()
+        engine.manager.finish(first)
+        self.request = begun(engine, "second", prompt(7))
+        engine.manager.match(self.request, 0)
+        engine.manager.load(self.request, ids(0))
+        (self.plan,) = engine.manager.take_plans()
+
+    def finish(self, plan: TransferPlan) -> int:
+        """Submit the plan; return how many records are wrong in the end."""
+        counters = self.engine.submit([plan])
+        if not plan.after:
+            counters[0].wait_all()
+        self.device.open()
+        counters[0].wait_all()
+        assert self.engine.holds(self.request, [0])
+        self.engine.collect()
+        self.engine.manager.finish(self.request)
+        wrong = self.engine.wrong_records()
+        self.engine.close()
+        return wrong
+
+
+def test_a_load_waits_for_the_backup_that_still_reads_its_block() -> None:
+    handover = Handover()
+    assert handover.plan.after == (handover.backup.plan_id,)
+    assert handover.finish(handover.plan) == 0
+
+
+def test_without_after_the_backup_stores_bytes_of_the_next_owner() -> None:
+    handover = Handover()
+    assert handover.finish(replace(handover.plan, after=())) == 1
+
+
+def test_a_plan_without_copies_carries_what_the_compute_waits_for(engine: OffloadEngine) -> None:
+    device = engine.devices[0]
+    assert isinstance(device, GatedDevice)
+    device.is_gated = True
+    first = begun(engine, "first", prompt(1))
+    engine.compute(first, [0])
+    engine.manager.offer(first, BLOCK, ids(0))
+    (backup,) = engine.step()
+    engine.manager.evicted(ids(0))
+    (plan,) = engine.manager.take_plans()
+    assert (plan.after, plan.swaps()) == ((backup.plan_id,), ())
+    (counter,) = engine.submit([plan])
+    assert not counter.is_all_done()
+    device.open()
+    counter.wait_all()
+    engine.collect()
+    engine.manager.evicted(ids(0))
+    assert engine.manager.take_plans() == []
+    engine.manager.finish(first)
+
+
+# --- the whole cache --------------------------------------------------------------------------------------
+
+
+def test_another_revision_finds_nothing_of_the_former(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    old = begun(engine, "old", prompt(1, 2))
+    engine.manager.match(old, 0)
+    assert engine.manager.change_revision("2") == 2
+    assert engine.manager.match(old, 0).num_tokens == 0
+    engine.manager.offer(old, 2 * BLOCK, ids(0, 1))
+    new = begun(engine, "new", prompt(1, 2))
+    assert engine.manager.match(new, 0).num_tokens == 0
+    assert not engine.manager.has_pending_work
+    with pytest.raises(LayoutError):
+        engine.manager.change_revision("2")
+    for request in (old, new):
+        engine.manager.finish(request)
+
+
+def test_a_lost_worker_ends_its_loads_and_empties_the_own_host_tier(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    request = begun(engine, "second", prompt(1, 2))
+    engine.manager.match(request, 0)
+    engine.manager.load(request, ids(5, 6))
+    engine.manager.take_plans()
+    (outcome,) = engine.manager.worker_lost(0)
+    assert outcome.status is LoadStatus.FAILED
+    assert engine.manager.match(request, 0).num_tokens == 0
+    engine.manager.finish(request)
+
+
+def test_every_call_takes_unknown_requests_and_blocks(engine: OffloadEngine) -> None:
+    request = Request("unknown", prompt(1))
+    engine.manager.unmatch(request)
+    engine.manager.finish(request)
+    assert engine.manager.load(request, ids(3)) == 0
+    engine.manager.evicted(ids(3, 400_000))
+    engine.manager.next_evicted(ids(3, 400_000))
+    assert engine.step() == []
+
+
+def test_another_request_with_the_same_id_ends_the_first(engine: OffloadEngine) -> None:
+    engine.stored("first", prompt(1, 2), [0, 1])
+    first, second = begun(engine, "same", prompt(1, 2)), Request("same", prompt(1, 2))
+    engine.manager.match(first, 0)
+    engine.manager.begin(second)
+    assert engine.manager._host.in_use == 0
+    engine.manager.finish(first)
+    assert engine.manager.get_stats().live_requests == 1
+    engine.manager.finish(second)
+
+
+@pytest.mark.parametrize("wrong", [[[1, 2]], [-1], ["a"], None])
+def test_device_blocks_that_are_none_are_refused_by_name(engine: OffloadEngine, wrong: Any) -> None:
+    with pytest.raises(PlanError, match="device_ids"):
+        engine.manager.evicted(wrong)
+
+
+def test_without_a_host_tier_there_is_no_manager() -> None:
+    with pytest.raises(ConfigurationError, match="FDCACHE_HOST_MEMORY"):
+        OffloadManager(CacheSettings(), LAYOUT)
+
+
+# --- keys of the engine -----------------------------------------------------------------------------------
+
+KEYS = np.frombuffer(
+    b"".join(hashlib.sha256(bytes([number])).digest() for number in range(6)), np.uint8
+).reshape(6, 32)
+
+
+def keyed(name: str, keys: np.ndarray, **options: Any) -> KeyedRequest:
+    return KeyedRequest(name, keys, BLOCK, **options)
+
+
+def store_keys(engine: OffloadEngine, request: KeyedRequest, into: list[int]) -> int:
+    """Offer all blocks of a request; return how many more the host tier has afterwards."""
+    before = engine.manager.get_stats().host.ready  # type: ignore[union-attr]
+    engine.manager.begin(request)
+    engine.manager.evicted(ids(*into))
+    engine.step()
+    engine.manager.offer(request, request.num_tokens, ids(*into))
+    for block_id, key in zip(into, request.block_hashes, strict=True):
+        engine.fill(block_id, key.tobytes())
+    engine.settle()
+    engine.manager.finish(request)
+    return engine.manager.get_stats().host.ready - before  # type: ignore[union-attr]
+
+
+def test_an_engine_may_bring_keys_of_its_own(engine: OffloadEngine) -> None:
+    assert store_keys(engine, keyed("first", KEYS[:4]), [0, 1, 2, 3]) == 4
+    request = keyed("second", KEYS)
+    engine.manager.begin(request)
+    assert engine.manager.match(request, 0).num_tokens == 4 * BLOCK
+    assert loaded(engine, request, ids(7, 8, 9, 5)).recompute_from == 4 * BLOCK  # type: ignore[arg-type]
+    assert engine.holds(request, [7, 8, 9, 5])  # type: ignore[arg-type]
+    engine.manager.finish(request)
+
+
+def test_a_run_that_begins_anywhere_is_found_and_loaded(engine: OffloadEngine) -> None:
+    store_keys(engine, keyed("first", KEYS[:4]), [0, 1, 2, 3])
+    request = keyed("second", KEYS[2:], parent=None)
+    engine.manager.begin(request)
+    assert engine.manager.match(request, 0).num_tokens == 2 * BLOCK
+    assert loaded(engine, request, ids(7, 8)).status is LoadStatus.CONFIRMED  # type: ignore[arg-type]
+    assert engine.holds(request, [7, 8])  # type: ignore[arg-type]
+    engine.manager.finish(request)
+
+
+def test_a_run_is_stored_below_the_block_that_precedes_it(engine: OffloadEngine) -> None:
+    store_keys(engine, keyed("first", KEYS[:2]), [0, 1])
+    assert store_keys(engine, keyed("second", KEYS[2:4], parent=KEYS[1].tobytes()), [2, 3]) == 2
+    whole = keyed("third", KEYS)
+    assert engine.manager.match(whole, 0).num_tokens == 4 * BLOCK
+    engine.manager.finish(whole)
+
+
+def test_a_run_of_unknown_parent_is_stored_below_the_first_block_that_the_host_has(
+    engine: OffloadEngine,
+) -> None:
+    store_keys(engine, keyed("first", KEYS[:3]), [0, 1, 2])
+    assert store_keys(engine, keyed("second", KEYS[2:5], parent=None), [3, 4, 5]) == 2
+    assert (
+        store_keys(engine, keyed("orphan", np.ascontiguousarray(KEYS[::-1]), parent=None), list(range(6, 12)))
+        == 0
+    )
+    whole = keyed("third", KEYS)
+    assert engine.manager.match(whole, 0).num_tokens == 5 * BLOCK
+    engine.manager.finish(whole)
+
+
+def test_keys_grow_with_their_request(engine: OffloadEngine) -> None:
+    request = keyed("first", KEYS[:1])
+    engine.manager.begin(request)
+    for count in (1, 2, 3):
+        engine.fill(count - 1, KEYS[count - 1].tobytes())
+        engine.manager.offer(request, request.num_tokens, ids(0, 1, 2))
+        engine.settle()
+        request.append_keys(KEYS[count : count + 1])
+    assert engine.manager.get_stats().host.ready == 3  # type: ignore[union-attr]
+    engine.manager.finish(request)
+    assert engine.wrong_records() == 0
+
+
+@pytest.mark.parametrize("keys", [KEYS[0], KEYS[:, :16], KEYS.astype(np.int32), b"key", None])
+def test_keys_that_are_none_are_refused(keys: Any) -> None:
+    with pytest.raises(HashingError, match=r"shape \(blocks, 32\)"):
+        keyed("wrong", keys)
+    with pytest.raises(HashingError, match="parent"):
+        keyed("wrong", KEYS, parent=b"short")

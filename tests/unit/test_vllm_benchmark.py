@@ -1,0 +1,376 @@
+"""The benchmark of vLLM's connectors, as far as it needs no vLLM: order, faults on purpose, figures, tables, times."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.vllm import __main__ as benchmark
+from benchmarks.vllm import report, timing
+from benchmarks.vllm.comparisons import Comparisons
+from benchmarks.vllm.driver import Answer, in_turn, percentiles
+from benchmarks.vllm.engines import BESIDE, NONE, RESTARTED, Places, StartError, make, probe
+from benchmarks.vllm.faults import corrupt, failing, made, spoiling
+from benchmarks.vllm.processes import CutError, JobError, Processes, cause
+from benchmarks.vllm.report import Results
+from benchmarks.vllm.shapes import LOADS, SHAPES, model_folder
+from benchmarks.vllm.worker import Job
+from fdcache.storage.offline import Damaged, read_file
+from tests.storage_help import Records, open_store, path_hashes, storage_layout
+
+
+def test_pages_have_the_sizes_that_the_shapes_are_for() -> None:
+    assert SHAPES["8b"].page_bytes == 64 << 10
+    assert SHAPES["70b-tp8"].page_bytes == 8 << 10
+    assert SHAPES["8b"].token_bytes * 8192 == 1 << 30
+
+
+def test_a_model_that_is_there_is_left_as_it_is(tmp_path: Path) -> None:
+    folder = model_folder(SHAPES["tiny"], tmp_path)
+    files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
+    assert model_folder(SHAPES["tiny"], tmp_path) == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files
+    (folder / "config.json").write_text("{}")
+    model_folder(SHAPES["tiny"], tmp_path)
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_a_conversation_comes_back_after_its_blocks_left_the_device(load: Any) -> None:
+    shape = SHAPES["tiny" if load is LOADS["small"] else "8b"]
+    turn = load.first_turn + load.reply
+    assert load.conversations > 2 * load.in_flight
+    assert (
+        load.beside_prompts * load.beside_length + load.decoders * load.decoder_prompt
+        > 16 * shape.device_blocks
+    )
+    if load in (LOADS["full"], LOADS["small"]):
+        later = turn + (load.turns - 1) * (load.later_turn + load.reply)
+        assert load.conversations * later > 16 * shape.device_blocks
+    assert turn + (load.turns - 1) * (load.later_turn + load.reply) <= shape.longest
+
+
+def test_the_engine_without_a_connector_is_first_and_last_and_the_others_rotate() -> None:
+    names = [NONE, "a", "b", "c"]
+    assert list(benchmark.order(names, 2, 1)) == [NONE, "b", "c", "a", "c", "a", "b", NONE]
+    assert list(benchmark.order(names, 1, 0, once=True)) == [NONE, "a", "b", "c"]
+    assert list(benchmark.order(["a"], 1, 3)) == ["a"]
+    assert list(benchmark.order([NONE], 1, 0)) == [NONE]
+
+
+def test_every_engine_gets_the_same_host_memory(tmp_path: Path) -> None:
+    places = Places(tmp_path, 3 << 30, {"FDCACHE_EVICTION": "lru"})
+    for name in (*BESIDE, *RESTARTED):
+        engine = make(name, places)
+        text = json.dumps([engine.connector, engine.environment])
+        if name == "fdcache-service":
+            assert engine.environment["FDCACHE_SERVER"] == places.address
+        elif name == "lmcache":
+            assert engine.environment["LMCACHE_MAX_LOCAL_CPU_SIZE"] == "3"
+        elif name != NONE:
+            assert str(3 << 30) in text
+        assert ("FDCACHE_EVICTION" in engine.environment) == name.startswith("fdcache")
+    with pytest.raises(ValueError, match="no engine"):
+        make("other", places)
+
+
+def test_jobs_are_begun_in_their_order_so_many_at_a_time() -> None:
+    running, most, begun = 0, 0, []
+
+    async def job(index: int) -> Answer:
+        nonlocal running, most
+        begun.append(index)
+        running += 1
+        most = max(most, running)
+        for _ in range(index % 3):
+            await asyncio.sleep(0)
+        running -= 1
+        return Answer(0.0, [float(index)], [index], [], 0)
+
+    found = asyncio.run(in_turn([partial(job, index) for index in range(9)], 3))
+    assert [answer.tokens for answer in found] == [[index] for index in range(9)]
+    assert begun == list(range(9))
+    assert most == 3
+
+
+def test_percentiles_of_nothing_are_not_numbers() -> None:
+    assert percentiles([]) == {"count": 0}
+    assert percentiles([1.0, 2.0, 3.0]) == {"p50": 2.0, "p99": 2.98, "max": 3.0, "count": 3}
+
+
+# --- times ---------------------------------------------------------------------------------------------------
+
+
+def test_times_of_all_processes_add_up_and_waiting_is_not_counted(tmp_path: Path) -> None:
+    sums = timing.Sums(tmp_path)
+    timing.timed(partial(time.sleep, 0.01), sums, "hooks_ns")()
+    sums.add("steps", 2)
+    sums.add("schedule_ns", 3_000_000)
+    (tmp_path / "1.times").write_bytes(timing.FORMAT.pack(2, 1_000_000, 0, 0))
+    found = timing.read(tmp_path)
+    assert (found.steps, found.schedule_ns) == (4, 4_000_000)
+    assert 0 < found.hooks_ns < 10_000_000
+    assert (found - found).us_per_step == 0
+
+
+def test_a_call_that_raises_is_timed_and_raises(tmp_path: Path) -> None:
+    sums = timing.Sums(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        timing.timed(lambda: 1 / 0, sums, "update_ns")()
+    assert timing.read(tmp_path).update_ns > 0
+
+
+# --- processes -----------------------------------------------------------------------------------------------
+
+
+def processes(tmp_path: Path, script: str, deadline: float | None = None) -> Processes:
+    """Return processes whose interpreter runs a script instead of an engine."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    return Processes(str(python), tmp_path, tmp_path / "logs", deadline, {"PATH": "/usr/bin:/bin"})
+
+
+def test_results_come_as_they_are_written(tmp_path: Path) -> None:
+    found = processes(tmp_path, """printf '{"part": "a"}\\n{"par'; printf 't": "b"}\\n'""")
+    assert list(found.run("x", Job("tiny", "small"), {})) == [{"part": "a"}, {"part": "b"}]
+
+
+def test_an_engine_that_fails_is_named_with_its_cause_after_its_results(tmp_path: Path) -> None:
+    script = """echo '{"part": "a"}'; echo '(EngineCore pid=1) ERROR [core.py:1] Exception: no GPU' >&2
+echo 'RuntimeError: failed. See root cause above.' >&2; exit 1"""
+    results = processes(tmp_path, script).run("x", Job("tiny", "small"), {})
+    assert next(results) == {"part": "a"}
+    with pytest.raises(JobError, match=r"^Exception: no GPU \(all of it in .*x\.log\)"):
+        next(results)
+
+
+def test_an_engine_is_ended_at_the_deadline_with_what_it_started(tmp_path: Path) -> None:
+    script = """echo '{"part": "a"}'; sleep 600 & echo $! > child; wait"""
+    results = processes(tmp_path, script, time.monotonic() + 0.5).run("x", Job("tiny", "small"), {})
+    assert next(results) == {"part": "a"}
+    with pytest.raises(CutError):
+        next(results)
+    stat = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_the_cause_is_the_last_error_that_is_none_of_another() -> None:
+    assert cause("") == "no output"
+    assert cause("a\nb") == "b"
+    assert cause("x ValueError: one\nTypeError: two\nRuntimeError: See root cause above") == "TypeError: two"
+
+
+def test_an_interpreter_without_the_benchmark_is_one_line(tmp_path: Path) -> None:
+    python = processes(tmp_path, "echo \"No module named 'benchmarks'\" >&2; exit 1").python
+    with pytest.raises(StartError, match="python: No module named 'benchmarks'"):
+        probe(python, {}, tmp_path)
+
+
+# --- faults --------------------------------------------------------------------------------------------------
+
+
+def test_the_middle_block_of_the_storage_is_corrupted(tmp_path: Path) -> None:
+    layout = storage_layout()
+    hashes = path_hashes(9)
+    store = open_store(tmp_path, layout)
+    assert store.put(Records(layout).full_batch(hashes, slots=range(9)), 10).ok.all()
+    store.close()
+    path = corrupt(tmp_path)
+    found = read_file(path, verify=True)
+    assert not isinstance(found, Damaged)
+    (slot,) = found.corrupt.tolist()
+    (index,) = np.flatnonzero(found.slots == slot)
+    assert found.hashes[index].tobytes() == hashes[4].tobytes()
+
+
+def test_a_folder_without_storage_cannot_be_corrupted(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no slab file"):
+        corrupt(tmp_path)
+
+
+class Blocks:
+    """The ids of a request's blocks, as the scheduler gives them."""
+
+    def __init__(self, blocks: tuple[list[int], ...]) -> None:
+        self.blocks = blocks
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.blocks
+
+
+class Asked:
+    """A request."""
+
+    request_id = "r"
+
+
+class Page:
+    """A block of a layer."""
+
+    is_clear = False
+
+    def zero_(self) -> None:
+        self.is_clear = True
+
+
+class Connector:
+    """The hooks of a connector that the faults use."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.kv_caches = kv_caches
+
+    def get_num_new_matched_tokens(self, request: object, computed: int) -> tuple[int, bool]:
+        return 64, True
+
+    def update_state_after_alloc(self, request: object, blocks: Blocks, tokens: int) -> None:
+        self.given = blocks.get_block_ids()
+
+    def get_finished(self, finished: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, finished
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+
+@pytest.fixture
+def fault_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(timing.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("fault_folder")
+def test_the_first_load_fails_once_in_its_middle_when_it_has_finished() -> None:
+    scheduler, worker = failing(Connector)(), failing(Connector)()
+    scheduler.get_num_new_matched_tokens(Asked(), 32)
+    scheduler.update_state_after_alloc(Asked(), Blocks(([9, 8, 7, 6, 5, 4],)), 64)
+    worker.get_finished({"other"})
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert not made()
+    worker.get_finished({"r"})
+    assert worker.get_block_ids_with_load_errors() == {5}
+    assert made()
+    worker.get_finished({"r"})
+    assert worker.get_block_ids_with_load_errors() == set()
+
+
+@pytest.mark.usefixtures("fault_folder")
+def test_the_middle_block_of_the_first_load_is_cleared_in_all_layers() -> None:
+    scheduler, worker = spoiling(Connector)(), spoiling(Connector)()
+    layers = {str(layer): [Page() for _ in range(10)] for layer in range(2)}
+    worker.register_kv_caches(layers)
+    scheduler.get_num_new_matched_tokens(Asked(), 0)
+    scheduler.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 0)
+    worker.get_finished({"r"})
+    assert not made()
+    scheduler.update_state_after_alloc(Asked(), Blocks(([9, 8, 7],)), 48)
+    worker.get_finished({"r"})
+    assert made()
+    for pages in layers.values():
+        assert [block for block, page in enumerate(pages) if page.is_clear] == [8]
+
+
+# --- figures -------------------------------------------------------------------------------------------------
+
+
+def records() -> list[dict[str, Any]]:
+    """Return the records of a run with two engines beside none."""
+    found: list[dict[str, Any]] = [
+        {"shape": "8b", "part": "link", "device": "x", "bytes": 1 << 20, "ms": 1.0}
+    ]
+    for engine, loaded, seconds in ((NONE, None, 10.0), ("offloading", 30.0, 10.4), ("fdcache", 22.0, 10.05)):
+        single: dict[str, Any] = {
+            "part": "single",
+            "computed_ms": [200.0],
+            "device_ms": [10.0],
+            "tokens": [[1]],
+        }
+        if loaded:
+            single |= {"loaded_ms": [loaded, loaded, 99.0], "loaded_cached": [16], "loaded_bytes": 10 << 20}
+            single |= {"wrong": 0}
+        found += [
+            {"shape": "8b", "engine": engine, **single},
+            {"shape": "8b", "engine": engine, "part": "unique", "seconds": seconds},
+        ]
+    return found
+
+
+def test_ratios_are_of_medians_and_means_of_runs() -> None:
+    again = {"shape": "8b", "engine": NONE, "part": "unique", "seconds": 10.1}
+    aims = {aim.name: aim for aim in report.targets(Results([*records(), again]), "8b")}
+    first = aims["first token from the host / (bytes over the link + a step)"]
+    assert first.value == pytest.approx(22 / 20) and first.is_met
+    assert aims["first token from the host beyond a step: fdcache / offloading"].value == pytest.approx(
+        12 / 20
+    )
+    assert aims["unique prompts: fdcache / none"].value == pytest.approx(10.05 / 10.05)
+    assert aims["TTFT p50 after a restart: fdcache-storage / tiering"].is_met is None
+
+
+def test_a_run_that_was_cut_has_tables_of_what_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records()))
+    assert benchmark.main(["--report", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "one prompt at a time" in printed and "unique prompts (8b, pages of 64 KiB)" in printed
+    assert "conversations, ms" not in printed
+
+
+def test_wrong_tokens_fail_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(one | {"wrong": 2}) + "\n" for one in records()))
+    assert benchmark.main(["--report", str(path)]) == 1
+    assert "fdcache gave other tokens 2 times from the host" in capsys.readouterr().err
+
+
+class Kept:
+    """Keeps the records of comparisons."""
+
+    def __init__(self) -> None:
+        self.added: list[dict[str, Any]] = []
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.added.append(record)
+
+
+@pytest.mark.parametrize(
+    ("change", "equal", "is_right"),
+    [
+        ({}, True, True),
+        ({"tokens": [1, 3]}, True, False),
+        ({"logprobs": [-1.0, -2.001]}, True, False),
+        ({"cached": 16}, True, False),
+        ({"logprobs": [-1.0, -2.001]}, False, True),
+        ({}, False, False),
+    ],
+)
+def test_answers_are_compared_by_tokens_logprobs_and_what_was_cached(
+    change: dict[str, Any], equal: bool, is_right: bool
+) -> None:
+    wanted = {"tokens": [1, 2], "logprobs": [-1.0, -2.0], "cached": 32}
+    kept: Any = Kept()
+    Comparisons(kept, SHAPES["tiny"]).expect("x", wanted | change, wanted, equal=equal)
+    (record,) = kept.added
+    assert record["is_right"] is is_right
+    assert list(report.faults(Results([record]))) == ([] if is_right else ["tiny: x"])
+    assert "right tokens" in (report.compared([record]) or "")
+    assert "x" in report.line(record)
+
+
+def test_a_plot_needs_conversations(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to plot"):
+        report.plot(Results(records()), tmp_path / "x.svg")
+    figures = {"p50": 10.0, "p99": 20.0}
+    chat = {"shape": "8b", "engine": "fdcache", "part": "chat", "ttft_ms": {"later": figures}}
+    report.plot(Results([chat]), tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").stat().st_size > 1000

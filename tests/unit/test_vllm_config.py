@@ -1,0 +1,240 @@
+"""Layout, settings and keys from vLLM's configuration, as plain data: vLLM is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fdcache.errors import ConfigurationError
+from fdcache.integrations.vllm import config, keys
+from fdcache.manager import OffloadManager
+from fdcache.settings import Source
+from fdcache.settings.cache import WritePolicy
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """A group of layers that attend to all tokens."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """A group of layers that attend to the last tokens."""
+
+
+@pytest.fixture(autouse=True)
+def _version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(config, "version", lambda name: "0.26.0")
+    for name in ("FDCACHE_HOST_MEMORY", "FDCACHE_WRITE_POLICY", "FDCACHE_SERVER"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+
+
+def vllm_config(extra: dict[str, object] | None = None, **changed: Any) -> Any:
+    """A configuration like vLLM's; ``changed`` replaces attributes by ``section__attribute``."""
+    made = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="m",
+            revision=None,
+            hf_config=SimpleNamespace(),
+            hf_text_config=SimpleNamespace(num_hidden_layers=4),
+            hf_overrides={},
+            quantization=None,
+            dtype="bfloat16",
+            seed=0,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        parallel_config=SimpleNamespace(
+            world_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+        attention_config=SimpleNamespace(backend=None),
+        kv_transfer_config=SimpleNamespace(
+            kv_role="kv_both", kv_load_failure_policy="fail", kv_connector_extra_config=extra or {}
+        ),
+    )
+    for name, value in changed.items():
+        section, attribute = name.split("__")
+        setattr(getattr(made, section), attribute, value)
+    return made
+
+
+def kv_config(*kinds: type) -> Any:
+    """KV cache groups of four layers in all, by default one."""
+    kinds = kinds or (FullAttentionSpec,)
+    groups = [
+        SimpleNamespace(
+            layer_names=[f"{i}.{j}" for j in range(4 // len(kinds))],
+            kv_cache_spec=kind(page_size_bytes=65536, block_size=16),
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    return SimpleNamespace(kv_cache_groups=groups, num_blocks=10)
+
+
+def request(**changed: Any) -> Any:
+    """A request like vLLM's."""
+    given = {
+        "request_id": "r",
+        "all_token_ids": list(range(40)),
+        "prompt_embeds": None,
+        "resumable": False,
+        "lora_request": None,
+        "mm_features": [],
+        "cache_salt": None,
+        "skip_reading_prefix_cache": False,
+    }
+    return SimpleNamespace(**given | changed)
+
+
+def hashes(given: Any) -> bytes:
+    """The block keys of a request, in one string."""
+    layout = config.layout_from_config(vllm_config(), kv_config(FullAttentionSpec))
+    made = keys.request_of(given)
+    assert made is not None
+    settings = config.load_settings(vllm_config({"FDCACHE_HOST_MEMORY": "64MiB"}), layout)
+    with OffloadManager.from_settings(layout, settings) as manager:
+        manager.prepare([made])
+    return made.block_hashes.tobytes()
+
+
+def test_a_page_of_each_layer_is_one_plane_of_bytes() -> None:
+    layout = config.layout_from_config(vllm_config(parallel_config__world_size=2), kv_config())
+    assert [(plane.nbytes, plane.dtype) for plane in layout.planes] == [(65536, "uint8")] * 4
+    assert (layout.block_size, layout.tp_size) == (16, 2)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_config__revision": "b"},
+        {"model_config__quantization": "fp8"},
+        {"model_config__dtype": "float16"},
+        {"model_config__hf_overrides": {"rope_theta": 1}},
+        {"cache_config__cache_dtype": "fp8"},
+        {"load_config__load_format": "dummy"},
+        {"parallel_config__tensor_parallel_size": 2},
+        {"attention_config__backend": "TRITON_ATTN"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_decides_the_bytes_of_a_page_is_part_of_the_revision(changed: dict[str, Any]) -> None:
+    assert config.revision_of(vllm_config(**changed)) != config.revision_of(vllm_config())
+
+
+def test_weights_replaced_in_place_are_another_revision(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"old")
+    before = config.revision_of(vllm_config(model_config__model=str(tmp_path)))
+    weights.write_bytes(b"newer")
+    assert config.revision_of(vllm_config(model_config__model=str(tmp_path))) != before
+
+
+@pytest.mark.parametrize(
+    ("changed", "kinds", "named"),
+    [
+        (
+            {"parallel_config__decode_context_parallel_size": 2},
+            (FullAttentionSpec,),
+            "decode_context_parallel_size=2",
+        ),
+        (
+            {"parallel_config__prefill_context_parallel_size": 2},
+            (FullAttentionSpec,),
+            "prefill_context_parallel_size=2",
+        ),
+        (
+            {"parallel_config__pipeline_parallel_size": 3},
+            (FullAttentionSpec,),
+            "4 layers do not divide into 3",
+        ),
+        ({"kv_transfer_config__kv_role": "kv_producer"}, (FullAttentionSpec,), "'kv_producer'"),
+        ({}, (FullAttentionSpec, SlidingWindowSpec), "2 KV cache groups"),
+        ({}, (SlidingWindowSpec,), "SlidingWindowSpec"),
+    ],
+    ids=["dcp", "pcp", "pp", "role", "groups", "window"],
+)
+def test_what_cannot_be_right_is_refused_by_name(
+    changed: dict[str, Any], kinds: tuple[type, ...], named: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        config.layout_from_config(vllm_config(**changed), kv_config(*kinds))
+
+
+def loaded(extra: dict[str, object], **changed: Any) -> Any:
+    made = vllm_config(extra, **changed)
+    return config.load_settings(made, config.layout_from_config(made, kv_config()))
+
+
+def test_the_extra_configuration_is_above_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FDCACHE_HOST_MEMORY", "1GiB")
+    monkeypatch.setenv("FDCACHE_WRITE_POLICY", "write_back")
+    settings = loaded({"FDCACHE_HOST_MEMORY": "2GiB"})
+    assert settings.render("FDCACHE_HOST_MEMORY") == "2GiB"
+    assert settings.cache.write_policy is WritePolicy.WRITE_BACK
+    assert settings.place("FDCACHE_HOST_MEMORY") != settings.place("FDCACHE_WRITE_POLICY")
+    assert settings.source("FDCACHE_HOST_MEMORY") is not Source.DEFAULT
+
+
+def test_blocks_are_written_through_unless_the_user_says_otherwise() -> None:
+    assert loaded({"FDCACHE_HOST_MEMORY": "1GiB"}).cache.write_policy is WritePolicy.WRITE_THROUGH
+
+
+def test_an_unknown_name_of_the_extra_configuration_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match=r"FDCACHE_HOST_MEMROY .*FDCACHE_HOST_MEMORY"):
+        loaded({"FDCACHE_HOST_MEMROY": "1GiB"})
+
+
+def test_scales_made_at_run_time_are_not_shared() -> None:
+    with pytest.raises(ConfigurationError, match=r"FDCACHE_SERVER .*calculate_kv_scales"):
+        loaded({"FDCACHE_SERVER": "ipc:///run/fdcache.sock"}, cache_config__calculate_kv_scales=True)
+    loaded({"FDCACHE_HOST_MEMORY": "1GiB"}, cache_config__calculate_kv_scales=True)
+
+
+def test_failed_loads_are_recomputed_unless_the_user_chose() -> None:
+    transfer = SimpleNamespace(kv_load_failure_policy="fail")
+    config.recompute_failed_loads(transfer)
+    assert transfer.kv_load_failure_policy == "recompute"
+
+
+@pytest.mark.parametrize(
+    "changed", [{"prompt_embeds": np.zeros(1)}, {"resumable": True}], ids=lambda c: next(iter(c))
+)
+def test_requests_whose_tokens_do_not_name_their_kv_are_never_cached(changed: dict[str, Any]) -> None:
+    assert keys.request_of(request(**changed)) is None
+
+
+def test_an_adapter_is_known_by_name_and_path_and_a_salt_is_the_tenant() -> None:
+    def adapter(name: str, path: str) -> SimpleNamespace:
+        return SimpleNamespace(lora_name=name, lora_path=path, load_inplace=False)
+
+    def image(offset: int, length: int, name: str) -> SimpleNamespace:
+        return SimpleNamespace(mm_position=SimpleNamespace(offset=offset, length=length), identifier=name)
+
+    different = [
+        request(),
+        request(cache_salt="a"),
+        request(cache_salt="b"),
+        request(lora_request=adapter("a", "bc")),
+        request(lora_request=adapter("ab", "c")),
+        request(lora_request=adapter("ab", "d")),
+        request(mm_features=[image(2, 8, "x")]),
+        request(mm_features=[image(2, 8, "y")]),
+        request(mm_features=[image(3, 8, "x")]),
+    ]
+    assert len({hashes(each) for each in different}) == len(different)
+    assert hashes(request()) == hashes(request(request_id="other"))
+
+
+def test_a_request_with_prompt_logprobs_reads_nothing() -> None:
+    made = keys.request_of(request(skip_reading_prefix_cache=True))
+    assert made is not None
+    assert made.device_only

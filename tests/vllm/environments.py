@@ -1,0 +1,36 @@
+"""Virtual environments with vLLM's published wheel and torch for CPUs, outside the repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).parent / "requirements"
+VERSIONS = tuple(sorted(path.stem for path in REQUIREMENTS.glob("*.txt")))
+"""The versions of vLLM that the connector is tested with, the oldest first."""
+
+PACKAGES = "TEST_PACKAGES"
+"""Variable with the folder of packages that an environment sees after its own: fdcache and pytest are there."""
+
+MARKER = "complete"
+
+
+def default_home() -> Path:
+    """Return the folder of the environments: ``fdcache-vllm`` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fdcache-vllm"
+
+
+def requirements(version: str) -> Path:
+    """Return the file with the exact versions of an environment's packages."""
+    return REQUIREMENTS / f"{version}.txt"
+
+
+def is_complete(home: Path, version: str) -> bool:
+    """Return True if an environment is there with the packages of today."""
+    marker = home / version / MARKER
+    return marker.is_file() and marker.read_text() == requirements(version).read_text()
+
+
+def interpreter(home: Path, version: str) -> Path:
+    """Return the Python of an environment."""
+    return home / version / "bin/python"

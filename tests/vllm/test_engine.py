@@ -1,0 +1,244 @@
+"""vLLM's engine answers the same with and without the connector, in whatever order its hooks are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fdcache.tiers.statistics import Counters
+from tests.vllm.observed import Observed
+
+Answers = list[list[int]]
+
+
+def loaded(before: Counters, after: Counters) -> int:
+    """Return the tokens that were loaded between two readings."""
+    return after.host_hit_tokens - before.host_hit_tokens
+
+
+def test_answers_are_those_without_a_connector_while_blocks_are_evicted(
+    engine: Observed, prompts: Answers, computed: Answers
+) -> None:
+    before = engine.counters
+    for _ in range(3):
+        assert engine.answers(prompts) == computed
+    assert loaded(before, engine.counters) > 0
+    assert engine.counters.loads_failed == engine.counters.loads_overdue == 0
+    engine.assert_nothing_is_held()
+
+
+def test_a_reversed_and_interleaved_order_changes_no_answer(
+    engine: Observed, prompts: Answers, computed: Answers
+) -> None:
+    order = [*reversed(range(len(prompts))), *range(len(prompts))]
+    assert engine.answers([prompts[i] for i in order]) == [computed[i] for i in order]
+    engine.assert_nothing_is_held()
+
+
+def test_whole_prompts_come_from_the_host_once_the_device_has_forgotten_them(
+    engine: Observed, prompts: Answers, computed: Answers
+) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    before = engine.counters
+    assert engine.answers(prompts[:1]) == computed[:1]
+    assert loaded(before, engine.counters) == (len(prompts[0]) - 1) // 16 * 16
+    engine.assert_nothing_is_held()
+
+
+def test_a_loaded_block_with_the_bytes_of_another_changes_the_answer(
+    engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: wrong bytes in a loaded block are seen.
+
+    Two blocks of one request that are swapped in every layer would not be: attention sums over them in any order, and
+    their keys carry their positions.
+    """
+    engine.answers(prompts)
+    engine.forget_device()
+    poll = engine.worker.poll
+
+    def copying() -> set[str]:
+        loads = [load.blocks for load in engine.worker._loads.values() if len(load.blocks) > 1]
+        received = poll()
+        for blocks in loads if received else ():
+            for pages in engine.tensors:
+                pages[blocks[0]] = pages[blocks[1]]
+        return received
+
+    monkeypatch.setattr(engine.worker, "poll", copying)
+    assert engine.answers(prompts) != computed
+    monkeypatch.undo()
+    engine.settle()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)  # wrong blocks were stored as well
+    assert engine.answers(prompts) == computed
+
+
+def test_an_abort_before_the_first_step_leaves_nothing(engine: Observed, prompts: Answers) -> None:
+    engine.abort(engine.add(prompts[0]))
+    engine.assert_nothing_is_held()
+
+
+def test_an_abort_during_a_load_leaves_nothing_and_harms_nobody(
+    engine: Observed, prompts: Answers, computed: Answers
+) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    with engine.withheld_loads():
+        name = engine.add(prompts[0])
+        engine.steps_until(lambda: engine.status(name) == "WAITING_FOR_REMOTE_KVS")
+        engine.abort(name)
+        other = engine.add(prompts[1])
+        engine.steps_until(lambda: engine.status(other) == "WAITING_FOR_REMOTE_KVS")
+    assert list(engine.finish().values()) == [computed[1]]
+    engine.assert_nothing_is_held()
+
+
+def test_an_abort_after_a_load_leaves_nothing(engine: Observed, prompts: Answers, computed: Answers) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    name = engine.add(prompts[0], num_tokens=64)
+    engine.steps_until(lambda: engine.status(name) == "RUNNING")
+    engine.abort(name)
+    engine.assert_nothing_is_held()
+    assert engine.answers(prompts[:1]) == computed[:1]
+
+
+def test_a_request_that_finds_no_blocks_asks_again_until_it_is_admitted(
+    engine: Observed, prompts: Answers, computed: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    asked: dict[str, int] = {}
+    ask = engine.connector.get_num_new_matched_tokens
+
+    def counting(request: Any, num_computed_tokens: int) -> Any:
+        asked[request.request_id] = asked.get(request.request_id, 0) + 1
+        return ask(request, num_computed_tokens)
+
+    monkeypatch.setattr(engine.connector, "get_num_new_matched_tokens", counting)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 2)
+    name = engine.add(prompts[0])
+    for _ in range(5):
+        engine.core.step()
+    assert engine.status(name) == "WAITING"
+    pool.free_blocks(taken)
+    assert list(engine.finish().values()) == computed[:1]
+    assert max(asked.values()) >= 4
+    engine.assert_nothing_is_held()
+
+
+def test_preempted_requests_answer_the_same(
+    engine: Observed, prompts: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks go to others in the step that preempts them."""
+    given = prompts[:4]
+    alone = [engine.answers([prompt], 150)[0] for prompt in given]
+    engine.forget_device()
+    preempted: list[str] = []
+    preempt = engine.scheduler._preempt_request
+
+    def counting(request: Any, *rest: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *rest)
+
+    monkeypatch.setattr(engine.scheduler, "_preempt_request", counting)
+    assert engine.answers(given, 150) == alone
+    assert preempted
+    engine.assert_nothing_is_held()
+
+
+def test_a_reset_forgets_every_block_and_the_next_answers_are_computed(
+    engine: Observed, prompts: Answers, computed: Answers
+) -> None:
+    engine.answers(prompts)
+    engine.settle()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    before = engine.counters
+    assert engine.answers(prompts[:2]) == computed[:2]
+    assert loaded(before, engine.counters) == 0
+    engine.assert_nothing_is_held()
+
+
+def test_a_reset_while_blocks_are_loaded_changes_no_answer(
+    engine: Observed, prompts: Answers, computed: Answers
+) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    with engine.withheld_loads():
+        name = engine.add(prompts[0])
+        engine.steps_until(lambda: engine.status(name) == "WAITING_FOR_REMOTE_KVS")
+        assert engine.connector.reset_cache()
+    assert list(engine.finish().values()) == computed[:1]
+    engine.assert_nothing_is_held()
+
+
+def test_other_salts_share_no_block(engine: Observed, prompts: Answers, computed: Answers) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    before = engine.counters
+    engine.add(prompts[0], cache_salt="acme")
+    assert list(engine.finish().values()) == computed[:1]
+    assert loaded(before, engine.counters) == 0
+    engine.forget_device()
+    engine.add(prompts[0], cache_salt="acme")
+    assert list(engine.finish().values()) == computed[:1]
+    assert loaded(before, engine.counters) > 0
+    engine.assert_nothing_is_held()
+
+
+def test_prompt_logprobs_are_computed_and_nothing_is_loaded(
+    engine: Observed, prompts: Answers, computed: Answers
+) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    before = engine.counters
+    assert engine.answers(prompts[:1], prompt_logprobs=1) == computed[:1]
+    assert loaded(before, engine.counters) == 0
+    engine.assert_nothing_is_held()
+
+
+def test_a_corrupted_record_is_refused_and_its_tokens_are_computed(
+    engine: Observed, prompts: Answers, computed: Answers
+) -> None:
+    engine.answers(prompts)
+    engine.forget_device()
+    before = engine.counters
+    engine.corrupt_host_records()
+    assert engine.answers(prompts) == computed
+    assert engine.counters.loads_failed > before.loads_failed
+    assert engine.counters.blocks_corrupt_in_host > before.blocks_corrupt_in_host
+    engine.forget_device()
+    assert engine.answers(prompts) == computed
+    engine.assert_nothing_is_held()
+
+
+def test_hooks_take_unknown_requests_and_repeats(
+    engine: Observed, prompts: Answers, computed: Answers
+) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    stranger = Request("stranger", prompts[0], SamplingParams(), None)
+    connector = engine.connector
+    connector.update_state_after_alloc(stranger, KVCacheBlocks(([],)), 0)
+    assert connector.request_finished(stranger, []) == (False, None)
+    connector.update_connector_output(KVConnectorOutput())
+    for _ in range(2):
+        connector.on_new_request(stranger)
+        connector.get_num_new_matched_tokens(stranger, 0)
+    assert connector.request_finished(stranger, []) == (False, None)
+    assert connector.request_finished(stranger, []) == (False, None)
+    assert engine.answers(prompts[:1]) == computed[:1]
+    engine.assert_nothing_is_held()
+
+
+def test_pages_are_the_bytes_of_the_engines_own_tensors(engine: Observed) -> None:
+    for pages in engine.tensors:
+        assert pages.dtype is torch.uint8
+        assert pages.shape == (40, 16 * 2 * 2 * 16 * 4)

@@ -1,0 +1,91 @@
+"""What outlives an engine: local storage, the host tier of a service, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.service_help import service_process
+from tests.vllm.engine import connector_config, generate, running_engine
+from tests.vllm.observed import Observed
+
+Answers = list[list[int]]
+
+_MORTAL_ENGINE = """
+import json, os, sys, tempfile
+from pathlib import Path
+from tests.vllm.engine import connector_config, install_plugin, running_engine
+install_plugin(Path(tempfile.mkdtemp()))
+def main():
+    from tests.vllm.observed import Observed
+    model, address, prompts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    with running_engine(Path(model), connector_config(FDCACHE_SERVER=address)) as llm:
+        engine = Observed(llm)
+        engine.answers(prompts)
+        engine.settle()
+        engine.add(prompts[0], num_tokens=200)
+        engine.core.step()
+        os.kill(os.getpid(), 9)
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_restarted_engine_finds_its_blocks_in_storage(
+    model: Path, prompts: Answers, computed: Answers, tmp_path: Path
+) -> None:
+    transfer = connector_config(
+        FDCACHE_HOST_MEMORY="16MiB",
+        FDCACHE_STORAGE="local",
+        FDCACHE_STORAGE_DIR=str(tmp_path),
+        FDCACHE_STORAGE_SIZE="64MiB",
+    )
+    with running_engine(model, transfer) as llm:
+        engine = Observed(llm)
+        assert engine.answers(prompts) == computed
+        engine.assert_nothing_is_held()
+        assert engine.counters.blocks_stored > 0
+    with running_engine(model, transfer) as llm:
+        engine = Observed(llm)
+        assert engine.answers(prompts) == computed
+        assert engine.counters.storage_hit_tokens > 0
+        engine.assert_nothing_is_held()
+
+
+def test_engines_share_a_service_and_outlive_it(
+    model: Path, prompts: Answers, computed: Answers, tmp_path: Path
+) -> None:
+    """One engine is killed while it works, another finds its blocks, and goes on when the service is killed."""
+    tmp_path.chmod(0o700)
+    with service_process(tmp_path) as service:
+        address = f"ipc://{tmp_path}/fdcache.sock"
+        killed = subprocess.run(
+            [sys.executable, "-c", _MORTAL_ENGINE, str(model), address, repr(prompts)],
+            env=os.environ,
+            check=False,
+        )
+        assert killed.returncode == -9
+        with running_engine(model, connector_config(FDCACHE_SERVER=address)) as llm:
+            engine = Observed(llm)
+            assert engine.answers(prompts) == computed
+            assert engine.counters.host_hit_tokens > 0
+            engine.assert_nothing_is_held()
+            service.kill()
+            assert engine.answers(prompts) == computed
+            assert engine.side.inconsistencies == 0
+
+
+def test_ranks_of_tensor_parallelism_answer_alike(model: Path, prompts: Answers) -> None:
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with running_engine(model, enable_prefix_caching=False, **options) as llm:
+        alone = generate(llm, prompts)
+    with running_engine(model, connector_config(FDCACHE_HOST_MEMORY="32MiB"), **options) as llm:
+        manager = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler.manager
+        for _ in range(2):
+            assert generate(llm, prompts) == alone
+        counters = manager.get_stats().counters
+        assert counters.host_hit_tokens > 0
+        assert counters.loads_failed == 0
