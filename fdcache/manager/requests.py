@@ -287,9 +287,11 @@ class LiveRequests:
         return given
 
     def _plan_fetches(self) -> None:
-        for request_id, *planned in self._blocks.take_fetches():
-            source = self._sources.pop(request_id)
-            self._planned.append(PlannedFetch(source, self._live[request_id], *planned))
+        for request_id, lease, first_block, slots, generations, has_load in self._blocks.take_fetches():
+            source, request = self._sources.pop(request_id), self._live[request_id]
+            self._planned.append(
+                PlannedFetch(source, request, lease, first_block, slots, generations, has_load)
+            )
 
     def take_fetches(self) -> list[PlannedFetch]:
         """Return what allocations have planned to fetch from peers since the last call."""
