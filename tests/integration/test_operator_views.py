@@ -158,6 +158,11 @@ class TestBlocksAndPrompts:
     def test_explain_tells_what_an_engine_loads_and_why(self, service: LocalService, tmp_path: Path) -> None:
         engine = Engine(service.address)
         engine.serve(PROMPT)
+        (namespace,) = service.service.namespaces
+        blocks = TokenBlocks(BLOCK, root_hash(namespace, None))
+        blocks.append(PROMPT)
+        last = blocks.hashes[-1].tobytes().hex()
+        until(lambda: service.ask("block", hash=last), "the blocks are in the service")
         model = engine.manager._choices.model
         for _ in range(3):
             engine.manager.observe_prefill([(Request("observed", PROMPT), 0, 40)], 0.4)
